@@ -1,0 +1,176 @@
+"""Ranks: set-up from torchrun's environment, FSDP2 sharding, exact global sums, checkpoints, clean stops."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+KEEP_CHECKPOINTS = 3
+
+
+class BadInput(ValueError):
+    """Something the user gave is wrong: shown as one line, exit code 2, nothing written."""
+
+
+@dataclass
+class World:
+    """Who this process is among the ranks, and the device it computes on."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+
+def launch(main: Callable[[World], None]) -> None:
+    """Run `main(world)` on this rank; bad input becomes one line on stderr and exit code 2."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    try:
+        main(setup())
+    except BadInput as error:
+        if local_rank == 0:  # every rank meets the same bad input: say it once
+            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def setup() -> World:
+    """Join the process group: NCCL on GPUs, gloo on CPUs; `python file.py` is a world of one."""
+    for name, alone in [("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("MASTER_ADDR", "127.0.0.1")]:
+        os.environ.setdefault(name, str(alone))
+    rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more only pays above some 10M parameters
+    if "MASTER_PORT" in os.environ:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    else:  # plain `python file.py`: a store in this process, no port to collide on
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return World(rank, size, device)
+
+
+def shard(policy: nn.Module, world: World, dtype: str) -> nn.Module:
+    """FSDP2 in place: every decoder layer a unit, the rest (embedding, final norm, head) the root's.
+
+    Master weights, gradients and their sums over ranks stay float32; with dtype bfloat16 the forward and backward
+    passes run on bfloat16 copies.
+    """
+    half = dtype == "bfloat16"
+    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    for layer in policy.lm.base_model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    return fully_shard(policy, mesh=mesh, mp_policy=precision)
+
+
+def full_parameters(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name as in the Hugging Face model, whole tensor), one at a time. All ranks must iterate together."""
+    for name, parameter in policy.lm.named_parameters():
+        full = parameter.detach()
+        yield name, full.full_tensor() if isinstance(full, DTensor) else full
+
+
+def global_sum(values: dict[str, float | Tensor], world: World) -> dict[str, float]:
+    """Each entry summed over all ranks, in float64; entries named `*_max` take the maximum. Same keys on every rank."""
+    names = sorted(values, key=lambda name: (name.endswith("_max"), name))
+    split = sum(not name.endswith("_max") for name in names)
+    flat = torch.stack([torch.as_tensor(values[name], dtype=torch.float64, device=world.device) for name in names])
+    if world.size > 1:
+        dist.all_reduce(flat[:split])
+        dist.all_reduce(flat[split:], op=dist.ReduceOp.MAX)
+    return dict(zip(names, flat.tolist()))
+
+
+def scale_gradients(policy: nn.Module, factor: float) -> None:
+    """Multiply every gradient by `factor`: turns accumulated sums into the mean that the objective asks for."""
+    for parameter in policy.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
+
+
+class StopFlag:
+    """SIGINT and SIGTERM finish the current step instead of tearing it apart; a second signal kills as usual."""
+
+    def __init__(self):
+        self.raised = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._raise)
+
+    def _raise(self, number: int, frame: object) -> None:
+        self.raised = True
+        signal.signal(number, signal.SIG_DFL)
+
+    def anywhere(self, world: World) -> bool:
+        """True on all ranks as soon as one of them was signalled: they must leave the loop at the same step."""
+        return global_sum({"stop_max": float(self.raised)}, world)["stop_max"] > 0
+
+
+def save_checkpoint(folder: Path, step: int, policy: nn.Module, optimizer: torch.optim.Optimizer, state: dict, world: World) -> None:
+    """Write `folder/step_<n>`: sharded weights and optimiser, and for each rank its RNGs and `state`.
+
+    Written under a temporary name and renamed when complete, so that a kill at any moment leaves the older ones usable.
+    """
+    final, partial = folder / f"step_{step:06d}", folder / "partial"
+    if world.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    weights, moments = get_state_dict(policy, optimizer)
+    dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=partial / "shards")
+    generators = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if world.device.type == "cuda":
+        generators["cuda"] = torch.cuda.get_rng_state()
+    torch.save({"generators": generators, "state": state}, partial / f"rank{world.rank}.pt")
+    dist.barrier()
+    if world.rank == 0:
+        (partial / "ranks.json").write_text(json.dumps(world.size))
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        for old in sorted(folder.glob("step_*"))[:-KEEP_CHECKPOINTS]:
+            shutil.rmtree(old)
+    dist.barrier()
+
+
+def load_checkpoint(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> tuple[int, dict]:
+    """Restore the newest checkpoint in `folder` in place and return its step and this rank's `state`."""
+    newest = max(folder.glob("step_*"), default=None)
+    if newest is None:
+        raise BadInput(f"--resume: no checkpoint in {folder}")
+    ranks = json.loads((newest / "ranks.json").read_text())
+    if ranks != world.size:  # each rank's RNG and in-flight state is its own: another number cannot be bit-exact
+        raise BadInput(f"--resume: {newest} was written by {ranks} rank(s), this run has {world.size}: use torchrun --nproc_per_node")
+    weights, moments = get_state_dict(policy, optimizer)
+    try:
+        dcp.load({"policy": weights, "optimizer": moments}, checkpoint_id=newest / "shards")
+    except (RuntimeError, ValueError, KeyError, dcp.api.CheckpointException) as error:
+        raise BadInput(f"--resume: {newest} does not fit --model ({first_line(error)})") from error
+    set_state_dict(policy, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    saved = torch.load(newest / f"rank{world.rank}.pt", weights_only=True)
+    random.setstate(saved["generators"]["python"])
+    torch.set_rng_state(saved["generators"]["torch"])
+    if "cuda" in saved["generators"]:
+        torch.cuda.set_rng_state(saved["generators"]["cuda"])
+    return int(newest.name.removeprefix("step_")), saved["state"]
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an exception's message: what fits into an error of one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,82 @@
+"""The policy: loading, sharding-friendly forward pass, and log-probabilities that never hold a full [N, T, V] tensor."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from common.distributed import BadInput, first_line
+
+EMBEDDED = {"tiny": Path(__file__).parent / "tiny" / "model"}
+BLOCK_ELEMENTS = 2**25  # logits held at once by token_logprobs: 128 MB in float32, whatever the vocabulary
+
+
+def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model (float32 on the CPU, attention by sdpa) and tokenizer, by hub name, local folder, or `tiny`.
+
+    Weights are loaded in float32 because they are the optimiser's master copy: at lr 1e-6 an update is smaller than
+    the spacing of bfloat16 numbers and would round to nothing. The forward pass casts down (see `distributed.shard`).
+    """
+    source = EMBEDDED.get(name, name)
+    if Path(source).is_dir() and not (any(Path(source).glob("*.safetensors")) and (Path(source) / "config.json").exists()):
+        raise BadInput(f"--model {name}: the folder holds no config.json with *.safetensors weights")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        lm = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="sdpa")
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--model {name}: neither a local folder nor a loadable hub model ({first_line(error)})") from error
+    lm.generation_config.eos_token_id = sorted(eos_ids(lm, tokenizer))
+    return lm, tokenizer
+
+
+def eos_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Every token id that ends a response: chat models often have one in the tokenizer and more in the config."""
+    declared = lm.generation_config.eos_token_id
+    ids = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])} - {None}
+    if not ids:
+        raise BadInput("--model: neither its tokenizer nor its generation config names an EOS token")
+    return ids
+
+
+class Policy(nn.Module):
+    """A causal language model seen as a policy: token ids in, log π(token) and entropy of the asked positions out.
+
+    The output head runs inside this module's forward, so that FSDP has gathered its weight when we use it by hand.
+    """
+
+    def __init__(self, lm: PreTrainedModel):
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, sequences: Tensor, predicts: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """`sequences [n, S]` right-padded, `predicts [n, S]` true where the NEXT token is wanted -> two `[M]` vectors.
+
+        With right padding and causal attention no real token ever sees a pad: no attention mask is needed.
+        """
+        hidden = self.lm.base_model(input_ids=sequences, use_cache=False).last_hidden_state  # [n, S, H]
+        targets = sequences.roll(-1, dims=1)[predicts]  # [M]
+        return token_logprobs(hidden[predicts], self.lm.lm_head.weight, targets, temperature)
+
+
+def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden @ weight.T / temperature)[targets], and the entropy of that softmax (nats, no gradient).
+
+    hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, entropy `[M]`, float32. The logits are made a block
+    of rows at a time and made again in backward: at a vocabulary of 152k, 16k tokens of float32 logits are 10 GB a copy.
+    """
+
+    def block(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = (hidden @ weight.T).float() / temperature  # [b, V]: float32, as bfloat16 would round log-probs at 1e-2
+        log_normaliser = logits.logsumexp(-1)  # [b]
+        logp = logits.gather(-1, targets[:, None]).squeeze(-1) - log_normaliser  # [b]
+        with torch.no_grad():  # H = log Z - E[logit]
+            probs = (logits - log_normaliser[:, None]).exp_()  # [b, V]
+            entropy = log_normaliser - torch.linalg.vecdot(probs, logits)  # [b]
+        return logp, entropy
+
+    rows = max(1, BLOCK_ELEMENTS // weight.shape[0])
+    blocks = [checkpoint(block, h, t, use_reentrant=False) for h, t in zip(hidden.split(rows), targets.split(rows))]
+    logp, entropy = zip(*blocks)
+    return torch.cat(logp), torch.cat(entropy)

@@ -1,0 +1,224 @@
+"""Sampling responses: the `Rollout` batch, the engine contract and its `hf` engine, micro-batches, the sampler check.
+
+An engine is a policy frozen at the last `sync`:
+    generate(prompts, n, max_new_tokens, temperature, prefixes) -> Rollout
+    sync(policy)                       take over the trainer's weights; every rank calls it together
+    state_dict() / load_state_dict()   its random state, for bit-exact resume
+Token ids cross between sampler and trainer, never text: decoding and encoding again may give other tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from common.distributed import World, full_parameters, global_sum
+
+
+class Rollout:
+    """N = P·G sampled responses; row i answers prompt i // G. Every attribute is a tensor with N rows.
+
+    sequences `[N, S]`      prompt, prefix and response, right-padded
+    prompt_len `[N]`        tokens before the sampled response (prefix included)
+    prefix_len `[N]`        how many of those belong to a given response prefix (0 unless the caller gave one)
+    tokens `[N, T]`         the sampled tokens, right-padded
+    mask `[N, T]`           1.0 on sampled tokens, the EOS that ended them included; 0.0 on padding
+    rollout_logp `[N, T]`   log μ(token) at the sampling temperature, as the sampler reports it
+    finished `[N]`          False where the length limit cut the response
+    The trainer attaches its own columns (old_logp, advantages, ...); `rows` selects from all of them.
+    """
+
+    def __init__(self, **columns: Tensor):
+        vars(self).update(columns)
+
+    def rows(self, index: Tensor | slice) -> Rollout:
+        """The sub-batch of these rows."""
+        return Rollout(**{name: column[index] for name, column in vars(self).items()})
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def response_ids(self) -> list[list[int]]:
+        """Per row the whole response: given prefix and sampled tokens."""
+        ends = self.prompt_len + self.mask.sum(1).long()  # [N]
+        starts = self.prompt_len - self.prefix_len  # [N]
+        return [row[a:b] for row, a, b in zip(self.sequences.tolist(), starts.tolist(), ends.tolist())]
+
+
+class HFEngine:
+    """Samples with the transformers model in this process, from an own copy of the weights (whole, not sharded)."""
+
+    def __init__(self, lm: PreTrainedModel, world: World, seed: int, dtype: torch.dtype, max_rows: int):
+        self.lm = copy.deepcopy(lm).to(device=world.device, dtype=dtype).eval().requires_grad_(False)
+        self.device, self.max_rows = world.device, max_rows
+        self.eos = torch.tensor(lm.generation_config.eos_token_id, device=world.device)
+        # Ranks must draw different samples for their different prompts, and the same ones when the run is repeated.
+        self.generator = torch.Generator(world.device).manual_seed(seed * 100_003 + world.rank)
+
+    def sync(self, policy: torch.nn.Module) -> None:
+        """Copy the trainer's weights into the sampler's, one whole tensor at a time."""
+        own = dict(self.lm.named_parameters())
+        for name, full in full_parameters(policy):
+            own[name].copy_(full)
+
+    def state_dict(self) -> dict:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.generator.set_state(state["generator"])
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: list[list[int]],
+        n: int,
+        max_new_tokens: int,
+        temperature: float,
+        prefixes: list[list[int]] | None = None,
+    ) -> Rollout:
+        """Sample `n` responses to each prompt; temperature 0 is greedy.
+
+        Full vocabulary: no top-p, no top-k, or log μ would belong to another distribution. With `prefixes[p]` the
+        response to prompt p is continued from these tokens, which count towards max_new_tokens.
+        """
+        prefixes = prefixes or [[] for _ in prompts]
+        group, parts = max(1, self.max_rows // n), []
+        for start in range(0, len(prompts), group):
+            chunk = slice(start, start + group)
+            parts.append(self._generate(prompts[chunk], prefixes[chunk], n, max_new_tokens, temperature))
+        return parts[0] if len(parts) == 1 else concatenate(parts)
+
+    def _generate(self, prompts: list[list[int]], prefixes: list[list[int]], n: int, limit: int, temperature: float) -> Rollout:
+        contexts = [prompt + prefix for prompt, prefix in zip(prompts, prefixes)]
+        width, rows = max(map(len, contexts)), len(contexts) * n
+        # Left padding ends all contexts in the same column, so that one column a step extends every row.
+        padded = torch.tensor([[0] * (width - len(c)) + c for c in contexts], device=self.device)  # [P, width]
+        length = torch.tensor([len(c) for c in contexts], device=self.device)  # [P]
+        attention = (torch.arange(width, device=self.device) >= width - length[:, None]).long()  # [P, width]
+        position = (attention.cumsum(1) - 1).clamp(min=0)  # [P, width]
+        cache = DynamicCache(config=self.lm.config)
+        logits = self.lm(
+            padded, attention_mask=attention, position_ids=position, past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).logits[:, -1]  # [P, V]
+        # The prompt was read once; now it branches into n rows.
+        cache.batch_repeat_interleave(n)
+        logits, attention = logits.repeat_interleave(n, 0), attention.repeat_interleave(n, 0)  # [N, V], [N, width]
+        position = length.repeat_interleave(n)[:, None]  # [N, 1]
+        budget = (limit - torch.tensor([len(p) for p in prefixes], device=self.device)).repeat_interleave(n)  # [N]
+        tokens = torch.zeros(rows, limit, dtype=torch.long, device=self.device)  # [N, limit]
+        logp = torch.zeros(rows, limit, device=self.device)  # [N, limit]
+        mask = torch.zeros(rows, limit, device=self.device)  # [N, limit]
+        finished = torch.zeros(rows, dtype=torch.bool, device=self.device)  # [N]
+        alive = torch.arange(rows, device=self.device)  # rows still being decoded
+        for t in range(limit):
+            distribution = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)  # [alive, V]
+            if temperature > 0:
+                token = torch.multinomial(distribution.exp(), 1, generator=self.generator)  # [alive, 1]
+            else:
+                token = distribution.argmax(-1, keepdim=True)  # [alive, 1]
+            tokens[alive, t], mask[alive, t] = token[:, 0], 1.0
+            logp[alive, t] = distribution.gather(-1, token)[:, 0]
+            ended = torch.isin(token[:, 0], self.eos)  # [alive]
+            finished[alive[ended]] = True
+            going = (~ended & (t + 1 < budget[alive])).nonzero()[:, 0]
+            if len(going) == 0:
+                break
+            if len(going) < len(alive):  # drop finished rows: a batch is as slow as its longest row, not wider than it must be
+                cache.batch_select_indices(going)
+                alive, token, attention, position = alive[going], token[going], attention[going], position[going]
+            attention = torch.cat([attention, attention.new_ones(len(alive), 1)], dim=1)
+            logits = self.lm(
+                token, attention_mask=attention, position_ids=position, past_key_values=cache, use_cache=True
+            ).logits[:, -1]  # [alive, V]
+            position = position + 1
+        T = t + 1
+        prompt_len = length.repeat_interleave(n)  # [N]
+        sequences = torch.zeros(rows, width + T, dtype=torch.long, device=self.device)  # [N, S]
+        column = torch.arange(width + T, device=self.device)  # [S]
+        sequences[column < prompt_len[:, None]] = torch.tensor(sum((c * n for c in contexts), []), device=self.device)
+        total = prompt_len + mask.sum(1).long()  # [N]
+        sequences[(column >= prompt_len[:, None]) & (column < total[:, None])] = tokens[mask.bool()]
+        prefix_len = limit - budget  # [N]
+        return Rollout(
+            sequences=sequences,
+            prompt_len=prompt_len,
+            prefix_len=prefix_len,
+            tokens=tokens[:, :T],
+            mask=mask[:, :T],
+            rollout_logp=logp[:, :T],
+            finished=finished,
+        )
+
+
+def concatenate(parts: list[Rollout]) -> Rollout:
+    """One rollout from several, the `[N, ...]` columns padded on the right to the widest."""
+
+    def join(columns: list[Tensor]) -> Tensor:
+        if columns[0].dim() == 1:
+            return torch.cat(columns)
+        width = max(column.shape[1] for column in columns)
+        return torch.cat([torch.nn.functional.pad(column, (0, width - column.shape[1])) for column in columns])
+
+    return Rollout(**{name: join([getattr(part, name) for part in parts]) for name in vars(parts[0])})
+
+
+def micro_batches(batch: Rollout, max_tokens: int, world: World) -> list[Tensor]:
+    """Row indices of micro-batches of at most `max_tokens` padded tokens, rows of similar length together.
+
+    Every rank gets the same number of them, since FSDP's forward and backward passes are collective.
+    """
+    lengths = (batch.prompt_len + batch.mask.sum(1).long()).tolist()
+    micros: list[list[int]] = [[]]
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):  # the row added last is the longest
+        if micros[-1] and (len(micros[-1]) + 1) * lengths[row] > max_tokens:
+            micros.append([])
+        micros[-1].append(row)
+    wanted = int(global_sum({"micros_max": len(micros)}, world)["micros_max"])
+    while len(micros) < wanted:
+        largest = micros.pop(max(range(len(micros)), key=lambda i: len(micros[i])))
+        micros += [largest[::2], largest[1::2]]
+    return [torch.tensor(rows, device=batch.tokens.device) for rows in micros]
+
+
+def response_logprobs(policy: torch.nn.Module, batch: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
+    """log π(token) and entropy of every sampled token under `policy`: two `[n, T]`, zero on padding."""
+    end = batch.prompt_len + batch.mask.sum(1).long()  # [n]
+    sequences = batch.sequences[:, : int(end.max())]  # [n, S]
+    column = torch.arange(sequences.shape[1], device=sequences.device)  # [S]
+    predicts = (column >= batch.prompt_len[:, None] - 1) & (column < end[:, None] - 1)  # [n, S]
+    logp, entropy = policy(sequences, predicts, temperature)  # [M], [M]
+    blank, where = torch.zeros_like(batch.mask), batch.mask.bool()  # [n, T]
+    return blank.masked_scatter(where, logp), blank.masked_scatter(where, entropy)
+
+
+@torch.no_grad()
+def all_logprobs(policy: torch.nn.Module, batch: Rollout, temperature: float, max_tokens: int, world: World) -> Tensor:
+    """`response_logprobs` of a whole rollout without gradient, in micro-batches: `[N, T]`."""
+    logp = torch.zeros_like(batch.mask)  # [N, T]
+    for rows in micro_batches(batch, max_tokens, world):
+        logp[rows] = response_logprobs(policy, batch.rows(rows), temperature)[0]
+    return logp
+
+
+def check_sampler(batch: Rollout, tolerance: float, world: World) -> dict[str, float]:
+    """Compare the sampler's log-probs with the trainer's on the sampled tokens: the same weights must give the same.
+
+    Returns KL(μ ‖ π_old) by the k3 estimator and the mean |log π_old - log μ|; raises when the latter is beyond
+    `tolerance`, since every ratio of the run would then be wrong without a word.
+    """
+    gap = (batch.old_logp - batch.rollout_logp) * batch.mask  # [N, T]
+    sums = global_sum(
+        {"kl": (gap.exp() - 1 - gap).double().sum(), "gap": gap.abs().double().sum(), "tokens": batch.mask.double().sum()}, world
+    )
+    mean = sums["gap"] / sums["tokens"]
+    if not mean <= tolerance:
+        raise RuntimeError(
+            f"sampler and trainer disagree: mean |log π_old - log μ| is {mean:.2g}, tolerance {tolerance:.2g} (--sampler_tolerance). "
+            "Usual causes: weights not synced after the last update, a temperature or top-p that only one side applies, "
+            "token ids re-encoded from text, a lower precision on one side."
+        )
+    return {"sampler_kl": sums["kl"] / sums["tokens"], "sampler_gap": mean}
