@@ -159,7 +159,9 @@ def dataset_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
     held_out = order.sample(held_out, min(args.eval_problems, len(held_out)))
     for kind, found in (("training", train_set), ("held-out", held_out)):
         if not found:
-            raise BadInput(f"--task {args.task}: no {kind} problem left ({len(rows)} rows, {dropped} over --max_prompt_tokens)")
+            raise BadInput(
+                f"--task {args.task}: no {kind} problem left of {len(rows)} ({dropped} over --max_prompt_tokens)"
+            )
 
     @lru_cache(2)
     def epoch(number: int) -> list[int]:
@@ -176,7 +178,8 @@ def encode(prompt: str, instruction: str, tokenizer: PreTrainedTokenizerBase) ->
     """Prompt and instruction as token ids: through the chat template if the tokenizer has one, else PLAIN_PROMPT."""
     text = f"{prompt} {instruction}".strip()
     if tokenizer.chat_template:
-        text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
+        chat = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote its special tokens already
     return tokenizer(PLAIN_PROMPT.format(prompt=text))["input_ids"]
 
@@ -190,14 +193,16 @@ def read_set(spec: str, args: object, split: str) -> list[tuple[str, str]] | Non
     name, _, path = spec.partition(":") if spec.partition(":")[0] in HUB else ("", "", spec)
     columns = HUB.get(name) or HubSet("", None, "", "", args.prompt_column, args.answer_column)
     if path and Path(path).suffix not in (".jsonl", ".parquet"):
-        raise BadInput(f"--task {spec}: not arithmetic, reasoning_gym:<name>, a .jsonl or .parquet file, or one of {', '.join(HUB)}")
+        known = f"arithmetic, reasoning_gym:<name>, a .jsonl or .parquet file, {', '.join(HUB)}"
+        raise BadInput(f"--task {spec}: unknown, use one of {known}")
     if split == "test" and spec == args.task and (path or not columns.test):
         return None
-    rows = file_rows(Path(path)) if path else hub_rows(name, columns, columns.train if split == "train" else columns.test or columns.train)
+    hub_split = columns.test or columns.train if split == "test" else columns.train
     pairs = []
-    for where, row in rows:
+    for where, row in file_rows(Path(path)) if path else hub_rows(name, columns, hub_split):
         if not isinstance(row, dict) or not {columns.prompt, columns.answer} <= row.keys():
-            raise BadInput(f"{where}: needs the columns {columns.prompt!r} and {columns.answer!r} (--prompt_column, --answer_column)")
+            wanted = f"{columns.prompt!r} (--prompt_column) and {columns.answer!r} (--answer_column)"
+            raise BadInput(f"{where}: needs the columns {wanted}")
         prompt, answer = row[columns.prompt], row[columns.answer]
         try:
             answer = columns.extract(answer) if answer is not None else ""
@@ -238,5 +243,6 @@ def hub_rows(name: str, columns: HubSet, split: str) -> Iterator[tuple[str, obje
     try:
         rows = datasets.load_dataset(columns.path, columns.config, split=split)
     except Exception as error:  # offline, renamed, gated: `datasets` and its HTTP client raise many kinds
-        raise BadInput(f"--task {name}: cannot load {columns.path} from the hub ({first_line(error)}); a local copy: --task {name}:<file>") from error
+        local = f"for a local copy use --task {name}:<file>"
+        raise BadInput(f"--task {name}: cannot load {columns.path} ({first_line(error)}); {local}") from error
     yield from ((f"{name}:row {number}", row) for number, row in enumerate(rows, 1))

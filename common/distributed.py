@@ -5,8 +5,7 @@ import os
 import random
 import shutil
 import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +17,17 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 KEEP_CHECKPOINTS = 3
 
 
 class BadInput(ValueError):
     """Something the user gave is wrong: shown as one line, exit code 2, nothing written."""
+
+
+class RunStopped(RuntimeError):
+    """Going on would train on wrong numbers: shown as one line, exit code 1."""
 
 
 @dataclass
@@ -33,20 +37,6 @@ class World:
     rank: int
     size: int
     device: torch.device
-
-
-def launch(main: Callable[[World], None]) -> None:
-    """Run `main(world)` on this rank; bad input becomes one line on stderr and exit code 2."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    try:
-        main(setup())
-    except BadInput as error:
-        if local_rank == 0:  # every rank meets the same bad input: say it once
-            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def setup() -> World:
@@ -60,10 +50,11 @@ def setup() -> World:
     else:
         device = torch.device("cpu")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more only pays above some 10M parameters
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "MASTER_PORT" in os.environ:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    else:  # plain `python file.py`: a store in this process, no port to collide on
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend)
+    else:  # alone: a store inside this process, no port to collide on
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return World(rank, size, device)
 
 
@@ -106,6 +97,12 @@ def scale_gradients(policy: nn.Module, factor: float) -> None:
             parameter.grad.mul_(factor)
 
 
+def clip_gradients(policy: nn.Module, max_norm: float) -> float:
+    """Scale the whole gradient, over all shards, to norm `max_norm` at most; return its norm before."""
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
 class StopFlag:
     """SIGINT and SIGTERM finish the current step instead of tearing it apart; a second signal kills as usual."""
 
@@ -123,7 +120,9 @@ class StopFlag:
         return global_sum({"stop_max": float(self.raised)}, world)["stop_max"] > 0
 
 
-def save_checkpoint(folder: Path, step: int, policy: nn.Module, optimizer: torch.optim.Optimizer, state: dict, world: World) -> None:
+def save_checkpoint(
+    folder: Path, step: int, policy: nn.Module, optimizer: Optimizer, state: dict, world: World
+) -> None:
     """Write `folder/step_<n>`: sharded weights and optimiser, and for each rank its RNGs and `state`.
 
     Written under a temporary name and renamed when complete, so that a kill at any moment leaves the older ones usable.
@@ -149,14 +148,14 @@ def save_checkpoint(folder: Path, step: int, policy: nn.Module, optimizer: torch
     dist.barrier()
 
 
-def load_checkpoint(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> tuple[int, dict]:
+def load_checkpoint(folder: Path, policy: nn.Module, optimizer: Optimizer, world: World) -> tuple[int, dict]:
     """Restore the newest checkpoint in `folder` in place and return its step and this rank's `state`."""
     newest = max(folder.glob("step_*"), default=None)
     if newest is None:
         raise BadInput(f"--resume: no checkpoint in {folder}")
     ranks = json.loads((newest / "ranks.json").read_text())
     if ranks != world.size:  # each rank's RNG and in-flight state is its own: another number cannot be bit-exact
-        raise BadInput(f"--resume: {newest} was written by {ranks} rank(s), this run has {world.size}: use torchrun --nproc_per_node")
+        raise BadInput(f"--resume: {newest} was written by {ranks} rank(s), this run has {world.size}")
     weights, moments = get_state_dict(policy, optimizer)
     try:
         dcp.load({"policy": weights, "optimizer": moments}, checkpoint_id=newest / "shards")

@@ -1,4 +1,4 @@
-"""The policy: loading, sharding-friendly forward pass, and log-probabilities that never hold a full [N, T, V] tensor."""
+"""The policy: loading, a forward pass made for sharding, log-probabilities that never hold a full [N, T, V] tensor."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from common.distributed import BadInput, first_line
 
 EMBEDDED = {"tiny": Path(__file__).parent / "tiny" / "model"}
-BLOCK_ELEMENTS = 2**25  # logits held at once by token_logprobs: 128 MB in float32, whatever the vocabulary
+BLOCK_ELEMENTS = 2**24  # logits that token_logprobs makes at once: 64 MB in float32, whatever the vocabulary
 
 
 def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -19,14 +19,14 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     Weights are loaded in float32 because they are the optimiser's master copy: at lr 1e-6 an update is smaller than
     the spacing of bfloat16 numbers and would round to nothing. The forward pass casts down (see `distributed.shard`).
     """
-    source = EMBEDDED.get(name, name)
-    if Path(source).is_dir() and not (any(Path(source).glob("*.safetensors")) and (Path(source) / "config.json").exists()):
+    source = Path(EMBEDDED.get(name, name))
+    if source.is_dir() and not (any(source.glob("*.safetensors")) and (source / "config.json").exists()):
         raise BadInput(f"--model {name}: the folder holds no config.json with *.safetensors weights")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         lm = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="sdpa")
     except (OSError, ValueError) as error:
-        raise BadInput(f"--model {name}: neither a local folder nor a loadable hub model ({first_line(error)})") from error
+        raise BadInput(f"--model {name}: not a folder, and not loadable from the hub ({first_line(error)})") from error
     lm.generation_config.eos_token_id = sorted(eos_ids(lm, tokenizer))
     return lm, tokenizer
 
@@ -64,17 +64,14 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
     """log softmax(hidden @ weight.T / temperature)[targets], and the entropy of that softmax (nats, no gradient).
 
     hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, entropy `[M]`, float32. The logits are made a block
-    of rows at a time and made again in backward: at a vocabulary of 152k, 16k tokens of float32 logits are 10 GB a copy.
+    of rows at a time and again in backward: at a vocabulary of 152k, 16k tokens of float32 logits are 10 GB a copy.
     """
 
     def block(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = (hidden @ weight.T).float() / temperature  # [b, V]: float32, as bfloat16 would round log-probs at 1e-2
-        log_normaliser = logits.logsumexp(-1)  # [b]
-        logp = logits.gather(-1, targets[:, None]).squeeze(-1) - log_normaliser  # [b]
-        with torch.no_grad():  # H = log Z - E[logit]
-            probs = (logits - log_normaliser[:, None]).exp_()  # [b, V]
-            entropy = log_normaliser - torch.linalg.vecdot(probs, logits)  # [b]
-        return logp, entropy
+        logits = (hidden @ weight.T).float() / temperature  # [b, V]: in bfloat16 log-probs would be rounded at 1e-2
+        logprobs = torch.log_softmax(logits, dim=-1)  # [b, V]
+        entropy = -torch.linalg.vecdot(logprobs.detach().exp(), logprobs.detach())  # [b]
+        return logprobs.gather(-1, targets[:, None])[:, 0], entropy  # [b], [b]
 
     rows = max(1, BLOCK_ELEMENTS // weight.shape[0])
     blocks = [checkpoint(block, h, t, use_reentrant=False) for h, t in zip(hidden.split(rows), targets.split(rows))]

@@ -12,11 +12,11 @@ from __future__ import annotations
 import copy
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from common.distributed import World, full_parameters, global_sum
+from common.data import Task
+from common.distributed import BadInput, RunStopped, World, full_parameters, global_sum
 
 
 class Rollout:
@@ -92,7 +92,7 @@ class HFEngine:
             parts.append(self._generate(prompts[chunk], prefixes[chunk], n, max_new_tokens, temperature))
         return parts[0] if len(parts) == 1 else concatenate(parts)
 
-    def _generate(self, prompts: list[list[int]], prefixes: list[list[int]], n: int, limit: int, temperature: float) -> Rollout:
+    def _generate(self, prompts: list, prefixes: list, n: int, limit: int, temperature: float) -> Rollout:
         contexts = [prompt + prefix for prompt, prefix in zip(prompts, prefixes)]
         width, rows = max(map(len, contexts)), len(contexts) * n
         # Left padding ends all contexts in the same column, so that one column a step extends every row.
@@ -101,9 +101,8 @@ class HFEngine:
         attention = (torch.arange(width, device=self.device) >= width - length[:, None]).long()  # [P, width]
         position = (attention.cumsum(1) - 1).clamp(min=0)  # [P, width]
         cache = DynamicCache(config=self.lm.config)
-        logits = self.lm(
-            padded, attention_mask=attention, position_ids=position, past_key_values=cache, use_cache=True, logits_to_keep=1
-        ).logits[:, -1]  # [P, V]
+        step = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        logits = self.lm(padded, attention_mask=attention, position_ids=position, **step).logits[:, -1]  # [P, V]
         # The prompt was read once; now it branches into n rows.
         cache.batch_repeat_interleave(n)
         logits, attention = logits.repeat_interleave(n, 0), attention.repeat_interleave(n, 0)  # [N, V], [N, width]
@@ -127,13 +126,11 @@ class HFEngine:
             going = (~ended & (t + 1 < budget[alive])).nonzero()[:, 0]
             if len(going) == 0:
                 break
-            if len(going) < len(alive):  # drop finished rows: a batch is as slow as its longest row, not wider than it must be
+            if len(going) < len(alive):  # finished rows leave the batch: the few long ones go on without them
                 cache.batch_select_indices(going)
                 alive, token, attention, position = alive[going], token[going], attention[going], position[going]
             attention = torch.cat([attention, attention.new_ones(len(alive), 1)], dim=1)
-            logits = self.lm(
-                token, attention_mask=attention, position_ids=position, past_key_values=cache, use_cache=True
-            ).logits[:, -1]  # [alive, V]
+            logits = self.lm(token, attention_mask=attention, position_ids=position, **step).logits[:, -1]  # [alive, V]
             position = position + 1
         T = t + 1
         prompt_len = length.repeat_interleave(n)  # [N]
@@ -152,6 +149,18 @@ class HFEngine:
             rollout_logp=logp[:, :T],
             finished=finished,
         )
+
+
+ENGINES = {"hf": HFEngine}
+
+
+def make_engine(args: object, lm: PreTrainedModel, world: World) -> HFEngine:
+    """The engine that `--rollout` names, holding an own copy of `lm`'s weights."""
+    name = "hf" if args.rollout == "auto" else args.rollout
+    if name not in ENGINES:
+        raise BadInput(f"--rollout {args.rollout}: unknown engine, use one of auto, {', '.join(ENGINES)}")
+    dtype = getattr(torch, args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype)
+    return ENGINES[name](lm, world, args.seed, dtype, args.rollout_rows)
 
 
 def concatenate(parts: list[Rollout]) -> Rollout:
@@ -196,29 +205,43 @@ def response_logprobs(policy: torch.nn.Module, batch: Rollout, temperature: floa
 
 
 @torch.no_grad()
-def all_logprobs(policy: torch.nn.Module, batch: Rollout, temperature: float, max_tokens: int, world: World) -> Tensor:
+def all_logprobs(policy: torch.nn.Module, batch: Rollout, args: object, world: World) -> Tensor:
     """`response_logprobs` of a whole rollout without gradient, in micro-batches: `[N, T]`."""
     logp = torch.zeros_like(batch.mask)  # [N, T]
-    for rows in micro_batches(batch, max_tokens, world):
-        logp[rows] = response_logprobs(policy, batch.rows(rows), temperature)[0]
+    for rows in micro_batches(batch, args.micro_tokens, world):
+        logp[rows] = response_logprobs(policy, batch.rows(rows), args.temperature)[0]
     return logp
 
 
-def check_sampler(batch: Rollout, tolerance: float, world: World) -> dict[str, float]:
+def check_sampler(batch: Rollout, args: object, world: World) -> dict[str, float]:
     """Compare the sampler's log-probs with the trainer's on the sampled tokens: the same weights must give the same.
 
     Returns KL(μ ‖ π_old) by the k3 estimator and the mean |log π_old - log μ|; raises when the latter is beyond
-    `tolerance`, since every ratio of the run would then be wrong without a word.
+    the tolerance, since every ratio of the run would then be wrong without a word.
     """
+    exact = args.dtype == "float32" and args.rollout_dtype in ("auto", "float32")
+    tolerance = args.sampler_tolerance or (1e-3 if exact else 0.05)
     gap = (batch.old_logp - batch.rollout_logp) * batch.mask  # [N, T]
-    sums = global_sum(
-        {"kl": (gap.exp() - 1 - gap).double().sum(), "gap": gap.abs().double().sum(), "tokens": batch.mask.double().sum()}, world
-    )
+    k3 = gap.exp() - 1 - gap  # [N, T]
+    sums = global_sum({"kl": k3.sum(), "gap": gap.abs().sum(), "tokens": batch.mask.sum()}, world)
     mean = sums["gap"] / sums["tokens"]
     if not mean <= tolerance:
-        raise RuntimeError(
-            f"sampler and trainer disagree: mean |log π_old - log μ| is {mean:.2g}, tolerance {tolerance:.2g} (--sampler_tolerance). "
-            "Usual causes: weights not synced after the last update, a temperature or top-p that only one side applies, "
-            "token ids re-encoded from text, a lower precision on one side."
+        raise RunStopped(
+            f"sampler and trainer disagree: mean |log π_old - log μ| is {mean:.2g}, tolerance {tolerance:.2g}. Usual "
+            "causes: weights not synced after the last update, a temperature or top-p that only one side applies, "
+            "token ids re-encoded from text, a lower precision on one side (then raise --sampler_tolerance)."
         )
     return {"sampler_kl": sums["kl"] / sums["tokens"], "sampler_gap": mean}
+
+
+def evaluate(
+    engine: HFEngine, task: Task, tokenizer: PreTrainedTokenizerBase, args: object, world: World
+) -> dict[str, float]:
+    """Accuracy on the held-out problems: `greedy` (one response) and `sampled` (mean of --eval_samples responses)."""
+    problems, state, right = task.held_out[world.rank :: world.size], engine.state_dict(), {}
+    for name, n, temperature in (("greedy", 1, 0.0), ("sampled", args.eval_samples, args.temperature)):
+        rollout = engine.generate([problem.prompt_ids for problem in problems], n, args.max_new_tokens, temperature)
+        texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+        right[name] = sum(task.judge(texts, [problem.answer for problem in problems for _ in range(n)])) / n
+    engine.load_state_dict(state)  # training's samples do not depend on how often one looks
+    return {name: total / len(task.held_out) for name, total in global_sum(right, world).items()}

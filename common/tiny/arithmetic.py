@@ -28,7 +28,7 @@ def held_out(prompt: str) -> bool:
 
 
 def work(prompt: str, rng: random.Random | None = None, slip: float = 0.0) -> tuple[list[str], str]:
-    """The steps of `prompt` and its answer. With probability `slip` a step goes wrong, and the chain carries on from it."""
+    """The steps of `prompt` and its answer. With probability `slip` a step goes wrong, and the rest follows from it."""
     value, steps = int(prompt[0]), []
     for operator, digit in zip(prompt[1:-1:2], prompt[2:-1:2]):
         result = apply(value, operator, int(digit))

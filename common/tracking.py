@@ -1,0 +1,286 @@
+"""A run from the outside: command line, run folder, metrics, progress bar, curves and summary."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import re
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor
+from tqdm import tqdm
+
+from common.distributed import BadInput, RunStopped, World, global_sum, setup
+
+PHASES = ("rollout", "reward", "old_logp", "update", "sync", "evaluate", "save")
+POSITIVE = (
+    *("steps", "prompts_per_step", "minibatches", "max_new_tokens", "max_prompt_tokens", "micro_tokens", "temperature"),
+    *("lr", "grad_clip", "eval_every", "eval_problems", "eval_samples", "save_every", "rollout_rows"),
+)
+FREE_ON_RESUME = {
+    "steps",
+    "run_dir",
+    "resume",
+    "save_every",
+    "eval_every",
+    "wandb",
+}  # may differ without changing the run
+
+
+def launch(main: Callable[[object, World], None], Args: type) -> None:
+    """Parse the flags, join the ranks, run `main(args, world)`; bad input is one line on stderr and exit code 2."""
+    first_rank = os.environ.get("LOCAL_RANK", "0") == "0"  # every rank meets the same bad input: say it once
+    try:
+        args = parse(Args, first_rank)
+        world = setup()
+        check(args, world)
+        main(args, world)
+    except (BadInput, RunStopped) as error:
+        if first_rank:
+            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, BadInput) else 1)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def parse(Args: type, first_rank: bool = True) -> object:
+    """`Args` from the command line; tyro's boxed message for a wrong flag is folded into one line."""
+    message = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(message):
+            header = sys.modules[Args.__module__].__doc__.splitlines()[0]
+            return tyro.cli(Args, description=header, use_underscores=True, console_outputs=first_rank)
+    except SystemExit as stop:
+        if stop.code != 2:
+            raise
+        lines = [line.strip(" │╭╮╰╯─") for line in message.getvalue().splitlines()]
+        said = [line for line in lines if line and not line.startswith("For full helptext")]
+        raise BadInput(" ".join(said) + " (--help lists the flags)") from None
+
+
+def check(args: object, world: World) -> None:
+    """Refuse values with which no run makes sense, and divisions that would leave a rank without its share."""
+    for flag in POSITIVE:
+        if not getattr(args, flag) > 0:
+            raise BadInput(f"--{flag} {getattr(args, flag)}: must be above 0")
+    if args.group_size < 2:
+        raise BadInput(f"--group_size {args.group_size}: a group needs 2 responses or more to compare")
+    if args.prompts_per_step % (world.size * args.minibatches):
+        raise BadInput(
+            f"--prompts_per_step {args.prompts_per_step}: mini-batches are made of whole groups, so it must be a "
+            f"multiple of ranks x --minibatches, {world.size} x {args.minibatches}"
+        )
+    if args.eval_problems < world.size:
+        raise BadInput(f"--eval_problems {args.eval_problems}: fewer than the {world.size} ranks")
+    if args.dtype == "auto":
+        args.dtype = "bfloat16" if world.device.type == "cuda" else "float32"
+
+
+class Means:
+    """Metrics of one step as (sum, count) pairs, so that any number of micro-batches and ranks gives the exact mean."""
+
+    def __init__(self):
+        self.sums: dict[str, Tensor | float] = defaultdict(float)
+        self.counts: dict[str, Tensor | float] = defaultdict(float)
+
+    def add(self, **pairs: tuple[Tensor | float, Tensor | float]) -> None:
+        for name, (total, count) in pairs.items():
+            self.sums[name] = self.sums[name] + (total.detach().double() if isinstance(total, Tensor) else total)
+            self.counts[name] = self.counts[name] + count
+
+    def reduce(self, world: World) -> dict[str, float]:
+        """The mean of every metric over all ranks."""
+        sums, counts = global_sum(self.sums, world), global_sum(self.counts, world)
+        return {name: sums[name] / max(counts[name], 1e-12) for name in self.sums}
+
+
+class Run:
+    """The run folder: config.json, metrics.jsonl (a line a step), curves.png, summary.json, checkpoints/."""
+
+    def __init__(self, args: object, world: World, algorithm: str, acted: str):
+        """`acted` names the metric that is zero when the algorithm's own mechanism did nothing."""
+        self.args, self.world, self.algorithm, self.acted = args, world, algorithm, acted
+        task = re.sub(r"[^\w.-]+", "-", Path(args.task).stem)
+        self.folder = Path(args.run_dir or f"runs/{algorithm}-{task}-s{args.seed}")
+        self.checkpoints, self.metrics = self.folder / "checkpoints", self.folder / "metrics.jsonl"
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.bar, self.wandb, self.started = None, None, time.perf_counter()
+        config = asdict(args) | {"algorithm": algorithm, "acted": acted, "ranks": world.size}
+        if args.resume:
+            self._check_same(config)
+        dist.barrier()  # every rank has looked before the first one writes
+        if world.rank == 0:
+            if self.folder.exists() and not args.resume:  # never overwrite results
+                numbered = (self.folder.with_name(f"{self.folder.name}.{i}") for i in itertools.count(1))
+                aside = self.folder.rename(next(path for path in numbered if not path.exists()))
+                print(f"an earlier run was in {self.folder}: moved to {aside}")
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            if args.wandb:
+                import wandb
+
+                name = self.folder.name
+                self.wandb = wandb.init(project=args.wandb, name=name, id=name, config=config, resume="allow")
+
+    def _check_same(self, config: dict) -> None:
+        path = self.folder / "config.json"
+        if not path.is_file():
+            raise BadInput(f"--resume: no run in {self.folder}")
+        saved = json.loads(path.read_text())
+        for name in config.keys() - FREE_ON_RESUME - {"ranks"}:
+            if saved.get(name) != config[name]:
+                raise BadInput(f"--resume: {self.folder} has {name} {saved.get(name)!r}, this run {config[name]!r}")
+
+    def say(self, *lines: str) -> None:
+        if self.world.rank == 0:
+            print(*lines, sep="\n", flush=True)
+
+    def announce(self, task: object, done: int) -> None:
+        """Say what is about to happen."""
+        a, n = self.args, self.args.prompts_per_step * self.args.group_size
+        self.say(
+            f"{self.algorithm}: {a.model} on {task.name}; {self.world.size} rank(s) on {self.world.device}, {a.dtype}",
+            f"steps {done + 1} to {a.steps}, each {a.prompts_per_step} prompts x {a.group_size} responses = {n}, "
+            f"{a.minibatches} mini-batch(es); {len(task.held_out)} held-out problems every {a.eval_every} steps",
+            f"results in {self.folder}" + (f"; {task.dropped} prompts too long, dropped" if task.dropped else ""),
+        )
+
+    def steps(self, done: int) -> Iterator[int]:
+        """Step numbers from `done` + 1 to `--steps`, behind a progress bar. Metrics of steps not done are forgotten."""
+        if self.world.rank == 0 and self.metrics.exists():
+            kept = [line for line in self.history() if line["step"] <= done]
+            partial = self.metrics.with_suffix(".partial")
+            partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            partial.replace(self.metrics)
+        hidden = self.world.rank > 0
+        self.bar = tqdm(total=self.args.steps, initial=done, disable=hidden, dynamic_ncols=True, unit="step")
+        yield from range(done + 1, self.args.steps + 1)
+        self.bar.close()
+
+    @contextlib.contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        """Count the time inside towards `phase`."""
+        start = self._now()
+        yield
+        self.seconds[phase] += self._now() - start
+
+    def _now(self) -> float:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()  # kernels run behind the host's back: without this their time lands elsewhere
+        return time.perf_counter()
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Append the step's line to metrics.jsonl (flushed) and show it on the progress bar."""
+        seconds = self._now() - self.started
+        self.started += seconds
+        spent = {f"seconds_{phase}": round(self.seconds[phase], 4) for phase in PHASES}
+        self.seconds.clear()
+        if self.world.rank > 0:
+            return
+        speed = {"tokens_per_s": round(metrics.get("tokens", 0) / seconds, 1), "seconds": round(seconds, 4)}
+        line = {"step": step} | metrics | speed | spent
+        with self.metrics.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if self.wandb:
+            self.wandb.log(line, step=step)
+        if self.bar and step:
+            shown = ("reward", "greedy", "sampler_kl", self.acted, "tokens_per_s")
+            self.bar.set_postfix({name: f"{line[name]:.3g}" for name in shown if name in line}, refresh=False)
+            self.bar.update()
+
+    def history(self) -> list[dict]:
+        """The lines of metrics.jsonl; a last line cut short by a kill is dropped."""
+        lines = self.metrics.read_text().splitlines()
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def finish(self, done: int) -> None:
+        """Draw the curves; for a run that reached its last step also write summary.json and say what happened."""
+        if self.world.rank > 0:
+            return
+        history = self.history()
+        curves = draw_curves(self.folder)
+        if done < self.args.steps:
+            self.say(f"stopped after step {done} of {self.args.steps}, saved: go on with --resume")
+            return
+        evaluated = [line for line in history if "greedy" in line]
+        total = sum(line["seconds"] for line in history)
+        split = {phase: round(sum(line[f"seconds_{phase}"] for line in history), 2) for phase in PHASES}
+        summary = {
+            "greedy_before": evaluated[0]["greedy"],
+            "greedy_after": evaluated[-1]["greedy"],
+            "sampled_before": evaluated[0]["sampled"],
+            "sampled_after": evaluated[-1]["sampled"],
+            "seconds": round(total, 2),
+            "seconds_split": split | {"other": round(total - sum(split.values()), 2)},
+        }
+        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        self.say(
+            "",
+            f"held-out accuracy, greedy   {summary['greedy_before']:.3f} -> {summary['greedy_after']:.3f}",
+            f"held-out accuracy, sampled  {summary['sampled_before']:.3f} -> {summary['sampled_after']:.3f}",
+            f"curves    {curves}",
+            f"metrics   {self.metrics}",
+            f"seconds   {total:.0f}: "
+            + ", ".join(f"{name} {value:.1f}" for name, value in summary["seconds_split"].items()),
+        )
+        if not any(line.get(self.acted) for line in history):
+            self.say(f"\nWARNING: {self.acted} was 0 at every step: what sets {self.algorithm} apart never acted.")
+
+
+def draw_curves(folder: Path) -> Path:
+    """curves.png from config.json and metrics.jsonl alone: `python -m common.tracking runs/...` draws it again."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    config = json.loads((folder / "config.json").read_text())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    panels = [
+        ("reward, sampled (training prompts)", ["reward"]),
+        ("held-out accuracy", ["greedy", "sampled"]),
+        ("response length (tokens)", ["response_len"]),
+        (f"what {config['algorithm']} did", [config["acted"]]),
+        ("entropy (nats per token)", ["entropy"]),
+        ("gradient norm (before clipping)", ["grad_norm"]),
+        ("KL sampler vs trainer", ["sampler_kl"]),
+        ("groups without gradient (share)", ["zero_groups"]),
+    ]
+    figure, axes = pyplot.subplots(2, 4, figsize=(17, 7), layout="constrained")
+    for axis, (title, names) in zip(axes.flat, panels):
+        for name in names:
+            points = [(line["step"], line[name]) for line in lines if name in line]
+            marker = "o" if len(points) < 30 else None
+            axis.plot(*zip(*points) if points else ([], []), label=name, marker=marker, markersize=3, linewidth=1.2)
+        axis.set_title(title, fontsize=11)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8, loc="best")
+        if names[0] in ("reward", "greedy", "zero_groups"):
+            axis.set_ylim(-0.03, 1.03)
+        elif names[0] == "grad_norm" and lines:
+            axis.set_yscale("log")
+    for axis in axes[-1]:
+        axis.set_xlabel("step")
+    setting = f"{config['model']} on {config['task']}, seed {config['seed']}, lr {config['lr']:g}"
+    figure.suptitle(f"{config['algorithm']}: {setting}", fontsize=13)
+    path = folder / "curves.png"
+    figure.savefig(path, dpi=80)
+    pyplot.close(figure)
+    return path
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        print(draw_curves(Path(argument)))

@@ -1,0 +1,276 @@
+"""GRPO: Group Relative Policy Optimization.
+
+Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", 2024,
+arXiv 2402.03300.
+
+Objective, for G responses o_i to one prompt, with r = π_θ(o_t) / π_old(o_t) for each token:
+
+    J = 1/G Σ_i 1/|o_i| Σ_t { min(r Â_i, clip(r, 1-ε, 1+ε) Â_i) - β k3 },     Â_i = (R_i - mean R) / std R
+    k3 = π_ref/π_θ - log(π_ref/π_θ) - 1      (>= 0; under samples of π_θ its mean is KL(π_θ ‖ π_ref))
+
+Gradient weight on ∇ log π_θ(o_t), before the two averages:
+
+    M r Â + β (π_ref/π_θ - 1),     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
+
+The group replaces PPO's value network: a response is good if it beats its siblings. The clip takes the gradient
+away from a token that has already moved by ε in the direction its advantage asks for.
+
+This file is the trunk: the eight others differ from it only in the lines they mark, `diff grpo.py stapo.py` shows how.
+
+Differs from the paper in:
+1. ε is not stated there; 0.2, PPO's value, is customary.
+2. std is the sample standard deviation (divide by G-1) plus 1e-6, as in verl; TRL too divides by G-1. The paper does
+   not say which. The population's makes every advantage sqrt(G/(G-1)) times larger (7% at G = 8): a matter of lr.
+3. β is 0.04 in the paper, 0.001 here (DeepSeek-R1's value): the embedded model has to move far from where it starts.
+4. Two optimiser steps per rollout where the paper takes one. With one, r = 1 always and the clip never acts.
+5. No dual clip (an extra bound at r = 3 for Â < 0 that some frameworks add by default).
+
+Run it:
+    torchrun grpo.py                                    # laptop: embedded model and task, two minutes, no download
+    torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k --eval_task math500 \\
+        --prompts_per_step 64 --group_size 16 --max_new_tokens 4096 --lr 1e-6 --beta 0.04 --minibatches 1   # one node
+    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 grpo.py ...      # several
+"""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+
+import common  # noqa: F401  (before torch: it sets how OpenMP waits)
+import torch
+from common.data import load_task
+from common.distributed import (
+    StopFlag,
+    World,
+    clip_gradients,
+    global_sum,
+    load_checkpoint,
+    save_checkpoint,
+    scale_gradients,
+    shard,
+)
+from common.model import Policy, load_model
+from common.rollout import all_logprobs, check_sampler, evaluate, make_engine, micro_batches, response_logprobs
+from common.tracking import Means, Run, launch
+from torch import Tensor
+
+
+@dataclass
+class Args:
+    model: str = "tiny"
+    """Hub name, local folder, or `tiny`, the embedded model."""
+    task: str = "arithmetic"
+    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or reasoning_gym:<name>."""
+    seed: int = 1
+    """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
+    steps: int = 150
+    """Rollouts, each followed by `minibatches` optimiser steps."""
+    prompts_per_step: int = 16
+    """P: prompts in a rollout, over all ranks."""
+    group_size: int = 8
+    """G: responses to each prompt (paper: 64)."""
+    minibatches: int = 2
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (paper: 1)."""
+    max_new_tokens: int = 64
+    """Length limit of a response (paper: 1024)."""
+    temperature: float = 1.0
+    """Sampling temperature, also applied in every log-probability."""
+    lr: float = 3e-4
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (paper: 1e-6 at 7B)."""
+    eval_every: int = 25
+    """Steps between two measurements on the held-out problems."""
+    save_every: int = 50
+    """Steps between two checkpoints."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the run folder, to the bit."""
+    run_dir: str = ""
+    """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
+    rollout: str = "auto"
+    """Sampling engine: `hf` (transformers, in this process), or `auto`."""
+    rollout_dtype: str = "auto"
+    """Precision of the sampler's copy of the weights (auto: as dtype)."""
+    rollout_rows: int = 1024
+    """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
+    sampler_tolerance: float = 0.0
+    """Largest mean |log π_old - log μ| before the run stops (0: 0.001 in float32, 0.05 otherwise)."""
+    micro_tokens: int = 16384
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient."""
+    warmup: int = 5
+    """Steps over which lr rises linearly."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    grad_clip: float = 1.0
+    """Largest gradient norm."""
+    dtype: str = "auto"
+    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights are float32."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward: less memory, a third more compute."""
+    eval_task: str = ""
+    """Set to measure on (default: the task's own test split, or problems held back from it)."""
+    eval_problems: int = 256
+    """Held-out problems."""
+    eval_samples: int = 4
+    """Sampled responses to each held-out problem, beside the greedy one."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are dropped at load."""
+    instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
+    """Appended to every text prompt."""
+    prompt_column: str = "prompt"
+    """Column of a local file that holds the prompt."""
+    answer_column: str = "answer"
+    """Column of a local file that holds the reference answer."""
+    wandb: str = ""
+    """Weights & Biases project to log to as well (needs the package)."""
+    clip_low: float = 0.2
+    """ε below 1 (ours: the paper gives none, PPO's value)."""
+    clip_high: float = 0.2
+    """ε above 1 (ours; DAPO and STAPO widen it to 0.28)."""
+    beta: float = 0.001  # <grpo>
+    """β of the KL term; 0 loads no reference model (paper: 0.04; R1: 0.001)."""
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
+    # A group all right or all wrong gives exactly 0 and so no gradient: a prompt too easy or too hard teaches nothing.
+    # The 1e-6 only keeps 0/0 away.
+    return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
+
+
+def policy_loss(
+    args: Args,
+    *,
+    logp: Tensor,
+    old_logp: Tensor,
+    rollout_logp: Tensor,
+    entropy: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    ref_logp: Tensor | None = None,  # <grpo>
+) -> tuple[Tensor, Tensor, dict]:
+    """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
+
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and ranks and divides once:
+    a mean of micro-batch means would be another objective.
+    """
+    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    ratio = (logp - old_logp).exp()  # [n, T]: r, exactly 1 until the first optimiser step on this rollout
+    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
+    # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can be brought back.
+    objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
+    cut = ((A > 0) & (ratio > 1 + args.clip_high)) | ((A < 0) & (ratio < 1 - args.clip_low))  # [n, T]: M = 0
+    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
+    if args.beta > 0:  # <grpo>
+        log_ref_ratio = ref_logp - logp  # [n, T]: log(π_ref/π_θ), in this direction; reversed it estimates another KL
+        k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
+        objective = objective - args.beta * k3  # [n, T]
+        stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
+    # </grpo>
+    per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|o_i|
+    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # 1/G: the mean over responses
+
+
+def main(args: Args, world: World) -> None:
+    """The whole training loop."""
+    lm, tokenizer = load_model(args.model)
+    task = load_task(args, tokenizer)
+    engine = make_engine(args, lm, world)
+    if args.beta > 0:  # <grpo>
+        reference = shard(Policy(copy.deepcopy(lm)), world, args.dtype).requires_grad_(False)
+    # </grpo>
+    policy = shard(Policy(lm), world, args.dtype)
+    if args.gradient_checkpointing:
+        policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
+    run, stop, done = Run(args, world, Path(__file__).stem, acted="clip_share"), StopFlag(), 0
+    if args.resume:
+        done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
+        engine.load_state_dict(state["engine"])
+    engine.sync(policy)
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
+    run.announce(task, done)
+    if done == 0:
+        run.log(0, evaluate(engine, task, tokenizer, args, world))
+
+    for step in run.steps(done):
+        means = Means()
+
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step: nothing else to save.
+        with run.clock("rollout"):
+            cursor = (step - 1) * args.prompts_per_step + world.rank * P
+            problems = [task.train(cursor + i) for i in range(P)]
+            rollout = engine.generate([p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature)
+            N = len(rollout)  # P·G rows, a group's G rows side by side
+
+        # Reward and advantages. Groups never span ranks, so their statistics need no communication.
+        with run.clock("reward"):
+            texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+            scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+            rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+            rollout.advantages = advantages(rewards).flatten()  # [N]
+
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come from other kernels,
+        # and a ratio against them would mix two things: how far the policy moved, and how the engines differ.
+        with run.clock("old_logp"):
+            rollout.old_logp = all_logprobs(policy, rollout, args, world)  # [N, T]
+            if args.beta > 0:  # <grpo>
+                rollout.ref_logp = all_logprobs(reference, rollout, args, world)  # [N, T]
+            # </grpo>
+            sampler = check_sampler(rollout, args, world)
+
+        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as memory asks for.
+        with run.clock("update"):
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+            for first in range(0, N, N // args.minibatches):
+                minibatch = rollout.rows(slice(first, first + N // args.minibatches))
+                denominator = 0.0
+                for rows in micro_batches(minibatch, args.micro_tokens, world):
+                    micro = minibatch.rows(rows)
+                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T], [n, T]
+                    loss, count, stats = policy_loss(
+                        args,
+                        logp=logp,
+                        old_logp=micro.old_logp,
+                        rollout_logp=micro.rollout_logp,
+                        entropy=entropy,
+                        advantages=micro.advantages,
+                        mask=micro.mask,
+                        ref_logp=micro.ref_logp if args.beta > 0 else None,  # <grpo>
+                    )
+                    loss.backward()  # sums: gradients add up over micro-batches
+                    denominator = denominator + count
+                    means.add(loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats)
+                # FSDP has averaged the ranks' gradients: times their number is the sum, over the global count the mean.
+                scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
+                means.add(grad_norm=(clip_gradients(policy, args.grad_clip), 1))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        with run.clock("sync"):
+            engine.sync(policy)
+
+        tokens = rollout.mask.sum()
+        means.add(
+            reward=(rewards.sum(), N),
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient from this group
+            response_len=(tokens, N),
+            truncated=((~rollout.finished).sum(), N),
+            tokens=(tokens * world.size, 1),  # summed over ranks
+        )
+        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        if step % args.eval_every == 0 or step == args.steps:
+            with run.clock("evaluate"):
+                metrics |= evaluate(engine, task, tokenizer, args, world)
+        done, stopping = step, stop.anywhere(world)
+        if step % args.save_every == 0 or step == args.steps or stopping:
+            with run.clock("save"):
+                save_checkpoint(run.checkpoints, step, policy, optimizer, {"engine": engine.state_dict()}, world)
+        run.log(step, metrics)
+        if stopping:
+            break
+    run.finish(done)
+
+
+if __name__ == "__main__":
+    launch(main, Args)

@@ -1,0 +1,66 @@
+"""The one door by which numbers computed elsewhere are checked against the algorithm files."""
+
+import importlib
+from dataclasses import replace
+
+import common  # noqa: F401  (before torch)
+from common.reward import MathJudge, arithmetic_reward
+from torch import Tensor
+
+ALGORITHMS = ("grpo",)
+_math_judge: MathJudge | None = None
+
+
+def policy_loss(
+    algorithm: str,
+    *,
+    logp: Tensor,
+    old_logp: Tensor,
+    rollout_logp: Tensor,
+    entropy: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    ref_logp: Tensor | None = None,
+    **hparams: float,
+) -> tuple[Tensor, dict[str, float]]:
+    """The exact objective over the whole batch, as a scalar to minimise, and its statistics as means.
+
+    `logp, old_logp, rollout_logp, entropy, mask` are `[N, T]`, `advantages` `[N]`; differentiable in `logp`, computed
+    in the dtype given. `hparams` are fields of the file's own `Args`; an unknown one is a TypeError. Without `ref_logp`
+    the KL term is off unless `beta` asks for it.
+    """
+    module = importlib.import_module(algorithm)
+    args = module.Args()
+    extra = {}
+    if hasattr(args, "beta"):
+        if ref_logp is None:
+            args.beta = 0.0
+        extra["ref_logp"] = ref_logp
+    args = replace(args, **hparams)
+    loss, count, stats = module.policy_loss(
+        args,
+        logp=logp,
+        old_logp=old_logp,
+        rollout_logp=rollout_logp,
+        entropy=entropy,
+        advantages=advantages,
+        mask=mask,
+        **extra,
+    )
+    return loss / count, {name: float(total / number) for name, (total, number) in stats.items()}
+
+
+def advantages(algorithm: str, rewards: Tensor) -> Tensor:
+    """The file's advantages for rewards `[P, G]` -> `[P, G]`."""
+    return importlib.import_module(algorithm).advantages(rewards)
+
+
+def reward(task: str, completion: str, answer: str) -> float:
+    """The reward of one completion; `task` is `arithmetic` or `math`."""
+    if task == "arithmetic":
+        return arithmetic_reward(completion, answer)
+    if task != "math":
+        raise ValueError(f"task {task!r}: use arithmetic or math")
+    global _math_judge
+    _math_judge = _math_judge or MathJudge(workers=1)
+    return _math_judge([completion], [answer])[0]

@@ -1,0 +1,108 @@
+"""Log-probabilities: value, gradient and memory against the plain formula; loading."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from common import model as model_module
+from common.distributed import BadInput, shard
+from common.model import Policy, eos_ids, load_model, token_logprobs
+from conftest import ROOT
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_token_logprobs_equal_the_plain_formula(monkeypatch, temperature):
+    """Value, entropy and both gradients, over several blocks with a ragged last one."""
+    monkeypatch.setattr(model_module, "BLOCK_ELEMENTS", 7 * 50)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (40, 50))
+    targets = torch.randint(50, (40,), generator=generator)
+    upstream = torch.randn(40, generator=generator)
+
+    logp, entropy = token_logprobs(hidden, weight, targets, temperature)
+    gradients = torch.autograd.grad((logp * upstream).sum(), (hidden, weight))
+    full = torch.log_softmax(hidden @ weight.T / temperature, dim=-1)
+    plain = full.gather(1, targets[:, None])[:, 0]
+    expected = torch.autograd.grad((plain * upstream).sum(), (hidden, weight))
+
+    assert torch.allclose(logp, plain, atol=1e-5) and not entropy.requires_grad
+    assert torch.allclose(entropy, -(full.exp() * full).sum(-1), atol=1e-5)
+    for ours, theirs in zip(gradients, expected):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+MEMORY = """
+import resource, sys
+import common, torch
+from common.model import token_logprobs
+torch.set_num_threads(1)
+hidden, weight = (torch.randn(n, 16, requires_grad=True) for n in (1500, 150_000))
+targets = torch.arange(1500)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+if sys.argv[1] == "lean":
+    logp, _ = token_logprobs(hidden, weight, targets, 1.0)
+else:
+    logp = torch.log_softmax((hidden @ weight.T).float(), dim=-1).gather(1, targets[:, None])
+logp.sum().backward()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_token_logprobs_are_lean():
+    """At V = 150k the peak is below half of the plain formula's, and below one full float32 [M, V]."""
+    megabytes = {}
+    for kind in ("lean", "plain"):
+        run = subprocess.run([sys.executable, "-c", MEMORY, kind], cwd=ROOT, capture_output=True, text=True, check=True)
+        megabytes[kind] = int(run.stdout)
+    assert megabytes["lean"] < 0.5 * megabytes["plain"], megabytes
+    assert megabytes["lean"] < 1500 * 150_000 * 4 / 2**20, megabytes
+
+
+def test_policy_matches_the_model_and_ignores_padding(world, tiny):
+    """Policy's log-probs and entropies are those of the transformers model's logits; pads change nothing."""
+    lm, tokenizer = tiny
+    rows = [tokenizer(text)["input_ids"] for text in ("7*8-9=7*8=56;56-9=47#47", "1+2=#3")]
+    sequences = torch.full((2, 30), 1)
+    predicts = torch.zeros(2, 30, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        sequences[i, : len(row)] = torch.tensor(row)
+        predicts[i, 3 : len(row) - 1] = True
+    with torch.no_grad():
+        logp, entropy = Policy(lm)(sequences, predicts, 0.8)
+        expected = [torch.log_softmax(lm(torch.tensor([row])).logits[0] / 0.8, -1) for row in rows]
+    want = torch.cat([full[3:-1].gather(1, torch.tensor(row[4:])[:, None])[:, 0] for full, row in zip(expected, rows)])
+    uncertain = torch.cat([-(full[3:-1].exp() * full[3:-1]).sum(-1) for full in expected])
+    assert torch.allclose(logp, want, atol=1e-5) and torch.allclose(entropy, uncertain, atol=1e-5)
+
+
+def test_sharding_and_checkpointing_change_nothing(world):
+    """FSDP2 and gradient checkpointing give the plain model's gradient."""
+    gradients = []
+    for sharded, recompute in ((False, False), (True, False), (True, True)):
+        lm, tokenizer = load_model("tiny")
+        policy = shard(Policy(lm), world, "float32") if sharded else Policy(lm)
+        if recompute:
+            policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+        sequences = torch.tensor([tokenizer("7*8-9=7*8=56;56-9=47#47")["input_ids"]])
+        policy(sequences, torch.ones_like(sequences, dtype=torch.bool).index_fill(1, torch.tensor([22]), False), 1.0)[
+            0
+        ].sum().backward()
+        gradients.append([getattr(p.grad, "to_local", lambda p=p: p.grad)() for p in policy.parameters()])
+    for other in gradients[1:]:
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(gradients[0], other))
+
+
+def test_embedded_model_is_as_documented(tiny):
+    """About 100k parameters, pad and EOS differ, one token per character, and an unknown character is refused."""
+    lm, tokenizer = tiny
+    assert 95_000 < lm.num_parameters() < 110_000
+    assert tokenizer.pad_token_id not in eos_ids(lm, tokenizer)
+    text = "7*8=56;56-9=47#47"
+    assert len(tokenizer(text)["input_ids"]) == len(text) and tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_a_folder_without_weights_is_named(tmp_path, tiny):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(BadInput, match=f"--model {tmp_path}.*weights"):
+        load_model(str(tmp_path))

@@ -1,0 +1,166 @@
+"""The sampler's contract."""
+
+import copy
+
+import pytest
+import torch
+from common import rollout as rollout_module
+from common.distributed import RunStopped
+from common.model import Policy
+from common.rollout import HFEngine, Rollout, check_sampler, concatenate, micro_batches, response_logprobs
+from grpo import Args
+
+PROMPTS = ["7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9="]
+
+
+@pytest.fixture
+def engine(tiny, world):
+    return HFEngine(tiny[0], world, seed=0, dtype=torch.float32, max_rows=1024)
+
+
+@pytest.fixture
+def prompts(tiny):
+    return [tiny[1](prompt)["input_ids"] for prompt in PROMPTS]
+
+
+@pytest.fixture
+def args():
+    return Args(dtype="float32")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_sampler_and_trainer_agree(engine, tiny, prompts, temperature):
+    """log μ of every sampled token, prompts of different lengths together, equals the trainer's at that temperature."""
+    rollout = engine.generate(prompts, 16, 64, temperature)
+    logp, _ = response_logprobs(Policy(tiny[0]), rollout, temperature)
+    assert torch.allclose(logp, rollout.rollout_logp, atol=1e-4)
+    other, _ = response_logprobs(Policy(tiny[0]), rollout, temperature + 0.3)
+    assert not torch.allclose(other, rollout.rollout_logp, atol=1e-2)
+
+
+def test_masks_end_with_the_eos(engine, tiny, prompts):
+    """Row i answers prompt i // n; mask covers the EOS; nothing but padding follows; a cut response has no EOS."""
+    lm, tokenizer = tiny
+    rollout = engine.generate(prompts, 32, 12, 1.0)
+    assert not rollout.finished.all() and rollout.finished.any()
+    for i, row in enumerate(rollout.response_ids()):
+        length = int(rollout.mask[i].sum())
+        assert rollout.tokens[i, :length].tolist() == row and (rollout.tokens[i, length:] == 0).all()
+        assert (row[-1] == tokenizer.eos_token_id) == bool(rollout.finished[i])
+        assert tokenizer.eos_token_id not in row[:-1] and (rollout.finished[i] or length == 12)
+        start = int(rollout.prompt_len[i])
+        assert rollout.sequences[i, :start].tolist() == prompts[i // 32]
+        assert rollout.sequences[i, start : start + length].tolist() == row
+
+
+def test_greedy_equals_generate(engine, tiny, prompts):
+    """Temperature 0 gives what transformers' own greedy decoding gives, whichever rows finish first."""
+    lm, tokenizer = tiny
+    for prompt, row in zip(prompts, engine.generate(prompts, 1, 40, 0.0).response_ids()):
+        expected = lm.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=40)[0, len(prompt) :]
+        assert row == expected.tolist()
+
+
+def test_samples_follow_the_distribution(engine, tiny, prompts):
+    """The first token's frequencies over 4,000 samples are the model's probabilities."""
+    rollout = engine.generate(prompts[:1], 4000, 1, 1.0)
+    with torch.no_grad():
+        probs = tiny[0](torch.tensor(prompts[:1])).logits[0, -1].softmax(-1)
+    frequency = torch.bincount(rollout.tokens[:, 0], minlength=len(probs)) / 4000
+    assert (frequency - probs).abs().max() < 5 * (0.25 / 4000) ** 0.5
+
+
+def test_runs_repeat(tiny, world, prompts):
+    """Same seed, same samples; another seed or rank, others; the state carries on where it was."""
+    make = lambda seed: HFEngine(tiny[0], world, seed, torch.float32, 1024)  # noqa: E731
+    first, again, other = (make(seed).generate(prompts, 8, 40, 1.0).tokens for seed in (0, 0, 1))
+    assert torch.equal(first, again) and not (first.shape == other.shape and torch.equal(first, other))
+    engine, resumed = make(0), make(5)
+    engine.generate(prompts, 8, 40, 1.0)
+    resumed.load_state_dict(engine.state_dict())
+    assert torch.equal(engine.generate(prompts, 8, 40, 1.0).tokens, resumed.generate(prompts, 8, 40, 1.0).tokens)
+    second_rank = copy.copy(world)
+    second_rank.rank = 1
+    apart = HFEngine(tiny[0], second_rank, 0, torch.float32, 1024).generate(prompts, 8, 40, 1.0).tokens
+    assert not (first.shape == apart.shape and torch.equal(first, apart))
+
+
+def test_prefixes_are_continued_in_one_batch(engine, tiny, prompts):
+    """A prefix stands before the sample, is part of the response, counts towards the limit, and is not in the mask."""
+    lm, tokenizer = tiny
+    texts = ["7*8=56;", "", "3*3=9;9*3=27;", "#"]
+    prefixes = [tokenizer(text)["input_ids"] if text else [] for text in texts]
+    rollout = engine.generate(prompts, 8, 20, 1.0, prefixes)
+    for i, row in enumerate(rollout.response_ids()):
+        prefix = prefixes[i // 8]
+        assert row[: len(prefix)] == prefix and len(row) <= 20
+        assert int(rollout.mask[i].sum()) == len(row) - len(prefix) and int(rollout.prefix_len[i]) == len(prefix)
+    logp, _ = response_logprobs(Policy(lm), rollout, 1.0)
+    assert torch.allclose(logp, rollout.rollout_logp, atol=1e-4)
+
+
+def test_chunks_of_rows_give_one_rollout(tiny, world, prompts):
+    """With a small max_rows the prompts are decoded in turns; the result is whole, in order and still exact."""
+    engine = HFEngine(tiny[0], world, 0, torch.float32, max_rows=16)
+    rollout = engine.generate(prompts, 8, 64, 1.0)
+    assert len(rollout) == 32
+    logp, _ = response_logprobs(Policy(tiny[0]), rollout, 1.0)
+    assert torch.allclose(logp, rollout.rollout_logp, atol=1e-4)
+
+
+def test_check_fires_when_the_sync_is_skipped(tiny, world, prompts, args):
+    """Stale sampler weights raise; after the sync the same policy passes."""
+    lm = copy.deepcopy(tiny[0])
+    engine, policy = HFEngine(lm, world, 0, torch.float32, 1024), Policy(lm)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.02)
+
+    def measure() -> dict:
+        rollout = engine.generate(prompts, 16, 64, 1.0)
+        with torch.no_grad():
+            rollout.old_logp = response_logprobs(policy, rollout, 1.0)[0]
+        return check_sampler(rollout, args, world)
+
+    with pytest.raises(RunStopped, match="weights not synced"):
+        measure()
+    engine.sync(policy)
+    assert measure()["sampler_gap"] < 1e-5
+
+
+def test_check_fires_on_nan(world, args):
+    """A NaN log-prob is a disagreement too."""
+    one = torch.ones(1, 1)
+    with pytest.raises(RunStopped):
+        check_sampler(Rollout(old_logp=one * float("nan"), rollout_logp=-one, mask=one), args, world)
+
+
+def test_sampler_kl_is_the_k3_estimate(world, args):
+    """Two tokens with known gaps, padding ignored."""
+    gap = torch.tensor([[1e-4, -3e-4, 5.0]])
+    batch = Rollout(old_logp=gap - 1, rollout_logp=-torch.ones(1, 3), mask=torch.tensor([[1.0, 1, 0]]))
+    measured = check_sampler(batch, args, world)
+    assert abs(measured["sampler_gap"] - 2e-4) < 1e-6
+    assert abs(measured["sampler_kl"] - (1e-8 / 2 + 9e-8 / 2) / 2) < 1e-7
+
+
+def test_micro_batches_cover_rows_within_the_budget(engine, prompts, world, monkeypatch):
+    """Every row once, at most max_tokens padded tokens each (one longer row stands alone), similar lengths together."""
+    rollout = engine.generate(prompts, 16, 64, 1.0)
+    lengths = rollout.prompt_len + rollout.mask.sum(1).long()
+    for budget in (1, 100, 400, 10**6):
+        micros = micro_batches(rollout, budget, world)
+        assert sorted(torch.cat(micros).tolist()) == list(range(64))
+        assert all(len(rows) == 1 or len(rows) * int(lengths[rows].max()) <= budget for rows in micros)
+    padded = sum(len(rows) * int(lengths[rows].max()) for rows in micro_batches(rollout, 400, world))
+    assert padded < 0.5 * (64 * int(lengths.max()) + int(lengths.sum()))  # halfway between all padding and none
+    # A rank whose rows fit into fewer micro-batches splits them until it has as many as the others.
+    monkeypatch.setattr(rollout_module, "global_sum", lambda values, world: {"micros_max": 9.0})
+    micros = micro_batches(rollout, 10**6, world)
+    assert len(micros) == 9 and sorted(torch.cat(micros).tolist()) == list(range(64))
+
+
+def test_concatenate_pads(engine, prompts):
+    a, b = engine.generate(prompts[:1], 4, 5, 1.0), engine.generate(prompts[2:3], 4, 60, 1.0)
+    both = concatenate([a, b])
+    assert both.response_ids() == a.response_ids() + b.response_ids() and both.tokens.shape[0] == 8
