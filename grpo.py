@@ -21,7 +21,7 @@ Differs from the paper in:
 1. ε is not stated there; 0.2, PPO's value, is customary.
 2. std is the sample standard deviation (divide by G-1) plus 1e-6, as in verl; TRL too divides by G-1. The paper does
    not say which. The population's makes every advantage sqrt(G/(G-1)) times larger (7% at G = 8): a matter of lr.
-3. β is 0.04 in the paper, 0.001 here (DeepSeek-R1's value): the embedded model has to move far from where it starts.
+3. β is 0.04 in the paper, 0.01 here, between it and DeepSeek-R1's 0.001: the embedded model has to move far.
 4. Two optimiser steps per rollout where the paper takes one. With one, r = 1 always and the clip never acts.
 5. No dual clip (an extra bound at r = 3 for Â < 0 that some frameworks add by default).
 
@@ -35,6 +35,7 @@ Run it:
 import copy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import common  # noqa: F401  (before torch: it sets how OpenMP waits)
 import torch
@@ -87,7 +88,7 @@ class Args:
     """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
     rollout: str = "auto"
     """Sampling engine: `hf` (transformers, in this process), or `auto`."""
-    rollout_dtype: str = "auto"
+    rollout_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the sampler's copy of the weights (auto: as dtype)."""
     rollout_rows: int = 1024
     """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
@@ -101,7 +102,7 @@ class Args:
     """AdamW's decoupled weight decay."""
     grad_clip: float = 1.0
     """Largest gradient norm."""
-    dtype: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights are float32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
@@ -125,8 +126,8 @@ class Args:
     """ε below 1 (ours: the paper gives none, PPO's value)."""
     clip_high: float = 0.2
     """ε above 1 (ours; DAPO and STAPO widen it to 0.28)."""
-    beta: float = 0.001  # <grpo>
-    """β of the KL term; 0 loads no reference model (paper: 0.04; R1: 0.001)."""
+    beta: float = 0.01  # <grpo>
+    """β of the KL term; 0 loads no reference model (ours; paper: 0.04, R1: 0.001)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -188,7 +189,7 @@ def main(args: Args, world: World) -> None:
         engine.load_state_dict(state["engine"])
     engine.sync(policy)
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
-    run.announce(task, done)
+    run.start(task, done)
     if done == 0:
         run.log(0, evaluate(engine, task, tokenizer, args, world))
 

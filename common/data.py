@@ -181,7 +181,10 @@ def encode(prompt: str, instruction: str, tokenizer: PreTrainedTokenizerBase) ->
         chat = [{"role": "user", "content": text}]
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote its special tokens already
-    return tokenizer(PLAIN_PROMPT.format(prompt=text))["input_ids"]
+    try:
+        return tokenizer(PLAIN_PROMPT.format(prompt=text))["input_ids"]
+    except Exception as error:  # `tokenizers` raises no narrower kind
+        raise BadInput(f"--model: its tokenizer cannot write the prompt {text[:40]!r} ({first_line(error)})") from error
 
 
 def read_set(spec: str, args: object, split: str) -> list[tuple[str, str]] | None:
@@ -224,7 +227,7 @@ def file_rows(path: Path) -> Iterator[tuple[str, object]]:
 
         try:
             rows = pyarrow.parquet.read_table(path).to_pylist()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise BadInput(f"{path}: not a parquet file ({first_line(error)})") from error
         yield from ((f"{path}:row {number}", row) for number, row in enumerate(rows, 1))
         return

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from common.distributed import BadInput, first_line
 
+logging.disable_progress_bar()  # the run has its own
 EMBEDDED = {"tiny": Path(__file__).parent / "tiny" / "model"}
 BLOCK_ELEMENTS = 2**24  # logits that token_logprobs makes at once: 64 MB in float32, whatever the vocabulary
 

@@ -24,23 +24,17 @@ from tqdm import tqdm
 from common.distributed import BadInput, RunStopped, World, global_sum, setup
 
 PHASES = ("rollout", "reward", "old_logp", "update", "sync", "evaluate", "save")
-POSITIVE = (
-    *("steps", "prompts_per_step", "minibatches", "max_new_tokens", "max_prompt_tokens", "micro_tokens", "temperature"),
-    *("lr", "grad_clip", "eval_every", "eval_problems", "eval_samples", "save_every", "rollout_rows"),
-)
-FREE_ON_RESUME = {
-    "steps",
-    "run_dir",
-    "resume",
-    "save_every",
-    "eval_every",
-    "wandb",
-}  # may differ without changing the run
+POSITIVE = """steps prompts_per_step minibatches max_new_tokens max_prompt_tokens micro_tokens temperature lr grad_clip
+    eval_every eval_problems eval_samples save_every rollout_rows""".split()
+FREE_ON_RESUME = {"steps", "run_dir", "resume", "save_every", "eval_every", "wandb"}  # these may change
 
 
 def launch(main: Callable[[object, World], None], Args: type) -> None:
-    """Parse the flags, join the ranks, run `main(args, world)`; bad input is one line on stderr and exit code 2."""
-    first_rank = os.environ.get("LOCAL_RANK", "0") == "0"  # every rank meets the same bad input: say it once
+    """Parse the flags, join the ranks, run `main(args, world)`. Errors meant for people are one line on stderr.
+
+    Exit code 2 for bad input, 1 for a run that had to stop.
+    """
+    first_rank = os.environ.get("LOCAL_RANK", "0") == "0"  # every rank meets the same error: say it once
     try:
         args = parse(Args, first_rank)
         world = setup()
@@ -57,17 +51,15 @@ def launch(main: Callable[[object, World], None], Args: type) -> None:
 
 def parse(Args: type, first_rank: bool = True) -> object:
     """`Args` from the command line; tyro's boxed message for a wrong flag is folded into one line."""
-    message = io.StringIO()
+    header, message = sys.modules[Args.__module__].__doc__.splitlines()[0], io.StringIO()
     try:
         with contextlib.redirect_stderr(message):
-            header = sys.modules[Args.__module__].__doc__.splitlines()[0]
             return tyro.cli(Args, description=header, use_underscores=True, console_outputs=first_rank)
     except SystemExit as stop:
         if stop.code != 2:
             raise
-        lines = [line.strip(" │╭╮╰╯─") for line in message.getvalue().splitlines()]
-        said = [line for line in lines if line and not line.startswith("For full helptext")]
-        raise BadInput(" ".join(said) + " (--help lists the flags)") from None
+        lines = [line.strip(" │") for line in message.getvalue().splitlines()[1:]]  # [0] is the box's title
+        raise BadInput(" ".join(itertools.takewhile(lambda line: line.strip("─╰╯"), lines))) from None
 
 
 def check(args: object, world: World) -> None:
@@ -77,11 +69,9 @@ def check(args: object, world: World) -> None:
             raise BadInput(f"--{flag} {getattr(args, flag)}: must be above 0")
     if args.group_size < 2:
         raise BadInput(f"--group_size {args.group_size}: a group needs 2 responses or more to compare")
-    if args.prompts_per_step % (world.size * args.minibatches):
-        raise BadInput(
-            f"--prompts_per_step {args.prompts_per_step}: mini-batches are made of whole groups, so it must be a "
-            f"multiple of ranks x --minibatches, {world.size} x {args.minibatches}"
-        )
+    unit = world.size * args.minibatches
+    if args.prompts_per_step % unit:  # mini-batches are made of whole groups
+        raise BadInput(f"--prompts_per_step {args.prompts_per_step}: not a multiple of ranks x --minibatches = {unit}")
     if args.eval_problems < world.size:
         raise BadInput(f"--eval_problems {args.eval_problems}: fewer than the {world.size} ranks")
     if args.dtype == "auto":
@@ -110,46 +100,51 @@ class Run:
     """The run folder: config.json, metrics.jsonl (a line a step), curves.png, summary.json, checkpoints/."""
 
     def __init__(self, args: object, world: World, algorithm: str, acted: str):
-        """`acted` names the metric that is zero when the algorithm's own mechanism did nothing."""
+        """`acted` names the metric that stays zero while the algorithm's own mechanism does nothing."""
         self.args, self.world, self.algorithm, self.acted = args, world, algorithm, acted
         task = re.sub(r"[^\w.-]+", "-", Path(args.task).stem)
         self.folder = Path(args.run_dir or f"runs/{algorithm}-{task}-s{args.seed}")
         self.checkpoints, self.metrics = self.folder / "checkpoints", self.folder / "metrics.jsonl"
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.bar, self.wandb, self.started = None, None, time.perf_counter()
-        config = asdict(args) | {"algorithm": algorithm, "acted": acted, "ranks": world.size}
+        self.seconds, self.started = defaultdict(float), time.perf_counter()
+        self.bar = self.wandb = None
+        self.config = asdict(args) | {"algorithm": algorithm, "acted": acted, "ranks": world.size}
         if args.resume:
-            self._check_same(config)
-        dist.barrier()  # every rank has looked before the first one writes
-        if world.rank == 0:
-            if self.folder.exists() and not args.resume:  # never overwrite results
-                numbered = (self.folder.with_name(f"{self.folder.name}.{i}") for i in itertools.count(1))
-                aside = self.folder.rename(next(path for path in numbered if not path.exists()))
-                print(f"an earlier run was in {self.folder}: moved to {aside}")
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-            if args.wandb:
-                import wandb
+            self._check_same()
 
-                name = self.folder.name
-                self.wandb = wandb.init(project=args.wandb, name=name, id=name, config=config, resume="allow")
-
-    def _check_same(self, config: dict) -> None:
+    def _check_same(self) -> None:
+        """Bit-exact resume needs the same run: refuse another algorithm, other shapes, another number of ranks."""
         path = self.folder / "config.json"
-        if not path.is_file():
+        saved = json.loads(path.read_text()) if path.is_file() else {}
+        if not saved:
             raise BadInput(f"--resume: no run in {self.folder}")
-        saved = json.loads(path.read_text())
-        for name in config.keys() - FREE_ON_RESUME - {"ranks"}:
-            if saved.get(name) != config[name]:
-                raise BadInput(f"--resume: {self.folder} has {name} {saved.get(name)!r}, this run {config[name]!r}")
+        for name in self.config.keys() - FREE_ON_RESUME:
+            if saved.get(name) != self.config[name]:
+                raise BadInput(
+                    f"--resume: {self.folder} has {name} {saved.get(name)!r}, this run {self.config[name]!r}"
+                )
 
-    def say(self, *lines: str) -> None:
-        if self.world.rank == 0:
-            print(*lines, sep="\n", flush=True)
-
-    def announce(self, task: object, done: int) -> None:
-        """Say what is about to happen."""
+    def start(self, task: object, done: int) -> None:
+        """Make the run folder, now that nothing can be wrong with the input any more, and say what will happen."""
         a, n = self.args, self.args.prompts_per_step * self.args.group_size
+        dist.barrier()  # every rank has read what it resumes from before the first one writes
+        if self.world.rank > 0:
+            return
+        if self.folder.exists() and not a.resume:  # results are never overwritten
+            numbered = (self.folder.with_name(f"{self.folder.name}.{i}") for i in itertools.count(1))
+            aside = self.folder.rename(next(path for path in numbered if not path.exists()))
+            print(f"an earlier run was in {self.folder}: moved to {aside}")
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n")
+        if self.metrics.exists():  # forget the steps that were done after the checkpoint
+            kept = [json.dumps(line) + "\n" for line in self.history() if line["step"] <= done]
+            partial = self.metrics.with_suffix(".partial")
+            partial.write_text("".join(kept))
+            partial.replace(self.metrics)
+        if a.wandb:
+            import wandb
+
+            name = self.folder.name
+            self.wandb = wandb.init(project=a.wandb, name=name, id=name, config=self.config, resume="allow")
         self.say(
             f"{self.algorithm}: {a.model} on {task.name}; {self.world.size} rank(s) on {self.world.device}, {a.dtype}",
             f"steps {done + 1} to {a.steps}, each {a.prompts_per_step} prompts x {a.group_size} responses = {n}, "
@@ -157,17 +152,16 @@ class Run:
             f"results in {self.folder}" + (f"; {task.dropped} prompts too long, dropped" if task.dropped else ""),
         )
 
+    def say(self, *lines: str) -> None:
+        """Print on rank 0."""
+        if self.world.rank == 0:
+            print(*lines, sep="\n", flush=True)
+
     def steps(self, done: int) -> Iterator[int]:
-        """Step numbers from `done` + 1 to `--steps`, behind a progress bar. Metrics of steps not done are forgotten."""
-        if self.world.rank == 0 and self.metrics.exists():
-            kept = [line for line in self.history() if line["step"] <= done]
-            partial = self.metrics.with_suffix(".partial")
-            partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            partial.replace(self.metrics)
+        """Step numbers from `done` + 1 to `--steps`, behind a progress bar on rank 0."""
         hidden = self.world.rank > 0
         self.bar = tqdm(total=self.args.steps, initial=done, disable=hidden, dynamic_ncols=True, unit="step")
         yield from range(done + 1, self.args.steps + 1)
-        self.bar.close()
 
     @contextlib.contextmanager
     def clock(self, phase: str) -> Iterator[None]:
@@ -184,56 +178,49 @@ class Run:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Append the step's line to metrics.jsonl (flushed) and show it on the progress bar."""
         seconds = self._now() - self.started
+        line = {"step": step} | metrics | {"tokens_per_s": metrics.get("tokens", 0) / seconds, "seconds": seconds}
+        line |= {f"seconds_{phase}": self.seconds[phase] for phase in PHASES}
         self.started += seconds
-        spent = {f"seconds_{phase}": round(self.seconds[phase], 4) for phase in PHASES}
         self.seconds.clear()
         if self.world.rank > 0:
             return
-        speed = {"tokens_per_s": round(metrics.get("tokens", 0) / seconds, 1), "seconds": round(seconds, 4)}
-        line = {"step": step} | metrics | speed | spent
         with self.metrics.open("a") as file:
             file.write(json.dumps(line) + "\n")
         if self.wandb:
             self.wandb.log(line, step=step)
-        if self.bar and step:
-            shown = ("reward", "greedy", "sampler_kl", self.acted, "tokens_per_s")
-            self.bar.set_postfix({name: f"{line[name]:.3g}" for name in shown if name in line}, refresh=False)
+        if self.bar:
+            shown = [name for name in ("reward", "greedy", "sampler_kl", self.acted, "tokens_per_s") if name in line]
+            self.bar.set_postfix({name: f"{line[name]:.3g}" for name in shown}, refresh=False)
             self.bar.update()
 
     def history(self) -> list[dict]:
         """The lines of metrics.jsonl; a last line cut short by a kill is dropped."""
-        lines = self.metrics.read_text().splitlines()
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        return [json.loads(line) for line in self.metrics.read_text().splitlines() if line.endswith("}")]
 
     def finish(self, done: int) -> None:
         """Draw the curves; for a run that reached its last step also write summary.json and say what happened."""
         if self.world.rank > 0:
             return
-        history = self.history()
-        curves = draw_curves(self.folder)
+        self.bar.close()
+        history, curves = self.history(), draw_curves(self.folder)
         if done < self.args.steps:
             self.say(f"stopped after step {done} of {self.args.steps}, saved: go on with --resume")
             return
         evaluated = [line for line in history if "greedy" in line]
-        total = sum(line["seconds"] for line in history)
-        split = {phase: round(sum(line[f"seconds_{phase}"] for line in history), 2) for phase in PHASES}
-        summary = {
-            "greedy_before": evaluated[0]["greedy"],
-            "greedy_after": evaluated[-1]["greedy"],
-            "sampled_before": evaluated[0]["sampled"],
-            "sampled_after": evaluated[-1]["sampled"],
-            "seconds": round(total, 2),
-            "seconds_split": split | {"other": round(total - sum(split.values()), 2)},
-        }
+        first, last = evaluated[0], evaluated[-1]
+        summary = {f"{how}_before": first[how] for how in ("greedy", "sampled")}
+        summary |= {f"{how}_after": last[how] for how in ("greedy", "sampled")}
+        summary["seconds"] = total = sum(line["seconds"] for line in history)
+        split = {phase: sum(line[f"seconds_{phase}"] for line in history) for phase in PHASES}
+        split["other"] = total - sum(split.values())
+        summary["seconds_split"] = split
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         self.say(
-            "",
-            f"held-out accuracy, greedy   {summary['greedy_before']:.3f} -> {summary['greedy_after']:.3f}",
-            f"held-out accuracy, sampled  {summary['sampled_before']:.3f} -> {summary['sampled_after']:.3f}",
-            f"curves    {curves}",
-            f"metrics   {self.metrics}",
-            f"seconds   {total:.0f}: "
-            + ", ".join(f"{name} {value:.1f}" for name, value in summary["seconds_split"].items()),
+            f"\nheld-out accuracy, greedy   {first['greedy']:.3f} -> {last['greedy']:.3f}",
+            f"held-out accuracy, sampled  {first['sampled']:.3f} -> {last['sampled']:.3f}",
+            f"curves   {curves}",
+            f"metrics  {self.metrics}",
+            f"seconds  {total:.0f}: " + ", ".join(f"{name} {spent:.1f}" for name, spent in split.items()),
         )
         if not any(line.get(self.acted) for line in history):
             self.say(f"\nWARNING: {self.acted} was 0 at every step: what sets {self.algorithm} apart never acted.")
@@ -248,33 +235,29 @@ def draw_curves(folder: Path) -> Path:
 
     config = json.loads((folder / "config.json").read_text())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    panels = [
-        ("reward, sampled (training prompts)", ["reward"]),
-        ("held-out accuracy", ["greedy", "sampled"]),
-        ("response length (tokens)", ["response_len"]),
-        (f"what {config['algorithm']} did", [config["acted"]]),
-        ("entropy (nats per token)", ["entropy"]),
-        ("gradient norm (before clipping)", ["grad_norm"]),
-        ("KL sampler vs trainer", ["sampler_kl"]),
-        ("groups without gradient (share)", ["zero_groups"]),
-    ]
+    panels = {
+        "reward, sampled (training prompts)": ["reward"],
+        "held-out accuracy": ["greedy", "sampled"],
+        "response length (tokens)": ["response_len"],
+        f"what {config['algorithm']} did": [config["acted"]],
+        "entropy (nats per token)": ["entropy"],
+        "gradient norm (before clipping)": ["grad_norm"],
+        "KL sampler vs trainer": ["sampler_kl"],
+        "groups without gradient (share)": ["zero_groups"],
+    }
     figure, axes = pyplot.subplots(2, 4, figsize=(17, 7), layout="constrained")
-    for axis, (title, names) in zip(axes.flat, panels):
+    for axis, (title, names) in zip(axes.flat, panels.items()):
         for name in names:
             points = [(line["step"], line[name]) for line in lines if name in line]
-            marker = "o" if len(points) < 30 else None
-            axis.plot(*zip(*points) if points else ([], []), label=name, marker=marker, markersize=3, linewidth=1.2)
-        axis.set_title(title, fontsize=11)
+            marker = "o" if len(points) < 30 else ""
+            axis.plot([x for x, _ in points], [y for _, y in points], label=name, marker=marker, linewidth=1.2)
+        axis.set(title=title, xlabel="step", yscale="symlog" if names == ["grad_norm"] else "linear")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8, loc="best")
+        axis.legend()
         if names[0] in ("reward", "greedy", "zero_groups"):
             axis.set_ylim(-0.03, 1.03)
-        elif names[0] == "grad_norm" and lines:
-            axis.set_yscale("log")
-    for axis in axes[-1]:
-        axis.set_xlabel("step")
     setting = f"{config['model']} on {config['task']}, seed {config['seed']}, lr {config['lr']:g}"
-    figure.suptitle(f"{config['algorithm']}: {setting}", fontsize=13)
+    figure.suptitle(f"{config['algorithm']}: {setting}")
     path = folder / "curves.png"
     figure.savefig(path, dpi=80)
     pyplot.close(figure)

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 import common  # noqa: E402, F401  (before torch)
 import torch  # noqa: E402

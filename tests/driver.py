@@ -1,0 +1,42 @@
+"""Runs an algorithm file's own command line, but killed at a chosen moment: `driver.py FILE MOMENT STEP [flags]`.
+
+MOMENT `log` kills right after step STEP's metrics were written; `save` between the writing of STEP's checkpoint and its
+renaming; `term` and `int` send that signal at step STEP.
+"""
+
+import importlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import common.distributed
+from common.tracking import Run, launch
+
+name, moment, step = sys.argv[1], sys.argv[2], int(sys.argv[3])
+sys.argv[1:] = sys.argv[4:]
+module = importlib.import_module(name)
+
+log, barrier, saving = Run.log, common.distributed.dist.barrier, []
+
+
+def log_and_kill(self: Run, done: int, metrics: dict) -> None:
+    log(self, done, metrics)
+    if done == step and moment != "save":
+        os.kill(os.getpid(), {"log": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}[moment])
+
+
+def save_and_kill(*arguments: object, **keywords: object) -> None:
+    saving.append(keywords)
+    dcp_save(*arguments, **keywords)
+    if moment == "save" and len(saving) == step:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+Run.log = log_and_kill
+dcp_save = common.distributed.dcp.save
+common.distributed.dcp.save = save_and_kill
+
+if __name__ == "__main__":
+    launch(module.main, module.Args)

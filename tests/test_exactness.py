@@ -1,0 +1,144 @@
+"""The gradient applied is that of the written objective, whatever the micro-batches, ranks, padding and row order.
+
+`python tests/test_exactness.py FOLDER` is the rank that the two-rank test starts with torchrun.
+"""
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import common  # noqa: F401  (before torch)
+import grpo
+import pytest
+import torch
+from common.data import Problem, Task
+from common.distributed import World, setup
+from common.model import load_model
+from common.reward import arithmetic_reward
+from common.rollout import HFEngine, Rollout
+from common.tiny import arithmetic
+
+PROMPTS = ["7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9=", "4+5*6=", "0*1+2-3=", "8*8=", "5-6+7*8-9="]
+G = 4
+
+
+class Fixed:
+    """An engine that returns a stored rollout: this rank's share of it."""
+
+    def __init__(self, rollout: Rollout, world: World):
+        share = len(rollout) // world.size
+        self.rollout = rollout.rows(slice(world.rank * share, (world.rank + 1) * share))
+
+    def generate(self, *arguments: object) -> Rollout:
+        return Rollout(**vars(self.rollout))
+
+    def sync(self, policy: torch.nn.Module) -> None:
+        pass
+
+    def state_dict(self) -> dict:
+        return {}
+
+
+def gradients(rollout: Rollout, prompts: list[str], world: World, folder: Path, monkeypatch, **flags) -> torch.Tensor:
+    """Both mini-batches' gradients, before clipping, of grpo.py's own `main` on a stored rollout; lr is next to 0."""
+    problems = [Problem(prompt, arithmetic.work(prompt)[1], [0]) for prompt in prompts]
+    task = Task("stored", lambda i: problems[i], problems, lambda c, a: list(map(arithmetic_reward, c, a)))
+    seen = []
+
+    def spy(policy: torch.nn.Module, max_norm: float) -> float:
+        full = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in policy.parameters()]
+        seen.append(torch.cat([gradient.flatten() for gradient in full]).clone())
+        return 0.0
+
+    # Log-probs of "π_old" moved at random, so that ratios leave 1 and some tokens are clipped.
+    monkeypatch.setattr(grpo, "all_logprobs", lambda policy, batch, args, world: batch.stored_logp)
+    monkeypatch.setattr(grpo, "check_sampler", lambda *arguments: {})
+    monkeypatch.setattr(grpo, "load_task", lambda *arguments: task)
+    monkeypatch.setattr(grpo, "make_engine", lambda *arguments: Fixed(rollout, world))
+    monkeypatch.setattr(grpo, "evaluate", lambda *arguments: {"greedy": 0.0, "sampled": 0.0})
+    monkeypatch.setattr(grpo, "clip_gradients", spy)
+    args = grpo.Args(steps=1, prompts_per_step=len(prompts), group_size=G, lr=1e-12, dtype="float32", **flags)
+    args.run_dir = str(folder / "run")
+    grpo.main(args, world)
+    return torch.stack(seen)
+
+
+def stored_rollout(world: World) -> Rollout:
+    lm, tokenizer = load_model("tiny")
+    engine = HFEngine(lm, world, seed=0, dtype=torch.float32, max_rows=1024)
+    rollout = engine.generate([tokenizer(prompt)["input_ids"] for prompt in PROMPTS], G, 64, 1.0)
+    noise = torch.randn(rollout.mask.shape, generator=torch.Generator().manual_seed(0))
+    rollout.stored_logp = rollout.rollout_logp + 0.3 * noise * rollout.mask
+    return rollout
+
+
+def assert_same(one: torch.Tensor, other: torch.Tensor) -> None:
+    assert one.shape == other.shape and (one.norm(dim=1) > 1e-3).all()
+    assert ((one - other).norm(dim=1) / one.norm(dim=1)).max() < 1e-6
+
+
+@pytest.fixture
+def reference(world, tmp_path, monkeypatch):
+    rollout = stored_rollout(world)
+    return rollout, gradients(rollout, PROMPTS, world, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("micro_tokens", [1, 150, 400])
+def test_micro_batch_size_changes_nothing(reference, world, tmp_path, monkeypatch, micro_tokens):
+    rollout, whole = reference
+    assert_same(gradients(rollout, PROMPTS, world, tmp_path, monkeypatch, micro_tokens=micro_tokens), whole)
+
+
+def test_padding_changes_nothing(reference, world, tmp_path, monkeypatch):
+    """20 more columns of padding, filled with a real token id."""
+    rollout, whole = reference
+    wide = {name: column for name, column in vars(rollout).items() if column.dim() == 1}
+    for name, column in vars(rollout).items():
+        if column.dim() == 2:
+            filler = 5 if name in ("sequences", "tokens") else 0
+            wide[name] = torch.nn.functional.pad(column, (0, 20), value=filler)
+    assert_same(gradients(Rollout(**wide), PROMPTS, world, tmp_path, monkeypatch), whole)
+
+
+def test_row_order_changes_nothing(reference, world, tmp_path, monkeypatch):
+    """Responses shuffled inside their groups, and groups inside their mini-batch."""
+    rollout, whole = reference
+    generator = torch.Generator().manual_seed(1)
+    half = len(PROMPTS) // 2
+    groups = [*torch.randperm(half, generator=generator), *(half + torch.randperm(half, generator=generator))]
+    order = torch.cat([group * G + torch.randperm(G, generator=generator) for group in groups])
+    prompts = [PROMPTS[group] for group in groups]
+    assert_same(gradients(rollout.rows(order), prompts, world, tmp_path, monkeypatch), whole)
+
+
+def test_dropping_the_last_token_would_show(reference, world, tmp_path, monkeypatch):
+    """The comparison can fail: without the EOS tokens the gradient is another."""
+    rollout, whole = reference
+    cut = Rollout(**vars(rollout))
+    cut.mask = rollout.mask * (rollout.mask.cumsum(1) < rollout.mask.sum(1, keepdim=True))
+    with pytest.raises(AssertionError):
+        assert_same(gradients(cut, PROMPTS, world, tmp_path, monkeypatch), whole)
+
+
+def test_two_ranks_change_nothing(world, tmp_path, monkeypatch, command):
+    """Two gloo ranks, each with half of the groups and its own micro-batches, against one.
+
+    A rank's share is cut into mini-batches on its own, so one mini-batch is compared: all groups of both ranks.
+    """
+    whole = gradients(stored_rollout(world), PROMPTS, world, tmp_path, monkeypatch, minibatches=1)
+    torch.save(vars(stored_rollout(world)), tmp_path / "rollout.pt")
+    done = command("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_same(torch.load(tmp_path / "gradients.pt"), whole)
+
+
+if __name__ == "__main__":
+    folder, world = Path(sys.argv[1]), setup()
+    stored = Rollout(**torch.load(folder / "rollout.pt"))
+    with pytest.MonkeyPatch.context() as patch:
+        found = gradients(stored, PROMPTS, world, folder, patch, minibatches=1, micro_tokens=300 + 200 * world.rank)
+    if world.rank == 0:
+        torch.save(found, folder / "gradients.pt")
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,126 @@
+"""The house rules: budgets, who imports whom, and the marks that show where a file leaves grpo.py."""
+
+import ast
+import difflib
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+from adapters import ALGORITHMS
+from conftest import ROOT
+
+COMMON = sorted((ROOT / "common").rglob("*.py"))
+CHANGED_LINES = {"vcpo": 90, "goldilocks": 90, "deep_grpo": 90}  # 30 for the others
+
+
+def code_lines(path: Path) -> list[tuple[int, str]]:
+    """(line number, code without its comment) of every line that is not blank, comment or docstring."""
+    source = path.read_text()
+    skipped = set()
+    for node in ast.walk(ast.parse(source)):
+        for child in getattr(node, "body", []) if isinstance(getattr(node, "body", []), list) else []:
+            value = getattr(child, "value", None)
+            if isinstance(child, ast.Expr) and isinstance(value, ast.Constant) and isinstance(value.value, str):
+                skipped |= set(range(child.lineno, child.end_lineno + 1))
+    comments = {
+        token.start[0]: token.start[1]
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    lines = [(n, line[: comments.get(n)].rstrip()) for n, line in enumerate(source.splitlines(), 1) if n not in skipped]
+    return [(number, line) for number, line in lines if line.strip()]
+
+
+def marked_lines(path: Path) -> set[int]:
+    """Lines with a trailing `# <name>`, and all lines from such a mark down to a `# </name>`."""
+    name, marked, pending = path.stem, set(), []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line.rstrip().endswith(f"# </{name}>"):
+            assert pending, f"{path.name}:{number}: closes a mark that was not opened"
+            marked |= set(range(pending[-1], number + 1))
+            pending = []
+        elif line.rstrip().endswith(f"# <{name}>"):
+            marked.add(number)
+            pending.append(number)
+    return marked
+
+
+def unmarked_changes(path: Path, trunk: Path) -> tuple[list[str], int]:
+    """Changed code lines against `trunk` that lie outside the marks of either file, and how many changed in all."""
+    ours, theirs, loose, changed = code_lines(path), code_lines(trunk), [], 0
+    matcher = difflib.SequenceMatcher(None, [c for _, c in theirs], [c for _, c in ours], autojunk=False)
+    for kind, a, b, c, d in matcher.get_opcodes():
+        if kind != "equal":
+            changed += max(b - a, d - c)
+            for file, lines in ((trunk, theirs[a:b]), (path, ours[c:d])):
+                loose += [f"{file.name}:{n}: {text}" for n, text in lines if n not in marked_lines(file)]
+    return loose, changed
+
+
+def test_common_is_small():
+    """About 700 lines of code in all."""
+    assert sum(len(code_lines(path)) for path in COMMON) <= 720
+
+
+def test_common_knows_no_algorithm():
+    """`common` imports no algorithm file and branches on no algorithm's name."""
+    for path in COMMON:
+        code = "\n".join(line for _, line in code_lines(path))
+        assert not re.search(
+            r"\b(import|from) (grpo|gspo|sapo|stapo|maspo|vcpo|goldilocks|deep_grpo|minirl)\b", code
+        ), path
+        assert not re.search(r"""["'](grpo|gspo|sapo|stapo|maspo|vcpo|goldilocks|deep_grpo|minirl)["']""", code), path
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_algorithm_file_is_one_readable_page(algorithm):
+    """No import of another algorithm file; physical and code lines, comment ratio and nesting within the budget."""
+    path = ROOT / f"{algorithm}.py"
+    source, code = path.read_text(), code_lines(path)
+    imports = [line for _, line in code if line.startswith(("import ", "from "))]
+    assert not any(re.match(rf"(import|from) ({'|'.join(ALGORITHMS)})\b", line) for line in imports)
+    assert len(source.splitlines()) <= 420 and len(code) <= (300 if algorithm in CHANGED_LINES else 240)
+    written = len([line for line in source.splitlines() if line.strip()])
+    comments = (
+        written - len(code) + sum("#" in line for line in source.splitlines() if not line.lstrip().startswith("#"))
+    )
+    assert 0.3 <= comments / len(code) <= 1.2
+    main = next(n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name == "main")
+    assert deepest(main) <= 4
+
+
+def deepest(node: ast.AST, depth: int = 0) -> int:
+    """How many compound statements stand inside each other below `node`."""
+    nested = (ast.For, ast.While, ast.If, ast.With, ast.Try)
+    return max(
+        (deepest(child, depth + isinstance(child, nested)) for child in ast.iter_child_nodes(node)), default=depth
+    )
+
+
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "grpo"])
+def test_differences_lie_inside_the_marks(algorithm):
+    """`diff grpo.py <file>` shows the algorithm and nothing else."""
+    loose, changed = unmarked_changes(ROOT / f"{algorithm}.py", ROOT / "grpo.py")
+    assert not loose, "\n".join(loose)
+    assert 0 < changed <= CHANGED_LINES.get(algorithm, 30) * 1.2
+
+
+def test_the_marks_test_can_fail(tmp_path):
+    """An unmarked change is found, a marked one and a changed comment are not."""
+    trunk, other = tmp_path / "grpo.py", tmp_path / "other.py"
+    trunk.write_text("a = 1\nb = 2  # <grpo>\nc = 3\n")
+    other.write_text("a = 1  # a comment\nc = 3\nd = 4  # <other>\n")
+    assert unmarked_changes(other, trunk) == ([], 2)
+    other.write_text("a = 1\nc = 4\n")
+    assert unmarked_changes(other, trunk)[0] == ["grpo.py:3: c = 3", "other.py:2: c = 4"]
+
+
+def test_every_flag_is_documented():
+    """Each field of Args has a line under it: tyro shows it in --help."""
+    for algorithm in ALGORITHMS:
+        tree = ast.parse((ROOT / f"{algorithm}.py").read_text())
+        fields = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args").body
+        for field, doc in zip(fields[::2], fields[1::2]):
+            assert isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr), ast.unparse(field)

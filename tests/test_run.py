@@ -1,0 +1,248 @@
+"""Whole runs: learning, resuming to the bit, stopping, and refusing bad input."""
+
+import json
+import re
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import grpo
+import pytest
+import torch
+import torch.distributed as dist
+from adapters import ALGORITHMS
+from common.tracking import launch
+from conftest import ROOT
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+SMALL = "--prompts_per_step 4 --group_size 4 --eval_problems 8 --eval_samples 1 --eval_every 2 --save_every 2".split()
+
+
+def run_here(monkeypatch, main, *flags: object) -> int:
+    """`python file.py FLAGS` in this process; returns the exit code."""
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *map(str, flags)])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        launch(main, sys.modules[main.__module__].Args)
+        return 0
+    except SystemExit as stop:
+        return stop.code
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def metrics(folder: Path) -> list[dict]:
+    """metrics.jsonl without what depends on the clock."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if "seconds" not in k and k != "tokens_per_s"} for line in lines]
+
+
+def tensors(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a sharded checkpoint by its path: weights and optimiser moments."""
+    dcp_to_torch_save(checkpoint / "shards", scratch)
+    flat = {}
+
+    def walk(prefix: str, value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            flat[prefix] = value
+        elif isinstance(value, dict):
+            for name, child in value.items():
+                walk(f"{prefix}/{name}", child)
+
+    walk("", torch.load(scratch, weights_only=False))
+    return flat
+
+
+def assert_same_run(one: Path, other: Path, step: int, scratch: Path) -> None:
+    assert metrics(one) == metrics(other)
+    a, b = (tensors(folder / f"checkpoints/step_{step:06d}", scratch / "t.pt") for folder in (one, other))
+    assert a.keys() == b.keys() and len(a) > 3 * 20  # 24 weights, two moments and a step count each
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_resume_after_a_kill_is_bit_exact(algorithm, tmp_path, command):
+    """6 steps at once, against 6 steps with a SIGKILL after the 5th (checkpoint at 4): weights, moments, metrics."""
+    flags = [*SMALL, "--steps", 6]
+    whole = command(f"{algorithm}.py", *flags, "--run_dir", tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr[-2000:]
+    killed = command("tests/driver.py", algorithm, "log", 5, *flags, "--run_dir", tmp_path / "parts")
+    assert killed.returncode == -signal.SIGKILL
+    assert [line["step"] for line in metrics(tmp_path / "parts")][-1] == 5
+    resumed = command(f"{algorithm}.py", *flags, "--run_dir", tmp_path / "parts", "--resume")
+    assert resumed.returncode == 0, resumed.stderr[-2000:]
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 6, tmp_path)
+    assert (tmp_path / "parts/summary.json").exists()
+    names = sorted(path.name for path in (tmp_path / "parts/checkpoints").iterdir())
+    assert names == ["step_000002", "step_000004", "step_000006"]
+
+
+def test_a_kill_during_the_save_leaves_the_checkpoint_before(tmp_path, command, monkeypatch):
+    """Killed between writing and renaming the second checkpoint: the first is loaded, the run ends as if not killed."""
+    flags = [*SMALL, "--steps", 4]
+    killed = command("tests/driver.py", "grpo", "save", 2, *flags, "--run_dir", tmp_path / "parts")
+    assert killed.returncode == -signal.SIGKILL
+    assert sorted(p.name for p in (tmp_path / "parts/checkpoints").iterdir()) == ["partial", "step_000002"]
+    assert run_here(monkeypatch, grpo.main, *flags, "--run_dir", tmp_path / "parts", "--resume") == 0
+    assert run_here(monkeypatch, grpo.main, *flags, "--run_dir", tmp_path / "whole") == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 4, tmp_path)
+    assert not (tmp_path / "parts/checkpoints/partial").exists()
+
+
+@pytest.mark.parametrize("moment", ["term", "int"])
+def test_signals_finish_the_step_save_and_exit_0(tmp_path, command, moment):
+    run = command("tests/driver.py", "grpo", moment, 3, *SMALL, "--steps", 50, "--run_dir", tmp_path / "run")
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "go on with --resume" in run.stdout and (tmp_path / "run/curves.png").exists()
+    last = metrics(tmp_path / "run")[-1]["step"]
+    assert last <= 5 and (tmp_path / f"run/checkpoints/step_{last:06d}").exists()
+
+
+def test_the_last_checkpoints_are_kept(tmp_path, monkeypatch):
+    flags = [*SMALL, "--steps", 5, "--save_every", 1, "--run_dir", tmp_path / "run"]
+    assert run_here(monkeypatch, grpo.main, *flags) == 0
+    names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert names == ["step_000003", "step_000004", "step_000005"]
+
+
+def test_earlier_results_are_moved_aside(tmp_path, monkeypatch, capsys):
+    flags = [*SMALL, "--steps", 1, "--run_dir", tmp_path / "run"]
+    assert run_here(monkeypatch, grpo.main, *flags, "--seed", 1) == run_here(monkeypatch, grpo.main, *flags) == 0
+    assert "moved to" in capsys.readouterr().out
+    assert (tmp_path / "run.1/summary.json").exists() and (tmp_path / "run/summary.json").exists()
+
+
+def learn(tmp_path: Path, monkeypatch, main, *flags: object) -> dict:
+    folder = tmp_path / "learning"
+    assert run_here(monkeypatch, main, "--steps", 30, "--eval_every", 30, "--run_dir", folder, *flags) == 0
+    return json.loads((folder / "summary.json").read_text()) | {"metrics": metrics(folder)}
+
+
+def test_a_short_run_learns(tmp_path, monkeypatch, capsys):
+    """30 default steps: greedy from 0.34 to at least 0.85, twice the length, and the run folder is complete."""
+    result = learn(tmp_path, monkeypatch, grpo.main)
+    assert result["greedy_before"] < 0.5 and result["greedy_after"] > 0.85
+    assert result["sampled_after"] > result["sampled_before"] + 0.2
+    lengths = [line["response_len"] for line in result["metrics"][1:]]
+    assert sum(lengths[-3:]) > 1.5 * sum(lengths[:3])
+    assert any(line["clip_share"] > 0 for line in result["metrics"][1:])
+    assert set(result["seconds_split"]) >= {"rollout", "reward", "old_logp", "update", "sync"}
+    said = capsys.readouterr().out
+    assert "16 prompts x 8 responses" in said and "curves.png" in said and "metrics.jsonl" in said
+    for name in ("config.json", "metrics.jsonl", "curves.png", "summary.json", "checkpoints"):
+        assert (tmp_path / "learning" / name).exists()
+
+
+def test_a_flipped_advantage_does_not_learn(tmp_path, monkeypatch):
+    """The learning test can fail: the same run with the advantages' sign flipped ends below where it began."""
+    advantages = grpo.advantages
+    monkeypatch.setattr(grpo, "advantages", lambda rewards: -advantages(rewards))
+    result = learn(tmp_path, monkeypatch, grpo.main)
+    assert result["greedy_after"] < result["greedy_before"] + 0.1
+
+
+def test_an_idle_algorithm_is_said_loudly(tmp_path, monkeypatch, capsys):
+    """One mini-batch: the ratio never leaves 1 and nothing is clipped, which the run says."""
+    flags = [*SMALL, "--steps", 1, "--minibatches", 1, "--run_dir", tmp_path / "run"]
+    assert run_here(monkeypatch, grpo.main, *flags) == 0
+    assert "WARNING: clip_share was 0 at every step" in capsys.readouterr().out
+
+
+def test_a_skipped_sync_stops_the_run(tmp_path, monkeypatch, capsys):
+    """The sampler check in the loop itself: exit code 1 and one line with the usual causes."""
+    monkeypatch.setattr("common.rollout.HFEngine.sync", lambda *arguments: None)
+    flags = [*SMALL, "--steps", 20, "--lr", "3e-3", "--run_dir", tmp_path / "run"]
+    assert run_here(monkeypatch, grpo.main, *flags) == 1
+    assert "weights not synced" in capsys.readouterr().err
+
+
+BAD_INPUT = {
+    "unknown flag": (["--lerning_rate", 1], "--lerning_rate"),
+    "not a number": (["--lr", "fast"], "Error parsing --lr: could not"),
+    "unknown task": (["--task", "aritmetic"], "--task aritmetic: unknown"),
+    "missing file": (["--task", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+    "malformed row": (["--task", "BAD_ROWS"], "bad.jsonl:2: not a JSON object"),
+    "no such model": (["--model", "nowhere/nothing"], "--model nowhere/nothing"),
+    "model without weights": (["--model", "EMPTY_MODEL"], "weights"),
+    "a group of one": (["--group_size", 1], "--group_size 1"),
+    "mini-batches do not divide": (["--minibatches", 3], "--prompts_per_step 16"),
+    "zero steps": (["--steps", 0], "--steps 0: must be above 0"),
+    "zero temperature": (["--temperature", 0], "--temperature 0.0"),
+    "unknown engine": (["--rollout", "sglang"], "--rollout sglang"),
+    "unknown precision": (["--dtype", "float7"], "'float7' for argument '--dtype'"),
+    "nothing to resume": (["--resume"], "--resume: no run in"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_is_one_line_exit_2_and_nothing_written(name, tmp_path, monkeypatch, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/config.json").write_text("{}")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1", "answer": 2}\noops\n')
+    before = sorted(tmp_path.rglob("*"))
+    places = {"BAD_ROWS": tmp_path / "bad.jsonl", "EMPTY_MODEL": tmp_path / "empty"}
+    flags, message = BAD_INPUT[name]
+    code = run_here(monkeypatch, grpo.main, *(places.get(flag, flag) for flag in flags), "--run_dir", tmp_path / "run")
+    said = capsys.readouterr().err.splitlines()
+    assert code == 2 and len(said) == 1, said
+    assert message in said[0] and said[0].startswith("grpo.py: error: ")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_exit_code_and_line_of_the_real_command(command):
+    run = command("grpo.py", "--nope", 1)
+    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "--nope" in run.stderr and not run.stdout
+    assert command("grpo.py", "--help").returncode == 0
+
+
+def test_resume_refuses_another_run(tmp_path, monkeypatch, capsys):
+    """Another algorithm, other shapes, another number of ranks: named, and the folder stays as it was."""
+    folder, flags = tmp_path / "run", [*SMALL, "--steps", 2, "--run_dir", tmp_path / "run", "--resume"]
+    assert run_here(monkeypatch, grpo.main, *flags[:-1]) == 0
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    def refused(*extra: object) -> str:
+        capsys.readouterr()
+        assert run_here(monkeypatch, grpo.main, *flags, *extra) == 2
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+        return capsys.readouterr().err
+
+    assert "has group_size 4, this run 8" in refused("--group_size", 8)
+    config = json.loads((folder / "config.json").read_text())
+    for change, message in (({"algorithm": "gspo"}, "has algorithm 'gspo'"), ({"ranks": 2}, "has ranks 2, this run 1")):
+        (folder / "config.json").write_text(json.dumps(config | change))
+        before[folder / "config.json"] = (folder / "config.json").read_bytes()
+        assert message in refused()
+    (folder / "config.json").write_text(json.dumps(config))
+    before[folder / "config.json"] = (folder / "config.json").read_bytes()
+    # A model of other shapes behind the same name: here the embedded one with a narrower MLP.
+    other = tmp_path / "model"
+    shutil.copytree(ROOT / "common/tiny/model", other)
+    resized(other)
+    monkeypatch.setattr("common.model.EMBEDDED", {"tiny": other})
+    assert "does not fit --model (Size mismatch" in refused()
+    assert not dist.is_initialized()
+
+
+def resized(folder: Path) -> None:
+    """Rewrite a model folder with another MLP width."""
+    from transformers import AutoConfig, Qwen3ForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    config.intermediate_size = 96
+    (folder / "model.safetensors").unlink()
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def test_two_ranks_do_the_same_work(tmp_path, command):
+    """torchrun on two gloo ranks: the same prompts, one run folder, resume included."""
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "grpo.py", *SMALL]
+    for extra in (["--steps", 2], ["--steps", 4, "--resume"]):
+        run = command(*ranks, *extra, "--run_dir", tmp_path / "run")
+        assert run.returncode == 0, run.stderr[-3000:]
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert re.search(r"2 rank\(s\) on cpu", run.stdout) and run.stdout.count("held-out accuracy, greedy") == 1
+    assert all(line["sampler_gap"] < 1e-4 for line in lines[1:])
