@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -43,17 +44,8 @@ class Task:
     dropped: int = 0  # rows whose prompt is longer than --max_prompt_tokens
 
 
-@dataclass
-class HubSet:
-    """Where a set lives on the Hugging Face hub and how its rows read; `test` is "" where there is one split only."""
-
-    path: str
-    config: str | None
-    train: str
-    test: str
-    prompt: str
-    answer: str
-    extract: Callable[[object], object] = lambda answer: answer
+# Where a set lives on the Hugging Face hub and how its rows read; `test` is "" where there is only one split.
+HubSet = namedtuple("HubSet", "path config train test prompt answer extract", defaults=[lambda answer: answer])
 
 
 def after_hashes(solution: str) -> str:

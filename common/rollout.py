@@ -1,7 +1,7 @@
 """Sampling responses: the `Rollout` batch, the engine contract and its `hf` engine, micro-batches, the sampler check.
 
 An engine is a policy frozen at the last `sync`:
-    generate(prompts, n, max_new_tokens, temperature, prefixes) -> Rollout
+    generate(prompts, n, limit, temperature, prefixes) -> Rollout
     sync(policy)                       take over the trainer's weights; every rank calls it together
     state_dict() / load_state_dict()   its random state, for bit-exact resume
 Token ids cross between sampler and trainer, never text: decoding and encoding again may give other tokens.
@@ -13,6 +13,7 @@ import copy
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from common.data import Task
@@ -34,6 +35,23 @@ class Rollout:
 
     def __init__(self, **columns: Tensor):
         vars(self).update(columns)
+
+    @classmethod
+    def pack(cls, prompts: list, prefixes: list, tokens: list, logps: list, eos: list[int], device: object) -> Rollout:
+        """The columns, from one list per row: prompt, response prefix, sampled tokens and their log-probs."""
+
+        def padded(rows: list[list], dtype: torch.dtype) -> Tensor:
+            return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True).to(device)
+
+        return cls(
+            sequences=padded([a + b + c for a, b, c in zip(prompts, prefixes, tokens)], torch.long),
+            prompt_len=torch.tensor([len(a) + len(b) for a, b in zip(prompts, prefixes)], device=device),
+            prefix_len=torch.tensor([len(prefix) for prefix in prefixes], device=device),
+            tokens=padded(tokens, torch.long),
+            mask=padded([[1.0] * len(row) for row in tokens], torch.float32),
+            rollout_logp=padded(logps, torch.float32),
+            finished=torch.tensor([row[-1] in eos for row in tokens], device=device),
+        )
 
     def rows(self, index: Tensor | slice) -> Rollout:
         """The sub-batch of these rows."""
@@ -71,59 +89,53 @@ class HFEngine:
     def load_state_dict(self, state: dict) -> None:
         self.generator.set_state(state["generator"])
 
-    @torch.no_grad()
     def generate(
-        self,
-        prompts: list[list[int]],
-        n: int,
-        max_new_tokens: int,
-        temperature: float,
-        prefixes: list[list[int]] | None = None,
+        self, prompts: list[list[int]], n: int, limit: int, temperature: float, prefixes: list[list[int]] | None = None
     ) -> Rollout:
-        """Sample `n` responses to each prompt; temperature 0 is greedy.
+        """Sample `n` responses of at most `limit` tokens to each prompt; temperature 0 is greedy.
 
         Full vocabulary: no top-p, no top-k, or log μ would belong to another distribution. With `prefixes[p]` the
-        response to prompt p is continued from these tokens, which count towards max_new_tokens.
+        response to prompt p goes on from these tokens, which count towards the limit.
         """
         prefixes = prefixes or [[] for _ in prompts]
-        group, parts = max(1, self.max_rows // n), []
-        for start in range(0, len(prompts), group):
-            chunk = slice(start, start + group)
-            parts.append(self._generate(prompts[chunk], prefixes[chunk], n, max_new_tokens, temperature))
-        return parts[0] if len(parts) == 1 else concatenate(parts)
+        group, tokens, logps = max(1, self.max_rows // n), [], []
+        for chunk in (slice(start, start + group) for start in range(0, len(prompts), group)):
+            more_tokens, more_logps = self._sample(prompts[chunk], prefixes[chunk], n, limit, temperature)
+            tokens, logps = tokens + more_tokens, logps + more_logps
+        prompts, prefixes = ([row for row in rows for _ in range(n)] for rows in (prompts, prefixes))  # P -> N rows
+        return Rollout.pack(prompts, prefixes, tokens, logps, self.eos.tolist(), self.device)
 
-    def _generate(self, prompts: list, prefixes: list, n: int, limit: int, temperature: float) -> Rollout:
+    @torch.no_grad()
+    def _sample(self, prompts: list, prefixes: list, n: int, limit: int, temperature: float) -> tuple[list, list]:
+        """Sampled tokens and their log-probs, a list for each of the len(prompts)·n rows, decoded together."""
         contexts = [prompt + prefix for prompt, prefix in zip(prompts, prefixes)]
-        width, rows = max(map(len, contexts)), len(contexts) * n
+        width, rows, on = max(map(len, contexts)), len(contexts) * n, {"device": self.device}
         # Left padding ends all contexts in the same column, so that one column a step extends every row.
-        padded = torch.tensor([[0] * (width - len(c)) + c for c in contexts], device=self.device)  # [P, width]
-        length = torch.tensor([len(c) for c in contexts], device=self.device)  # [P]
-        attention = (torch.arange(width, device=self.device) >= width - length[:, None]).long()  # [P, width]
+        padded = torch.tensor([[0] * (width - len(c)) + c for c in contexts], **on)  # [P, width]
+        length = torch.tensor([len(c) for c in contexts], **on)  # [P]
+        attention = (torch.arange(width, **on) >= width - length[:, None]).long()  # [P, width]
         position = (attention.cumsum(1) - 1).clamp(min=0)  # [P, width]
         cache = DynamicCache(config=self.lm.config)
         step = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
         logits = self.lm(padded, attention_mask=attention, position_ids=position, **step).logits[:, -1]  # [P, V]
-        # The prompt was read once; now it branches into n rows.
+        # Each prompt was read once; now it branches into n rows.
         cache.batch_repeat_interleave(n)
         logits, attention = logits.repeat_interleave(n, 0), attention.repeat_interleave(n, 0)  # [N, V], [N, width]
         position = length.repeat_interleave(n)[:, None]  # [N, 1]
-        budget = (limit - torch.tensor([len(p) for p in prefixes], device=self.device)).repeat_interleave(n)  # [N]
-        tokens = torch.zeros(rows, limit, dtype=torch.long, device=self.device)  # [N, limit]
-        logp = torch.zeros(rows, limit, device=self.device)  # [N, limit]
-        mask = torch.zeros(rows, limit, device=self.device)  # [N, limit]
-        finished = torch.zeros(rows, dtype=torch.bool, device=self.device)  # [N]
-        alive = torch.arange(rows, device=self.device)  # rows still being decoded
+        budget = (limit - torch.tensor([len(p) for p in prefixes], **on)).repeat_interleave(n)  # [N]
+        tokens = torch.zeros(rows, limit, dtype=torch.long, **on)  # [N, limit]
+        logp = torch.zeros(rows, limit, **on)  # [N, limit]
+        count = torch.zeros(rows, dtype=torch.long, **on)  # [N]
+        alive = torch.arange(rows, **on)  # rows still being decoded
         for t in range(limit):
             distribution = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)  # [alive, V]
             if temperature > 0:
                 token = torch.multinomial(distribution.exp(), 1, generator=self.generator)  # [alive, 1]
             else:
                 token = distribution.argmax(-1, keepdim=True)  # [alive, 1]
-            tokens[alive, t], mask[alive, t] = token[:, 0], 1.0
+            tokens[alive, t], count[alive] = token[:, 0], t + 1
             logp[alive, t] = distribution.gather(-1, token)[:, 0]
-            ended = torch.isin(token[:, 0], self.eos)  # [alive]
-            finished[alive[ended]] = True
-            going = (~ended & (t + 1 < budget[alive])).nonzero()[:, 0]
+            going = (~torch.isin(token[:, 0], self.eos) & (t + 1 < budget[alive])).nonzero()[:, 0]
             if len(going) == 0:
                 break
             if len(going) < len(alive):  # finished rows leave the batch: the few long ones go on without them
@@ -132,23 +144,8 @@ class HFEngine:
             attention = torch.cat([attention, attention.new_ones(len(alive), 1)], dim=1)
             logits = self.lm(token, attention_mask=attention, position_ids=position, **step).logits[:, -1]  # [alive, V]
             position = position + 1
-        T = t + 1
-        prompt_len = length.repeat_interleave(n)  # [N]
-        sequences = torch.zeros(rows, width + T, dtype=torch.long, device=self.device)  # [N, S]
-        column = torch.arange(width + T, device=self.device)  # [S]
-        sequences[column < prompt_len[:, None]] = torch.tensor(sum((c * n for c in contexts), []), device=self.device)
-        total = prompt_len + mask.sum(1).long()  # [N]
-        sequences[(column >= prompt_len[:, None]) & (column < total[:, None])] = tokens[mask.bool()]
-        prefix_len = limit - budget  # [N]
-        return Rollout(
-            sequences=sequences,
-            prompt_len=prompt_len,
-            prefix_len=prefix_len,
-            tokens=tokens[:, :T],
-            mask=mask[:, :T],
-            rollout_logp=logp[:, :T],
-            finished=finished,
-        )
+        ends = count.tolist()
+        return tuple([row[:end] for row, end in zip(column.tolist(), ends)] for column in (tokens, logp))
 
 
 ENGINES = {"hf": HFEngine}
@@ -161,18 +158,6 @@ def make_engine(args: object, lm: PreTrainedModel, world: World) -> HFEngine:
         raise BadInput(f"--rollout {args.rollout}: unknown engine, use one of auto, {', '.join(ENGINES)}")
     dtype = getattr(torch, args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype)
     return ENGINES[name](lm, world, args.seed, dtype, args.rollout_rows)
-
-
-def concatenate(parts: list[Rollout]) -> Rollout:
-    """One rollout from several, the `[N, ...]` columns padded on the right to the widest."""
-
-    def join(columns: list[Tensor]) -> Tensor:
-        if columns[0].dim() == 1:
-            return torch.cat(columns)
-        width = max(column.shape[1] for column in columns)
-        return torch.cat([torch.nn.functional.pad(column, (0, width - column.shape[1])) for column in columns])
-
-    return Rollout(**{name: join([getattr(part, name) for part in parts]) for name in vars(parts[0])})
 
 
 def micro_batches(batch: Rollout, max_tokens: int, world: World) -> list[Tensor]:

@@ -7,7 +7,7 @@ import torch
 from common import rollout as rollout_module
 from common.distributed import RunStopped
 from common.model import Policy
-from common.rollout import HFEngine, Rollout, check_sampler, concatenate, micro_batches, response_logprobs
+from common.rollout import HFEngine, Rollout, check_sampler, micro_batches, response_logprobs
 from grpo import Args
 
 PROMPTS = ["7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9="]
@@ -158,9 +158,3 @@ def test_micro_batches_cover_rows_within_the_budget(engine, prompts, world, monk
     monkeypatch.setattr(rollout_module, "global_sum", lambda values, world: {"micros_max": 9.0})
     micros = micro_batches(rollout, 10**6, world)
     assert len(micros) == 9 and sorted(torch.cat(micros).tolist()) == list(range(64))
-
-
-def test_concatenate_pads(engine, prompts):
-    a, b = engine.generate(prompts[:1], 4, 5, 1.0), engine.generate(prompts[2:3], 4, 60, 1.0)
-    both = concatenate([a, b])
-    assert both.response_ids() == a.response_ids() + b.response_ids() and both.tokens.shape[0] == 8
