@@ -32,7 +32,7 @@ Run it:
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 grpo.py ...      # several
 """
 
-import copy
+import copy  # <grpo>
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -88,8 +88,8 @@ class Args:
     """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
     rollout: str = "auto"
     """Sampling engine: `hf` (transformers, in this process), or `auto`."""
-    rollout_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Precision of the sampler's copy of the weights (auto: as dtype)."""
+    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"  # <grpo>
+    """Precision of the hf engine's copy of the weights (auto: as dtype)."""
     rollout_rows: int = 1024
     """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
     sampler_tolerance: float = 0.0
@@ -122,9 +122,9 @@ class Args:
     """Column of a local file that holds the reference answer."""
     wandb: str = ""
     """Weights & Biases project to log to as well (needs the package)."""
-    clip_low: float = 0.2
+    clip_low: float = 0.2  # <grpo>
     """ε below 1 (ours: the paper gives none, PPO's value)."""
-    clip_high: float = 0.2
+    clip_high: float = 0.2  # <grpo>
     """ε above 1 (ours; DAPO and STAPO widen it to 0.28)."""
     beta: float = 0.01  # <grpo>
     """β of the KL term; 0 loads no reference model (ours; paper: 0.04, R1: 0.001)."""
@@ -135,7 +135,7 @@ def advantages(rewards: Tensor) -> Tensor:
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
     # A group all right or all wrong gives exactly 0 and so no gradient: a prompt too easy or too hard teaches nothing.
     # The 1e-6 only keeps 0/0 away.
-    return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
+    return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]  # <grpo>
 
 
 def policy_loss(
@@ -155,20 +155,21 @@ def policy_loss(
     a mean of micro-batch means would be another objective.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    # <grpo>
     ratio = (logp - old_logp).exp()  # [n, T]: r, exactly 1 until the first optimiser step on this rollout
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can be brought back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
     cut = ((A > 0) & (ratio > 1 + args.clip_high)) | ((A < 0) & (ratio < 1 - args.clip_low))  # [n, T]: M = 0
     stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
-    if args.beta > 0:  # <grpo>
+    if args.beta > 0:
         log_ref_ratio = ref_logp - logp  # [n, T]: log(π_ref/π_θ), in this direction; reversed it estimates another KL
         k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
         objective = objective - args.beta * k3  # [n, T]
         stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
-    # </grpo>
     per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|o_i|
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # 1/G: the mean over responses
+    # </grpo>
 
 
 def main(args: Args, world: World) -> None:
@@ -183,7 +184,8 @@ def main(args: Args, world: World) -> None:
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
-    run, stop, done = Run(args, world, Path(__file__).stem, acted="clip_share"), StopFlag(), 0
+    run = Run(args, world, Path(__file__).stem, acted="clip_share")  # <grpo>
+    stop, done = StopFlag(), 0
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
@@ -213,9 +215,9 @@ def main(args: Args, world: World) -> None:
         # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come from other kernels,
         # and a ratio against them would mix two things: how far the policy moved, and how the engines differ.
         with run.clock("old_logp"):
-            rollout.old_logp = all_logprobs(policy, rollout, args, world)  # [N, T]
+            rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
             if args.beta > 0:  # <grpo>
-                rollout.ref_logp = all_logprobs(reference, rollout, args, world)  # [N, T]
+                rollout.ref_logp, _ = all_logprobs(reference, rollout, args, world)  # [N, T]
             # </grpo>
             sampler = check_sampler(rollout, args, world)
 
@@ -257,7 +259,7 @@ def main(args: Args, world: World) -> None:
             zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient from this group
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
-            tokens=(tokens * world.size, 1),  # summed over ranks
+            tokens=(tokens, 0),
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if step % args.eval_every == 0 or step == args.steps:

@@ -89,6 +89,18 @@ def global_sum(values: dict[str, float | Tensor], world: World) -> dict[str, flo
     return dict(zip(names, flat.tolist()))
 
 
+def gather(values: Tensor, world: World) -> Tensor:
+    """The ranks' vectors, of any lengths, end to end in rank order; the same on every rank."""
+    lengths = [
+        int(n)
+        for n in global_sum({f"{r:05d}": len(values) * (r == world.rank) for r in range(world.size)}, world).values()
+    ]
+    padded = torch.nn.functional.pad(values, (0, max(lengths) - len(values)))
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[:length] for part, length in zip(parts, lengths)])
+
+
 def scale_gradients(policy: nn.Module, factor: float) -> None:
     """Multiply every gradient by `factor`: turns accumulated sums into the mean that the objective asks for."""
     for parameter in policy.parameters():

@@ -1,5 +1,6 @@
 """The policy: loading, a forward pass made for sharding, log-probabilities that never hold a full [N, T, V] tensor."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from transformers.utils import logging
 from common.distributed import BadInput, first_line
 
 logging.disable_progress_bar()  # the run has its own
-EMBEDDED = {"tiny": Path(__file__).parent / "tiny" / "model"}
+EMBEDDED = {"tiny": Path(__file__).parent / "tiny" / "model", "tiny-moe": Path(__file__).parent / "tiny" / "model-moe"}
 BLOCK_ELEMENTS = 2**24  # logits that token_logprobs makes at once: 64 MB in float32, whatever the vocabulary
 
 
@@ -42,6 +43,35 @@ def eos_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]
     return ids
 
 
+class Routing:
+    """Records which experts a mixture-of-experts model sends each token to, and can replay a recorded choice.
+
+    Replay fixes the selection only: the experts' weights are the current softmax at the recorded indices, so that the
+    router keeps its gradient. Without experts in the model this does nothing.
+    """
+
+    def __init__(self, lm: PreTrainedModel):
+        routers = [module for module in lm.modules() if type(module).__name__.endswith("TopKRouter")]
+        self.last: list[Tensor] = [None] * len(routers)  # of the last forward pass, a layer each: [tokens, k]
+        self.replay: Tensor | None = None  # [tokens, layers, k], for the forward passes to come
+        for layer, router in enumerate(routers):
+            router.register_forward_hook(partial(self._choose, layer))
+
+    def _choose(self, layer: int, router: nn.Module, inputs: tuple, output: tuple) -> tuple:
+        logits, scores, chosen = output  # [tokens, experts], [tokens, k], [tokens, k]
+        if self.replay is not None:
+            chosen = self.replay[:, layer].long()  # [tokens, k]
+            scores = logits.softmax(-1, dtype=torch.float32).gather(-1, chosen)  # [tokens, k]
+            if router.norm_topk_prob:
+                scores = scores / scores.sum(-1, keepdim=True)  # [tokens, k]
+        self.last[layer] = chosen
+        return logits, scores.to(logits.dtype), chosen
+
+    def recorded(self) -> Tensor:
+        """The last forward pass's choices, `[tokens, layers, k]`, in row order of its inputs."""
+        return torch.stack(self.last, dim=1).to(torch.uint8)
+
+
 class Policy(nn.Module):
     """A causal language model seen as a policy: token ids in, log π(token) and entropy of the asked positions out.
 
@@ -50,7 +80,7 @@ class Policy(nn.Module):
 
     def __init__(self, lm: PreTrainedModel):
         super().__init__()
-        self.lm = lm
+        self.lm, self.routing = lm, Routing(lm)
 
     def forward(self, sequences: Tensor, predicts: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """`sequences [n, S]` right-padded, `predicts [n, S]` true where the NEXT token is wanted -> two `[M]` vectors.

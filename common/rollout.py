@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from common.data import Task
 from common.distributed import BadInput, RunStopped, World, full_parameters, global_sum
+from common.model import Routing
 
 
 class Rollout:
@@ -30,6 +31,7 @@ class Rollout:
     mask `[N, T]`           1.0 on sampled tokens, the EOS that ended them included; 0.0 on padding
     rollout_logp `[N, T]`   log μ(token) at the sampling temperature, as the sampler reports it
     finished `[N]`          False where the length limit cut the response
+    sampler_experts `[N, S, layers, k]`, of a mixture of experts: where the sampler sent each token of `sequences`
     The trainer attaches its own columns (old_logp, advantages, ...); `rows` selects from all of them.
     """
 
@@ -37,11 +39,15 @@ class Rollout:
         vars(self).update(columns)
 
     @classmethod
-    def pack(cls, prompts: list, prefixes: list, tokens: list, logps: list, eos: list[int], device: object) -> Rollout:
-        """The columns, from one list per row: prompt, response prefix, sampled tokens and their log-probs."""
+    def pack(
+        cls, prompts: list, prefixes: list, tokens: list, logps: list, experts: list, eos: list[int], device: object
+    ) -> Rollout:
+        """The columns, from one list per row: prompt, response prefix, sampled tokens, log-probs, chosen experts."""
 
-        def padded(rows: list[list], dtype: torch.dtype) -> Tensor:
-            return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True).to(device)
+        def padded(rows: list, dtype: torch.dtype) -> Tensor:
+            return pad_sequence([torch.as_tensor(row, dtype=dtype) for row in rows], batch_first=True).to(device)
+
+        routed = {"sampler_experts": padded(experts, torch.uint8)} if experts else {}
 
         return cls(
             sequences=padded([a + b + c for a, b, c in zip(prompts, prefixes, tokens)], torch.long),
@@ -51,6 +57,7 @@ class Rollout:
             mask=padded([[1.0] * len(row) for row in tokens], torch.float32),
             rollout_logp=padded(logps, torch.float32),
             finished=torch.tensor([row[-1] in eos for row in tokens], device=device),
+            **routed,
         )
 
     def rows(self, index: Tensor | slice) -> Rollout:
@@ -70,9 +77,11 @@ class Rollout:
 class HFEngine:
     """Samples with the transformers model in this process, from an own copy of the weights (whole, not sharded)."""
 
-    def __init__(self, lm: PreTrainedModel, world: World, seed: int, dtype: torch.dtype, max_rows: int):
-        self.lm = copy.deepcopy(lm).to(device=world.device, dtype=dtype).eval().requires_grad_(False)
-        self.device, self.max_rows = world.device, max_rows
+    def __init__(self, lm: PreTrainedModel, world: World, seed: int, dtype: str, max_rows: int):
+        """`dtype` float32, bfloat16, or float8: the decoder layers' matrices rounded to e4m3, computing in bfloat16."""
+        self.float8, precision = dtype == "float8", torch.float32 if dtype == "float32" else torch.bfloat16
+        self.lm = copy.deepcopy(lm).to(device=world.device, dtype=precision).eval().requires_grad_(False)
+        self.device, self.max_rows, self.routing = world.device, max_rows, Routing(self.lm)
         self.eos = torch.tensor(lm.generation_config.eos_token_id, device=world.device)
         # Ranks must draw different samples for their different prompts, and the same ones when the run is repeated.
         self.generator = torch.Generator(world.device).manual_seed(seed * 100_003 + world.rank)
@@ -81,7 +90,8 @@ class HFEngine:
         """Copy the trainer's weights into the sampler's, one whole tensor at a time."""
         own = dict(self.lm.named_parameters())
         for name, full in full_parameters(policy):
-            own[name].copy_(full)
+            rounded = self.float8 and full.dim() >= 2 and ".layers." in name and not name.endswith("gate.weight")
+            own[name].copy_(float8(full) if rounded else full)
 
     def state_dict(self) -> dict:
         return {"generator": self.generator.get_state()}
@@ -98,16 +108,16 @@ class HFEngine:
         response to prompt p goes on from these tokens, which count towards the limit.
         """
         prefixes = prefixes or [[] for _ in prompts]
-        group, tokens, logps = max(1, self.max_rows // n), [], []
+        group, sampled = max(1, self.max_rows // n), ([], [], [])  # tokens, log-probs, experts: a list per row
         for chunk in (slice(start, start + group) for start in range(0, len(prompts), group)):
-            more_tokens, more_logps = self._sample(prompts[chunk], prefixes[chunk], n, limit, temperature)
-            tokens, logps = tokens + more_tokens, logps + more_logps
+            for rows, more in zip(sampled, self._sample(prompts[chunk], prefixes[chunk], n, limit, temperature)):
+                rows.extend(more)
         prompts, prefixes = ([row for row in rows for _ in range(n)] for rows in (prompts, prefixes))  # P -> N rows
-        return Rollout.pack(prompts, prefixes, tokens, logps, self.eos.tolist(), self.device)
+        return Rollout.pack(prompts, prefixes, *sampled, self.eos.tolist(), self.device)
 
     @torch.no_grad()
-    def _sample(self, prompts: list, prefixes: list, n: int, limit: int, temperature: float) -> tuple[list, list]:
-        """Sampled tokens and their log-probs, a list for each of the len(prompts)·n rows, decoded together."""
+    def _sample(self, prompts: list, prefixes: list, n: int, limit: int, temperature: float) -> tuple[list, list, list]:
+        """Sampled tokens, log-probs and experts (if any) of each of the len(prompts)·n rows, decoded together."""
         contexts = [prompt + prefix for prompt, prefix in zip(prompts, prefixes)]
         width, rows, on = max(map(len, contexts)), len(contexts) * n, {"device": self.device}
         # Left padding ends all contexts in the same column, so that one column a step extends every row.
@@ -118,6 +128,12 @@ class HFEngine:
         cache = DynamicCache(config=self.lm.config)
         step = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
         logits = self.lm(padded, attention_mask=attention, position_ids=position, **step).logits[:, -1]  # [P, V]
+        routed = torch.zeros(0)
+        if self.routing.last:  # [N, width + limit, layers, k]; the prompt's part moves from left- to right-padded
+            seen = self.routing.recorded().unflatten(0, padded.shape)  # [P, width, layers, k]
+            routed = seen.new_zeros(len(contexts), width + limit, *seen.shape[2:])
+            routed[:, :width][attention.flip(1).bool()] = seen[attention.bool()]
+            routed = routed.repeat_interleave(n, 0)
         # Each prompt was read once; now it branches into n rows.
         cache.batch_repeat_interleave(n)
         logits, attention = logits.repeat_interleave(n, 0), attention.repeat_interleave(n, 0)  # [N, V], [N, width]
@@ -143,9 +159,18 @@ class HFEngine:
                 alive, token, attention, position = alive[going], token[going], attention[going], position[going]
             attention = torch.cat([attention, attention.new_ones(len(alive), 1)], dim=1)
             logits = self.lm(token, attention_mask=attention, position_ids=position, **step).logits[:, -1]  # [alive, V]
+            if self.routing.last:
+                routed[alive, position[:, 0]] = self.routing.recorded()
             position = position + 1
-        ends = count.tolist()
-        return tuple([row[:end] for row, end in zip(column.tolist(), ends)] for column in (tokens, logp))
+        ends, last = count.tolist(), (length.repeat_interleave(n) + count).tolist()
+        kept = ([row[:end] for row, end in zip(column.tolist(), ends)] for column in (tokens, logp))
+        return *kept, [row[:end] for row, end in zip(routed.cpu(), last)]
+
+
+def float8(weight: Tensor) -> Tensor:
+    """Each row rounded to 8-bit floats (e4m3, largest number 448) at a scale of its own, as FP8 inference does."""
+    scale = weight.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 448
+    return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
 
 
 ENGINES = {"hf": HFEngine}
@@ -156,7 +181,7 @@ def make_engine(args: object, lm: PreTrainedModel, world: World) -> HFEngine:
     name = "hf" if args.rollout == "auto" else args.rollout
     if name not in ENGINES:
         raise BadInput(f"--rollout {args.rollout}: unknown engine, use one of auto, {', '.join(ENGINES)}")
-    dtype = getattr(torch, args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype)
+    dtype = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype
     return ENGINES[name](lm, world, args.seed, dtype, args.rollout_rows)
 
 
@@ -184,18 +209,29 @@ def response_logprobs(policy: torch.nn.Module, batch: Rollout, temperature: floa
     sequences = batch.sequences[:, : int(end.max())]  # [n, S]
     column = torch.arange(sequences.shape[1], device=sequences.device)  # [S]
     predicts = (column >= batch.prompt_len[:, None] - 1) & (column < end[:, None] - 1)  # [n, S]
+    replayed = getattr(batch, "experts", None)  # [n, S, layers, k] if the caller wants a recorded routing
+    policy.routing.replay = None if replayed is None else replayed[:, : sequences.shape[1]].flatten(0, 1)
     logp, entropy = policy(sequences, predicts, temperature)  # [M], [M]
     blank, where = torch.zeros_like(batch.mask), batch.mask.bool()  # [n, T]
     return blank.masked_scatter(where, logp), blank.masked_scatter(where, entropy)
 
 
 @torch.no_grad()
-def all_logprobs(policy: torch.nn.Module, batch: Rollout, args: object, world: World) -> Tensor:
-    """`response_logprobs` of a whole rollout without gradient, in micro-batches: `[N, T]`."""
-    logp = torch.zeros_like(batch.mask)  # [N, T]
+def all_logprobs(policy: torch.nn.Module, batch: Rollout, args: object, world: World) -> tuple[Tensor, Tensor]:
+    """`response_logprobs` of a whole batch without gradient, in micro-batches: two `[N, T]`.
+
+    With a mixture of experts the batch gets a column `trainer_experts`, like the sampler's.
+    """
+    logp, entropy = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)  # [N, T]
+    if policy.routing.last:
+        batch.trainer_experts = torch.zeros_like(batch.sampler_experts)  # [N, S, layers, k]
     for rows in micro_batches(batch, args.micro_tokens, world):
-        logp[rows] = response_logprobs(policy, batch.rows(rows), args.temperature)[0]
-    return logp
+        micro = batch.rows(rows)
+        logp[rows], entropy[rows] = response_logprobs(policy, micro, args.temperature)
+        if policy.routing.last:
+            routed = policy.routing.recorded().unflatten(0, (len(rows), -1))  # [n, S, layers, k]
+            batch.trainer_experts[rows, : routed.shape[1]] = routed
+    return logp, entropy
 
 
 def check_sampler(batch: Rollout, args: object, world: World) -> dict[str, float]:

@@ -79,21 +79,25 @@ def check(args: object, world: World) -> None:
 
 
 class Means:
-    """Metrics of one step as (sum, count) pairs, so that any number of micro-batches and ranks gives the exact mean."""
+    """Metrics of one step as (sum, count) pairs: the exact mean for any number of micro-batches and ranks.
+
+    A count of 0 leaves the sum as it is; a name that ends in `_max` takes the maximum instead.
+    """
 
     def __init__(self):
-        self.sums: dict[str, Tensor | float] = defaultdict(float)
-        self.counts: dict[str, Tensor | float] = defaultdict(float)
+        self.sums, self.counts = defaultdict(lambda: torch.tensor(0.0)), defaultdict(float)
 
     def add(self, **pairs: tuple[Tensor | float, Tensor | float]) -> None:
         for name, (total, count) in pairs.items():
-            self.sums[name] = self.sums[name] + (total.detach().double() if isinstance(total, Tensor) else total)
+            value = total.detach().double() if isinstance(total, Tensor) else torch.tensor(float(total))
+            largest = name.endswith("_max")
+            self.sums[name] = torch.maximum(self.sums[name], value) if largest else self.sums[name] + value
             self.counts[name] = self.counts[name] + count
 
     def reduce(self, world: World) -> dict[str, float]:
-        """The mean of every metric over all ranks."""
+        """Every metric over all ranks."""
         sums, counts = global_sum(self.sums, world), global_sum(self.counts, world)
-        return {name: sums[name] / max(counts[name], 1e-12) for name in self.sums}
+        return {name: sums[name] / (counts[name] or 1.0) for name in self.sums}
 
 
 class Run:
@@ -192,6 +196,12 @@ class Run:
             shown = [name for name in ("reward", "greedy", "sampler_kl", self.acted, "tokens_per_s") if name in line]
             self.bar.set_postfix({name: f"{line[name]:.3g}" for name in shown}, refresh=False)
             self.bar.update()
+
+    def note(self, name: str, rows: list[dict]) -> None:
+        """Append what a reader may want to look at to a JSON-lines file of the run folder (this rank's share)."""
+        if rows and self.world.rank == 0:
+            with (self.folder / name).open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
 
     def history(self) -> list[dict]:
         """The lines of metrics.jsonl; a last line cut short by a kill is dropped."""

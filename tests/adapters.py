@@ -7,7 +7,7 @@ import common  # noqa: F401  (before torch)
 from common.reward import MathJudge, arithmetic_reward
 from torch import Tensor
 
-ALGORITHMS = ("grpo",)
+ALGORITHMS = ("grpo", "gspo", "sapo", "stapo", "maspo", "minirl")
 _math_judge: MathJudge | None = None
 
 
@@ -47,7 +47,7 @@ def policy_loss(
         mask=mask,
         **extra,
     )
-    return loss / count, {name: float(total / number) for name, (total, number) in stats.items()}
+    return loss / count, {name: float(total / number if number else total) for name, (total, number) in stats.items()}
 
 
 def advantages(algorithm: str, rewards: Tensor) -> Tensor:

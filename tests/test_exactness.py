@@ -53,7 +53,7 @@ def gradients(rollout: Rollout, prompts: list[str], world: World, folder: Path, 
         return 0.0
 
     # Log-probs of "π_old" moved at random, so that ratios leave 1 and some tokens are clipped.
-    monkeypatch.setattr(grpo, "all_logprobs", lambda policy, batch, args, world: batch.stored_logp)
+    monkeypatch.setattr(grpo, "all_logprobs", lambda policy, batch, args, world: (batch.stored_logp, None))
     monkeypatch.setattr(grpo, "check_sampler", lambda *arguments: {})
     monkeypatch.setattr(grpo, "load_task", lambda *arguments: task)
     monkeypatch.setattr(grpo, "make_engine", lambda *arguments: Fixed(rollout, world))
@@ -67,7 +67,7 @@ def gradients(rollout: Rollout, prompts: list[str], world: World, folder: Path, 
 
 def stored_rollout(world: World) -> Rollout:
     lm, tokenizer = load_model("tiny")
-    engine = HFEngine(lm, world, seed=0, dtype=torch.float32, max_rows=1024)
+    engine = HFEngine(lm, world, seed=0, dtype="float32", max_rows=1024)
     rollout = engine.generate([tokenizer(prompt)["input_ids"] for prompt in PROMPTS], G, 64, 1.0)
     noise = torch.randn(rollout.mask.shape, generator=torch.Generator().manual_seed(0))
     rollout.stored_logp = rollout.rollout_logp + 0.3 * noise * rollout.mask

@@ -12,7 +12,10 @@ from adapters import ALGORITHMS
 from conftest import ROOT
 
 COMMON = sorted((ROOT / "common").rglob("*.py"))
-CHANGED_LINES = {"vcpo": 90, "goldilocks": 90, "deep_grpo": 90}  # 30 for the others
+# Changed code lines against grpo.py. stapo also finds its quantile over ranks and writes down what it silenced.
+BUDGET = {"stapo": 55, "minirl": 45, "vcpo": 100, "goldilocks": 100, "deep_grpo": 100}
+USUAL_BUDGET = 36
+BUDGET_OF_COMMON = 900
 
 
 def code_lines(path: Path) -> list[tuple[int, str]]:
@@ -61,7 +64,7 @@ def unmarked_changes(path: Path, trunk: Path) -> tuple[list[str], int]:
 
 def test_common_is_small():
     """About 700 lines of code in all."""
-    assert sum(len(code_lines(path)) for path in COMMON) <= 720
+    assert sum(len(code_lines(path)) for path in COMMON) <= BUDGET_OF_COMMON
 
 
 def test_common_knows_no_algorithm():
@@ -81,7 +84,7 @@ def test_an_algorithm_file_is_one_readable_page(algorithm):
     source, code = path.read_text(), code_lines(path)
     imports = [line for _, line in code if line.startswith(("import ", "from "))]
     assert not any(re.match(rf"(import|from) ({'|'.join(ALGORITHMS)})\b", line) for line in imports)
-    assert len(source.splitlines()) <= 420 and len(code) <= (300 if algorithm in CHANGED_LINES else 240)
+    assert len(source.splitlines()) <= 420 and len(code) <= (280 if algorithm in BUDGET else 220)
     written = len([line for line in source.splitlines() if line.strip()])
     comments = (
         written - len(code) + sum("#" in line for line in source.splitlines() if not line.lstrip().startswith("#"))
@@ -104,7 +107,7 @@ def test_differences_lie_inside_the_marks(algorithm):
     """`diff grpo.py <file>` shows the algorithm and nothing else."""
     loose, changed = unmarked_changes(ROOT / f"{algorithm}.py", ROOT / "grpo.py")
     assert not loose, "\n".join(loose)
-    assert 0 < changed <= CHANGED_LINES.get(algorithm, 30) * 1.2
+    assert 0 < changed <= BUDGET.get(algorithm, USUAL_BUDGET)
 
 
 def test_the_marks_test_can_fail(tmp_path):

@@ -15,7 +15,7 @@ PROMPTS = ["7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9="]
 
 @pytest.fixture
 def engine(tiny, world):
-    return HFEngine(tiny[0], world, seed=0, dtype=torch.float32, max_rows=1024)
+    return HFEngine(tiny[0], world, seed=0, dtype="float32", max_rows=1024)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_samples_follow_the_distribution(engine, tiny, prompts):
 
 def test_runs_repeat(tiny, world, prompts):
     """Same seed, same samples; another seed or rank, others; the state carries on where it was."""
-    make = lambda seed: HFEngine(tiny[0], world, seed, torch.float32, 1024)  # noqa: E731
+    make = lambda seed: HFEngine(tiny[0], world, seed, "float32", 1024)  # noqa: E731
     first, again, other = (make(seed).generate(prompts, 8, 40, 1.0).tokens for seed in (0, 0, 1))
     assert torch.equal(first, again) and not (first.shape == other.shape and torch.equal(first, other))
     engine, resumed = make(0), make(5)
@@ -81,7 +81,7 @@ def test_runs_repeat(tiny, world, prompts):
     assert torch.equal(engine.generate(prompts, 8, 40, 1.0).tokens, resumed.generate(prompts, 8, 40, 1.0).tokens)
     second_rank = copy.copy(world)
     second_rank.rank = 1
-    apart = HFEngine(tiny[0], second_rank, 0, torch.float32, 1024).generate(prompts, 8, 40, 1.0).tokens
+    apart = HFEngine(tiny[0], second_rank, 0, "float32", 1024).generate(prompts, 8, 40, 1.0).tokens
     assert not (first.shape == apart.shape and torch.equal(first, apart))
 
 
@@ -101,7 +101,7 @@ def test_prefixes_are_continued_in_one_batch(engine, tiny, prompts):
 
 def test_chunks_of_rows_give_one_rollout(tiny, world, prompts):
     """With a small max_rows the prompts are decoded in turns; the result is whole, in order and still exact."""
-    engine = HFEngine(tiny[0], world, 0, torch.float32, max_rows=16)
+    engine = HFEngine(tiny[0], world, 0, "float32", max_rows=16)
     rollout = engine.generate(prompts, 8, 64, 1.0)
     assert len(rollout) == 32
     logp, _ = response_logprobs(Policy(tiny[0]), rollout, 1.0)
@@ -111,7 +111,7 @@ def test_chunks_of_rows_give_one_rollout(tiny, world, prompts):
 def test_check_fires_when_the_sync_is_skipped(tiny, world, prompts, args):
     """Stale sampler weights raise; after the sync the same policy passes."""
     lm = copy.deepcopy(tiny[0])
-    engine, policy = HFEngine(lm, world, 0, torch.float32, 1024), Policy(lm)
+    engine, policy = HFEngine(lm, world, 0, "float32", 1024), Policy(lm)
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.02)

@@ -1,0 +1,288 @@
+"""MASPO: Mass-Adaptive Soft Policy Optimization.
+
+Fu et al. (Meituan), "Mass-Adaptive Soft Policy Optimization", 2026, arXiv 2602.17550; formulas and constants as in the
+authors' code (github FlyTune/MASPO-RL).
+
+Objective, over all response tokens of a mini-batch, with r = π_θ(o_t) / π_old(o_t) for each token:
+
+    J = 1/Σ|o_i| Σ_i Σ_t sg[F] r Â_i,     Â_i = (R_i - mean R) / std R
+    F = exp(-(r - 1)² / 2σ²) where the update goes further out (Â > 0 and r > 1, or Â < 0 and r < 1), else 1
+    σ = m (1 + β Â) for Â > 0,     m / (1 - β Â) for Â < 0,     m = σ_base / π_old^α, at most σ_high
+
+Gradient weight on ∇ log π_θ(o_t), before the average:
+
+    F r Â          (F detached: it dims the gradient, it is not something to climb)
+
+Three answers to three faults of GRPO's clip. The soft gate: a clipped token's gradient is dimmed, not thrown away.
+The mass-adaptive width: at probability 0.01 a ratio of 1.5 moves half a percent of probability mass, at 0.9 it is
+impossible; one ε for both starves rare tokens, so σ grows as π_old falls. The asymmetric risk: a clear success (large
+Â) may move further, a clear failure less, as pushing down is the riskier direction.
+
+Differs from grpo.py in:
+1. The one-sided Gaussian gate in place of min and clip; an update that brings a token back is never gated.
+2. Token-mean over the mini-batch in place of the mean of response means.
+3. No KL term, no reference model.
+4. Four mini-batches per rollout (the paper: 16).
+
+Differs from the paper in:
+1. The displayed objective's normaliser could not be checked; token-mean is the default of the authors' code.
+2. The gate is detached, as in their code; their README calls it differentiable. Differentiated, the weight would be
+   Â r F (1 - r (r - 1) / σ²), which turns negative beyond r = 1.618 (σ = 1).
+
+Run it:
+    torchrun maspo.py                                   # laptop: embedded model and task, two minutes, no download
+    torchrun --nproc_per_node=8 maspo.py --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --task dapo-math-17k \\
+        --eval_task aime24 --prompts_per_step 512 --minibatches 16 --max_new_tokens 8192 --lr 1e-6 --alpha 0.5
+    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 maspo.py ...     # several
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import common  # noqa: F401  (before torch: it sets how OpenMP waits)
+import torch
+from common.data import load_task
+from common.distributed import (
+    StopFlag,
+    World,
+    clip_gradients,
+    global_sum,
+    load_checkpoint,
+    save_checkpoint,
+    scale_gradients,
+    shard,
+)
+from common.model import Policy, load_model
+from common.rollout import all_logprobs, check_sampler, evaluate, make_engine, micro_batches, response_logprobs
+from common.tracking import Means, Run, launch
+from torch import Tensor
+
+
+@dataclass
+class Args:
+    model: str = "tiny"
+    """Hub name, local folder, or `tiny`, the embedded model."""
+    task: str = "arithmetic"
+    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or reasoning_gym:<name>."""
+    seed: int = 1
+    """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
+    steps: int = 150
+    """Rollouts, each followed by `minibatches` optimiser steps."""
+    prompts_per_step: int = 16
+    """P: prompts in a rollout, over all ranks."""
+    group_size: int = 8
+    """G: responses to each prompt (paper: 64)."""
+    minibatches: int = 2
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (paper: 1)."""
+    max_new_tokens: int = 64
+    """Length limit of a response (paper: 1024)."""
+    temperature: float = 1.0
+    """Sampling temperature, also applied in every log-probability."""
+    lr: float = 3e-4
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (paper: 1e-6 at 7B)."""
+    eval_every: int = 25
+    """Steps between two measurements on the held-out problems."""
+    save_every: int = 50
+    """Steps between two checkpoints."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the run folder, to the bit."""
+    run_dir: str = ""
+    """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
+    rollout: str = "auto"
+    """Sampling engine: `hf` (transformers, in this process), or `auto`."""
+    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
+    """Precision of the hf engine's copy of the weights (auto: as dtype)."""
+    rollout_rows: int = 1024
+    """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
+    sampler_tolerance: float = 0.0
+    """Largest mean |log π_old - log μ| before the run stops (0: 0.001 in float32, 0.05 otherwise)."""
+    micro_tokens: int = 16384
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient."""
+    warmup: int = 5
+    """Steps over which lr rises linearly."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    grad_clip: float = 1.0
+    """Largest gradient norm."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights are float32."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward: less memory, a third more compute."""
+    eval_task: str = ""
+    """Set to measure on (default: the task's own test split, or problems held back from it)."""
+    eval_problems: int = 256
+    """Held-out problems."""
+    eval_samples: int = 4
+    """Sampled responses to each held-out problem, beside the greedy one."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are dropped at load."""
+    instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
+    """Appended to every text prompt."""
+    prompt_column: str = "prompt"
+    """Column of a local file that holds the prompt."""
+    answer_column: str = "answer"
+    """Column of a local file that holds the reference answer."""
+    wandb: str = ""
+    """Weights & Biases project to log to as well (needs the package)."""
+    sigma_base: float = 1.0  # <maspo>
+    """Width of the gate for a token of probability 1 (authors' code; 1 to 3 recommended)."""
+    sigma_high: float = 10.0  # <maspo>
+    """Largest width, however rare the token (authors' code)."""
+    alpha: float = 0.3  # <maspo>
+    """How fast the width grows as a token gets rarer (authors' code; 0.5 for their 1.5B model)."""
+    beta_pos: float = 0.03  # <maspo>
+    """How much a positive advantage widens the gate (authors' code)."""
+    beta_neg: float = 0.03  # <maspo>
+    """How much a negative advantage narrows it (authors' code)."""
+    token_clip: float = 0.2  # <maspo>
+    """ε of the GRPO clip that is logged for comparison; it changes nothing."""
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
+    # A group all right or all wrong gives exactly 0 and so no gradient: a prompt too easy or too hard teaches nothing.
+    # The 1e-6 only keeps 0/0 away.
+    return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
+
+
+def policy_loss(
+    args: Args,
+    *,
+    logp: Tensor,
+    old_logp: Tensor,
+    rollout_logp: Tensor,
+    entropy: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+) -> tuple[Tensor, Tensor, dict]:
+    """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
+
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and ranks and divides once:
+    a mean of micro-batch means would be another objective.
+    """
+    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    # <maspo>
+    ratio = (logp - old_logp).exp()  # [n, T]: r, exactly 1 until the first optimiser step on this rollout
+    with torch.no_grad():
+        width = (args.sigma_base / old_logp.exp() ** args.alpha).clamp(args.sigma_base, args.sigma_high)  # [n, T]: m
+        risk = torch.where(A > 0, 1 + args.beta_pos * A, 1 / (1 - args.beta_neg * A)).clamp(0.1, 10)  # [n, 1]
+        sigma = width * risk  # [n, T]
+        outward = (A * (ratio - 1)) > 0  # [n, T]: further away from π_old; the way back is never gated
+        gate = torch.where(outward, (-((ratio - 1) ** 2) / (2 * sigma**2)).exp(), 1.0)  # [n, T]: F
+        up, down = (A > 0) * mask, (A < 0) * mask  # [n, T]
+        cut = (A * (ratio - 1) > A.abs() * args.token_clip) * mask  # [n, T]: where GRPO's gradient would be zero
+        rare, common = (old_logp < -2.3) * mask, (old_logp > -0.105) * mask  # [n, T]: π_old under 0.1, over 0.9
+    objective = gate * ratio * A  # [n, T]
+    stats = {
+        "gate_closed": (((1 - gate) * mask).sum(), mask.sum()),
+        "gate_pos": ((gate * up).sum(), up.sum()),
+        "gate_neg": ((gate * down).sum(), down.sum()),
+        "grpo_cut_share": (cut.sum(), mask.sum()),
+        "kept_where_grpo_cuts": ((gate * ratio.detach() * A.abs() * cut).sum(), (ratio.detach() * A.abs() * cut).sum()),
+        "width_rare": ((sigma * rare).sum(), rare.sum()),
+        "width_common": ((sigma * common).sum(), common.sum()),
+    }
+    return -(objective * mask).sum(), mask.sum(), stats  # token-mean: every token of the mini-batch counts the same
+    # </maspo>
+
+
+def main(args: Args, world: World) -> None:
+    """The whole training loop."""
+    lm, tokenizer = load_model(args.model)
+    task = load_task(args, tokenizer)
+    engine = make_engine(args, lm, world)
+    policy = shard(Policy(lm), world, args.dtype)
+    if args.gradient_checkpointing:
+        policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
+    run = Run(args, world, Path(__file__).stem, acted="gate_closed")  # <maspo>
+    stop, done = StopFlag(), 0
+    if args.resume:
+        done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
+        engine.load_state_dict(state["engine"])
+    engine.sync(policy)
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
+    run.start(task, done)
+    if done == 0:
+        run.log(0, evaluate(engine, task, tokenizer, args, world))
+
+    for step in run.steps(done):
+        means = Means()
+
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step: nothing else to save.
+        with run.clock("rollout"):
+            cursor = (step - 1) * args.prompts_per_step + world.rank * P
+            problems = [task.train(cursor + i) for i in range(P)]
+            rollout = engine.generate([p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature)
+            N = len(rollout)  # P·G rows, a group's G rows side by side
+
+        # Reward and advantages. Groups never span ranks, so their statistics need no communication.
+        with run.clock("reward"):
+            texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+            scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+            rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+            rollout.advantages = advantages(rewards).flatten()  # [N]
+
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come from other kernels,
+        # and a ratio against them would mix two things: how far the policy moved, and how the engines differ.
+        with run.clock("old_logp"):
+            rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
+            sampler = check_sampler(rollout, args, world)
+
+        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as memory asks for.
+        with run.clock("update"):
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+            for first in range(0, N, N // args.minibatches):
+                minibatch = rollout.rows(slice(first, first + N // args.minibatches))
+                denominator = 0.0
+                for rows in micro_batches(minibatch, args.micro_tokens, world):
+                    micro = minibatch.rows(rows)
+                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T], [n, T]
+                    loss, count, stats = policy_loss(
+                        args,
+                        logp=logp,
+                        old_logp=micro.old_logp,
+                        rollout_logp=micro.rollout_logp,
+                        entropy=entropy,
+                        advantages=micro.advantages,
+                        mask=micro.mask,
+                    )
+                    loss.backward()  # sums: gradients add up over micro-batches
+                    denominator = denominator + count
+                    means.add(loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats)
+                # FSDP has averaged the ranks' gradients: times their number is the sum, over the global count the mean.
+                scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
+                means.add(grad_norm=(clip_gradients(policy, args.grad_clip), 1))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        with run.clock("sync"):
+            engine.sync(policy)
+
+        tokens = rollout.mask.sum()
+        means.add(
+            reward=(rewards.sum(), N),
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient from this group
+            response_len=(tokens, N),
+            truncated=((~rollout.finished).sum(), N),
+            tokens=(tokens, 0),
+        )
+        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        if step % args.eval_every == 0 or step == args.steps:
+            with run.clock("evaluate"):
+                metrics |= evaluate(engine, task, tokenizer, args, world)
+        done, stopping = step, stop.anywhere(world)
+        if step % args.save_every == 0 or step == args.steps or stopping:
+            with run.clock("save"):
+                save_checkpoint(run.checkpoints, step, policy, optimizer, {"engine": engine.state_dict()}, world)
+        run.log(step, metrics)
+        if stopping:
+            break
+    run.finish(done)
+
+
+if __name__ == "__main__":
+    launch(main, Args)

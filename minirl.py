@@ -1,0 +1,307 @@
+"""MiniRL: the first-order view of policy gradients, with its two discrepancies in plain sight.
+
+Qwen team, "Stabilizing Reinforcement Learning with LLMs: Formulation and Practices", 2025, arXiv 2512.01374.
+
+Objective, for responses y sampled by the inference engine, whose probabilities are μ:
+
+    J = E_y~μ [ Σ_t M_t sg[min(π_θ(y_t)/μ(y_t), 5)] Â log π_θ(y_t) ],     Â = R - mean R  (of the group; no std)
+    M_t = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1,     r = π_θ(y_t)/π_old(y_t)
+
+Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over responses:
+
+    M_t min(π_θ/μ, 5) Â
+
+The true objective is the expected reward of whole responses. The sum over tokens is its first-order approximation,
+exact where π_θ = μ and good while the two are close. Two things push them apart, and their product is the weight:
+
+    π_θ/μ  =  π_old/μ (train-inference discrepancy: same weights, other numerics)  x  π_θ/π_old (staleness)
+
+The weight corrects for both, the mask stops a token whose staleness alone has gone too far. Mixing the two up (masking
+on π_θ/μ, or weighting by r) is the usual mistake. Dividing by the response's length breaks the approximation even at
+π_θ = μ.
+
+With a mixture of experts, either discrepancy may send a token to other experts, that is, through other weights.
+Routing replay fixes the selection while the router keeps its gradient: R2 replays what the trainer chose under π_old,
+R3 what the sampler chose. R3 closes both gaps, but trains from the start on a routing the model would not choose.
+
+Differs from grpo.py in:
+1. Advantages without std, a sum over tokens without a length, -log π with a detached weight in place of min and clip.
+2. Both discrepancies are real here: the sampler runs on an 8-bit copy of the weights (in production FP8 inference, or
+   simply other kernels), and four mini-batches make π_θ leave π_old.
+3. `--routing_replay`, with `--model tiny-moe`.
+4. ε 0.2 / 0.27, no KL term, no reference model.
+
+Differs from the paper in:
+1. The cap 5 is on the whole weight π_θ/μ; "the token-level IS weight" may also mean its first factor.
+2. The 8-bit copy has its weights rounded, not its activations.
+
+Run it:
+    torchrun minirl.py                                  # laptop: embedded model and task, two minutes, no download
+    torchrun minirl.py --model tiny-moe --routing_replay r3
+    torchrun --nproc_per_node=8 minirl.py --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime25 \\
+        --prompts_per_step 256 --group_size 16 --minibatches 4 --max_new_tokens 32768 --lr 1e-6 --routing_replay r3
+    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 minirl.py ...    # several
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import common  # noqa: F401  (before torch: it sets how OpenMP waits)
+import torch
+from common.data import load_task
+from common.distributed import (
+    BadInput,  # <minirl>
+    StopFlag,
+    World,
+    clip_gradients,
+    global_sum,
+    load_checkpoint,
+    save_checkpoint,
+    scale_gradients,
+    shard,
+)
+from common.model import Policy, load_model
+from common.rollout import Rollout  # <minirl>
+from common.rollout import all_logprobs, check_sampler, evaluate, make_engine, micro_batches, response_logprobs
+from common.tracking import Means, Run, launch
+from torch import Tensor
+
+
+@dataclass
+class Args:
+    model: str = "tiny"
+    """Hub name, local folder, or `tiny`, the embedded model."""
+    task: str = "arithmetic"
+    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or reasoning_gym:<name>."""
+    seed: int = 1
+    """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
+    steps: int = 150
+    """Rollouts, each followed by `minibatches` optimiser steps."""
+    prompts_per_step: int = 16
+    """P: prompts in a rollout, over all ranks."""
+    group_size: int = 8
+    """G: responses to each prompt (paper: 64)."""
+    minibatches: int = 2
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (paper: 1)."""
+    max_new_tokens: int = 64
+    """Length limit of a response (paper: 1024)."""
+    temperature: float = 1.0
+    """Sampling temperature, also applied in every log-probability."""
+    lr: float = 3e-4
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (paper: 1e-6 at 7B)."""
+    eval_every: int = 25
+    """Steps between two measurements on the held-out problems."""
+    save_every: int = 50
+    """Steps between two checkpoints."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the run folder, to the bit."""
+    run_dir: str = ""
+    """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
+    rollout: str = "auto"
+    """Sampling engine: `hf` (transformers, in this process), or `auto`."""
+    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "float8"  # <minirl>
+    """Precision of the hf engine's copy of the weights (auto: as dtype)."""
+    rollout_rows: int = 1024
+    """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
+    sampler_tolerance: float = 0.0
+    """Largest mean |log π_old - log μ| before the run stops (0: 0.001 in float32, 0.05 otherwise)."""
+    micro_tokens: int = 16384
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient."""
+    warmup: int = 5
+    """Steps over which lr rises linearly."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    grad_clip: float = 1.0
+    """Largest gradient norm."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights are float32."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward: less memory, a third more compute."""
+    eval_task: str = ""
+    """Set to measure on (default: the task's own test split, or problems held back from it)."""
+    eval_problems: int = 256
+    """Held-out problems."""
+    eval_samples: int = 4
+    """Sampled responses to each held-out problem, beside the greedy one."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are dropped at load."""
+    instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
+    """Appended to every text prompt."""
+    prompt_column: str = "prompt"
+    """Column of a local file that holds the prompt."""
+    answer_column: str = "answer"
+    """Column of a local file that holds the reference answer."""
+    wandb: str = ""
+    """Weights & Biases project to log to as well (needs the package)."""
+    clip_low: float = 0.2  # <minirl>
+    """ε below 1, of the mask (paper)."""
+    clip_high: float = 0.27  # <minirl>
+    """ε above 1, of the mask (paper)."""
+    is_cap: float = 5.0  # <minirl>
+    """Largest importance weight π_θ/μ (paper)."""
+    correct_mismatch: bool = True  # <minirl>
+    """False: weight by r alone, the paper's ablation without train-inference correction."""
+    length_norm: bool = False  # <minirl>
+    """True: divide by the response's length, the paper's ablation."""
+    routing_replay: Literal["none", "r2", "r3"] = "none"  # <minirl>
+    """Experts to replay: r2 those of the trainer under π_old, r3 those of the sampler (mixture of experts only)."""
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """Reward over the group's mean: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [0.75, -0.25, -0.25, -0.25]."""
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
+    # A group all right or all wrong gives exactly 0 and so no gradient: a prompt too easy or too hard teaches nothing.
+    return centred  # no std: dividing by it would weight prompts by their difficulty  # <minirl>
+
+
+# <minirl>
+def experts_differ(batch: Rollout) -> tuple[Tensor, Tensor]:
+    """(tokens that sampler and trainer sent to different experts in some layer, tokens)."""
+    end = batch.prompt_len + batch.mask.sum(dim=1).long()  # [N]
+    fed = torch.arange(batch.sequences.shape[1], device=end.device) < end[:, None] - 1  # [N, S]: the last never is
+    sampler, trainer = (x.sort(dim=-1).values for x in (batch.sampler_experts, batch.trainer_experts))
+    return ((sampler != trainer).flatten(2).any(dim=2) & fed).sum(), fed.sum()
+
+
+# </minirl>
+def policy_loss(
+    args: Args,
+    *,
+    logp: Tensor,
+    old_logp: Tensor,
+    rollout_logp: Tensor,
+    entropy: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+) -> tuple[Tensor, Tensor, dict]:
+    """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
+
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and ranks and divides once:
+    a mean of micro-batch means would be another objective.
+    """
+    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    # <minirl>
+    behaviour = rollout_logp if args.correct_mismatch else old_logp  # [n, T]
+    weight = (logp.detach() - behaviour).exp().clamp(max=args.is_cap)  # [n, T]: min(π_θ/μ, 5), a number, no gradient
+    ratio = (logp.detach() - old_logp).exp()  # [n, T]: r, for the mask only
+    cut = ((A > 0) & (ratio > 1 + args.clip_high)) | ((A < 0) & (ratio < 1 - args.clip_low))  # [n, T]: M = 0
+    objective = ~cut * weight * A * logp  # [n, T]: the gradient comes from log π_θ alone
+    per_response = (objective * mask).sum(dim=1)  # [n]: a sum, since the reward belongs to the whole response
+    if args.length_norm:
+        per_response = per_response / mask.sum(dim=1).clamp(min=1)  # [n]
+    stats = {
+        "masked_share": ((cut * mask).sum(), mask.sum()),
+        "weight": ((weight * mask).sum(), mask.sum()),
+        "weight_max": ((weight * mask).max(), 0),
+    }
+    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # the mean over responses
+    # </minirl>
+
+
+def main(args: Args, world: World) -> None:
+    """The whole training loop."""
+    lm, tokenizer = load_model(args.model)
+    task = load_task(args, tokenizer)
+    engine = make_engine(args, lm, world)
+    policy = shard(Policy(lm), world, args.dtype)
+    if args.gradient_checkpointing:
+        policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
+    run = Run(args, world, Path(__file__).stem, acted="masked_share")  # <minirl>
+    stop, done = StopFlag(), 0
+    if args.routing_replay != "none" and not policy.routing.last:  # <minirl>
+        raise BadInput(f"--routing_replay {args.routing_replay}: {args.model} has no experts")  # <minirl>
+    if args.resume:
+        done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
+        engine.load_state_dict(state["engine"])
+    engine.sync(policy)
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
+    run.start(task, done)
+    if done == 0:
+        run.log(0, evaluate(engine, task, tokenizer, args, world))
+
+    for step in run.steps(done):
+        means = Means()
+
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step: nothing else to save.
+        with run.clock("rollout"):
+            cursor = (step - 1) * args.prompts_per_step + world.rank * P
+            problems = [task.train(cursor + i) for i in range(P)]
+            rollout = engine.generate([p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature)
+            N = len(rollout)  # P·G rows, a group's G rows side by side
+
+        # Reward and advantages. Groups never span ranks, so their statistics need no communication.
+        with run.clock("reward"):
+            texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+            scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+            rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+            rollout.advantages = advantages(rewards).flatten()  # [N]
+
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come from other kernels,
+        # and a ratio against them would mix two things: how far the policy moved, and how the engines differ.
+        with run.clock("old_logp"):
+            if args.routing_replay == "r3":  # <minirl>
+                rollout.experts = rollout.sampler_experts  # from the first mini-batch on  # <minirl>
+            rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
+            if args.routing_replay == "r2":  # <minirl>
+                rollout.experts = rollout.trainer_experts  # the first mini-batch is untouched  # <minirl>
+            if policy.routing.last:  # <minirl>
+                means.add(experts_differ=experts_differ(rollout))  # <minirl>
+            sampler = check_sampler(rollout, args, world)
+
+        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as memory asks for.
+        with run.clock("update"):
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+            for first in range(0, N, N // args.minibatches):
+                minibatch = rollout.rows(slice(first, first + N // args.minibatches))
+                denominator = 0.0
+                for rows in micro_batches(minibatch, args.micro_tokens, world):
+                    micro = minibatch.rows(rows)
+                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T], [n, T]
+                    loss, count, stats = policy_loss(
+                        args,
+                        logp=logp,
+                        old_logp=micro.old_logp,
+                        rollout_logp=micro.rollout_logp,
+                        entropy=entropy,
+                        advantages=micro.advantages,
+                        mask=micro.mask,
+                    )
+                    loss.backward()  # sums: gradients add up over micro-batches
+                    denominator = denominator + count
+                    means.add(loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats)
+                # FSDP has averaged the ranks' gradients: times their number is the sum, over the global count the mean.
+                scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
+                means.add(grad_norm=(clip_gradients(policy, args.grad_clip), 1))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        with run.clock("sync"):
+            engine.sync(policy)
+
+        tokens = rollout.mask.sum()
+        means.add(
+            reward=(rewards.sum(), N),
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient from this group
+            response_len=(tokens, N),
+            truncated=((~rollout.finished).sum(), N),
+            tokens=(tokens, 0),
+        )
+        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        if step % args.eval_every == 0 or step == args.steps:
+            with run.clock("evaluate"):
+                metrics |= evaluate(engine, task, tokenizer, args, world)
+        done, stopping = step, stop.anywhere(world)
+        if step % args.save_every == 0 or step == args.steps or stopping:
+            with run.clock("save"):
+                save_checkpoint(run.checkpoints, step, policy, optimizer, {"engine": engine.state_dict()}, world)
+        run.log(step, metrics)
+        if stopping:
+            break
+    run.finish(done)
+
+
+if __name__ == "__main__":
+    launch(main, Args)

@@ -1,0 +1,334 @@
+"""STAPO: Spurious-Token-Aware Policy Optimization.
+
+Tsinghua iDLab and DiDi, "Stabilizing RL for LLMs by Silencing Rare Spurious Tokens", 2026, arXiv 2602.15620.
+
+Objective, over all response tokens of a mini-batch, with r = π_θ(o_t) / π_old(o_t) for each token:
+
+    J = 1/(Σ_i Σ_t I) Σ_i Σ_t I min(r Â_i, clip(r, 1-ε_low, 1+ε_high) Â_i),     Â_i = (R_i - mean R) / std R
+    I = 0 if Â_i > 0 and π_θ(o_t) < τ_p and H_t < τ_h, else 1          (both from the current policy, no gradient)
+
+Gradient weight on ∇ log π_θ(o_t), before the average over the tokens left:
+
+    I M r Â,     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
+
+A spurious token is one that the model itself found very unlikely, at a place where it was sure of another, in a
+response that was right all the same: it did not help, yet it is rewarded with the response. And it pulls hardest.
+Theorem 3.1, for the gradient with respect to the logits a, with w the weight above:
+
+    |∇_a J|² = w² (1 - 2 π(o_t) + Σ_v π(v)²),  between  w² (1 - 2π + e^-H)  and  w² (2 - 2π - C H²),
+    C = (V - 1) / (V ln² V)                                  (V: vocabulary; a pair of bounds, not a proportionality)
+
+so low probability together with low entropy means the largest norms. About one token in ten thousand is enough to
+wreck a run; silencing it costs nothing.
+
+Differs from grpo.py in:
+1. The mask I, and a denominator that counts the tokens left.
+2. Token-mean in place of the mean of response means, ε 0.2 / 0.28, no KL term (the JustRL recipe the paper builds on).
+3. One more forward pass per mini-batch: τ_h is a quantile over all its tokens, which must be known before the first
+   gradient.
+4. Four mini-batches per rollout, the paper's number.
+
+Differs from the paper in:
+1. Which tokens are candidates: versions 1 to 3 call the same optimum both "80%" and "τ_h = 20%". Their text (the
+   bottom 80% of low-entropy tokens is masked; going from 20% to 80% shrinks the candidates) fits one reading: the top
+   20% by entropy are always kept, τ_h = quantile(H, 0.80). quantile(H, 0.20), as often quoted, is not it.
+2. The quantile is over all response tokens of the mini-batch; the paper says "mini-batch" and no more.
+   `--entropy_over rare --entropy_quantile 0.75` is version 4's rule: the 75th percentile over the low-probability
+   tokens of right responses.
+
+Run it:
+    torchrun stapo.py                                   # laptop: embedded model and task, two minutes, no download
+    torchrun --nproc_per_node=8 stapo.py --model Qwen/Qwen3-8B-Base --task dapo-math-17k --eval_task aime24 \\
+        --prompts_per_step 256 --group_size 8 --max_new_tokens 15360 --lr 1e-6 --warmup 10             # the paper's
+    torchrun --nnodes=8 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 stapo.py ...     # several
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import common  # noqa: F401  (before torch: it sets how OpenMP waits)
+import torch
+from common.data import load_task
+from common.distributed import (
+    StopFlag,
+    World,
+    clip_gradients,
+    gather,  # <stapo>
+    global_sum,
+    load_checkpoint,
+    save_checkpoint,
+    scale_gradients,
+    shard,
+)
+from common.model import Policy, load_model
+from common.rollout import Rollout  # <stapo>
+from common.rollout import all_logprobs, check_sampler, evaluate, make_engine, micro_batches, response_logprobs
+from common.tracking import Means, Run, launch
+from torch import Tensor
+
+
+@dataclass
+class Args:
+    model: str = "tiny"
+    """Hub name, local folder, or `tiny`, the embedded model."""
+    task: str = "arithmetic"
+    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or reasoning_gym:<name>."""
+    seed: int = 1
+    """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
+    steps: int = 150
+    """Rollouts, each followed by `minibatches` optimiser steps."""
+    prompts_per_step: int = 16
+    """P: prompts in a rollout, over all ranks."""
+    group_size: int = 8
+    """G: responses to each prompt (paper: 64)."""
+    minibatches: int = 2
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (paper: 1)."""
+    max_new_tokens: int = 64
+    """Length limit of a response (paper: 1024)."""
+    temperature: float = 1.0
+    """Sampling temperature, also applied in every log-probability."""
+    lr: float = 3e-4
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (paper: 1e-6 at 7B)."""
+    eval_every: int = 25
+    """Steps between two measurements on the held-out problems."""
+    save_every: int = 50
+    """Steps between two checkpoints."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the run folder, to the bit."""
+    run_dir: str = ""
+    """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
+    rollout: str = "auto"
+    """Sampling engine: `hf` (transformers, in this process), or `auto`."""
+    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
+    """Precision of the hf engine's copy of the weights (auto: as dtype)."""
+    rollout_rows: int = 1024
+    """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
+    sampler_tolerance: float = 0.0
+    """Largest mean |log π_old - log μ| before the run stops (0: 0.001 in float32, 0.05 otherwise)."""
+    micro_tokens: int = 16384
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient."""
+    warmup: int = 5
+    """Steps over which lr rises linearly."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    grad_clip: float = 1.0
+    """Largest gradient norm."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights are float32."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward: less memory, a third more compute."""
+    eval_task: str = ""
+    """Set to measure on (default: the task's own test split, or problems held back from it)."""
+    eval_problems: int = 256
+    """Held-out problems."""
+    eval_samples: int = 4
+    """Sampled responses to each held-out problem, beside the greedy one."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are dropped at load."""
+    instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
+    """Appended to every text prompt."""
+    prompt_column: str = "prompt"
+    """Column of a local file that holds the prompt."""
+    answer_column: str = "answer"
+    """Column of a local file that holds the reference answer."""
+    wandb: str = ""
+    """Weights & Biases project to log to as well (needs the package)."""
+    clip_low: float = 0.2  # <stapo>
+    """ε below 1 (paper)."""
+    clip_high: float = 0.28  # <stapo>
+    """ε above 1 (paper)."""
+    tau_p: float = 0.002  # <stapo>
+    """A token below this probability may be spurious (paper); turn it up to see more of them."""
+    entropy_quantile: float = 0.8  # <stapo>
+    """τ_h: tokens below this quantile of the entropies may be spurious (paper, see the header)."""
+    entropy_over: Literal["all", "rare"] = "all"  # <stapo>
+    """The quantile's tokens: all of the mini-batch, or (version 4) those under tau_p in right responses."""
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
+    # A group all right or all wrong gives exactly 0 and so no gradient: a prompt too easy or too hard teaches nothing.
+    # The 1e-6 only keeps 0/0 away.
+    return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
+
+
+# <stapo>
+def threshold_population(args: Args, logp: Tensor, entropy: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """The entropies `[M]` of which τ_h is a quantile."""
+    chosen = mask.bool()  # [n, T]
+    if args.entropy_over == "rare":
+        chosen = chosen & (advantages[:, None] > 0) & (logp.exp() < args.tau_p)
+    return entropy[chosen]
+
+
+def entropy_threshold(args: Args, population: Tensor) -> Tensor:
+    """τ_h; below every entropy where there is no candidate."""
+    return torch.quantile(population, args.entropy_quantile) if len(population) else population.new_tensor(-1.0)
+
+
+def spurious_tokens(
+    args: Args, logp: Tensor, entropy: Tensor, advantages: Tensor, mask: Tensor, threshold: Tensor
+) -> Tensor:
+    """True `[n, T]` on the tokens to silence: rewarded, improbable, and where the policy was sure. Never if Â <= 0."""
+    return (advantages[:, None] > 0) & (logp.detach().exp() < args.tau_p) & (entropy < threshold) & mask.bool()
+
+
+# </stapo>
+def policy_loss(
+    args: Args,
+    *,
+    logp: Tensor,
+    old_logp: Tensor,
+    rollout_logp: Tensor,
+    entropy: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    threshold: Tensor | None = None,  # <stapo>
+) -> tuple[Tensor, Tensor, dict]:
+    """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
+
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and ranks and divides once:
+    a mean of micro-batch means would be another objective.
+    """
+    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    # <stapo>
+    ratio = (logp - old_logp).exp()  # [n, T]: r, exactly 1 until the first optimiser step on this rollout
+    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
+    objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
+    cut = ((A > 0) & (ratio > 1 + args.clip_high)) | ((A < 0) & (ratio < 1 - args.clip_low))  # [n, T]: M = 0
+    if threshold is None:
+        threshold = entropy_threshold(args, threshold_population(args, logp, entropy, advantages, mask))
+    spurious = spurious_tokens(args, logp, entropy, advantages, mask, threshold)  # [n, T]
+    kept = mask * ~spurious  # [n, T]: I
+    stats = {
+        "clip_share": ((cut * mask).sum(), mask.sum()),
+        "silenced": (spurious.sum(), 0),
+        "silenced_share": (spurious.sum(), mask.sum()),
+        "silenced_prob": ((logp.detach().exp() * spurious).sum(), spurious.sum()),
+        "silenced_entropy": ((entropy * spurious).sum(), spurious.sum()),
+    }
+    return -(objective * kept).sum(), kept.sum(), stats  # a mean over the tokens left
+    # </stapo>
+
+
+# <stapo>
+def examples(args: Args, now: tuple, batch: Rollout, threshold: Tensor, tokenizer: object, step: int) -> list[dict]:
+    """The silenced tokens with the text around them, for the run folder: a reader wants to see one."""
+    logp, entropy = now  # [n, T], [n, T]
+    rows = []
+    for i, t in spurious_tokens(args, logp, entropy, batch.advantages, batch.mask, threshold).nonzero().tolist():
+        ids = batch.sequences[i, : int(batch.prompt_len[i] + batch.mask[i].sum())].tolist()
+        place = int(batch.prompt_len[i]) + t
+        before, token, after = map(tokenizer.decode, (ids[:place], ids[place : place + 1], ids[place + 1 :]))
+        row = {"step": step, "before": before, "token": token, "after": after}
+        rows.append(row | {"prob": logp[i, t].exp().item(), "entropy": entropy[i, t].item()})
+    return rows
+
+
+# </stapo>
+def main(args: Args, world: World) -> None:
+    """The whole training loop."""
+    lm, tokenizer = load_model(args.model)
+    task = load_task(args, tokenizer)
+    engine = make_engine(args, lm, world)
+    policy = shard(Policy(lm), world, args.dtype)
+    if args.gradient_checkpointing:
+        policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
+    run = Run(args, world, Path(__file__).stem, acted="silenced_share")  # <stapo>
+    stop, done = StopFlag(), 0
+    if args.resume:
+        done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
+        engine.load_state_dict(state["engine"])
+    engine.sync(policy)
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
+    run.start(task, done)
+    if done == 0:
+        run.log(0, evaluate(engine, task, tokenizer, args, world))
+
+    for step in run.steps(done):
+        means = Means()
+
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step: nothing else to save.
+        with run.clock("rollout"):
+            cursor = (step - 1) * args.prompts_per_step + world.rank * P
+            problems = [task.train(cursor + i) for i in range(P)]
+            rollout = engine.generate([p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature)
+            N = len(rollout)  # P·G rows, a group's G rows side by side
+
+        # Reward and advantages. Groups never span ranks, so their statistics need no communication.
+        with run.clock("reward"):
+            texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+            scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+            rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+            rollout.advantages = advantages(rewards).flatten()  # [N]
+
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come from other kernels,
+        # and a ratio against them would mix two things: how far the policy moved, and how the engines differ.
+        with run.clock("old_logp"):
+            rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
+            sampler = check_sampler(rollout, args, world)
+
+        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as memory asks for.
+        with run.clock("update"):
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+            for first in range(0, N, N // args.minibatches):
+                minibatch = rollout.rows(slice(first, first + N // args.minibatches))
+                # The current policy's p and H of the whole mini-batch, on all ranks: τ_h before the first gradient.
+                now = all_logprobs(policy, minibatch, args, world)  # <stapo>
+                population = threshold_population(args, *now, minibatch.advantages, minibatch.mask)  # [M]  # <stapo>
+                threshold = entropy_threshold(args, gather(population, world))  # <stapo>
+                run.note("silenced.jsonl", examples(args, now, minibatch, threshold, tokenizer, step))  # <stapo>
+                denominator = 0.0
+                for rows in micro_batches(minibatch, args.micro_tokens, world):
+                    micro = minibatch.rows(rows)
+                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T], [n, T]
+                    loss, count, stats = policy_loss(
+                        args,
+                        logp=logp,
+                        old_logp=micro.old_logp,
+                        rollout_logp=micro.rollout_logp,
+                        entropy=entropy,
+                        advantages=micro.advantages,
+                        mask=micro.mask,
+                        threshold=threshold,  # <stapo>
+                    )
+                    loss.backward()  # sums: gradients add up over micro-batches
+                    denominator = denominator + count
+                    means.add(loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats)
+                # FSDP has averaged the ranks' gradients: times their number is the sum, over the global count the mean.
+                scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
+                means.add(grad_norm=(clip_gradients(policy, args.grad_clip), 1))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        with run.clock("sync"):
+            engine.sync(policy)
+
+        tokens = rollout.mask.sum()
+        means.add(
+            reward=(rewards.sum(), N),
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient from this group
+            response_len=(tokens, N),
+            truncated=((~rollout.finished).sum(), N),
+            tokens=(tokens, 0),
+        )
+        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        if step % args.eval_every == 0 or step == args.steps:
+            with run.clock("evaluate"):
+                metrics |= evaluate(engine, task, tokenizer, args, world)
+        done, stopping = step, stop.anywhere(world)
+        if step % args.save_every == 0 or step == args.steps or stopping:
+            with run.clock("save"):
+                save_checkpoint(run.checkpoints, step, policy, optimizer, {"engine": engine.state_dict()}, world)
+        run.log(step, metrics)
+        if stopping:
+            break
+    run.finish(done)
+
+
+if __name__ == "__main__":
+    launch(main, Args)
