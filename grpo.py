@@ -22,7 +22,7 @@ Differs from the paper in:
 2. std is the sample standard deviation (divide by G-1) plus 1e-6, as in verl; TRL too divides by G-1. The paper does
    not say which. The population's makes every advantage sqrt(G/(G-1)) times larger (7% at G = 8): a matter of lr.
 3. β is 0.04 in the paper, 0.01 here, between it and DeepSeek-R1's 0.001: the embedded model has to move far.
-4. Two optimiser steps per rollout where the paper takes one. With one, r = 1 always and the clip never acts.
+4. Four optimiser steps per rollout where the paper takes one. With one, r = 1 always and the clip never acts.
 5. No dual clip (an extra bound at r = 3 for Â < 0 that some frameworks add by default).
 
 Run it:
@@ -70,7 +70,7 @@ class Args:
     """P: prompts in a rollout, over all ranks."""
     group_size: int = 8
     """G: responses to each prompt (paper: 64)."""
-    minibatches: int = 2
+    minibatches: int = 4
     """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (paper: 1)."""
     max_new_tokens: int = 64
     """Length limit of a response (paper: 1024)."""

@@ -24,9 +24,8 @@ Differs from grpo.py in:
 2. ε is 3e-4 below and 4e-4 above (section 5.1). Log-probs must be float32 for that: bfloat16 rounds each at about
    1e-2, and even averaged over a response that noise alone would exceed this ε.
 3. No KL term, no reference model.
-4. Four mini-batches per rollout, the paper's number.
 
-Differs from the paper in: model, data and the run's size only.
+Differs from the paper in: model, data and the run's size only (its four mini-batches per rollout are the default).
 
 Run it:
     torchrun gspo.py                                    # laptop: embedded model and task, two minutes, no download
@@ -72,7 +71,7 @@ class Args:
     """P: prompts in a rollout, over all ranks."""
     group_size: int = 8
     """G: responses to each prompt (paper: 64)."""
-    minibatches: int = 2
+    minibatches: int = 4
     """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (paper: 1)."""
     max_new_tokens: int = 64
     """Length limit of a response (paper: 1024)."""

@@ -22,11 +22,11 @@ Differs from grpo.py in:
 1. The one-sided Gaussian gate in place of min and clip; an update that brings a token back is never gated.
 2. Token-mean over the mini-batch in place of the mean of response means.
 3. No KL term, no reference model.
-4. Four mini-batches per rollout (the paper: 16).
 
 Differs from the paper in:
-1. The displayed objective's normaliser could not be checked; token-mean is the default of the authors' code.
-2. The gate is detached, as in their code; their README calls it differentiable. Differentiated, the weight would be
+1. Four mini-batches per rollout, the paper takes 16.
+2. The displayed objective's normaliser could not be checked; token-mean is the default of the authors' code.
+3. The gate is detached, as in their code; their README calls it differentiable. Differentiated, the weight would be
    Â r F (1 - r (r - 1) / σ²), which turns negative beyond r = 1.618 (σ = 1).
 
 Run it:
@@ -73,7 +73,7 @@ class Args:
     """P: prompts in a rollout, over all ranks."""
     group_size: int = 8
     """G: responses to each prompt (paper: 64)."""
-    minibatches: int = 2
+    minibatches: int = 4
     """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (paper: 1)."""
     max_new_tokens: int = 64
     """Length limit of a response (paper: 1024)."""

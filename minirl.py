@@ -82,7 +82,7 @@ class Args:
     """P: prompts in a rollout, over all ranks."""
     group_size: int = 8
     """G: responses to each prompt (paper: 64)."""
-    minibatches: int = 2
+    minibatches: int = 4
     """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (paper: 1)."""
     max_new_tokens: int = 64
     """Length limit of a response (paper: 1024)."""

@@ -23,9 +23,8 @@ Differs from grpo.py in:
 1. The soft gate in place of min and clip. Still token-level; where the tokens of a response move together it acts
    approximately like a gate on GSPO's sequence ratio.
 2. No KL term, no reference model.
-3. Four mini-batches per rollout, the paper's number: with one, r = 1 and the gate has nothing to do.
 
-Differs from the paper in: model, data and the run's size only.
+Differs from the paper in: model, data and the run's size only (its four mini-batches per rollout are the default).
 
 Run it:
     torchrun sapo.py                                    # laptop: embedded model and task, two minutes, no download
@@ -71,7 +70,7 @@ class Args:
     """P: prompts in a rollout, over all ranks."""
     group_size: int = 8
     """G: responses to each prompt (paper: 64)."""
-    minibatches: int = 2
+    minibatches: int = 4
     """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (paper: 1)."""
     max_new_tokens: int = 64
     """Length limit of a response (paper: 1024)."""
@@ -155,7 +154,7 @@ def policy_loss(
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <sapo>
     ratio = (logp - old_logp).exp()  # [n, T]: r, exactly 1 until the first optimiser step on this rollout
-    tau = torch.where(A > 0, args.tau_pos, args.tau_neg)  # [n, 1]
+    tau = torch.where(A > 0, A.new_tensor(args.tau_pos), A.new_tensor(args.tau_neg))  # [n, 1]
     objective = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * A  # [n, T]: f(r) Â
     with torch.no_grad():  # what the gradient will be multiplied with, against no gate at all
         gate = 1 / torch.cosh(tau * (ratio - 1) / 2) ** 2  # [n, T]: f'(r)

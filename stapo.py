@@ -26,7 +26,6 @@ Differs from grpo.py in:
 2. Token-mean in place of the mean of response means, ε 0.2 / 0.28, no KL term (the JustRL recipe the paper builds on).
 3. One more forward pass per mini-batch: τ_h is a quantile over all its tokens, which must be known before the first
    gradient.
-4. Four mini-batches per rollout, the paper's number.
 
 Differs from the paper in:
 1. Which tokens are candidates: versions 1 to 3 call the same optimum both "80%" and "τ_h = 20%". Their text (the
@@ -82,7 +81,7 @@ class Args:
     """P: prompts in a rollout, over all ranks."""
     group_size: int = 8
     """G: responses to each prompt (paper: 64)."""
-    minibatches: int = 2
+    minibatches: int = 4
     """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (paper: 1)."""
     max_new_tokens: int = 64
     """Length limit of a response (paper: 1024)."""

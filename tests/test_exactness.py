@@ -59,6 +59,7 @@ def gradients(rollout: Rollout, prompts: list[str], world: World, folder: Path, 
     monkeypatch.setattr(grpo, "make_engine", lambda *arguments: Fixed(rollout, world))
     monkeypatch.setattr(grpo, "evaluate", lambda *arguments: {"greedy": 0.0, "sampled": 0.0})
     monkeypatch.setattr(grpo, "clip_gradients", spy)
+    flags = {"minibatches": 2} | flags
     args = grpo.Args(steps=1, prompts_per_step=len(prompts), group_size=G, lr=1e-12, dtype="float32", **flags)
     args.run_dir = str(folder / "run")
     grpo.main(args, world)

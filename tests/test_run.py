@@ -16,7 +16,8 @@ from common.tracking import launch
 from conftest import ROOT
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-SMALL = "--prompts_per_step 4 --group_size 4 --eval_problems 8 --eval_samples 1 --eval_every 2 --save_every 2".split()
+SMALL = "--prompts_per_step 4 --minibatches 2 --group_size 4".split()
+SMALL += "--eval_problems 8 --eval_samples 1 --eval_every 2 --save_every 2".split()
 
 
 def run_here(monkeypatch, main, *flags: object) -> int:
@@ -167,7 +168,7 @@ BAD_INPUT = {
     "no such model": (["--model", "nowhere/nothing"], "--model nowhere/nothing"),
     "model without weights": (["--model", "EMPTY_MODEL"], "weights"),
     "a group of one": (["--group_size", 1], "--group_size 1"),
-    "mini-batches do not divide": (["--minibatches", 3], "--prompts_per_step 16"),
+    "mini-batches do not divide": (["--minibatches", 5], "--prompts_per_step 16"),
     "zero steps": (["--steps", 0], "--steps 0: must be above 0"),
     "zero temperature": (["--temperature", 0], "--temperature 0.0"),
     "unknown engine": (["--rollout", "sglang"], "--rollout sglang"),
