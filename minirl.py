@@ -219,7 +219,9 @@ def main(args: Args, world: World) -> None:
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
     run.start(task, done)
     if done == 0:
-        run.log(0, evaluate(engine, task, tokenizer, args, world))
+        with run.clock("evaluate"):
+            before = evaluate(engine, task, tokenizer, args, world)
+        run.log(0, before)
 
     for step in run.steps(done):
         means = Means()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import itertools
 import json
@@ -74,6 +75,8 @@ def check(args: object, world: World) -> None:
         raise BadInput(f"--prompts_per_step {args.prompts_per_step}: not a multiple of ranks x --minibatches = {unit}")
     if args.eval_problems < world.size:
         raise BadInput(f"--eval_problems {args.eval_problems}: fewer than the {world.size} ranks")
+    if args.wandb and not importlib.util.find_spec("wandb"):
+        raise BadInput(f"--wandb {args.wandb}: needs the package (pip install wandb)")
     if args.dtype == "auto":
         args.dtype = "bfloat16" if world.device.type == "cuda" else "float32"
 
@@ -193,7 +196,11 @@ class Run:
         if self.wandb:
             self.wandb.log(line, step=step)
         if self.bar:
-            shown = [name for name in ("reward", "greedy", "sampler_kl", self.acted, "tokens_per_s") if name in line]
+            shown = [
+                name
+                for name in ("reward", "greedy", "ref_kl", "sampler_kl", self.acted, "tokens_per_s")
+                if name in line
+            ]
             self.bar.set_postfix({name: f"{line[name]:.3g}" for name in shown}, refresh=False)
             self.bar.update()
 
@@ -274,6 +281,16 @@ def draw_curves(folder: Path) -> Path:
     return path
 
 
+def table_row(folder: Path) -> str:
+    """A finished run as a line of a Markdown table: accuracy before and after, first and last length, seconds."""
+    summary = json.loads((folder / "summary.json").read_text())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    row = [f"{summary[f'{how}_before']:.2f} → {summary[f'{how}_after']:.2f}" for how in ("greedy", "sampled")]
+    row += [f"{lines[1]['response_len']:.0f} → {lines[-1]['response_len']:.0f}", f"{summary['seconds']:.0f}"]
+    return f"| {folder.name} | {' | '.join(row)} |"
+
+
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
-        print(draw_curves(Path(argument)))
+        draw_curves(Path(argument))
+        print(table_row(Path(argument)))

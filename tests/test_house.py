@@ -15,7 +15,7 @@ COMMON = sorted((ROOT / "common").rglob("*.py"))
 # Changed code lines against grpo.py. stapo also finds its quantile over ranks and writes down what it silenced.
 BUDGET = {"stapo": 55, "minirl": 45, "vcpo": 100, "goldilocks": 100, "deep_grpo": 100}
 USUAL_BUDGET = 36
-BUDGET_OF_COMMON = 900
+BUDGET_OF_COMMON = 950
 
 
 def code_lines(path: Path) -> list[tuple[int, str]]:

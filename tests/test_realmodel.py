@@ -1,0 +1,38 @@
+"""A real model through the whole loop: opt-in, `REALMODEL=folder pytest -m realmodel` (see tests/make_smollm2.py)."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+FOLDER = os.environ.get("REALMODEL", "")
+
+
+@pytest.mark.realmodel
+@pytest.mark.skipif(not FOLDER, reason="set REALMODEL to a folder made by tests/make_smollm2.py")
+def test_a_real_model_learns_and_resumes(tmp_path, monkeypatch):
+    """SmolLM2-135M on one-digit sums: chat template, text reward, sampler check; 8 steps, then 2 after a resume."""
+    import grpo
+    from test_run import metrics, run_here
+
+    monkeypatch.setenv("OMP_NUM_THREADS", str(os.cpu_count()))
+    flags = [
+        "--model",
+        FOLDER,
+        "--task",
+        Path(FOLDER) / "sums.jsonl",
+        "--instruction",
+        "",
+        "--run_dir",
+        tmp_path / "run",
+    ]
+    flags += "--prompts_per_step 8 --minibatches 2 --max_new_tokens 24 --lr 1e-5 --eval_problems 16".split()
+    flags += "--eval_samples 1 --eval_every 100".split()
+    assert run_here(monkeypatch, grpo.main, *flags, "--steps", 8) == 0
+    assert run_here(monkeypatch, grpo.main, *flags, "--steps", 10, "--resume") == 0
+    lines = metrics(tmp_path / "run")
+    rewards = [line["reward"] for line in lines[1:]]
+    assert len(rewards) == 10 and sum(rewards[-3:]) > sum(rewards[:3]) + 0.3
+    assert all(line["sampler_gap"] < 1e-4 for line in lines[1:])
+    assert json.loads((tmp_path / "run/summary.json").read_text())["greedy_after"] > 0.4
