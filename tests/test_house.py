@@ -15,7 +15,7 @@ COMMON = sorted((ROOT / "common").rglob("*.py"))
 # Changed code lines against grpo.py. stapo also finds its quantile over ranks and writes down what it silenced.
 BUDGET = {"stapo": 55, "minirl": 45, "vcpo": 100, "goldilocks": 100, "deep_grpo": 100}
 USUAL_BUDGET = 36
-BUDGET_OF_COMMON = 950
+BUDGET_OF_COMMON = 950  # the design hoped for 700, before judge, data sources, routing and float8 were counted
 
 
 def code_lines(path: Path) -> list[tuple[int, str]]:
@@ -63,7 +63,7 @@ def unmarked_changes(path: Path, trunk: Path) -> tuple[list[str], int]:
 
 
 def test_common_is_small():
-    """About 700 lines of code in all."""
+    """What all files share stays small enough to be read in an hour."""
     assert sum(len(code_lines(path)) for path in COMMON) <= BUDGET_OF_COMMON
 
 
