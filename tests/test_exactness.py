@@ -42,7 +42,7 @@ class Fixed:
         return {}
 
 
-FLAGS = {"stapo": {"tau_p": 0.9}, "minirl": {"sampler_tolerance": 9.0}}  # enough is silenced to see it
+FLAGS = {"stapo": {"tau_p": 0.9, "entropy_quantile": 0.95}}  # enough is silenced to see it
 
 
 def gradients(
@@ -112,6 +112,9 @@ def test_micro_batch_size_changes_nothing_elsewhere(world, tmp_path, monkeypatch
     rollout = stored_rollout(world)
     whole = gradients(rollout, PROMPTS, world, tmp_path, monkeypatch, name)
     assert_same(gradients(rollout, PROMPTS, world, tmp_path, monkeypatch, name, micro_tokens=150), whole)
+    if name == "stapo":
+        silent = gradients(rollout, PROMPTS, world, tmp_path, monkeypatch, name, tau_p=0.0)
+        assert (whole - silent).norm() > 1e-3 * whole.norm()
 
 
 def test_padding_changes_nothing(reference, world, tmp_path, monkeypatch):

@@ -155,7 +155,7 @@ def test_routing_replay_in_the_loop(tmp_path, monkeypatch, replay):
 
 def test_stapo_writes_down_what_it_silenced(tmp_path, monkeypatch):
     """As many examples as tokens counted, each with its context and below the threshold."""
-    flags = [*SMALL, "--steps", 2, "--tau_p", 0.9, "--run_dir", tmp_path / "run"]
+    flags = [*SMALL, "--steps", 2, "--tau_p", 0.9, "--entropy_quantile", 1, "--run_dir", tmp_path / "run"]
     assert run_here(monkeypatch, stapo.main, *flags) == 0
     rows = [json.loads(line) for line in (tmp_path / "run/silenced.jsonl").read_text().splitlines()]
     assert len(rows) == sum(line["silenced"] for line in metrics(tmp_path / "run")[1:]) > 0
