@@ -13,9 +13,10 @@ Gradient weight on ∇ log π_θ(o_t), before the two averages:
     M r Â + β (π_ref/π_θ - 1),     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
 The group replaces PPO's value network: a response is good if it beats its siblings. The clip takes the gradient
-away from a token that has already moved by ε in the direction its advantage asks for.
+away from a token that has already moved by ε in the direction its advantage asks for. The KL term is an honest
+estimate in value only: its gradient, in the mean, is that of the other direction's KL, which pulls the same way.
 
-This file is the trunk: the eight others differ from it only in the lines they mark, `diff grpo.py stapo.py` shows how.
+This file is the trunk: the others differ from it only in the lines they mark, `diff grpo.py stapo.py` shows how.
 
 Differs from the paper in:
 1. ε is not stated there; 0.2, PPO's value, is customary.
@@ -133,7 +134,7 @@ class Args:
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
-    # A group all right or all wrong gives exactly 0 and so no gradient: a prompt too easy or too hard teaches nothing.
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
     # The 1e-6 only keeps 0/0 away.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]  # <grpo>
 
@@ -156,7 +157,7 @@ def policy_loss(
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <grpo>
-    ratio = (logp - old_logp).exp()  # [n, T]: r, exactly 1 until the first optimiser step on this rollout
+    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 (but for rounding) until this rollout's first optimiser step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can be brought back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
@@ -258,20 +259,21 @@ def main(args: Args, world: World) -> None:
         tokens = rollout.mask.sum()
         means.add(
             reward=(rewards.sum(), N),
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient from this group
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no reward gradient
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
-            tokens=(tokens, 0),
+            tokens=(tokens, None),
+            judge_killed=(getattr(task.judge, "killed", 0), None),  # answers so far that broke the judge's bounds
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs a line that will be written again
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):
                 save_checkpoint(run.checkpoints, step, policy, optimizer, {"engine": engine.state_dict()}, world)
-        run.log(step, metrics)
         if stopping:
             break
     run.finish(done)

@@ -14,15 +14,15 @@ Gradient weight on ∇ log π_θ(y_t), the same for every token of a response:
 The reward judges a whole response, so the ratio that corrects for its being off-policy should belong to the whole
 response too. GRPO's token ratios are single samples of an importance weight: in place of a correction they add noise,
 which grows with the length and, in mixture-of-experts models, with every expert that is chosen anew. Averaging the log
-ratios over a response makes s_i so steady that its clip is a thousand times narrower than GRPO's; clipping takes out
+ratios over a response makes s_i so steady that its clip is some 600 times narrower than GRPO's; clipping takes out
 whole responses, many more tokens than GRPO does, and still learns faster.
 
 Not to be confused with "Generalized ..." or with a loss -log σ(β ΔR), both of which go round under this name.
 
 Differs from grpo.py in:
 1. The ratio and its clip are per response; every token of a response gets the same weight.
-2. ε is 3e-4 below and 4e-4 above (section 5.1). Log-probs must be float32 for that: bfloat16 rounds each at about
-   1e-2, and even averaged over a response that noise alone would exceed this ε.
+2. ε is 3e-4 below and 4e-4 above (section 5.1). That asks for float32: a bfloat16 forward pass moves each log-prob by
+   about 1e-2, and averaged over a response of less than a thousand tokens that noise alone exceeds this ε.
 3. No KL term, no reference model.
 
 Differs from the paper in: model, data and the run's size only (its four mini-batches per rollout are the default).
@@ -30,7 +30,7 @@ Differs from the paper in: model, data and the run's size only (its four mini-ba
 Run it:
     torchrun gspo.py                                    # laptop: embedded model and task, two minutes, no download
     torchrun --nproc_per_node=8 gspo.py --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime24 \\
-        --prompts_per_step 256 --group_size 16 --max_new_tokens 8192 --lr 1e-6    # one node; sizes ours, none given
+        --prompts_per_step 256 --group_size 16 --max_new_tokens 8192 --lr 1e-6    # sizes are ours
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 gspo.py ...      # several
 """
 
@@ -134,7 +134,7 @@ class Args:
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
-    # A group all right or all wrong gives exactly 0 and so no gradient: a prompt too easy or too hard teaches nothing.
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
     # The 1e-6 only keeps 0/0 away.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
@@ -253,20 +253,21 @@ def main(args: Args, world: World) -> None:
         tokens = rollout.mask.sum()
         means.add(
             reward=(rewards.sum(), N),
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient from this group
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no reward gradient
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
-            tokens=(tokens, 0),
+            tokens=(tokens, None),
+            judge_killed=(getattr(task.judge, "killed", 0), None),  # answers so far that broke the judge's bounds
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs a line that will be written again
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):
                 save_checkpoint(run.checkpoints, step, policy, optimizer, {"engine": engine.state_dict()}, world)
-        run.log(step, metrics)
         if stopping:
             break
     run.finish(done)

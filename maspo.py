@@ -7,7 +7,8 @@ Objective, over all response tokens of a mini-batch, with r = π_θ(o_t) / π_ol
 
     J = 1/Σ|o_i| Σ_i Σ_t sg[F] r Â_i,     Â_i = (R_i - mean R) / std R
     F = exp(-(r - 1)² / 2σ²) where the update goes further out (Â > 0 and r > 1, or Â < 0 and r < 1), else 1
-    σ = m (1 + β Â) for Â > 0,     m / (1 - β Â) for Â < 0,     m = σ_base / π_old^α, at most σ_high
+    σ = m (1 + β_pos Â) for Â > 0,  m / (1 - β_neg Â) for Â < 0  (the factor within [0.1, 10]);  m = σ_base / π_old^α,
+    within [σ_base, σ_high]
 
 Gradient weight on ∇ log π_θ(o_t), before the average:
 
@@ -142,7 +143,7 @@ class Args:
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
-    # A group all right or all wrong gives exactly 0 and so no gradient: a prompt too easy or too hard teaches nothing.
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
     # The 1e-6 only keeps 0/0 away.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
@@ -164,7 +165,7 @@ def policy_loss(
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <maspo>
-    ratio = (logp - old_logp).exp()  # [n, T]: r, exactly 1 until the first optimiser step on this rollout
+    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 (but for rounding) until this rollout's first optimiser step
     with torch.no_grad():
         width = (args.sigma_base / old_logp.exp() ** args.alpha).clamp(args.sigma_base, args.sigma_high)  # [n, T]: m
         risk = torch.where(A > 0, 1 + args.beta_pos * A, 1 / (1 - args.beta_neg * A)).clamp(0.1, 10)  # [n, 1]
@@ -267,20 +268,21 @@ def main(args: Args, world: World) -> None:
         tokens = rollout.mask.sum()
         means.add(
             reward=(rewards.sum(), N),
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient from this group
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no reward gradient
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
-            tokens=(tokens, 0),
+            tokens=(tokens, None),
+            judge_killed=(getattr(task.judge, "killed", 0), None),  # answers so far that broke the judge's bounds
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs a line that will be written again
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):
                 save_checkpoint(run.checkpoints, step, policy, optimizer, {"engine": engine.state_dict()}, world)
-        run.log(step, metrics)
         if stopping:
             break
     run.finish(done)

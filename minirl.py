@@ -22,7 +22,7 @@ on π_θ/μ, or weighting by r) is the usual mistake. Dividing by the response's
 
 With a mixture of experts, either discrepancy may send a token to other experts, that is, through other weights.
 Routing replay fixes the selection while the router keeps its gradient: R2 replays what the trainer chose under π_old,
-R3 what the sampler chose. R3 closes both gaps, but trains from the start on a routing the model would not choose.
+R3 what the sampler chose. R3 narrows both gaps, but trains from the start on a routing the model would not choose.
 
 Differs from grpo.py in:
 1. Advantages without std, a sum over tokens without a length, -log π with a detached weight in place of min and clip.
@@ -34,6 +34,8 @@ Differs from grpo.py in:
 Differs from the paper in:
 1. The cap 5 is on the whole weight π_θ/μ; "the token-level IS weight" may also mean its first factor.
 2. The 8-bit copy has its weights rounded, not its activations.
+3. `--grad_clip 1` (not given there) is exceeded at nearly every step by a sum over tokens: the step's length is then
+   fixed, its direction the objective's.
 
 Run it:
     torchrun minirl.py                                  # laptop: embedded model and task, two minutes, no download
@@ -151,7 +153,7 @@ class Args:
 def advantages(rewards: Tensor) -> Tensor:
     """Reward over the group's mean: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [0.75, -0.25, -0.25, -0.25]."""
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
-    # A group all right or all wrong gives exactly 0 and so no gradient: a prompt too easy or too hard teaches nothing.
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
     return centred  # no std: dividing by it would weight prompts by their difficulty  # <minirl>
 
 
@@ -193,7 +195,7 @@ def policy_loss(
     stats = {
         "masked_share": ((cut * mask).sum(), mask.sum()),
         "weight": ((weight * mask).sum(), mask.sum()),
-        "weight_max": ((weight * mask).max(), 0),
+        "weight_max": ((weight * mask).max(), None),
     }
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # the mean over responses
     # </minirl>
@@ -286,20 +288,21 @@ def main(args: Args, world: World) -> None:
         tokens = rollout.mask.sum()
         means.add(
             reward=(rewards.sum(), N),
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient from this group
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no reward gradient
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
-            tokens=(tokens, 0),
+            tokens=(tokens, None),
+            judge_killed=(getattr(task.judge, "killed", 0), None),  # answers so far that broke the judge's bounds
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs a line that will be written again
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):
                 save_checkpoint(run.checkpoints, step, policy, optimizer, {"engine": engine.state_dict()}, world)
-        run.log(step, metrics)
         if stopping:
             break
     run.finish(done)

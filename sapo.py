@@ -11,10 +11,11 @@ Gradient weight on ∇ log π_θ(o_t), before the two averages:
 
     r Â sech²(τ (r - 1) / 2)          which is Â at r = 1, for every τ
 
-GRPO's clip is a cliff: a token just inside counts fully, one just outside not at all. SAPO replaces it by a smooth
-hill: the further a token has moved, the less it pulls, and no token is ever quite lost. A larger τ makes the hill
-narrower. τ_neg > τ_pos, since pushing a sampled token down raises all those that were not sampled, most of them
-nonsense: negative updates are the less certain ones.
+GRPO's clip is a cliff: a token just inside counts fully, one just outside not at all. SAPO's gate, the sech² above, is
+a smooth hill: it falls as the ratio leaves 1, to either side, and no token is ever quite lost. With the r in front
+the weight still grows up to r = 2 (to 1.57 Â) before it falls. A larger τ makes the hill narrower. τ_neg > τ_pos,
+since pushing a sampled token down raises all those that were not sampled, most of them nonsense: negative updates are
+the less certain ones.
 
 Do not read meaning into the loss's value: f(1) = 2/τ, only its gradient is normalised. And do not multiply f by r or
 detach it: f IS the ratio's replacement, its derivative supplies the gate.
@@ -29,7 +30,7 @@ Differs from the paper in: model, data and the run's size only (its four mini-ba
 Run it:
     torchrun sapo.py                                    # laptop: embedded model and task, two minutes, no download
     torchrun --nproc_per_node=8 sapo.py --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime25 \\
-        --prompts_per_step 256 --group_size 16 --max_new_tokens 8192 --lr 1e-6    # one node; sizes ours, none given
+        --prompts_per_step 256 --group_size 16 --max_new_tokens 8192 --lr 1e-6    # sizes are ours
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 sapo.py ...      # several
 """
 
@@ -131,7 +132,7 @@ class Args:
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
-    # A group all right or all wrong gives exactly 0 and so no gradient: a prompt too easy or too hard teaches nothing.
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
     # The 1e-6 only keeps 0/0 away.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
@@ -153,7 +154,7 @@ def policy_loss(
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <sapo>
-    ratio = (logp - old_logp).exp()  # [n, T]: r, exactly 1 until the first optimiser step on this rollout
+    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 (but for rounding) until this rollout's first optimiser step
     tau = torch.where(A > 0, A.new_tensor(args.tau_pos), A.new_tensor(args.tau_neg))  # [n, 1]
     objective = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * A  # [n, T]: f(r) Â
     with torch.no_grad():  # what the gradient will be multiplied with, against no gate at all
@@ -250,20 +251,21 @@ def main(args: Args, world: World) -> None:
         tokens = rollout.mask.sum()
         means.add(
             reward=(rewards.sum(), N),
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient from this group
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no reward gradient
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
-            tokens=(tokens, 0),
+            tokens=(tokens, None),
+            judge_killed=(getattr(task.judge, "killed", 0), None),  # answers so far that broke the judge's bounds
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs a line that will be written again
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):
                 save_checkpoint(run.checkpoints, step, policy, optimizer, {"engine": engine.state_dict()}, world)
-        run.log(step, metrics)
         if stopping:
             break
     run.finish(done)

@@ -148,7 +148,7 @@ class Args:
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
-    # A group all right or all wrong gives exactly 0 and so no gradient: a prompt too easy or too hard teaches nothing.
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
     # The 1e-6 only keeps 0/0 away.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
@@ -193,7 +193,7 @@ def policy_loss(
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <stapo>
-    ratio = (logp - old_logp).exp()  # [n, T]: r, exactly 1 until the first optimiser step on this rollout
+    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 (but for rounding) until this rollout's first optimiser step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
     cut = ((A > 0) & (ratio > 1 + args.clip_high)) | ((A < 0) & (ratio < 1 - args.clip_low))  # [n, T]: M = 0
@@ -203,7 +203,7 @@ def policy_loss(
     kept = mask * ~spurious  # [n, T]: I
     stats = {
         "clip_share": ((cut * mask).sum(), mask.sum()),
-        "silenced": (spurious.sum(), 0),
+        "silenced": (spurious.sum(), None),
         "silenced_share": (spurious.sum(), mask.sum()),
         "silenced_prob": ((logp.detach().exp() * spurious).sum(), spurious.sum()),
         "silenced_entropy": ((entropy * spurious).sum(), spurious.sum()),
@@ -312,20 +312,21 @@ def main(args: Args, world: World) -> None:
         tokens = rollout.mask.sum()
         means.add(
             reward=(rewards.sum(), N),
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient from this group
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no reward gradient
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
-            tokens=(tokens, 0),
+            tokens=(tokens, None),
+            judge_killed=(getattr(task.judge, "killed", 0), None),  # answers so far that broke the judge's bounds
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs a line that will be written again
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):
                 save_checkpoint(run.checkpoints, step, policy, optimizer, {"engine": engine.state_dict()}, world)
-        run.log(step, metrics)
         if stopping:
             break
     run.finish(done)

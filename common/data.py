@@ -70,17 +70,19 @@ HUB = {
     "gsm8k": HubSet("openai/gsm8k", "main", "train", "test", "question", "answer", after_hashes),
     "math": HubSet("DigitalLearningGmbH/MATH-lighteval", None, "train", "test", "problem", "solution", boxed),
     "dapo-math-17k": HubSet("open-r1/DAPO-Math-17k-Processed", "en", "train", "", "prompt", "solution"),
-    "aime24": HubSet("HuggingFaceH4/aime_2024", None, "train", "train", "problem", "answer", int),  # "025" is 25
-    "aime25": HubSet("math-ai/aime25", None, "test", "test", "problem", "answer", int),
-    "amc23": HubSet("math-ai/amc23", None, "test", "test", "question", "answer"),
-    "math500": HubSet("HuggingFaceH4/MATH-500", None, "test", "test", "problem", "answer"),
-    "minerva": HubSet("math-ai/minervamath", None, "test", "test", "question", "answer"),
-    "olympiadbench": HubSet("math-ai/olympiadbench", None, "test", "test", "question", "final_answer", listed),
+    "aime24": HubSet("HuggingFaceH4/aime_2024", None, "train", "", "problem", "answer", int),  # "025" is 25
+    "aime25": HubSet("math-ai/aime25", None, "test", "", "problem", "answer", int),
+    "amc23": HubSet("math-ai/amc23", None, "test", "", "question", "answer"),
+    "math500": HubSet("HuggingFaceH4/MATH-500", None, "test", "", "problem", "answer"),
+    "minerva": HubSet("math-ai/minervamath", None, "test", "", "question", "answer"),
+    "olympiadbench": HubSet("math-ai/olympiadbench", None, "test", "", "question", "final_answer", listed),
 }
 
 
 def load_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
     """The task that `--task` names, with `--eval_problems` held-out problems (from `--eval_task` if given)."""
+    if args.eval_task and (args.task == "arithmetic" or args.task.startswith("reasoning_gym:")):
+        raise BadInput(f"--eval_task {args.eval_task}: --task {args.task} has its own held-out problems and judge")
     if args.task == "arithmetic":
         return arithmetic_task(args, tokenizer)
     if args.task.startswith("reasoning_gym:"):

@@ -6,6 +6,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -51,7 +52,7 @@ def setup() -> World:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more only pays above some 10M parameters
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "MASTER_PORT" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timedelta(hours=1))  # ranks may sample for very different times
     else:  # alone: a store inside this process, no port to collide on
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return World(rank, size, device)
@@ -90,15 +91,10 @@ def global_sum(values: dict[str, float | Tensor], world: World) -> dict[str, flo
 
 
 def gather(values: Tensor, world: World) -> Tensor:
-    """The ranks' vectors, of any lengths, end to end in rank order; the same on every rank."""
-    lengths = [
-        int(n)
-        for n in global_sum({f"{r:05d}": len(values) * (r == world.rank) for r in range(world.size)}, world).values()
-    ]
-    padded = torch.nn.functional.pad(values, (0, max(lengths) - len(values)))
-    parts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(parts, padded)
-    return torch.cat([part[:length] for part, length in zip(parts, lengths)])
+    """The ranks' vectors, of any lengths, end to end in rank order; the same on every rank. For small ones."""
+    parts = [None] * world.size
+    dist.all_gather_object(parts, values.cpu())
+    return torch.cat(parts).to(values.device)
 
 
 def scale_gradients(policy: nn.Module, factor: float) -> None:

@@ -100,7 +100,9 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
     """
 
     def block(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = (hidden @ weight.T).float() / temperature  # [b, V]: in bfloat16 log-probs would be rounded at 1e-2
+        logits = (
+            hidden @ weight.T
+        ).float() / temperature  # [b, V]: a bfloat16 softmax would add its rounding to the product's
         logprobs = torch.log_softmax(logits, dim=-1)  # [b, V]
         entropy = -torch.linalg.vecdot(logprobs.detach().exp(), logprobs.detach())  # [b]
         return logprobs.gather(-1, targets[:, None])[:, 0], entropy  # [b], [b]

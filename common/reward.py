@@ -58,7 +58,7 @@ class MathJudge:
         return list(self.threads.map(self._judge, completions, answers))
 
     def _judge(self, completion: str, answer: str) -> float:
-        worker = self.idle.get()
+        worker, verdict = self.idle.get(), ""
         try:
             if worker is None:
                 worker = self._start()
@@ -66,13 +66,14 @@ class MathJudge:
             worker.stdin.flush()
             verdict = worker.stdout.readline()
         except BrokenPipeError:
-            verdict = ""
-        if not verdict:  # the kernel ended it
-            self.killed += 1
-            worker.kill()
-            worker.wait()
-            worker = None
-        self.idle.put(worker)
+            pass
+        finally:
+            if worker is not None and not verdict:  # the kernel ended it
+                self.killed += 1
+                worker.kill()
+                worker.wait()
+                worker = None
+            self.idle.put(worker)
         return float(verdict.strip() == "1")
 
     def _start(self) -> subprocess.Popen:

@@ -80,7 +80,9 @@ class HFEngine:
     def __init__(self, lm: PreTrainedModel, world: World, seed: int, dtype: str, max_rows: int):
         """`dtype` float32, bfloat16, or float8: the decoder layers' matrices rounded to e4m3, computing in bfloat16."""
         self.float8, precision = dtype == "float8", torch.float32 if dtype == "float32" else torch.bfloat16
-        self.lm = copy.deepcopy(lm).to(device=world.device, dtype=precision).eval().requires_grad_(False)
+        self.lm = copy.deepcopy(lm).to(world.device).eval().requires_grad_(False)
+        for parameter in self.lm.parameters():  # not .to(dtype): rotary frequencies must stay float32, as the trainer's
+            parameter.data = parameter.data.to(precision)
         self.device, self.max_rows, self.routing = world.device, max_rows, Routing(self.lm)
         self.eos = torch.tensor(lm.generation_config.eos_token_id, device=world.device)
         # Ranks must draw different samples for their different prompts, and the same ones when the run is repeated.
@@ -261,8 +263,10 @@ def evaluate(
     """Accuracy on the held-out problems: `greedy` (one response) and `sampled` (mean of --eval_samples responses)."""
     problems, state, right = task.held_out[world.rank :: world.size], engine.state_dict(), {}
     for name, n, temperature in (("greedy", 1, 0.0), ("sampled", args.eval_samples, args.temperature)):
-        rollout = engine.generate([problem.prompt_ids for problem in problems], n, args.max_new_tokens, temperature)
-        texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
-        right[name] = sum(task.judge(texts, [problem.answer for problem in problems for _ in range(n)])) / n
+        right[name] = 0.0
+        if problems:  # a rank may have none: AIME has 30
+            rollout = engine.generate([p.prompt_ids for p in problems], n, args.max_new_tokens, temperature)
+            texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+            right[name] = sum(task.judge(texts, [p.answer for p in problems for _ in range(n)])) / n
     engine.load_state_dict(state)  # training's samples do not depend on how often one looks
     return {name: total / len(task.held_out) for name, total in global_sum(right, world).items()}

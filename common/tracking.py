@@ -74,8 +74,6 @@ def check(args: object, world: World) -> None:
     unit = world.size * args.minibatches
     if args.prompts_per_step % unit:  # mini-batches are made of whole groups
         raise BadInput(f"--prompts_per_step {args.prompts_per_step}: not a multiple of ranks x --minibatches = {unit}")
-    if args.eval_problems < world.size:
-        raise BadInput(f"--eval_problems {args.eval_problems}: fewer than the {world.size} ranks")
     if args.wandb and not importlib.util.find_spec("wandb"):
         raise BadInput(f"--wandb {args.wandb}: needs the package (pip install wandb)")
     if args.dtype == "auto":
@@ -85,23 +83,27 @@ def check(args: object, world: World) -> None:
 class Means:
     """Metrics of one step as (sum, count) pairs: the exact mean for any number of micro-batches and ranks.
 
-    A count of 0 leaves the sum as it is; a name that ends in `_max` takes the maximum instead.
+    A count of None leaves the sum as it is; a name that ends in `_max` takes the maximum instead. Where nothing was
+    counted there is no mean, and the metric is left out of the step.
     """
 
     def __init__(self):
-        self.sums, self.counts = defaultdict(lambda: torch.tensor(0.0)), defaultdict(float)
+        self.sums, self.counts, self.plain = defaultdict(lambda: torch.tensor(0.0)), defaultdict(float), set()
 
-    def add(self, **pairs: tuple[Tensor | float, Tensor | float]) -> None:
+    def add(self, **pairs: tuple[Tensor | float, Tensor | float | None]) -> None:
         for name, (total, count) in pairs.items():
             value = total.detach().double() if isinstance(total, Tensor) else torch.tensor(float(total))
             largest = name.endswith("_max")
             self.sums[name] = torch.maximum(self.sums[name], value) if largest else self.sums[name] + value
-            self.counts[name] = self.counts[name] + count
+            self.counts[name] = self.counts[name] + (0.0 if count is None else count)
+            if count is None:
+                self.plain.add(name)
 
     def reduce(self, world: World) -> dict[str, float]:
         """Every metric over all ranks."""
         sums, counts = global_sum(self.sums, world), global_sum(self.counts, world)
-        return {name: sums[name] / (counts[name] or 1.0) for name in self.sums}
+        means = {name: sums[name] / counts[name] for name in self.sums if counts[name]}
+        return means | {name: sums[name] for name in self.plain}
 
 
 class Run:
@@ -143,11 +145,10 @@ class Run:
             print(f"an earlier run was in {self.folder}: moved to {aside}")
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n")
-        if self.metrics.exists():  # forget the steps that were done after the checkpoint
-            kept = [json.dumps(line) + "\n" for line in self.history() if line["step"] <= done]
-            partial = self.metrics.with_suffix(".partial")
-            partial.write_text("".join(kept))
-            partial.replace(self.metrics)
+        for path in self.folder.glob("*.jsonl"):  # forget the steps that were done after the checkpoint
+            partial = path.with_suffix(".partial")
+            partial.write_text("".join(json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= done))
+            partial.replace(path)
         if a.wandb:
             import wandb
 
@@ -206,21 +207,17 @@ class Run:
             self.bar.update()
 
     def note(self, name: str, rows: list[dict]) -> None:
-        """Append what a reader may want to look at to a JSON-lines file of the run folder (this rank's share)."""
+        """Append what a reader may want to look at to a JSON-lines file of the run folder (rank 0's share of it)."""
         if rows and self.world.rank == 0:
             with (self.folder / name).open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
-
-    def history(self) -> list[dict]:
-        """The lines of metrics.jsonl; a last line cut short by a kill is dropped."""
-        return [json.loads(line) for line in self.metrics.read_text().splitlines() if line.endswith("}")]
 
     def finish(self, done: int) -> None:
         """Draw the curves; for a run that reached its last step also write summary.json and say what happened."""
         if self.world.rank > 0:
             return
         self.bar.close()
-        history, curves = self.history(), draw_curves(self.folder)
+        history, curves = read_lines(self.metrics), draw_curves(self.folder)
         if done < self.args.steps:
             self.say(f"stopped after step {done} of {self.args.steps}, saved: go on with --resume")
             return
@@ -228,8 +225,8 @@ class Run:
         first, last = evaluated[0], evaluated[-1]
         summary = {f"{how}_before": first[how] for how in ("greedy", "sampled")}
         summary |= {f"{how}_after": last[how] for how in ("greedy", "sampled")}
-        summary["seconds"] = total = sum(line["seconds"] for line in history)
-        split = {phase: sum(line[f"seconds_{phase}"] for line in history) for phase in PHASES}
+        summary["seconds"] = total = sum(line["seconds"] for line in history) + self._now() - self.started
+        split = {name: sum(line[f"seconds_{name}"] for line in history) + self.seconds[name] for name in PHASES}
         split["other"] = total - sum(split.values())
         summary["seconds_split"] = split
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -244,6 +241,11 @@ class Run:
             self.say(f"\nWARNING: {self.acted} was 0 at every step: what sets {self.algorithm} apart never acted.")
 
 
+def read_lines(path: Path) -> list[dict]:
+    """The rows of a JSON-lines file; a last one cut short by a kill, or still being written, is dropped."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+
 def draw_curves(folder: Path) -> Path:
     """curves.png from config.json and metrics.jsonl alone: `python -m common.tracking runs/...` draws it again."""
     import matplotlib
@@ -252,7 +254,7 @@ def draw_curves(folder: Path) -> Path:
     from matplotlib import pyplot
 
     config = json.loads((folder / "config.json").read_text())
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(folder / "metrics.jsonl")
     panels = {
         "reward, sampled (training prompts)": ["reward"],
         "held-out accuracy": ["greedy", "sampled"],

@@ -23,7 +23,7 @@ def policy_loss(
     ref_logp: Tensor | None = None,
     **hparams: float,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The exact objective over the whole batch, as a scalar to minimise, and its statistics as means.
+    """The exact objective over the whole batch, as a scalar to minimise, and its statistics as means (NaN: of nothing).
 
     `logp, old_logp, rollout_logp, entropy, mask` are `[N, T]`, `advantages` `[N]`; differentiable in `logp`, computed
     in the dtype given. `hparams` are fields of the file's own `Args`; an unknown one is a TypeError. Without `ref_logp`
@@ -47,7 +47,9 @@ def policy_loss(
         mask=mask,
         **extra,
     )
-    return loss / count, {name: float(total / number if number else total) for name, (total, number) in stats.items()}
+    return loss / count, {
+        name: float(total if number is None else total / number) for name, (total, number) in stats.items()
+    }
 
 
 def advantages(algorithm: str, rewards: Tensor) -> Tensor:
