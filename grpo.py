@@ -45,7 +45,7 @@ from common.distributed import (
     StopFlag,
     World,
     clip_gradients,
-    global_sum,
+    global_sum,  # <grpo>
     load_checkpoint,
     save_checkpoint,
     scale_gradients,
@@ -67,11 +67,11 @@ class Args:
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     steps: int = 150
     """Rollouts, each followed by `minibatches` optimiser steps."""
-    prompts_per_step: int = 16
+    prompts_per_step: int = 16  # <grpo>
     """P: prompts in a rollout, over all ranks."""
     group_size: int = 8
     """G: responses to each prompt (paper: 64)."""
-    minibatches: int = 4
+    minibatches: int = 4  # <grpo>
     """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (paper: 1)."""
     max_new_tokens: int = 64
     """Length limit of a response (paper: 1024)."""
@@ -155,7 +155,7 @@ def policy_loss(
     All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and ranks and divides once:
     a mean of micro-batch means would be another objective.
     """
-    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response  # <grpo>
     # <grpo>
     ratio = (logp - old_logp).exp()  # [n, T]: r, 1 (but for rounding) until this rollout's first optimiser step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
@@ -273,7 +273,8 @@ def main(args: Args, world: World) -> None:
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):
-                save_checkpoint(run.checkpoints, step, policy, optimizer, {"engine": engine.state_dict()}, world)
+                state = {"engine": engine.state_dict()}
+                save_checkpoint(run.checkpoints, step, policy, optimizer, state, world)
         if stopping:
             break
     run.finish(done)

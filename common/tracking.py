@@ -170,7 +170,9 @@ class Run:
         """Step numbers from `done` + 1 to `--steps`, behind a progress bar on rank 0."""
         hidden = self.world.rank > 0
         self.bar = tqdm(total=self.args.steps, initial=done, disable=hidden, dynamic_ncols=True, unit="step")
-        yield from range(done + 1, self.args.steps + 1)
+        for step in range(done + 1, self.args.steps + 1):
+            yield step
+            self.bar.update()
 
     @contextlib.contextmanager
     def clock(self, phase: str) -> Iterator[None]:
@@ -204,7 +206,6 @@ class Run:
                 if name in line
             ]
             self.bar.set_postfix({name: f"{line[name]:.3g}" for name in shown}, refresh=False)
-            self.bar.update()
 
     def note(self, name: str, rows: list[dict]) -> None:
         """Append what a reader may want to look at to a JSON-lines file of the run folder (rank 0's share of it)."""

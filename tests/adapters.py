@@ -7,7 +7,7 @@ import common  # noqa: F401  (before torch)
 from common.reward import MathJudge, arithmetic_reward
 from torch import Tensor
 
-ALGORITHMS = ("grpo", "gspo", "sapo", "stapo", "maspo", "minirl")
+ALGORITHMS = ("grpo", "gspo", "sapo", "stapo", "maspo", "minirl", "vcpo")
 _math_judge: MathJudge | None = None
 
 

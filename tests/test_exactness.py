@@ -42,7 +42,7 @@ class Fixed:
         return {}
 
 
-FLAGS = {"stapo": {"tau_p": 0.9, "entropy_quantile": 0.95}}  # enough is silenced to see it
+FLAGS = {"stapo": {"tau_p": 0.9, "entropy_quantile": 0.95}, "vcpo": {"lag": 0}}  # enough is silenced to see it
 
 
 def gradients(
@@ -50,12 +50,14 @@ def gradients(
 ) -> torch.Tensor:
     """Each mini-batch's gradient, before clipping, of the file's own `main` on a stored rollout; lr is next to 0."""
     module = importlib.import_module(name)
-    recompute = module.all_logprobs
+    recompute, norm = module.all_logprobs, module.clip_gradients
     problems = [Problem(prompt, arithmetic.work(prompt)[1], [0]) for prompt in prompts]
     task = Task("stored", lambda i: problems[i], problems, lambda c, a: list(map(arithmetic_reward, c, a)))
     seen = []
 
     def spy(policy: torch.nn.Module, max_norm: float) -> float:
+        if max_norm == float("inf"):
+            return norm(policy, max_norm)  # vcpo asks for the norm of each response's gradient
         full = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in policy.parameters()]
         seen.append(torch.cat([gradient.flatten() for gradient in full]).clone())
         return 0.0

@@ -57,7 +57,8 @@ def unmarked_changes(path: Path, trunk: Path) -> tuple[list[str], int]:
     for kind, a, b, c, d in matcher.get_opcodes():
         if kind != "equal":
             changed += max(b - a, d - c)
-            for file, lines in ((trunk, theirs[a:b]), (path, ours[c:d])):
+            gone = theirs[a:b] if kind == "delete" else []  # what was replaced is marked where it was replaced
+            for file, lines in ((trunk, gone), (path, ours[c:d])):
                 loose += [f"{file.name}:{n}: {text}" for n, text in lines if n not in marked_lines(file)]
     return loose, changed
 
@@ -117,7 +118,10 @@ def test_the_marks_test_can_fail(tmp_path):
     other.write_text("a = 1  # a comment\nc = 3\nd = 4  # <other>\n")
     assert unmarked_changes(other, trunk) == ([], 2)
     other.write_text("a = 1\nc = 4\n")
-    assert unmarked_changes(other, trunk)[0] == ["grpo.py:3: c = 3", "other.py:2: c = 4"]
+    assert unmarked_changes(other, trunk)[0] == ["other.py:2: c = 4"]
+    trunk.write_text("a = 1\nb = 2\nc = 3\n")
+    other.write_text("a = 1\nc = 3\n")
+    assert unmarked_changes(other, trunk)[0] == ["grpo.py:2: b = 2"]
 
 
 def test_every_flag_is_documented():

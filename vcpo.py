@@ -1,0 +1,341 @@
+"""VCPO: Variance-Controlled Policy Optimization.
+
+Huang et al. (MIT, NVIDIA), "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs", 2026, arXiv 2602.17616.
+
+Objective, for B responses that the sampler's weights of k updates ago (μ) wrote:
+
+    J = 1/B Σ_i sg[min(w_i, 8)] Â_i 1/|y_i| Σ_t log π_θ(y_t),     w_i = Π_t π_θ(y_t)/μ(y_t),     Â_i = (R_i - b) / std R
+    b = Σ w_i² |g_i|² R_i / Σ w_i² |g_i|²  over the prompt's group,     g_i = ∇ Σ_t log π_θ(y_t)
+    lr_eff = lr sqrt(min(1, ρ/ρ_on)),     ρ = ESS/B,     ESS = (Σ w_i)² / Σ w_i²  over the whole batch, w untruncated
+
+Gradient weight on ∇ log π_θ(y_t):
+
+    min(w_i, 8) Â_i / |y_i|,  the same for every token of a response, and never cut to zero
+
+Asynchronous training learns from what older weights wrote. Importance weights make that right on average and wild in
+the single case: a few responses with a large w carry the whole step. ESS counts how many responses the batch is really
+worth; when it falls the step gets shorter, by the square root, as for a smaller batch under Adam. The baseline b is the
+one that minimises the variance of the group's gradient estimate: responses with heavy weights and large gradients count
+most in it. (With equal weights and norms it is GRPO's group mean.)
+
+Differs from grpo.py in:
+1. A queue: each batch is trained on exactly `--lag` updates after it was sampled (less in the first `--lag` steps).
+   The samples are those of an asynchronous system; the speed-up is not, rollout and update still take turns.
+2. No π_old, no ratio clip, no KL: one weight per response, against the sampler's own log-probs.
+3. The baseline and the step length, as above; one optimiser step per batch.
+4. One backward pass per response, since b needs each one's gradient norm. Two gradient-sized buffers make a second
+   pass unnecessary: Σ w G (R - b) = Σ w G R - b Σ w G, with b known when the group is done.
+
+Differs from the paper in:
+1. The weighting in b is the paper's w²|g|²; the released code comes out at w⁴|g|², as its g already contains w.
+2. ESS in log space. The released code overflows to NaN on long responses, and min(1, NaN) is then 1: no damping when
+   it is needed most.
+3. Ranks take turns with their responses, so that a gradient norm is of one response, over all shards. Memory is
+   shared between ranks this way; the update's time is not.
+
+Run it:
+    torchrun vcpo.py                                    # laptop: embedded model and task, no download
+    torchrun vcpo.py --no_optimal_baseline --no_ess_scaling    # the same staleness, uncontrolled
+    torchrun --nproc_per_node=8 vcpo.py --model Qwen/Qwen2.5-7B --task math --prompts_per_step 32 --group_size 16 \\
+        --lag 10 --max_new_tokens 2048 --lr 1e-6 --weight_decay 0.1                              # the paper's MATH run
+    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 vcpo.py ...      # several
+"""
+
+import itertools  # <vcpo>
+from collections import deque  # <vcpo>
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import common  # noqa: F401  (before torch: it sets how OpenMP waits)
+import torch
+from common.data import load_task
+from common.distributed import (
+    BadInput,  # <vcpo>
+    StopFlag,
+    World,
+    clip_gradients,
+    gather,  # <vcpo>
+    load_checkpoint,
+    save_checkpoint,
+    scale_gradients,
+    shard,
+)
+from common.model import Policy, load_model
+from common.rollout import Rollout  # <vcpo>
+from common.rollout import all_logprobs, check_sampler, evaluate, make_engine, response_logprobs  # <vcpo>
+from common.tracking import Means, Run, launch
+from torch import Tensor
+
+
+@dataclass
+class Args:
+    model: str = "tiny"
+    """Hub name, local folder, or `tiny`, the embedded model."""
+    task: str = "arithmetic"
+    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or reasoning_gym:<name>."""
+    seed: int = 1
+    """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
+    steps: int = 150
+    """Rollouts, each followed by `minibatches` optimiser steps."""
+    prompts_per_step: int = 8  # <vcpo>
+    """P: prompts in a rollout, over all ranks."""
+    group_size: int = 8
+    """G: responses to each prompt (paper: 64)."""
+    minibatches: int = 1  # <vcpo>
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (paper: 1)."""
+    max_new_tokens: int = 64
+    """Length limit of a response (paper: 1024)."""
+    temperature: float = 1.0
+    """Sampling temperature, also applied in every log-probability."""
+    lr: float = 3e-4
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (paper: 1e-6 at 7B)."""
+    eval_every: int = 25
+    """Steps between two measurements on the held-out problems."""
+    save_every: int = 50
+    """Steps between two checkpoints."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the run folder, to the bit."""
+    run_dir: str = ""
+    """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
+    rollout: str = "auto"
+    """Sampling engine: `hf` (transformers, in this process), or `auto`."""
+    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
+    """Precision of the hf engine's copy of the weights (auto: as dtype)."""
+    rollout_rows: int = 1024
+    """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
+    sampler_tolerance: float = 0.0
+    """Largest mean |log π_old - log μ| before the run stops (0: 0.001 in float32, 0.05 otherwise)."""
+    micro_tokens: int = 16384
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient."""
+    warmup: int = 5
+    """Steps over which lr rises linearly."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    grad_clip: float = 1.0
+    """Largest gradient norm."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights are float32."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward: less memory, a third more compute."""
+    eval_task: str = ""
+    """Set to measure on (default: the task's own test split, or problems held back from it)."""
+    eval_problems: int = 256
+    """Held-out problems."""
+    eval_samples: int = 4
+    """Sampled responses to each held-out problem, beside the greedy one."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are dropped at load."""
+    instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
+    """Appended to every text prompt."""
+    prompt_column: str = "prompt"
+    """Column of a local file that holds the prompt."""
+    answer_column: str = "answer"
+    """Column of a local file that holds the reference answer."""
+    wandb: str = ""
+    """Weights & Biases project to log to as well (needs the package)."""
+    lag: int = 8  # <vcpo>
+    """k: updates between a batch's sampling and its training (paper: 12 on GSM8K, 10 on MATH, up to 128)."""
+    is_cap: float = 8.0  # <vcpo>
+    """Largest weight of a response in the loss (paper); ESS sees the weights uncut."""
+    ess_scaling: bool = True  # <vcpo>
+    """Shorten the step by the square root of the batch's effective sample size."""
+    rho_on: float = 1.0  # <vcpo>
+    """ESS ratio at which the step has its full length (paper: 1, and 0.55 for long tool-use responses)."""
+    optimal_baseline: bool = True  # <vcpo>
+    """Centre advantages on the minimum-variance baseline; False: on the group's mean."""
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.73, -0.58, -0.58, -0.58]."""
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
+    std = rewards.std(dim=1, keepdim=True, correction=0)  # [P, 1]: the population's, as in the authors' code  # <vcpo>
+    return centred / torch.where(std > 1e-8, std, 1.0)  # [P, G]: b comes on top, see baseline_shift  # <vcpo>
+
+
+# <vcpo>
+def baseline_shift(log_w: Tensor, norms: Tensor, advantages: Tensor) -> Tensor:
+    """The minimum-variance baseline of one group, in units of its advantages: Σ w²|g|² Â / Σ w²|g|²; all `[G]`.
+
+    (R - b)/std = Â - this, since Â is (R - mean)/std. In log space: w² alone overflows after a hundred tokens.
+    """
+    return torch.softmax(2 * log_w + 2 * norms.clamp(min=1e-30).log(), dim=0) @ advantages
+
+
+def ess_ratio(log_w: Tensor) -> Tensor:
+    """ρ = ESS/B = (Σ w)² / (B Σ w²) of the weights' logarithms `[B]`, in log space: finite for any of them."""
+    return (2 * log_w.logsumexp(0) - (2 * log_w).logsumexp(0)).exp() / len(log_w)
+
+
+def group_gradient(
+    args: Args, policy: Policy, group: Rollout, turn: bool, parameters: list, means: Means, world: World
+) -> tuple:
+    """The gradient of one group's share of -J, and its log weights `[G]`. All ranks call it, `turn` on the owner."""
+    rewarded, plain = ([torch.zeros_like(p) for p in parameters] for _ in range(2))  # Σ Â w G and Σ w G
+    advantages = gather(group.advantages[: len(group) * turn], world)  # [G]: the owner's, on every rank
+    log_w, norms = [], []
+    for i, advantage in enumerate(advantages.tolist()):
+        row = group.rows(slice(i, i + 1))
+        logp, entropy = response_logprobs(policy, row, args.temperature)  # [1, T], [1, T]
+        columns = {"old_logp": row.old_logp, "rollout_logp": row.rollout_logp, "entropy": entropy, "mask": row.mask}
+        loss, count, stats = policy_loss(args, logp=logp, advantages=torch.ones_like(row.advantages), **columns)
+        (loss * (world.size * turn)).backward()  # FSDP averages: what is left is the owner's gradient, w G
+        log_w.append(((logp.detach() - row.rollout_logp) * row.mask).sum(dim=1))  # [1]
+        scale = row.mask.sum() / stats["weight"][0]  # |g| = |y| |w G| / w
+        norms.append(clip_gradients(policy, float("inf")) * scale.view(1))  # [1]
+        for both, alone, parameter in zip(rewarded, plain, parameters):
+            both.add_(parameter.grad, alpha=advantage)
+            alone.add_(parameter.grad)
+        policy.zero_grad()
+        if turn:
+            means.add(loss=(loss * advantage, count), entropy=(entropy.sum(), row.mask.sum()), **stats)
+    log_w, norms = (gather(torch.cat(x)[: len(group) * turn], world) for x in (log_w, norms))  # [G], [G]
+    shift = baseline_shift(log_w, norms, advantages) if args.optimal_baseline else advantages.new_zeros(())
+    means.add(baseline_shift=(shift.abs() * turn, int(turn)))
+    return [both - shift * alone for both, alone in zip(rewarded, plain)], log_w
+
+
+# </vcpo>
+def policy_loss(
+    args: Args,
+    *,
+    logp: Tensor,
+    old_logp: Tensor,
+    rollout_logp: Tensor,
+    entropy: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+) -> tuple[Tensor, Tensor, dict]:
+    """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
+
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and ranks and divides once:
+    a mean of micro-batch means would be another objective.
+    """
+    # <vcpo>
+    log_w = ((logp.detach() - rollout_logp) * mask).sum(dim=1)  # [n]: of the whole response, a sum, not a mean
+    weight = log_w.clamp(-20, 20).exp().clamp(max=args.is_cap)  # [n]: min(w, 8), a number, no gradient
+    per_response = (logp * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i| Σ log π
+    stats = {"weight": (weight.sum(), len(weight)), "weight_max": (log_w.clamp(max=20).exp().max(), None)}
+    return -(weight * advantages * per_response).sum(), mask.new_tensor(len(mask)), stats  # the mean over responses
+    # </vcpo>
+
+
+def main(args: Args, world: World) -> None:
+    """The whole training loop."""
+    lm, tokenizer = load_model(args.model)
+    task = load_task(args, tokenizer)
+    engine = make_engine(args, lm, world)
+    policy = shard(Policy(lm), world, args.dtype)
+    if args.gradient_checkpointing:
+        policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
+    run = Run(args, world, Path(__file__).stem, acted="lr_damping")  # <vcpo>
+    stop, done = StopFlag(), 0
+    queue: deque[Rollout] = deque()  # sampled, waiting to be trained on  # <vcpo>
+    if args.lag < 0:  # <vcpo>
+        raise BadInput(f"--lag {args.lag}: a batch cannot be trained on before it is sampled")  # <vcpo>
+    if args.resume:
+        done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
+        engine.load_state_dict(state["engine"])
+        queue.extend(Rollout(**columns) for columns in state["queue"])  # <vcpo>
+    engine.sync(policy)
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
+    run.start(task, done)
+    if done == 0:
+        with run.clock("evaluate"):
+            before = evaluate(engine, task, tokenizer, args, world)
+        run.log(0, before)
+
+    for step in run.steps(done):
+        means = Means()
+
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step: nothing else to save.
+        with run.clock("rollout"):
+            cursor = (step - 1) * args.prompts_per_step + world.rank * P
+            problems = [task.train(cursor + i) for i in range(P)]
+            rollout = engine.generate([p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature)
+            N = len(rollout)  # P·G rows, a group's G rows side by side
+
+        # Reward and advantages. Groups never span ranks, so their statistics need no communication.
+        with run.clock("reward"):
+            texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+            scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+            rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+            rollout.advantages = advantages(rewards).flatten()  # [N]
+
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come from other kernels,
+        # and a ratio against them would mix two things: how far the policy moved, and how the engines differ.
+        with run.clock("old_logp"):
+            rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
+            sampler = check_sampler(rollout, args, world)
+
+        # <vcpo>
+        # What is trained on now was sampled `lag` updates ago. The first `lag` steps only fill the queue.
+        version = max(0, step - 1 - args.lag)  # updates done so far
+        rollout.version, rollout.rewards = torch.full((N,), version), rewards.flatten()  # [N], [N]
+        queue.append(rollout)
+        if len(queue) <= args.lag:
+            continue
+        rollout = queue.popleft()
+        rewards = rollout.rewards.view(P, G)  # [P, G]
+        means.add(lag=(version - rollout.version[0].item(), 1))
+        # </vcpo>
+
+        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as memory asks for.
+        with run.clock("update"):
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+            for first in range(0, N, N // args.minibatches):
+                minibatch = rollout.rows(slice(first, first + N // args.minibatches))
+                # <vcpo>
+                parameters = optimizer.param_groups[0]["params"]  # the shards (the model's own list may be gathered)
+                total, log_w = [torch.zeros_like(p) for p in parameters], []
+                for start, owner in itertools.product(range(0, len(minibatch), G), range(world.size)):
+                    group = minibatch.rows(slice(start, start + G))
+                    mine = owner == world.rank
+                    gradient, weights = group_gradient(args, policy, group, mine, parameters, means, world)
+                    log_w.append(weights)
+                    total = [summed + part for summed, part in zip(total, gradient)]
+                for parameter, summed in zip(parameters, total):
+                    parameter.grad = summed
+                scale_gradients(policy, 1 / (len(minibatch) * world.size))  # the mean over the responses of all ranks
+                rho = ess_ratio(torch.cat(log_w)).item()
+                scale = min(1.0, rho / args.rho_on) ** 0.5 if args.ess_scaling else 1.0
+                optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup)) * scale
+                means.add(ess_ratio=(rho, 1), lr_scale=(scale, 1), lr_damping=(1 - scale, 1))
+                # </vcpo>
+                means.add(grad_norm=(clip_gradients(policy, args.grad_clip), 1))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        with run.clock("sync"):
+            engine.sync(policy)
+
+        tokens = rollout.mask.sum()
+        means.add(
+            reward=(rewards.sum(), N),
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no reward gradient
+            response_len=(tokens, N),
+            truncated=((~rollout.finished).sum(), N),
+            tokens=(tokens, None),
+            judge_killed=(getattr(task.judge, "killed", 0), None),  # answers so far that broke the judge's bounds
+        )
+        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        if step % args.eval_every == 0 or step == args.steps:
+            with run.clock("evaluate"):
+                metrics |= evaluate(engine, task, tokenizer, args, world)
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs a line that will be written again
+        done, stopping = step, stop.anywhere(world)
+        if step % args.save_every == 0 or step == args.steps or stopping:
+            with run.clock("save"):
+                state = {"engine": engine.state_dict()}
+                state["queue"] = [vars(waiting) for waiting in queue]  # <vcpo>
+                save_checkpoint(run.checkpoints, step, policy, optimizer, state, world)
+        if stopping:
+            break
+    run.finish(done)
+
+
+if __name__ == "__main__":
+    launch(main, Args)
