@@ -19,8 +19,9 @@ one that minimises the variance of the group's gradient estimate: responses with
 most in it. (With equal weights and norms it is GRPO's group mean.)
 
 Differs from grpo.py in:
-1. A queue: each batch is trained on exactly `--lag` updates after it was sampled (less in the first `--lag` steps).
-   The samples are those of an asynchronous system; the speed-up is not, rollout and update still take turns.
+1. A queue: the first `--lag` steps only fill it; after as many more, each batch is trained on exactly `--lag` updates
+   after it was sampled. The staleness is that of an asynchronous system; the speed-up is not, rollout and update
+   still take turns.
 2. No π_old, no ratio clip, no KL: one weight per response, against the sampler's own log-probs.
 3. The baseline and the step length, as above; one optimiser step per batch.
 4. One backward pass per response, since b needs each one's gradient norm. Two gradient-sized buffers make a second
@@ -233,8 +234,8 @@ def main(args: Args, world: World) -> None:
     run = Run(args, world, Path(__file__).stem, acted="lr_damping")  # <vcpo>
     stop, done = StopFlag(), 0
     queue: deque[Rollout] = deque()  # sampled, waiting to be trained on  # <vcpo>
-    if args.lag < 0:  # <vcpo>
-        raise BadInput(f"--lag {args.lag}: a batch cannot be trained on before it is sampled")  # <vcpo>
+    if not 0 <= args.lag < args.steps:  # <vcpo>
+        raise BadInput(f"--lag {args.lag}: must be 0 or more, and below --steps {args.steps}")  # <vcpo>
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
         engine.load_state_dict(state["engine"])

@@ -179,6 +179,7 @@ def test_switches(tmp_path, monkeypatch):
     assert all(a["lr"] < b["lr"] for a, b in itertools.pairwise(lines))  # warm-up alone
 
 
-def test_an_unheard_of_flag_value_is_refused(tmp_path, monkeypatch, capsys):
-    assert run_here(monkeypatch, vcpo.main, "--lag", -1, "--run_dir", tmp_path / "run") == 2
-    assert "--lag -1" in capsys.readouterr().err and not (tmp_path / "run").exists()
+@pytest.mark.parametrize("lag", [-1, 8])
+def test_an_impossible_lag_is_refused(tmp_path, monkeypatch, capsys, lag):
+    assert run_here(monkeypatch, vcpo.main, "--lag", lag, "--steps", 8, "--run_dir", tmp_path / "run") == 2
+    assert f"--lag {lag}: must be" in capsys.readouterr().err and not (tmp_path / "run").exists()
