@@ -84,9 +84,9 @@ def global_sum(values: dict[str, float | Tensor], world: World) -> dict[str, flo
     names = sorted(values, key=lambda name: (name.endswith("_max"), name))
     split = sum(not name.endswith("_max") for name in names)
     flat = torch.stack([torch.as_tensor(values[name], dtype=torch.float64, device=world.device) for name in names])
-    if world.size > 1:
-        dist.all_reduce(flat[:split])
-        dist.all_reduce(flat[split:], op=dist.ReduceOp.MAX)
+    for part, operation in ((flat[:split], dist.ReduceOp.SUM), (flat[split:], dist.ReduceOp.MAX)):
+        if len(part) and world.size > 1:
+            dist.all_reduce(part, op=operation)
     return dict(zip(names, flat.tolist()))
 
 
