@@ -272,7 +272,7 @@ def draw_curves(folder: Path) -> Path:
             points = [(line["step"], line[name]) for line in lines if name in line]
             marker = "o" if len(points) < 30 else ""
             axis.plot([x for x, _ in points], [y for _, y in points], label=name, marker=marker, linewidth=1.2)
-        axis.set(title=title, xlabel="step", yscale="symlog" if names == ["grad_norm"] else "linear")
+        axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
         axis.legend()
         if names[0] in ("reward", "greedy", "zero_groups"):
