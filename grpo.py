@@ -45,7 +45,7 @@ from common.distributed import (
     StopFlag,
     World,
     clip_gradients,
-    global_sum,  # <grpo>
+    global_sum,
     load_checkpoint,
     save_checkpoint,
     scale_gradients,
@@ -67,11 +67,11 @@ class Args:
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     steps: int = 150
     """Rollouts, each followed by `minibatches` optimiser steps."""
-    prompts_per_step: int = 16  # <grpo>
+    prompts_per_step: int = 16
     """P: prompts in a rollout, over all ranks."""
     group_size: int = 8
     """G: responses to each prompt (paper: 64)."""
-    minibatches: int = 4  # <grpo>
+    minibatches: int = 4
     """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (paper: 1)."""
     max_new_tokens: int = 64
     """Length limit of a response (paper: 1024)."""
@@ -89,7 +89,7 @@ class Args:
     """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
     rollout: str = "auto"
     """Sampling engine: `hf` (transformers, in this process), or `auto`."""
-    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"  # <grpo>
+    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
     """Precision of the hf engine's copy of the weights (auto: as dtype)."""
     rollout_rows: int = 1024
     """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
@@ -123,9 +123,9 @@ class Args:
     """Column of a local file that holds the reference answer."""
     wandb: str = ""
     """Weights & Biases project to log to as well (needs the package)."""
-    clip_low: float = 0.2  # <grpo>
+    clip_low: float = 0.2
     """ε below 1 (ours: the paper gives none, PPO's value)."""
-    clip_high: float = 0.2  # <grpo>
+    clip_high: float = 0.2
     """ε above 1 (ours; DAPO and STAPO widen it to 0.28)."""
     beta: float = 0.01  # <grpo>
     """β of the KL term; 0 loads no reference model (ours; paper: 0.04, R1: 0.001)."""
@@ -136,7 +136,7 @@ def advantages(rewards: Tensor) -> Tensor:
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
     # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
     # The 1e-6 only keeps 0/0 away.
-    return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]  # <grpo>
+    return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
 def policy_loss(
@@ -155,7 +155,7 @@ def policy_loss(
     All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and ranks and divides once:
     a mean of micro-batch means would be another objective.
     """
-    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response  # <grpo>
+    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <grpo>
     ratio = (logp - old_logp).exp()  # [n, T]: r, 1 (but for rounding) until this rollout's first optimiser step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
@@ -185,7 +185,7 @@ def main(args: Args, world: World) -> None:
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
-    run = Run(args, world, Path(__file__).stem, acted="clip_share")  # <grpo>
+    run = Run(args, world, Path(__file__).stem, acted="clip_share")
     stop, done = StopFlag(), 0
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)

@@ -183,7 +183,7 @@ def main(args: Args, world: World) -> None:
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
-    run = Run(args, world, Path(__file__).stem, acted="clip_share")  # <gspo>
+    run = Run(args, world, Path(__file__).stem, acted="clip_share")
     stop, done = StopFlag(), 0
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)

@@ -136,7 +136,7 @@ class Args:
     """Column of a local file that holds the reference answer."""
     wandb: str = ""
     """Weights & Biases project to log to as well (needs the package)."""
-    clip_low: float = 0.2  # <minirl>
+    clip_low: float = 0.2
     """ε below 1, of the mask (paper)."""
     clip_high: float = 0.27  # <minirl>
     """ε above 1, of the mask (paper)."""
@@ -197,7 +197,7 @@ def policy_loss(
         "weight": ((weight * mask).sum(), mask.sum()),
         "weight_max": ((weight * mask).max(), None),
     }
-    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # the mean over responses
+    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # 1/G: the mean over responses
     # </minirl>
 
 

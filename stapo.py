@@ -133,7 +133,7 @@ class Args:
     """Column of a local file that holds the reference answer."""
     wandb: str = ""
     """Weights & Biases project to log to as well (needs the package)."""
-    clip_low: float = 0.2  # <stapo>
+    clip_low: float = 0.2
     """ε below 1 (paper)."""
     clip_high: float = 0.28  # <stapo>
     """ε above 1 (paper)."""

@@ -111,6 +111,15 @@ def test_differences_lie_inside_the_marks(algorithm):
     assert 0 < changed <= BUDGET.get(algorithm, USUAL_BUDGET)
 
 
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "grpo"])
+def test_the_raw_diff_shows_no_line_twice(algorithm):
+    """Lines whose code is the same carry the same comment too, so that plain `diff` stays as short as the marks."""
+    ours, theirs = ((ROOT / f"{name}.py").read_text().splitlines() for name in (algorithm, "grpo"))
+    shown = [line for line in difflib.unified_diff(theirs, ours, n=0, lineterm="") if line[:3] not in ("---", "+++")]
+    gone, new = ({line[1:].split("  #")[0] for line in shown if line[0] == sign} for sign in "-+")
+    assert not {line for line in gone & new if line.strip() and not line.lstrip().startswith("#")}
+
+
 def test_the_marks_test_can_fail(tmp_path):
     """An unmarked change is found, a marked one and a changed comment are not."""
     trunk, other = tmp_path / "grpo.py", tmp_path / "other.py"
