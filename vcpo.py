@@ -265,8 +265,8 @@ def main(args: Args, world: World) -> None:
             rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
             rollout.advantages = advantages(rewards).flatten()  # [N]
 
-        # π_old: the weights that sampled, evaluated by the trainer. The loss does not use it: its weights are against μ,
-        # what the sampler reported, and correct for staleness and engine at once. It serves the sampler check alone.
+        # π_old: the weights that sampled, evaluated by the trainer. The loss does not use it: its weights are against
+        # μ, what the sampler reported, and correct for staleness and engine at once. The sampler check needs it.
         with run.clock("old_logp"):
             rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
             sampler = check_sampler(rollout, args, world)
