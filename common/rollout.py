@@ -48,7 +48,7 @@ class Rollout:
             return pad_sequence([torch.as_tensor(row, dtype=dtype) for row in rows], batch_first=True).to(device)
 
         routed = {"sampler_experts": padded(experts, torch.uint8)} if experts else {}
-
+        ended = [[token] for token in eos]
         return cls(
             sequences=padded([a + b + c for a, b, c in zip(prompts, prefixes, tokens)], torch.long),
             prompt_len=torch.tensor([len(a) + len(b) for a, b in zip(prompts, prefixes)], device=device),
@@ -56,13 +56,23 @@ class Rollout:
             tokens=padded(tokens, torch.long),
             mask=padded([[1.0] * len(row) for row in tokens], torch.float32),
             rollout_logp=padded(logps, torch.float32),
-            finished=torch.tensor([row[-1] in eos for row in tokens], device=device),
+            finished=torch.tensor([row[-1:] in ended for row in tokens], device=device),
             **routed,
         )
 
     def rows(self, index: Tensor | slice) -> Rollout:
         """The sub-batch of these rows."""
         return Rollout(**{name: column[index] for name, column in vars(self).items()})
+
+    @classmethod
+    def join(cls, *parts: Rollout) -> Rollout:
+        """The rows of several batches as one batch, padded to the longest."""
+
+        def joined(columns: list[Tensor]) -> Tensor:
+            flat = columns[0].dim() == 1
+            return torch.cat(columns) if flat else pad_sequence([r for c in columns for r in c], batch_first=True)
+
+        return cls(**{name: joined([getattr(part, name) for part in parts]) for name in vars(parts[0])})
 
     def __len__(self) -> int:
         return len(self.tokens)

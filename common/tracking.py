@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from common.distributed import BadInput, RunStopped, World, global_sum, setup
 
-PHASES = ("rollout", "reward", "old_logp", "update", "sync", "evaluate", "save")
+PHASES = ("rollout", "reward", "old_logp", "update", "sync", "evaluate", "save")  # a file may clock others, too
 POSITIVE = """steps prompts_per_step minibatches max_new_tokens max_prompt_tokens micro_tokens temperature lr grad_clip
     eval_every eval_problems eval_samples save_every rollout_rows""".split()
 FREE_ON_RESUME = {"steps", "run_dir", "resume", "save_every", "eval_every", "wandb"}  # these may change
@@ -190,7 +190,7 @@ class Run:
         """Append the step's line to metrics.jsonl (flushed) and show it on the progress bar."""
         seconds = self._now() - self.started
         line = {"step": step} | metrics | {"tokens_per_s": metrics.get("tokens", 0) / seconds, "seconds": seconds}
-        line |= {f"seconds_{phase}": self.seconds[phase] for phase in PHASES}
+        line |= {f"seconds_{phase}": self.seconds[phase] for phase in dict.fromkeys([*PHASES, *self.seconds])}
         self.started += seconds
         self.seconds.clear()
         if self.world.rank > 0:
@@ -227,7 +227,12 @@ class Run:
         summary = {f"{how}_before": first[how] for how in ("greedy", "sampled")}
         summary |= {f"{how}_after": last[how] for how in ("greedy", "sampled")}
         summary["seconds"] = total = sum(line["seconds"] for line in history) + self._now() - self.started
-        split = {name: sum(line[f"seconds_{name}"] for line in history) + self.seconds[name] for name in PHASES}
+        split = {name: self.seconds[name] for name in PHASES}  # since the last line: its checkpoint
+        for line in history:
+            for name in line.keys() - {"seconds"}:
+                if name.startswith("seconds_"):
+                    phase = name.removeprefix("seconds_")
+                    split[phase] = split.get(phase, 0.0) + line[name]
         split["other"] = total - sum(split.values())
         summary["seconds_split"] = split
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

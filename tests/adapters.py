@@ -7,7 +7,7 @@ import common  # noqa: F401  (before torch)
 from common.reward import MathJudge, arithmetic_reward
 from torch import Tensor
 
-ALGORITHMS = ("grpo", "gspo", "sapo", "stapo", "maspo", "minirl", "vcpo")
+ALGORITHMS = ("grpo", "gspo", "sapo", "stapo", "maspo", "minirl", "vcpo", "goldilocks", "deep_grpo")
 _math_judge: MathJudge | None = None
 
 

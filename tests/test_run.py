@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 SMALL = "--prompts_per_step 4 --minibatches 2 --group_size 4".split()
 SMALL += "--eval_problems 8 --eval_samples 1 --eval_every 2 --save_every 2".split()
 
-MORE = {"vcpo": ["--lag", 1]}  # a queue that six steps can fill
-STEPS = {"vcpo": 45}  # one update per batch, and none in the first eight steps
+MORE = {"vcpo": ["--lag", 1], "goldilocks": "--candidates 4 --teacher_batch 8 --window 20".split()}  # alive in 6 steps
+STEPS = {"vcpo": 45, "goldilocks": 35}  # one update per batch, and none in the first eight steps; harder prompts
 
 
 def run_here(monkeypatch, main, *flags: object) -> int:

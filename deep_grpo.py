@@ -1,0 +1,410 @@
+"""DEEP-GRPO: branching where a failed response can still be saved.
+
+Guo et al., "DEEP-GRPO" (Deep Dense Exploration), 2026, arXiv 2602.14169.
+
+Objective, token-means over two streams, the main responses and the branches, with r = π_θ(o_t) / π_old(o_t):
+
+    J = 1/T_main Σ_main l_t + λ 1/T_branch Σ_branch l_t - β (mean k3 over main + mean k3 over branches)
+    l_t = min(r Â, clip(r, 1-ε, 1+ε) Â)
+    Â of a main response:  R - mean R of its group's G responses;   Â of a branch:  R - mean R of its K siblings
+    a failed response is cut after segment i:  Q(i) ∝ σ(w r_i + b) r_i^γ,     r_i = (i+1) / (segments + 1),  i >= 0
+
+Gradient weight on ∇ log π_θ(o_t), before each stream's average:
+
+    main: M r Â + β (π_ref/π_θ - 1),   branch: λ M r Â + β (π_ref/π_θ - 1),   prefix of a branch: 0
+    M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
+
+Sampling more responses from the start finds more of what is found anyway. A failed response has often gone right for a
+while; K new endings from one of its own states search there, and beating one's siblings from the same state is a much
+sharper verdict than beating responses that share only the prompt. Where to cut: deep enough to be new (r^γ), early
+enough to be saved (σ, a logistic regression of "some branch succeeded" on depth, fitted while training).
+
+Differs from grpo.py in:
+1. The branches, sampled after the rewards from all failed responses at once, and joined to the batch: a branch is in
+   the mini-batch of the response it grew from. Its prompt is prompt + prefix, so the prefix gets no gradient.
+2. Advantages are mean-centred, without the standard deviation; the loss is a token-mean for each stream.
+
+Differs from the paper in:
+1. Four optimiser steps per rollout where the released code takes one, so that the clip lives. No dual clip at 3.
+2. The released code drops all rows of zero advantage; here only branches, as main rows stay in the trunk's average.
+   It also drops a step's branches if fewer than 128 are left: `--min_branches`, 0 here, as batches are small.
+3. The regression (scikit-learn there) is 2-parameter Newton; the penalty is the same: w²/2, none on b.
+
+Run it:
+    torchrun deep_grpo.py                               # laptop: embedded model and task, a few minutes, no download
+    torchrun deep_grpo.py --branch_weight 0             # the same samples, branches without weight
+    torchrun --nproc_per_node=8 deep_grpo.py --model Qwen/Qwen2.5-Math-1.5B --task math --boundary . \\
+        --prompts_per_step 64 --minibatches 1 --min_branches 128 --max_new_tokens 3072 --lr 1e-6       # the paper's
+    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 deep_grpo.py ...  # several
+"""
+
+import copy  # <grpo>
+import random  # <deep_grpo>
+from collections import deque  # <deep_grpo>
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import common  # noqa: F401  (before torch: it sets how OpenMP waits)
+import torch
+from common.data import load_task
+from common.distributed import (
+    BadInput,  # <deep_grpo>
+    StopFlag,
+    World,
+    clip_gradients,
+    gather,  # <deep_grpo>
+    global_sum,
+    load_checkpoint,
+    save_checkpoint,
+    scale_gradients,
+    shard,
+)
+from common.model import Policy, load_model
+from common.rollout import Rollout  # <deep_grpo>
+from common.rollout import all_logprobs, check_sampler, evaluate, make_engine, micro_batches, response_logprobs
+from common.tracking import Means, Run, launch
+from torch import Tensor
+
+
+@dataclass
+class Args:
+    model: str = "tiny"
+    """Hub name, local folder, or `tiny`, the embedded model."""
+    task: str = "arithmetic"
+    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or reasoning_gym:<name>."""
+    seed: int = 1
+    """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
+    steps: int = 150
+    """Rollouts, each followed by `minibatches` optimiser steps."""
+    prompts_per_step: int = 16
+    """P: prompts in a rollout, over all ranks."""
+    group_size: int = 8
+    """G: responses to each prompt (paper: 64)."""
+    minibatches: int = 4
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (paper: 1)."""
+    max_new_tokens: int = 64
+    """Length limit of a response (paper: 1024)."""
+    temperature: float = 1.0
+    """Sampling temperature, also applied in every log-probability."""
+    lr: float = 3e-4
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (paper: 1e-6 at 7B)."""
+    eval_every: int = 25
+    """Steps between two measurements on the held-out problems."""
+    save_every: int = 50
+    """Steps between two checkpoints."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the run folder, to the bit."""
+    run_dir: str = ""
+    """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
+    rollout: str = "auto"
+    """Sampling engine: `hf` (transformers, in this process), or `auto`."""
+    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
+    """Precision of the hf engine's copy of the weights (auto: as dtype)."""
+    rollout_rows: int = 1024
+    """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
+    sampler_tolerance: float = 0.0
+    """Largest mean |log π_old - log μ| before the run stops (0: 0.001 in float32, 0.05 otherwise)."""
+    micro_tokens: int = 16384
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient."""
+    warmup: int = 5
+    """Steps over which lr rises linearly."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    grad_clip: float = 1.0
+    """Largest gradient norm."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights are float32."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward: less memory, a third more compute."""
+    eval_task: str = ""
+    """Set to measure on (default: the task's own test split, or problems held back from it)."""
+    eval_problems: int = 256
+    """Held-out problems."""
+    eval_samples: int = 4
+    """Sampled responses to each held-out problem, beside the greedy one."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are dropped at load."""
+    instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
+    """Appended to every text prompt."""
+    prompt_column: str = "prompt"
+    """Column of a local file that holds the prompt."""
+    answer_column: str = "answer"
+    """Column of a local file that holds the reference answer."""
+    wandb: str = ""
+    """Weights & Biases project to log to as well (needs the package)."""
+    clip_low: float = 0.2
+    """ε below 1 (ours: the paper gives none, PPO's value)."""
+    clip_high: float = 0.2
+    """ε above 1 (ours; DAPO and STAPO widen it to 0.28)."""
+    beta: float = 1e-4  # <deep_grpo>
+    """β of the KL term; 0 loads no reference model (paper)."""
+    boundary: str = ";"  # <deep_grpo>
+    """Text that ends a segment of a response: a token that ends in it is a place to branch (paper: `.`)."""
+    branches: int = 8  # <deep_grpo>
+    """K: new endings from each pivot (paper)."""
+    branch_weight: float = 1.0  # <deep_grpo>
+    """λ: weight of the branches' stream (paper)."""
+    depth_power: float = 2.0  # <deep_grpo>
+    """γ: preference for deep pivots (paper)."""
+    min_branches: int = 0  # <deep_grpo>
+    """With fewer branches of non-zero advantage a step uses none (released code: 128)."""
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """Mean-centred: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [0.75, -0.25, -0.25, -0.25]."""
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
+    return centred  # <deep_grpo>
+
+
+# <deep_grpo>
+def pivots(response: list[int], boundaries: set[int]) -> list[int]:
+    """Prefix lengths at which a response may be cut: 0, the root, and each segment's end but the last one's."""
+    return [0] + [i for i, token in enumerate(response, 1) if token in boundaries and i < len(response)]
+
+
+def pivot_distribution(count: int, w: float, b: float, depth_power: float) -> tuple[Tensor, Tensor]:
+    """Depths r `[count]` of a response's pivots and Q, the probability of each: ∝ σ(w r + b) r^γ."""
+    depth = torch.arange(1, count + 1).double() / (count + 1)  # [count]: never 0, the root can be drawn too
+    weight = torch.sigmoid(w * depth + b) * depth**depth_power  # [count]
+    return depth, weight / weight.sum()
+
+
+def fit_success(feedback: list[tuple[float, float]]) -> tuple[float, float]:
+    """(w, b) of P(some branch succeeds | depth) = σ(w depth + b), from (depth, 0 or 1) pairs: least Σ log-loss + w²/2.
+
+    Up to 10 pairs, or while all had the same outcome, it is P = 1 everywhere: w = 0, b = ∞.
+    """
+    if len(feedback) <= 10 or len({success for _, success in feedback}) < 2:
+        return 0.0, float("inf")
+    depth, success = torch.tensor(feedback, dtype=torch.float64).T  # [n], [n]
+    features = torch.stack([depth, torch.ones_like(depth)], dim=1)  # [n, 2]
+    parameters, penalty = torch.zeros(2, dtype=torch.float64), torch.tensor([1.0, 0.0], dtype=torch.float64)
+    for _ in range(30):  # Newton's method
+        p = torch.sigmoid(features @ parameters)  # [n]
+        gradient = features.T @ (p - success) + penalty * parameters  # [2]
+        hessian = features.T @ (features * (p * (1 - p))[:, None]) + penalty.diag()  # [2, 2]
+        parameters = parameters - torch.linalg.solve(hessian, gradient)
+    return tuple(parameters.tolist())
+
+
+# </deep_grpo>
+def policy_loss(
+    args: Args,
+    *,
+    logp: Tensor,
+    old_logp: Tensor,
+    rollout_logp: Tensor,
+    entropy: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    ref_logp: Tensor | None = None,  # <grpo>
+    branch: Tensor | None = None,  # <deep_grpo>
+    balance: float | None = None,  # <deep_grpo>
+) -> tuple[Tensor, Tensor, dict]:
+    """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
+
+    All `[n, T]` but advantages `[n]`, branch `[n]`, 1 on branches and 0 on main rows, and balance, T_main / T_branch of
+    the whole mini-batch (default: of these rows). The caller adds sums and counts up over micro-batches and ranks and
+    divides once: a mean of micro-batch means would be another objective.
+    """
+    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    # <deep_grpo>
+    branch = torch.zeros_like(advantages) if branch is None else branch  # [n]
+    main, branched = ((mask.sum(dim=1) * share).sum() for share in (1 - branch, branch))  # tokens of each stream
+    if balance is None:
+        balance = main / branched.clamp(min=1)
+    # </deep_grpo>
+    # <grpo>
+    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 (but for rounding) until this rollout's first optimiser step
+    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
+    # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can be brought back.
+    objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
+    objective = objective * (1 + (args.branch_weight - 1) * branch)[:, None]  # [n, T]: λ on branches  # <deep_grpo>
+    cut = ((A > 0) & (ratio > 1 + args.clip_high)) | ((A < 0) & (ratio < 1 - args.clip_low))  # [n, T]: M = 0
+    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
+    if args.beta > 0:
+        log_ref_ratio = ref_logp - logp  # [n, T]: log(π_ref/π_θ), in this direction; reversed it estimates another KL
+        k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
+        objective = objective - args.beta * k3  # [n, T]
+        stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
+    # <deep_grpo>
+    # The caller divides by T_main; times T_main / T_branch first, the branches are averaged over their own tokens.
+    per_response = (objective * mask).sum(dim=1) * (1 + (balance - 1) * branch)  # [n]
+    return -per_response.sum(), main, stats
+    # </deep_grpo>
+    # </grpo>
+
+
+def main(args: Args, world: World) -> None:
+    """The whole training loop."""
+    lm, tokenizer = load_model(args.model)
+    task = load_task(args, tokenizer)
+    engine = make_engine(args, lm, world)
+    if args.beta > 0:  # <grpo>
+        reference = shard(Policy(copy.deepcopy(lm)), world, args.dtype).requires_grad_(False)
+    # </grpo>
+    policy = shard(Policy(lm), world, args.dtype)
+    if args.gradient_checkpointing:
+        policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
+    run = Run(args, world, Path(__file__).stem, acted="extra_tokens")  # <deep_grpo>
+    stop, done = StopFlag(), 0
+    # <deep_grpo>
+    vocabulary = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+    boundaries = {token for token, text in enumerate(vocabulary) if text.rstrip(" ").endswith(args.boundary)}
+    if not args.boundary or not boundaries or args.branches < 2:
+        raise BadInput(f"--boundary {args.boundary!r}: no token ends in it; or --branches {args.branches}: below 2")
+    feedback: deque[tuple[float, float]] = deque(maxlen=10_000)  # (depth, some branch succeeded) of the latest pivots
+    # </deep_grpo>
+    if args.resume:
+        done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
+        engine.load_state_dict(state["engine"])
+        feedback.extend(state["feedback"])  # <deep_grpo>
+    engine.sync(policy)
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
+    run.start(task, done)
+    if done == 0:
+        with run.clock("evaluate"):
+            before = evaluate(engine, task, tokenizer, args, world)
+        run.log(0, before)
+
+    for step in run.steps(done):
+        means = Means()
+
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step: nothing else to save.
+        with run.clock("rollout"):
+            cursor = (step - 1) * args.prompts_per_step + world.rank * P
+            problems = [task.train(cursor + i) for i in range(P)]
+            rollout = engine.generate([p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature)
+            N = len(rollout)  # P·G rows, a group's G rows side by side
+
+        # Reward and advantages. Groups never span ranks, so their statistics need no communication.
+        with run.clock("reward"):
+            texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+            scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+            rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+            rollout.advantages = advantages(rewards).flatten()  # [N]
+
+        # <deep_grpo>
+        # Branches: every failed response is cut at one of its pivots and gets K new endings, all sampled in one batch.
+        with run.clock("branch"):
+            rng, K = random.Random(f"{args.seed}/{step}/{world.rank}"), args.branches  # of the step: nothing to save
+            w, b = fit_success(list(feedback))
+            failed = (rewards.flatten() <= 0).nonzero()[:, 0]  # [F]: rows
+            responses, prefixes, depths = rollout.response_ids(), [], []
+            for row in failed.tolist():
+                cuts = pivots(responses[row], boundaries)
+                depth, chances = pivot_distribution(len(cuts), w, b, args.depth_power)
+                i = rng.choices(range(len(cuts)), chances.tolist())[0]
+                prefixes.append(responses[row][: cuts[i]])
+                depths.append(depth[i].item())
+            rollout.origin, rollout.branch = torch.arange(N, device=world.device), torch.zeros(N, device=world.device)
+            outcome, grown = rewards.new_zeros(0, K), rollout.rows(slice(0, 0))
+            if len(failed):
+                grown_from = [problems[row // G] for row in failed.tolist()]
+                starts = [problem.prompt_ids for problem in grown_from]
+                grown = engine.generate(starts, K, args.max_new_tokens, args.temperature, prefixes)
+                texts = tokenizer.batch_decode(grown.response_ids(), skip_special_tokens=True)
+                scores = task.judge(texts, [problem.answer for problem in grown_from for _ in range(K)])
+                outcome = torch.tensor(scores, device=world.device).view(-1, K)  # [F, K]
+                grown.advantages = advantages(outcome).flatten()  # [F·K]: over siblings only, the parent is not one
+                grown.origin, grown.branch = failed.repeat_interleave(K), torch.ones_like(grown.advantages)
+            branch_tokens, saved = grown.mask.sum(), (outcome > 0).any(dim=1)  # [], [F]
+            feedback.extend(zip(gather(torch.tensor(depths), world).tolist(), gather(saved.float(), world).tolist()))
+            grown = grown.rows(grown.advantages.abs() > 1e-8)  # all right or all wrong: nothing to learn
+            if global_sum({"rows": len(grown)}, world)["rows"] >= args.min_branches:
+                rollout = Rollout.join(rollout, grown)
+        # </deep_grpo>
+
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come from other kernels,
+        # and a ratio against them would mix two things: how far the policy moved, and how the engines differ.
+        with run.clock("old_logp"):
+            rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
+            if args.beta > 0:  # <grpo>
+                rollout.ref_logp, _ = all_logprobs(reference, rollout, args, world)  # [N, T]
+            # </grpo>
+            sampler = check_sampler(rollout, args, world)
+
+        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as memory asks for.
+        with run.clock("update"):
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+            for first in range(0, N, N // args.minibatches):
+                # <deep_grpo>
+                inside = (first <= rollout.origin) & (rollout.origin < first + N // args.minibatches)  # [rows]
+                minibatch = rollout.rows(inside)
+                lengths = minibatch.mask.sum(dim=1)  # [n]
+                streams = {"main": lengths @ (1 - minibatch.branch), "branch": lengths @ minibatch.branch}
+                streams = global_sum(streams, world)
+                # </deep_grpo>
+                denominator = 0.0
+                for rows in micro_batches(minibatch, args.micro_tokens, world):
+                    micro = minibatch.rows(rows)
+                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T], [n, T]
+                    loss, count, stats = policy_loss(
+                        args,
+                        logp=logp,
+                        old_logp=micro.old_logp,
+                        rollout_logp=micro.rollout_logp,
+                        entropy=entropy,
+                        advantages=micro.advantages,
+                        mask=micro.mask,
+                        ref_logp=micro.ref_logp if args.beta > 0 else None,  # <grpo>
+                        branch=micro.branch,  # <deep_grpo>
+                        balance=streams["main"] / max(1.0, streams["branch"]),  # <deep_grpo>
+                    )
+                    loss.backward()  # sums: gradients add up over micro-batches
+                    denominator = denominator + count
+                    means.add(loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats)
+                # FSDP has averaged the ranks' gradients: times their number is the sum, over the global count the mean.
+                scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
+                means.add(grad_norm=(clip_gradients(policy, args.grad_clip), 1))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        with run.clock("sync"):
+            engine.sync(policy)
+
+        # <deep_grpo>
+        tokens = rollout.mask[:N].sum()  # of the main stream: its rows come first
+        depths, wrong = torch.tensor(depths), (rewards <= 0).all(dim=1)  # [F], [P]
+        rescued = torch.zeros(P, device=world.device).index_fill(0, failed[saved] // G, 1.0) * wrong  # [P]
+        for quarter in (1, 2, 3, 4):  # histogram of the depths at which branches start
+            means.add(**{f"pivots_quarter_{quarter}": (((depths * 4).ceil() == quarter).sum(), len(depths))})
+        means.add(
+            failed=(len(failed), N),
+            branch_reward=(outcome.sum(), outcome.numel()),
+            pivots_saved=(saved.sum(), len(saved)),
+            groups_rescued=(rescued.sum(), wrong.sum()),
+            extra_tokens=(branch_tokens, tokens),
+            branches_used=(len(rollout) - N, None),
+        )
+        # </deep_grpo>
+        means.add(
+            reward=(rewards.sum(), N),
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no reward gradient
+            response_len=(tokens, N),
+            truncated=((~rollout.finished[:N]).sum(), N),  # <deep_grpo>
+            tokens=(tokens + branch_tokens, None),  # <deep_grpo>
+            judge_killed=(getattr(task.judge, "killed", 0), None),  # answers so far that broke the judge's bounds
+        )
+        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        metrics |= {"fit_w": w, "fit_b": b} if b < float("inf") else {}  # <deep_grpo>
+        if step % args.eval_every == 0 or step == args.steps:
+            with run.clock("evaluate"):
+                metrics |= evaluate(engine, task, tokenizer, args, world)
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs a line that will be written again
+        done, stopping = step, stop.anywhere(world)
+        if step % args.save_every == 0 or step == args.steps or stopping:
+            with run.clock("save"):
+                state = {"engine": engine.state_dict()}
+                state["feedback"] = list(feedback)  # <deep_grpo>
+                save_checkpoint(run.checkpoints, step, policy, optimizer, state, world)
+        if stopping:
+            break
+    run.finish(done)
+
+
+if __name__ == "__main__":
+    launch(main, Args)

@@ -1,0 +1,430 @@
+"""Goldilocks RL: a teacher that picks prompts which are neither too easy nor too hard.
+
+Mahrooghi, Lotfi, Abbe (EPFL, Apple), "Goldilocks RL", 2026, arXiv 2602.14868.
+
+The student's objective on the prompts q it is given is GRPO's:
+
+    J = 1/G Σ_i 1/|o_i| Σ_t { min(r Â_i, clip(r, 1-ε, 1+ε) Â_i) - β k3 },     Â_i = (R_i - mean R) / std R
+
+New is which prompts those are. With p the student's chance to solve q, and rewards 0 or 1,
+
+    |∇J_q| = sqrt(p (1-p)) · | E[∇ log π | right] - E[∇ log π | wrong] |     (on-policy; without the std: p (1-p) · ...)
+
+so a prompt always or never solved teaches nothing, and one solved half of the time teaches most. The teacher predicts
+this from the text alone, trained by squared error on sqrt(p̂ (1-p̂)) of the student's own groups:
+
+    f(q) = 1/2 σ(w · mean_t h_t(q) + b),     h: last hidden states of a causal language model
+
+Gradient weight on ∇ log π_θ(o_t), before the two averages:
+
+    M r Â + β (π_ref/π_θ - 1),     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
+
+For each slot of the batch K candidates are drawn and the one of the largest f(q) is taken, or with probability ε a
+random one. No prompt needs a history: the teacher judges ones that were never tried.
+
+Differs from grpo.py in:
+1. The choice of prompts, before the rollout; the teacher's update, after the rewards. The teacher is a second model
+   with an optimiser of its own, sharded over the ranks and saved like the policy. The loss is grpo.py's.
+
+Differs from the paper in:
+1. K, ε, the window, the teacher's optimiser, batch and learning rates are ours (no public code gives them); so are
+   one tournament per slot, and no prompt twice in a batch.
+2. The teacher takes turns with the student on the same devices; the paper gives it 2 of 8 GPUs.
+
+Run it:
+    torchrun goldilocks.py                              # laptop: embedded model and task, two minutes, no download
+    torchrun goldilocks.py --epsilon 1                  # the same with prompts drawn uniformly
+    torchrun --nproc_per_node=8 goldilocks.py --model Qwen/Qwen2.5-1.5B --task math --teacher_lr 1e-5 \\
+        --prompts_per_step 64 --group_size 16 --max_new_tokens 2048 --lr 1e-6                                # one node
+    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 goldilocks.py ... # several
+"""
+
+import copy  # <grpo>
+import random  # <goldilocks>
+from collections import deque  # <goldilocks>
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import common  # noqa: F401  (before torch: it sets how OpenMP waits)
+import torch
+from common.data import load_task
+from common.distributed import (
+    BadInput,  # <goldilocks>
+    StopFlag,
+    World,
+    clip_gradients,
+    gather,  # <goldilocks>
+    global_sum,
+    load_checkpoint,
+    save_checkpoint,
+    scale_gradients,
+    shard,
+)
+from common.model import Policy, load_model
+from common.rollout import Rollout  # <goldilocks>
+from common.rollout import all_logprobs, check_sampler, evaluate, make_engine, micro_batches, response_logprobs
+from common.tracking import Means, Run, launch
+from torch import Tensor, nn  # <goldilocks>
+
+
+@dataclass
+class Args:
+    model: str = "tiny"
+    """Hub name, local folder, or `tiny`, the embedded model."""
+    task: str = "arithmetic"
+    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or reasoning_gym:<name>."""
+    seed: int = 1
+    """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
+    steps: int = 150
+    """Rollouts, each followed by `minibatches` optimiser steps."""
+    prompts_per_step: int = 16
+    """P: prompts in a rollout, over all ranks."""
+    group_size: int = 8
+    """G: responses to each prompt (paper: 64)."""
+    minibatches: int = 4
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (paper: 1)."""
+    max_new_tokens: int = 64
+    """Length limit of a response (paper: 1024)."""
+    temperature: float = 1.0
+    """Sampling temperature, also applied in every log-probability."""
+    lr: float = 3e-4
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (paper: 1e-6 at 7B)."""
+    eval_every: int = 25
+    """Steps between two measurements on the held-out problems."""
+    save_every: int = 50
+    """Steps between two checkpoints."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the run folder, to the bit."""
+    run_dir: str = ""
+    """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
+    rollout: str = "auto"
+    """Sampling engine: `hf` (transformers, in this process), or `auto`."""
+    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
+    """Precision of the hf engine's copy of the weights (auto: as dtype)."""
+    rollout_rows: int = 1024
+    """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
+    sampler_tolerance: float = 0.0
+    """Largest mean |log π_old - log μ| before the run stops (0: 0.001 in float32, 0.05 otherwise)."""
+    micro_tokens: int = 16384
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient."""
+    warmup: int = 5
+    """Steps over which lr rises linearly."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    grad_clip: float = 1.0
+    """Largest gradient norm."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights are float32."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward: less memory, a third more compute."""
+    eval_task: str = ""
+    """Set to measure on (default: the task's own test split, or problems held back from it)."""
+    eval_problems: int = 256
+    """Held-out problems."""
+    eval_samples: int = 4
+    """Sampled responses to each held-out problem, beside the greedy one."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are dropped at load."""
+    instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
+    """Appended to every text prompt."""
+    prompt_column: str = "prompt"
+    """Column of a local file that holds the prompt."""
+    answer_column: str = "answer"
+    """Column of a local file that holds the reference answer."""
+    wandb: str = ""
+    """Weights & Biases project to log to as well (needs the package)."""
+    clip_low: float = 0.2
+    """ε below 1 (ours: the paper gives none, PPO's value)."""
+    clip_high: float = 0.2
+    """ε above 1 (ours; DAPO and STAPO widen it to 0.28)."""
+    beta: float = 0.01  # <grpo>
+    """β of the KL term; 0 loads no reference model (ours; paper: 0.04, R1: 0.001)."""
+    teacher: str = ""  # <goldilocks>
+    """Model whose backbone the teacher starts from: hub name or folder (default: the student's)."""
+    candidates: int = 16  # <goldilocks>
+    """K: prompts that compete for each slot of the batch (ours)."""
+    epsilon: float = 0.1  # <goldilocks>
+    """Share of slots that go to a random candidate: they keep the teacher's sample honest (ours)."""
+    window: int = 2048  # <goldilocks>
+    """Latest (prompt, value) pairs the teacher learns from; older ones describe an older student (ours)."""
+    teacher_batch: int = 64  # <goldilocks>
+    """Pairs in one update of the teacher; selection begins when the window holds as many (ours)."""
+    teacher_updates: int = 2  # <goldilocks>
+    """Updates of the teacher per step (ours)."""
+    teacher_lr: float = 1e-3  # <goldilocks>
+    """AdamW's learning rate of the teacher, ten times that for its head (ours; 1e-5 for a real model)."""
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
+    # The 1e-6 only keeps 0/0 away.
+    return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
+
+
+# <goldilocks>
+class Teacher(nn.Module):
+    """f(q) = 1/2 σ(w · mean_t h_t(q) + b): what a prompt can teach the student, from its text alone."""
+
+    def __init__(self, backbone: nn.Module):
+        super().__init__()
+        self.lm, self.head = backbone, nn.Linear(backbone.config.hidden_size, 1)
+        nn.init.zeros_(self.head.weight), nn.init.zeros_(self.head.bias)  # at first every prompt is worth 1/4
+
+    def forward(self, sequences: Tensor, lengths: Tensor) -> Tensor:
+        """`sequences [n, S]` right-padded, `lengths [n]` -> `[n]` in (0, 1/2)."""
+        hidden = self.lm(input_ids=sequences, use_cache=False).last_hidden_state  # [n, S, H]
+        real = torch.arange(sequences.shape[1], device=sequences.device) < lengths[:, None]  # [n, S]: no padding
+        mean = (hidden * real[..., None]).sum(dim=1) / lengths[:, None]  # [n, H]
+        return 0.5 * self.head(mean)[:, 0].float().sigmoid()  # the range of sqrt(p (1-p))
+
+
+def learning_value(rewards: Tensor) -> Tensor:
+    """sqrt(p̂ (1-p̂)) of each group `[P, G]` -> `[P]`. All wrong or all right is 0: a verdict too, not a missing one."""
+    solved = rewards.mean(dim=1).clamp(0, 1)  # [P]: p̂
+    return (solved * (1 - solved)).sqrt()
+
+
+def select(values: Tensor, candidates: list[list[str]], epsilon: float, rng: random.Random) -> list[tuple[int, bool]]:
+    """For each slot the candidate it takes and whether by chance: ε-greedy argmax of `values [B, K]`, none twice."""
+    chosen, taken = [], set()
+    for scores, prompts in zip(values.tolist(), candidates):
+        order, chance = sorted(range(len(prompts)), key=lambda k: -scores[k]), rng.random() < epsilon
+        if chance:
+            rng.shuffle(order)
+        k = next((k for k in order if prompts[k] not in taken), order[0])
+        taken.add(prompts[k])
+        chosen.append((k, chance))
+    return chosen
+
+
+def teacher_values(
+    args: Args, teacher: nn.Module, prompts: list[list[int]], world: World, targets: Tensor | None = None
+) -> Tensor:
+    """f(q) of this rank's prompts `[n]`. With `targets [n]` it also adds the gradient of Σ (f - target)²."""
+    nothing, values = [[]] * len(prompts), torch.zeros(len(prompts), device=world.device)  # [n]
+    batch = Rollout.pack(prompts, nothing, nothing, nothing, [], [], world.device)  # prompts without responses
+    for rows in micro_batches(batch, args.micro_tokens, world):
+        micro = batch.rows(rows)
+        with torch.set_grad_enabled(targets is not None):
+            found = teacher(micro.sequences[:, : micro.prompt_len.max()], micro.prompt_len)  # [b]
+        if targets is not None:
+            (found - targets[rows]).square().sum().backward()
+        values[rows] = found.detach()
+    return values
+
+
+def teach(
+    args: Args, teacher: nn.Module, optimizer: torch.optim.Optimizer, pairs: list, rng: random.Random, world: World
+) -> None:
+    """One update on `--teacher_batch` random rows (prompt ids, value, ...): squared error, each rank its share."""
+    share = rng.sample(pairs, args.teacher_batch)[world.rank :: world.size]
+    targets = torch.tensor([pair[1] for pair in share], device=world.device)  # [n]
+    teacher_values(args, teacher, [pair[0] for pair in share], world, targets)
+    scale_gradients(teacher, world.size / args.teacher_batch)
+    clip_gradients(teacher, args.grad_clip)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def rank_correlation(a: Tensor, b: Tensor) -> float:
+    """Spearman's: the correlation of the ranks, equal values sharing theirs; 0 where all of a side are equal."""
+    ranks = [(x[:, None] > x).double().sum(dim=1) + (x[:, None] == x).double().sum(dim=1) / 2 for x in (a, b)]
+    return torch.corrcoef(torch.stack(ranks))[0, 1].nan_to_num().item()
+
+
+# </goldilocks>
+def policy_loss(
+    args: Args,
+    *,
+    logp: Tensor,
+    old_logp: Tensor,
+    rollout_logp: Tensor,
+    entropy: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    ref_logp: Tensor | None = None,  # <grpo>
+) -> tuple[Tensor, Tensor, dict]:
+    """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
+
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and ranks and divides once:
+    a mean of micro-batch means would be another objective.
+    """
+    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    # <grpo>
+    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 (but for rounding) until this rollout's first optimiser step
+    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
+    # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can be brought back.
+    objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
+    cut = ((A > 0) & (ratio > 1 + args.clip_high)) | ((A < 0) & (ratio < 1 - args.clip_low))  # [n, T]: M = 0
+    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
+    if args.beta > 0:
+        log_ref_ratio = ref_logp - logp  # [n, T]: log(π_ref/π_θ), in this direction; reversed it estimates another KL
+        k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
+        objective = objective - args.beta * k3  # [n, T]
+        stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
+    per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|o_i|
+    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # 1/G: the mean over responses
+    # </grpo>
+
+
+def main(args: Args, world: World) -> None:
+    """The whole training loop."""
+    lm, tokenizer = load_model(args.model)
+    task = load_task(args, tokenizer)
+    engine = make_engine(args, lm, world)
+    if args.beta > 0:  # <grpo>
+        reference = shard(Policy(copy.deepcopy(lm)), world, args.dtype).requires_grad_(False)
+    # </grpo>
+    # <goldilocks>
+    if args.candidates < 1 or args.teacher_batch % world.size or not 0 < args.teacher_batch <= args.window:
+        raise BadInput("--candidates is below 1, or --teacher_batch no multiple of the ranks or above --window")
+    backbone, teacher_tokenizer = load_model(args.teacher or args.model)
+    teacher = shard(Teacher(backbone.base_model), world, args.dtype)
+    groups = [{"params": teacher.lm.parameters()}, {"params": teacher.head.parameters(), "lr": 10 * args.teacher_lr}]
+    teacher_optimizer = torch.optim.AdamW(groups, lr=args.teacher_lr, weight_decay=0.0)
+    window = deque(maxlen=args.window)  # (prompt ids, observed value, predicted value, whether taken by chance)
+    # </goldilocks>
+    policy = shard(Policy(lm), world, args.dtype)
+    if args.gradient_checkpointing:
+        policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
+    both, optimizers = nn.ModuleList([policy, teacher]), [optimizer, teacher_optimizer]  # <goldilocks>
+    run = Run(args, world, Path(__file__).stem, acted="chosen_over_mean")  # <goldilocks>
+    stop, done = StopFlag(), 0
+    if args.resume:
+        done, state = load_checkpoint(run.checkpoints, both, optimizers, world)  # <goldilocks>
+        engine.load_state_dict(state["engine"])
+        window.extend(state["window"])  # <goldilocks>
+    engine.sync(policy)
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
+    run.start(task, done)
+    if done == 0:
+        with run.clock("evaluate"):
+            before = evaluate(engine, task, tokenizer, args, world)
+        run.log(0, before)
+
+    for step in run.steps(done):
+        means = Means()
+
+        # <goldilocks>
+        # Choice: K candidates for every slot of the batch. Each rank scores those of its own slots, then all choose for
+        # all slots alike, so that none takes a prompt that another has taken.
+        with run.clock("teacher"):
+            rng, K, B = random.Random(f"{args.seed}/{step}"), args.candidates, args.prompts_per_step
+            pool = [[task.train(slot * K + k) for k in range(K)] for slot in range((step - 1) * B, step * B)]  # [B, K]
+            mine = slice(world.rank * P, (world.rank + 1) * P)  # this rank's slots
+            asked = [teacher_tokenizer(p.prompt)["input_ids"] for candidates in pool[mine] for p in candidates]
+            values = gather(teacher_values(args, teacher, asked, world), world).view(-1, K)  # [B, K]
+            epsilon = args.epsilon if len(window) >= args.teacher_batch else 1.0  # uniform until there is a teacher
+            choice = select(values, [[p.prompt for p in candidates] for candidates in pool], epsilon, rng)
+            predicted = values[range(B), [k for k, _ in choice]].cpu()  # [B]
+        # </goldilocks>
+
+        # Rollout: this rank's P prompts, G responses each.
+        with run.clock("rollout"):
+            problems = [candidates[k] for candidates, (k, _) in zip(pool[mine], choice[mine])]  # <goldilocks>
+            rollout = engine.generate([p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature)
+            N = len(rollout)  # P·G rows, a group's G rows side by side
+
+        # Reward and advantages. Groups never span ranks, so their statistics need no communication.
+        with run.clock("reward"):
+            texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+            scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+            rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+            rollout.advantages = advantages(rewards).flatten()  # [N]
+
+        # <goldilocks>
+        with run.clock("teacher"):
+            observed = gather(learning_value(rewards), world).cpu()  # [B]
+            prompts = [candidates[k].prompt for candidates, (k, _) in zip(pool, choice)]
+            ids = [teacher_tokenizer(prompt)["input_ids"] for prompt in prompts]
+            window.extend(zip(ids, observed.tolist(), predicted.tolist(), (chance for _, chance in choice)))
+            for _ in range(args.teacher_updates if len(window) >= args.teacher_batch else 0):
+                teach(args, teacher, teacher_optimizer, list(window), rng, world)
+        # The teacher is judged on random prompts, by what it said before they were tried. (What it chose itself is all
+        # alike: there the correlation is near 0 even for a good teacher.)
+        tried = [(f, y) for _, y, f, chance in window if chance][-args.teacher_batch :]
+        f, y = torch.tensor(tried).view(-1, 2).T  # [b], [b]
+        by_chance, idle = torch.tensor([chance for _, chance in choice]), observed == 0  # [B], [B]
+        means.add(
+            chosen_over_mean=(((predicted - values.cpu().mean(dim=1)) * ~by_chance).sum(), (~by_chance).sum()),
+            teacher_mean=(values.sum(), values.numel()),
+            teacher_mse=((f - y).square().sum(), len(f)),
+            teacher_rank_corr=(rank_correlation(f, y), 1),
+            zero_groups_chosen=((idle & ~by_chance).sum(), (~by_chance).sum()),
+            zero_groups_uniform=((idle & by_chance).sum(), by_chance.sum()),
+            terms=(sum(len(p) // 2 for p in prompts), B * (task.name == "arithmetic")),  # drawn evenly: 4.5
+        )
+        # </goldilocks>
+
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come from other kernels,
+        # and a ratio against them would mix two things: how far the policy moved, and how the engines differ.
+        with run.clock("old_logp"):
+            rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
+            if args.beta > 0:  # <grpo>
+                rollout.ref_logp, _ = all_logprobs(reference, rollout, args, world)  # [N, T]
+            # </grpo>
+            sampler = check_sampler(rollout, args, world)
+
+        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as memory asks for.
+        with run.clock("update"):
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+            for first in range(0, N, N // args.minibatches):
+                minibatch = rollout.rows(slice(first, first + N // args.minibatches))
+                denominator = 0.0
+                for rows in micro_batches(minibatch, args.micro_tokens, world):
+                    micro = minibatch.rows(rows)
+                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T], [n, T]
+                    loss, count, stats = policy_loss(
+                        args,
+                        logp=logp,
+                        old_logp=micro.old_logp,
+                        rollout_logp=micro.rollout_logp,
+                        entropy=entropy,
+                        advantages=micro.advantages,
+                        mask=micro.mask,
+                        ref_logp=micro.ref_logp if args.beta > 0 else None,  # <grpo>
+                    )
+                    loss.backward()  # sums: gradients add up over micro-batches
+                    denominator = denominator + count
+                    means.add(loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats)
+                # FSDP has averaged the ranks' gradients: times their number is the sum, over the global count the mean.
+                scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
+                means.add(grad_norm=(clip_gradients(policy, args.grad_clip), 1))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        with run.clock("sync"):
+            engine.sync(policy)
+
+        tokens = rollout.mask.sum()
+        means.add(
+            reward=(rewards.sum(), N),
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no reward gradient
+            response_len=(tokens, N),
+            truncated=((~rollout.finished).sum(), N),
+            tokens=(tokens, None),
+            judge_killed=(getattr(task.judge, "killed", 0), None),  # answers so far that broke the judge's bounds
+        )
+        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        if step % args.eval_every == 0 or step == args.steps:
+            with run.clock("evaluate"):
+                metrics |= evaluate(engine, task, tokenizer, args, world)
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs a line that will be written again
+        done, stopping = step, stop.anywhere(world)
+        if step % args.save_every == 0 or step == args.steps or stopping:
+            with run.clock("save"):
+                state = {"engine": engine.state_dict()}
+                state["window"] = list(window)  # <goldilocks>
+                save_checkpoint(run.checkpoints, step, both, optimizers, state, world)  # <goldilocks>
+        if stopping:
+            break
+    run.finish(done)
+
+
+if __name__ == "__main__":
+    launch(main, Args)
