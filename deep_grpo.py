@@ -170,6 +170,16 @@ def pivot_distribution(count: int, w: float, b: float, depth_power: float) -> tu
     return depth, weight / weight.sum()
 
 
+def choose_pivot(
+    response: list[int], boundaries: set[int], w: float, b: float, depth_power: float, rng: random.Random
+) -> tuple[int, float]:
+    """How many tokens of a failed response are kept, drawn from Q, and how deep that is."""
+    cuts = pivots(response, boundaries)
+    depth, chances = pivot_distribution(len(cuts), w, b, depth_power)
+    i = rng.choices(range(len(cuts)), chances.tolist())[0]
+    return cuts[i], depth[i].item()
+
+
 def fit_success(feedback: list[tuple[float, float]]) -> tuple[float, float]:
     """(w, b) of P(some branch succeeds | depth) = σ(w depth + b), from (depth, 0 or 1) pairs: least Σ log-loss + w²/2.
 
@@ -289,16 +299,14 @@ def main(args: Args, world: World) -> None:
         # <deep_grpo>
         # Branches: every failed response is cut at one of its pivots and gets K new endings, all sampled in one batch.
         with run.clock("branch"):
-            rng, K = random.Random(f"{args.seed}/{step}/{world.rank}"), args.branches  # of the step: nothing to save
-            w, b = fit_success(list(feedback))
+            K, (w, b) = args.branches, fit_success(list(feedback))
             failed = (rewards.flatten() <= 0).nonzero()[:, 0]  # [F]: rows
             responses, prefixes, depths = rollout.response_ids(), [], []
             for row in failed.tolist():
-                cuts = pivots(responses[row], boundaries)
-                depth, chances = pivot_distribution(len(cuts), w, b, args.depth_power)
-                i = rng.choices(range(len(cuts)), chances.tolist())[0]
-                prefixes.append(responses[row][: cuts[i]])
-                depths.append(depth[i].item())
+                rng = random.Random(f"{args.seed}/{cursor * G + row}")  # each response's own: nothing to save
+                kept, depth = choose_pivot(responses[row], boundaries, w, b, args.depth_power, rng)
+                prefixes.append(responses[row][:kept])
+                depths.append(depth)
             rollout.origin, rollout.branch = torch.arange(N, device=world.device), torch.zeros(N, device=world.device)
             outcome, grown = rewards.new_zeros(0, K), rollout.rows(slice(0, 0))
             if len(failed):

@@ -5,6 +5,7 @@
 
 import importlib
 import sys
+import zlib
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -26,14 +27,24 @@ G = 4
 
 
 class Fixed:
-    """An engine that returns a stored rollout: this rank's share of it."""
+    """An engine that returns a stored rollout: this rank's share of it. Branches depend on their prefix alone."""
 
     def __init__(self, rollout: Rollout, world: World):
         share = len(rollout) // world.size
         self.rollout = rollout.rows(slice(world.rank * share, (world.rank + 1) * share))
+        self.world = world
 
-    def generate(self, *arguments: object) -> Rollout:
-        return Rollout(**vars(self.rollout))
+    def generate(self, prompts: list, n: int, limit: int, temperature: float, prefixes: list | None = None) -> Rollout:
+        if prefixes is None:
+            return Rollout(**vars(self.rollout))
+        groups = []
+        for prompt, prefix in zip(prompts, prefixes):
+            engine = HFEngine(load_model("tiny")[0], self.world, seed=0, dtype="float32", max_rows=1024)
+            engine.generator.manual_seed(zlib.crc32(bytes(prompt + prefix)))
+            groups.append(engine.generate([prompt], n, limit, temperature, [prefix]))
+            noise = torch.randn(groups[-1].mask.shape, generator=engine.generator)
+            groups[-1].stored_logp = groups[-1].rollout_logp + 0.3 * noise * groups[-1].mask
+        return Rollout.join(*groups)
 
     def sync(self, policy: torch.nn.Module) -> None:
         pass
@@ -51,7 +62,8 @@ def gradients(
     """Each mini-batch's gradient, before clipping, of the file's own `main` on a stored rollout; lr is next to 0."""
     module = importlib.import_module(name)
     recompute, norm = module.all_logprobs, module.clip_gradients
-    problems = [Problem(prompt, arithmetic.work(prompt)[1], [0]) for prompt in prompts]
+    encode = load_model("tiny")[1]
+    problems = [Problem(prompt, arithmetic.work(prompt)[1], encode(prompt)["input_ids"]) for prompt in prompts]
     task = Task("stored", lambda i: problems[i], problems, lambda c, a: list(map(arithmetic_reward, c, a)))
     seen = []
 
