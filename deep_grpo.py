@@ -57,12 +57,14 @@ from common.distributed import (
     global_sum,
     load_checkpoint,
     save_checkpoint,
+    save_model,
     scale_gradients,
     shard,
 )
+from common.evaluation import benchmark, evaluate
 from common.model import Policy, load_model
 from common.rollout import Rollout  # <deep_grpo>
-from common.rollout import all_logprobs, check_sampler, evaluate, make_engine, micro_batches, response_logprobs
+from common.rollout import all_logprobs, check_sampler, make_engine, micro_batches, response_logprobs
 from common.tracking import Means, Run, launch
 from torch import Tensor
 
@@ -93,16 +95,26 @@ class Args:
     """Steps between two measurements on the held-out problems."""
     save_every: int = 50
     """Steps between two checkpoints."""
+    save_hf: bool = False
+    """Write the final model in the Hugging Face format, to `model` in the run folder."""
+    eval_only: bool = False
+    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest checkpoint."""
     resume: bool = False
     """Go on from the newest checkpoint in the run folder, to the bit."""
     run_dir: str = ""
     """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
     rollout: str = "auto"
-    """Sampling engine: `hf` (transformers, in this process), or `auto`."""
+    """Sampling engine: `vllm`, `hf` (transformers), or `auto` (vllm on GPUs, else hf); both in this process."""
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
     """Precision of the hf engine's copy of the weights (auto: as dtype)."""
     rollout_rows: int = 1024
     """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
+    vllm_memory: float = 0.3
+    """Share of each GPU's memory that vLLM takes, weights included."""
+    vllm_sleep: bool = False
+    """Park vLLM's weights on the CPU while the trainer computes."""
+    tensor_parallel: int = 1
+    """Neighbouring ranks that share one vLLM engine."""
     sampler_tolerance: float = 0.0
     """Largest mean |log π_old - log μ| before the run stops (0: 0.001 in float32, 0.05 otherwise)."""
     micro_tokens: int = 16384
@@ -118,7 +130,7 @@ class Args:
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
     eval_task: str = ""
-    """Set to measure on (default: the task's own test split, or problems held back from it)."""
+    """Set to measure on, or several with --eval_only (default: the task's own test split, or problems held back)."""
     eval_problems: int = 256
     """Held-out problems."""
     eval_samples: int = 4
@@ -139,6 +151,8 @@ class Args:
     """ε above 1 (ours; DAPO and STAPO widen it to 0.28)."""
     beta: float = 1e-4  # <deep_grpo>
     """β of the KL term; 0 loads no reference model (paper)."""
+    offload_reference: bool = False  # <grpo>
+    """Keep the reference model's shards in CPU memory."""
     boundary: str = ";"  # <deep_grpo>
     """Text that ends a segment of a response: a token that ends in it is a place to branch (paper: `.`)."""
     branches: int = 8  # <deep_grpo>
@@ -252,7 +266,7 @@ def main(args: Args, world: World) -> None:
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
     if args.beta > 0:  # <grpo>
-        reference = shard(Policy(copy.deepcopy(lm)), world, args.dtype).requires_grad_(False)
+        reference = shard(Policy(copy.deepcopy(lm)), world, args.dtype, args.offload_reference).requires_grad_(False)
     # </grpo>
     policy = shard(Policy(lm), world, args.dtype)
     if args.gradient_checkpointing:
@@ -272,6 +286,8 @@ def main(args: Args, world: World) -> None:
         engine.load_state_dict(state["engine"])
         feedback.extend(state["feedback"])  # <deep_grpo>
     engine.sync(policy)
+    if args.eval_only:
+        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
     run.start(task, done)
     if done == 0:
@@ -308,16 +324,14 @@ def main(args: Args, world: World) -> None:
                 prefixes.append(responses[row][:kept])
                 depths.append(depth)
             rollout.origin, rollout.branch = torch.arange(N, device=world.device), torch.zeros(N, device=world.device)
-            outcome, grown = rewards.new_zeros(0, K), rollout.rows(slice(0, 0))
-            if len(failed):
-                grown_from = [problems[row // G] for row in failed.tolist()]
-                starts = [problem.prompt_ids for problem in grown_from]
-                grown = engine.generate(starts, K, args.max_new_tokens, args.temperature, prefixes)
-                texts = tokenizer.batch_decode(grown.response_ids(), skip_special_tokens=True)
-                scores = task.judge(texts, [problem.answer for problem in grown_from for _ in range(K)])
-                outcome = torch.tensor(scores, device=world.device).view(-1, K)  # [F, K]
-                grown.advantages = advantages(outcome).flatten()  # [F·K]: over siblings only, the parent is not one
-                grown.origin, grown.branch = failed.repeat_interleave(K), torch.ones_like(grown.advantages)
+            parents = [problems[row // G] for row in failed.tolist()]
+            starts = [parent.prompt_ids for parent in parents]
+            grown = engine.generate(starts, K, args.max_new_tokens, args.temperature, prefixes)
+            texts = tokenizer.batch_decode(grown.response_ids(), skip_special_tokens=True)
+            scores = task.judge(texts, [parent.answer for parent in parents for _ in range(K)])
+            outcome = torch.tensor(scores, device=world.device).view(len(failed), K)  # [F, K]
+            grown.advantages = advantages(outcome).flatten()  # [F·K]: over siblings only, the parent is not one
+            grown.origin, grown.branch = failed.repeat_interleave(K), torch.ones_like(grown.advantages)
             branch_tokens, saved = grown.mask.sum(), (outcome > 0).any(dim=1)  # [], [F]
             feedback.extend(zip(gather(torch.tensor(depths), world).tolist(), gather(saved.float(), world).tolist()))
             grown = grown.rows(grown.advantages.abs() > 1e-8)  # all right or all wrong: nothing to learn
@@ -367,8 +381,11 @@ def main(args: Args, world: World) -> None:
                     means.add(loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats)
                 # FSDP has averaged the ranks' gradients: times their number is the sum, over the global count the mean.
                 scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
-                means.add(grad_norm=(clip_gradients(policy, args.grad_clip), 1))
-                optimizer.step()
+                norm = clip_gradients(policy, args.grad_clip)
+                healthy = run.healthy(norm, minibatch)  # not NaN, not infinite: one such step would end the run
+                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=(not healthy, None))
+                if healthy:
+                    optimizer.step()
                 optimizer.zero_grad()
 
         with run.clock("sync"):
@@ -411,6 +428,8 @@ def main(args: Args, world: World) -> None:
                 save_checkpoint(run.checkpoints, step, policy, optimizer, state, world)
         if stopping:
             break
+    if args.save_hf:
+        save_model(policy, tokenizer, run.folder / "model", world)
     run.finish(done)
 
 

@@ -48,11 +48,13 @@ from common.distributed import (
     global_sum,
     load_checkpoint,
     save_checkpoint,
+    save_model,
     scale_gradients,
     shard,
 )
+from common.evaluation import benchmark, evaluate
 from common.model import Policy, load_model
-from common.rollout import all_logprobs, check_sampler, evaluate, make_engine, micro_batches, response_logprobs
+from common.rollout import all_logprobs, check_sampler, make_engine, micro_batches, response_logprobs
 from common.tracking import Means, Run, launch
 from torch import Tensor
 
@@ -83,16 +85,26 @@ class Args:
     """Steps between two measurements on the held-out problems."""
     save_every: int = 50
     """Steps between two checkpoints."""
+    save_hf: bool = False
+    """Write the final model in the Hugging Face format, to `model` in the run folder."""
+    eval_only: bool = False
+    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest checkpoint."""
     resume: bool = False
     """Go on from the newest checkpoint in the run folder, to the bit."""
     run_dir: str = ""
     """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
     rollout: str = "auto"
-    """Sampling engine: `hf` (transformers, in this process), or `auto`."""
+    """Sampling engine: `vllm`, `hf` (transformers), or `auto` (vllm on GPUs, else hf); both in this process."""
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
     """Precision of the hf engine's copy of the weights (auto: as dtype)."""
     rollout_rows: int = 1024
     """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
+    vllm_memory: float = 0.3
+    """Share of each GPU's memory that vLLM takes, weights included."""
+    vllm_sleep: bool = False
+    """Park vLLM's weights on the CPU while the trainer computes."""
+    tensor_parallel: int = 1
+    """Neighbouring ranks that share one vLLM engine."""
     sampler_tolerance: float = 0.0
     """Largest mean |log π_old - log μ| before the run stops (0: 0.001 in float32, 0.05 otherwise)."""
     micro_tokens: int = 16384
@@ -108,7 +120,7 @@ class Args:
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
     eval_task: str = ""
-    """Set to measure on (default: the task's own test split, or problems held back from it)."""
+    """Set to measure on, or several with --eval_only (default: the task's own test split, or problems held back)."""
     eval_problems: int = 256
     """Held-out problems."""
     eval_samples: int = 4
@@ -189,6 +201,8 @@ def main(args: Args, world: World) -> None:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
     engine.sync(policy)
+    if args.eval_only:
+        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
     run.start(task, done)
     if done == 0:
@@ -243,8 +257,11 @@ def main(args: Args, world: World) -> None:
                     means.add(loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats)
                 # FSDP has averaged the ranks' gradients: times their number is the sum, over the global count the mean.
                 scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
-                means.add(grad_norm=(clip_gradients(policy, args.grad_clip), 1))
-                optimizer.step()
+                norm = clip_gradients(policy, args.grad_clip)
+                healthy = run.healthy(norm, minibatch)  # not NaN, not infinite: one such step would end the run
+                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=(not healthy, None))
+                if healthy:
+                    optimizer.step()
                 optimizer.zero_grad()
 
         with run.clock("sync"):
@@ -271,6 +288,8 @@ def main(args: Args, world: World) -> None:
                 save_checkpoint(run.checkpoints, step, policy, optimizer, state, world)
         if stopping:
             break
+    if args.save_hf:
+        save_model(policy, tokenizer, run.folder / "model", world)
     run.finish(done)
 
 

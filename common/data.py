@@ -10,7 +10,7 @@ import json
 import random
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -42,6 +42,7 @@ class Task:
     held_out: list[Problem]
     judge: Callable[[list[str], list[str]], list[float]]
     dropped: int = 0  # rows whose prompt is longer than --max_prompt_tokens
+    sets: dict[str, list[Problem]] = field(default_factory=dict)  # what --eval_only measures
 
 
 # Where a set lives on the Hugging Face hub and how its rows read; `test` is "" where there is only one split.
@@ -80,7 +81,23 @@ HUB = {
 
 
 def load_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """The task that `--task` names, with `--eval_problems` held-out problems (from `--eval_task` if given)."""
+    """The task that `--task` names, with `--eval_problems` held-out problems (from `--eval_task` if given).
+
+    With `--eval_only` it has nothing to train on, but all problems of every set in `--eval_task` (else the held-out).
+    """
+    if args.eval_only and args.eval_task:
+        specs = args.eval_task.split(",")
+        sets = {spec: problems(read_set(spec, args, "test", whole=True), args, tokenizer) for spec in specs}
+        for spec, found in sets.items():
+            if not found:
+                raise BadInput(f"--eval_task {spec}: no problem left (--max_prompt_tokens {args.max_prompt_tokens})")
+        return Task(args.eval_task, None, [], MathJudge(), sets=sets)
+    task = training_task(args, tokenizer)
+    return replace(task, sets={task.name: task.held_out})
+
+
+def training_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """The task to train on, by the kind of its name."""
     if args.eval_task and (args.task == "arithmetic" or args.task.startswith("reasoning_gym:")):
         raise BadInput(f"--eval_task {args.eval_task}: --task {args.task} has its own held-out problems and judge")
     if args.task == "arithmetic":
@@ -139,12 +156,7 @@ def reasoning_gym_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task
 def dataset_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
     """A finite set: an endless stream of seeded shuffles. Without a test split, the evaluation's rows are held back."""
     rows, test_rows = read_set(args.task, args, "train"), read_set(args.eval_task or args.task, args, "test")
-
-    def problems(rows: list[tuple[str, str]]) -> list[Problem]:
-        encoded = (Problem(prompt, answer, encode(prompt, args.instruction, tokenizer)) for prompt, answer in rows)
-        return [problem for problem in encoded if len(problem.prompt_ids) <= args.max_prompt_tokens]
-
-    train_set, held_out = problems(rows), problems(test_rows or [])
+    train_set, held_out = (problems(found or [], args, tokenizer) for found in (rows, test_rows))
     dropped = len(rows) - len(train_set)
     order = random.Random("held-out")  # not the run's seed: every run is measured on the same problems
     if test_rows is None:
@@ -168,6 +180,12 @@ def dataset_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
     return Task(args.task, train, held_out, MathJudge(), dropped)
 
 
+def problems(rows: list[tuple[str, str]], args: object, tokenizer: PreTrainedTokenizerBase) -> list[Problem]:
+    """Rows as problems, without those whose prompt is too long."""
+    encoded = (Problem(prompt, answer, encode(prompt, args.instruction, tokenizer)) for prompt, answer in rows)
+    return [problem for problem in encoded if len(problem.prompt_ids) <= args.max_prompt_tokens]
+
+
 def encode(prompt: str, instruction: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Prompt and instruction as token ids: through the chat template if the tokenizer has one, else PLAIN_PROMPT."""
     text = f"{prompt} {instruction}".strip()
@@ -181,8 +199,8 @@ def encode(prompt: str, instruction: str, tokenizer: PreTrainedTokenizerBase) ->
         raise BadInput(f"--model: its tokenizer cannot write the prompt {text[:40]!r} ({first_line(error)})") from error
 
 
-def read_set(spec: str, args: object, split: str) -> list[tuple[str, str]] | None:
-    """(prompt, answer) of every row that `spec` names, or None where it has no "test" split of its own.
+def read_set(spec: str, args: object, split: str, whole: bool = False) -> list[tuple[str, str]] | None:
+    """(prompt, answer) of every row that `spec` names; None where it has no "test" split of its own and not `whole`.
 
     `spec` is a hub short name (`gsm8k`), a local file (`my.jsonl`, `my.parquet`; columns by flag), or a local file
     with a hub set's columns (`gsm8k:my.jsonl`).
@@ -192,7 +210,7 @@ def read_set(spec: str, args: object, split: str) -> list[tuple[str, str]] | Non
     if path and Path(path).suffix not in (".jsonl", ".parquet"):
         known = f"arithmetic, reasoning_gym:<name>, a .jsonl or .parquet file, {', '.join(HUB)}"
         raise BadInput(f"--task {spec}: unknown, use one of {known}")
-    if split == "test" and spec == args.task and (path or not columns.test):
+    if split == "test" and spec == args.task and (path or not columns.test) and not whole:
         return None
     hub_split = columns.test or columns.train if split == "test" else columns.train
     pairs = []

@@ -4,7 +4,7 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,11 +15,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from transformers import PreTrainedTokenizerBase
 
 KEEP_CHECKPOINTS = 3
+CLOSING: list[Callable[[], None]] = []  # what must be shut down before the process group is
 
 
 class BadInput(ValueError):
@@ -58,18 +60,20 @@ def setup() -> World:
     return World(rank, size, device)
 
 
-def shard(policy: nn.Module, world: World, dtype: str) -> nn.Module:
+def shard(policy: nn.Module, world: World, dtype: str, offload: bool = False) -> nn.Module:
     """FSDP2 in place: every decoder layer a unit, the rest (embedding, final norm, head) the root's.
 
     Master weights, gradients and their sums over ranks stay float32; with dtype bfloat16 the forward and backward
-    passes run on bfloat16 copies.
+    passes run on bfloat16 copies. With `offload` the shards wait in CPU memory (for a model that is never trained).
     """
     half = dtype == "bfloat16"
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    how = {"mesh": init_device_mesh(world.device.type, (world.size,)), "mp_policy": precision}
+    if offload and world.device.type == "cuda":
+        how["offload_policy"] = CPUOffloadPolicy()
     for layer in policy.lm.base_model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    return fully_shard(policy, mesh=mesh, mp_policy=precision)
+        fully_shard(layer, **how)
+    return fully_shard(policy, **how)
 
 
 def full_parameters(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -140,12 +144,21 @@ def save_checkpoint(
         partial.mkdir(parents=True)
     dist.barrier()
     weights, moments = get_state_dict(policy, optimizer)
-    dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=partial / "shards")
     generators = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if world.device.type == "cuda":
         generators["cuda"] = torch.cuda.get_rng_state()
-    torch.save({"generators": generators, "state": state}, partial / f"rank{world.rank}.pt")
-    dist.barrier()
+    failure = ""
+    try:
+        dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=partial / "shards")
+        torch.save({"generators": generators, "state": state}, partial / f"rank{world.rank}.pt")
+    except (OSError, RuntimeError, dcp.api.CheckpointException) as error:  # a full disk reaches us as any of these
+        failure = first_line(error)
+    if global_sum({"failures": bool(failure)}, world)["failures"]:  # all ranks leave together
+        shutil.rmtree(partial, ignore_errors=True)
+        raise RunStopped(
+            f"cannot save {final} ({failure or 'another rank failed'}); checkpoints before it are whole: free some "
+            "space and go on with --resume"
+        )
     if world.rank == 0:
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
@@ -172,6 +185,21 @@ def load_checkpoint(folder: Path, policy: nn.Module, optimizer: Optimizer, world
     if "cuda" in saved["generators"]:
         torch.cuda.set_rng_state(saved["generators"]["cuda"])
     return int(newest.name.removeprefix("step_")), saved["state"]
+
+
+def save_model(policy: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path, world: World) -> None:
+    """Write the model in the Hugging Face format: loadable by transformers, vLLM, and `--model`."""
+    weights = {}
+    for name, full in full_parameters(policy):  # all ranks gather, the first one keeps
+        if world.rank == 0:
+            weights[name] = full.cpu()
+    if world.rank == 0:
+        tied = policy.lm.get_output_embeddings().weight is policy.lm.get_input_embeddings().weight
+        if tied:
+            weights["lm_head.weight"] = weights[next(name for name in weights if name.endswith("embed_tokens.weight"))]
+        policy.lm.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
+    dist.barrier()
 
 
 def first_line(error: Exception) -> str:

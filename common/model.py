@@ -43,6 +43,11 @@ def eos_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]
     return ids
 
 
+def routers(lm: PreTrainedModel) -> list[nn.Module]:
+    """The modules that send tokens to experts, a layer each; none in a dense model."""
+    return [module for module in lm.modules() if type(module).__name__.endswith("TopKRouter")]
+
+
 class Routing:
     """Records which experts a mixture-of-experts model sends each token to, and can replay a recorded choice.
 
@@ -51,10 +56,9 @@ class Routing:
     """
 
     def __init__(self, lm: PreTrainedModel):
-        routers = [module for module in lm.modules() if type(module).__name__.endswith("TopKRouter")]
-        self.last: list[Tensor] = [None] * len(routers)  # of the last forward pass, a layer each: [tokens, k]
+        self.last: list[Tensor] = [None] * len(routers(lm))  # of the last forward pass, a layer each: [tokens, k]
         self.replay: Tensor | None = None  # [tokens, layers, k], for the forward passes to come
-        for layer, router in enumerate(routers):
+        for layer, router in enumerate(routers(lm)):
             router.register_forward_hook(partial(self._choose, layer))
 
     def _choose(self, layer: int, router: nn.Module, inputs: tuple, output: tuple) -> tuple:

@@ -1,7 +1,7 @@
-"""Sampling responses: the `Rollout` batch, the engine contract and its `hf` engine, micro-batches, the sampler check.
+"""Sampling responses: the `Rollout` batch, the engines `hf` and `vllm`, micro-batches, the sampler check.
 
 An engine is a policy frozen at the last `sync`:
-    generate(prompts, n, limit, temperature, prefixes) -> Rollout
+    generate(prompts, n, limit, temperature, prefixes, top_p) -> Rollout
     sync(policy)                       take over the trainer's weights; every rank calls it together
     state_dict() / load_state_dict()   its random state, for bit-exact resume
 Token ids cross between sampler and trainer, never text: decoding and encoding again may give other tokens.
@@ -9,16 +9,19 @@ Token ids cross between sampler and trainer, never text: decoding and encoding a
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
+from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel
 
-from common.data import Task
-from common.distributed import BadInput, RunStopped, World, full_parameters, global_sum
-from common.model import Routing
+from common.distributed import CLOSING, BadInput, RunStopped, World, full_parameters, global_sum
+from common.model import EMBEDDED, Routing, routers
 
 
 class Rollout:
@@ -45,18 +48,19 @@ class Rollout:
         """The columns, from one list per row: prompt, response prefix, sampled tokens, log-probs, chosen experts."""
 
         def padded(rows: list, dtype: torch.dtype) -> Tensor:
-            return pad_sequence([torch.as_tensor(row, dtype=dtype) for row in rows], batch_first=True).to(device)
+            rows = [torch.as_tensor(row, dtype=dtype) for row in rows] or [torch.zeros(0, dtype=dtype)]
+            return pad_sequence(rows, batch_first=True)[: len(prompts)].to(device)
 
         routed = {"sampler_experts": padded(experts, torch.uint8)} if experts else {}
-        ended = [[token] for token in eos]
+        ended, whole = [[token] for token in eos], {"dtype": torch.long, "device": device}
         return cls(
             sequences=padded([a + b + c for a, b, c in zip(prompts, prefixes, tokens)], torch.long),
-            prompt_len=torch.tensor([len(a) + len(b) for a, b in zip(prompts, prefixes)], device=device),
-            prefix_len=torch.tensor([len(prefix) for prefix in prefixes], device=device),
+            prompt_len=torch.tensor([len(a) + len(b) for a, b in zip(prompts, prefixes)], **whole),
+            prefix_len=torch.tensor([len(prefix) for prefix in prefixes], **whole),
             tokens=padded(tokens, torch.long),
             mask=padded([[1.0] * len(row) for row in tokens], torch.float32),
             rollout_logp=padded(logps, torch.float32),
-            finished=torch.tensor([row[-1:] in ended for row in tokens], device=device),
+            finished=torch.tensor([row[-1:] in ended for row in tokens], dtype=torch.bool, device=device),
             **routed,
         )
 
@@ -72,6 +76,7 @@ class Rollout:
             flat = columns[0].dim() == 1
             return torch.cat(columns) if flat else pad_sequence([r for c in columns for r in c], batch_first=True)
 
+        parts = [part for part in parts if len(part)]  # without rows a batch may lack columns
         return cls(**{name: joined([getattr(part, name) for part in parts]) for name in vars(parts[0])})
 
     def __len__(self) -> int:
@@ -98,6 +103,7 @@ class HFEngine:
         for parameter in self.lm.parameters():  # not .to(dtype): rotary frequencies must stay float32, as the trainer's
             parameter.data = parameter.data.to(precision)
         self.device, self.max_rows, self.routing = world.device, max_rows, Routing(self.lm)
+        self.reports_experts = bool(self.routing.last)
         self.eos = torch.tensor(lm.generation_config.eos_token_id, device=world.device)
         # Ranks must draw different samples for their different prompts, and the same ones when the run is repeated.
         self.generator = torch.Generator(world.device).manual_seed(seed * 100_003 + world.rank)
@@ -116,23 +122,32 @@ class HFEngine:
         self.generator.set_state(state["generator"])
 
     def generate(
-        self, prompts: list[list[int]], n: int, limit: int, temperature: float, prefixes: list[list[int]] | None = None
+        self,
+        prompts: list[list[int]],
+        n: int,
+        limit: int,
+        temperature: float,
+        prefixes: list[list[int]] | None = None,
+        top_p: float = 1.0,
     ) -> Rollout:
         """Sample `n` responses of at most `limit` tokens to each prompt; temperature 0 is greedy.
 
-        Full vocabulary: no top-p, no top-k, or log μ would belong to another distribution. With `prefixes[p]` the
-        response to prompt p goes on from these tokens, which count towards the limit.
+        With `prefixes[p]` the response to prompt p goes on from these tokens, which count towards the limit. `top_p` is
+        for evaluation: in training it stays 1, or log μ would belong to another distribution.
         """
         prefixes = prefixes or [[] for _ in prompts]
         group, sampled = max(1, self.max_rows // n), ([], [], [])  # tokens, log-probs, experts: a list per row
         for chunk in (slice(start, start + group) for start in range(0, len(prompts), group)):
-            for rows, more in zip(sampled, self._sample(prompts[chunk], prefixes[chunk], n, limit, temperature)):
-                rows.extend(more)
+            more = self._sample(prompts[chunk], prefixes[chunk], n, limit, temperature, top_p)
+            for rows, new in zip(sampled, more):
+                rows.extend(new)
         prompts, prefixes = ([row for row in rows for _ in range(n)] for rows in (prompts, prefixes))  # P -> N rows
         return Rollout.pack(prompts, prefixes, *sampled, self.eos.tolist(), self.device)
 
     @torch.no_grad()
-    def _sample(self, prompts: list, prefixes: list, n: int, limit: int, temperature: float) -> tuple[list, list, list]:
+    def _sample(
+        self, prompts: list, prefixes: list, n: int, limit: int, temperature: float, top_p: float
+    ) -> tuple[list, list, list]:
         """Sampled tokens, log-probs and experts (if any) of each of the len(prompts)·n rows, decoded together."""
         contexts = [prompt + prefix for prompt, prefix in zip(prompts, prefixes)]
         width, rows, on = max(map(len, contexts)), len(contexts) * n, {"device": self.device}
@@ -161,6 +176,10 @@ class HFEngine:
         alive = torch.arange(rows, **on)  # rows still being decoded
         for t in range(limit):
             distribution = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)  # [alive, V]
+            if top_p < 1:  # keep the likeliest tokens that together reach top_p
+                likeliest, order = distribution.exp().sort(dim=-1, descending=True)  # [alive, V], [alive, V]
+                beyond = likeliest.cumsum(-1) - likeliest >= top_p  # [alive, V]
+                distribution = distribution.masked_fill(beyond.gather(-1, order.argsort(-1)), float("-inf"))
             if temperature > 0:
                 token = torch.multinomial(distribution.exp(), 1, generator=self.generator)  # [alive, 1]
             else:
@@ -189,16 +208,155 @@ def float8(weight: Tensor) -> Tensor:
     return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
 
 
-ENGINES = {"hf": HFEngine}
+class VLLMEngine:
+    """Samples with vLLM inside the trainer's process: an engine for each rank, or one for `--tensor_parallel` ranks.
+
+    Every call to vLLM is in this class. Its weights are replaced in place after each update, so that CUDA graphs and
+    the KV cache's memory stay; only the cached keys and values, which old weights made, are thrown away.
+    """
+
+    def __init__(self, args: object, lm: PreTrainedModel, world: World):
+        cpu = world.device.type == "cpu"
+        dtype = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype
+        if cpu and (dtype == "float8" or args.vllm_sleep):
+            raise BadInput("--rollout vllm: --rollout_dtype float8 and --vllm_sleep need a GPU")
+        if world.size % args.tensor_parallel:
+            raise BadInput(f"--tensor_parallel {args.tensor_parallel}: does not divide the {world.size} ranks")
+        # In this process, where weights are handed over without a copy. On a CPU: do not pin all ranks to one core.
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+        os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if cpu else {}
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        try:
+            import vllm
+        except ImportError as error:
+            raise BadInput(
+                "--rollout vllm: needs the package (pip install -r requirements.txt), or use --rollout hf"
+            ) from error
+        self.SamplingParams, self.world, self.cpu, self.calls = vllm.SamplingParams, world, cpu, 0
+        self.eos, self.sleeps = lm.generation_config.eos_token_id, args.vllm_sleep
+        self.reports_experts = bool(routers(lm)) and not cpu
+        # Neighbouring ranks share an engine, as vLLM groups them; a rank's seed differs from those of other engines.
+        self.seed = args.seed * 100_003 + world.rank // args.tensor_parallel
+        groups = torch.arange(world.size).view(-1, args.tensor_parallel).tolist()
+        self.group = [dist.new_group(ranks, backend="gloo") for ranks in groups][world.rank // args.tensor_parallel]
+        options = {"gpu_memory_utilization": args.vllm_memory, "enable_sleep_mode": args.vllm_sleep}
+        options |= (
+            {"enable_return_routed_experts": True} if self.reports_experts else {}
+        )  # what --routing_replay r3 replays
+        options |= {"quantization": "fp8"} if dtype == "float8" else {}
+        if cpu:
+            from vllm import _custom_ops
+
+            # By default linear weights are packed at load, and a later push misses what is tied to them (the head).
+            assert hasattr(_custom_ops, "_supports_onednn"), "this vLLM packs its CPU weights in another way"
+            _custom_ops._supports_onednn = False
+            options = {"kv_cache_memory_bytes": 2**28, "enforce_eager": True}
+        longest = args.max_prompt_tokens + args.max_new_tokens
+        self.llm = vllm.LLM(
+            str(EMBEDDED.get(args.model, args.model)),
+            skip_tokenizer_init=True,  # token ids in, token ids out
+            dtype="bfloat16" if dtype == "float8" else dtype,
+            distributed_executor_backend="external_launcher",  # these ranks are the workers
+            tensor_parallel_size=args.tensor_parallel,
+            seed=self.seed,
+            max_model_len=min(longest, lm.config.max_position_embeddings),
+            logprobs_mode="processed_logprobs",  # of softmax(logits / temperature); the default is before temperature
+            use_tqdm_on_load=False,
+            generation_config="vllm",  # no top-p, top-k or penalty out of the model's own generation config
+            **options,
+        )
+        CLOSING.append(self.llm.llm_engine.engine_core.shutdown)
+        if self.sleeps:
+            self.llm.sleep(level=1)
+
+    @contextlib.contextmanager
+    def _awake(self) -> Iterator[None]:
+        """With --vllm_sleep weights are on the CPU and the KV cache is given up but while the engine is in use."""
+        if self.sleeps:
+            torch.cuda.empty_cache()
+            self.llm.wake_up()
+        yield
+        if self.sleeps:
+            self.llm.sleep(level=1)
+
+    def sync(self, policy: torch.nn.Module) -> None:
+        """Push the trainer's weights into the engine, one whole tensor at a time."""
+        with self._awake():
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checkpoint_parameters(policy)})
+            if self.cpu:
+                self.llm.apply_model(repack_experts)
+            self.llm.reset_prefix_cache()
+
+    def state_dict(self) -> dict:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.calls = state["calls"]
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        n: int,
+        limit: int,
+        temperature: float,
+        prefixes: list[list[int]] | None = None,
+        top_p: float = 1.0,
+    ) -> Rollout:
+        """As `HFEngine.generate`. Ranks that share an engine call it together, each with its own prompts."""
+        prefixes = prefixes or [[] for _ in prompts]
+        asked = [None] * dist.get_world_size(self.group)  # by rank of the group: its prompts and prefixes
+        dist.all_gather_object(asked, list(zip(prompts, prefixes)), group=self.group)
+        common = {"n": n, "temperature": temperature, "top_p": top_p, "top_k": 0, "logprobs": 0, "flat_logprobs": True}
+        common |= {"stop_token_ids": self.eos, "detokenize": False}
+        requests = [{"prompt_token_ids": prompt + prefix} for part in asked for prompt, prefix in part]
+        budgets = [limit - len(prefix) for part in asked for _, prefix in part]
+        sampling = [self.SamplingParams(max_tokens=budget, **common) for budget in budgets]
+        self.calls += 1
+        with self._awake(), torch.random.fork_rng():
+            torch.manual_seed(self.seed * 1_000_003 + self.calls)  # a resumed run draws the same samples
+            answers = self.llm.generate(requests, sampling, use_tqdm=False) if requests else []
+        first = sum(len(part) for part in asked[: dist.get_rank(self.group)])
+        outputs = [out for answer in answers[first : first + len(prompts)] for out in answer.outputs]
+        prompts, prefixes = ([row for row in rows for _ in range(n)] for rows in (prompts, prefixes))  # P -> N rows
+        tokens = [list(out.token_ids) for out in outputs]
+        experts = [torch.as_tensor(out.routed_experts) for out in outputs] if self.reports_experts else []
+        for row, seen in zip(range(len(experts)), experts):  # the last token is never fed back: its place stays 0
+            whole = len(prompts[row]) + len(prefixes[row]) + len(tokens[row])
+            experts[row] = torch.cat([seen, seen.new_zeros(whole - len(seen), *seen.shape[1:])])
+        logps = [out.logprobs.logprobs for out in outputs]  # logprobs=0: of the sampled token alone
+        return Rollout.pack(prompts, prefixes, tokens, logps, experts, self.eos, self.world.device)
 
 
-def make_engine(args: object, lm: PreTrainedModel, world: World) -> HFEngine:
+def checkpoint_parameters(policy: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """`full_parameters` by the names of published checkpoints, which have each expert's matrices on their own."""
+    for name, full in full_parameters(policy):
+        if name.endswith(".experts.gate_up_proj"):  # [experts, 2·I, H]
+            for i, (gate, up) in enumerate(expert.chunk(2) for expert in full):
+                yield name.replace("gate_up_proj", f"{i}.gate_proj.weight"), gate
+                yield name.replace("gate_up_proj", f"{i}.up_proj.weight"), up
+        elif name.endswith(".experts.down_proj"):  # [experts, H, I]
+            for i, down in enumerate(full):
+                yield name.replace("down_proj", f"{i}.down_proj.weight"), down
+        else:
+            yield name, full
+
+
+def repack_experts(model: torch.nn.Module) -> None:
+    """On a CPU vLLM packs experts' weights when it first loads them, and leaves pushed ones unpacked: wrong outputs."""
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
+
+
+def make_engine(args: object, lm: PreTrainedModel, world: World) -> HFEngine | VLLMEngine:
     """The engine that `--rollout` names, holding an own copy of `lm`'s weights."""
-    name = "hf" if args.rollout == "auto" else args.rollout
-    if name not in ENGINES:
-        raise BadInput(f"--rollout {args.rollout}: unknown engine, use one of auto, {', '.join(ENGINES)}")
+    if args.rollout == "vllm" or (args.rollout == "auto" and world.device.type == "cuda"):
+        return VLLMEngine(args, lm, world)
+    if args.rollout not in ("hf", "auto"):
+        raise BadInput(f"--rollout {args.rollout}: unknown engine, use one of auto, hf, vllm")
     dtype = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype
-    return ENGINES[name](lm, world, args.seed, dtype, args.rollout_rows)
+    return HFEngine(lm, world, args.seed, dtype, args.rollout_rows)
 
 
 def micro_batches(batch: Rollout, max_tokens: int, world: World) -> list[Tensor]:
@@ -239,14 +397,16 @@ def all_logprobs(policy: torch.nn.Module, batch: Rollout, args: object, world: W
     With a mixture of experts the batch gets a column `trainer_experts`, like the sampler's.
     """
     logp, entropy = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)  # [N, T]
-    if policy.routing.last:
-        batch.trainer_experts = torch.zeros_like(batch.sampler_experts)  # [N, S, layers, k]
-    for rows in micro_batches(batch, args.micro_tokens, world):
-        micro = batch.rows(rows)
-        logp[rows], entropy[rows] = response_logprobs(policy, micro, args.temperature)
+    routed = []  # of each micro-batch
+    micros = micro_batches(batch, args.micro_tokens, world)
+    for rows in micros:
+        logp[rows], entropy[rows] = response_logprobs(policy, batch.rows(rows), args.temperature)
         if policy.routing.last:
-            routed = policy.routing.recorded().unflatten(0, (len(rows), -1))  # [n, S, layers, k]
-            batch.trainer_experts[rows, : routed.shape[1]] = routed
+            routed.append(policy.routing.recorded().unflatten(0, (len(rows), -1)))  # [n, S, layers, k]
+    if routed:
+        batch.trainer_experts = routed[0].new_zeros(*batch.sequences.shape, *routed[0].shape[2:])  # [N, S, layers, k]
+        for rows, part in zip(micros, routed):
+            batch.trainer_experts[rows, : part.shape[1]] = part
     return logp, entropy
 
 
@@ -269,18 +429,3 @@ def check_sampler(batch: Rollout, args: object, world: World) -> dict[str, float
             "token ids re-encoded from text, a lower precision on one side (then raise --sampler_tolerance)."
         )
     return {"sampler_kl": sums["kl"] / sums["tokens"], "sampler_gap": mean}
-
-
-def evaluate(
-    engine: HFEngine, task: Task, tokenizer: PreTrainedTokenizerBase, args: object, world: World
-) -> dict[str, float]:
-    """Accuracy on the held-out problems: `greedy` (one response) and `sampled` (mean of --eval_samples responses)."""
-    problems, state, right = task.held_out[world.rank :: world.size], engine.state_dict(), {}
-    for name, n, temperature in (("greedy", 1, 0.0), ("sampled", args.eval_samples, args.temperature)):
-        right[name] = 0.0
-        if problems:  # a rank may have none: AIME has 30
-            rollout = engine.generate([p.prompt_ids for p in problems], n, args.max_new_tokens, temperature)
-            texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
-            right[name] = sum(task.judge(texts, [p.answer for p in problems for _ in range(n)])) / n
-    engine.load_state_dict(state)  # training's samples do not depend on how often one looks
-    return {name: total / len(task.held_out) for name, total in global_sum(right, world).items()}

@@ -7,6 +7,7 @@ import importlib.util
 import io
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -22,12 +23,25 @@ import tyro
 from torch import Tensor
 from tqdm import tqdm
 
-from common.distributed import BadInput, RunStopped, World, global_sum, setup
+from common.distributed import CLOSING, BadInput, RunStopped, World, first_line, global_sum, setup
+from common.rollout import Rollout
 
 PHASES = ("rollout", "reward", "old_logp", "update", "sync", "evaluate", "save")  # a file may clock others, too
 POSITIVE = """steps prompts_per_step minibatches max_new_tokens max_prompt_tokens micro_tokens temperature lr grad_clip
-    eval_every eval_problems eval_samples save_every rollout_rows""".split()
-FREE_ON_RESUME = {"steps", "run_dir", "resume", "save_every", "eval_every", "wandb"}  # these may change
+    eval_every eval_problems eval_samples save_every rollout_rows vllm_memory tensor_parallel""".split()
+MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
+FREE_ON_RESUME = {
+    "steps",
+    "run_dir",
+    "resume",
+    "save_every",
+    "eval_every",
+    "wandb",
+    "eval_only",
+    "eval_task",
+    "eval_samples",
+    "save_hf",
+}  # these may change
 
 
 def launch(main: Callable[[object, World], None], Args: type) -> None:
@@ -36,6 +50,7 @@ def launch(main: Callable[[object, World], None], Args: type) -> None:
     Exit code 2 for bad input, 1 for a run that had to stop.
     """
     first_rank = os.environ.get("LOCAL_RANK", "0") == "0"  # every rank meets the same error: say it once
+    world = None
     try:
         args = parse(Args, first_rank)
         world = setup()
@@ -46,9 +61,25 @@ def launch(main: Callable[[object, World], None], Args: type) -> None:
         if first_rank:
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, BadInput) else 1)
+    except torch.OutOfMemoryError as error:
+        lower = "--rollout_rows or --vllm_memory" if Run.phase in ("rollout", "evaluate") else "--micro_tokens"
+        fall(f"out of memory in {Run.phase or 'set-up'} ({first_line(error)}): lower {lower}")
+    except RuntimeError as error:
+        if world is None or world.size == 1 or not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        gone = f"rank {world.rank} lost contact to another rank in {Run.phase} ({first_line(error)})"
+        fall(f"{gone}: torchrun names the one that failed first; go on with --resume")
     finally:
+        while CLOSING:
+            CLOSING.pop()()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def fall(message: str) -> None:
+    """End this rank at once, without a clean-up that would wait for others: they may be gone, or still computing."""
+    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def parse(Args: type, first_rank: bool = True) -> object:
@@ -109,6 +140,8 @@ class Means:
 class Run:
     """The run folder: config.json, metrics.jsonl (a line a step), curves.png, summary.json, checkpoints/."""
 
+    phase = ""  # what is being done now, for messages about failures
+
     def __init__(self, args: object, world: World, algorithm: str, acted: str):
         """`acted` names the metric that stays zero while the algorithm's own mechanism does nothing."""
         self.args, self.world, self.algorithm, self.acted = args, world, algorithm, acted
@@ -116,7 +149,7 @@ class Run:
         self.folder = Path(args.run_dir or f"runs/{algorithm}-{task}-s{args.seed}")
         self.checkpoints, self.metrics = self.folder / "checkpoints", self.folder / "metrics.jsonl"
         self.seconds, self.started = defaultdict(float), time.perf_counter()
-        self.bar = self.wandb = None
+        self.bar, self.wandb, self.skipped = None, None, 0
         self.config = asdict(args) | {"algorithm": algorithm, "acted": acted, "ranks": world.size}
         if args.resume:
             self._check_same()
@@ -177,7 +210,7 @@ class Run:
     @contextlib.contextmanager
     def clock(self, phase: str) -> Iterator[None]:
         """Count the time inside towards `phase`."""
-        start = self._now()
+        start, Run.phase = self._now(), phase
         yield
         self.seconds[phase] += self._now() - start
 
@@ -206,6 +239,22 @@ class Run:
                 if name in line
             ]
             self.bar.set_postfix({name: f"{line[name]:.3g}" for name in shown}, refresh=False)
+
+    def healthy(self, norm: float, batch: Rollout) -> bool:
+        """Whether the gradient (its norm, the same on every rank) is a number: else the update must be skipped.
+
+        The batch is left in the run folder; after MOST_SKIPPED in a row the run stops.
+        """
+        self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
+        if self.skipped:
+            path = self.folder / f"bad_batch_rank{self.world.rank}.pt"
+            torch.save(vars(batch), path)
+            if self.skipped == MOST_SKIPPED:
+                raise RunStopped(
+                    f"{MOST_SKIPPED} gradients in a row were NaN or infinite, none was applied; the last batch is in "
+                    f"{path}. Usual causes: a learning rate too high, a mask or length of 0, float16 overflow."
+                )
+        return not self.skipped
 
     def note(self, name: str, rows: list[dict]) -> None:
         """Append what a reader may want to look at to a JSON-lines file of the run folder (rank 0's share of it)."""

@@ -1,6 +1,6 @@
 """Makes the embedded models and their tokenizer: `python -m common.tiny.make tiny|tiny-moe [FOLDER]`.
 
-A Qwen3 of 100k parameters (or a Qwen3-MoE of 175k: 8 experts, 2 for each token) learns, by plain supervised training,
+A Qwen3 of 124k parameters (or a Qwen3-MoE of 248k: 8 experts, 2 for each token) learns, by plain supervised training,
 to imitate a sloppy teacher: 55% of its demonstrations guess the answer without working, 3% of worked steps are wrong.
 The result guesses when greedy and works half the time when sampled: a start from which reinforcement learning has
 something to discover. 6 to 11 minutes on one thread, three times that for the mixture of experts.
@@ -45,11 +45,11 @@ def demonstration(rng: random.Random) -> tuple[str, str]:
 def untrained(kind: str) -> PreTrainedModel:
     """The model before its warm start."""
     shape = {"vocab_size": len(VOCABULARY), "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 192}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
     shape |= {"tie_word_embeddings": True, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     if kind == "tiny":
         return Qwen3ForCausalLM(Qwen3Config(**shape))
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, output_router_logits=True))  # balances the experts
 
 

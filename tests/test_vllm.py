@@ -1,0 +1,227 @@
+"""The vllm engine against the real vLLM on a CPU (see README). Skipped where the package is missing."""
+
+import os
+import sys
+from pathlib import Path
+
+import common  # noqa: F401  (before torch)
+import grpo
+import pytest
+import torch
+from common.distributed import CLOSING, RunStopped, setup
+from common.model import EMBEDDED, Policy, load_model
+from common.rollout import VLLMEngine, all_logprobs, check_sampler, make_engine
+from test_run import SMALL, metrics
+
+pytest.importorskip("vllm", reason="needs vLLM (README, Tests)")
+PROMPTS = ["7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9="]
+
+
+def args_of(**changes: object) -> object:
+    return grpo.Args(rollout="vllm", dtype="float32", **changes)
+
+
+def moved(name: str, seed: int = 0, only: str = "") -> tuple[Policy, object]:
+    """A policy whose parameters (those with `only` in their name) have left the checkpoint's."""
+    lm, tokenizer = load_model(name)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for path, parameter in lm.named_parameters():
+            if only in path:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return Policy(lm), tokenizer
+
+
+def untied(tmp_path: Path) -> Path:
+    """The embedded model with a head of its own."""
+    lm, tokenizer = load_model("tiny")
+    lm.config.tie_word_embeddings = False
+    lm.lm_head.weight = torch.nn.Parameter(lm.lm_head.weight.detach().clone())
+    lm.save_pretrained(tmp_path / "untied")
+    tokenizer.save_pretrained(tmp_path / "untied")
+    return tmp_path / "untied"
+
+
+def gap(engine: VLLMEngine, policy: Policy, tokenizer: object, args: object, world: object, **how: object) -> float:
+    """Largest |log π_old - log μ| over a rollout."""
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    rollout = engine.generate(prompts, 4, 32, args.temperature, **how)
+    rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)
+    check_sampler(rollout, args, world)
+    return ((rollout.old_logp - rollout.rollout_logp) * rollout.mask).abs().max().item()
+
+
+@pytest.fixture(scope="module")
+def world():
+    """One process group for all tests of this file: engines hold on to it."""
+    yield setup()
+    while CLOSING:
+        CLOSING.pop()()
+
+
+@pytest.fixture(scope="module")
+def engine_of(world, tmp_path_factory):
+    """The engine of a model, holding its checkpoint's weights; built once, some seconds each."""
+    built = {}
+
+    def build(name: str) -> tuple[VLLMEngine, str]:
+        if name not in built:
+            path = str(untied(tmp_path_factory.mktemp("model"))) if name == "untied" else name
+            built[name] = make_engine(args_of(model=path), load_model(path)[0], world), path
+        engine, path = built[name]
+        engine.sync(Policy(load_model(path)[0]))
+        return engine, path
+
+    return build
+
+
+@pytest.mark.parametrize("model", ["tiny", "untied", "tiny-moe"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_the_trainers(engine_of, world, model, temperature):
+    """Processed log-probs, at the sampling temperature, to float32's rounding; a push changes them along."""
+    engine, path = engine_of(model)
+    args = args_of(model=path, temperature=temperature)
+    lm, tokenizer = load_model(path)
+    assert gap(engine, Policy(lm), tokenizer, args, world) < 1e-4
+    policy, _ = moved(path)
+    engine.sync(policy)
+    assert gap(engine, policy, tokenizer, args, world) < 1e-4
+
+
+@pytest.mark.parametrize("model", ["tiny", "untied", "tiny-moe"])
+def test_every_group_of_weights_is_pushed(engine_of, world, model):
+    """Pushed one group at a time: embedding (and tied head), head, attention, MLP or router and experts, norms."""
+    engine, path = engine_of(model)
+    lm, tokenizer = load_model(path)
+    groups = {name.split(".layers.0.")[-1] for name, _ in lm.named_parameters() if ".layers.1." not in name}
+    assert len(groups) >= 12
+    for group in sorted(groups):
+        policy, _ = moved(path, seed=1, only=group)
+        engine.sync(policy)
+        assert gap(engine, policy, tokenizer, args_of(model=path), world) < 1e-4, group
+
+
+@pytest.mark.parametrize("model", ["tiny", "untied", "tiny-moe"])
+def test_the_sampler_check_sees_weights_that_were_not_pushed(engine_of, world, model):
+    """Each group in turn moved in the trainer alone: the check must stop the run."""
+    engine, path = engine_of(model)
+    lm, tokenizer = load_model(path)
+    for group in sorted(
+        {name.split(".layers.0.")[-1] for name, _ in lm.named_parameters() if ".layers.1." not in name}
+    ):
+        policy, _ = moved(path, seed=1, only=group)
+        with pytest.raises(RunStopped, match="weights not synced"):
+            gap(engine, policy, tokenizer, args_of(model=path), world)
+
+
+TRAP = """
+import sys, os
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+import conftest, test_vllm, common.rollout as rollout
+from vllm import _custom_ops
+model, trap = {model!r}, {trap!r}
+if trap == "packed linears":
+    class Packed(type(_custom_ops)):  # the engine's switch does nothing: vLLM packs linear weights, as by default
+        def __setattr__(self, name, value): pass
+    _custom_ops.__class__ = Packed
+else:
+    rollout.repack_experts = lambda model: None
+world = conftest.setup()
+args = test_vllm.args_of(model=model)
+engine = rollout.make_engine(args, test_vllm.load_model(model)[0], world)
+policy, tokenizer = test_vllm.moved(model)
+try:
+    engine.sync(policy)
+    test_vllm.gap(engine, policy, tokenizer, args, world)
+except test_vllm.RunStopped as error:
+    print("CAUGHT", error)
+"""
+
+
+@pytest.mark.parametrize(("model", "trap"), [("tiny", "packed linears"), ("tiny-moe", "packed experts")])
+def test_the_sampler_check_catches_vllms_traps(command, tmp_path, model, trap):
+    """Packed weights with a tied head, and packed experts: without our counter-measures the push is silently wrong."""
+    script = tmp_path / "trap.py"
+    script.write_text(TRAP.format(root=str(Path(grpo.__file__).parent), model=model, trap=trap))
+    run = command(script)
+    assert "CAUGHT sampler and trainer disagree" in run.stdout, run.stdout[-500:] + run.stderr[-2000:]
+
+
+def test_prefixes_lengths_and_stops(engine_of):
+    """A response goes on from its prefix within the limit; EOS ends it and is counted; greedy agrees with hf."""
+    engine, _ = engine_of("tiny")
+    lm, tokenizer = load_model("tiny")
+    prompt, prefix = tokenizer("7*8-9+6=")["input_ids"], tokenizer("7*8=56;")["input_ids"]
+    rollout = engine.generate([prompt, prompt], 8, 20, 1.0, [prefix, []])
+    assert rollout.prefix_len.tolist() == [7] * 8 + [0] * 8 and len(rollout) == 16
+    assert all(ids[:7] == prefix for ids in rollout.response_ids()[:8])
+    assert all(len(ids) <= 20 for ids in rollout.response_ids())
+    for row, length in enumerate(rollout.mask.sum(1).int().tolist()):
+        assert rollout.finished[row] == (rollout.tokens[row, length - 1] == tokenizer.eos_token_id)
+    assert len({tuple(ids) for ids in rollout.response_ids()}) > 4
+    greedy = engine.generate([prompt], 1, 40, 0.0).response_ids()
+    hf = make_engine(grpo.Args(rollout="hf", dtype="float32"), lm, engine.world)
+    assert greedy == hf.generate([prompt], 1, 40, 0.0).response_ids()
+    assert len(engine.generate([], 4, 20, 1.0)) == 0
+
+
+def test_samples_repeat_with_the_state_and_not_without(engine_of):
+    """What resume needs: the same state draws the same samples, the next call others."""
+    engine, _ = engine_of("tiny")
+    prompts = [load_model("tiny")[1](prompt)["input_ids"] for prompt in PROMPTS]
+    state = engine.state_dict()
+    first, second = (engine.generate(prompts, 4, 32, 1.0).response_ids() for _ in range(2))
+    engine.load_state_dict(state)
+    assert engine.generate(prompts, 4, 32, 1.0).response_ids() == first != second
+
+
+def test_top_p_cuts_the_tail(engine_of):
+    """With a tiny top-p every sample is the greedy one, in both engines."""
+    engine, _ = engine_of("tiny")
+    lm, tokenizer = load_model("tiny")
+    prompt = [tokenizer("7*8-9+6=")["input_ids"]]
+    for sampler in (engine, make_engine(grpo.Args(rollout="hf", dtype="float32"), lm, engine.world)):
+        greedy = sampler.generate(prompt, 1, 40, 0.0).response_ids()
+        assert sampler.generate(prompt, 6, 40, 1.0, top_p=1e-6).response_ids() == greedy * 6
+
+
+def test_a_run_learns_and_resumes(tmp_path, command):
+    """`python grpo.py --rollout vllm`: greedy rises as with hf; the sampler agrees at every step; resume goes on."""
+    flags = ["--rollout", "vllm", "--eval_every", 25, "--save_every", 10, "--run_dir", tmp_path / "run"]
+    run = command("grpo.py", *flags, "--steps", 25)
+    assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr[-3000:]
+    lines = metrics(tmp_path / "run")
+    assert lines[-1]["greedy"] > 0.8 > 0.5 > lines[0]["greedy"]
+    assert all(line["sampler_gap"] < 1e-4 for line in lines[1:])
+    assert command("grpo.py", *flags, "--steps", 26, "--resume").returncode == 0
+
+
+def test_two_ranks(tmp_path, command):
+    """torchrun with an engine in each rank: different samples, one policy; then one engine for both."""
+    for extra in ([], ["--tensor_parallel", 2]):
+        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "grpo.py", *SMALL]
+        folder = tmp_path / f"run{len(extra)}"
+        run = command(*ranks, "--steps", 3, "--rollout", "vllm", *extra, "--run_dir", folder)
+        assert run.returncode == 0, run.stderr[-3000:]
+        assert all(line["sampler_gap"] < 1e-4 for line in metrics(folder)[1:])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--model tiny-moe --rollout_dtype float32 --routing_replay r3", "does not report its experts on a CPU"),
+        ("--rollout_dtype float8", "need a GPU"),
+        ("--rollout_dtype float32 --vllm_sleep", "need a GPU"),
+        ("--rollout_dtype float32 --tensor_parallel 2", "--tensor_parallel 2: does not divide the 1 ranks"),
+    ],
+)
+def test_what_a_cpu_cannot_do_is_refused(tmp_path, command, flags, message):
+    run = command("minirl.py", "--rollout", "vllm", *flags.split(), "--run_dir", tmp_path / "run")
+    assert run.returncode == 2 and run.stderr.count("\n") == 1 and message in run.stderr, run.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_environment():
+    """The engine under test is the real one."""
+    assert "vllm" in sys.modules and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert all(Path(folder).is_dir() for folder in EMBEDDED.values())
