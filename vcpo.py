@@ -20,8 +20,8 @@ most in it. (With equal weights and norms it is GRPO's group mean.)
 
 Differs from grpo.py in:
 1. A queue: the first `--lag` steps only fill it; after as many more, each batch is trained on exactly `--lag` updates
-   after it was sampled. The staleness is that of an asynchronous system; the speed-up is not, rollout and update
-   still take turns.
+   after it was sampled. That is an asynchronous system's staleness. Its speed-up needs `--async` and a GPU, where the
+   next rollout runs beside the update; on a CPU both share the cores.
 2. No π_old, no ratio clip, no KL: one weight per response, against the sampler's own log-probs.
 3. The baseline and the step length, as above; one optimiser step per batch.
 4. One backward pass per response, since b needs each one's gradient norm. Two gradient-sized buffers make a second
@@ -38,18 +38,20 @@ Run it:
     torchrun vcpo.py                                    # laptop: embedded model and task, no download
     torchrun vcpo.py --no_optimal_baseline --no_ess_scaling    # the same staleness, uncontrolled
     torchrun --nproc_per_node=8 vcpo.py --model Qwen/Qwen2.5-7B --task math --prompts_per_step 32 --group_size 16 \\
-        --lag 10 --max_new_tokens 2048 --lr 1e-6 --weight_decay 0.1                              # the paper's MATH run
+        --async --lag 10 --max_new_tokens 2048 --lr 1e-6 --weight_decay 0.1                      # the paper's MATH run
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 vcpo.py ...      # several
 """
 
 import itertools  # <vcpo>
 from collections import deque  # <vcpo>
+from concurrent.futures import Future, ThreadPoolExecutor  # <vcpo>
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal  # <vcpo>
 
 import common  # noqa: F401  (before torch: it sets how OpenMP waits)
 import torch
+import tyro  # <vcpo>
 from common.data import load_task
 from common.distributed import (
     BadInput,  # <vcpo>
@@ -157,6 +159,8 @@ class Args:
     """ESS ratio at which the step has its full length (paper: 1, and 0.55 for long tool-use responses)."""
     optimal_baseline: bool = True  # <vcpo>
     """Centre advantages on the minimum-variance baseline; False: on the group's mean."""
+    asynchronous: Annotated[bool, tyro.conf.arg(name="async")] = False  # <vcpo>
+    """Sample the next batch while this one is trained on; it counts as one of the `lag` updates."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -245,18 +249,40 @@ def main(args: Args, world: World) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
     run = Run(args, world, Path(__file__).stem, acted="lr_damping")  # <vcpo>
     stop, done = StopFlag(), 0
-    queue: deque[Rollout] = deque()  # sampled, waiting to be trained on  # <vcpo>
-    if not 0 <= args.lag < args.steps:  # <vcpo>
-        raise BadInput(f"--lag {args.lag}: must be 0 or more, and below --steps {args.steps}")  # <vcpo>
+    # <vcpo>
+    queue: deque[Rollout] = deque()  # sampled, waiting to be trained on
+    held, ahead = args.lag - args.asynchronous, None  # batches that wait; the rollout that is being sampled
+    if not 0 <= held <= args.lag < args.steps:
+        raise BadInput(f"--lag {args.lag}: must be 0 or more (with --async 1), and below --steps {args.steps}")
+    sampler_thread = ThreadPoolExecutor(1)
+    side = torch.cuda.Stream() if world.device.type == "cuda" else None  # kernels of one stream would take turns
+
+    def sample(step: int) -> Rollout:
+        """This rank's rollout of a step."""
+        cursor = (step - 1) * args.prompts_per_step + world.rank * P
+        prompts = [task.train(cursor + i).prompt_ids for i in range(P)]
+        with torch.cuda.stream(side):
+            return engine.generate(prompts, G, args.max_new_tokens, args.temperature)
+
+    # </vcpo>
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
         queue.extend(Rollout(**columns) for columns in state["queue"])  # <vcpo>
+        # <vcpo>
+        if state["ahead"]:
+            ahead = Future()
+            ahead.set_result(Rollout(**state["ahead"]))
+        # </vcpo>
     engine.sync(policy)
     if args.eval_only:
         return run.say(benchmark(engine, task, tokenizer, args, world, run.folder))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
     run.start(task, done)
+    # <vcpo>
+    if args.asynchronous and world.device.type == "cpu":
+        run.say("--async on a CPU: sampler and trainer share the cores; it shows the staleness, not the speed-up")
+    # </vcpo>
     if done == 0:
         with run.clock("evaluate"):
             before = evaluate(engine, task, tokenizer, args, world)
@@ -269,7 +295,7 @@ def main(args: Args, world: World) -> None:
         with run.clock("rollout"):
             cursor = (step - 1) * args.prompts_per_step + world.rank * P
             problems = [task.train(cursor + i) for i in range(P)]
-            rollout = engine.generate([p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature)
+            rollout = ahead.result() if ahead else sample(step)  # <vcpo>
             N = len(rollout)  # P·G rows, a group's G rows side by side
 
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
@@ -280,19 +306,28 @@ def main(args: Args, world: World) -> None:
             rollout.advantages = advantages(rewards).flatten()  # [N]
 
         # π_old: the weights that sampled, evaluated by the trainer. The loss does not use it: its weights are against
-        # μ, what the sampler reported, and correct for staleness and engine at once. The sampler check needs it.
+        # μ, what the sampler reported, and correct for staleness and engine at once. The sampler check needs it; what
+        # was sampled ahead comes from weights that the trainer no longer has, and goes unchecked.
         with run.clock("old_logp"):
-            rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
-            sampler = check_sampler(rollout, args, world)
+            # <vcpo>
+            rollout.old_logp, sampler = rollout.rollout_logp, {}  # [N, T]
+            if not ahead:
+                rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
+                sampler = check_sampler(rollout, args, world)
+            # </vcpo>
 
         # <vcpo>
         # What is trained on now was sampled `lag` updates ago. The first `lag` steps only fill the queue.
-        version = max(0, step - 1 - args.lag)  # updates done so far
-        rollout.version, rollout.rewards = torch.full((N,), version), rewards.flatten()  # [N], [N]
+        version = max(0, step - 1 - held)  # updates done so far
+        sampled_at = max(0, version - 1) if ahead else version
+        rollout.version, rollout.rewards = torch.full((N,), sampled_at), rewards.flatten()  # [N], [N]
         queue.append(rollout)
-        if len(queue) <= args.lag:
+        if len(queue) <= held:
             continue
-        rollout = queue.popleft()
+        rollout, ahead = queue.popleft(), None
+        # Where an evaluation follows, which needs the engine, the next batch is sampled in turn: and is checked.
+        if args.asynchronous and step % args.eval_every and step < args.steps:
+            ahead = sampler_thread.submit(sample, step + 1)
         rewards = rollout.rewards.view(P, G)  # [P, G]
         means.add(lag=(version - rollout.version[0].item(), 1))
         # </vcpo>
@@ -328,6 +363,8 @@ def main(args: Args, world: World) -> None:
                 optimizer.zero_grad()
 
         with run.clock("sync"):
+            if ahead:  # <vcpo>
+                ahead.result()  # not before it has been sampled  # <vcpo>
             engine.sync(policy)
 
         tokens = rollout.mask.sum()
@@ -349,6 +386,7 @@ def main(args: Args, world: World) -> None:
             with run.clock("save"):
                 state = {"engine": engine.state_dict()}
                 state["queue"] = [vars(waiting) for waiting in queue]  # <vcpo>
+                state["ahead"] = vars(ahead.result()) if ahead else {}  # <vcpo>
                 save_checkpoint(run.checkpoints, step, policy, optimizer, state, world)
         if stopping:
             break

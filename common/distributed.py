@@ -151,7 +151,9 @@ def save_checkpoint(
     try:
         dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=partial / "shards")
         torch.save({"generators": generators, "state": state}, partial / f"rank{world.rank}.pt")
-    except (OSError, RuntimeError, dcp.api.CheckpointException) as error:  # a full disk reaches us as any of these
+    except dcp.api.CheckpointException as error:
+        failure = first_line(next(iter(error.failures.values()))[0])
+    except (OSError, RuntimeError) as error:  # a full disk reaches us as any of these
         failure = first_line(error)
     if global_sum({"failures": bool(failure)}, world)["failures"]:  # all ranks leave together
         shutil.rmtree(partial, ignore_errors=True)

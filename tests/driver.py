@@ -1,7 +1,7 @@
 """Runs an algorithm file's own command line, but killed at a chosen moment: `driver.py FILE MOMENT STEP [flags]`.
 
 MOMENT `log` kills right after step STEP's metrics were written; `save` between the writing of STEP's checkpoint and its
-renaming; `term` and `int` send that signal at step STEP.
+renaming; `term` and `int` send that signal at step STEP; `lost` kills rank 1 alone in the middle of update STEP.
 """
 
 import importlib
@@ -18,12 +18,12 @@ name, moment, step = sys.argv[1], sys.argv[2], int(sys.argv[3])
 sys.argv[1:] = sys.argv[4:]
 module = importlib.import_module(name)
 
-log, barrier, saving = Run.log, common.distributed.dist.barrier, []
+log, healthy, saving, updates = Run.log, Run.healthy, [], []
 
 
 def log_and_kill(self: Run, done: int, metrics: dict) -> None:
     log(self, done, metrics)
-    if done == step and moment != "save":
+    if done == step and moment in ("log", "term", "int"):
         os.kill(os.getpid(), {"log": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}[moment])
 
 
@@ -34,7 +34,14 @@ def save_and_kill(*arguments: object, **keywords: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-Run.log = log_and_kill
+def lose(self: Run, norm: float, batch: object) -> bool:
+    updates.append(norm)
+    if moment == "lost" and len(updates) == step and self.world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return healthy(self, norm, batch)
+
+
+Run.log, Run.healthy = log_and_kill, lose
 dcp_save = common.distributed.dcp.save
 common.distributed.dcp.save = save_and_kill
 

@@ -236,7 +236,7 @@ def test_no_failures_no_branches(tmp_path, monkeypatch, capsys):
 
     def lenient(*arguments: object) -> object:
         task = load_task(*arguments)
-        task.judge = lambda completions, answers: [1.0] * len(completions)
+        task.judge = lambda completions, answers: [1.0] * len(answers)
         return task
 
     monkeypatch.setattr(deep_grpo, "load_task", lenient)
@@ -259,7 +259,7 @@ def test_a_rank_without_failures_waits_for_the_other(tmp_path, command):
         "import os, sys\nsys.path.insert(0, os.getcwd())\nimport deep_grpo\nfrom common.tracking import launch\n"
         "load = deep_grpo.load_task\n"
         "def lenient(*arguments):\n    task = load(*arguments)\n    judge = task.judge\n"
-        "    task.judge = lambda c, a: [1.0] * len(c) if os.environ['RANK'] == '1' else judge(c, a)\n    return task\n"
+        "    task.judge = lambda c, a: [1.0] * len(a) if os.environ['RANK'] == '1' else judge(c, a)\n    return task\n"
         "deep_grpo.load_task = lenient\nlaunch(deep_grpo.main, deep_grpo.Args)\n"
     )
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, *SMALL]

@@ -29,6 +29,8 @@ G = 4
 class Fixed:
     """An engine that returns a stored rollout: this rank's share of it. Branches depend on their prefix alone."""
 
+    reports_experts = False
+
     def __init__(self, rollout: Rollout, world: World):
         share = len(rollout) // world.size
         self.rollout = rollout.rows(slice(world.rank * share, (world.rank + 1) * share))

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import signal
 from dataclasses import replace
 from types import ModuleType
 
@@ -13,7 +14,7 @@ from common.model import Policy, load_model
 from common.rollout import HFEngine, response_logprobs
 from common.tracking import Means
 from test_losses import FIXTURE, caught, loss_of, mutate
-from test_run import SMALL, metrics, run_here
+from test_run import SMALL, assert_same_run, metrics, run_here
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -177,6 +178,55 @@ def test_switches(tmp_path, monkeypatch):
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()][1:]
     assert all(line["lr_scale"] == 1 and line["baseline_shift"] == 0 for line in lines)
     assert all(a["lr"] < b["lr"] for a, b in itertools.pairwise(lines))  # warm-up alone
+
+
+ASYNC = [*SMALL, "--minibatches", 1, "--lag", 2, "--async", "--eval_every", 4]
+
+
+def test_async_keeps_the_lag_and_leaves_evaluated_steps_in_turn(tmp_path, monkeypatch, capsys):
+    """The overlap is one of the k updates: k - 1 batches wait. After an evaluation one is sampled in turn, checked."""
+    assert run_here(monkeypatch, vcpo.main, *ASYNC, "--steps", 9, "--run_dir", tmp_path / "run") == 0
+    assert "not the speed-up" in capsys.readouterr().out
+    lines = metrics(tmp_path / "run")[1:]
+    assert [line["step"] for line in lines] == list(range(2, 10))
+    # Sampled for steps 1 to 9 with the weights of 0 0 0 1 3 3 4 5 7 updates; trained on a step later: 0 to 7.
+    assert [line["lag"] for line in lines] == [0, 1, 2, 2, 1, 2, 2, 2]
+    assert [line["step"] for line in lines if "sampler_gap" in line] == [2, 5, 9]
+
+
+def test_async_samples_with_the_weights_it_says(tmp_path, monkeypatch):
+    """No update reaches the sampler while it samples: every rollout's μ is the trainer's log-prob of that version."""
+    weights, versions, generate, sync = [], [], HFEngine.generate, HFEngine.sync
+
+    def synced(self: HFEngine, policy: torch.nn.Module) -> None:
+        sync(self, policy)
+        weights.append([p.clone() for p in self.lm.parameters()])
+
+    def sampled(self: HFEngine, *arguments: object, **keywords: object) -> object:
+        before = [p.clone() for p in self.lm.parameters()]
+        rollout = generate(self, *arguments, **keywords)
+        same = [all(map(torch.equal, before, known)) for known in weights]
+        assert all(map(torch.equal, before, self.lm.parameters()))
+        versions.append(same.index(True))
+        return rollout
+
+    monkeypatch.setattr(HFEngine, "sync", synced)
+    monkeypatch.setattr(HFEngine, "generate", sampled)
+    flags = [*ASYNC[:-1], 100, "--steps", 6, "--run_dir", tmp_path / "run"]
+    assert run_here(monkeypatch, vcpo.main, *flags) == 0
+    assert versions[2:-2] == [0, 0, 0, 1, 2, 3]  # between the evaluations: two calls each
+
+
+def test_async_resumes_to_the_bit(tmp_path, command, monkeypatch):
+    """The batch sampled ahead is in the checkpoint."""
+    flags = [*ASYNC, "--steps", 7, "--save_every", 3]
+    assert run_here(monkeypatch, vcpo.main, *flags, "--run_dir", tmp_path / "whole") == 0
+    killed = command("tests/driver.py", "vcpo", "log", 5, *flags, "--run_dir", tmp_path / "parts")
+    assert killed.returncode == -signal.SIGKILL
+    state = torch.load(tmp_path / "parts/checkpoints/step_000003/rank0.pt")["state"]
+    assert state["ahead"] and len(state["queue"]) == 1
+    assert run_here(monkeypatch, vcpo.main, *flags, "--run_dir", tmp_path / "parts", "--resume") == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 7, tmp_path)
 
 
 @pytest.mark.parametrize("lag", [-1, 8])
