@@ -67,6 +67,7 @@ def launch(main: Callable[[object, World], None], Args: type) -> None:
     except RuntimeError as error:
         if world is None or world.size == 1 or not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
+        time.sleep(3)  # torchrun is to see the one that failed first, not the ones that notice
         gone = f"rank {world.rank} lost contact to another rank in {Run.phase} ({first_line(error)})"
         fall(f"{gone}: torchrun names the one that failed first; go on with --resume")
     finally:

@@ -62,8 +62,8 @@ def test_a_full_disk_during_a_save(tmp_path, monkeypatch, capsys, where):
     save, saves = getattr(owner, name), []
 
     def full(*arguments: object, **keywords: object) -> None:
-        saves.append(1)
-        if len(saves) == 2:
+        saves.append(where == "shards" or str(arguments[1]).endswith("rank0.pt"))
+        if sum(saves) == 2 and saves[-1]:
             raise OSError(errno.ENOSPC, "No space left on device")
         save(*arguments, **keywords)
 
@@ -101,12 +101,11 @@ def test_a_lost_rank_ends_the_others_and_the_run_resumes(tmp_path, command):
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     flags = [*SMALL, "--save_every", 1, "--run_dir", tmp_path / "run"]
     lost = command(*ranks, "tests/driver.py", "grpo", "lost", 5, *flags, "--steps", 100)
-    assert lost.returncode != 0 and "Traceback" not in lost.stderr, lost.stderr
-    assert "grpo.py: error: rank 0 lost contact to another rank in update" in lost.stderr.replace(
-        "driver.py", "grpo.py"
-    )
+    assert lost.returncode != 0 and "in launch" not in lost.stderr, lost.stderr  # no traceback but torchrun's own
+    assert "error: rank 0 lost contact to another rank in update" in lost.stderr
     assert "go on with --resume" in lost.stderr
-    assert "rank      : 1" in lost.stderr and "SIGKILL" in lost.stderr, lost.stderr
+    cause = lost.stderr.partition("Root Cause")[2]
+    assert "rank      : 1" in cause and "SIGKILL" in cause, lost.stderr
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
     again = command(*ranks, "grpo.py", *flags, "--steps", 4, "--resume")
     assert again.returncode == 0, again.stderr[-3000:]
