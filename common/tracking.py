@@ -67,9 +67,8 @@ def launch(main: Callable[[object, World], None], Args: type) -> None:
     except RuntimeError as error:
         if world is None or world.size == 1 or not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        time.sleep(3)  # torchrun is to see the one that failed first, not the ones that notice
         gone = f"rank {world.rank} lost contact to another rank in {Run.phase} ({first_line(error)})"
-        fall(f"{gone}: torchrun names the one that failed first; go on with --resume")
+        fall(f"{gone}: torchrun names the one that failed first; go on with --resume", wait=3.0)
     finally:
         while CLOSING:
             CLOSING.pop()()
@@ -77,9 +76,13 @@ def launch(main: Callable[[object, World], None], Args: type) -> None:
             dist.destroy_process_group()
 
 
-def fall(message: str) -> None:
-    """End this rank at once, without a clean-up that would wait for others: they may be gone, or still computing."""
+def fall(message: str, wait: float = 0.0) -> None:
+    """End this rank without a clean-up, which would wait for others: they may be gone, or still computing.
+
+    After `wait` seconds, if torchrun is to see another rank fail first: it names the first one.
+    """
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    time.sleep(wait)
     os._exit(1)
 
 
