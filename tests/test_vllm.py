@@ -72,6 +72,7 @@ def engine_of(world, tmp_path_factory):
         engine.sync(Policy(load_model(path)[0]))
         return engine, path
 
+    build("tiny-moe")  # first: vLLM makes its group of experts with the first engine of a process, or never
     return build
 
 
@@ -217,7 +218,7 @@ def test_two_ranks(tmp_path, command):
 )
 def test_what_a_cpu_cannot_do_is_refused(tmp_path, command, flags, message):
     run = command("minirl.py", "--rollout", "vllm", *flags.split(), "--run_dir", tmp_path / "run")
-    assert run.returncode == 2 and run.stderr.count("\n") == 1 and message in run.stderr, run.stderr
+    assert run.returncode == 2 and message in run.stderr.splitlines()[-1], run.stderr  # vLLM warns before
     assert not (tmp_path / "run").exists()
 
 
