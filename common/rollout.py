@@ -24,6 +24,9 @@ from common.distributed import CLOSING, BadInput, RunStopped, World, full_parame
 from common.model import EMBEDDED, Routing, routers
 
 
+MOSTLY_REAL = 0.8  # smallest share of real tokens in a large micro-batch
+
+
 class Rollout:
     """N = P·G sampled responses; row i answers prompt i // G. Every attribute is a tensor with N rows.
 
@@ -144,7 +147,7 @@ class HFEngine:
         prompts, prefixes = ([row for row in rows for _ in range(n)] for rows in (prompts, prefixes))  # P -> N rows
         return Rollout.pack(prompts, prefixes, *sampled, self.eos.tolist(), self.device)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _sample(
         self, prompts: list, prefixes: list, n: int, limit: int, temperature: float, top_p: float
     ) -> tuple[list, list, list]:
@@ -362,12 +365,14 @@ def make_engine(args: object, lm: PreTrainedModel, world: World) -> HFEngine | V
 def micro_batches(batch: Rollout, max_tokens: int, world: World) -> list[Tensor]:
     """Row indices of micro-batches of at most `max_tokens` padded tokens, rows of similar length together.
 
-    Every rank gets the same number of them, since FSDP's forward and backward passes are collective.
+    A micro-batch large enough to keep the device busy also ends where a longer row would make much of it padding. Every
+    rank gets the same number of them, since FSDP's forward and backward passes are collective.
     """
     lengths = (batch.prompt_len + batch.mask.sum(1).long()).tolist()
     micros: list[list[int]] = [[]]
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):  # the row added last is the longest
-        if micros[-1] and (len(micros[-1]) + 1) * lengths[row] > max_tokens:
+        padded, real = (len(micros[-1]) + 1) * lengths[row], sum(lengths[other] for other in micros[-1])
+        if micros[-1] and (padded > max_tokens or (real > max_tokens // 32 and real < MOSTLY_REAL * padded)):
             micros.append([])
         micros[-1].append(row)
     wanted = int(global_sum({"micros_max": len(micros)}, world)["micros_max"])

@@ -18,6 +18,7 @@ from adapters import ALGORITHMS
 from common.tracking import launch
 from conftest import ROOT
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 SMALL = "--prompts_per_step 4 --minibatches 2 --group_size 4".split()
 SMALL += "--eval_problems 8 --eval_samples 1 --eval_every 2 --save_every 2".split()
@@ -275,3 +276,34 @@ def test_two_ranks_do_the_same_work(tmp_path, command):
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     assert re.search(r"2 rank\(s\) on cpu", run.stdout) and run.stdout.count("held-out accuracy, greedy") == 1
     assert all(line["sampler_gap"] < 1e-4 for line in lines[1:])
+
+
+FAMILIES = {
+    "Qwen2.5": (Qwen2Config, {}),
+    "Llama": (LlamaConfig, {"tie_word_embeddings": False}),
+    "SmolLM2": (LlamaConfig, {"tie_word_embeddings": True}),
+    "Qwen3": (Qwen3Config, {"head_dim": 32}),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families_train_and_save(family, tmp_path, monkeypatch, tiny):
+    """An untrained model of each: one step, the sampler agrees, the saved model is the trained one, tied or not."""
+    kind, more = FAMILIES[family]
+    shape = {"vocab_size": 18, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "pad_token_id": 0}
+    config = kind(**{"num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": 1, **shape, **more})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tiny[1].save_pretrained(tmp_path / "model")
+    flags = [*SMALL, "--model", tmp_path / "model", "--steps", 1, "--lr", 0.01, "--warmup", 1, "--save_hf"]
+    judge = "common.data.arithmetic_reward"  # an untrained model is never right: reward odd lengths instead
+    monkeypatch.setattr(judge, lambda completion, answer: float(len(completion) % 2))
+    assert run_here(monkeypatch, grpo.main, *flags, "--gradient_checkpointing", "--run_dir", tmp_path / "run") == 0
+    line = metrics(tmp_path / "run")[-1]
+    assert line["sampler_gap"] < 1e-4 and line["grad_norm"] > 0
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for folder in (tmp_path / "model", tmp_path / "run/model")
+    )
+    assert before.keys() == after.keys()
+    assert sum(not torch.equal(before[name], after[name]) for name in before) > len(before) // 2

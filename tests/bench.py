@@ -1,0 +1,217 @@
+"""One rollout-and-update step of grpo.py and of TRL's GRPOTrainer, in turn: `python tests/bench.py MODEL [--full]`.
+
+MODEL is tiny, a folder, or qwen3-1.7b (its shape, random weights). The same model, prompts, group size, length limit,
+reward, KL term and precision on both sides, one optimiser step per rollout; with `--full` EOS ends no response, so that
+all have the same length. Each side runs in a process of its own, three times, alternating. Prints medians, ratios and
+peak memory, never a verdict. TRL is not among the project's dependencies: `pip install trl accelerate`.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+# model: prompts, responses to each, tokens of each, steps measured after two to warm up
+SIZES = {"tiny": (16, 8, 64, 12), "other": (4, 8, 48, 3), "qwen3-1.7b": (8, 8, 512, 4)}
+
+
+def reward(text: str) -> float:
+    """A coin flip that depends on the text alone, so that groups have something to compare."""
+    return float(hashlib.md5(text.encode()).digest()[0] % 2)
+
+
+def sizes(model: str) -> tuple[int, int, int, int]:
+    return SIZES.get(model, SIZES["other"])
+
+
+def prompts_of(model: str, count: int) -> list[str]:
+    tiny = [f"{i % 10}*{i % 7}-{i % 9}+{i % 8}=" for i in range(count)]
+    return tiny if model == "tiny" else [f"Question: what is {i} plus {i * i}?\nAnswer:" for i in range(count)]
+
+
+def folder_of(model: str, scratch: Path) -> str:
+    """A folder with the model: the embedded one, the one given, or random weights in Qwen3-1.7B's shape."""
+    from common.model import EMBEDDED
+
+    if model != "qwen3-1.7b":
+        return str(EMBEDDED.get(model, model))
+    import torch
+    from gpu.shapes import qwen3_1_7b, word_tokenizer
+
+    if not (scratch / "config.json").exists():
+        torch.manual_seed(0)
+        qwen3_1_7b().save_pretrained(scratch)
+        word_tokenizer().save_pretrained(scratch)
+    return str(scratch)
+
+
+def peak_memory() -> float:
+    """GB: of the GPU if there is one, else of this process."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def ours(model: str, folder: str, full: bool) -> dict[str, float]:
+    """grpo.py's own main."""
+    import grpo
+    import torch
+    from common.data import Problem, Task
+    from common.model import load_model
+    from common.rollout import make_engine
+    from common.tracking import check
+    from test_run import metrics  # noqa: F401  (the tests' path set-up)
+
+    P, G, T, steps = sizes(model)
+    with tempfile.TemporaryDirectory() as run_dir:
+        flags = {"prompts_per_step": P, "group_size": G, "max_new_tokens": T, "minibatches": 1, "steps": steps + 2}
+        flags |= {"eval_every": 10_000, "save_every": 10_000, "beta": 0.04, "lr": 1e-6, "rollout": "hf"}
+        args = grpo.Args(model=folder, run_dir=f"{run_dir}/run", **flags)
+        _, tokenizer = load_model(folder)
+        problems = [Problem(text, "", tokenizer(text)["input_ids"]) for text in prompts_of(model, P)]
+
+        def endless(args: object, lm: object, world: object) -> object:
+            engine = make_engine(args, lm, world)
+            if full:
+                engine.eos = torch.tensor([-1], device=world.device)
+            return engine
+
+        task = Task("bench", lambda i: problems[i % P], [], lambda texts, answers: [reward(t) for t in texts])
+        grpo.load_task, grpo.make_engine = lambda *a: task, endless
+        grpo.evaluate = lambda *a: {"greedy": 0.0, "sampled": 0.0}
+        grpo.save_checkpoint = lambda *a: None
+        world = grpo_world()
+        check(args, world)
+        grpo.main(args, world)
+        lines = [json.loads(line) for line in (Path(run_dir) / "run/metrics.jsonl").read_text().splitlines()][3:]
+    step = statistics.median(line["seconds"] for line in lines)
+    model_compute = [sum(line[f"seconds_{p}"] for p in ("rollout", "old_logp", "update")) for line in lines]
+    share = statistics.median(1 - seconds / line["seconds"] for seconds, line in zip(model_compute, lines))
+    rollout = statistics.median(line["seconds_rollout"] for line in lines)
+    update = statistics.median(line["seconds_update"] + line["seconds_old_logp"] for line in lines)
+    found = {"step": step, "rollout": rollout, "update": update, "outside": share, "memory": peak_memory()}
+    return found | {"tokens": statistics.median(line["tokens"] for line in lines)}
+
+
+def grpo_world() -> object:
+    from common.distributed import setup
+
+    return setup()
+
+
+def trl(model: str, folder: str, full: bool) -> dict[str, float]:
+    """TRL's GRPOTrainer at the same settings."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    P, G, T, steps = sizes(model)
+    moments, spent = [], []
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    cuda = torch.cuda.is_available()
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *arguments: object, **keywords: object) -> None:
+            if cuda:
+                torch.cuda.synchronize()
+            moments.append(time.perf_counter())
+
+    class Timed(GRPOTrainer):
+        def _generate(self, *arguments: object, **keywords: object) -> object:
+            start = time.perf_counter()
+            result = super()._generate(*arguments, **keywords)
+            if cuda:
+                torch.cuda.synchronize()
+            spent.append(time.perf_counter() - start)
+            return result
+
+    with tempfile.TemporaryDirectory() as output:
+        config = GRPOConfig(
+            output_dir=output,
+            per_device_train_batch_size=P * G,
+            num_generations=G,
+            max_completion_length=T,
+            generation_kwargs={"min_new_tokens": T} if full else None,
+            beta=0.04,
+            loss_type="grpo",
+            learning_rate=1e-6,
+            temperature=1.0,
+            max_steps=steps + 2,
+            gradient_checkpointing=False,
+            bf16=cuda,
+            use_cpu=not cuda,
+            report_to=[],
+            logging_steps=1,
+            save_strategy="no",
+            disable_tqdm=True,
+            model_init_kwargs={"dtype": "float32"},
+        )
+        rows = Dataset.from_list([{"prompt": text} for text in prompts_of(model, P) * (steps + 4)])
+
+        def reward_of(completions: list[str], **keywords: object) -> list[float]:
+            return [reward(text) for text in completions]
+
+        trainer = Timed(
+            model=folder, reward_funcs=reward_of, args=config, train_dataset=rows, processing_class=tokenizer
+        )
+        trainer.add_callback(Clock())
+        trainer.train()
+    step = statistics.median(b - a for a, b in zip(moments[1:], moments[2:]))
+    rollout = statistics.median(spent[2:])
+    found = {"step": step, "rollout": rollout, "update": step - rollout, "outside": float("nan")}
+    lengths = [line["completions/mean_length"] for line in trainer.state.log_history if "reward" in line]
+    return found | {"memory": peak_memory(), "tokens": statistics.median(lengths[2:]) * P * G}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", default="tiny", help="tiny, a model folder, or qwen3-1.7b (random weights)")
+    parser.add_argument("--full", action="store_true", help="every response as long as the limit")
+    parser.add_argument("--side", choices=["ours", "trl"], help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    scratch = Path(tempfile.gettempdir()) / "bench-qwen3-1.7b"
+    if args.side:
+        side = {"ours": ours, "trl": trl}[args.side]
+        print("RESULT", json.dumps(side(args.model, folder_of(args.model, scratch), args.full)))
+        return
+    found: dict[str, list[dict]] = {"ours": [], "trl": []}
+    for _ in range(args.rounds):
+        for side in found:
+            words = [sys.executable, __file__, args.model, "--side", side, *["--full"] * args.full]
+            done = subprocess.run(
+                words, cwd=ROOT, capture_output=True, text=True, env={"HF_HUB_OFFLINE": "1"} | os.environ
+            )
+            lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+            if not lines:
+                sys.exit(f"{side} failed:\n{done.stderr[-2000:]}")
+            found[side].append(json.loads(lines[0].removeprefix("RESULT ")))
+    P, G, T, _ = sizes(args.model)
+    length = f"{T} tokens" if args.full else f"at most {T} tokens"
+    print(f"{args.model}: {P} prompts x {G} responses, {length}; medians of {args.rounds} rounds (smallest to largest)")
+    print("| | grpo.py | TRL | ratio |\n|---|---|---|---|")
+    rows = {"tokens per step": "tokens", "seconds per step": "step", "rollout, tokens/s": "rollout"}
+    rows |= {"update, tokens/s": "update"}
+    for label, name in (rows | {"peak memory, GB": "memory"}).items():
+        values = {s: sorted(r["tokens"] / r[name] if "tokens/s" in label else r[name] for r in found[s]) for s in found}
+        cells = [f"{statistics.median(v):.4g} ({v[0]:.4g} to {v[-1]:.4g})" for v in values.values()]
+        ratio = statistics.median(values["ours"]) / statistics.median(values["trl"])
+        print(f"| {label} | {' | '.join(cells)} | {ratio:.2f} |")
+    outside = statistics.median(r["outside"] for r in found["ours"])
+    print(f"grpo.py: {outside:.1%} of the step outside rollout, log-probs and update")
+
+
+if __name__ == "__main__":
+    main()
