@@ -34,7 +34,8 @@ Run it:
     torchrun deep_grpo.py                               # laptop: embedded model and task, a few minutes, no download
     torchrun deep_grpo.py --branch_weight 0             # the same samples, branches without weight
     torchrun --nproc_per_node=8 deep_grpo.py --model Qwen/Qwen2.5-Math-1.5B --task math --boundary . \\
-        --prompts_per_step 64 --minibatches 1 --min_branches 128 --max_new_tokens 3072 --lr 1e-6       # the paper's
+        --prompts_per_step 64 --minibatches 1 --min_branches 128 --max_new_tokens 3072 --lr 1e-6 \\
+        --gradient_checkpointing                                                                       # the paper's
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 deep_grpo.py ...  # several
 """
 

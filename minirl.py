@@ -40,9 +40,11 @@ Differs from the paper in:
 Run it:
     torchrun minirl.py                                  # laptop: embedded model and task, two minutes, no download
     torchrun minirl.py --model tiny-moe --routing_replay r3
-    torchrun --nproc_per_node=8 minirl.py --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime25 \\
-        --prompts_per_step 256 --group_size 16 --minibatches 4 --max_new_tokens 32768 --lr 1e-6 --routing_replay r3
-    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 minirl.py ...    # several
+    torchrun --nproc_per_node=8 minirl.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k --eval_task aime25 \\
+        --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 --gradient_checkpointing       # one node
+    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 minirl.py \\
+        --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime25 --prompts_per_step 256 --lr 1e-6 \\
+        --group_size 16 --max_new_tokens 32768 --routing_replay r3 --gradient_checkpointing --tensor_parallel 8
 """
 
 from dataclasses import dataclass

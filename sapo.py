@@ -29,9 +29,11 @@ Differs from the paper in: model, data and the run's size only (its four mini-ba
 
 Run it:
     torchrun sapo.py                                    # laptop: embedded model and task, two minutes, no download
-    torchrun --nproc_per_node=8 sapo.py --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime25 \\
-        --prompts_per_step 256 --group_size 16 --max_new_tokens 8192 --lr 1e-6    # sizes are ours
-    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 sapo.py ...      # several
+    torchrun --nproc_per_node=8 sapo.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k --eval_task aime25 \\
+        --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 --gradient_checkpointing       # one node
+    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 sapo.py \\
+        --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime25 --prompts_per_step 256 \\
+        --group_size 16 --max_new_tokens 8192 --lr 1e-6 --gradient_checkpointing --tensor_parallel 8 # sizes are ours
 """
 
 from dataclasses import dataclass

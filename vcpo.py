@@ -38,7 +38,8 @@ Run it:
     torchrun vcpo.py                                    # laptop: embedded model and task, no download
     torchrun vcpo.py --no_optimal_baseline --no_ess_scaling    # the same staleness, uncontrolled
     torchrun --nproc_per_node=8 vcpo.py --model Qwen/Qwen2.5-7B --task math --prompts_per_step 32 --group_size 16 \\
-        --async --lag 10 --max_new_tokens 2048 --lr 1e-6 --weight_decay 0.1                      # the paper's MATH run
+        --async --lag 10 --max_new_tokens 2048 --lr 1e-6 --weight_decay 0.1 --gradient_checkpointing \\
+        --tensor_parallel 2                                                                      # the paper's MATH run
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 vcpo.py ...      # several
 """
 
