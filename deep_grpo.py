@@ -35,7 +35,7 @@ Run it:
     torchrun deep_grpo.py --branch_weight 0             # the same samples, branches without weight
     torchrun --nproc_per_node=8 deep_grpo.py --model Qwen/Qwen2.5-Math-1.5B --task math --boundary . \\
         --prompts_per_step 64 --minibatches 1 --min_branches 128 --max_new_tokens 3072 --lr 1e-6 \\
-        --gradient_checkpointing                                                                       # the paper's
+        --gradient_checkpointing                                        # the paper's, but on all of MATH's training set
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 deep_grpo.py ...  # several
 """
 
@@ -83,15 +83,15 @@ class Args:
     prompts_per_step: int = 16
     """P: prompts in a rollout, over all ranks."""
     group_size: int = 8
-    """G: responses to each prompt (paper: 64)."""
+    """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: int = 4
-    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (paper: 1)."""
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (DeepSeekMath: 1)."""
     max_new_tokens: int = 64
-    """Length limit of a response (paper: 1024)."""
+    """Length limit of a response (DeepSeekMath: 1024)."""
     temperature: float = 1.0
     """Sampling temperature, also applied in every log-probability."""
     lr: float = 3e-4
-    """AdamW's learning rate, constant after warm-up; right for the embedded model (paper: 1e-6 at 7B)."""
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath: 1e-6 at 7B)."""
     eval_every: int = 25
     """Steps between two measurements on the held-out problems."""
     save_every: int = 50
@@ -147,7 +147,7 @@ class Args:
     wandb: str = ""
     """Weights & Biases project to log to as well (needs the package)."""
     clip_low: float = 0.2
-    """ε below 1 (ours: the paper gives none, PPO's value)."""
+    """ε below 1 (ours: DeepSeekMath gives none, PPO's value)."""
     clip_high: float = 0.2
     """ε above 1 (ours; DAPO and STAPO widen it to 0.28)."""
     beta: float = 1e-4  # <deep_grpo>
@@ -168,6 +168,7 @@ class Args:
 
 def advantages(rewards: Tensor) -> Tensor:
     """Mean-centred: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [0.75, -0.25, -0.25, -0.25]."""
+    rewards = rewards - rewards[:, :1]  # [P, G]: changes nothing but rounding, equal part marks are exactly 0 now
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
     return centred  # <deep_grpo>
 
@@ -273,7 +274,7 @@ def main(args: Args, world: World) -> None:
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
-    run = Run(args, world, Path(__file__).stem, acted="extra_tokens")  # <deep_grpo>
+    run = Run(args, world, Path(__file__).stem, acted="branches_used")  # <deep_grpo>
     stop, done = StopFlag(), 0
     # <deep_grpo>
     vocabulary = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])

@@ -40,6 +40,7 @@ Run it:
 """
 
 import copy  # <grpo>
+import math  # <goldilocks>
 import random  # <goldilocks>
 from collections import deque  # <goldilocks>
 from dataclasses import dataclass
@@ -83,15 +84,15 @@ class Args:
     prompts_per_step: int = 16
     """P: prompts in a rollout, over all ranks."""
     group_size: int = 8
-    """G: responses to each prompt (paper: 64)."""
+    """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: int = 4
-    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (paper: 1)."""
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (DeepSeekMath: 1)."""
     max_new_tokens: int = 64
-    """Length limit of a response (paper: 1024)."""
+    """Length limit of a response (DeepSeekMath: 1024)."""
     temperature: float = 1.0
     """Sampling temperature, also applied in every log-probability."""
     lr: float = 3e-4
-    """AdamW's learning rate, constant after warm-up; right for the embedded model (paper: 1e-6 at 7B)."""
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath: 1e-6 at 7B)."""
     eval_every: int = 25
     """Steps between two measurements on the held-out problems."""
     save_every: int = 50
@@ -147,11 +148,11 @@ class Args:
     wandb: str = ""
     """Weights & Biases project to log to as well (needs the package)."""
     clip_low: float = 0.2
-    """ε below 1 (ours: the paper gives none, PPO's value)."""
+    """ε below 1 (ours: DeepSeekMath gives none, PPO's value)."""
     clip_high: float = 0.2
     """ε above 1 (ours; DAPO and STAPO widen it to 0.28)."""
     beta: float = 0.01  # <grpo>
-    """β of the KL term; 0 loads no reference model (ours; paper: 0.04, R1: 0.001)."""
+    """β of the KL term; 0 loads no reference model (ours; DeepSeekMath: 0.04, R1: 0.001)."""
     offload_reference: bool = False  # <grpo>
     """Keep the reference model's shards in CPU memory."""
     teacher: str = ""  # <goldilocks>
@@ -172,6 +173,7 @@ class Args:
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
+    rewards = rewards - rewards[:, :1]  # [P, G]: changes nothing but rounding, equal part marks are exactly 0 now
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
     # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
     # The 1e-6 only keeps 0/0 away.
@@ -196,9 +198,11 @@ class Teacher(nn.Module):
 
 
 def learning_value(rewards: Tensor) -> Tensor:
-    """sqrt(p̂ (1-p̂)) of each group `[P, G]` -> `[P]`. All wrong or all right is 0: a verdict too, not a missing one."""
-    solved = rewards.mean(dim=1).clamp(0, 1)  # [P]: p̂
-    return (solved * (1 - solved)).sqrt()
+    """sqrt(p̂ (1-p̂)) of each group `[P, G]` -> `[P]`. All wrong or all right is 0: a verdict too, not a missing one.
+
+    Computed as the rewards' (population) standard deviation, which it is for rewards 0 and 1; part marks have one too.
+    """
+    return (rewards - rewards[:, :1]).std(dim=1, correction=0)
 
 
 def select(values: Tensor, candidates: list[list[str]], epsilon: float, rng: random.Random) -> list[tuple[int, bool]]:
@@ -238,13 +242,15 @@ def teach(
     targets = torch.tensor([pair[1] for pair in share], device=world.device)  # [n]
     teacher_values(args, teacher, [pair[0] for pair in share], world, targets)
     scale_gradients(teacher, world.size / args.teacher_batch)
-    clip_gradients(teacher, args.grad_clip)
-    optimizer.step()
+    if math.isfinite(clip_gradients(teacher, args.grad_clip)):
+        optimizer.step()
     optimizer.zero_grad()
 
 
 def rank_correlation(a: Tensor, b: Tensor) -> float:
     """Spearman's: the correlation of the ranks, equal values sharing theirs; 0 where all of a side are equal."""
+    if len(a) < 2:
+        return 0.0
     ranks = [(x[:, None] > x).double().sum(dim=1) + (x[:, None] == x).double().sum(dim=1) / 2 for x in (a, b)]
     return torch.corrcoef(torch.stack(ranks))[0, 1].nan_to_num().item()
 
@@ -369,7 +375,7 @@ def main(args: Args, world: World) -> None:
             chosen_over_mean=(((predicted - values.cpu().mean(dim=1)) * ~by_chance).sum(), (~by_chance).sum()),
             teacher_mean=(values.sum(), values.numel()),
             teacher_mse=((f - y).square().sum(), len(f)),
-            teacher_rank_corr=(rank_correlation(f, y), 1),
+            teacher_rank_corr=(rank_correlation(f, y), len(f) > 1),
             zero_groups_chosen=((idle & ~by_chance).sum(), (~by_chance).sum()),
             zero_groups_uniform=((idle & by_chance).sum(), by_chance.sum()),
             terms=(sum(len(p) // 2 for p in prompts), B * (task.name == "arithmetic")),  # drawn evenly: 4.5

@@ -74,15 +74,15 @@ class Args:
     prompts_per_step: int = 16
     """P: prompts in a rollout, over all ranks."""
     group_size: int = 8
-    """G: responses to each prompt (paper: 64)."""
+    """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: int = 4
-    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (paper: 1)."""
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (DeepSeekMath: 1)."""
     max_new_tokens: int = 64
-    """Length limit of a response (paper: 1024)."""
+    """Length limit of a response (DeepSeekMath: 1024)."""
     temperature: float = 1.0
     """Sampling temperature, also applied in every log-probability."""
     lr: float = 3e-4
-    """AdamW's learning rate, constant after warm-up; right for the embedded model (paper: 1e-6 at 7B)."""
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath: 1e-6 at 7B)."""
     eval_every: int = 25
     """Steps between two measurements on the held-out problems."""
     save_every: int = 50
@@ -147,6 +147,7 @@ class Args:
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
+    rewards = rewards - rewards[:, :1]  # [P, G]: changes nothing but rounding, equal part marks are exactly 0 now
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
     # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
     # The 1e-6 only keeps 0/0 away.

@@ -44,7 +44,7 @@ Run it:
         --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 --gradient_checkpointing       # one node
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 minirl.py \\
         --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime25 --prompts_per_step 256 --lr 1e-6 \\
-        --group_size 16 --max_new_tokens 32768 --routing_replay r3 --gradient_checkpointing --tensor_parallel 8
+        --group_size 16 --max_new_tokens 32768 --routing_replay r3 --gradient_checkpointing --vllm_memory 0.5
 """
 
 from dataclasses import dataclass
@@ -87,15 +87,15 @@ class Args:
     prompts_per_step: int = 16
     """P: prompts in a rollout, over all ranks."""
     group_size: int = 8
-    """G: responses to each prompt (paper: 64)."""
+    """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: int = 4
-    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (paper: 1)."""
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (DeepSeekMath: 1)."""
     max_new_tokens: int = 64
-    """Length limit of a response (paper: 1024)."""
+    """Length limit of a response (DeepSeekMath: 1024)."""
     temperature: float = 1.0
     """Sampling temperature, also applied in every log-probability."""
     lr: float = 3e-4
-    """AdamW's learning rate, constant after warm-up; right for the embedded model (paper: 1e-6 at 7B)."""
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath: 1e-6 at 7B)."""
     eval_every: int = 25
     """Steps between two measurements on the held-out problems."""
     save_every: int = 50
@@ -166,6 +166,7 @@ class Args:
 
 def advantages(rewards: Tensor) -> Tensor:
     """Reward over the group's mean: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [0.75, -0.25, -0.25, -0.25]."""
+    rewards = rewards - rewards[:, :1]  # [P, G]: changes nothing but rounding, equal part marks are exactly 0 now
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
     # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
     return centred  # no std: dividing by it would weight prompts by their difficulty  # <minirl>
@@ -229,7 +230,7 @@ def main(args: Args, world: World) -> None:
     if args.routing_replay != "none" and not policy.routing.last:  # <minirl>
         raise BadInput(f"--routing_replay {args.routing_replay}: {args.model} has no experts")  # <minirl>
     if args.routing_replay == "r3" and not engine.reports_experts:  # <minirl>
-        raise BadInput("--routing_replay r3: vLLM does not report its experts on a CPU, use --rollout hf")  # <minirl>
+        raise BadInput("--routing_replay r3: vLLM reports experts only on a GPU, without --tensor_parallel")  # <minirl>
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
         engine.load_state_dict(state["engine"])

@@ -21,7 +21,7 @@ most in it. (With equal weights and norms it is GRPO's group mean.)
 Differs from grpo.py in:
 1. A queue: the first `--lag` steps only fill it; after as many more, each batch is trained on exactly `--lag` updates
    after it was sampled. That is an asynchronous system's staleness. Its speed-up needs `--async` and a GPU, where the
-   next rollout runs beside the update; on a CPU both share the cores.
+   next rollout runs beside the update (one step less fills; after an evaluation a batch is one update fresher).
 2. No π_old, no ratio clip, no KL: one weight per response, against the sampler's own log-probs.
 3. The baseline and the step length, as above; one optimiser step per batch.
 4. One backward pass per response, since b needs each one's gradient norm. Two gradient-sized buffers make a second
@@ -38,8 +38,8 @@ Run it:
     torchrun vcpo.py                                    # laptop: embedded model and task, no download
     torchrun vcpo.py --no_optimal_baseline --no_ess_scaling    # the same staleness, uncontrolled
     torchrun --nproc_per_node=8 vcpo.py --model Qwen/Qwen2.5-7B --task math --prompts_per_step 32 --group_size 16 \\
-        --async --lag 10 --max_new_tokens 2048 --lr 1e-6 --weight_decay 0.1 --gradient_checkpointing \\
-        --tensor_parallel 2                                                                      # the paper's MATH run
+        --async --lag 10 --max_new_tokens 2048 --lr 1e-6 --weight_decay 0.1 \\
+        --gradient_checkpointing                                                                 # the paper's MATH run
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 vcpo.py ...      # several
 """
 
@@ -55,6 +55,7 @@ import torch
 import tyro  # <vcpo>
 from common.data import load_task
 from common.distributed import (
+    CLOSING,  # <vcpo>
     BadInput,  # <vcpo>
     StopFlag,
     World,
@@ -83,19 +84,19 @@ class Args:
     seed: int = 1
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     steps: int = 150
-    """Rollouts, each followed by `minibatches` optimiser steps."""
+    """Rollouts, all but the first `lag` followed by `minibatches` optimiser steps."""  # <vcpo>
     prompts_per_step: int = 8  # <vcpo>
     """P: prompts in a rollout, over all ranks."""
     group_size: int = 8
-    """G: responses to each prompt (paper: 64)."""
+    """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: int = 1  # <vcpo>
-    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (paper: 1)."""
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (DeepSeekMath: 1)."""
     max_new_tokens: int = 64
-    """Length limit of a response (paper: 1024)."""
+    """Length limit of a response (DeepSeekMath: 1024)."""
     temperature: float = 1.0
     """Sampling temperature, also applied in every log-probability."""
     lr: float = 3e-4
-    """AdamW's learning rate, constant after warm-up; right for the embedded model (paper: 1e-6 at 7B)."""
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath: 1e-6 at 7B)."""
     eval_every: int = 25
     """Steps between two measurements on the held-out problems."""
     save_every: int = 50
@@ -124,8 +125,8 @@ class Args:
     """Largest mean |log π_old - log μ| before the run stops (0: 0.001 in float32, 0.05 otherwise)."""
     micro_tokens: int = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient."""
-    warmup: int = 5
-    """Steps over which lr rises linearly."""
+    warmup: int = 0  # <vcpo>
+    """Steps over which lr rises linearly (paper: none; the first update comes after `lag` steps anyway)."""
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay."""
     grad_clip: float = 1.0
@@ -161,11 +162,12 @@ class Args:
     optimal_baseline: bool = True  # <vcpo>
     """Centre advantages on the minimum-variance baseline; False: on the group's mean."""
     asynchronous: Annotated[bool, tyro.conf.arg(name="async")] = False  # <vcpo>
-    """Sample the next batch while this one is trained on; it counts as one of the `lag` updates."""
+    """Sample the next batch beside the update, as one of the `lag` (resume with the same --steps and --eval_every)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.73, -0.58, -0.58, -0.58]."""
+    rewards = rewards - rewards[:, :1]  # [P, G]: changes nothing but rounding, equal part marks are exactly 0 now
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
     # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
     std = rewards.std(dim=1, keepdim=True, correction=0)  # [P, 1]: the population's, as in the authors' code  # <vcpo>
@@ -186,11 +188,14 @@ def ess_ratio(log_w: Tensor) -> Tensor:
     return (2 * log_w.logsumexp(0) - (2 * log_w).logsumexp(0)).exp() / len(log_w)
 
 
-def group_gradient(
-    args: Args, policy: Policy, group: Rollout, turn: bool, parameters: list, means: Means, world: World
-) -> tuple:
-    """The gradient of one group's share of -J, and its log weights `[G]`. All ranks call it, `turn` on the owner."""
-    rewarded, plain = ([torch.zeros_like(p) for p in parameters] for _ in range(2))  # Σ Â w G and Σ w G
+def add_group_gradient(
+    args: Args, policy: Policy, group: Rollout, turn: bool, parameters: list, total: list, means: Means, world: World
+) -> Tensor:
+    """Add one group's share of the gradient of -J to `total`; returns its log weights `[G]`.
+
+    All ranks call it together, `turn` is true on the one whose group it is.
+    """
+    plain = [torch.zeros_like(p) for p in parameters]  # Σ w G; Σ Â w G goes into `total` at once
     advantages = gather(group.advantages[: len(group) * turn], world)  # [G]: the owner's, on every rank
     log_w, norms = [], []
     for i, advantage in enumerate(advantages.tolist()):
@@ -202,8 +207,8 @@ def group_gradient(
         log_w.append(((logp.detach() - row.rollout_logp) * row.mask).sum(dim=1))  # [1]
         scale = row.mask.sum() / stats["weight"][0]  # |g| = |y| |w G| / w
         norms.append(clip_gradients(policy, float("inf")) * scale.view(1))  # [1]
-        for both, alone, parameter in zip(rewarded, plain, parameters):
-            both.add_(parameter.grad, alpha=advantage)
+        for summed, alone, parameter in zip(total, plain, parameters):
+            summed.add_(parameter.grad, alpha=advantage)
             alone.add_(parameter.grad)
         policy.zero_grad()
         if turn:
@@ -211,7 +216,9 @@ def group_gradient(
     log_w, norms = (gather(torch.cat(x)[: len(group) * turn], world) for x in (log_w, norms))  # [G], [G]
     shift = baseline_shift(log_w, norms, advantages) if args.optimal_baseline else advantages.new_zeros(())
     means.add(baseline_shift=(shift.abs() * turn, int(turn)))
-    return [both - shift * alone for both, alone in zip(rewarded, plain)], log_w
+    for summed, alone in zip(total, plain):
+        summed.sub_(alone.mul_(shift))
+    return log_w
 
 
 # </vcpo>
@@ -255,25 +262,29 @@ def main(args: Args, world: World) -> None:
     held, ahead = args.lag - args.asynchronous, None  # batches that wait; the rollout that is being sampled
     if not 0 <= held <= args.lag < args.steps:
         raise BadInput(f"--lag {args.lag}: must be 0 or more (with --async 1), and below --steps {args.steps}")
+    if args.asynchronous and (args.tensor_parallel > 1 or args.vllm_sleep):  # two users of NCCL, or of memory, at once
+        raise BadInput("--async: not together with --tensor_parallel or --vllm_sleep")
     sampler_thread = ThreadPoolExecutor(1)
-    side = torch.cuda.Stream() if world.device.type == "cuda" else None  # kernels of one stream would take turns
+    CLOSING.append(sampler_thread.shutdown)
+    if args.asynchronous and world.device.type == "cuda":
+        sampler_thread = ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(world.device,))
+        torch.cuda.set_stream(torch.cuda.Stream())  # the trainer's own: kernels of one stream would take turns
 
     def sample(step: int) -> Rollout:
         """This rank's rollout of a step."""
         cursor = (step - 1) * args.prompts_per_step + world.rank * P
         prompts = [task.train(cursor + i).prompt_ids for i in range(P)]
-        with torch.cuda.stream(side):
-            return engine.generate(prompts, G, args.max_new_tokens, args.temperature)
+        return engine.generate(prompts, G, args.max_new_tokens, args.temperature)
 
     # </vcpo>
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
-        queue.extend(Rollout(**columns) for columns in state["queue"])  # <vcpo>
+        queue.extend(Rollout(**columns).to(world.device) for columns in state["queue"])  # <vcpo>
         # <vcpo>
         if state["ahead"]:
             ahead = Future()
-            ahead.set_result(Rollout(**state["ahead"]))
+            ahead.set_result(Rollout(**state["ahead"]).to(world.device))
         # </vcpo>
     engine.sync(policy)
     if args.eval_only:
@@ -345,9 +356,7 @@ def main(args: Args, world: World) -> None:
                 for start, owner in itertools.product(range(0, len(minibatch), G), range(world.size)):
                     group = minibatch.rows(slice(start, start + G))
                     mine = owner == world.rank
-                    gradient, weights = group_gradient(args, policy, group, mine, parameters, means, world)
-                    log_w.append(weights)
-                    total = [summed + part for summed, part in zip(total, gradient)]
+                    log_w.append(add_group_gradient(args, policy, group, mine, parameters, total, means, world))
                 for parameter, summed in zip(parameters, total):
                     parameter.grad = summed
                 scale_gradients(policy, 1 / (len(minibatch) * world.size))  # the mean over the responses of all ranks
@@ -369,6 +378,7 @@ def main(args: Args, world: World) -> None:
             engine.sync(policy)
 
         tokens = rollout.mask.sum()
+        # All of the batch trained on; only the sampler's metrics are of the one just sampled.
         means.add(
             reward=(rewards.sum(), N),
             zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no reward gradient

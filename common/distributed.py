@@ -143,7 +143,11 @@ def save_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+    unused = [one for one in optimizers if not one.state]
     weights, moments = get_state_dict(policy, optimizer)
+    for state_of in (values for one in unused for values in one.state.values()):
+        state_of["step"].zero_()  # to list its state, torch lets an optimiser that never stepped take an empty step
     generators = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if world.device.type == "cuda":
         generators["cuda"] = torch.cuda.get_rng_state()
@@ -181,7 +185,7 @@ def load_checkpoint(folder: Path, policy: nn.Module, optimizer: Optimizer, world
         cause, _ = next(iter(error.failures.values()))
         raise BadInput(f"--resume: {newest} does not fit --model ({first_line(cause)})") from error
     set_state_dict(policy, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    saved = torch.load(newest / f"rank{world.rank}.pt", weights_only=True)
+    saved = torch.load(newest / f"rank{world.rank}.pt", weights_only=True, map_location="cpu")
     random.setstate(saved["generators"]["python"])
     torch.set_rng_state(saved["generators"]["torch"])
     if "cuda" in saved["generators"]:

@@ -112,6 +112,7 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
         return logprobs.gather(-1, targets[:, None])[:, 0], entropy  # [b], [b]
 
     rows = max(1, BLOCK_ELEMENTS // weight.shape[0])
-    blocks = [checkpoint(block, h, t, use_reentrant=False) for h, t in zip(hidden.split(rows), targets.split(rows))]
+    how = {"use_reentrant": False, "preserve_rng_state": False}  # nothing random in it
+    blocks = [checkpoint(block, h, t, **how) for h, t in zip(hidden.split(rows), targets.split(rows))]
     logp, entropy = zip(*blocks)
     return torch.cat(logp), torch.cat(entropy)

@@ -82,6 +82,10 @@ class Rollout:
         parts = [part for part in parts if len(part)]  # without rows a batch may lack columns
         return cls(**{name: joined([getattr(part, name) for part in parts]) for name in vars(parts[0])})
 
+    def to(self, device: object) -> Rollout:
+        """The same batch on that device."""
+        return Rollout(**{name: column.to(device) for name, column in vars(self).items()})
+
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -237,16 +241,15 @@ class VLLMEngine:
             ) from error
         self.SamplingParams, self.world, self.cpu, self.calls = vllm.SamplingParams, world, cpu, 0
         self.eos, self.sleeps = lm.generation_config.eos_token_id, args.vllm_sleep
-        self.reports_experts = bool(routers(lm)) and not cpu
+        self.reports_experts = bool(routers(lm)) and not cpu and args.tensor_parallel == 1  # else vLLM does not
         # Neighbouring ranks share an engine, as vLLM groups them; a rank's seed differs from those of other engines.
         self.seed = args.seed * 100_003 + world.rank // args.tensor_parallel
         groups = torch.arange(world.size).view(-1, args.tensor_parallel).tolist()
         self.group = [dist.new_group(ranks, backend="gloo") for ranks in groups][world.rank // args.tensor_parallel]
         options = {"gpu_memory_utilization": args.vllm_memory, "enable_sleep_mode": args.vllm_sleep}
-        options |= (
-            {"enable_return_routed_experts": True} if self.reports_experts else {}
-        )  # what --routing_replay r3 replays
-        options |= {"quantization": "fp8"} if dtype == "float8" else {}
+        if self.reports_experts:  # for --routing_replay r3; a batch scheduled ahead would outlive the cache's reset
+            options |= {"enable_return_routed_experts": True, "async_scheduling": False}
+        options |= {"quantization": "fp8_per_channel"} if dtype == "float8" else {}
         if cpu:
             from vllm import _custom_ops
 
@@ -261,34 +264,43 @@ class VLLMEngine:
             dtype="bfloat16" if dtype == "float8" else dtype,
             distributed_executor_backend="external_launcher",  # these ranks are the workers
             tensor_parallel_size=args.tensor_parallel,
-            seed=self.seed,
+            seed=self.seed % 2**32,
             max_model_len=min(longest, lm.config.max_position_embeddings),
             logprobs_mode="processed_logprobs",  # of softmax(logits / temperature); the default is before temperature
             use_tqdm_on_load=False,
             generation_config="vllm",  # no top-p, top-k or penalty out of the model's own generation config
             **options,
         )
+        self.stream = None if cpu else torch.cuda.current_stream(world.device)  # vLLM keeps to it, so we must
         CLOSING.append(self.llm.llm_engine.engine_core.shutdown)
         if self.sleeps:
             self.llm.sleep(level=1)
 
     @contextlib.contextmanager
-    def _awake(self) -> Iterator[None]:
-        """With --vllm_sleep weights are on the CPU and the KV cache is given up but while the engine is in use."""
+    def _awake(self, *parts: str) -> Iterator[None]:
+        """Work on the engine's own stream, after what the caller has under way. With --vllm_sleep weights are on the CPU
+        and the KV cache is given up but for these moments; `parts` wakes only those ("weights")."""
         if self.sleeps:
             torch.cuda.empty_cache()
-            self.llm.wake_up()
-        yield
+            self.llm.wake_up(tags=list(parts) or None)
+        if self.stream:
+            caller = torch.cuda.current_stream(self.world.device)
+            self.stream.wait_stream(caller)
+        with torch.cuda.stream(self.stream):
+            yield
+        if self.stream:
+            caller.wait_stream(self.stream)
         if self.sleeps:
             self.llm.sleep(level=1)
 
     def sync(self, policy: torch.nn.Module) -> None:
         """Push the trainer's weights into the engine, one whole tensor at a time."""
-        with self._awake():
+        with self._awake("weights"):
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checkpoint_parameters(policy)})
             if self.cpu:
                 self.llm.apply_model(repack_experts)
-            self.llm.reset_prefix_cache()
+            if not self.llm.reset_prefix_cache():
+                raise RunStopped("vLLM did not drop its prefix cache: keys and values of old weights would be used")
 
     def state_dict(self) -> dict:
         return {"calls": self.calls}
@@ -313,10 +325,11 @@ class VLLMEngine:
         common |= {"stop_token_ids": self.eos, "detokenize": False}
         requests = [{"prompt_token_ids": prompt + prefix} for part in asked for prompt, prefix in part]
         budgets = [limit - len(prefix) for part in asked for _, prefix in part]
-        sampling = [self.SamplingParams(max_tokens=budget, **common) for budget in budgets]
-        self.calls += 1
-        with self._awake(), torch.random.fork_rng():
-            torch.manual_seed(self.seed * 1_000_003 + self.calls)  # a resumed run draws the same samples
+        self.calls += 1  # a seed for each request (its n responses take the next ones): a resumed run draws the same
+        first_seed = (self.seed * 1_000_003 + self.calls) * 1_000_003
+        seeds = range(first_seed, first_seed + n * len(requests), n)
+        sampling = [self.SamplingParams(max_tokens=b, seed=s % 2**62, **common) for b, s in zip(budgets, seeds)]
+        with self._awake():
             answers = self.llm.generate(requests, sampling, use_tqdm=False) if requests else []
         first = sum(len(part) for part in asked[: dist.get_rank(self.group)])
         outputs = [out for answer in answers[first : first + len(prompts)] for out in answer.outputs]
@@ -366,24 +379,31 @@ def micro_batches(batch: Rollout, max_tokens: int, world: World) -> list[Tensor]
     """Row indices of micro-batches of at most `max_tokens` padded tokens, rows of similar length together.
 
     A micro-batch large enough to keep the device busy also ends where a longer row would make much of it padding. Every
-    rank gets the same number of them, since FSDP's forward and backward passes are collective.
+    rank gets the same number of them, since FSDP's forward and backward passes are collective; some may be empty.
     """
     lengths = (batch.prompt_len + batch.mask.sum(1).long()).tolist()
     micros: list[list[int]] = [[]]
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):  # the row added last is the longest
         padded, real = (len(micros[-1]) + 1) * lengths[row], sum(lengths[other] for other in micros[-1])
-        if micros[-1] and (padded > max_tokens or (real > max_tokens // 32 and real < MOSTLY_REAL * padded)):
+        mostly_padding = real + lengths[row] < MOSTLY_REAL * padded
+        if micros[-1] and (padded > max_tokens or (real > max_tokens // 32 and mostly_padding)):
             micros.append([])
         micros[-1].append(row)
     wanted = int(global_sum({"micros_max": len(micros)}, world)["micros_max"])
     while len(micros) < wanted:
         largest = micros.pop(max(range(len(micros)), key=lambda i: len(micros[i])))
         micros += [largest[::2], largest[1::2]]
-    return [torch.tensor(rows, device=batch.tokens.device) for rows in micros]
+    return [torch.tensor(rows, dtype=torch.long, device=batch.tokens.device) for rows in micros]
 
 
 def response_logprobs(policy: torch.nn.Module, batch: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
     """log π(token) and entropy of every sampled token under `policy`: two `[n, T]`, zero on padding."""
+    blank, where = torch.zeros_like(batch.mask), batch.mask.bool()  # [n, T]
+    if len(batch) == 0:  # other ranks have rows left and wait for this one's part of FSDP's collectives
+        pair = torch.zeros(1, 2, dtype=torch.long, device=blank.device)
+        policy.routing.replay = None
+        logp, entropy = policy(pair, torch.tensor([[True, False]], device=blank.device), temperature)
+        return blank.masked_scatter(where, logp), blank
     end = batch.prompt_len + batch.mask.sum(1).long()  # [n]
     sequences = batch.sequences[:, : int(end.max())]  # [n, S]
     column = torch.arange(sequences.shape[1], device=sequences.device)  # [S]
@@ -391,7 +411,6 @@ def response_logprobs(policy: torch.nn.Module, batch: Rollout, temperature: floa
     replayed = getattr(batch, "experts", None)  # [n, S, layers, k] if the caller wants a recorded routing
     policy.routing.replay = None if replayed is None else replayed[:, : sequences.shape[1]].flatten(0, 1)
     logp, entropy = policy(sequences, predicts, temperature)  # [M], [M]
-    blank, where = torch.zeros_like(batch.mask), batch.mask.bool()  # [n, T]
     return blank.masked_scatter(where, logp), blank.masked_scatter(where, entropy)
 
 
@@ -407,10 +426,11 @@ def all_logprobs(policy: torch.nn.Module, batch: Rollout, args: object, world: W
     for rows in micros:
         logp[rows], entropy[rows] = response_logprobs(policy, batch.rows(rows), args.temperature)
         if policy.routing.last:
-            routed.append(policy.routing.recorded().unflatten(0, (len(rows), -1)))  # [n, S, layers, k]
+            recorded = policy.routing.recorded()  # [n·S, layers, k]
+            routed.append(recorded.unflatten(0, (len(rows), -1)) if len(rows) else recorded[None, :0])
     if routed:
         batch.trainer_experts = routed[0].new_zeros(*batch.sequences.shape, *routed[0].shape[2:])  # [N, S, layers, k]
-        for rows, part in zip(micros, routed):
+        for rows, part in zip(micros, routed):  # [n, S, layers, k]
             batch.trainer_experts[rows, : part.shape[1]] = part
     return logp, entropy
 

@@ -58,11 +58,17 @@ def launch(main: Callable[[object, World], None], Args: type) -> None:
         main(args, world)
         dist.barrier()  # leave together: gloo may abort a rank whose peer is still busy
     except (BadInput, RunStopped) as error:
-        if first_rank:
+        if not first_rank:  # mostly all ranks meet the same error: torchrun ends this one while it waits
+            time.sleep(2)
+        if first_rank or isinstance(error, BadInput):
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, BadInput) else 1)
     except torch.OutOfMemoryError as error:
-        lower = "--rollout_rows or --vllm_memory" if Run.phase in ("rollout", "evaluate") else "--micro_tokens"
+        lower = (
+            "--rollout_rows or --vllm_memory"
+            if Run.phase in ("rollout", "evaluate", "branch", "sync")
+            else "--micro_tokens"
+        )
         fall(f"out of memory in {Run.phase or 'set-up'} ({first_line(error)}): lower {lower}")
     except RuntimeError as error:
         if world is None or world.size == 1 or not isinstance(error, dist.DistError) and "gloo" not in str(error):
@@ -184,7 +190,9 @@ class Run:
         (self.folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n")
         for path in self.folder.glob("*.jsonl"):  # forget the steps that were done after the checkpoint
             partial = path.with_suffix(".partial")
-            partial.write_text("".join(json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= done))
+            partial.write_text(
+                "".join(json.dumps(line) + "\n" for line in read_lines(path) if line.get("step", 0) <= done)
+            )
             partial.replace(path)
         if a.wandb:
             import wandb

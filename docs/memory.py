@@ -6,8 +6,9 @@ What is counted, with N parameters over R ranks:
     gathered     bfloat16 copies of what FSDP gathers at once: the root (embedding and head) and two layers
     activations  what one micro-batch of --micro_tokens keeps for the backward pass, or with --gradient_checkpointing
                  a layer's input for each layer and one layer whole; and one block of logits
-    vLLM         bfloat16 weights / --tensor_parallel; what --vllm_memory leaves of 80 GB beside them is its KV cache
-With --vllm_sleep the trainer's part and vLLM's are not added for the KV cache, only its weights' buffers while awake.
+    vLLM         weights (bfloat16; minirl: 8 bits) / --tensor_parallel; its KV cache is what --vllm_memory, a share of
+                 80 GB, leaves beside them
+The peak is the sum; with --vllm_sleep it is the larger of the trainer's part and of vLLM's beside the resident weights.
 These are the terms that grow; allocator slack, CUDA graphs and NCCL buffers come on top (some 3 to 6 GB).
 """
 
@@ -108,7 +109,7 @@ def estimate(name: str, words: list[str]) -> dict[str, float]:
         "reference": 4 * n / ranks if number("beta") > 0 and "--offload_reference" not in flags else 0,
         "gathered": 2 * (shape.root() + 2 * shape.layer()),
         "activations": held + 4 * 4 * BLOCK,
-        "vLLM weights": 2 * n / number("tensor_parallel"),
+        "vLLM weights": (1 if args.rollout_dtype == "float8" else 2) * n / number("tensor_parallel"),
     }
     parts = {part: size / 1e9 for part, size in parts.items()}
     trainer = sum(parts.values()) - parts["vLLM weights"]

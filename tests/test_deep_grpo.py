@@ -241,7 +241,7 @@ def test_no_failures_no_branches(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(deep_grpo, "load_task", lenient)
     assert run_here(monkeypatch, deep_grpo.main, *SMALL, "--steps", 2, "--run_dir", tmp_path / "run") == 0
-    assert "extra_tokens was 0 at every step" in capsys.readouterr().out
+    assert "branches_used was 0 at every step" in capsys.readouterr().out
     line = metrics(tmp_path / "run")[-1]
     assert line["failed"] == line["branches_used"] == line["extra_tokens"] == 0 and "branch_reward" not in line
 

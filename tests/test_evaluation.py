@@ -79,6 +79,9 @@ def test_eval_only_takes_a_checkpoint(tmp_path, monkeypatch, capsys):
     assert run_here(monkeypatch, grpo.main, *flags, "--steps", 2, "--lr", 0.05, "--eval_only", "--resume") == 0
     trained = capsys.readouterr().out
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+    assert run_here(monkeypatch, grpo.main, *flags, "--steps", 3, "--lr", 0.05, "--resume") == 0  # and goes on
+    assert (tmp_path / "run/evaluation.jsonl").read_text()
+    capsys.readouterr()
     assert run_here(monkeypatch, grpo.main, *SMALL, "--eval_only", "--run_dir", tmp_path / "other") == 0
     assert capsys.readouterr().out != trained
 

@@ -14,10 +14,11 @@ from test_run import MORE, SMALL, metrics, run_here
 
 
 def check_learning_value(module: ModuleType) -> None:
-    """sqrt(p̂ (1-p̂)) with p̂ over the group; 0 for all right and all wrong; part marks stay inside [0, 1/2]."""
+    """sqrt(p̂ (1-p̂)) with p̂ over the group; 0 for all right and all wrong, and for equal part marks."""
     rewards = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0.5, 0.3, 0.2, 0.2]])
-    expected = torch.tensor([3**0.5 / 4, 0.5, 0, 0, (0.3 * 0.7) ** 0.5])
+    expected = torch.tensor([3**0.5 / 4, 0.5, 0, 0, 0.015**0.5])  # part marks: their standard deviation
     assert torch.allclose(module.learning_value(rewards), expected)
+    assert (module.learning_value(torch.full((1, 8), 0.7)) == 0).all()
 
 
 def check_select(module: ModuleType) -> None:
@@ -66,9 +67,11 @@ CHECKS = (
     *(check_teacher_range_and_padding, check_rank_correlation),
 )
 MUTANTS = {
-    "p (1-p)": ("(solved * (1 - solved)).sqrt()", "solved * (1 - solved)"),
-    "p": ("(solved * (1 - solved)).sqrt()", "solved"),
-    "over the batch": ("rewards.mean(dim=1).clamp(0, 1)", "rewards.mean().expand(len(rewards)).clamp(0, 1)"),
+    "p (1-p)": ("std(dim=1, correction=0)", "var(dim=1, correction=0)"),
+    "sample std": ("std(dim=1, correction=0)", "std(dim=1)"),
+    "p": ("(rewards - rewards[:, :1]).std(dim=1, correction=0)", "rewards.mean(dim=1)"),
+    "over the batch": ("std(dim=1, correction=0)", "std(correction=0).expand(len(rewards))"),
+    "rounding for a difference": ("(rewards - rewards[:, :1]).std", "rewards.std"),
     "the worst candidate": ("key=lambda k: -scores[k]", "key=lambda k: scores[k]"),
     "no exploration": ("rng.random() < epsilon", "rng.random() < 0"),
     "exploration among the best": ("rng.shuffle(order)", "order[:2] = rng.sample(order[:2], 2)"),
@@ -177,6 +180,15 @@ def test_two_ranks_share_one_teacher(tmp_path, command):
     assert states[0] == states[1] and len(states[0]) == 20
     prompts = [tuple(ids) for ids, *_ in states[0]]
     assert all(len(set(prompts[i : i + 4])) == 4 for i in range(0, 20, 4))
+
+
+def test_saving_does_not_change_training(tmp_path, monkeypatch):
+    """Saved before the teacher's first update, after every step or never: the same run."""
+    flags = [*SMALL, *MORE["goldilocks"], "--steps", 4]
+    for every in (1, 100):
+        words = [*flags, "--save_every", every, "--run_dir", tmp_path / f"every{every}"]
+        assert run_here(monkeypatch, goldilocks.main, *words) == 0
+    assert metrics(tmp_path / "every1") == metrics(tmp_path / "every100")
 
 
 @pytest.mark.parametrize("flags", [("--candidates", 0), ("--teacher_batch", 64, "--window", 32)])

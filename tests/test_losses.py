@@ -130,6 +130,7 @@ def check_advantages(module: ModuleType) -> None:
     rewards, expected = (torch.tensor(numbers[name], dtype=torch.float64) for name in ("rewards", "ddof1_eps1e-6"))
     assert torch.allclose(module.advantages(rewards), expected, rtol=0, atol=1e-8)
     assert (module.advantages(torch.ones(2, 8)) == 0).all() and (module.advantages(torch.zeros(2, 8)) == 0).all()
+    assert (module.advantages(torch.full((2, 8), 0.7)) == 0).all()  # part marks: 0.7 - mean of 0.7 is 6e-8
 
 
 GRPO_CHECKS = (

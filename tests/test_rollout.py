@@ -158,3 +158,38 @@ def test_micro_batches_cover_rows_within_the_budget(engine, prompts, world, monk
     monkeypatch.setattr(rollout_module, "global_sum", lambda values, world: {"micros_max": 9.0})
     micros = micro_batches(rollout, 10**6, world)
     assert len(micros) == 9 and sorted(torch.cat(micros).tolist()) == list(range(64))
+
+
+def test_long_rows_share_micro_batches(world):
+    """Rows of equal length fill a micro-batch to the brim, whatever the length: none of it is padding."""
+    for length in (50, 600, 2000):
+        batch = of_lengths([length] * 40)
+        micros = micro_batches(batch, 16_384, world)
+        assert max(map(len, micros)) == min(40, 16_384 // length)
+
+
+def test_little_of_a_micro_batch_is_padding(world):
+    """Lengths from 20 to 4000: every large micro-batch is mostly real tokens, small ones end soon, no row is lost."""
+    lengths = [20 * (i + 1) for i in range(200)]
+    micros = micro_batches(of_lengths(lengths), 16_384, world)
+    assert sorted(row for rows in micros for row in rows.tolist()) == list(range(200))
+    padded = [len(rows) * max(lengths[row] for row in rows.tolist()) for rows in micros]
+    assert sum(lengths) / sum(padded) > 0.8 and max(padded) <= 16_384 and len(micros) < 60
+
+
+def of_lengths(lengths: list[int]) -> Rollout:
+    n = len(lengths)
+    mask = torch.zeros(n, 1)
+    return Rollout(tokens=mask, mask=mask, prompt_len=torch.tensor(lengths))
+
+
+def test_an_empty_micro_batch_takes_part(world, tiny):
+    """A rank that has no row left still makes its forward and backward passes: zeros, and gradients of exactly 0."""
+    lm, tokenizer = copy.deepcopy(tiny[0]), tiny[1]
+    rollout = HFEngine(lm, world, 0, "float32", 64).generate([tokenizer("1+2=")["input_ids"]], 4, 16, 1.0)
+    policy = Policy(lm)
+    logp, entropy = response_logprobs(policy, rollout.rows(torch.tensor([], dtype=torch.long)), 1.0)
+    assert logp.shape == entropy.shape == (0, rollout.mask.shape[1])
+    logp.sum().backward()
+    assert all(p.grad is None or (p.grad == 0).all() for p in policy.parameters())
+    assert any(p.grad is not None for p in policy.parameters())

@@ -134,7 +134,8 @@ def test_group_gradient_is_what_autograd_gives_the_slow_way(world):
     group.advantages = vcpo.advantages(torch.tensor([[1.0, 0, 0, 1, 1, 0]]))[0]
     policy, args = Policy(lm), vcpo.Args()
     parameters = list(policy.parameters())
-    found, log_w = vcpo.group_gradient(args, policy, group, True, parameters, Means(), world)
+    found = [torch.zeros_like(p) for p in parameters]
+    log_w = vcpo.add_group_gradient(args, policy, group, True, parameters, found, Means(), world)
 
     logp, _ = response_logprobs(policy, group, 1.0)
     slow_w = ((logp.detach() - group.rollout_logp) * group.mask).sum(1)
@@ -148,9 +149,8 @@ def test_group_gradient_is_what_autograd_gives_the_slow_way(world):
     for i, ours in enumerate(found):
         expected = sum(f * row[i] for f, row in zip(factor, rows))
         assert torch.allclose(ours, expected, rtol=1e-3, atol=1e-4 * expected.abs().max())
-    plain, _ = vcpo.group_gradient(
-        replace(args, optimal_baseline=False), policy, group, True, parameters, Means(), world
-    )
+    plain, off = [torch.zeros_like(p) for p in parameters], replace(args, optimal_baseline=False)
+    vcpo.add_group_gradient(off, policy, group, True, parameters, plain, Means(), world)
     assert not torch.allclose(plain[0], found[0], rtol=1e-2)
 
 
@@ -174,7 +174,7 @@ def test_the_lag_is_exactly_k_after_warm_up(tmp_path, monkeypatch, lag):
 def test_switches(tmp_path, monkeypatch):
     """Both halves off: the step keeps its length and the baseline is the group's mean."""
     flags = [*SMALL, "--minibatches", 1, "--steps", 4, "--lag", 2, "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, vcpo.main, *flags, "--no_ess_scaling", "--no_optimal_baseline") == 0
+    assert run_here(monkeypatch, vcpo.main, *flags, "--warmup", 5, "--no_ess_scaling", "--no_optimal_baseline") == 0
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()][1:]
     assert all(line["lr_scale"] == 1 and line["baseline_shift"] == 0 for line in lines)
     assert all(a["lr"] < b["lr"] for a, b in itertools.pairwise(lines))  # warm-up alone
@@ -227,6 +227,12 @@ def test_async_resumes_to_the_bit(tmp_path, command, monkeypatch):
     assert state["ahead"] and len(state["queue"]) == 1
     assert run_here(monkeypatch, vcpo.main, *flags, "--run_dir", tmp_path / "parts", "--resume") == 0
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 7, tmp_path)
+
+
+@pytest.mark.parametrize("flag", ["--vllm_sleep", "--tensor_parallel=2"])
+def test_what_does_not_go_with_async_is_refused(tmp_path, monkeypatch, capsys, flag):
+    assert run_here(monkeypatch, vcpo.main, *ASYNC, flag, "--steps", 9, "--run_dir", tmp_path / "run") == 2
+    assert "--async: not together" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("lag", [-1, 8])

@@ -210,7 +210,7 @@ def test_two_ranks(tmp_path, command):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--model tiny-moe --rollout_dtype float32 --routing_replay r3", "does not report its experts on a CPU"),
+        ("--model tiny-moe --rollout_dtype float32 --routing_replay r3", "vLLM reports experts only on a GPU"),
         ("--rollout_dtype float8", "need a GPU"),
         ("--rollout_dtype float32 --vllm_sleep", "need a GPU"),
         ("--rollout_dtype float32 --tensor_parallel 2", "--tensor_parallel 2: does not divide the 1 ranks"),

@@ -201,6 +201,9 @@ CHECKS: dict[str, Callable[[World], str]] = {
     "offload": default_run("grpo", "--rollout", "hf", "--offload_reference", "--gradient_checkpointing"),
     "vllm": default_run("grpo", "--rollout", "vllm"),
     "vllm_sleep": default_run("grpo", "--rollout", "vllm", "--vllm_sleep"),
+    "vllm_vcpo": default_run("vcpo", "--rollout", "vllm"),
+    "vllm_async": default_run("vcpo", "--rollout", "vllm", "--async"),
+    "vllm_moe_r3": default_run("minirl", "--rollout", "vllm", "--model", "tiny-moe", "--routing_replay", "r3"),
 }
 
 
