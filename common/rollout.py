@@ -278,8 +278,11 @@ class VLLMEngine:
 
     @contextlib.contextmanager
     def _awake(self, *parts: str) -> Iterator[None]:
-        """Work on the engine's own stream, after what the caller has under way. With --vllm_sleep weights are on the CPU
-        and the KV cache is given up but for these moments; `parts` wakes only those ("weights")."""
+        """Work on the engine's own stream, after what the caller has under way.
+
+        With --vllm_sleep weights are on the CPU and the KV cache is given up but for these moments; `parts` wakes only
+        those named.
+        """
         if self.sleeps:
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=list(parts) or None)
