@@ -159,7 +159,7 @@ def test_prefixes_lengths_and_stops(engine_of):
     assert all(len(ids) <= 20 for ids in rollout.response_ids())
     for row, length in enumerate(rollout.mask.sum(1).int().tolist()):
         assert rollout.finished[row] == (rollout.tokens[row, length - 1] == tokenizer.eos_token_id)
-    assert len({tuple(ids) for ids in rollout.response_ids()}) > 4
+    assert len({tuple(ids) for ids in rollout.response_ids()}) > 2
     greedy = engine.generate([prompt], 1, 40, 0.0).response_ids()
     hf = make_engine(grpo.Args(rollout="hf", dtype="float32"), lm, engine.world)
     assert greedy == hf.generate([prompt], 1, 40, 0.0).response_ids()
