@@ -1,6 +1,6 @@
 """Whole runs: learning, resuming to the bit, stopping, and refusing bad input."""
 
-import importlib
+import importlib.util
 import json
 import re
 import shutil
@@ -219,6 +219,12 @@ def test_bad_input_is_one_line_exit_2_and_nothing_written(name, tmp_path, monkey
     assert code == 2 and len(said) == 1, said
     assert message in said[0] and said[0].startswith("grpo.py: error: ")
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.skipif(bool(importlib.util.find_spec("vllm")), reason="vLLM is installed")
+def test_without_vllm_its_install_line_is_shown(tmp_path, monkeypatch, capsys):
+    assert run_here(monkeypatch, grpo.main, "--rollout", "vllm", "--run_dir", tmp_path / "run") == 2
+    assert "pip install -r requirements.txt), or use --rollout hf" in capsys.readouterr().err
 
 
 def test_exit_code_and_line_of_the_real_command(command):
