@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 # model: prompts, responses to each, tokens of each, steps measured after two to warm up
-SIZES = {"tiny": (16, 8, 64, 12), "other": (4, 8, 48, 3), "qwen3-1.7b": (8, 8, 512, 4)}
+SIZES = {"tiny": (16, 8, 64, 12), "other": (2, 4, 32, 3), "qwen3-1.7b": (8, 8, 512, 4)}
 
 
 def reward(text: str) -> float:
