@@ -265,10 +265,10 @@ def main(args: Args, world: World) -> None:
     if args.asynchronous and (args.tensor_parallel > 1 or args.vllm_sleep):  # two users of NCCL, or of memory, at once
         raise BadInput("--async: not together with --tensor_parallel or --vllm_sleep")
     sampler_thread = ThreadPoolExecutor(1)
-    CLOSING.append(sampler_thread.shutdown)
     if args.asynchronous and world.device.type == "cuda":
-        sampler_thread = ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(world.device,))
+        sampler_thread.submit(torch.cuda.set_device, world.device).result()  # a new thread starts on the first GPU
         torch.cuda.set_stream(torch.cuda.Stream())  # the trainer's own: kernels of one stream would take turns
+    CLOSING.append(sampler_thread.shutdown)
 
     def sample(step: int) -> Rollout:
         """This rank's rollout of a step."""

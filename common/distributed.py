@@ -146,8 +146,10 @@ def save_checkpoint(
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     unused = [one for one in optimizers if not one.state]
     weights, moments = get_state_dict(policy, optimizer)
-    for state_of in (values for one in unused for values in one.state.values()):
-        state_of["step"].zero_()  # to list its state, torch lets an optimiser that never stepped take an empty step
+    for moments_of_one in (values for one in unused for values in one.state.values()):
+        moments_of_one[
+            "step"
+        ].zero_()  # to list its state, torch lets an optimiser that never stepped take an empty step
     generators = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if world.device.type == "cuda":
         generators["cuda"] = torch.cuda.get_rng_state()

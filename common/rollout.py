@@ -99,8 +99,7 @@ class Rollout:
 class HFEngine:
     """Samples with the transformers model in this process, from an own copy of the weights (whole, not sharded).
 
-    About twice as fast as `model.generate` on the embedded model: a prompt is read once for its whole group, and
-    finished rows leave the batch.
+    Faster than `model.generate`: a prompt is read once for its whole group, and finished rows leave the batch.
     """
 
     def __init__(self, lm: PreTrainedModel, world: World, seed: int, dtype: str, max_rows: int):
@@ -339,7 +338,7 @@ class VLLMEngine:
         prompts, prefixes = ([row for row in rows for _ in range(n)] for rows in (prompts, prefixes))  # P -> N rows
         tokens = [list(out.token_ids) for out in outputs]
         experts = [torch.as_tensor(out.routed_experts) for out in outputs] if self.reports_experts else []
-        for row, seen in zip(range(len(experts)), experts):  # the last token is never fed back: its place stays 0
+        for row, seen in enumerate(experts):  # the last token is never fed back: its place stays 0
             whole = len(prompts[row]) + len(prefixes[row]) + len(tokens[row])
             experts[row] = torch.cat([seen, seen.new_zeros(whole - len(seen), *seen.shape[1:])])
         logps = [out.logprobs.logprobs for out in outputs]  # logprobs=0: of the sampled token alone
@@ -386,12 +385,15 @@ def micro_batches(batch: Rollout, max_tokens: int, world: World) -> list[Tensor]
     """
     lengths = (batch.prompt_len + batch.mask.sum(1).long()).tolist()
     micros: list[list[int]] = [[]]
+    real = 0  # tokens in the last one
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):  # the row added last is the longest
-        padded, real = (len(micros[-1]) + 1) * lengths[row], sum(lengths[other] for other in micros[-1])
+        padded = (len(micros[-1]) + 1) * lengths[row]
         mostly_padding = real + lengths[row] < MOSTLY_REAL * padded
         if micros[-1] and (padded > max_tokens or (real > max_tokens // 32 and mostly_padding)):
             micros.append([])
+            real = 0
         micros[-1].append(row)
+        real += lengths[row]
     wanted = int(global_sum({"micros_max": len(micros)}, world)["micros_max"])
     while len(micros) < wanted:
         largest = micros.pop(max(range(len(micros)), key=lambda i: len(micros[i])))

@@ -68,10 +68,10 @@ def ours(model: str, folder: str, full: bool) -> dict[str, float]:
     import grpo
     import torch
     from common.data import Problem, Task
+    from common.distributed import setup
     from common.model import load_model
     from common.rollout import make_engine
     from common.tracking import check
-    from test_run import metrics  # noqa: F401  (the tests' path set-up)
 
     P, G, T, steps = sizes(model)
     with tempfile.TemporaryDirectory() as run_dir:
@@ -91,7 +91,7 @@ def ours(model: str, folder: str, full: bool) -> dict[str, float]:
         grpo.load_task, grpo.make_engine = lambda *a: task, endless
         grpo.evaluate = lambda *a: {"greedy": 0.0, "sampled": 0.0}
         grpo.save_checkpoint = lambda *a: None
-        world = grpo_world()
+        world = setup()
         check(args, world)
         grpo.main(args, world)
         lines = [json.loads(line) for line in (Path(run_dir) / "run/metrics.jsonl").read_text().splitlines()][3:]
@@ -102,12 +102,6 @@ def ours(model: str, folder: str, full: bool) -> dict[str, float]:
     update = statistics.median(line["seconds_update"] + line["seconds_old_logp"] for line in lines)
     found = {"step": step, "rollout": rollout, "update": update, "outside": share, "memory": peak_memory()}
     return found | {"tokens": statistics.median(line["tokens"] for line in lines)}
-
-
-def grpo_world() -> object:
-    from common.distributed import setup
-
-    return setup()
 
 
 def trl(model: str, folder: str, full: bool) -> dict[str, float]:
