@@ -45,12 +45,12 @@ def folder_of(model: str, scratch: Path) -> str:
     if model != "qwen3-1.7b":
         return str(EMBEDDED.get(model, model))
     import torch
-    from gpu.shapes import qwen3_1_7b, word_tokenizer
+    from gpu.shapes import byte_tokenizer, qwen3_1_7b
 
     if not (scratch / "config.json").exists():
         torch.manual_seed(0)
         qwen3_1_7b().save_pretrained(scratch)
-        word_tokenizer().save_pretrained(scratch)
+        byte_tokenizer(151_936).save_pretrained(scratch)
     return str(scratch)
 
 

@@ -16,8 +16,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from common.distributed import setup  # noqa: E402
 from common.model import load_model  # noqa: E402
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from gpu.shapes import byte_tokenizer  # noqa: E402
+from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -41,10 +41,7 @@ def tiny():
 def words(tmp_path_factory):
     """A folder with an untrained model that reads and writes any text, a token per byte."""
     folder = tmp_path_factory.mktemp("words")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(["<pad>", "<eos>", *alphabet])}, merges=[]))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    byte_tokenizer(258).save_pretrained(folder)
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "head_dim": 32, "vocab_size": 258}
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "pad_token_id": 0, "eos_token_id": 1}
     Qwen3ForCausalLM(Qwen3Config(**shape, **heads, tie_word_embeddings=True)).save_pretrained(folder)

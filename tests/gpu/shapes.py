@@ -12,11 +12,11 @@ def qwen3_1_7b() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(Qwen3Config(**shape))
 
 
-def word_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each byte and dummies up to the vocabulary: any text in, any token id out."""
+def byte_tokenizer(size: int) -> PreTrainedTokenizerFast:
+    """A token for each byte and dummies up to a vocabulary of `size`: any text in, any token id out."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["<pad>", "<eos>", *alphabet]
-    words += [f"{alphabet[i % 200]}{i}" for i in range(151_936 - len(words))]
+    words += [f"{alphabet[i % 200]}{i}" for i in range(size - len(words))]
     core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
