@@ -2,14 +2,14 @@
 
 Guo et al., "DEEP-GRPO" (Deep Dense Exploration), 2026, arXiv 2602.14169.
 
-Objective, token-means over two streams, the main responses and the branches, with r = π_θ(o_t) / π_old(o_t):
+Objective, token-means over two streams, the main responses and the branches, with r = π_θ(y_t) / π_old(y_t):
 
     J = 1/T_main Σ_main l_t + λ 1/T_branch Σ_branch l_t - β (mean k3 over main + mean k3 over branches)
     l_t = min(r Â, clip(r, 1-ε, 1+ε) Â)
     Â of a main response:  R - mean R of its group's G responses;   Â of a branch:  R - mean R of its K siblings
     a failed response is cut after segment i:  Q(i) ∝ σ(w r_i + b) r_i^γ,     r_i = (i+1) / (segments + 1),  i >= 0
 
-Gradient weight on ∇ log π_θ(o_t), before each stream's average:
+Gradient weight on ∇ log π_θ(y_t), before each stream's average:
 
     main: M r Â + β (π_ref/π_θ - 1),   branch: λ M r Â + β (π_ref/π_θ - 1),   prefix of a branch: 0
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
@@ -104,10 +104,10 @@ class Args:
     """Go on from the newest checkpoint in the run folder, to the bit."""
     run_dir: str = ""
     """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
-    rollout: str = "auto"
-    """Sampling engine: `vllm`, `hf` (transformers), or `auto` (vllm on GPUs, else hf); both in this process."""
+    rollout: Literal["auto", "vllm", "hf"] = "auto"
+    """Sampling engine in this process: vLLM or transformers (auto: vllm on GPUs, else hf)."""
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
-    """Precision of the hf engine's copy of the weights (auto: as dtype)."""
+    """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
     rollout_rows: int = 1024
     """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
     vllm_memory: float = 0.3
@@ -168,7 +168,7 @@ class Args:
 
 def advantages(rewards: Tensor) -> Tensor:
     """Mean-centred: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [0.75, -0.25, -0.25, -0.25]."""
-    rewards = rewards - rewards[:, :1]  # [P, G]: changes nothing but rounding, equal part marks are exactly 0 now
+    rewards = rewards - rewards[:, :1]  # [P, G]: equal rewards centre to exactly 0, 0.3 as well as 1
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
     return centred  # <deep_grpo>
 
@@ -232,14 +232,16 @@ def policy_loss(
 
     All `[n, T]` but advantages `[n]`, branch `[n]`, 1 on branches and 0 on main rows, and balance, T_main / T_branch of
     the whole mini-batch (default: of these rows). The caller adds sums and counts up over micro-batches and ranks and
-    divides once: a mean of micro-batch means would be another objective.
+    divides once: a mean of micro-batch means would be another objective. Every file is handed the same tensors, needed
+    or not.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <deep_grpo>
     branch = torch.zeros_like(advantages) if branch is None else branch  # [n]
-    main, branched = ((mask.sum(dim=1) * share).sum() for share in (1 - branch, branch))  # tokens of each stream
+    lengths = mask.sum(dim=1)  # [n]
+    main_tokens, branch_tokens = lengths @ (1 - branch), lengths @ branch  # [], []
     if balance is None:
-        balance = main / branched.clamp(min=1)
+        balance = main_tokens / branch_tokens.clamp(min=1)
     # </deep_grpo>
     # <grpo>
     ratio = (logp - old_logp).exp()  # [n, T]: r, 1 (but for rounding) until this rollout's first optimiser step
@@ -257,7 +259,7 @@ def policy_loss(
     # <deep_grpo>
     # The caller divides by T_main; times T_main / T_branch first, the branches are averaged over their own tokens.
     per_response = (objective * mask).sum(dim=1) * (1 + (balance - 1) * branch)  # [n]
-    return -per_response.sum(), main, stats
+    return -per_response.sum(), main_tokens, stats
     # </deep_grpo>
     # </grpo>
 
@@ -275,7 +277,8 @@ def main(args: Args, world: World) -> None:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
     run = Run(args, world, Path(__file__).stem, acted="branches_used")  # <deep_grpo>
-    stop, done = StopFlag(), 0
+    stop = StopFlag()
+    done = 0  # steps
     # <deep_grpo>
     vocabulary = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
     boundaries = {token for token, text in enumerate(vocabulary) if text.rstrip(" ").endswith(args.boundary)}
@@ -289,7 +292,7 @@ def main(args: Args, world: World) -> None:
         feedback.extend(state["feedback"])  # <deep_grpo>
     engine.sync(policy)
     if args.eval_only:
-        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder))
+        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
     run.start(task, done)
     if done == 0:
@@ -385,7 +388,7 @@ def main(args: Args, world: World) -> None:
                 scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
                 norm = clip_gradients(policy, args.grad_clip)
                 healthy = run.healthy(norm, minibatch)  # not NaN, not infinite: one such step would end the run
-                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=(not healthy, None))
+                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=((not healthy) / world.size, None))
                 if healthy:
                     optimizer.step()
                 optimizer.zero_grad()

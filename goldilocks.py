@@ -4,7 +4,7 @@ Mahrooghi, Lotfi, Abbe (EPFL, Apple), "Goldilocks RL", 2026, arXiv 2602.14868.
 
 The student's objective on the prompts q it is given is GRPO's:
 
-    J = 1/G Σ_i 1/|o_i| Σ_t { min(r Â_i, clip(r, 1-ε, 1+ε) Â_i) - β k3 },     Â_i = (R_i - mean R) / std R
+    J = 1/G Σ_i 1/|y_i| Σ_t { min(r Â_i, clip(r, 1-ε, 1+ε) Â_i) - β k3 },     Â_i = (R_i - mean R) / std R
 
 New is which prompts those are. With p the student's chance to solve q, and rewards 0 or 1,
 
@@ -15,11 +15,11 @@ this from the text alone, trained by squared error on sqrt(p̂ (1-p̂)) of the s
 
     f(q) = 1/2 σ(w · mean_t h_t(q) + b),     h: last hidden states of a causal language model
 
-Gradient weight on ∇ log π_θ(o_t), before the two averages:
+Gradient weight on ∇ log π_θ(y_t), before the two averages:
 
     M r Â + β (π_ref/π_θ - 1),     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
-For each slot of the batch K candidates are drawn and the one of the largest f(q) is taken, or with probability ε a
+For each slot of the batch K candidates are drawn and the one of the largest f(q) is taken, or with probability η a
 random one. No prompt needs a history: the teacher judges ones that were never tried.
 
 Differs from grpo.py in:
@@ -27,13 +27,13 @@ Differs from grpo.py in:
    with an optimiser of its own, sharded over the ranks and saved like the policy. The loss is grpo.py's.
 
 Differs from the paper in:
-1. K, ε, the window, the teacher's optimiser, batch and learning rates are ours (no public code gives them); so are
+1. K, η, the window, the teacher's optimiser, batch and learning rates are ours (no public code gives them); so are
    one tournament per slot, and no prompt twice in a batch.
 2. The teacher takes turns with the student on the same devices; the paper gives it 2 of 8 GPUs.
 
 Run it:
     torchrun goldilocks.py                              # laptop: embedded model and task, two minutes, no download
-    torchrun goldilocks.py --epsilon 1                  # the same with prompts drawn uniformly
+    torchrun goldilocks.py --explore 1                  # the same with prompts drawn uniformly
     torchrun --nproc_per_node=8 goldilocks.py --model Qwen/Qwen2.5-1.5B --task math --teacher_lr 1e-5 \\
         --prompts_per_step 64 --group_size 16 --max_new_tokens 2048 --lr 1e-6 --gradient_checkpointing       # one node
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 goldilocks.py ... # several
@@ -105,10 +105,10 @@ class Args:
     """Go on from the newest checkpoint in the run folder, to the bit."""
     run_dir: str = ""
     """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
-    rollout: str = "auto"
-    """Sampling engine: `vllm`, `hf` (transformers), or `auto` (vllm on GPUs, else hf); both in this process."""
+    rollout: Literal["auto", "vllm", "hf"] = "auto"
+    """Sampling engine in this process: vLLM or transformers (auto: vllm on GPUs, else hf)."""
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
-    """Precision of the hf engine's copy of the weights (auto: as dtype)."""
+    """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
     rollout_rows: int = 1024
     """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
     vllm_memory: float = 0.3
@@ -159,8 +159,8 @@ class Args:
     """Model whose backbone the teacher starts from: hub name or folder (default: the student's)."""
     candidates: int = 16  # <goldilocks>
     """K: prompts that compete for each slot of the batch (ours)."""
-    epsilon: float = 0.1  # <goldilocks>
-    """Share of slots that go to a random candidate: they keep the teacher's sample honest (ours)."""
+    explore: float = 0.1  # <goldilocks>
+    """η: share of slots that go to a random candidate: they keep the teacher's sample honest (ours)."""
     window: int = 2048  # <goldilocks>
     """Latest (prompt, value) pairs the teacher learns from; older ones describe an older student (ours)."""
     teacher_batch: int = 64  # <goldilocks>
@@ -173,7 +173,7 @@ class Args:
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    rewards = rewards - rewards[:, :1]  # [P, G]: changes nothing but rounding, equal part marks are exactly 0 now
+    rewards = rewards - rewards[:, :1]  # [P, G]: equal rewards centre to exactly 0, 0.3 as well as 1
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
     # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
     # The 1e-6 only keeps 0/0 away.
@@ -205,11 +205,11 @@ def learning_value(rewards: Tensor) -> Tensor:
     return (rewards - rewards[:, :1]).std(dim=1, correction=0)
 
 
-def select(values: Tensor, candidates: list[list[str]], epsilon: float, rng: random.Random) -> list[tuple[int, bool]]:
-    """For each slot the candidate it takes and whether by chance: ε-greedy argmax of `values [B, K]`, none twice."""
+def select(values: Tensor, candidates: list[list[str]], explore: float, rng: random.Random) -> list[tuple[int, bool]]:
+    """Each slot's (candidate, whether by chance): best of `values [B, K]`, or any; none twice while another is left."""
     chosen, taken = [], set()
     for scores, prompts in zip(values.tolist(), candidates):
-        order, chance = sorted(range(len(prompts)), key=lambda k: -scores[k]), rng.random() < epsilon
+        order, chance = sorted(range(len(prompts)), key=lambda k: -scores[k]), rng.random() < explore
         if chance:
             rng.shuffle(order)
         k = next((k for k in order if prompts[k] not in taken), order[0])
@@ -222,8 +222,8 @@ def teacher_values(
     args: Args, teacher: nn.Module, prompts: list[list[int]], world: World, targets: Tensor | None = None
 ) -> Tensor:
     """f(q) of this rank's prompts `[n]`. With `targets [n]` it also adds the gradient of Σ (f - target)²."""
-    nothing, values = [[]] * len(prompts), torch.zeros(len(prompts), device=world.device)  # [n]
-    batch = Rollout.pack(prompts, nothing, nothing, nothing, [], [], world.device)  # prompts without responses
+    none, values = [[]] * len(prompts), torch.zeros(len(prompts), device=world.device)  # [n]
+    batch = Rollout.pack(prompts=prompts, tokens=none, logps=none, eos=[], device=world.device)  # without responses
     for rows in micro_batches(batch, args.micro_tokens, world):
         micro = batch.rows(rows)
         with torch.set_grad_enabled(targets is not None):
@@ -270,7 +270,7 @@ def policy_loss(
     """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
 
     All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and ranks and divides once:
-    a mean of micro-batch means would be another objective.
+    a mean of micro-batch means would be another objective. Every file is handed the same tensors, needed or not.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <grpo>
@@ -285,7 +285,7 @@ def policy_loss(
         k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
         objective = objective - args.beta * k3  # [n, T]
         stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
-    per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|o_i|
+    per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # 1/G: the mean over responses
     # </grpo>
 
@@ -313,14 +313,15 @@ def main(args: Args, world: World) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
     both, optimizers = nn.ModuleList([policy, teacher]), [optimizer, teacher_optimizer]  # <goldilocks>
     run = Run(args, world, Path(__file__).stem, acted="chosen_over_mean")  # <goldilocks>
-    stop, done = StopFlag(), 0
+    stop = StopFlag()
+    done = 0  # steps
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, both, optimizers, world)  # <goldilocks>
         engine.load_state_dict(state["engine"])
         window.extend(state["window"])  # <goldilocks>
     engine.sync(policy)
     if args.eval_only:
-        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder))
+        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
     run.start(task, done)
     if done == 0:
@@ -340,8 +341,8 @@ def main(args: Args, world: World) -> None:
             mine = slice(world.rank * P, (world.rank + 1) * P)  # this rank's slots
             asked = [teacher_tokenizer(p.prompt)["input_ids"] for candidates in pool[mine] for p in candidates]
             values = gather(teacher_values(args, teacher, asked, world), world).view(-1, K)  # [B, K]
-            epsilon = args.epsilon if len(window) >= args.teacher_batch else 1.0  # uniform until there is a teacher
-            choice = select(values, [[p.prompt for p in candidates] for candidates in pool], epsilon, rng)
+            explore = args.explore if len(window) >= args.teacher_batch else 1.0  # uniform until there is a teacher
+            choice = select(values, [[p.prompt for p in candidates] for candidates in pool], explore, rng)
             predicted = values[range(B), [k for k, _ in choice]].cpu()  # [B]
         # </goldilocks>
 
@@ -418,7 +419,7 @@ def main(args: Args, world: World) -> None:
                 scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
                 norm = clip_gradients(policy, args.grad_clip)
                 healthy = run.healthy(norm, minibatch)  # not NaN, not infinite: one such step would end the run
-                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=(not healthy, None))
+                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=((not healthy) / world.size, None))
                 if healthy:
                     optimizer.step()
                 optimizer.zero_grad()

@@ -3,18 +3,18 @@
 Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", 2024,
 arXiv 2402.03300.
 
-Objective, for G responses o_i to one prompt, with r = π_θ(o_t) / π_old(o_t) for each token:
+Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) for each token:
 
-    J = 1/G Σ_i 1/|o_i| Σ_t { min(r Â_i, clip(r, 1-ε, 1+ε) Â_i) - β k3 },     Â_i = (R_i - mean R) / std R
+    J = 1/G Σ_i 1/|y_i| Σ_t { min(r Â_i, clip(r, 1-ε, 1+ε) Â_i) - β k3 },     Â_i = (R_i - mean R) / std R
     k3 = π_ref/π_θ - log(π_ref/π_θ) - 1      (>= 0; under samples of π_θ its mean is KL(π_θ ‖ π_ref))
 
-Gradient weight on ∇ log π_θ(o_t), before the two averages:
+Gradient weight on ∇ log π_θ(y_t), before the two averages:
 
     M r Â + β (π_ref/π_θ - 1),     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
 The group replaces PPO's value network: a response is good if it beats its siblings. The clip takes the gradient
-away from a token that has already moved by ε in the direction its advantage asks for. The KL term is an honest
-estimate in value only: its gradient, in the mean, is that of the other direction's KL, which pulls the same way.
+away from a token that has already moved by ε in the direction its advantage asks for. The KL term has the mean
+KL(π_θ ‖ π_ref), but its gradient has the mean ∇ KL(π_ref ‖ π_θ): that too pulls towards π_ref.
 
 This file is the trunk: the others differ from it only in the lines they mark, `diff grpo.py stapo.py` shows how.
 
@@ -30,7 +30,7 @@ Run it:
     torchrun grpo.py                                    # laptop: embedded model and task, two minutes, no download
     torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k --eval_task math500 \\
         --prompts_per_step 64 --group_size 16 --max_new_tokens 4096 --lr 1e-6 --beta 0.04 --minibatches 1 \\
-        --gradient_checkpointing                        # one node of eight; paper: 1024 problems of G = 64 at lr 1e-6
+        --gradient_checkpointing                        # one node of eight; paper: batch 1024, G = 64, lr 1e-6
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 grpo.py ...      # several
 """
 
@@ -94,10 +94,10 @@ class Args:
     """Go on from the newest checkpoint in the run folder, to the bit."""
     run_dir: str = ""
     """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
-    rollout: str = "auto"
-    """Sampling engine: `vllm`, `hf` (transformers), or `auto` (vllm on GPUs, else hf); both in this process."""
+    rollout: Literal["auto", "vllm", "hf"] = "auto"
+    """Sampling engine in this process: vLLM or transformers (auto: vllm on GPUs, else hf)."""
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
-    """Precision of the hf engine's copy of the weights (auto: as dtype)."""
+    """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
     rollout_rows: int = 1024
     """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
     vllm_memory: float = 0.3
@@ -148,7 +148,7 @@ class Args:
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    rewards = rewards - rewards[:, :1]  # [P, G]: changes nothing but rounding, equal part marks are exactly 0 now
+    rewards = rewards - rewards[:, :1]  # [P, G]: equal rewards centre to exactly 0, 0.3 as well as 1
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
     # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
     # The 1e-6 only keeps 0/0 away.
@@ -169,7 +169,7 @@ def policy_loss(
     """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
 
     All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and ranks and divides once:
-    a mean of micro-batch means would be another objective.
+    a mean of micro-batch means would be another objective. Every file is handed the same tensors, needed or not.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <grpo>
@@ -184,7 +184,7 @@ def policy_loss(
         k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
         objective = objective - args.beta * k3  # [n, T]
         stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
-    per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|o_i|
+    per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # 1/G: the mean over responses
     # </grpo>
 
@@ -202,13 +202,14 @@ def main(args: Args, world: World) -> None:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
     run = Run(args, world, Path(__file__).stem, acted="clip_share")
-    stop, done = StopFlag(), 0
+    stop = StopFlag()
+    done = 0  # steps
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
     engine.sync(policy)
     if args.eval_only:
-        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder))
+        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
     run.start(task, done)
     if done == 0:
@@ -269,7 +270,7 @@ def main(args: Args, world: World) -> None:
                 scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
                 norm = clip_gradients(policy, args.grad_clip)
                 healthy = run.healthy(norm, minibatch)  # not NaN, not infinite: one such step would end the run
-                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=(not healthy, None))
+                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=((not healthy) / world.size, None))
                 if healthy:
                     optimizer.step()
                 optimizer.zero_grad()

@@ -7,7 +7,7 @@ Objective, for G responses y_i to one prompt:
     J = 1/G Σ_i min(s_i Â_i, clip(s_i, 1-ε_low, 1+ε_high) Â_i),     Â_i = (R_i - mean R) / std R
     s_i = (π_θ(y_i) / π_old(y_i))^(1/|y_i|) = exp( 1/|y_i| Σ_t log π_θ(y_t)/π_old(y_t) )
 
-Gradient weight on ∇ log π_θ(y_t), the same for every token of a response:
+Gradient weight on ∇ log π_θ(y_t), the same for every token of a response, before the average over responses:
 
     M_i s_i Â_i / |y_i|,     M_i = 0 if (Â_i > 0 and s_i > 1+ε_high) or (Â_i < 0 and s_i < 1-ε_low), else 1
 
@@ -17,12 +17,11 @@ which grows with the length and, in mixture-of-experts models, with every expert
 ratios over a response makes s_i so steady that its clip is some 600 times narrower than GRPO's; clipping takes out
 whole responses, many more tokens than GRPO does, and still learns faster.
 
-Not to be confused with "Generalized ..." or with a loss -log σ(β ΔR), both of which go round under this name.
-
 Differs from grpo.py in:
 1. The ratio and its clip are per response; every token of a response gets the same weight.
-2. ε is 3e-4 below and 4e-4 above (section 5.1). That asks for float32: a bfloat16 forward pass moves each log-prob by
-   about 1e-2, and averaged over a response of less than a thousand tokens that noise alone exceeds this ε.
+2. ε is 3e-4 below and 4e-4 above (section 5.1). A bfloat16 forward pass moves each log-prob by about 1e-2; over a
+   thousand tokens that noise averages out to this ε, over a hundred to three times as much: train short responses
+   with `--dtype float32`.
 3. No KL term, no reference model.
 
 Differs from the paper in: model, data and the run's size only (its four mini-batches per rollout are the default).
@@ -95,10 +94,10 @@ class Args:
     """Go on from the newest checkpoint in the run folder, to the bit."""
     run_dir: str = ""
     """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
-    rollout: str = "auto"
-    """Sampling engine: `vllm`, `hf` (transformers), or `auto` (vllm on GPUs, else hf); both in this process."""
+    rollout: Literal["auto", "vllm", "hf"] = "auto"
+    """Sampling engine in this process: vLLM or transformers (auto: vllm on GPUs, else hf)."""
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
-    """Precision of the hf engine's copy of the weights (auto: as dtype)."""
+    """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
     rollout_rows: int = 1024
     """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
     vllm_memory: float = 0.3
@@ -147,7 +146,7 @@ class Args:
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    rewards = rewards - rewards[:, :1]  # [P, G]: changes nothing but rounding, equal part marks are exactly 0 now
+    rewards = rewards - rewards[:, :1]  # [P, G]: equal rewards centre to exactly 0, 0.3 as well as 1
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
     # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
     # The 1e-6 only keeps 0/0 away.
@@ -167,7 +166,7 @@ def policy_loss(
     """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
 
     All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and ranks and divides once:
-    a mean of micro-batch means would be another objective.
+    a mean of micro-batch means would be another objective. Every file is handed the same tensors, needed or not.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <gspo>
@@ -199,13 +198,14 @@ def main(args: Args, world: World) -> None:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
     run = Run(args, world, Path(__file__).stem, acted="clip_share")
-    stop, done = StopFlag(), 0
+    stop = StopFlag()
+    done = 0  # steps
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
     engine.sync(policy)
     if args.eval_only:
-        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder))
+        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
     run.start(task, done)
     if done == 0:
@@ -262,7 +262,7 @@ def main(args: Args, world: World) -> None:
                 scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
                 norm = clip_gradients(policy, args.grad_clip)
                 healthy = run.healthy(norm, minibatch)  # not NaN, not infinite: one such step would end the run
-                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=(not healthy, None))
+                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=((not healthy) / world.size, None))
                 if healthy:
                     optimizer.step()
                 optimizer.zero_grad()

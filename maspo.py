@@ -3,14 +3,14 @@
 Fu et al. (Meituan), "Mass-Adaptive Soft Policy Optimization", 2026, arXiv 2602.17550; formulas and constants as in the
 authors' code (github FlyTune/MASPO-RL).
 
-Objective, over all response tokens of a mini-batch, with r = π_θ(o_t) / π_old(o_t) for each token:
+Objective, over all response tokens of a mini-batch, with r = π_θ(y_t) / π_old(y_t) for each token:
 
-    J = 1/Σ|o_i| Σ_i Σ_t sg[F] r Â_i,     Â_i = (R_i - mean R) / std R
+    J = 1/Σ|y_i| Σ_i Σ_t sg[F] r Â_i,     Â_i = (R_i - mean R) / std R
     F = exp(-(r - 1)² / 2σ²) where the update goes further out (Â > 0 and r > 1, or Â < 0 and r < 1), else 1
     σ = m (1 + β_pos Â) for Â > 0,  m / (1 - β_neg Â) for Â < 0  (the factor within [0.1, 10]);  m = σ_base / π_old^α,
     within [σ_base, σ_high]
 
-Gradient weight on ∇ log π_θ(o_t), before the average:
+Gradient weight on ∇ log π_θ(y_t), before the average over the mini-batch's tokens:
 
     F r Â          (F detached: it dims the gradient, it is not something to climb)
 
@@ -27,7 +27,8 @@ Differs from grpo.py in:
 Differs from the paper in:
 1. Four mini-batches per rollout, the paper takes 16.
 2. The displayed objective's normaliser could not be checked; token-mean is the default of the authors' code.
-3. The gate is detached, as in their code; their README calls it differentiable. Differentiated, the weight would be
+3. No clamp of log r to ±20 (their code), which only acts on a ratio that has exploded.
+4. The gate is detached, as in their code; their README calls it differentiable. Differentiated, the weight would be
    Â r F (1 - r (r - 1) / σ²), which turns negative beyond r = 1.618 (σ = 1).
 
 Run it:
@@ -97,10 +98,10 @@ class Args:
     """Go on from the newest checkpoint in the run folder, to the bit."""
     run_dir: str = ""
     """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
-    rollout: str = "auto"
-    """Sampling engine: `vllm`, `hf` (transformers), or `auto` (vllm on GPUs, else hf); both in this process."""
+    rollout: Literal["auto", "vllm", "hf"] = "auto"
+    """Sampling engine in this process: vLLM or transformers (auto: vllm on GPUs, else hf)."""
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
-    """Precision of the hf engine's copy of the weights (auto: as dtype)."""
+    """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
     rollout_rows: int = 1024
     """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
     vllm_memory: float = 0.3
@@ -155,7 +156,7 @@ class Args:
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    rewards = rewards - rewards[:, :1]  # [P, G]: changes nothing but rounding, equal part marks are exactly 0 now
+    rewards = rewards - rewards[:, :1]  # [P, G]: equal rewards centre to exactly 0, 0.3 as well as 1
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
     # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
     # The 1e-6 only keeps 0/0 away.
@@ -175,20 +176,21 @@ def policy_loss(
     """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
 
     All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and ranks and divides once:
-    a mean of micro-batch means would be another objective.
+    a mean of micro-batch means would be another objective. Every file is handed the same tensors, needed or not.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <maspo>
     ratio = (logp - old_logp).exp()  # [n, T]: r, 1 (but for rounding) until this rollout's first optimiser step
     with torch.no_grad():
-        width = (args.sigma_base / old_logp.exp() ** args.alpha).clamp(args.sigma_base, args.sigma_high)  # [n, T]: m
+        old_p = old_logp.exp()  # [n, T]: the mass a token had
+        width = (args.sigma_base / old_p**args.alpha).clamp(args.sigma_base, args.sigma_high)  # [n, T]: m
         risk = torch.where(A > 0, 1 + args.beta_pos * A, 1 / (1 - args.beta_neg * A)).clamp(0.1, 10)  # [n, 1]
         sigma = width * risk  # [n, T]
         outward = (A * (ratio - 1)) > 0  # [n, T]: further away from π_old; the way back is never gated
         gate = torch.where(outward, (-((ratio - 1) ** 2) / (2 * sigma**2)).exp(), 1.0)  # [n, T]: F
         up, down = (A > 0) * mask, (A < 0) * mask  # [n, T]
         cut = (A * (ratio - 1) > A.abs() * args.token_clip) * mask  # [n, T]: where GRPO's gradient would be zero
-        rare, common = (old_logp < -2.3) * mask, (old_logp > -0.105) * mask  # [n, T]: π_old under 0.1, over 0.9
+        rare, common = (old_p < 0.1) * mask, (old_p > 0.9) * mask  # [n, T]
     objective = gate * ratio * A  # [n, T]
     stats = {
         "gate_closed": (((1 - gate) * mask).sum(), mask.sum()),
@@ -213,13 +215,14 @@ def main(args: Args, world: World) -> None:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
     run = Run(args, world, Path(__file__).stem, acted="gate_closed")  # <maspo>
-    stop, done = StopFlag(), 0
+    stop = StopFlag()
+    done = 0  # steps
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
     engine.sync(policy)
     if args.eval_only:
-        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder))
+        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
     run.start(task, done)
     if done == 0:
@@ -276,7 +279,7 @@ def main(args: Args, world: World) -> None:
                 scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
                 norm = clip_gradients(policy, args.grad_clip)
                 healthy = run.healthy(norm, minibatch)  # not NaN, not infinite: one such step would end the run
-                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=(not healthy, None))
+                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=((not healthy) / world.size, None))
                 if healthy:
                     optimizer.step()
                 optimizer.zero_grad()

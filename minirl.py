@@ -34,8 +34,8 @@ Differs from grpo.py in:
 Differs from the paper in:
 1. The cap 5 is on the whole weight π_θ/μ; "the token-level IS weight" may also mean its first factor.
 2. The 8-bit copy has its weights rounded, not its activations.
-3. `--grad_clip 1` (not given there) is exceeded at nearly every step by a sum over tokens: the step's length is then
-   fixed, its direction the objective's.
+3. `--grad_clip 1` (not given there) is exceeded at nearly every step by a sum over tokens: the gradient then always
+   has norm 1, which Adam, blind to a constant scale, hardly notices.
 
 Run it:
     torchrun minirl.py                                  # laptop: embedded model and task, two minutes, no download
@@ -108,10 +108,10 @@ class Args:
     """Go on from the newest checkpoint in the run folder, to the bit."""
     run_dir: str = ""
     """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
-    rollout: str = "auto"
-    """Sampling engine: `vllm`, `hf` (transformers), or `auto` (vllm on GPUs, else hf); both in this process."""
+    rollout: Literal["auto", "vllm", "hf"] = "auto"
+    """Sampling engine in this process: vLLM or transformers (auto: vllm on GPUs, else hf)."""
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "float8"  # <minirl>
-    """Precision of the hf engine's copy of the weights (auto: as dtype)."""
+    """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
     rollout_rows: int = 1024
     """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
     vllm_memory: float = 0.3
@@ -166,7 +166,7 @@ class Args:
 
 def advantages(rewards: Tensor) -> Tensor:
     """Reward over the group's mean: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [0.75, -0.25, -0.25, -0.25]."""
-    rewards = rewards - rewards[:, :1]  # [P, G]: changes nothing but rounding, equal part marks are exactly 0 now
+    rewards = rewards - rewards[:, :1]  # [P, G]: equal rewards centre to exactly 0, 0.3 as well as 1
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
     # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
     return centred  # no std: dividing by it would weight prompts by their difficulty  # <minirl>
@@ -175,8 +175,8 @@ def advantages(rewards: Tensor) -> Tensor:
 # <minirl>
 def experts_differ(batch: Rollout) -> tuple[Tensor, Tensor]:
     """(tokens that sampler and trainer sent to different experts in some layer, tokens)."""
-    end = batch.prompt_len + batch.mask.sum(dim=1).long()  # [N]
-    fed = torch.arange(batch.sequences.shape[1], device=end.device) < end[:, None] - 1  # [N, S]: the last never is
+    column = torch.arange(batch.sequences.shape[1], device=batch.mask.device)  # [S]
+    fed = column < batch.ends[:, None] - 1  # [N, S]: the last token never is
     sampler, trainer = (x.sort(dim=-1).values for x in (batch.sampler_experts, batch.trainer_experts))
     return ((sampler != trainer).flatten(2).any(dim=2) & fed).sum(), fed.sum()
 
@@ -195,12 +195,13 @@ def policy_loss(
     """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
 
     All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and ranks and divides once:
-    a mean of micro-batch means would be another objective.
+    a mean of micro-batch means would be another objective. Every file is handed the same tensors, needed or not.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <minirl>
     behaviour = rollout_logp if args.correct_mismatch else old_logp  # [n, T]
-    weight = (logp.detach() - behaviour).exp().clamp(max=args.is_cap)  # [n, T]: min(π_θ/μ, 5), a number, no gradient
+    uncapped = (logp.detach() - behaviour).exp()  # [n, T]: π_θ/μ
+    weight = uncapped.clamp(max=args.is_cap)  # [n, T]: a number, no gradient
     ratio = (logp.detach() - old_logp).exp()  # [n, T]: r, for the mask only
     cut = ((A > 0) & (ratio > 1 + args.clip_high)) | ((A < 0) & (ratio < 1 - args.clip_low))  # [n, T]: M = 0
     objective = ~cut * weight * A * logp  # [n, T]: the gradient comes from log π_θ alone
@@ -210,7 +211,7 @@ def policy_loss(
     stats = {
         "masked_share": ((cut * mask).sum(), mask.sum()),
         "weight": ((weight * mask).sum(), mask.sum()),
-        "weight_max": ((weight * mask).max(), None),
+        "weight_max": ((uncapped * mask).max(), None),
     }
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # 1/G: the mean over responses
     # </minirl>
@@ -226,17 +227,20 @@ def main(args: Args, world: World) -> None:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
     run = Run(args, world, Path(__file__).stem, acted="masked_share")  # <minirl>
-    stop, done = StopFlag(), 0
-    if args.routing_replay != "none" and not policy.routing.last:  # <minirl>
-        raise BadInput(f"--routing_replay {args.routing_replay}: {args.model} has no experts")  # <minirl>
-    if args.routing_replay == "r3" and not engine.reports_experts:  # <minirl>
-        raise BadInput("--routing_replay r3: vLLM reports experts only on a GPU, without --tensor_parallel")  # <minirl>
+    stop = StopFlag()
+    done = 0  # steps
+    # <minirl>
+    if args.routing_replay != "none" and not policy.routing.active:
+        raise BadInput(f"--routing_replay {args.routing_replay}: {args.model} has no experts")
+    if args.routing_replay == "r3" and not engine.reports_experts:
+        raise BadInput("--routing_replay r3: vLLM reports experts only on a GPU, without --tensor_parallel")
+    # </minirl>
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
     engine.sync(policy)
     if args.eval_only:
-        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder))
+        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
     run.start(task, done)
     if done == 0:
@@ -264,13 +268,17 @@ def main(args: Args, world: World) -> None:
         # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come from other kernels,
         # and a ratio against them would mix two things: how far the policy moved, and how the engines differ.
         with run.clock("old_logp"):
-            if args.routing_replay == "r3":  # <minirl>
-                rollout.experts = rollout.sampler_experts  # from the first mini-batch on  # <minirl>
+            # <minirl>
+            if args.routing_replay == "r3":
+                rollout.replayed_experts = rollout.sampler_experts  # in π_old's own evaluation, too
+            # </minirl>
             rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
-            if args.routing_replay == "r2":  # <minirl>
-                rollout.experts = rollout.trainer_experts  # the first mini-batch is untouched  # <minirl>
-            if engine.reports_experts:  # <minirl>
-                means.add(experts_differ=experts_differ(rollout))  # <minirl>
+            # <minirl>
+            if args.routing_replay == "r2":
+                rollout.replayed_experts = rollout.trainer_experts  # at the first mini-batch this changes nothing
+            if engine.reports_experts:
+                means.add(experts_differ=experts_differ(rollout))
+            # </minirl>
             sampler = check_sampler(rollout, args, world)
 
         # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as memory asks for.
@@ -299,7 +307,7 @@ def main(args: Args, world: World) -> None:
                 scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
                 norm = clip_gradients(policy, args.grad_clip)
                 healthy = run.healthy(norm, minibatch)  # not NaN, not infinite: one such step would end the run
-                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=(not healthy, None))
+                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=((not healthy) / world.size, None))
                 if healthy:
                     optimizer.step()
                 optimizer.zero_grad()

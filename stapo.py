@@ -2,12 +2,12 @@
 
 Tsinghua iDLab and DiDi, "Stabilizing RL for LLMs by Silencing Rare Spurious Tokens", 2026, arXiv 2602.15620.
 
-Objective, over all response tokens of a mini-batch, with r = π_θ(o_t) / π_old(o_t) for each token:
+Objective, over all response tokens of a mini-batch, with r = π_θ(y_t) / π_old(y_t) for each token:
 
     J = 1/(Σ_i Σ_t I) Σ_i Σ_t I min(r Â_i, clip(r, 1-ε_low, 1+ε_high) Â_i),     Â_i = (R_i - mean R) / std R
-    I = 0 if Â_i > 0 and π_θ(o_t) < τ_p and H_t < τ_h, else 1          (both from the current policy, no gradient)
+    I = 0 if Â_i > 0 and π_θ(y_t) < τ_p and H_t < τ_h, else 1          (both from the current policy, no gradient)
 
-Gradient weight on ∇ log π_θ(o_t), before the average over the tokens left:
+Gradient weight on ∇ log π_θ(y_t), before the average over the tokens left:
 
     I M r Â,     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
@@ -15,11 +15,11 @@ A spurious token is one that the model itself found very unlikely, at a place wh
 response that was right all the same: it did not help, yet it is rewarded with the response. And it pulls hardest.
 Theorem 3.1, for the gradient with respect to the logits a, with w the weight above:
 
-    |∇_a J|² = w² (1 - 2 π(o_t) + Σ_v π(v)²),  between  w² (1 - 2π + e^-H)  and  w² (2 - 2π - C H²),
+    |∇_a J|² = w² (1 - 2 π(y_t) + Σ_v π(v)²),  between  w² (1 - 2π + e^-H)  and  w² (2 - 2π - C H²),
     C = (V - 1) / (V ln² V)                                  (V: vocabulary; a pair of bounds, not a proportionality)
 
-so low probability together with low entropy means the largest norms. About one token in ten thousand is enough to
-wreck a run; silencing it costs nothing.
+so low probability together with low entropy means the largest norms. About one token in ten thousand, the authors
+find, is enough to wreck a run; silencing it loses no signal.
 
 Differs from grpo.py in:
 1. The mask I, and a denominator that counts the tokens left.
@@ -48,6 +48,7 @@ from pathlib import Path
 from typing import Literal
 
 import common  # noqa: F401  (before torch: it sets how OpenMP waits)
+import numpy  # <stapo>
 import torch
 from common.data import load_task
 from common.distributed import (
@@ -104,10 +105,10 @@ class Args:
     """Go on from the newest checkpoint in the run folder, to the bit."""
     run_dir: str = ""
     """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
-    rollout: str = "auto"
-    """Sampling engine: `vllm`, `hf` (transformers), or `auto` (vllm on GPUs, else hf); both in this process."""
+    rollout: Literal["auto", "vllm", "hf"] = "auto"
+    """Sampling engine in this process: vLLM or transformers (auto: vllm on GPUs, else hf)."""
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
-    """Precision of the hf engine's copy of the weights (auto: as dtype)."""
+    """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
     rollout_rows: int = 1024
     """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
     vllm_memory: float = 0.3
@@ -160,7 +161,7 @@ class Args:
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    rewards = rewards - rewards[:, :1]  # [P, G]: changes nothing but rounding, equal part marks are exactly 0 now
+    rewards = rewards - rewards[:, :1]  # [P, G]: equal rewards centre to exactly 0, 0.3 as well as 1
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
     # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
     # The 1e-6 only keeps 0/0 away.
@@ -177,8 +178,10 @@ def threshold_population(args: Args, logp: Tensor, entropy: Tensor, advantages: 
 
 
 def entropy_threshold(args: Args, population: Tensor) -> Tensor:
-    """τ_h; below every entropy where there is no candidate."""
-    return torch.quantile(population, args.entropy_quantile) if len(population) else population.new_tensor(-1.0)
+    """τ_h; below every entropy where there is no candidate. (numpy: torch.quantile takes at most 2^24 numbers.)"""
+    if len(population) == 0:
+        return population.new_tensor(-1.0)
+    return population.new_tensor(numpy.quantile(population.cpu().numpy(), args.entropy_quantile))
 
 
 def spurious_tokens(
@@ -203,7 +206,7 @@ def policy_loss(
     """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
 
     All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and ranks and divides once:
-    a mean of micro-batch means would be another objective.
+    a mean of micro-batch means would be another objective. Every file is handed the same tensors, needed or not.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <stapo>
@@ -232,7 +235,7 @@ def examples(args: Args, now: tuple, batch: Rollout, threshold: Tensor, tokenize
     logp, entropy = now  # [n, T], [n, T]
     rows = []
     for i, t in spurious_tokens(args, logp, entropy, batch.advantages, batch.mask, threshold).nonzero().tolist():
-        ids = batch.sequences[i, : int(batch.prompt_len[i] + batch.mask[i].sum())].tolist()
+        ids = batch.sequences[i, : batch.ends[i]].tolist()
         place = int(batch.prompt_len[i]) + t
         before, token, after = map(tokenizer.decode, (ids[:place], ids[place : place + 1], ids[place + 1 :]))
         row = {"step": step, "before": before, "token": token, "after": after}
@@ -251,13 +254,14 @@ def main(args: Args, world: World) -> None:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
     run = Run(args, world, Path(__file__).stem, acted="silenced_share")  # <stapo>
-    stop, done = StopFlag(), 0
+    stop = StopFlag()
+    done = 0  # steps
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
     engine.sync(policy)
     if args.eval_only:
-        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder))
+        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
     run.start(task, done)
     if done == 0:
@@ -320,7 +324,7 @@ def main(args: Args, world: World) -> None:
                 scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
                 norm = clip_gradients(policy, args.grad_clip)
                 healthy = run.healthy(norm, minibatch)  # not NaN, not infinite: one such step would end the run
-                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=(not healthy, None))
+                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=((not healthy) / world.size, None))
                 if healthy:
                     optimizer.step()
                 optimizer.zero_grad()

@@ -5,12 +5,12 @@ Huang et al. (MIT, NVIDIA), "Stable Asynchrony: Variance-Controlled Off-Policy R
 Objective, for B responses that the sampler's weights of k updates ago (μ) wrote:
 
     J = 1/B Σ_i sg[min(w_i, 8)] Â_i 1/|y_i| Σ_t log π_θ(y_t),     w_i = Π_t π_θ(y_t)/μ(y_t),     Â_i = (R_i - b) / std R
-    b = Σ w_i² |g_i|² R_i / Σ w_i² |g_i|²  over the prompt's group,     g_i = ∇ Σ_t log π_θ(y_t)
+    b = Σ w_i² |g_i|² R_i / Σ w_i² |g_i|²  over the prompt's group,     g_i = ∇ Σ_t log π_θ(y_t),  ĝ_i = g_i/|y_i|
     lr_eff = lr sqrt(min(1, ρ/ρ_on)),     ρ = ESS/B,     ESS = (Σ w_i)² / Σ w_i²  over the whole batch, w untruncated
 
 Gradient weight on ∇ log π_θ(y_t):
 
-    min(w_i, 8) Â_i / |y_i|,  the same for every token of a response, and never cut to zero
+    min(w_i, 8) Â_i / |y_i|,  the same for every token of a response, before the average over responses; never 0
 
 Asynchronous training learns from what older weights wrote. Importance weights make that right on average and wild in
 the single case: a few responses with a large w carry the whole step. ESS counts how many responses the batch is really
@@ -19,13 +19,13 @@ one that minimises the variance of the group's gradient estimate: responses with
 most in it. (With equal weights and norms it is GRPO's group mean.)
 
 Differs from grpo.py in:
-1. A queue: the first `--lag` steps only fill it; after as many more, each batch is trained on exactly `--lag` updates
-   after it was sampled. That is an asynchronous system's staleness. Its speed-up needs `--async` and a GPU, where the
-   next rollout runs beside the update (one step less fills; after an evaluation a batch is one update fresher).
+1. A queue. The first `--lag` steps only fill it; over as many more a batch's age grows from 0 to `--lag` updates,
+   where it stays. That is an asynchronous system's staleness. Its speed-up needs `--async` and a GPU, where the next
+   rollout runs beside the update (one step less fills; after an evaluation a batch is one update fresher).
 2. No π_old, no ratio clip, no KL: one weight per response, against the sampler's own log-probs.
 3. The baseline and the step length, as above; one optimiser step per batch.
 4. One backward pass per response, since b needs each one's gradient norm. Two gradient-sized buffers make a second
-   pass unnecessary: Σ w G (R - b) = Σ w G R - b Σ w G, with b known when the group is done.
+   pass unnecessary: Σ w ĝ (R - b) = Σ w ĝ R - b Σ w ĝ, with b known when the group is done.
 
 Differs from the paper in:
 1. The weighting in b is the paper's w²|g|²; the released code comes out at w⁴|g|², as its g already contains w.
@@ -90,7 +90,7 @@ class Args:
     group_size: int = 8
     """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: int = 1  # <vcpo>
-    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (DeepSeekMath: 1)."""
+    """Optimiser steps per batch (paper: 1)."""  # <vcpo>
     max_new_tokens: int = 64
     """Length limit of a response (DeepSeekMath: 1024)."""
     temperature: float = 1.0
@@ -109,10 +109,10 @@ class Args:
     """Go on from the newest checkpoint in the run folder, to the bit."""
     run_dir: str = ""
     """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
-    rollout: str = "auto"
-    """Sampling engine: `vllm`, `hf` (transformers), or `auto` (vllm on GPUs, else hf); both in this process."""
+    rollout: Literal["auto", "vllm", "hf"] = "auto"
+    """Sampling engine in this process: vLLM or transformers (auto: vllm on GPUs, else hf)."""
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
-    """Precision of the hf engine's copy of the weights (auto: as dtype)."""
+    """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
     rollout_rows: int = 1024
     """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
     vllm_memory: float = 0.3
@@ -167,7 +167,7 @@ class Args:
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.73, -0.58, -0.58, -0.58]."""
-    rewards = rewards - rewards[:, :1]  # [P, G]: changes nothing but rounding, equal part marks are exactly 0 now
+    rewards = rewards - rewards[:, :1]  # [P, G]: equal rewards centre to exactly 0, 0.3 as well as 1
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
     # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
     std = rewards.std(dim=1, keepdim=True, correction=0)  # [P, 1]: the population's, as in the authors' code  # <vcpo>
@@ -175,6 +175,16 @@ def advantages(rewards: Tensor) -> Tensor:
 
 
 # <vcpo>
+def log_weight(logp: Tensor, rollout_logp: Tensor, mask: Tensor) -> Tensor:
+    """log w `[n]` of whole responses, each a product over its tokens `[n, T]`: a sum of logarithms, not a mean."""
+    return ((logp.detach() - rollout_logp) * mask).sum(dim=1)
+
+
+def truncated(args: Args, log_w: Tensor) -> Tensor:
+    """min(w, 8), finite for any log w."""
+    return log_w.clamp(-20, 20).exp().clamp(max=args.is_cap)
+
+
 def baseline_shift(log_w: Tensor, norms: Tensor, advantages: Tensor) -> Tensor:
     """The minimum-variance baseline of one group, in units of its advantages: Σ w²|g|² Â / Σ w²|g|²; all `[G]`.
 
@@ -195,18 +205,19 @@ def add_group_gradient(
 
     All ranks call it together, `turn` is true on the one whose group it is.
     """
-    plain = [torch.zeros_like(p) for p in parameters]  # Σ w G; Σ Â w G goes into `total` at once
+    plain = [torch.zeros_like(p) for p in parameters]  # Σ w ĝ; Σ Â w ĝ goes into `total` at once
     advantages = gather(group.advantages[: len(group) * turn], world)  # [G]: the owner's, on every rank
     log_w, norms = [], []
     for i, advantage in enumerate(advantages.tolist()):
         row = group.rows(slice(i, i + 1))
         logp, entropy = response_logprobs(policy, row, args.temperature)  # [1, T], [1, T]
-        columns = {"old_logp": row.old_logp, "rollout_logp": row.rollout_logp, "entropy": entropy, "mask": row.mask}
-        loss, count, stats = policy_loss(args, logp=logp, advantages=torch.ones_like(row.advantages), **columns)
-        (loss * (world.size * turn)).backward()  # FSDP averages: what is left is the owner's gradient, w G
-        log_w.append(((logp.detach() - row.rollout_logp) * row.mask).sum(dim=1))  # [1]
-        scale = row.mask.sum() / stats["weight"][0]  # |g| = |y| |w G| / w
-        norms.append(clip_gradients(policy, float("inf")) * scale.view(1))  # [1]
+        own = {"old_logp": row.old_logp, "rollout_logp": row.rollout_logp, "entropy": entropy, "mask": row.mask}
+        own["advantages"] = torch.ones_like(row.advantages)  # the true one comes in below
+        loss, count, stats = policy_loss(args, logp=logp, **own)
+        (loss * (world.size * turn)).backward()  # FSDP averages: what is left is the owner's gradient, -min(w, 8) ĝ
+        log_w.append(log_weight(logp, row.rollout_logp, row.mask))  # [1]
+        scale = row.mask.sum() / truncated(args, log_w[-1])  # [1]: from min(w, 8) ĝ to g
+        norms.append(clip_gradients(policy, float("inf")) * scale)  # [1]; inf: measures and does not clip
         for summed, alone, parameter in zip(total, plain, parameters):
             summed.add_(parameter.grad, alpha=advantage)
             alone.add_(parameter.grad)
@@ -235,11 +246,11 @@ def policy_loss(
     """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
 
     All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and ranks and divides once:
-    a mean of micro-batch means would be another objective.
+    a mean of micro-batch means would be another objective. Every file is handed the same tensors, needed or not.
     """
     # <vcpo>
-    log_w = ((logp.detach() - rollout_logp) * mask).sum(dim=1)  # [n]: of the whole response, a sum, not a mean
-    weight = log_w.clamp(-20, 20).exp().clamp(max=args.is_cap)  # [n]: min(w, 8), a number, no gradient
+    log_w = log_weight(logp, rollout_logp, mask)  # [n]
+    weight = truncated(args, log_w)  # [n]: a number, no gradient
     per_response = (logp * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i| Σ log π
     stats = {"weight": (weight.sum(), len(weight)), "weight_max": (log_w.clamp(max=20).exp().max(), None)}
     return -(weight * advantages * per_response).sum(), mask.new_tensor(len(mask)), stats  # the mean over responses
@@ -256,7 +267,8 @@ def main(args: Args, world: World) -> None:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
     run = Run(args, world, Path(__file__).stem, acted="lr_damping")  # <vcpo>
-    stop, done = StopFlag(), 0
+    stop = StopFlag()
+    done = 0  # steps
     # <vcpo>
     queue: deque[Rollout] = deque()  # sampled, waiting to be trained on
     held, ahead = args.lag - args.asynchronous, None  # batches that wait; the rollout that is being sampled
@@ -288,7 +300,7 @@ def main(args: Args, world: World) -> None:
         # </vcpo>
     engine.sync(policy)
     if args.eval_only:
-        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder))
+        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
     run.start(task, done)
     # <vcpo>
@@ -354,9 +366,8 @@ def main(args: Args, world: World) -> None:
                 parameters = optimizer.param_groups[0]["params"]  # the shards (the model's own list may be gathered)
                 total, log_w = [torch.zeros_like(p) for p in parameters], []
                 for start, owner in itertools.product(range(0, len(minibatch), G), range(world.size)):
-                    group = minibatch.rows(slice(start, start + G))
-                    mine = owner == world.rank
-                    log_w.append(add_group_gradient(args, policy, group, mine, parameters, total, means, world))
+                    siblings, mine = minibatch.rows(slice(start, start + G)), owner == world.rank
+                    log_w.append(add_group_gradient(args, policy, siblings, mine, parameters, total, means, world))
                 for parameter, summed in zip(parameters, total):
                     parameter.grad = summed
                 scale_gradients(policy, 1 / (len(minibatch) * world.size))  # the mean over the responses of all ranks
@@ -367,7 +378,7 @@ def main(args: Args, world: World) -> None:
                 # </vcpo>
                 norm = clip_gradients(policy, args.grad_clip)
                 healthy = run.healthy(norm, minibatch)  # not NaN, not infinite: one such step would end the run
-                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=(not healthy, None))
+                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=((not healthy) / world.size, None))
                 if healthy:
                     optimizer.step()
                 optimizer.zero_grad()

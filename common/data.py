@@ -148,8 +148,8 @@ def reasoning_gym_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task
         return [float(rows.score_answer(answer=f, entry=rows[int(a)])) for f, a in zip(found, answers)]
 
     held_out = [problem(REASONING_GYM_SIZE - 1 - i) for i in range(args.eval_problems)]
-    order = random.Random(args.seed).randrange(REASONING_GYM_SIZE)
-    train = lru_cache(1024)(lambda i: problem((order + i) % (REASONING_GYM_SIZE - args.eval_problems)))
+    offset = random.Random(args.seed).randrange(REASONING_GYM_SIZE)
+    train = lru_cache(1024)(lambda i: problem((offset + i) % (REASONING_GYM_SIZE - args.eval_problems)))
     return Task(args.task, train, held_out, judge)
 
 
@@ -158,11 +158,11 @@ def dataset_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
     rows, test_rows = read_set(args.task, args, "train"), read_set(args.eval_task or args.task, args, "test")
     train_set, held_out = (problems(found or [], args, tokenizer) for found in (rows, test_rows))
     dropped = len(rows) - len(train_set)
-    order = random.Random("held-out")  # not the run's seed: every run is measured on the same problems
+    rng = random.Random("held-out")  # not the run's seed: every run is measured on the same problems
     if test_rows is None:
-        order.shuffle(train_set)
+        rng.shuffle(train_set)
         held_out, train_set = train_set[: args.eval_problems], train_set[args.eval_problems :]
-    held_out = order.sample(held_out, min(args.eval_problems, len(held_out)))
+    held_out = rng.sample(held_out, min(args.eval_problems, len(held_out)))
     for kind, found in (("training", train_set), ("held-out", held_out)):
         if not found:
             raise BadInput(

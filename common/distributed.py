@@ -146,10 +146,8 @@ def save_checkpoint(
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     unused = [one for one in optimizers if not one.state]
     weights, moments = get_state_dict(policy, optimizer)
-    for moments_of_one in (values for one in unused for values in one.state.values()):
-        moments_of_one[
-            "step"
-        ].zero_()  # to list its state, torch lets an optimiser that never stepped take an empty step
+    for values in (values for one in unused for values in one.state.values()):
+        values["step"].zero_()  # get_state_dict lets an optimiser that never stepped take an empty step: undo its count
     generators = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if world.device.type == "cuda":
         generators["cuda"] = torch.cuda.get_rng_state()

@@ -39,10 +39,12 @@ def benchmark(
     args: object,
     world: World,
     folder: Path,
+    step: int,
 ) -> str:
     """avg@n and pass@k of every set in `task.sets`, for both decoding settings, each with a 95% interval, as a table.
 
-    Writes `folder/evaluation.jsonl`, a line for each problem and setting with its responses and their scores.
+    Writes `folder/evaluation-step<n>.jsonl`, a line for each problem and setting with its responses and their scores;
+    n is `step`, the optimised steps of what is measured.
     """
     n, rows = args.eval_samples, []
     for name, problems in task.sets.items():
@@ -65,13 +67,13 @@ def benchmark(
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / "evaluation.partial"
         partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        partial.replace(folder / "evaluation.jsonl")
+        partial.replace(folder / f"evaluation-step{step}.jsonl")
     return table(rows, n)
 
 
 def table(rows: list[dict], n: int) -> str:
     """The results as a Markdown table, a line for each set and decoding setting."""
-    ks = [2**i for i in range(1, n.bit_length()) if 2**i <= n]
+    ks = [2**i for i in range(1, n.bit_length())]
     head = ["set", "T", "top-p", "problems", f"avg@{n} [95%]", *(f"pass@{k} [95%]" for k in ks), "length", "cut"]
     lines = [" | ".join(["", *head, ""]).strip(), "|".join(["", *["---"] * len(head), ""])]
     groups: dict[tuple, list[dict]] = {}

@@ -52,10 +52,11 @@ class Routing:
     """Records which experts a mixture-of-experts model sends each token to, and can replay a recorded choice.
 
     Replay fixes the selection only: the experts' weights are the current softmax at the recorded indices, so that the
-    router keeps its gradient. Without experts in the model this does nothing.
+    router keeps its gradient. Without experts in the model (`active` False) this does nothing.
     """
 
     def __init__(self, lm: PreTrainedModel):
+        self.active = bool(routers(lm))
         self.last: list[Tensor] = [None] * len(routers(lm))  # of the last forward pass, a layer each: [tokens, k]
         self.replay: Tensor | None = None  # [tokens, layers, k], for the forward passes to come
         for layer, router in enumerate(routers(lm)):
@@ -104,9 +105,8 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature:
     """
 
     def block(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = (
-            hidden @ weight.T
-        ).float() / temperature  # [b, V]: a bfloat16 softmax would add its rounding to the product's
+        # A bfloat16 softmax would add its own rounding to the product's.
+        logits = (hidden @ weight.T).float() / temperature  # [b, V]
         logprobs = torch.log_softmax(logits, dim=-1)  # [b, V]
         entropy = -torch.linalg.vecdot(logprobs.detach().exp(), logprobs.detach())  # [b]
         return logprobs.gather(-1, targets[:, None])[:, 0], entropy  # [b], [b]

@@ -38,24 +38,41 @@ class Rollout:
     rollout_logp `[N, T]`   log μ(token) at the sampling temperature, as the sampler reports it
     finished `[N]`          False where the length limit cut the response
     sampler_experts `[N, S, layers, k]`, of a mixture of experts: where the sampler sent each token of `sequences`
-    The trainer attaches its own columns (old_logp, advantages, ...); `rows` selects from all of them.
+    The trainer attaches its own columns (old_logp, advantages, ...); `rows` selects from all of them. With a column
+    `replayed_experts`, like `sampler_experts`, its forward passes use that routing (`response_logprobs`).
     """
 
     def __init__(self, **columns: Tensor):
         vars(self).update(columns)
 
+    @property
+    def ends(self) -> Tensor:
+        """`[N]`: tokens in each row of `sequences`."""
+        return self.prompt_len + self.mask.sum(1).long()
+
     @classmethod
     def pack(
-        cls, prompts: list, prefixes: list, tokens: list, logps: list, experts: list, eos: list[int], device: object
+        cls,
+        *,
+        prompts: list[list[int]],
+        tokens: list[list[int]],
+        logps: list[list[float]],
+        eos: list[int],
+        device: object,
+        prefixes: list[list[int]] | None = None,
+        experts: list[Tensor] | None = None,
     ) -> Rollout:
-        """The columns, from one list per row: prompt, response prefix, sampled tokens, log-probs, chosen experts."""
+        """The columns, from lists: prompts and prefixes P of them, tokens, log-probs and experts one for each row."""
+        n = len(tokens) // max(1, len(prompts))
+        prompts = [prompt for prompt in prompts for _ in range(n)]  # P -> N
+        prefixes = [prefix for prefix in prefixes for _ in range(n)] if prefixes else [[]] * len(tokens)
 
         def padded(rows: list, dtype: torch.dtype) -> Tensor:
             rows = [torch.as_tensor(row, dtype=dtype) for row in rows] or [torch.zeros(0, dtype=dtype)]
-            return pad_sequence(rows, batch_first=True)[: len(prompts)].to(device)
+            return pad_sequence(rows, batch_first=True)[: len(tokens)].to(device)
 
         routed = {"sampler_experts": padded(experts, torch.uint8)} if experts else {}
-        ended, whole = [[token] for token in eos], {"dtype": torch.long, "device": device}
+        whole = {"dtype": torch.long, "device": device}
         return cls(
             sequences=padded([a + b + c for a, b, c in zip(prompts, prefixes, tokens)], torch.long),
             prompt_len=torch.tensor([len(a) + len(b) for a, b in zip(prompts, prefixes)], **whole),
@@ -63,7 +80,7 @@ class Rollout:
             tokens=padded(tokens, torch.long),
             mask=padded([[1.0] * len(row) for row in tokens], torch.float32),
             rollout_logp=padded(logps, torch.float32),
-            finished=torch.tensor([row[-1:] in ended for row in tokens], dtype=torch.bool, device=device),
+            finished=torch.tensor([bool(row) and row[-1] in eos for row in tokens], dtype=torch.bool, device=device),
             **routed,
         )
 
@@ -91,9 +108,8 @@ class Rollout:
 
     def response_ids(self) -> list[list[int]]:
         """Per row the whole response: given prefix and sampled tokens."""
-        ends = self.prompt_len + self.mask.sum(1).long()  # [N]
         starts = self.prompt_len - self.prefix_len  # [N]
-        return [row[a:b] for row, a, b in zip(self.sequences.tolist(), starts.tolist(), ends.tolist())]
+        return [row[a:b] for row, a, b in zip(self.sequences.tolist(), starts.tolist(), self.ends.tolist())]
 
 
 class HFEngine:
@@ -109,7 +125,7 @@ class HFEngine:
         for parameter in self.lm.parameters():  # not .to(dtype): rotary frequencies must stay float32, as the trainer's
             parameter.data = parameter.data.to(precision)
         self.device, self.max_rows, self.routing = world.device, max_rows, Routing(self.lm)
-        self.reports_experts = bool(self.routing.last)
+        self.reports_experts = self.routing.active
         self.eos = torch.tensor(lm.generation_config.eos_token_id, device=world.device)
         # Ranks must draw different samples for their different prompts, and the same ones when the run is repeated.
         self.generator = torch.Generator(world.device).manual_seed(seed * 100_003 + world.rank)
@@ -147,8 +163,9 @@ class HFEngine:
             more = self._sample(prompts[chunk], prefixes[chunk], n, limit, temperature, top_p)
             for rows, new in zip(sampled, more):
                 rows.extend(new)
-        prompts, prefixes = ([row for row in rows for _ in range(n)] for rows in (prompts, prefixes))  # P -> N rows
-        return Rollout.pack(prompts, prefixes, *sampled, self.eos.tolist(), self.device)
+        tokens, logps, experts = sampled
+        how = {"prompts": prompts, "prefixes": prefixes, "eos": self.eos.tolist(), "device": self.device}
+        return Rollout.pack(tokens=tokens, logps=logps, experts=experts, **how)
 
     @torch.inference_mode()
     def _sample(
@@ -166,7 +183,7 @@ class HFEngine:
         step = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
         logits = self.lm(padded, attention_mask=attention, position_ids=position, **step).logits[:, -1]  # [P, V]
         routed = torch.zeros(0)
-        if self.routing.last:  # [N, width + limit, layers, k]; the prompt's part moves from left- to right-padded
+        if self.routing.active:  # [N, width + limit, layers, k]; the prompt's part moves from left- to right-padded
             seen = self.routing.recorded().unflatten(0, padded.shape)  # [P, width, layers, k]
             routed = seen.new_zeros(len(contexts), width + limit, *seen.shape[2:])
             routed[:, :width][attention.flip(1).bool()] = seen[attention.bool()]
@@ -200,7 +217,7 @@ class HFEngine:
                 alive, token, attention, position = alive[going], token[going], attention[going], position[going]
             attention = torch.cat([attention, attention.new_ones(len(alive), 1)], dim=1)
             logits = self.lm(token, attention_mask=attention, position_ids=position, **step).logits[:, -1]  # [alive, V]
-            if self.routing.last:
+            if self.routing.active:
                 routed[alive, position[:, 0]] = self.routing.recorded()
             position = position + 1
         ends, last = count.tolist(), (length.repeat_interleave(n) + count).tolist()
@@ -335,14 +352,14 @@ class VLLMEngine:
             answers = self.llm.generate(requests, sampling, use_tqdm=False) if requests else []
         first = sum(len(part) for part in asked[: dist.get_rank(self.group)])
         outputs = [out for answer in answers[first : first + len(prompts)] for out in answer.outputs]
-        prompts, prefixes = ([row for row in rows for _ in range(n)] for rows in (prompts, prefixes))  # P -> N rows
         tokens = [list(out.token_ids) for out in outputs]
         experts = [torch.as_tensor(out.routed_experts) for out in outputs] if self.reports_experts else []
         for row, seen in enumerate(experts):  # the last token is never fed back: its place stays 0
-            whole = len(prompts[row]) + len(prefixes[row]) + len(tokens[row])
+            whole = len(prompts[row // n]) + len(prefixes[row // n]) + len(tokens[row])
             experts[row] = torch.cat([seen, seen.new_zeros(whole - len(seen), *seen.shape[1:])])
         logps = [out.logprobs.logprobs for out in outputs]  # logprobs=0: of the sampled token alone
-        return Rollout.pack(prompts, prefixes, tokens, logps, experts, self.eos, self.world.device)
+        how = {"prompts": prompts, "prefixes": prefixes, "eos": self.eos, "device": self.world.device}
+        return Rollout.pack(tokens=tokens, logps=logps, experts=experts, **how)
 
 
 def checkpoint_parameters(policy: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -371,8 +388,6 @@ def make_engine(args: object, lm: PreTrainedModel, world: World) -> HFEngine | V
     """The engine that `--rollout` names, holding an own copy of `lm`'s weights."""
     if args.rollout == "vllm" or (args.rollout == "auto" and world.device.type == "cuda"):
         return VLLMEngine(args, lm, world)
-    if args.rollout not in ("hf", "auto"):
-        raise BadInput(f"--rollout {args.rollout}: unknown engine, use one of auto, hf, vllm")
     dtype = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype
     return HFEngine(lm, world, args.seed, dtype, args.rollout_rows)
 
@@ -383,7 +398,7 @@ def micro_batches(batch: Rollout, max_tokens: int, world: World) -> list[Tensor]
     A micro-batch large enough to keep the device busy also ends where a longer row would make much of it padding. Every
     rank gets the same number of them, since FSDP's forward and backward passes are collective; some may be empty.
     """
-    lengths = (batch.prompt_len + batch.mask.sum(1).long()).tolist()
+    lengths = batch.ends.tolist()
     micros: list[list[int]] = [[]]
     real = 0  # tokens in the last one
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):  # the row added last is the longest
@@ -409,11 +424,10 @@ def response_logprobs(policy: torch.nn.Module, batch: Rollout, temperature: floa
         policy.routing.replay = None
         logp, entropy = policy(pair, torch.tensor([[True, False]], device=blank.device), temperature)
         return blank.masked_scatter(where, logp), blank
-    end = batch.prompt_len + batch.mask.sum(1).long()  # [n]
-    sequences = batch.sequences[:, : int(end.max())]  # [n, S]
+    sequences = batch.sequences[:, : batch.ends.max()]  # [n, S]
     column = torch.arange(sequences.shape[1], device=sequences.device)  # [S]
-    predicts = (column >= batch.prompt_len[:, None] - 1) & (column < end[:, None] - 1)  # [n, S]
-    replayed = getattr(batch, "experts", None)  # [n, S, layers, k] if the caller wants a recorded routing
+    predicts = (column >= batch.prompt_len[:, None] - 1) & (column < batch.ends[:, None] - 1)  # [n, S]
+    replayed = getattr(batch, "replayed_experts", None)  # [n, S, layers, k]
     policy.routing.replay = None if replayed is None else replayed[:, : sequences.shape[1]].flatten(0, 1)
     logp, entropy = policy(sequences, predicts, temperature)  # [M], [M]
     return blank.masked_scatter(where, logp), blank.masked_scatter(where, entropy)
@@ -430,7 +444,7 @@ def all_logprobs(policy: torch.nn.Module, batch: Rollout, args: object, world: W
     micros = micro_batches(batch, args.micro_tokens, world)
     for rows in micros:
         logp[rows], entropy[rows] = response_logprobs(policy, batch.rows(rows), args.temperature)
-        if policy.routing.last:
+        if policy.routing.active:
             recorded = policy.routing.recorded()  # [n·S, layers, k]
             routed.append(recorded.unflatten(0, (len(rows), -1)) if len(rows) else recorded[None, :0])
     if routed:

@@ -30,18 +30,8 @@ PHASES = ("rollout", "reward", "old_logp", "update", "sync", "evaluate", "save")
 POSITIVE = """steps prompts_per_step minibatches max_new_tokens max_prompt_tokens micro_tokens temperature lr grad_clip
     eval_every eval_problems eval_samples save_every rollout_rows vllm_memory tensor_parallel""".split()
 MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
-FREE_ON_RESUME = {
-    "steps",
-    "run_dir",
-    "resume",
-    "save_every",
-    "eval_every",
-    "wandb",
-    "eval_only",
-    "eval_task",
-    "eval_samples",
-    "save_hf",
-}  # these may change
+FREE_ON_RESUME = set("steps run_dir resume save_every save_hf eval_every eval_samples eval_only wandb".split())
+SHOWN = ("reward", "greedy", "ref_kl", "sampler_kl")  # on the progress bar
 
 
 def launch(main: Callable[[object, World], None], Args: type) -> None:
@@ -64,11 +54,8 @@ def launch(main: Callable[[object, World], None], Args: type) -> None:
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, BadInput) else 1)
     except torch.OutOfMemoryError as error:
-        lower = (
-            "--rollout_rows or --vllm_memory"
-            if Run.phase in ("rollout", "evaluate", "branch", "sync")
-            else "--micro_tokens"
-        )
+        sampling = Run.phase in ("rollout", "evaluate", "branch", "sync")
+        lower = "--rollout_rows or --vllm_memory" if sampling else "--micro_tokens"
         fall(f"out of memory in {Run.phase or 'set-up'} ({first_line(error)}): lower {lower}")
     except RuntimeError as error:
         if world is None or world.size == 1 or not isinstance(error, dist.DistError) and "gloo" not in str(error):
@@ -170,7 +157,8 @@ class Run:
         saved = json.loads(path.read_text()) if path.is_file() else {}
         if not saved:
             raise BadInput(f"--resume: no run in {self.folder}")
-        for name in self.config.keys() - FREE_ON_RESUME:
+        free = FREE_ON_RESUME | ({"eval_task"} if self.args.eval_only else set())  # else it decides what is held back
+        for name in self.config.keys() - free:
             if saved.get(name) != self.config[name]:
                 raise BadInput(
                     f"--resume: {self.folder} has {name} {saved.get(name)!r}, this run {self.config[name]!r}"
@@ -245,11 +233,7 @@ class Run:
         if self.wandb:
             self.wandb.log(line, step=step)
         if self.bar:
-            shown = [
-                name
-                for name in ("reward", "greedy", "ref_kl", "sampler_kl", self.acted, "tokens_per_s")
-                if name in line
-            ]
+            shown = [name for name in (*SHOWN, self.acted, "tokens_per_s") if name in line]
             self.bar.set_postfix({name: f"{line[name]:.3g}" for name in shown}, refresh=False)
 
     def healthy(self, norm: float, batch: Rollout) -> bool:
@@ -264,7 +248,7 @@ class Run:
             if self.skipped == MOST_SKIPPED:
                 raise RunStopped(
                     f"{MOST_SKIPPED} gradients in a row were NaN or infinite, none was applied; the last batch is in "
-                    f"{path}. Usual causes: a learning rate too high, a mask or length of 0, float16 overflow."
+                    f"{path}. Usual causes: a learning rate too high, a mask or length of 0."
                 )
         return not self.skipped
 
@@ -305,7 +289,7 @@ class Run:
             f"seconds  {total:.0f}: " + ", ".join(f"{name} {spent:.1f}" for name, spent in split.items()),
         )
         if not any(line.get(self.acted) for line in history):
-            self.say(f"\nWARNING: {self.acted} was 0 at every step: what sets {self.algorithm} apart never acted.")
+            self.say(f"\nWARNING: {self.acted} was 0 at every step: the mechanism that it measures never acted.")
 
 
 def read_lines(path: Path) -> list[dict]:

@@ -19,10 +19,10 @@ def table(folders: list[Path]) -> str:
         return " / ".join(f"{run[name]:.{digits}f}" for run in runs)
 
     shown = {"greedy": 2, "sampled": 2, "length": 0}
-    text = "| algorithm | held-out greedy | held-out sampled | response length | seconds |\n|---|---|---|---|---|\n"
+    text = "| algorithm | held-out greedy | held-out sampled | response length |\n|---|---|---|---|\n"
     for name, runs in rows.items():
         cells = [f"{each(runs, f'{x}_before', d)} → {each(runs, f'{x}_after', d)}" for x, d in shown.items()]
-        text += f"| {name} | {' | '.join(cells)} | {each(runs, 'seconds', 0)} |\n"
+        text += f"| {name} | {' | '.join(cells)} |\n"
     return text
 
 

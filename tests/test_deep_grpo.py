@@ -123,15 +123,18 @@ CHECKS = (
     *(check_pivots, check_pivot_distribution, check_choice_is_in_proportion, check_fit),
 )
 MUTANTS = {
-    "sign": ("return -per_response.sum(), main", "return per_response.sum(), main"),
+    "sign": ("return -per_response.sum(), main_tokens", "return per_response.sum(), main_tokens"),
     "one stream": ("(1 + (balance - 1) * branch)", "1.0"),
-    "branches in the main average": ("return -per_response.sum(), main", "return -per_response.sum(), mask.sum()"),
+    "branches in the main average": (
+        "return -per_response.sum(), main_tokens",
+        "return -per_response.sum(), mask.sum()",
+    ),
     "λ ignored": ("(1 + (args.branch_weight - 1) * branch)", "(1 + 0 * branch)"),
     "λ on main": ("(1 + (args.branch_weight - 1) * branch)", "(1 + (args.branch_weight - 1) * (1 - branch))"),
     "λ on the KL": ("args.beta * k3", "args.beta * k3 * (1 + (args.branch_weight - 1) * branch)[:, None]"),
     "sequence mean": (
         "(objective * mask).sum(dim=1) *",
-        "(objective * mask).sum(dim=1) / mask.sum(dim=1) * main / len(mask) *",
+        "(objective * mask).sum(dim=1) / mask.sum(dim=1) * main_tokens / len(mask) *",
     ),
     "no clip": ("torch.minimum(ratio * A, clipped * A)", "ratio * A"),
     "std": ("return centred  #", "return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  #"),

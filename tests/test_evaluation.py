@@ -60,9 +60,9 @@ def test_eval_only_measures_the_held_out_problems(tmp_path, monkeypatch, capsys)
     """No training, no checkpoint; both settings, a row for each problem; the printed numbers are the file's."""
     flags = ["--eval_only", "--eval_problems", 12, "--eval_samples", 2, "--run_dir", tmp_path / "run"]
     assert run_here(monkeypatch, grpo.main, *flags) == 0
-    rows = [json.loads(line) for line in (tmp_path / "run/evaluation.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "run/evaluation-step0.jsonl").read_text().splitlines()]
     assert len(rows) == 24 and {(row["temperature"], row["top_p"]) for row in rows} == set(DECODING)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["evaluation.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["evaluation-step0.jsonl"]
     printed = capsys.readouterr().out
     first = [row for row in rows if row["temperature"] == 1.0]
     mean = sum(sum(row["scores"]) for row in first) / 24
@@ -80,7 +80,7 @@ def test_eval_only_takes_a_checkpoint(tmp_path, monkeypatch, capsys):
     trained = capsys.readouterr().out
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
     assert run_here(monkeypatch, grpo.main, *flags, "--steps", 3, "--lr", 0.05, "--resume") == 0  # and goes on
-    assert (tmp_path / "run/evaluation.jsonl").read_text()
+    assert (tmp_path / "run/evaluation-step2.jsonl").read_text()
     capsys.readouterr()
     assert run_here(monkeypatch, grpo.main, *SMALL, "--eval_only", "--run_dir", tmp_path / "other") == 0
     assert capsys.readouterr().out != trained
@@ -96,7 +96,7 @@ def test_several_sets_from_local_files(tmp_path, monkeypatch, capsys, words):
     assert run_here(monkeypatch, grpo.main, *flags, "--run_dir", tmp_path / "run") == 0
     printed = capsys.readouterr().out
     assert printed.count("| aime24:") == printed.count("| math500:") == 2
-    rows = [json.loads(line) for line in (tmp_path / "run/evaluation.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "run/evaluation-step0.jsonl").read_text().splitlines()]
     assert len(rows) == 8 and {row["answer"] for row in rows if "aime" in row["set"]} == {"3"}
 
 
@@ -117,5 +117,5 @@ def test_two_ranks_share_the_problems(tmp_path, command):
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "grpo.py", "--eval_only"]
     run = command(*ranks, "--eval_problems", 7, "--eval_samples", 1, "--run_dir", tmp_path / "run")
     assert run.returncode == 0 and run.stdout.count("| arithmetic |") == 2, run.stderr[-2000:]
-    rows = [json.loads(line) for line in (tmp_path / "run/evaluation.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "run/evaluation-step0.jsonl").read_text().splitlines()]
     assert sorted(row["problem"] for row in rows if row["top_p"] == 1.0) == list(range(7))

@@ -29,7 +29,7 @@ def check_select(module: ModuleType) -> None:
     assert chosen == [(1, False), (1, False), (1, False), (0, False)]  # b; c, since b is gone; d, since c is gone; b
 
 
-def check_select_is_uniform_at_epsilon_1(module: ModuleType) -> None:
+def check_select_is_uniform_at_explore_1(module: ModuleType) -> None:
     """ε = 1: every candidate equally often, whatever the values; ε in between: as large a share of the slots."""
     rng, values = random.Random(0), torch.arange(8.0).repeat(4000, 1)
     prompts = [[f"{i}.{k}" for k in range(8)] for i in range(4000)]
@@ -63,7 +63,7 @@ def check_rank_correlation(module: ModuleType) -> None:
 
 
 CHECKS = (
-    *(check_learning_value, check_select, check_select_is_uniform_at_epsilon_1),
+    *(check_learning_value, check_select, check_select_is_uniform_at_explore_1),
     *(check_teacher_range_and_padding, check_rank_correlation),
 )
 MUTANTS = {
@@ -73,7 +73,7 @@ MUTANTS = {
     "over the batch": ("std(dim=1, correction=0)", "std(correction=0).expand(len(rewards))"),
     "rounding for a difference": ("(rewards - rewards[:, :1]).std", "rewards.std"),
     "the worst candidate": ("key=lambda k: -scores[k]", "key=lambda k: scores[k]"),
-    "no exploration": ("rng.random() < epsilon", "rng.random() < 0"),
+    "no exploration": ("rng.random() < explore", "rng.random() < 0"),
     "exploration among the best": ("rng.shuffle(order)", "order[:2] = rng.sample(order[:2], 2)"),
     "a prompt twice": ("if prompts[k] not in taken", "if True"),
     "mean over padding": ("(hidden * real[..., None])", "hidden"),
@@ -156,7 +156,7 @@ def test_micro_batches_do_not_change_the_teacher(world):
 
 def test_it_chooses_only_when_it_has_learned(tmp_path, monkeypatch):
     """Uniform until the window holds a batch; then every slot but the ε ones is the teacher's, and it is measured."""
-    flags = [*SMALL, *MORE["goldilocks"], "--steps", 6, "--epsilon", 0, "--run_dir", tmp_path / "run"]
+    flags = [*SMALL, *MORE["goldilocks"], "--steps", 6, "--explore", 0, "--run_dir", tmp_path / "run"]
     assert run_here(monkeypatch, goldilocks.main, *flags) == 0
     lines = metrics(tmp_path / "run")[1:]
     assert ["zero_groups_uniform" in line for line in lines] == [True, True, False, False, False, False]
@@ -164,8 +164,8 @@ def test_it_chooses_only_when_it_has_learned(tmp_path, monkeypatch):
     assert abs(lines[0]["teacher_mean"] - 0.25) < 1e-6 and abs(lines[5]["teacher_mean"] - 0.25) > 1e-3
 
 
-def test_epsilon_1_says_that_it_did_nothing(tmp_path, monkeypatch, capsys):
-    flags = [*SMALL, *MORE["goldilocks"], "--steps", 3, "--epsilon", 1, "--run_dir", tmp_path / "run"]
+def test_explore_1_says_that_it_did_nothing(tmp_path, monkeypatch, capsys):
+    flags = [*SMALL, *MORE["goldilocks"], "--steps", 3, "--explore", 1, "--run_dir", tmp_path / "run"]
     assert run_here(monkeypatch, goldilocks.main, *flags) == 0
     assert "chosen_over_mean was 0 at every step" in capsys.readouterr().out
 

@@ -63,7 +63,7 @@ def test_replay_with_unchanged_weights_is_the_identity(moe, world, args):
     for replay in (False, True):
         policy = Policy(copy.deepcopy(moe[0]))
         if replay:
-            rollout.experts = rollout.sampler_experts
+            rollout.replayed_experts = rollout.sampler_experts
         logp, entropy = response_logprobs(policy, rollout, 1.0)
         logp.sum().backward()
         values.append(logp.detach())
@@ -76,7 +76,7 @@ def test_replay_with_changed_weights_keeps_the_selection_and_the_router_learns(m
     rollout, policy = sample(moe, world), nudged(moe)
     free, _ = all_logprobs(policy, rollout, args, world)
     assert minirl.experts_differ(rollout)[0] > 20
-    rollout.experts = rollout.sampler_experts
+    rollout.replayed_experts = rollout.sampler_experts
     fixed, _ = all_logprobs(policy, rollout, args, world)
     assert minirl.experts_differ(rollout)[0] == 0 and not torch.allclose(free, fixed, atol=1e-2)
     response_logprobs(policy, rollout, 1.0)[0].sum().backward()
@@ -103,7 +103,7 @@ def test_a_low_precision_sampler_routes_some_tokens_elsewhere(moe, world, args):
     policy = Policy(copy.deepcopy(moe[0]))
     all_logprobs(policy, rollout, args, world)
     assert 0 < minirl.experts_differ(rollout)[0] < 0.3 * fed(rollout).sum()
-    rollout.experts = rollout.sampler_experts
+    rollout.replayed_experts = rollout.sampler_experts
     all_logprobs(policy, rollout, args, world)
     assert minirl.experts_differ(rollout)[0] == 0
 

@@ -246,6 +246,7 @@ def test_resume_refuses_another_run(tmp_path, monkeypatch, capsys):
         return capsys.readouterr().err
 
     assert "has group_size 4, this run 8" in refused("--group_size", 8)
+    assert "has eval_task ''" in refused("--eval_task", "math500")  # it decides which rows are held back
     config = json.loads((folder / "config.json").read_text())
     for change, message in (({"algorithm": "gspo"}, "has algorithm 'gspo'"), ({"ranks": 2}, "has ranks 2, this run 1")):
         (folder / "config.json").write_text(json.dumps(config | change))

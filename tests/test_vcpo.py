@@ -93,10 +93,13 @@ def check_ess(module: ModuleType) -> None:
 CHECKS = (check_weights, check_advantages, check_baseline, check_baseline_has_the_least_variance, check_ess)
 MUTANTS = {
     "mean for sum in the weight": (
-        "* mask).sum(dim=1)  # [n]: of the whole",
-        "* mask).mean(dim=1)  # [n]: of the whole",
+        "((logp.detach() - rollout_logp) * mask).sum(dim=1)",
+        "((logp.detach() - rollout_logp) * mask).mean(dim=1)",
     ),
-    "π_old for μ": ("(logp.detach() - rollout_logp) * mask", "(logp.detach() - old_logp) * mask"),
+    "π_old for μ": (
+        "log_w = log_weight(logp, rollout_logp, mask)  # [n]",
+        "log_w = log_weight(logp, old_logp, mask)  # [n]",
+    ),
     "no cap": (".exp().clamp(max=args.is_cap)", ".exp()"),
     "no clamp of the log": ("log_w.clamp(-20, 20)", "log_w"),
     "weight not detached": ("((logp.detach() - rollout_logp) * mask)", "((logp - rollout_logp) * mask)"),
