@@ -33,7 +33,7 @@ Differs from grpo.py in:
 
 Differs from the paper in:
 1. The cap 5 is on the whole weight π_θ/μ; "the token-level IS weight" may also mean its first factor.
-2. The 8-bit copy has its weights rounded, not its activations.
+2. The hf engine rounds the 8-bit copy's weights, not its activations (vLLM on a GPU: both).
 3. `--grad_clip 1` (not given there) is exceeded at nearly every step by a sum over tokens: the gradient then always
    has norm 1, which Adam, blind to a constant scale, hardly notices.
 
@@ -44,7 +44,8 @@ Run it:
         --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 --gradient_checkpointing       # one node
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 minirl.py \\
         --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime25 --prompts_per_step 256 --lr 1e-6 \\
-        --group_size 16 --max_new_tokens 32768 --routing_replay r3 --gradient_checkpointing --vllm_memory 0.5
+        --group_size 16 --max_new_tokens 32768 --routing_replay r3 --gradient_checkpointing --vllm_sleep \\
+        --vllm_memory 0.65
 """
 
 from dataclasses import dataclass
@@ -121,7 +122,7 @@ class Args:
     tensor_parallel: int = 1
     """Neighbouring ranks that share one vLLM engine."""
     sampler_tolerance: float = 0.0
-    """Largest mean |log π_old - log μ| before the run stops (0: 0.001 in float32, 0.05 otherwise)."""
+    """Largest mean |log π_old - log μ| before the run stops (0: 0.001 in float32, bfloat16 0.05, float8 0.1)."""
     micro_tokens: int = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient."""
     warmup: int = 5

@@ -64,11 +64,13 @@ def shard(policy: nn.Module, world: World, dtype: str, offload: bool = False) ->
     """FSDP2 in place: every decoder layer a unit, the rest (embedding, final norm, head) the root's.
 
     Master weights, gradients and their sums over ranks stay float32; with dtype bfloat16 the forward and backward
-    passes run on bfloat16 copies. With `offload` the shards wait in CPU memory (for a model that is never trained).
+    passes run on bfloat16 copies. Every unit gives its gathered copy back after a pass, the root too (its default is to
+    wait for a backward pass, which a reference model never has). With `offload` the shards wait in CPU memory.
     """
     half = dtype == "bfloat16"
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
-    how = {"mesh": init_device_mesh(world.device.type, (world.size,)), "mp_policy": precision}
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    how = {"mesh": mesh, "mp_policy": precision, "reshard_after_forward": True}
     if offload and world.device.type == "cuda":
         how["offload_policy"] = CPUOffloadPolicy()
     for layer in policy.lm.base_model.layers:

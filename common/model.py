@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -13,7 +12,7 @@ from common.distributed import BadInput, first_line
 
 logging.disable_progress_bar()  # the run has its own
 EMBEDDED = {"tiny": Path(__file__).parent / "tiny" / "model", "tiny-moe": Path(__file__).parent / "tiny" / "model-moe"}
-BLOCK_ELEMENTS = 2**24  # logits that token_logprobs makes at once: 64 MB in float32, whatever the vocabulary
+BLOCK_ELEMENTS = 2**26  # logits that token_logprobs makes at once: 256 MB in float32, whatever the vocabulary
 
 
 def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -100,19 +99,52 @@ class Policy(nn.Module):
 def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """log softmax(hidden @ weight.T / temperature)[targets], and the entropy of that softmax (nats, no gradient).
 
-    hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, entropy `[M]`, float32. The logits are made a block
-    of rows at a time and again in backward: at a vocabulary of 152k, 16k tokens of float32 logits are 10 GB a copy.
+    hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, entropy `[M]`, float32.
+    """
+    return TokenLogprobs.apply(hidden, weight, targets, temperature)
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """The logits are made a block of rows at a time, and again in the backward pass.
+
+    At a vocabulary of 152k, 16k tokens of float32 logits are 10 GB a copy, and the plain formula keeps several.
     """
 
-    def block(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        # A bfloat16 softmax would add its own rounding to the product's.
-        logits = (hidden @ weight.T).float() / temperature  # [b, V]
-        logprobs = torch.log_softmax(logits, dim=-1)  # [b, V]
-        entropy = -torch.linalg.vecdot(logprobs.detach().exp(), logprobs.detach())  # [b]
-        return logprobs.gather(-1, targets[:, None])[:, 0], entropy  # [b], [b]
+    @staticmethod
+    def logprobs(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+        """`[b, V]`. A softmax in bfloat16 would add its own rounding to the product's."""
+        return torch.log_softmax((hidden @ weight.T).float() / temperature, dim=-1)
 
-    rows = max(1, BLOCK_ELEMENTS // weight.shape[0])
-    how = {"use_reentrant": False, "preserve_rng_state": False}  # nothing random in it
-    blocks = [checkpoint(block, h, t, **how) for h, t in zip(hidden.split(rows), targets.split(rows))]
-    logp, entropy = zip(*blocks)
-    return torch.cat(logp), torch.cat(entropy)
+    @staticmethod
+    def blocks(hidden: Tensor, weight: Tensor) -> list[slice]:
+        rows = max(1, BLOCK_ELEMENTS // len(weight))
+        return [slice(start, start + rows) for start in range(0, len(hidden), rows)]
+
+    @staticmethod
+    def forward(
+        ctx: object, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.temperature = temperature
+        logp, entropy = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))  # [M], [M]
+        for rows in TokenLogprobs.blocks(hidden, weight):
+            logprobs = TokenLogprobs.logprobs(hidden[rows], weight, temperature)  # [b, V]
+            logp[rows] = logprobs.gather(-1, targets[rows, None])[:, 0]
+            entropy[rows] = -torch.linalg.vecdot(logprobs.exp(), logprobs)
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: object, d_logp: Tensor, _: None) -> tuple[Tensor, Tensor, None, None]:
+        hidden, weight, targets = ctx.saved_tensors
+        d_hidden = torch.empty_like(hidden)  # [M, H]
+        # Summed over blocks in float32: in bfloat16 each of 150 sums would round what came before it.
+        d_weight = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]
+        for rows in TokenLogprobs.blocks(hidden, weight):
+            p = TokenLogprobs.logprobs(hidden[rows], weight, ctx.temperature).exp_()  # [b, V]
+            d_logits = p.mul_(-d_logp[rows, None])  # [b, V]: d log p(target) / d logits = 1{target} - p
+            d_logits.scatter_add_(1, targets[rows, None], d_logp[rows, None])
+            d_logits = (d_logits / ctx.temperature).to(weight.dtype)  # [b, V]
+            d_hidden[rows] = d_logits @ weight
+            d_weight += d_logits.T @ hidden[rows]
+        return d_hidden, d_weight.to(weight.dtype), None, None

@@ -1,13 +1,15 @@
 """Memory per GPU of the commands in the files' headers, estimated: `python docs/memory.py [FILE ...]`, GB.
 
 What is counted, with N parameters over R ranks:
-    weights      float32 master copy, AdamW's two moments, float32 gradient: 16 N / R bytes (goldilocks: twice)
+    states       float32 master copy, AdamW's two moments, float32 gradient: 16 N / R bytes (goldilocks: twice;
+                 vcpo: 24, with its two buffers)
     reference    float32 shards, 4 N / R (0 without a KL term, or with --offload_reference)
-    gathered     bfloat16 copies of what FSDP gathers at once: the root (embedding and head) and two layers
+    gathered     bfloat16 copies of what FSDP gathers at once, the root (embedding and head) and two layers; and of the
+                 root and a layer the gradient before it is scattered, in bfloat16 and in float32
     activations  what one micro-batch of --micro_tokens keeps for the backward pass, or with --gradient_checkpointing
                  a layer's input for each layer and one layer whole; and one block of logits
     vLLM         weights (bfloat16; minirl: 8 bits) / --tensor_parallel; its KV cache is what --vllm_memory, a share of
-                 80 GB, leaves beside them
+                 80 GB, leaves beside them and some 3 GB for its activations and CUDA graphs
 The peak is the sum; with --vllm_sleep it is the larger of the trainer's part and of vLLM's beside the resident weights.
 These are the terms that grow; allocator slack, CUDA graphs and NCCL buffers come on top (some 3 to 6 GB).
 """
@@ -23,7 +25,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 FILES = "grpo gspo sapo stapo maspo minirl vcpo goldilocks deep_grpo".split()
 GPU, PROMPT = 80.0, 512  # GB; tokens of a prompt
-BLOCK = 2**24  # logits made at once (common/model.py)
+BLOCK = 2**26  # logits made at once (common/model.py)
+VLLM_WORK = 3e9  # bytes of vLLM's activations and CUDA graphs
 
 
 @dataclass
@@ -105,35 +108,25 @@ def estimate(name: str, words: list[str]) -> dict[str, float]:
         else layer * shape.layers
     )
     parts = {
-        "weights": 16 * n / ranks * (2 if name == "goldilocks" else 1),
+        "states": 16 * n / ranks * {"goldilocks": 2, "vcpo": 1.5}.get(name, 1),
         "reference": 4 * n / ranks if number("beta") > 0 and "--offload_reference" not in flags else 0,
-        "gathered": 2 * (shape.root() + 2 * shape.layer()),
+        "gathered": 2 * (shape.root() + 2 * shape.layer()) + 6 * (shape.root() + shape.layer()),
         "activations": held + 4 * 4 * BLOCK,
         "vLLM weights": (1 if args.rollout_dtype == "float8" else 2) * n / number("tensor_parallel"),
     }
     parts = {part: size / 1e9 for part, size in parts.items()}
     trainer = sum(parts.values()) - parts["vLLM weights"]
-    parts["KV cache"] = max(0.0, number("vllm_memory") * GPU - parts["vLLM weights"])
+    share = number("vllm_memory") * GPU
+    parts["KV cache"] = max(0.0, share - parts["vLLM weights"] - VLLM_WORK / 1e9)
     rows = parts["KV cache"] * 1e9 * number("tensor_parallel") / (shape.cache() * (number("max_new_tokens") + PROMPT))
     sleeping = "--vllm_sleep" in flags
-    beside = parts["vLLM weights"] + parts["KV cache"]
-    resident = parts["weights"] + parts["reference"]
-    parts["peak"] = max(trainer, resident + beside) if sleeping else trainer + beside
+    resident = parts["states"] + parts["reference"]
+    parts["peak"] = max(trainer, resident + share) if sleeping else trainer + share
     return parts | {"parameters": n / 1e9, "ranks": ranks, "responses in cache": rows}
 
 
 if __name__ == "__main__":
-    shown = [
-        "parameters",
-        "ranks",
-        "weights",
-        "reference",
-        "gathered",
-        "activations",
-        "vLLM weights",
-        "KV cache",
-        "peak",
-    ]
+    shown = "parameters ranks states reference gathered activations".split() + ["vLLM weights", "KV cache", "peak"]
     print(f"| file | model | {' | '.join(shown)} | responses in cache |\n|{'---|' * (len(shown) + 3)}")
     for name in sys.argv[1:] or FILES:
         for words in commands(name):

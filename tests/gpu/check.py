@@ -7,11 +7,13 @@ import importlib
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -26,6 +28,7 @@ from common.rollout import HFEngine, Rollout, all_logprobs, response_logprobs  #
 from gpu.shapes import qwen3_1_7b  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+SECONDS = 240  # for a short run
 DENSE_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}  # FLOP/s, without sparsity
 
 
@@ -72,7 +75,7 @@ def losses(world: World) -> str:
     """Every file's loss gives the CPU's value and gradient for the fixture's batch."""
     fixture = json.loads((ROOT / "tests/fixtures/losses.json").read_text())["inputs"]
     worst = 0.0
-    for name in "grpo gspo sapo stapo maspo minirl vcpo goldilocks deep_grpo".split():
+    for name in FILES:
         module, found = importlib.import_module(name), []
         for device in ("cpu", world.device):
             batch = {k: torch.tensor(fixture[k], dtype=torch.float64) for k in ("mask", "old_logp", "advantages")}
@@ -89,14 +92,12 @@ def losses(world: World) -> str:
     return f"nine files, largest difference {worst:.1e}"
 
 
-def default_run(name: str, *flags: str) -> Callable[[World], str]:
-    """A default run of a file, in a process of its own."""
+def short_run(name: str, *flags: str) -> Callable[[World], str]:
+    """A short run of a file on the embedded model, in a process of its own."""
 
     def check(world: World) -> str:
-        import subprocess
-
-        with tempfile.TemporaryDirectory() as folder:
-            steps = "45" if name == "vcpo" else "25"
+        steps = "45" if name == "vcpo" else "25"
+        with tempfile.TemporaryDirectory() as folder, (Path(folder) / "messages").open("w+") as messages:
             words = [
                 sys.executable,
                 f"{name}.py",
@@ -107,16 +108,18 @@ def default_run(name: str, *flags: str) -> Callable[[World], str]:
                 "--run_dir",
                 f"{folder}/run",
             ]
-            words += flags or ("--rollout", "hf")
-            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=180)
-            assert done.returncode == 0, done.stderr[-600:]
+            try:
+                subprocess.run(
+                    [*words, *flags], cwd=ROOT, stdout=messages, stderr=messages, timeout=SECONDS, check=True
+                )
+            except subprocess.SubprocessError as error:
+                messages.seek(0)
+                raise RuntimeError(f"{type(error).__name__}: {messages.read()[-600:]}") from error
             summary = json.loads((Path(folder) / "run/summary.json").read_text())
             lines = [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
         gap = max(line.get("sampler_gap", 0.0) for line in lines[1:])
-        return (
-            f"greedy {summary['greedy_before']:.2f} → {summary['greedy_after']:.2f}, largest sampler gap {gap:.1e}, "
-            + (f"{summary['seconds']:.0f} s")
-        )
+        accuracy = f"greedy {summary['greedy_before']:.2f} → {summary['greedy_after']:.2f}"
+        return f"{accuracy}, largest sampler gap {gap:.1e}"
 
     return check
 
@@ -152,7 +155,7 @@ def vocabulary(world: World) -> str:
         return logp.detach()
 
     gap = (lean() - plain()).abs().max().item()
-    assert gap < 1e-2, gap
+    assert gap < 5e-2, gap  # both round the head's product to bfloat16: 2^-6 for a logit between 2 and 4
     (a, b), (c, d) = timed(lean), timed(plain)
     return f"lean {a:.2f} s, {b:.1f} GB; plain {c:.2f} s, {d:.1f} GB"
 
@@ -189,37 +192,51 @@ def qwen3_step(world: World) -> str:
     return f"{n / seconds:,.0f} tokens/s{used} (6 N per token), {peak:.1f} GB beside {weights:.0f} GB of weights"
 
 
-CHECKS: dict[str, Callable[[World], str]] = {
+FILES = "grpo gspo sapo stapo maspo minirl vcpo goldilocks deep_grpo".split()
+HF = ("--rollout", "hf")
+VLLM = ("--rollout", "vllm", "--vllm_memory", "0.05")  # more would be millions of cache blocks for so small a model
+ALONE: dict[str, Callable[[World], str]] = {  # in this process, one after the other: some are timed
     "losses": losses,
     "logprobs": logprobs,
     "exactness": exactness,
     "vocabulary": vocabulary,
     "qwen3_step": qwen3_step,
-    **{name: default_run(name) for name in "grpo gspo sapo stapo maspo minirl vcpo goldilocks deep_grpo".split()},
-    "moe_r3": default_run("minirl", "--rollout", "hf", "--model", "tiny-moe", "--routing_replay", "r3"),
-    "async": default_run("vcpo", "--rollout", "hf", "--async"),
-    "offload": default_run("grpo", "--rollout", "hf", "--offload_reference", "--gradient_checkpointing"),
-    "vllm": default_run("grpo", "--rollout", "vllm"),
-    "vllm_sleep": default_run("grpo", "--rollout", "vllm", "--vllm_sleep"),
-    "vllm_vcpo": default_run("vcpo", "--rollout", "vllm"),
-    "vllm_async": default_run("vcpo", "--rollout", "vllm", "--async"),
-    "vllm_moe_r3": default_run("minirl", "--rollout", "vllm", "--model", "tiny-moe", "--routing_replay", "r3"),
+}
+TOGETHER = {  # several at a time: they are small
+    **{name: short_run(name, *HF) for name in FILES},
+    "moe_r3": short_run("minirl", *HF, "--model", "tiny-moe", "--routing_replay", "r3"),
+    "async": short_run("vcpo", *HF, "--async"),
+    "offload": short_run("grpo", *HF, "--offload_reference", "--gradient_checkpointing"),
+}
+WITH_VLLM = {  # one after the other: vLLM measures the free memory when it starts
+    "vllm": short_run("grpo", *VLLM),
+    "vllm_sleep": short_run("grpo", *VLLM, "--vllm_sleep"),
+    "vllm_vcpo": short_run("vcpo", *VLLM),
+    "vllm_async": short_run("vcpo", *VLLM, "--async"),
+    "vllm_moe_r3": short_run("minirl", *VLLM, "--model", "tiny-moe", "--routing_replay", "r3"),
 }
 
 
 def main(names: list[str]) -> int:
-    world, failed = setup(), 0
-    for name in names or CHECKS:
+    """Print a row for each check named (default: all); return how many failed."""
+    world, checks, failed = setup(), ALONE | TOGETHER | WITH_VLLM, 0
+
+    def row(name: str) -> tuple[str, str, str, float]:
         start = time.perf_counter()
-        if name.startswith("vllm") and not importlib.util.find_spec("vllm"):
-            verdict, told = "skipped", "vLLM is not installed"
-        else:
-            try:
-                verdict, told = "passed", CHECKS[name](world)
-            except Exception as error:  # a table of all checks is worth more than the first failure
-                traceback.print_exc()
-                verdict, told, failed = "FAILED", str(error).strip().replace("\n", " ")[-300:], failed + 1
-        print(f"| {name} | {verdict} | {told} | {time.perf_counter() - start:.0f} s |", flush=True)
+        try:
+            if name in WITH_VLLM and not importlib.util.find_spec("vllm"):
+                return name, "skipped", "vLLM is not installed", 0.0
+            verdict, told = "passed", checks[name](world)
+        except Exception as error:  # a table of all checks is worth more than the first failure
+            traceback.print_exc()
+            verdict, told = "FAILED", " ".join(str(error).split())[-300:]
+        return name, verdict, told, time.perf_counter() - start
+
+    for group, at_once in ((ALONE, 1), (TOGETHER, 4), (WITH_VLLM, 1)):
+        with ThreadPoolExecutor(at_once) as pool:
+            for name, verdict, told, seconds in pool.map(row, [name for name in names or checks if name in group]):
+                failed += verdict == "FAILED"
+                print(f"| {name} | {verdict} | {told} | {seconds:.0f} s |", flush=True)
         torch.cuda.empty_cache()
     return failed
 
