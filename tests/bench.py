@@ -1,9 +1,10 @@
 """One rollout-and-update step of grpo.py and of TRL's GRPOTrainer, in turn: `python tests/bench.py MODEL [--full]`.
 
-MODEL is tiny, a folder, or qwen3-1.7b (its shape, random weights). The same model, prompts, group size, length limit,
-reward, KL term and precision on both sides, one optimiser step per rollout; with `--full` EOS ends no response, so that
-all have the same length. Each side runs in a process of its own, three times, alternating. Prints medians, ratios and
-peak memory, never a verdict. TRL is not among the project's dependencies: `pip install trl accelerate`.
+MODEL is tiny, a folder, or qwen3-1.7b (its shape, random weights). The same model, prompts, group size, length limit
+(`--size P G T`), reward, KL term and precision on both sides, one optimiser step per rollout; with `--full` EOS ends no
+response, so that all have the same length. Each side runs in a process of its own, three times, alternating. Prints
+medians, ratios and peak memory, never a verdict. TRL is not among the project's dependencies:
+`pip install trl accelerate`.
 """
 
 import argparse
@@ -27,10 +28,6 @@ SIZES = {"tiny": (16, 8, 64, 12), "other": (2, 4, 32, 3), "qwen3-1.7b": (8, 8, 5
 def reward(text: str) -> float:
     """A coin flip that depends on the text alone, so that groups have something to compare."""
     return float(hashlib.md5(text.encode()).digest()[0] % 2)
-
-
-def sizes(model: str) -> tuple[int, int, int, int]:
-    return SIZES.get(model, SIZES["other"])
 
 
 def prompts_of(model: str, count: int) -> list[str]:
@@ -63,7 +60,7 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def ours(model: str, folder: str, full: bool) -> dict[str, float]:
+def ours(model: str, folder: str, full: bool, size: tuple[int, int, int, int]) -> dict[str, float]:
     """grpo.py's own main."""
     import grpo
     import torch
@@ -73,7 +70,7 @@ def ours(model: str, folder: str, full: bool) -> dict[str, float]:
     from common.rollout import make_engine
     from common.tracking import check
 
-    P, G, T, steps = sizes(model)
+    P, G, T, steps = size
     with tempfile.TemporaryDirectory() as run_dir:
         flags = {"prompts_per_step": P, "group_size": G, "max_new_tokens": T, "minibatches": 1, "steps": steps + 2}
         flags |= {"eval_every": 10_000, "save_every": 10_000, "beta": 0.04, "lr": 1e-6, "rollout": "hf"}
@@ -104,14 +101,14 @@ def ours(model: str, folder: str, full: bool) -> dict[str, float]:
     return found | {"tokens": statistics.median(line["tokens"] for line in lines)}
 
 
-def trl(model: str, folder: str, full: bool) -> dict[str, float]:
+def trl(model: str, folder: str, full: bool, size: tuple[int, int, int, int]) -> dict[str, float]:
     """TRL's GRPOTrainer at the same settings."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    P, G, T, steps = sizes(model)
+    P, G, T, steps = size
     moments, spent = [], []
     tokenizer = AutoTokenizer.from_pretrained(folder)
     cuda = torch.cuda.is_available()
@@ -175,16 +172,20 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="every response as long as the limit")
     parser.add_argument("--side", choices=["ours", "trl"], help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--size", type=int, nargs=3, metavar=("P", "G", "T"), help="prompts, responses, tokens of each")
     args = parser.parse_args()
+    size = SIZES.get(args.model, SIZES["other"])
+    size = (*(args.size or size[:3]), size[3])
     scratch = Path(tempfile.gettempdir()) / "bench-qwen3-1.7b"
     if args.side:
         side = {"ours": ours, "trl": trl}[args.side]
-        print("RESULT", json.dumps(side(args.model, folder_of(args.model, scratch), args.full)))
+        print("RESULT", json.dumps(side(args.model, folder_of(args.model, scratch), args.full, size)))
         return
     found: dict[str, list[dict]] = {"ours": [], "trl": []}
     for _ in range(args.rounds):
         for side in found:
             words = [sys.executable, __file__, args.model, "--side", side, *["--full"] * args.full]
+            words += ["--size", *map(str, size[:3])]
             done = subprocess.run(
                 words, cwd=ROOT, capture_output=True, text=True, env={"HF_HUB_OFFLINE": "1"} | os.environ
             )
@@ -192,7 +193,7 @@ def main() -> None:
             if not lines:
                 sys.exit(f"{side} failed:\n{done.stderr[-2000:]}")
             found[side].append(json.loads(lines[0].removeprefix("RESULT ")))
-    P, G, T, _ = sizes(args.model)
+    P, G, T, _ = size
     length = f"{T} tokens" if args.full else f"at most {T} tokens"
     print(f"{args.model}: {P} prompts x {G} responses, {length}; medians of {args.rounds} rounds (smallest to largest)")
     print("| | grpo.py | TRL | ratio |\n|---|---|---|---|")
