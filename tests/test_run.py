@@ -123,7 +123,8 @@ def test_earlier_results_are_moved_aside(tmp_path, monkeypatch, capsys):
 def learn(tmp_path: Path, monkeypatch, main, *flags: object) -> dict:
     folder = tmp_path / "learning"
     steps = STEPS.get(Path(sys.modules[main.__module__].__file__).stem, 16)
-    assert run_here(monkeypatch, main, "--steps", steps, "--eval_every", steps, "--run_dir", folder, *flags) == 0
+    flags = ["--steps", steps, "--eval_every", steps, "--eval_samples", 1, "--run_dir", folder, *flags]
+    assert run_here(monkeypatch, main, *flags) == 0
     return json.loads((folder / "summary.json").read_text()) | {"metrics": metrics(folder)}
 
 
@@ -132,7 +133,7 @@ def test_a_short_run_learns(algorithm, tmp_path, monkeypatch, capsys):
     """16 default steps: greedy from 0.34 to at least 0.85, longer responses, and the run folder is complete."""
     result = learn(tmp_path, monkeypatch, importlib.import_module(algorithm).main)
     assert result["greedy_before"] < 0.5 and result["greedy_after"] > 0.85
-    assert result["sampled_after"] > result["sampled_before"] + 0.12
+    assert result["sampled_after"] > result["sampled_before"] + 0.08
     lengths = [line["response_len"] for line in result["metrics"][1:]]
     assert sum(lengths[-3:]) > 1.3 * sum(lengths[:3])
     assert set(result["seconds_split"]) >= {"rollout", "reward", "old_logp", "update", "sync"}
@@ -195,8 +196,8 @@ BAD_INPUT = {
     "zero steps": (["--steps", 0], "--steps 0: must be above 0"),
     "zero temperature": (["--temperature", 0], "--temperature 0.0"),
     "no wandb": (["--wandb", "project"], "--wandb project: needs the package"),
-    "unknown engine": (["--rollout", "sglang"], "--rollout sglang"),
-    "unknown precision": (["--dtype", "float7"], "'float7' for argument '--dtype'"),
+    "unknown engine": (["--rollout", "sglang"], "error: invalid choice 'sglang' for argument '--rollout'. Expected"),
+    "unknown precision": (["--dtype", "float7"], "error: invalid choice 'float7' for argument '--dtype'. Expected"),
     "nothing to resume": (["--resume"], "--resume: no run in"),
 }
 
@@ -246,9 +247,10 @@ def test_resume_refuses_another_run(tmp_path, monkeypatch, capsys):
         return capsys.readouterr().err
 
     assert "has group_size 4, this run 8" in refused("--group_size", 8)
-    assert "has eval_task ''" in refused("--eval_task", "math500")  # it decides which rows are held back
     config = json.loads((folder / "config.json").read_text())
-    for change, message in (({"algorithm": "gspo"}, "has algorithm 'gspo'"), ({"ranks": 2}, "has ranks 2, this run 1")):
+    # The evaluation set decides which rows of a set are held back from training.
+    changes = {"algorithm": "gspo", "ranks": 2, "eval_task": "math500"}
+    for change, message in (({name: value}, f"has {name} {value!r}, this run") for name, value in changes.items()):
         (folder / "config.json").write_text(json.dumps(config | change))
         before[folder / "config.json"] = (folder / "config.json").read_bytes()
         assert message in refused()
