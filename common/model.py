@@ -73,7 +73,7 @@ class Routing:
 
     def recorded(self) -> Tensor:
         """The last forward pass's choices, `[tokens, layers, k]`, in row order of its inputs."""
-        return torch.stack(self.last, dim=1).to(torch.uint8)
+        return torch.stack(self.last, dim=1).to(torch.int16)
 
 
 class Policy(nn.Module):

@@ -71,7 +71,7 @@ class Rollout:
             rows = [torch.as_tensor(row, dtype=dtype) for row in rows] or [torch.zeros(0, dtype=dtype)]
             return pad_sequence(rows, batch_first=True)[: len(tokens)].to(device)
 
-        routed = {"sampler_experts": padded(experts, torch.uint8)} if experts else {}
+        routed = {"sampler_experts": padded(experts, torch.int16)} if experts else {}
         whole = {"dtype": torch.long, "device": device}
         return cls(
             sequences=padded([a + b + c for a, b, c in zip(prompts, prefixes, tokens)], torch.long),
