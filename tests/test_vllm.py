@@ -8,7 +8,7 @@ import common  # noqa: F401  (before torch)
 import grpo
 import pytest
 import torch
-from common.distributed import CLOSING, RunStopped, setup
+from common.distributed import CLOSING, RunStopped, save_model, setup, shard
 from common.model import EMBEDDED, Policy, load_model
 from common.rollout import VLLMEngine, all_logprobs, check_sampler, make_engine
 from test_run import SMALL, metrics
@@ -74,6 +74,17 @@ def engine_of(world, tmp_path_factory):
 
     build("tiny-moe")  # first: vLLM makes its group of experts with the first engine of a process, or never
     return build
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
+def test_a_saved_model_is_loadable(engine_of, world, tmp_path, model):
+    """What --save_hf writes, read by vLLM from disk, nothing pushed: the trainer's log-probs."""
+    engine_of("tiny-moe")
+    policy, tokenizer = moved(model)
+    save_model(shard(policy, world, "float32"), tokenizer, tmp_path / "model", world)
+    args = args_of(model=str(tmp_path / "model"))
+    engine = make_engine(args, load_model(args.model)[0], world)
+    assert gap(engine, policy, tokenizer, args, world) < 1e-4
 
 
 @pytest.mark.parametrize("model", ["tiny", "untied", "tiny-moe"])
