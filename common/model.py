@@ -138,7 +138,7 @@ class TokenLogprobs(torch.autograd.Function):
     def backward(ctx: object, d_logp: Tensor, _: None) -> tuple[Tensor, Tensor, None, None]:
         hidden, weight, targets = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)  # [M, H]
-        # Summed over blocks in float32: in bfloat16 each of 150 sums would round what came before it.
+        # Summed over blocks in float32: in bfloat16 every block's sum would round what came before it.
         d_weight = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]
         for rows in TokenLogprobs.blocks(hidden, weight):
             p = TokenLogprobs.logprobs(hidden[rows], weight, ctx.temperature).exp_()  # [b, V]

@@ -88,9 +88,9 @@ def parse(Args: type, first_rank: bool = True) -> object:
     except SystemExit as stop:
         if stop.code != 2:
             raise
-        lines = [line.strip(" │─-╰╯") for line in message.getvalue().splitlines()[1:]]  # [0] is the box's title
-        text = itertools.takewhile(bool, itertools.dropwhile(lambda line: not line, lines))  # from rule to rule
-        raise BadInput(" ".join(text)) from None
+        lines = [line.strip(" │") for line in message.getvalue().splitlines()[1:]]  # [0] is the box's title
+        first, *_ = (list(g) for words, g in itertools.groupby(lines, lambda line: bool(line.strip("─-╰╯"))) if words)
+        raise BadInput(" ".join(first)) from None
 
 
 def check(args: object, world: World) -> None:

@@ -23,9 +23,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+from common.model import BLOCK_ELEMENTS  # noqa: E402
+
 FILES = "grpo gspo sapo stapo maspo minirl vcpo goldilocks deep_grpo".split()
 GPU, PROMPT = 80.0, 512  # GB; tokens of a prompt
-BLOCK = 2**26  # logits made at once (common/model.py)
 VLLM_WORK = 3e9  # bytes of vLLM's activations and CUDA graphs
 
 
@@ -111,7 +112,7 @@ def estimate(name: str, words: list[str]) -> dict[str, float]:
         "states": 16 * n / ranks * {"goldilocks": 2, "vcpo": 1.5}.get(name, 1),
         "reference": 4 * n / ranks if number("beta") > 0 and "--offload_reference" not in flags else 0,
         "gathered": 2 * (shape.root() + 2 * shape.layer()) + 6 * (shape.root() + shape.layer()),
-        "activations": held + 4 * 4 * BLOCK,
+        "activations": held + 4 * 4 * BLOCK_ELEMENTS,
         "vLLM weights": (1 if args.rollout_dtype == "float8" else 2) * n / number("tensor_parallel"),
     }
     parts = {part: size / 1e9 for part, size in parts.items()}

@@ -197,6 +197,7 @@ BAD_INPUT = {
     "zero temperature": (["--temperature", 0], "--temperature 0.0"),
     "no wandb": (["--wandb", "project"], "--wandb project: needs the package"),
     "unknown engine": (["--rollout", "sglang"], "error: invalid choice 'sglang' for argument '--rollout'. Expected"),
+    "unknown flag of a line": (["--" + "x" * 70], " --" + "x" * 70),  # so long that it starts a line of tyro's box
     "unknown precision": (["--dtype", "float7"], "error: invalid choice 'float7' for argument '--dtype'. Expected"),
     "nothing to resume": (["--resume"], "--resume: no run in"),
 }

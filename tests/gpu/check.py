@@ -98,20 +98,10 @@ def short_run(name: str, *flags: str) -> Callable[[World], str]:
     def check(world: World) -> str:
         steps = "45" if name == "vcpo" else "25"
         with tempfile.TemporaryDirectory() as folder, (Path(folder) / "messages").open("w+") as messages:
-            words = [
-                sys.executable,
-                f"{name}.py",
-                "--steps",
-                steps,
-                "--eval_every",
-                steps,
-                "--run_dir",
-                f"{folder}/run",
-            ]
+            words = f"{name}.py --steps {steps} --eval_every {steps} --run_dir {folder}/run".split()
+            how = {"cwd": ROOT, "stdout": messages, "stderr": messages, "timeout": SECONDS, "check": True}
             try:
-                subprocess.run(
-                    [*words, *flags], cwd=ROOT, stdout=messages, stderr=messages, timeout=SECONDS, check=True
-                )
+                subprocess.run([sys.executable, *words, *flags], **how)
             except subprocess.SubprocessError as error:
                 messages.seek(0)
                 raise RuntimeError(f"{type(error).__name__}: {messages.read()[-600:]}") from error
