@@ -306,13 +306,13 @@ def main(args: Args, world: World) -> None:
     if args.gradient_checkpointing:
         teacher.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     groups = [{"params": teacher.lm.parameters()}, {"params": teacher.head.parameters(), "lr": 10 * args.teacher_lr}]
-    teacher_optimizer = torch.optim.AdamW(groups, lr=args.teacher_lr, weight_decay=0.0)
+    teacher_optimizer = torch.optim.AdamW(groups, lr=args.teacher_lr, weight_decay=0.0, fused=True)
     window = deque(maxlen=args.window)  # (prompt ids, observed value, predicted value, whether taken by chance)
     # </goldilocks>
     policy = shard(Policy(lm), world, args.dtype)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, (0.9, 0.95), weight_decay=args.weight_decay, fused=True)
     both, optimizers = nn.ModuleList([policy, teacher]), [optimizer, teacher_optimizer]  # <goldilocks>
     run = Run(args, world, Path(__file__).stem, acted="chosen_over_mean")  # <goldilocks>
     stop = StopFlag()

@@ -226,7 +226,7 @@ def main(args: Args, world: World) -> None:
     policy = shard(Policy(lm), world, args.dtype)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, (0.9, 0.95), weight_decay=args.weight_decay, fused=True)
     run = Run(args, world, Path(__file__).stem, acted="masked_share")  # <minirl>
     stop = StopFlag()
     done = 0  # steps

@@ -111,9 +111,9 @@ class TokenLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def logprobs(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-        """`[b, V]`. A softmax in bfloat16 would add its own rounding to the product's."""
-        return torch.log_softmax((hidden @ weight.T).float() / temperature, dim=-1)
+    def logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+        """`[b, V]`, float32: a softmax in bfloat16 would add its own rounding to the product's."""
+        return (hidden @ weight.T).float() / temperature
 
     @staticmethod
     def blocks(hidden: Tensor, weight: Tensor) -> list[slice]:
@@ -128,7 +128,7 @@ class TokenLogprobs(torch.autograd.Function):
         ctx.temperature = temperature
         logp, entropy = (torch.empty(len(hidden), device=hidden.device) for _ in range(2))  # [M], [M]
         for rows in TokenLogprobs.blocks(hidden, weight):
-            logprobs = TokenLogprobs.logprobs(hidden[rows], weight, temperature)  # [b, V]
+            logprobs = TokenLogprobs.logits(hidden[rows], weight, temperature).log_softmax(-1)  # [b, V]
             logp[rows] = logprobs.gather(-1, targets[rows, None])[:, 0]
             entropy[rows] = -torch.linalg.vecdot(logprobs.exp(), logprobs)
         ctx.mark_non_differentiable(entropy)
@@ -141,7 +141,7 @@ class TokenLogprobs(torch.autograd.Function):
         # Summed over blocks in float32: in bfloat16 every block's sum would round what came before it.
         d_weight = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]
         for rows in TokenLogprobs.blocks(hidden, weight):
-            p = TokenLogprobs.logprobs(hidden[rows], weight, ctx.temperature).exp_()  # [b, V]
+            p = TokenLogprobs.logits(hidden[rows], weight, ctx.temperature).softmax(-1)  # [b, V]
             d_logits = p.mul_(-d_logp[rows, None])  # [b, V]: d log p(target) / d logits = 1{target} - p
             d_logits.scatter_add_(1, targets[rows, None], d_logp[rows, None])
             d_logits = (d_logits / ctx.temperature).to(weight.dtype)  # [b, V]

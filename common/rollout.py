@@ -24,7 +24,7 @@ from common.distributed import CLOSING, BadInput, RunStopped, World, full_parame
 from common.model import EMBEDDED, Routing, routers
 
 
-MOSTLY_REAL = 0.8  # smallest share of real tokens in a large micro-batch
+PASS_TOKENS = 256  # what a forward and backward pass costs whatever its size, in tokens (embedded model: 150 to 300)
 
 
 class Rollout:
@@ -397,20 +397,21 @@ def make_engine(args: object, lm: PreTrainedModel, world: World) -> HFEngine | V
 def micro_batches(batch: Rollout, max_tokens: int, world: World) -> list[Tensor]:
     """Row indices of micro-batches of at most `max_tokens` padded tokens, rows of similar length together.
 
-    A micro-batch large enough to keep the device busy also ends where a longer row would make much of it padding. Every
+    The division that costs least, by dynamic programming: a pass costs its padded tokens and PASS_TOKENS more. Every
     rank gets the same number of them, since FSDP's forward and backward passes are collective; some may be empty.
     """
     lengths = batch.ends.tolist()
-    micros: list[list[int]] = [[]]
-    real = 0  # tokens in the last one
-    for row in sorted(range(len(lengths)), key=lengths.__getitem__):  # the row added last is the longest
-        padded = (len(micros[-1]) + 1) * lengths[row]
-        mostly_padding = real + lengths[row] < MOSTLY_REAL * padded
-        if micros[-1] and (padded > max_tokens or (real > max_tokens // 32 and mostly_padding)):
-            micros.append([])
-            real = 0
-        micros[-1].append(row)
-        real += lengths[row]
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    least = [(0, 0)]  # for the `end` shortest rows: least cost, and where the last of their micro-batches starts
+    for end in range(1, len(order) + 1):
+        longest = lengths[order[end - 1]]
+        fit = max(1, min(end, max_tokens // longest))  # rows of this length in one micro-batch
+        least.append(min((least[i][0] + PASS_TOKENS + (end - i) * longest, i) for i in range(end - fit, end)))
+    micros, end = [], len(order)
+    while end:  # from the longest rows on: what does not fit into memory fails at once
+        micros.append(order[least[end][1] : end])
+        end = least[end][1]
+    micros = micros or [[]]
     wanted = int(global_sum({"micros_max": len(micros)}, world)["micros_max"])
     while len(micros) < wanted:
         largest = micros.pop(max(range(len(micros)), key=lambda i: len(micros[i])))
@@ -463,8 +464,7 @@ def check_sampler(batch: Rollout, args: object, world: World) -> dict[str, float
     the tolerance, since every ratio of the run would then be wrong without a word.
     """
     precision = {args.dtype, args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype}
-    usual = 0.1 if "float8" in precision else 0.05 if "bfloat16" in precision else 1e-3
-    tolerance = args.sampler_tolerance or usual
+    tolerance = args.sampler_tolerance or (0.1 if "float8" in precision else 0.05 if "bfloat16" in precision else 1e-3)
     gap = (batch.old_logp - batch.rollout_logp) * batch.mask  # [N, T]
     k3 = gap.expm1() - gap  # [N, T]: expm1, or rounding would drown the gaps of 1e-6 that are usual here
     sums = global_sum({"kl": k3.sum(), "gap": gap.abs().sum(), "tokens": batch.mask.sum()}, world)

@@ -124,7 +124,7 @@ def test_the_teacher_ranks_prompts_by_what_they_teach(world):
     lm, tokenizer = load_model("tiny")
     teacher, args = goldilocks.Teacher(lm.base_model), goldilocks.Args()
     groups = [{"params": teacher.lm.parameters()}, {"params": teacher.head.parameters(), "lr": 10 * args.teacher_lr}]
-    optimizer = torch.optim.AdamW(groups, lr=args.teacher_lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(groups, lr=args.teacher_lr, weight_decay=0.0, fused=True)
     prompts = [arithmetic.draw(rng) for _ in range(1100)]
     p = torch.tensor([chance[len(prompt) // 2] for prompt in prompts])
     observed = goldilocks.learning_value(torch.bernoulli(p[:, None].expand(-1, 8), generator=generator))  # [1100]

@@ -94,11 +94,12 @@ def test_policy_matches_the_model_and_ignores_padding(world, tiny):
 
 
 def test_sharding_and_checkpointing_change_nothing(world):
-    """FSDP2 and gradient checkpointing give the plain model's gradient."""
+    """FSDP2 and gradient checkpointing give the plain model's gradient (with `offload` even one rank is sharded)."""
     gradients = []
     for sharded, recompute in ((False, False), (True, False), (True, True)):
         lm, tokenizer = load_model("tiny")
-        policy = shard(Policy(lm), world, "float32") if sharded else Policy(lm)
+        policy = shard(Policy(lm), world, "float32", offload=sharded)
+        assert all(isinstance(parameter, DTensor) == sharded for parameter in policy.parameters())
         if recompute:
             policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
         sequences = torch.tensor([tokenizer("7*8-9=7*8=56;56-9=47#47")["input_ids"]])
@@ -118,7 +119,7 @@ def test_bfloat16_passes_on_float32_master_weights(world):
     gradients, logps = [], []
     for dtype, recompute in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
         lm, tokenizer = load_model("tiny")
-        policy = shard(Policy(lm), world, dtype)
+        policy = shard(Policy(lm), world, dtype, offload=True)  # sharded also in float32; on a CPU nothing moves
         if recompute:
             policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
         sequences = torch.tensor([tokenizer("7*8-9=7*8=56;56-9=47#47")["input_ids"]])

@@ -157,7 +157,7 @@ def qwen3_step(world: World) -> str:
     parameters = sum(p.numel() for p in lm.parameters())
     policy = shard(Policy(lm), world, "bfloat16")
     policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
     rows, prompt, length = 16, 128, 896
     tokens = torch.randint(2, 150_000, (rows, prompt + length), device=world.device)
     batch = Rollout(
