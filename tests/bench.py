@@ -1,10 +1,10 @@
 """One rollout-and-update step of grpo.py and of TRL's GRPOTrainer, in turn: `python tests/bench.py MODEL [--full]`.
 
 MODEL is tiny, a folder, or qwen3-1.7b (its shape, random weights). The same model, prompts, group size, length limit
-(`--size P G T`), reward, KL term and precision on both sides, one optimiser step per rollout; with `--full` EOS ends no
-response, so that all have the same length. Each side runs in a process of its own, three times, alternating. Prints
-medians, ratios and peak memory, never a verdict. TRL is not among the project's dependencies:
-`pip install trl accelerate`.
+(`--size P G T`), reward, KL term, precision and optimiser steps per rollout (`--minibatches`, grpo.py's own default) on
+both sides; with `--full` EOS ends no response, so that all have the same length. Each side runs in a process of its
+own, three times, alternating. Prints medians, ratios and peak memory, never a verdict. TRL is not among the project's
+dependencies: `pip install trl accelerate`.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def ours(model: str, folder: str, full: bool, size: tuple[int, int, int, int]) -> dict[str, float]:
+def ours(model: str, folder: str, full: bool, size: tuple[int, int, int, int], minibatches: int) -> dict[str, float]:
     """grpo.py's own main."""
     import grpo
     import torch
@@ -72,8 +72,15 @@ def ours(model: str, folder: str, full: bool, size: tuple[int, int, int, int]) -
 
     P, G, T, steps = size
     with tempfile.TemporaryDirectory() as run_dir:
-        flags = {"prompts_per_step": P, "group_size": G, "max_new_tokens": T, "minibatches": 1, "steps": steps + 2}
-        flags |= {"eval_every": 10_000, "save_every": 10_000, "beta": 0.04, "lr": 1e-6, "rollout": "hf"}
+        flags = {"prompts_per_step": P, "group_size": G, "max_new_tokens": T, "minibatches": minibatches}
+        flags |= {
+            "steps": steps + 2,
+            "eval_every": 10_000,
+            "save_every": 10_000,
+            "beta": 0.04,
+            "lr": 1e-6,
+            "rollout": "hf",
+        }
         args = grpo.Args(model=folder, run_dir=f"{run_dir}/run", **flags)
         _, tokenizer = load_model(folder)
         problems = [Problem(text, "", tokenizer(text)["input_ids"]) for text in prompts_of(model, P)]
@@ -101,7 +108,7 @@ def ours(model: str, folder: str, full: bool, size: tuple[int, int, int, int]) -
     return found | {"tokens": statistics.median(line["tokens"] for line in lines)}
 
 
-def trl(model: str, folder: str, full: bool, size: tuple[int, int, int, int]) -> dict[str, float]:
+def trl(model: str, folder: str, full: bool, size: tuple[int, int, int, int], minibatches: int) -> dict[str, float]:
     """TRL's GRPOTrainer at the same settings."""
     import torch
     from datasets import Dataset
@@ -131,7 +138,8 @@ def trl(model: str, folder: str, full: bool, size: tuple[int, int, int, int]) ->
     with tempfile.TemporaryDirectory() as output:
         config = GRPOConfig(
             output_dir=output,
-            per_device_train_batch_size=P * G,
+            per_device_train_batch_size=P * G // minibatches,
+            steps_per_generation=minibatches,
             num_generations=G,
             max_completion_length=T,
             generation_kwargs={"min_new_tokens": T} if full else None,
@@ -139,7 +147,7 @@ def trl(model: str, folder: str, full: bool, size: tuple[int, int, int, int]) ->
             loss_type="grpo",
             learning_rate=1e-6,
             temperature=1.0,
-            max_steps=steps + 2,
+            max_steps=(steps + 2) * minibatches,
             gradient_checkpointing=False,
             bf16=cuda,
             use_cpu=not cuda,
@@ -159,6 +167,7 @@ def trl(model: str, folder: str, full: bool, size: tuple[int, int, int, int]) ->
         )
         trainer.add_callback(Clock())
         trainer.train()
+    moments = moments[minibatches - 1 :: minibatches]  # when a rollout's last optimiser step was done
     step = statistics.median(b - a for a, b in zip(moments[1:], moments[2:]))
     rollout = statistics.median(spent[2:])
     found = {"step": step, "rollout": rollout, "update": step - rollout, "outside": float("nan")}
@@ -173,19 +182,20 @@ def main() -> None:
     parser.add_argument("--side", choices=["ours", "trl"], help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--size", type=int, nargs=3, metavar=("P", "G", "T"), help="prompts, responses, tokens of each")
+    parser.add_argument("--minibatches", type=int, default=4, help="optimiser steps per rollout")
     args = parser.parse_args()
     size = SIZES.get(args.model, SIZES["other"])
     size = (*(args.size or size[:3]), size[3])
     scratch = Path(tempfile.gettempdir()) / "bench-qwen3-1.7b"
     if args.side:
         side = {"ours": ours, "trl": trl}[args.side]
-        print("RESULT", json.dumps(side(args.model, folder_of(args.model, scratch), args.full, size)))
+        print("RESULT", json.dumps(side(args.model, folder_of(args.model, scratch), args.full, size, args.minibatches)))
         return
     found: dict[str, list[dict]] = {"ours": [], "trl": []}
     for _ in range(args.rounds):
         for side in found:
             words = [sys.executable, __file__, args.model, "--side", side, *["--full"] * args.full]
-            words += ["--size", *map(str, size[:3])]
+            words += ["--size", *map(str, size[:3]), "--minibatches", str(args.minibatches)]
             done = subprocess.run(
                 words, cwd=ROOT, capture_output=True, text=True, env={"HF_HUB_OFFLINE": "1"} | os.environ
             )
@@ -195,7 +205,8 @@ def main() -> None:
             found[side].append(json.loads(lines[0].removeprefix("RESULT ")))
     P, G, T, _ = size
     length = f"{T} tokens" if args.full else f"at most {T} tokens"
-    print(f"{args.model}: {P} prompts x {G} responses, {length}; medians of {args.rounds} rounds (smallest to largest)")
+    print(f"{args.model}: {P} prompts x {G} responses, {length}, {args.minibatches} optimiser step(s)")
+    print(f"medians of {args.rounds} rounds (smallest to largest)")
     print("| | grpo.py | TRL | ratio |\n|---|---|---|---|")
     rows = {"tokens per step": "tokens", "seconds per step": "step", "rollout, tokens/s": "rollout"}
     rows |= {"update, tokens/s": "update"}

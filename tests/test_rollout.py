@@ -1,6 +1,8 @@
 """The sampler's contract."""
 
 import copy
+import itertools
+import random
 
 import pytest
 import torch
@@ -175,6 +177,28 @@ def test_little_of_a_micro_batch_is_padding(world):
     assert sorted(row for rows in micros for row in rows.tolist()) == list(range(200))
     padded = [len(rows) * max(lengths[row] for row in rows.tolist()) for rows in micros]
     assert sum(lengths) / sum(padded) > 0.8 and max(padded) <= 16_384 and len(micros) < 60
+
+
+def test_no_division_into_micro_batches_costs_less(world, monkeypatch):
+    """Against all divisions of the sorted rows: padded tokens, and a fixed price for each pass."""
+    monkeypatch.setattr(rollout_module, "PASS_TOKENS", 30)
+
+    def cost(groups: list[list[int]]) -> int:
+        return sum(30 + len(group) * max(group) for group in groups)
+
+    for seed in range(20):
+        rng = random.Random(seed)
+        lengths = sorted(rng.randrange(1, 60) for _ in range(8))
+        budget = rng.choice([50, 120, 1000])
+        divisions = []
+        for cuts in itertools.product([False, True], repeat=7):
+            edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), 8]
+            groups = [lengths[a:b] for a, b in itertools.pairwise(edges)]
+            if all(len(group) == 1 or len(group) * max(group) <= budget for group in groups):
+                divisions.append(groups)
+        found = [[lengths[row] for row in rows.tolist()] for rows in micro_batches(of_lengths(lengths), budget, world)]
+        assert sorted(itertools.chain(*found)) == lengths
+        assert cost(found) == min(map(cost, divisions)), (lengths, budget, found)
 
 
 def of_lengths(lengths: list[int]) -> Rollout:

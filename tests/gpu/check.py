@@ -33,7 +33,7 @@ DENSE_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}  #
 
 
 def sample(world: World, dtype: str, temperature: float = 1.0, rows: int = 8) -> tuple[Rollout, Policy]:
-    """A rollout of the embedded model on this device, and the sharded policy of the same weights."""
+    """A rollout of the embedded model on this device, and the policy of the same weights (sharded in bfloat16)."""
     lm, tokenizer = load_model("tiny")
     prompts = [tokenizer(text)["input_ids"] for text in ("7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9=")]
     rollout = HFEngine(lm, world, 0, dtype, 1024).generate(prompts, rows, 64, temperature)
@@ -64,7 +64,7 @@ def exactness(world: World) -> str:
             micro = rollout.rows(rows)
             logp, _ = response_logprobs(policy, micro, 1.0)
             (logp * micro.mask * weights[rows]).sum().backward()
-        gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in policy.parameters()]))
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
         policy.zero_grad()
     worst = max(((g - gradients[0]).norm() / gradients[0].norm()).item() for g in gradients[1:])
     assert worst < 1e-4, worst  # TF32 is off by default; sums run in another order
