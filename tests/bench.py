@@ -1,8 +1,8 @@
 """One rollout-and-update step of grpo.py and of TRL's GRPOTrainer, in turn: `python tests/bench.py MODEL [--full]`.
 
 MODEL is tiny, a folder, or qwen3-1.7b (its shape, random weights). The same model, prompts, group size, length limit
-(`--size P G T`), reward, KL term, precision and optimiser steps per rollout (`--minibatches`, grpo.py's own default) on
-both sides; with `--full` EOS ends no response, so that all have the same length. Each side runs in a process of its
+(`--size P G T`), reward, KL term, precision and optimiser steps per rollout (`--minibatches`: for tiny grpo.py's four,
+else the paper's one) on both sides; with `--full` EOS ends no response, so that all have the same length. Each side runs in a process of its
 own, three times, alternating. Prints medians, ratios and peak memory, never a verdict. TRL is not among the project's
 dependencies: `pip install trl accelerate`.
 """
@@ -182,8 +182,9 @@ def main() -> None:
     parser.add_argument("--side", choices=["ours", "trl"], help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--size", type=int, nargs=3, metavar=("P", "G", "T"), help="prompts, responses, tokens of each")
-    parser.add_argument("--minibatches", type=int, default=4, help="optimiser steps per rollout")
+    parser.add_argument("--minibatches", type=int, help="optimiser steps per rollout (tiny: 4, else 1)")
     args = parser.parse_args()
+    args.minibatches = args.minibatches or (4 if args.model == "tiny" else 1)
     size = SIZES.get(args.model, SIZES["other"])
     size = (*(args.size or size[:3]), size[3])
     scratch = Path(tempfile.gettempdir()) / "bench-qwen3-1.7b"
