@@ -2,9 +2,9 @@
 
 MODEL is tiny, a folder, or qwen3-1.7b (its shape, random weights). The same model, prompts, group size, length limit
 (`--size P G T`), reward, KL term, precision and optimiser steps per rollout (`--minibatches`: for tiny grpo.py's four,
-else the paper's one) on both sides; with `--full` EOS ends no response, so that all have the same length. Each side runs in a process of its
-own, three times, alternating. Prints medians, ratios and peak memory, never a verdict. TRL is not among the project's
-dependencies: `pip install trl accelerate`.
+else the paper's one) on both sides; with `--full` EOS ends no response, so that all have the same length. Each side
+runs in a process of its own, three times, alternating. Prints medians, ratios and peak memory, never a verdict. TRL is
+not among the project's dependencies: `pip install trl accelerate`.
 """
 
 import argparse
