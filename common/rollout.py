@@ -408,7 +408,7 @@ def micro_batches(batch: Rollout, max_tokens: int, world: World) -> list[Tensor]
         fit = max(1, min(end, max_tokens // longest))  # rows of this length in one micro-batch
         least.append(min((least[i][0] + PASS_TOKENS + (end - i) * longest, i) for i in range(end - fit, end)))
     micros, end = [], len(order)
-    while end:  # from the longest rows on: what does not fit into memory fails at once
+    while end:  # the longest rows come first: too little memory shows early
         micros.append(order[least[end][1] : end])
         end = least[end][1]
     micros = micros or [[]]

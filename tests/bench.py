@@ -73,14 +73,8 @@ def ours(model: str, folder: str, full: bool, size: tuple[int, int, int, int], m
     P, G, T, steps = size
     with tempfile.TemporaryDirectory() as run_dir:
         flags = {"prompts_per_step": P, "group_size": G, "max_new_tokens": T, "minibatches": minibatches}
-        flags |= {
-            "steps": steps + 2,
-            "eval_every": 10_000,
-            "save_every": 10_000,
-            "beta": 0.04,
-            "lr": 1e-6,
-            "rollout": "hf",
-        }
+        flags |= {"steps": steps + 2, "eval_every": 10_000, "save_every": 10_000}
+        flags |= {"beta": 0.04, "lr": 1e-6, "rollout": "hf"}
         args = grpo.Args(model=folder, run_dir=f"{run_dir}/run", **flags)
         _, tokenizer = load_model(folder)
         problems = [Problem(text, "", tokenizer(text)["input_ids"]) for text in prompts_of(model, P)]
