@@ -66,8 +66,8 @@ def shard(policy: nn.Module, world: World, dtype: str, offload: bool = False) ->
     Master weights, gradients and their sums over ranks stay float32; with dtype bfloat16 the forward and backward
     passes run on bfloat16 copies. Every unit gives its gathered copy back after a pass, the root too (its default is to
     wait for a backward pass, which a reference model never has). With `offload` the shards wait in CPU memory.
-    One rank in float32 has nothing to split or cast and keeps the plain module: FSDP2 would give the same numbers and,
-    at the embedded model's size, take a fifth of the step for its bookkeeping.
+    One rank in float32, not offloaded, has nothing to split or cast and keeps the plain module: FSDP2 would give the
+    same gradient and, at the embedded model's size, take some 15% of the step for its bookkeeping.
     """
     if world.size == 1 and dtype == "float32" and not offload:
         return policy.to(world.device)
