@@ -64,6 +64,8 @@ from common.distributed import (
     shard,
 )
 from common.evaluation import benchmark, evaluate
+from common.flags import Betas, Count, NonNegative, Part, Positive, Seed, Temperature, Whole
+from common.flags import Share  # <stapo>
 from common.model import Policy, load_model
 from common.rollout import Rollout  # <stapo>
 from common.rollout import all_logprobs, check_sampler, make_engine, micro_batches, response_logprobs
@@ -77,25 +79,25 @@ class Args:
     """Hub name, local folder, or `tiny`, the embedded model."""
     task: str = "arithmetic"
     """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or reasoning_gym:<name>."""
-    seed: int = 1
+    seed: Seed = 1
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
-    steps: int = 150
+    steps: Count = 150
     """Rollouts, each followed by `minibatches` optimiser steps."""
-    prompts_per_step: int = 16
+    prompts_per_step: Count = 16
     """P: prompts in a rollout, over all ranks."""
-    group_size: int = 8
+    group_size: Count = 8
     """G: responses to each prompt (DeepSeekMath: 64)."""
-    minibatches: int = 4
+    minibatches: Count = 4
     """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (DeepSeekMath: 1)."""
-    max_new_tokens: int = 64
+    max_new_tokens: Count = 64
     """Length limit of a response (DeepSeekMath: 1024)."""
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature, also applied in every log-probability."""
-    lr: float = 3e-4
+    lr: Positive = 3e-4
     """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath: 1e-6 at 7B)."""
-    eval_every: int = 25
+    eval_every: Count = 25
     """Steps between two measurements on the held-out problems."""
-    save_every: int = 50
+    save_every: Count = 50
     """Steps between two checkpoints."""
     save_hf: bool = False
     """Write the final model in the Hugging Face format, to `model` in the run folder."""
@@ -109,23 +111,25 @@ class Args:
     """Sampling engine in this process: vLLM or transformers (auto: vllm on GPUs, else hf)."""
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
     """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
-    rollout_rows: int = 1024
+    rollout_rows: Count = 1024
     """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
-    vllm_memory: float = 0.3
+    vllm_memory: Part = 0.3
     """Share of each GPU's memory that vLLM takes, weights included."""
     vllm_sleep: bool = False
     """Park vLLM's weights on the CPU while the trainer computes."""
-    tensor_parallel: int = 1
+    tensor_parallel: Count = 1
     """Neighbouring ranks that share one vLLM engine."""
-    sampler_tolerance: float = 0.0
+    sampler_tolerance: NonNegative = 0.0
     """Largest mean |log π_old - log μ| before the run stops (0: 0.001 in float32, bfloat16 0.05, float8 0.1)."""
-    micro_tokens: int = 16384
+    micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient."""
-    warmup: int = 5
+    warmup: Whole = 5
     """Steps over which lr rises linearly."""
-    weight_decay: float = 0.0
+    betas: Betas = (0.9, 0.95)
+    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9 0.999)."""
+    weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay."""
-    grad_clip: float = 1.0
+    grad_clip: Positive = 1.0
     """Largest gradient norm."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights are float32."""
@@ -133,11 +137,11 @@ class Args:
     """Recompute each layer in backward: less memory, a third more compute."""
     eval_task: str = ""
     """Set to measure on, or several with --eval_only (default: the task's own test split, or problems held back)."""
-    eval_problems: int = 256
+    eval_problems: Count = 256
     """Held-out problems."""
-    eval_samples: int = 4
+    eval_samples: Count = 4
     """Sampled responses to each held-out problem, beside the greedy one."""
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: Count = 1024
     """Longer prompts are dropped at load."""
     instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
     """Appended to every text prompt."""
@@ -147,13 +151,13 @@ class Args:
     """Column of a local file that holds the reference answer."""
     wandb: str = ""
     """Weights & Biases project to log to as well (needs the package)."""
-    clip_low: float = 0.2
+    clip_low: NonNegative = 0.2
     """ε below 1 (paper)."""
-    clip_high: float = 0.28  # <stapo>
+    clip_high: NonNegative = 0.28  # <stapo>
     """ε above 1 (paper)."""
-    tau_p: float = 0.002  # <stapo>
+    tau_p: Share = 0.002  # <stapo>
     """A token below this probability may be spurious (paper); turn it up to see more of them."""
-    entropy_quantile: float = 0.8  # <stapo>
+    entropy_quantile: Share = 0.8  # <stapo>
     """τ_h: tokens below this quantile of the entropies may be spurious (paper, see the header)."""
     entropy_over: Literal["all", "rare"] = "all"  # <stapo>
     """The quantile's tokens: all of the mini-batch, or (version 4) those under tau_p in right responses."""
@@ -252,7 +256,7 @@ def main(args: Args, world: World) -> None:
     policy = shard(Policy(lm), world, args.dtype)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, (0.9, 0.95), weight_decay=args.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True)
     run = Run(args, world, Path(__file__).stem, acted="silenced_share")  # <stapo>
     stop = StopFlag()
     done = 0  # steps

@@ -43,6 +43,8 @@ class Task:
     judge: Callable[[list[str], list[str]], list[float]]
     dropped: int = 0  # rows whose prompt is longer than --max_prompt_tokens
     sets: dict[str, list[Problem]] = field(default_factory=dict)  # what --eval_only measures
+    fingerprint: str = ""  # of the local files it was read from: a resumed run must see the same
+    remarks: list[str] = field(default_factory=list)  # what the user should know of the data, a line each
 
 
 # Where a set lives on the Hugging Face hub and how its rows read; `test` is "" where there is only one split.

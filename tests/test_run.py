@@ -193,7 +193,7 @@ BAD_INPUT = {
     "model without weights": (["--model", "EMPTY_MODEL"], "weights"),
     "a group of one": (["--group_size", 1], "--group_size 1"),
     "mini-batches do not divide": (["--minibatches", 5], "--prompts_per_step 16"),
-    "zero steps": (["--steps", 0], "--steps 0: must be above 0"),
+    "zero steps": (["--steps", 0], "--steps 0: must be 1 or more"),
     "zero temperature": (["--temperature", 0], "--temperature 0.0"),
     "no wandb": (["--wandb", "project"], "--wandb project: needs the package"),
     "unknown engine": (["--rollout", "sglang"], "error: invalid choice 'sglang' for argument '--rollout'. Expected"),
