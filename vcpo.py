@@ -127,7 +127,7 @@ class Args:
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient."""
     warmup: Whole = 0  # <vcpo>
-    """Steps over which lr rises linearly (paper: none; the first update comes after `lag` steps anyway)."""
+    """Trained batches over which lr rises linearly (paper: none)."""  # <vcpo>
     betas: Betas = (0.9, 0.95)
     """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9 0.999)."""
     weight_decay: NonNegative = 0.0
@@ -155,7 +155,7 @@ class Args:
     wandb: str = ""
     """Weights & Biases project to log to as well (needs the package)."""
     lag: Whole = 8  # <vcpo>
-    """k: updates between a batch's sampling and its training (paper: 12 on GSM8K, 10 on MATH, up to 128)."""
+    """k: batches trained on between a batch's sampling and its own training (paper: 12 on GSM8K, 10 on MATH)."""
     is_cap: Positive = 8.0  # <vcpo>
     """Largest weight of a response in the loss (paper); ESS sees the weights uncut."""
     ess_scaling: bool = True  # <vcpo>
@@ -210,7 +210,7 @@ def add_group_gradient(
     """
     plain = [torch.zeros_like(p) for p in parameters]  # Σ w ĝ; Σ Â w ĝ goes into `total` at once
     advantages = gather(group.advantages[: len(group) * turn], world)  # [G]: the owner's, on every rank
-    log_w, norms = [], []
+    log_w, norms, losses = [], [], []
     for i, advantage in enumerate(advantages.tolist()):
         row = group.rows(slice(i, i + 1))
         logp, entropy = response_logprobs(policy, row, args.temperature)  # [1, T], [1, T]
@@ -226,10 +226,12 @@ def add_group_gradient(
             alone.add_(parameter.grad)
         policy.zero_grad()
         if turn:
-            means.add(loss=(loss * advantage, count), entropy=(entropy.sum(), row.mask.sum()), **stats)
+            losses.append(loss.detach())  # []
+            means.add(entropy=(entropy.sum(), row.mask.sum()), **stats)
     log_w, norms = (gather(torch.cat(x)[: len(group) * turn], world) for x in (log_w, norms))  # [G], [G]
     shift = baseline_shift(log_w, norms, advantages) if args.optimal_baseline else advantages.new_zeros(())
-    means.add(baseline_shift=(shift.abs() * turn, int(turn)))
+    if turn:
+        means.add(loss=(torch.stack(losses) @ (advantages - shift), len(losses)), baseline_shift=(shift.abs(), 1))
     for summed, alone in zip(total, plain):
         summed.sub_(alone.mul_(shift))
     return log_w
@@ -345,26 +347,27 @@ def main(args: Args, world: World) -> None:
             # </vcpo>
 
         # <vcpo>
-        # What is trained on now was sampled `lag` updates ago. The first `lag` steps only fill the queue.
-        version = max(0, step - 1 - held)  # updates done so far
+        # What is trained on now was sampled `lag` batches ago. The first `lag` steps only fill the queue.
+        version = max(0, step - 1 - held)  # batches trained on so far
         sampled_at = max(0, version - 1) if ahead else version
         rollout.version, rollout.rewards = torch.full((N,), sampled_at), rewards.flatten()  # [N], [N]
         queue.append(rollout)
-        if len(queue) <= held:
-            continue
-        rollout, ahead = queue.popleft(), None
+        ripe = len(queue) > held
+        if ripe:
+            rollout, ahead = queue.popleft(), None
+            means.add(lag=((version - rollout.version[0].item()) * args.minibatches, 1))
         # Where an evaluation follows, which needs the engine, the next batch is sampled in turn: and is checked.
-        if args.asynchronous and step % args.eval_every and step < args.steps:
+        if ripe and args.asynchronous and step % args.eval_every and step < args.steps:
             ahead = sampler_thread.submit(sample, step + 1)
         rewards = rollout.rewards.view(P, G)  # [P, G]
-        means.add(lag=(version - rollout.version[0].item(), 1))
         # </vcpo>
 
         # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as memory asks for.
         with run.clock("update"):
+            warm_lr = args.lr * min(1.0, (version + 1) / max(1, args.warmup))  # <vcpo>
             for group in optimizer.param_groups:
-                group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
-            for first in range(0, N, N // args.minibatches):
+                group["lr"] = warm_lr  # <vcpo>
+            for first in range(0, N * ripe, N // args.minibatches):  # <vcpo>
                 minibatch = rollout.rows(slice(first, first + N // args.minibatches))
                 # <vcpo>
                 parameters = list(policy.parameters())  # this rank's shards
@@ -377,7 +380,7 @@ def main(args: Args, world: World) -> None:
                 scale_gradients(policy, 1 / (len(minibatch) * world.size))  # the mean over the responses of all ranks
                 rho = ess_ratio(torch.cat(log_w)).item()
                 scale = min(1.0, rho / args.rho_on) ** 0.5 if args.ess_scaling else 1.0
-                optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup)) * scale
+                optimizer.param_groups[0]["lr"] = warm_lr * scale
                 means.add(ess_ratio=(rho, 1), lr_scale=(scale, 1), lr_damping=(1 - scale, 1))
                 # </vcpo>
                 norm = clip_gradients(policy, args.grad_clip)
@@ -393,7 +396,7 @@ def main(args: Args, world: World) -> None:
             engine.sync(policy)
 
         tokens = rollout.mask.sum()
-        # All of the batch trained on; only the sampler's metrics are of the one just sampled.
+        # All of the batch trained on, or, while the queue fills, of the one just sampled; as the sampler's always are.
         means.add(
             reward=(rewards.sum(), N),
             zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no reward gradient

@@ -1,6 +1,5 @@
 """VCPO: the loss, the minimum-variance baseline, ESS in log space, the queue, exact per-response gradients; mutants."""
 
-import itertools
 import json
 import signal
 from dataclasses import replace
@@ -163,11 +162,14 @@ def test_gather_keeps_rank_order(world):
 
 @pytest.mark.parametrize("lag", [0, 2])
 def test_the_lag_is_exactly_k_after_warm_up(tmp_path, monkeypatch, lag):
-    """The first `lag` steps only fill the queue; then the lag climbs 0, 1, ..., k and stays. ESS is 1 while it is 0."""
+    """The first `lag` steps only fill the queue (and log what they sampled); then it climbs 0, 1, ..., k and stays.
+    ESS is 1 while it is 0."""
     flags = [*SMALL, "--minibatches", 1, "--steps", 6, "--lag", lag, "--run_dir", tmp_path / "run"]
     assert run_here(monkeypatch, vcpo.main, *flags) == 0
     lines = metrics(tmp_path / "run")[1:]
-    assert [line["step"] for line in lines] == list(range(1 + lag, 7))
+    assert [line["step"] for line in lines] == list(range(1, 7)) and all("reward" in line for line in lines)
+    assert [line["step"] for line in lines if "lag" in line] == list(range(1 + lag, 7))
+    lines = lines[lag:]
     assert [line["lag"] for line in lines] == [min(i, lag) for i in range(6 - lag)]
     assert all(line["ess_ratio"] > 1 - 1e-6 for line in lines if line["lag"] == 0)
     assert (lines[-1]["ess_ratio"] < 1 - 1e-5) == (lag > 0)
@@ -175,12 +177,30 @@ def test_the_lag_is_exactly_k_after_warm_up(tmp_path, monkeypatch, lag):
 
 
 def test_switches(tmp_path, monkeypatch):
-    """Both halves off: the step keeps its length and the baseline is the group's mean."""
+    """Both halves off: the step keeps its length and the baseline is the group's mean; warm-up counts batches."""
     flags = [*SMALL, "--minibatches", 1, "--steps", 4, "--lag", 2, "--run_dir", tmp_path / "run"]
     assert run_here(monkeypatch, vcpo.main, *flags, "--warmup", 5, "--no_ess_scaling", "--no_optimal_baseline") == 0
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()][1:]
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()][3:]
     assert all(line["lr_scale"] == 1 and line["baseline_shift"] == 0 for line in lines)
-    assert all(a["lr"] < b["lr"] for a, b in itertools.pairwise(lines))  # warm-up alone
+    assert [line["lr"] for line in lines] == [3e-4 * 1 / 5, 3e-4 * 2 / 5]
+
+
+def test_lag_is_counted_in_updates(tmp_path, monkeypatch):
+    """Two mini-batches a batch: a batch that waited for two others is four updates old."""
+    flags = [*SMALL, "--minibatches", 2, "--steps", 6, "--lag", 2, "--run_dir", tmp_path / "run"]
+    assert run_here(monkeypatch, vcpo.main, *flags) == 0
+    assert [line["lag"] for line in metrics(tmp_path / "run")[3:]] == [0, 2, 4, 4]
+
+
+def test_a_signal_while_the_queue_fills(tmp_path, command):
+    """The step is finished and saved, queue and all, as later ones are; the resumed run is the uninterrupted one."""
+    flags = [*SMALL, "--minibatches", 1, "--lag", 4, "--steps", 6]
+    stopped = command("tests/driver.py", "vcpo", "term", 2, *flags, "--run_dir", tmp_path / "parts")
+    assert stopped.returncode == 0, stopped.stderr[-2000:]
+    assert [line["step"] for line in metrics(tmp_path / "parts")] == [0, 1, 2]
+    assert command("vcpo.py", *flags, "--run_dir", tmp_path / "parts", "--resume").returncode == 0
+    assert command("vcpo.py", *flags, "--run_dir", tmp_path / "whole").returncode == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 6, tmp_path)
 
 
 ASYNC = [*SMALL, "--minibatches", 1, "--lag", 2, "--async", "--eval_every", 4]
@@ -191,10 +211,10 @@ def test_async_keeps_the_lag_and_leaves_evaluated_steps_in_turn(tmp_path, monkey
     assert run_here(monkeypatch, vcpo.main, *ASYNC, "--steps", 9, "--run_dir", tmp_path / "run") == 0
     assert "not the speed-up" in capsys.readouterr().out
     lines = metrics(tmp_path / "run")[1:]
-    assert [line["step"] for line in lines] == list(range(2, 10))
+    assert [line["step"] for line in lines if "lag" in line] == list(range(2, 10))
     # Sampled for steps 1 to 9 with the weights of 0 0 0 1 3 3 4 5 7 updates; trained on a step later: 0 to 7.
-    assert [line["lag"] for line in lines] == [0, 1, 2, 2, 1, 2, 2, 2]
-    assert [line["step"] for line in lines if "sampler_gap" in line] == [2, 5, 9]
+    assert [line["lag"] for line in lines[1:]] == [0, 1, 2, 2, 1, 2, 2, 2]
+    assert [line["step"] for line in lines if "sampler_gap" in line] == [1, 2, 5, 9]
 
 
 def test_async_samples_with_the_weights_it_says(tmp_path, monkeypatch):
@@ -203,7 +223,9 @@ def test_async_samples_with_the_weights_it_says(tmp_path, monkeypatch):
 
     def synced(self: HFEngine, policy: torch.nn.Module) -> None:
         sync(self, policy)
-        weights.append([p.clone() for p in self.lm.parameters()])
+        new = [p.clone() for p in self.lm.parameters()]
+        if not weights or not all(map(torch.equal, new, weights[-1])):
+            weights.append(new)
 
     def sampled(self: HFEngine, *arguments: object, **keywords: object) -> object:
         before = [p.clone() for p in self.lm.parameters()]
