@@ -1,6 +1,5 @@
 """DEEP-GRPO: the loss of two streams, pivots and their distribution, the regression, a run's branches; mutants."""
 
-import json
 import math
 import random
 from dataclasses import replace
@@ -294,10 +293,10 @@ def test_restarts_are_counted_apart(tmp_path, monkeypatch):
         return drawn[-1]
 
     monkeypatch.setattr(deep_grpo, "choose_pivot", spy)
-    flags = [*SMALL, "--steps", 2, "--prompts_per_step", 8, "--run_dir", tmp_path / "run"]
+    flags = [*SMALL, "--steps", 2, "--prompts_per_step", 32, "--run_dir", tmp_path / "run"]
     assert run_here(monkeypatch, deep_grpo.main, *flags) == 0
     lines, saved, quarters = metrics(tmp_path / "run")[1:], 0.0, [f"pivots_quarter_{i}" for i in (1, 2, 3, 4)]
-    counts = [round(line["failed"] * 32) for line in lines]
+    counts = [round(line["failed"] * 128) for line in lines]
     for line, pivots in zip(lines, (drawn[: counts[0]], drawn[counts[0] :])):
         depths = [depth for kept, depth in pivots if kept]
         assert 0 < len(depths) < len(pivots)
