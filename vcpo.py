@@ -37,8 +37,8 @@ Differs from the paper in:
    shared between ranks this way; the update's time is not.
 
 Not a difference, but to be known: in the released code as here b is applied to min(w, 8) g/|y|, for which it is not the
-best baseline, and neither is E[...] of that 0. In enumerated examples its variance is above the minimum, and often
-above that of the plain group mean (tests/test_vcpo.py). What it is worth in training is measured in the README.
+best baseline. With all answers of small random tasks enumerated, the variance is a fifth above the least one possible
+on-policy (in the median of 40), and above the plain group mean's in 27 of 40; off-policy in 16 (tests/test_vcpo.py).
 
 Run it:
     torchrun vcpo.py                                    # laptop: embedded model and task, no download
