@@ -1,4 +1,4 @@
-"""VCPO: the loss, the baseline and what it is best for, ESS in log space, the queue, exact per-response gradients; mutants."""
+"""VCPO: the loss, the baseline, ESS in log space, the queue, exact per-response gradients; mutants."""
 
 import itertools
 import json
@@ -129,7 +129,7 @@ def test_mutant_is_caught(name):
 
 
 def test_what_the_baseline_is_best_for():
-    """All answers of up to three tokens, enumerated; 40 random tasks. b is the best baseline of w g, whose mean is 0, and
+    """All answers of up to three tokens, enumerated; 40 random tasks. b is the best baseline of w g, whose mean is 0,
     not of the loss's min(w, 8) g/|y|: there it is worse than the group mean in 27 of 40 on-policy, in 16 off-policy."""
     V, T = 3, 3
     answers = [s for n in (1, 2, 3) for s in itertools.product(range(V), repeat=n) if 0 not in s[:-1]]
