@@ -39,7 +39,7 @@ Differs from the paper in:
 
 Run it:
     torchrun deep_grpo.py                               # laptop: embedded model and task, a few minutes, no download
-    torchrun deep_grpo.py --branch_weight 0             # the control: of the branches only their KL term (β 1e-4) is left
+    torchrun deep_grpo.py --branch_weight 0             # the control: branches keep their KL term, β 1e-4, alone
     torchrun --nproc_per_node=8 deep_grpo.py --model Qwen/Qwen2.5-Math-1.5B --task math --boundary . \\
         --prompts_per_step 64 --minibatches 1 --min_branches 128 --max_new_tokens 3072 --lr 1e-6 \\
         --gradient_checkpointing                # the paper's batch and lengths, on all of MATH's training set
