@@ -155,7 +155,7 @@ class Args:
     beta_neg: NonNegative = 0.03  # <maspo>
     """How much a negative advantage narrows it (authors' code)."""
     token_clip: NonNegative = 0.2  # <maspo>
-    """ε of the GRPO clip that is logged for comparison; it changes nothing."""
+    """ε of the clip that is logged for comparison; it changes nothing (GRPO's)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:

@@ -278,6 +278,27 @@ def maspo_gates(module: ModuleType) -> None:
     assert abs(narrow - torch.tensor(-0.25 / 0.02).exp().item()) < 1e-6
 
 
+def maspo_as_released(module: ModuleType) -> None:
+    """Value and gradient by the authors' formula, written down anew in the loss's own form, on the toy batch: with
+    their clamp of log r at ±20."""
+    args, batch = module.Args(), toy_batch()
+    logp, A, mask = batch["logp"].requires_grad_(), batch["advantages"][:, None], batch["mask"]
+    ratio = (logp - batch["old_logp"]).clamp(-20, 20).exp()
+    width = (args.sigma_base * batch["old_logp"].exp() ** -args.alpha).clamp(args.sigma_base, args.sigma_high)
+    up = width * (1 + args.beta_pos * A).clamp(0.1, 10)
+    down = width * (1 / (1 - args.beta_neg * A)).clamp(0.1, 10)
+    distance = ratio.detach() - 1
+    gate = torch.ones_like(ratio)
+    gate[(A > 0) & (distance > 0)] = (-(distance**2) / (2 * up**2)).exp()[(A > 0) & (distance > 0)]
+    gate[(A < 0) & (distance < 0)] = (-(distance**2) / (2 * down**2)).exp()[(A < 0) & (distance < 0)]
+    loss = -(A * gate * ratio * mask).sum() / mask.sum()
+    loss.backward()
+    ours = loss_of(module, args, **toy_batch())[0]
+    assert torch.isclose(ours, loss.detach(), rtol=1e-12)
+    assert torch.allclose(gradient(module), logp.grad, rtol=1e-9, atol=1e-14)
+    assert (gate < 0.9).any() and (gate == 1).any()
+
+
 def maspo_without_width_is_unclipped(module: ModuleType) -> None:
     """σ -> ∞ is the plain ratio objective, token-mean."""
     open_wide = gradient(stapo, tau_p=0.0, clip_low=1e9, clip_high=1e9)
@@ -379,7 +400,7 @@ CHECKS = {
         *(stapo_fixture, stapo_silences_the_spurious, stapo_uses_the_current_policy, stapo_quantiles),
         stapo_is_exact_in_parts,
     ),
-    maspo: (maspo_weights, maspo_gates, maspo_without_width_is_unclipped, maspo_statistics),
+    maspo: (maspo_weights, maspo_gates, maspo_as_released, maspo_without_width_is_unclipped, maspo_statistics),
     minirl: (minirl_weights, minirl_sums_tokens, minirl_advantages, minirl_is_the_first_order_of_the_reward),
 }
 ROOT_MEAN = "log_ratio.sum(dim=1) / mask.sum(dim=1).clamp(min=1)"
@@ -427,6 +448,9 @@ MUTANTS = {
             "population.cpu().numpy(), args.entropy_quantile",
             "population.cpu().numpy(), 1 - args.entropy_quantile",
         ),
+        "version 4: likely tokens in the quantile": (" & (logp.exp() < args.tau_p)\n", "\n"),
+        "version 4: wrong responses in the quantile": ("chosen & (advantages[:, None] > 0)", "chosen"),
+        "version 4's rule is the other": ('args.entropy_over == "rare"', 'args.entropy_over == "all"'),
         "padding in the quantile": ("chosen = mask.bool()", "chosen = torch.ones_like(mask).bool()"),
         "all tokens in the denominator": (
             "return -(objective * kept).sum(), kept.sum()",
