@@ -107,7 +107,7 @@ MUTANTS = {
     "sum over tokens": ("(logp * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)", "(logp * mask).sum(dim=1)"),
     "sign": ("return -(weight", "return (weight"),
     "sample std": (", correction=0)", ")"),
-    "w⁴, as released": ("2 * log_w + 2 * norms", "4 * log_w + 2 * norms"),
+    "w⁴, near to what was released": ("2 * log_w + 2 * norms", "4 * log_w + 2 * norms"),
     "norms ignored": ("2 * log_w + 2 * norms.clamp(min=1e-30).log()", "2 * log_w + 0 * norms"),
     "weights ignored": ("2 * log_w + 2 * norms", "0 * log_w + 2 * norms"),
     "ESS in plain space": (
