@@ -259,6 +259,11 @@ MASPO_TABLE = {  # r: weights at π_old = .9 and .01, for Â = 1 and for Â = -1
 }
 
 
+def maspo_fixture(module: ModuleType) -> None:
+    """The authors' own function, at its defaults."""
+    matches(module, "maspo_default_tokenmean")
+
+
 def maspo_weights(module: ModuleType) -> None:
     for ratio, row in MASPO_TABLE.items():
         ours = [weight(module, ratio, advantage, old) for advantage in (1.0, -1.0) for old in (0.9, 0.01)]
@@ -379,7 +384,7 @@ CHECKS = {
         *(stapo_fixture, stapo_silences_the_spurious, stapo_uses_the_current_policy, stapo_quantiles),
         stapo_is_exact_in_parts,
     ),
-    maspo: (maspo_weights, maspo_gates, maspo_without_width_is_unclipped, maspo_statistics),
+    maspo: (maspo_fixture, maspo_weights, maspo_gates, maspo_without_width_is_unclipped, maspo_statistics),
     minirl: (minirl_weights, minirl_sums_tokens, minirl_advantages, minirl_is_the_first_order_of_the_reward),
 }
 ROOT_MEAN = "log_ratio.sum(dim=1) / mask.sum(dim=1).clamp(min=1)"
