@@ -4,9 +4,12 @@ Each `check_*` compares the records of one run with `oracle.Oracle`, which compu
 mutants damage `main` or `common` and must turn the check that they name red.
 """
 
-import importlib
 import itertools
+import re
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import common.evaluation
 import common.rollout
@@ -18,8 +21,10 @@ from common.distributed import setup
 from common.model import load_model
 from oracle import HELD_OUT, LIMIT, SAMPLES, TRAIN, G, K, M, Oracle, P, T, damaged, on_two_ranks, record, respond
 from test_run import SMALL, metrics, run_here
+from transformers import PreTrainedModel
 
 import grpo
+import vcpo
 
 STEPS = {"deep_grpo": 3}  # its regression needs more than ten pivots
 
@@ -31,7 +36,12 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def trained(o: Oracle) -> int:
     """The batches that are trained on: vcpo's first ones only fill its queue."""
-    return o.args["steps"] - o.args.get("lag", 0)
+    return o.args["steps"] - filling(o)
+
+
+def filling(o: Oracle) -> int:
+    """vcpo: the steps that only fill its queue (with --async the rollout under way is one of the `lag`)."""
+    return o.args.get("lag", 0) - o.args.get("asynchronous", 0)
 
 
 def check_gradients(o: Oracle) -> None:
@@ -44,7 +54,7 @@ def check_gradients(o: Oracle) -> None:
 
 
 def check_rates(o: Oracle) -> None:
-    """lr rises over the warm-up, in vcpo times the root of the ESS ratio; the same on all ranks; AdamW has its flags."""
+    """lr rises over the warm-up, in vcpo times the root of the ESS ratio; alike on all ranks; AdamW has its flags."""
     for update, (seen, *others) in enumerate(zip(*(one.updates for one in o.records), strict=True)):
         lr = o.args["lr"] * min(1.0, (update // M + 1) / o.args["warmup"])
         if o.name == "vcpo":
@@ -90,17 +100,16 @@ def check_sync(o: Oracle) -> None:
     for one in o.records:
         steps = len(one.training)
         assert len(one.synced) == 1 + steps
-        filling = steps - len(one.updates) // M  # vcpo: the queue fills before the first update
         for step, update in enumerate(one.updates[::M]):
-            given = one.synced[step + filling]
+            given = one.synced[step + filling(o)]
             assert all(torch.equal(a, b) for a, b in zip(given, update["parameters"]))
         assert not any(torch.equal(a, b) for a, b in zip(one.synced[-1], one.updates[-1]["parameters"]))
 
 
 def check_metrics(o: Oracle) -> None:
-    """The logged numbers are exact means over all rows, mini-batches and ranks."""
-    lines = [line for line in o.records[0].metrics[1:] if "grad_norm" in line]
-    for step, line in enumerate(lines):
+    """A line for every step, in it exact means over all rows, mini-batches and ranks, and the last lr."""
+    assert [line["step"] for line in o.records[0].metrics] == list(range(o.args["steps"] + 1))
+    for step, line in enumerate(o.records[0].metrics[1 + o.args.get("lag", 0) :]):
         rows = [row for part in range(M) for _, group in o.groups(step, part) for row in group]
         groups = [rows[i : i + G] for i in range(0, len(rows), G)]
         lengths = [len(row.tokens) for row in rows]
@@ -111,21 +120,24 @@ def check_metrics(o: Oracle) -> None:
             "truncated": sum(not row.finished for row in rows) / len(rows),
             "tokens": sum(lengths),
             "skipped": 0,
+            "lr": o.updates[step * M + M - 1]["lr"][0],
         }
         assert 0 < expected["zero_groups"] < 1 and 0 < expected["truncated"] and 0 < expected["reward"] < 1
-        sums = {name: [0.0, 0.0] for name in ("loss", "entropy", "grad_norm", "sampler_gap")}
+        sums: dict[str, list[float]] = {}
         for update in range(step * M, step * M + M):
             gradient, b, stats = o.gradient(update)
             stats |= {"loss": (-b.J * b.count, b.count), "grad_norm": (float(gradient.norm()), 1)}
             stats["entropy"] = (float((b.entropy * b.mask).sum()), float(b.mask.sum()))
-            stats["sampler_gap"] = (float(((b.old - b.mu) * b.mask).abs().sum()), float(b.mask.sum()))
+            gap = (b.old - b.mu) * b.mask
+            stats["sampler_gap"] = (float(gap.abs().sum()), float(b.mask.sum()))
+            stats["sampler_kl"] = (float((gap.exp() - 1 - gap).sum()), float(b.mask.sum()))
             for name, (total, count) in stats.items():
                 old = sums.setdefault(name, [0.0, 0.0])
                 sums[name] = [old[0] + total, old[1] + count]
         expected |= {name: total / count for name, (total, count) in sums.items()}
         if o.name == "vcpo":  # the sampler's metrics are of the batch just sampled
-            del expected["sampler_gap"]
-            assert line["lag"] == (0, M)[step]
+            expected |= sampler_metrics(o, step + filling(o))
+            expected["lag"] = (0, M)[step]
         if o.name == "deep_grpo":
             grown = [g for one in o.records for g in branch_groups(one, step)]
             extra = sum(len(row.tokens) for g in grown for row in g)
@@ -133,7 +145,17 @@ def check_metrics(o: Oracle) -> None:
             expected["extra_tokens"] = extra / sum(lengths)
             expected["failed"] = sum(row.reward == 0 for row in rows) / len(rows)
             expected["branches_used"] = sum(len(g) for g in grown if len({row.reward for row in g}) > 1)
-        assert {name: line[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-7)
+        assert {name: line.get(name) for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-7)
+
+
+def sampler_metrics(o: Oracle, step: int) -> dict[str, float]:
+    """How far μ is from the weights that the engine had when it sampled this step's batch."""
+    rows = [row for one in o.records for prompt in one.training[step]["prompts"] for row in respond(prompt, G)]
+    with torch.no_grad():
+        logp, _, mask = oracle.log_probs(o.lm(o.records[0].synced[step]), rows)
+    gap = (logp - oracle.padded([oracle.sampler_logp(row, o.model) for row in rows])) * mask
+    means = {"sampler_gap": gap.abs(), "sampler_kl": gap.exp() - 1 - gap}
+    return {name: float(x.sum() / mask.sum()) for name, x in means.items()}
 
 
 def branch_groups(one: oracle.Record, step: int) -> list[list[oracle.Row]]:
@@ -309,7 +331,32 @@ def test_stapos_other_rule(alone):
     check_gradients(alone("stapo", entropy_over="rare", entropy_quantile=0.6))
 
 
-def check_lr_after_resume(name: str, module: object, folder: object) -> None:
+def test_asynchronous(alone):
+    """Sampling the next batch beside the update changes neither which problems come nor what is done with them."""
+    o = alone("vcpo", asynchronous=True, lag=2)
+    for check in (check_prompts, check_gradients, check_rates):
+        check(o)
+
+
+def test_without_a_reference(alone):
+    """β = 0 loads no reference model and logs no KL."""
+    o = alone("grpo", beta=0.0)
+    check_gradients(o)
+    assert not any("ref_kl" in line for line in o.records[0].metrics)
+
+
+def test_gradient_checkpointing_changes_no_gradient(alone, monkeypatch):
+    """Every decoder layer is run again in the backward pass, and the gradient is the same."""
+    asked, enable = [], PreTrainedModel.gradient_checkpointing_enable
+    monkeypatch.setattr(
+        PreTrainedModel, "gradient_checkpointing_enable", lambda *how: asked.append(how) or enable(*how)
+    )
+    o = alone("grpo", gradient_checkpointing=True)
+    check_gradients(o)
+    assert len(asked) == 1 and asked[0][0].is_gradient_checkpointing and asked[0][0].training
+
+
+def check_lr_after_resume(module: ModuleType, folder: Path) -> None:
     """Steps 1 to 6 in one go, and 1 to 2 with a resume to 6: the same lr at every update, rising over the warm-up."""
     world = setup()
     try:
@@ -324,38 +371,30 @@ def check_lr_after_resume(name: str, module: object, folder: object) -> None:
     assert rates == [pytest.approx([lr]) for lr in expected]
 
 
-def test_lr_after_a_resume(tmp_path):
-    check_lr_after_resume("grpo", grpo, tmp_path / "run")
-
-
-@pytest.mark.parametrize("name", ["grpo", "vcpo"])
-def test_training_does_not_depend_on_how_often_one_evaluates(name, tmp_path, monkeypatch):
-    check_evaluation_is_beside_training(name, tmp_path, monkeypatch)
-
-
-def check_evaluation_is_beside_training(name: str, folder: object, monkeypatch: object) -> None:
-    """With the real engine, whose random state an evaluation uses: the same samples, gradients and metrics."""
+def check_evaluation_is_beside_training(module: ModuleType, folder: Path) -> None:
+    """Training does not depend on how often one evaluates: with the real engine, whose random state an evaluation uses,
+    the same samples, gradients and metrics."""
     lines = []
     for every in (1, 100):
         flags = [*SMALL, "--eval_every", every, "--steps", 3, "--run_dir", folder / f"every-{every}"]
-        flags += ["--lag", 1] if name == "vcpo" else []
-        with monkeypatch.context() as patch:
+        flags += ["--lag", 1] if module.__name__ == "vcpo" else []
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr("common.tracking.draw_curves", lambda *arguments: "")
-            assert run_here(patch, importlib.import_module(name).main, *flags) == 0
+            assert run_here(patch, module.main, *flags) == 0
         rows = metrics(folder / f"every-{every}")
         assert sum("greedy" in row for row in rows) == (4 if every == 1 else 2)
         lines.append([{k: v for k, v in row.items() if k not in ("greedy", "sampled")} for row in rows])
     assert lines[0] == lines[1]
 
 
-def check_benchmark(tmp_path: object) -> None:
+def check_benchmark(module: ModuleType, folder: Path) -> None:
     """--eval_only: every problem of every set, `eval_samples` times, at T 1.0 / top-p 1.0 and at T 0.7 / top-p 0.9."""
     world = setup()
     try:
         engine, (problems, _) = oracle.Stored(world, "model"), oracle.task()
-        args = grpo.Args(max_new_tokens=LIMIT, eval_samples=SAMPLES)
+        args = module.Args(max_new_tokens=LIMIT, eval_samples=SAMPLES)
         sets = replace(problems, sets={"one": problems.held_out, "two": problems.held_out[:2]})
-        common.evaluation.benchmark(engine, sets, oracle.tokenizer(), args, world, tmp_path, 0)
+        common.evaluation.benchmark(engine, sets, oracle.tokenizer(), args, world, folder, 0)
     finally:
         torch.distributed.destroy_process_group()
     asked = [(call["prompts"], call["n"], call["temperature"], call["top_p"], call["limit"]) for call in engine.calls]
@@ -363,11 +402,7 @@ def check_benchmark(tmp_path: object) -> None:
     assert asked == [(HELD_OUT, *h) for h in how] + [(HELD_OUT[:2], *h) for h in how]
 
 
-def test_benchmark(tmp_path):
-    check_benchmark(tmp_path)
-
-
-def check_top_p() -> None:
+def check_top_p(module: ModuleType, folder: Path) -> None:
     """top-p acts in the engine: a nucleus of next to nothing is the greedy token; half of it leaves the likelier ones
     alone; 1 leaves all."""
     lm, tokenizer = load_model("tiny")
@@ -388,149 +423,62 @@ def check_top_p() -> None:
     assert any(len(draws[1.0][i].unique()) > len(draws[0.5][i].unique()) for i in range(4))
 
 
-def test_top_p():
-    check_top_p()
+RUNS = (check_lr_after_resume, check_evaluation_is_beside_training, check_benchmark, check_top_p)  # of their own
 
 
-# Damage to `main` and to `common`: (algorithm, the check that sees it, file, what stands there, what it becomes).
-COUNT = 'scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])'
-SAME = "range(0, N, N // args.minibatches)"
-MUTANTS = {
-    "update at temperature 1": ("grpo", check_gradients, "", "micro, args.temperature)", "micro, 1.0)"),
-    "π_old at temperature 1": ("grpo", check_gradients, "common.rollout", "batch.rows(rows), args.temperature)", "batch.rows(rows), 1.0)"),
-    "rollout at temperature 1": ("grpo", check_prompts, "", "args.max_new_tokens, args.temperature)", "args.max_new_tokens, 1.0)"),
-    "π_old is μ": ("grpo", check_gradients, "", "old_logp=micro.old_logp", "old_logp=micro.rollout_logp"),
-    "π_old is π_θ": ("grpo", check_gradients, "", "old_logp=micro.old_logp", "old_logp=logp.detach()"),
-    "μ is π_old": ("minirl", check_gradients, "", "rollout_logp=micro.rollout_logp", "rollout_logp=micro.old_logp"),
-    "reference is the policy (grpo)": ("grpo", check_gradients, "", "all_logprobs(reference, rollout", "all_logprobs(policy, rollout", {"steps": 2}),
-    "reference is the policy (goldilocks)": ("goldilocks", check_gradients, "", "all_logprobs(reference, rollout", "all_logprobs(policy, rollout", {"steps": 2}),
-    "reference is the policy (deep_grpo)": ("deep_grpo", check_gradients, "", "all_logprobs(reference, rollout", "all_logprobs(policy, rollout", {"steps": 2}),
-    "answers of the next row": ("grpo", check_metrics, "", "scores = task.judge(texts,", "scores = task.judge(texts[1:] + texts[:1],"),
-    "rewards as [G, P]": ("grpo", check_gradients, "", "device=world.device).view(P, G)  #", "device=world.device).view(G, P).T  #"),
-    "advantages as [G, P]": ("grpo", check_gradients, "", "advantages(rewards).flatten()", "advantages(rewards).T.flatten()"),
-    "first mini-batch only": ("grpo", check_gradients, "", SAME, "range(0, N // args.minibatches, N // args.minibatches)"),
-    "the first mini-batch again and again": ("grpo", check_gradients, "", "rollout.rows(slice(first, first + N // args.minibatches))", "rollout.rows(slice(0, N // args.minibatches))"),
-    "mini-batches overlap": ("grpo", check_gradients, "", "rollout.rows(slice(first, first + N // args.minibatches))", "rollout.rows(slice(first, N))"),
-    "gradients of the last mini-batch stay": ("grpo", check_gradients, "", "                optimizer.zero_grad()\n", ""),
-    "last micro-batch's count": ("grpo", check_gradients, "", "denominator = denominator + count", "denominator = count"),
-    "mean of all tokens": ("grpo", check_gradients, "", "denominator = denominator + count", "denominator = denominator + micro.mask.sum()"),
-    "last micro-batch left out": ("grpo", check_gradients, "", "in micro_batches(minibatch, args.micro_tokens, world):", "in micro_batches(minibatch, args.micro_tokens, world)[:-1]:"),
-    "no gradient clipping": ("grpo", check_gradients, "", "clip_gradients(policy, args.grad_clip)", 'clip_gradients(policy, float("inf"))', {"steps": 2}),
-    "clipped to twice the norm": ("grpo", check_gradients, "common.distributed", "clip_grad_norm_(policy.parameters(), max_norm)", "clip_grad_norm_(policy.parameters(), 2 * max_norm)", {"steps": 2}),
-    "clipped before it is scaled": ("grpo", check_gradients, "", COUNT, f"clip_gradients(policy, args.grad_clip); {COUNT}"),
-    "no warm-up": ("grpo", check_rates, "", "args.lr * min(1.0, step / max(1, args.warmup))", "args.lr"),
-    "warm-up starts at 0": ("grpo", check_rates, "", "args.lr * min(1.0, step /", "args.lr * min(1.0, (step - 1) /"),
-    "warm-up never ends": ("grpo", check_lr_after_resume, "", "args.lr * min(1.0, step / max(1, args.warmup))", "args.lr * step / max(1, args.warmup)"),
-    "warm-up begins anew on resume": ("grpo", check_lr_after_resume, "", "min(1.0, step / max(1", "min(1.0, (run.bar.n - run.bar.initial + 1) / max(1"),
-    "betas not handed on": ("grpo", check_rates, "", "args.betas, ", ""),
-    "weight decay not handed on": ("grpo", check_rates, "", "weight_decay=args.weight_decay", "weight_decay=0.0"),
-    "the same prompts in every step": ("grpo", check_prompts, "", "cursor = (step - 1) * args.prompts_per_step", "cursor = 0 * args.prompts_per_step"),
-    "prompts begin at the second step's": ("grpo", check_prompts, "", "cursor = (step - 1) * args.prompts_per_step", "cursor = step * args.prompts_per_step"),
-    "one sampled prompt for all": ("grpo", check_prompts, "", "[p.prompt_ids for p in problems], G", "[problems[0].prompt_ids for p in problems], G"),
-    "engine not synced": ("grpo", check_sync, "", '        with run.clock("sync"):\n            engine.sync(policy)\n', ""),
-    "engine synced before the update": ("grpo", check_sync, "", '        with run.clock("update"):\n', '        engine.sync(policy)\n        with run.clock("update"):\n'),
-    "engine given nothing at the start": ("grpo", check_sync, "", "    engine.sync(policy)\n    if args.eval_only", "    if args.eval_only"),
-    "evaluated on training problems": ("grpo", check_evaluation, "common.evaluation", "problems, state, right = task.held_out[world.rank :: world.size]", "problems, state, right = [task.train(i) for i in range(len(task.held_out))]"),
-    "evaluated on half of the problems": ("grpo", check_evaluation, "common.evaluation", "task.held_out[world.rank :: world.size], engine", "task.held_out[::2], engine"),
-    "greedy at the sampling temperature": ("grpo", check_evaluation, "common.evaluation", '("greedy", 1, 0.0)', '("greedy", 1, args.temperature)'),
-    "sampled at temperature 1": ("grpo", check_evaluation, "common.evaluation", '("sampled", args.eval_samples, args.temperature)', '("sampled", args.eval_samples, 1.0)'),
-    "one sample": ("grpo", check_evaluation, "common.evaluation", '("sampled", args.eval_samples, args', '("sampled", 1, args'),
-    "sampled accuracy not divided": ("grpo", check_evaluation, "common.evaluation", "for _ in range(n)])) / n", "for _ in range(n)]))"),
-    "evaluation's random numbers stay": ("grpo", check_evaluation_is_beside_training, "common.evaluation", "    engine.load_state_dict(state)  #", "    pass  #"),
-    "no top-p in the benchmark": ("grpo", check_benchmark, "common.evaluation", "args.max_new_tokens, temperature, top_p=top_p)", "args.max_new_tokens, temperature)"),
-    "benchmark of the first set": ("grpo", check_benchmark, "common.evaluation", "in task.sets.items():", "in list(task.sets.items())[:1]:"),
-    "top-p without effect": ("grpo", check_top_p, "common.rollout", "if top_p < 1:", "if False:"),
-    "top-p keeps the least likely": ("grpo", check_top_p, "common.rollout", ".sort(dim=-1, descending=True)", ".sort(dim=-1)"),
-    "length counts padding": ("grpo", check_metrics, "", "response_len=(tokens, N)", "response_len=(rollout.mask.numel(), N)"),
-    "groups without gradient counted by row": ("grpo", check_metrics, "", ".all(dim=1).sum(), P),", ".all(dim=1).sum(), N),"),
-    "mean of micro-batch means": ("grpo", check_metrics, "common.tracking", "self.counts[name] = self.counts[name] + (0.0 if count is None else count)", "self.counts[name] = count or 1.0"),
-    "entropy per response": ("grpo", check_metrics, "", "entropy=(entropy.sum(), micro.mask.sum())", "entropy=(entropy.sum(), len(entropy))"),
-    "stapo: threshold of the micro-batch": ("stapo", check_gradients, "", "                        threshold=threshold,  # <stapo>\n", ""),
-    "stapo: threshold of the whole rollout": ("stapo", check_gradients, "", "now = all_logprobs(policy, minibatch, args, world)", "minibatch = rollout; now = all_logprobs(policy, minibatch, args, world)"),
-    "r2 replays nothing": ("minirl", check_gradients, "", "rollout.replayed_experts = rollout.trainer_experts", "pass", {"routing_replay": "r2"} | REPLAY),
-    "r2 replays the sampler's": ("minirl", check_gradients, "", "rollout.replayed_experts = rollout.trainer_experts", "rollout.replayed_experts = rollout.sampler_experts", {"routing_replay": "r2"} | REPLAY),
-    "r3 replays nothing": ("minirl", check_gradients, "", "rollout.replayed_experts = rollout.sampler_experts", "pass", {"routing_replay": "r3"} | REPLAY),
-    "r3 replays after π_old": ("minirl", check_gradients, "", 'if args.routing_replay == "r3":\n                rollout.replayed', 'if hasattr(rollout, "old_logp"):\n                rollout.replayed', {"routing_replay": "r3"} | REPLAY),
-    "no replay in the update": ("minirl", check_gradients, "common.rollout", 'replayed = getattr(batch, "replayed_experts", None)', 'replayed = None if torch.is_grad_enabled() else getattr(batch, "replayed_experts", None)', {"routing_replay": "r3"} | REPLAY),
-    "vcpo: ESS of truncated weights": ("vcpo", check_rates, "", "ess_ratio(torch.cat(log_w))", "ess_ratio(torch.cat(log_w).clamp(max=2.08))"),
-    "vcpo: lr not scaled": ("vcpo", check_rates, "", "warm_lr * scale", "warm_lr"),
-    "vcpo: lr scaled by ρ": ("vcpo", check_rates, "", "** 0.5 if args.ess_scaling", "if args.ess_scaling"),
-    "vcpo: ρ_on ignored": ("vcpo", check_rates, "", "min(1.0, rho / args.rho_on)", "min(1.0, rho)"),
-    "vcpo: μ is π_old": ("vcpo", check_gradients, "", '"rollout_logp": row.rollout_logp', '"rollout_logp": row.old_logp'),
-    "vcpo: norms of the weighted gradient": ("vcpo", check_gradients, "", "row.mask.sum() / truncated(args, log_w[-1])", "row.mask.sum()[None]"),
-    "vcpo: norms of the mean": ("vcpo", check_gradients, "", "row.mask.sum() / truncated(args, log_w[-1])", "1 / truncated(args, log_w[-1])"),
-    "vcpo: advantages of the batch just sampled": ("vcpo", check_gradients, "", "rollout, ahead = queue.popleft(), None", "fresh, (rollout, ahead) = rollout, (queue.popleft(), None); rollout.advantages = fresh.advantages"),
-    "vcpo: the newest batch first": ("vcpo", check_metrics, "", "queue.popleft()", "queue.pop()"),
-    "vcpo: gradient of one group": ("vcpo", check_gradients, "", "parameter.grad = summed", "parameter.grad = summed / 2"),
-    "goldilocks: the least valuable": ("goldilocks", check_teacher, "", "key=lambda k: -scores[k]", "key=lambda k: scores[k]"),
-    "goldilocks: always by chance": ("goldilocks", check_teacher, "", "explore = args.explore if", "explore = 1.0 if"),
-    "goldilocks: taken twice": ("goldilocks", check_teacher, "", "        taken.add(prompts[k])\n", ""),
-    "goldilocks: the wrong targets": ("goldilocks", check_teacher, "", "learning_value(rewards), world).cpu()", "0.5 - learning_value(rewards), world).cpu()"),
-    "goldilocks: the teacher's sum": ("goldilocks", check_teacher, "", "scale_gradients(teacher, world.size / args.teacher_batch)", "pass"),
-    "goldilocks: the teacher's prompts shifted": ("goldilocks", check_teacher, "", "ids = [teacher_tokenizer(prompt)", "ids = [teacher_tokenizer(prompts[0])"),
-    "goldilocks: one lr for the head": ("goldilocks", check_teacher, "", '"lr": 10 * args.teacher_lr', '"lr": args.teacher_lr'),
-    "goldilocks: one pool for all steps": ("goldilocks", check_prompts, "", "range((step - 1) * B, step * B)", "range(0, B)"),
-    "deep_grpo: the fit is not used": ("deep_grpo", check_pivots, "", "fit_success(list(feedback))", 'fit_success([])'),
-    "deep_grpo: saved is all": ("deep_grpo", check_pivots, "", "(outcome > 0).any(dim=1)  #", "(outcome > 0).all(dim=1)  #"),
-    "deep_grpo: branches in the wrong mini-batch": ("deep_grpo", check_gradients, "", "failed.repeat_interleave(K), torch.ones_like", "failed.flip(0).repeat_interleave(K), torch.ones_like"),
-    "deep_grpo: branches as main rows": ("deep_grpo", check_gradients, "", "torch.ones_like(grown.advantages)", "torch.zeros_like(grown.advantages)"),
-    "deep_grpo: branches compared across pivots": ("deep_grpo", check_gradients, "", "advantages(outcome).flatten()", "(outcome - outcome.mean()).flatten()"),
-    "deep_grpo: no balance": ("deep_grpo", check_gradients, "", 'balance=streams["main"] / max(1.0, streams["branch"])', "balance=1.0"),
-    "deep_grpo: λ ignored": ("deep_grpo", check_gradients, "", "(1 + (args.branch_weight - 1) * branch)", "(1 + 0 * branch)"),
-    "deep_grpo: branches of the first failures' prompts": ("deep_grpo", check_gradients, "", "grown = engine.generate(starts, K", "grown = engine.generate(starts[:1] * len(starts), K"),
-    "deep_grpo: idle branches kept": ("deep_grpo", check_metrics, "", "grown.rows(grown.advantages.abs() > 1e-8)", "grown.rows(grown.advantages.abs() > -1)"),
-}  # fmt: skip
+@pytest.mark.parametrize("check", RUNS, ids=lambda check: check.__name__)
+def test_runs(tmp_path, check):
+    check(grpo, tmp_path / "run")
 
 
-ENOUGH = {check_rates: 2, check_prompts: 2, check_sync: 2, check_teacher: 2, check_pivots: 3}  # steps, else 1
+def test_vcpos_training_does_not_depend_on_how_often_one_evaluates(tmp_path):
+    check_evaluation_is_beside_training(vcpo, tmp_path)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_damage_is_seen(alone, tmp_path, monkeypatch, name):
-    algorithm, check, where, old, new, *flags = MUTANTS[name]
-    damage = (where or algorithm, old, new)
-    if check in (check_lr_after_resume, check_evaluation_is_beside_training, check_benchmark, check_top_p):
+def mutants(text: str) -> Iterator[tuple]:
+    """(name, algorithm, check, damage, flags) of every block of loop_mutants.txt."""
+    block = r"^(\w+) (\w+)(?: in (\S+))?(?: with (.*?))?: (.*)\n- (.*)\n\+ (.*)$"
+    for algorithm, check, where, flags, name, *pieces in re.findall(block, text, re.MULTILINE):
+        check = globals()[f"check_{check}"]
+        old, new = (piece.replace("\\n", "\n") for piece in pieces)
+        given = {n: int(v) if v.isdecimal() else v == "True" or v for n, v in re.findall(r"(\w+)=(\w+)", flags)}
+        given = {"steps": ENOUGH.get(check, 1)} | given
+        yield (
+            name,
+            algorithm,
+            check,
+            (where or algorithm, old, new),
+            given | (REPLAY if "routing_replay" in given else {}),
+        )
+
+
+ENOUGH = {check_rates: 2, check_prompts: 2, check_sync: 2, check_teacher: 2, check_pivots: 3}  # steps; else 1
+ON_ONE, ON_TWO = map(
+    list, map(mutants, (Path(__file__).parent / "loop_mutants.txt").read_text().split("\ntwo ranks\n"))
+)
+
+
+@pytest.mark.parametrize("mutant", ON_ONE, ids=lambda mutant: mutant[0])
+def test_damage_is_seen(alone, tmp_path, mutant):
+    _, algorithm, check, damage, flags = mutant
+    if check in RUNS:
         with damaged(algorithm, *damage) as module, pytest.raises(AssertionError):
-            if check is check_lr_after_resume:
-                check(algorithm, module, tmp_path / "run")
-            elif check is check_evaluation_is_beside_training:
-                check(algorithm, tmp_path, monkeypatch)
-            else:
-                check(*[tmp_path] * (check is check_benchmark))
+            check(module, tmp_path / "run")
         return
-    o = alone(algorithm, *damage, **({"steps": ENOUGH.get(check, 1)} | (flags[0] if flags else {})))
+    o = alone(algorithm, *damage, **flags)
     with pytest.raises(AssertionError):
         check(o)
 
 
-# The same on two ranks: each has half of every batch, and its own micro-batches.
-TWO_RANK_MUTANTS = {
-    "the same prompts on every rank": ("grpo", check_prompts, "", "args.prompts_per_step + world.rank * P", "args.prompts_per_step"),
-    "the ranks' shares swapped": ("grpo", check_prompts, "", "+ world.rank * P", "+ (1 - world.rank) * P"),
-    "gradient divided by the ranks": ("grpo", check_gradients, "", "world.size / global_sum(", "1 / global_sum("),
-    "the own rank's count": ("maspo", check_gradients, "", COUNT, "scale_gradients(policy, 1 / denominator)"),
-    "metrics of one rank": ("grpo", check_metrics, "common.tracking", "sums, counts = global_sum(self.sums, world), global_sum(self.counts, world)", "sums, counts = ({k: float(v) for k, v in x.items()} for x in (self.sums, self.counts))"),
-    "all held-out problems on every rank": ("grpo", check_evaluation, "common.evaluation", "problems, state, right = task.held_out[world.rank :: world.size]", "problems, state, right = task.held_out"),
-    "accuracy of one rank": ("grpo", check_evaluation, "common.evaluation", "global_sum(right, world).items()", "right.items()"),
-    "stapo: threshold of one rank": ("stapo", check_gradients, "", "gather(population, world)", "population", {"steps": 2}),
-    "vcpo: ESS of one rank": ("vcpo", check_rates, "", "ess_ratio(torch.cat(log_w))", "ess_ratio(torch.cat(log_w[world.rank :: 2]))"),
-    "vcpo: gradient of the ranks' mean": ("vcpo", check_gradients, "", "(loss * (world.size * turn))", "(loss * turn)"),
-    "vcpo: mean over one rank": ("vcpo", check_gradients, "", "1 / (len(minibatch) * world.size)", "1 / len(minibatch)"),
-    "goldilocks: every rank the first slots": ("goldilocks", check_teacher, "", "zip(pool[mine], choice[mine])", "zip(pool[:P], choice[:P])"),
-    "goldilocks: observations of one rank": ("goldilocks", check_teacher, "", "gather(learning_value(rewards), world).cpu()", "learning_value(rewards).repeat(world.size)"),
-    "goldilocks: the teacher's mean over one rank": ("goldilocks", check_teacher, "", "scale_gradients(teacher, world.size / args", "scale_gradients(teacher, 1 / args"),
-    "deep_grpo: pivots of one rank": ("deep_grpo", check_pivots, "", "zip(gather(torch.tensor(depths), world).tolist(), gather(saved.float(), world).tolist())", "zip(depths, saved.float().tolist())"),
-    "deep_grpo: balance of one rank": ("deep_grpo", check_gradients, "", "streams = global_sum(streams, world)", "pass"),
-}  # fmt: skip
+SKIP = 'clip_gradients(policy, args.grad_clip) if first else float("nan")'
 
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
-    """The oracles of all files on two ranks, and of the damaged copies, by name."""
+    """The oracles of all files on two ranks, each with half of every batch, and of the damaged copies, by name."""
     jobs = {name: (name, (), {"steps": STEPS.get(name, 2)}) for name in ALGORITHMS}
-    for name, (algorithm, check, where, old, new, *flags) in TWO_RANK_MUTANTS.items():
-        flags = {"steps": ENOUGH.get(check, 1)} | (flags[0] if flags else {})
-        jobs[name] = (algorithm, (where or algorithm, old, new), flags)
+    jobs |= {name: (algorithm, damage, flags) for name, algorithm, _, damage, flags in ON_TWO}
+    jobs["skipped"] = ("grpo", ("grpo", "clip_gradients(policy, args.grad_clip)", SKIP), {"steps": 1})
     found = on_two_ranks(list(jobs.values()), tmp_path_factory.mktemp("ranks"))
     return {name: Oracle(job[0], records) for (name, job), records in zip(jobs.items(), found)}
 
@@ -540,7 +488,16 @@ def test_two_ranks(together, name, check):
     check(together[name])
 
 
-@pytest.mark.parametrize("name", TWO_RANK_MUTANTS)
-def test_damage_on_two_ranks_is_seen(together, name):
+@pytest.mark.parametrize("mutant", ON_TWO, ids=lambda mutant: mutant[0])
+def test_damage_on_two_ranks_is_seen(together, mutant):
+    name, _, check, *_ = mutant
     with pytest.raises(AssertionError):
-        TWO_RANK_MUTANTS[name][1](together[name])
+        check(together[name])
+
+
+def test_a_skipped_update_is_counted_once_and_changes_nothing(together):
+    """The first of two updates has no number for a norm: on both ranks together it is one, and weights stay."""
+    o = together["skipped"]
+    assert o.records[0].metrics[1]["skipped"] == 1 and len(o.updates) == 1
+    assert all(torch.equal(a, b) for a, b in zip(o.updates[0]["parameters"], o.records[0].synced[0]))
+    assert 0 < o.records[0].metrics[1]["grad_norm"] < 100
