@@ -54,7 +54,7 @@ class Task:
     remarks: list[str] = field(default_factory=list)  # what the user should know of the data, a line each
 
 
-# Where a set lives on the Hugging Face hub and how its rows read; `test` is "" where there is only one split.
+# Where a set lives on the Hugging Face hub and how its rows read; `train` or `test` is "" where there is no such split.
 HubSet = namedtuple("HubSet", "path config train test prompt answer extract", defaults=[lambda answer: answer])
 
 
@@ -86,11 +86,11 @@ HUB = {
     "math": HubSet("DigitalLearningGmbH/MATH-lighteval", None, "train", "test", "problem", "solution", boxed),
     "dapo-math-17k": HubSet("open-r1/DAPO-Math-17k-Processed", "en", "train", "", "prompt", "solution"),
     "aime24": HubSet("HuggingFaceH4/aime_2024", None, "train", "", "problem", "answer", int),  # "025" is 25
-    "aime25": HubSet("math-ai/aime25", None, "test", "", "problem", "answer", int),
-    "amc23": HubSet("math-ai/amc23", None, "test", "", "question", "answer"),
-    "math500": HubSet("HuggingFaceH4/MATH-500", None, "test", "", "problem", "answer"),
-    "minerva": HubSet("math-ai/minervamath", None, "test", "", "question", "answer"),
-    "olympiadbench": HubSet("math-ai/olympiadbench", None, "test", "", "question", "final_answer", listed),
+    "aime25": HubSet("math-ai/aime25", None, "", "test", "problem", "answer", int),
+    "amc23": HubSet("math-ai/amc23", None, "", "test", "question", "answer"),
+    "math500": HubSet("HuggingFaceH4/MATH-500", None, "", "test", "problem", "answer"),
+    "minerva": HubSet("math-ai/minervamath", None, "", "test", "question", "answer"),
+    "olympiadbench": HubSet("math-ai/olympiadbench", None, "", "test", "question", "final_answer", listed),
 }
 
 
@@ -143,7 +143,7 @@ def arithmetic_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
     """The embedded task. Its held-out problems are the same for every seed, so that runs can be compared."""
 
     def problem(prompt: str) -> Problem:
-        return Problem(prompt, arithmetic.work(prompt)[1], tokenise(prompt, tokenizer))
+        return Problem(prompt, arithmetic.work(prompt)[1], encode(prompt, None, tokenizer))
 
     def train(index: int) -> Problem:
         rng = random.Random(f"train/{args.seed}/{index}")
@@ -204,7 +204,8 @@ def dataset_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
     rows = read_set(args.task, args, "train")
     train_set = problems(rows, args, tokenizer, "--task " + args.task)
     remarks = remarks_on(args.task, train_set, judge)
-    if spec != args.task or HUB.get(spec, HubSet(*[""] * 6)).test:
+    own_split = spec != args.task or (spec in HUB and HUB[spec].test)
+    if own_split:
         held_out = problems(read_set(spec, args, "test", "--eval_task"), args, tokenizer, "--eval_task " + spec)
         remarks += remarks_on(spec, held_out, judge) if args.eval_task else []
         never = {problem.prompt for problem in held_out}
@@ -219,7 +220,7 @@ def dataset_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
     kept = [problem for problem in train_set if problem.prompt not in never]
     if not kept:
         raise BadInput(f"--task {args.task}: no training problem left of {len(rows)}: the prompts are all held out")
-    if len(train_set) - len(kept) > (len(held_out) if spec == args.task else 0):
+    if len(train_set) - len(kept) > (0 if own_split else len(held_out)):
         remarks.append(f"{len(train_set) - len(kept)} rows have a prompt that is held out and are not trained on")
 
     @lru_cache(2)
@@ -268,26 +269,22 @@ def problems(rows: list[tuple], args: object, tokenizer: PreTrainedTokenizerBase
     return found
 
 
-def encode(prompt: str, instruction: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Prompt and instruction as token ids: through the chat template if the tokenizer has one, else PLAIN_PROMPT."""
-    text = f"{prompt} {instruction}".strip()
-    if not tokenizer.chat_template:
-        return tokenise(PLAIN_PROMPT.format(prompt=text), tokenizer)
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-    )
-    return tokenise(text, tokenizer, add_special_tokens=False)  # the template wrote its special tokens already
+def encode(prompt: str, instruction: str | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Prompt and instruction as token ids: through the chat template if the tokenizer has one, else PLAIN_PROMPT.
 
-
-def tokenise(text: str, tokenizer: PreTrainedTokenizerBase, **options: bool) -> list[int]:
-    """Token ids of a prompt; one that the tokenizer cannot write is named."""
+    With `instruction` None the bare prompt.
+    """
+    text, options = f"{prompt} {instruction or ''}".strip(), {}
     try:
-        ids = tokenizer(text, **options)["input_ids"]
-    except Exception as error:  # `tokenizers` raises no narrower kind
+        if instruction is not None and tokenizer.chat_template:
+            chat = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            options = {"add_special_tokens": False}  # the template wrote its special tokens already
+        elif instruction is not None:
+            text = PLAIN_PROMPT.format(prompt=text)
+        return tokenizer(text, **options)["input_ids"]
+    except Exception as error:  # `tokenizers` and chat templates raise no narrower kind
         raise BadInput(f"--model: its tokenizer cannot write the prompt {text[:40]!r} ({first_line(error)})") from error
-    if not ids:
-        raise BadInput(f"--model: its tokenizer knows nothing of the prompt {text[:40]!r}")
-    return ids
 
 
 def local_file(spec: str) -> Path | None:
@@ -311,7 +308,7 @@ def read_set(spec: str, args: object, split: str, flag: str = "--task") -> list[
         raise BadInput(f"--task {spec}: has no training split, use it as --eval_task")
     if columns.prompt == columns.answer:
         raise BadInput(f"--answer_column {columns.answer}: is the --prompt_column, too")
-    rows = hub_rows(name, columns, (split == "test" and columns.test) or columns.train or columns.test, flag)
+    rows = hub_rows(name, columns, columns.test or columns.train if split == "test" else columns.train, flag)
     pairs = []
     for where, row in slowly(file_rows(path, flag) if path else rows, f"reading {spec}"):
         if not isinstance(row, dict) or not {columns.prompt, columns.answer} <= row.keys():
