@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SECONDS, MEMORY = 5.0, 2 * 2**30  # bounds on one answer
-START_SECONDS = 120  # bound on the start of a worker: slow disks are slow, but a hang must end
+START_SECONDS = 120.0  # bound on the start of a worker: slow disks are slow, but a hang must end
 GYM_SIZE = 1_000_000  # problems in a reasoning-gym set
 TAIL = 2000  # characters searched for an answer that is not boxed
 
@@ -79,7 +79,7 @@ class MathJudge:
             worker.stdin.write(json.dumps([text, answer]) + "\n")
             worker.stdin.flush()
             verdict = worker.stdout.readline()
-        except OSError:  # the worker is gone, its pipe broken
+        except BrokenPipeError:
             pass
         finally:
             if worker is not None and not verdict:  # the kernel ended it
@@ -92,7 +92,7 @@ class MathJudge:
 
     def _start(self) -> subprocess.Popen:
         worker = subprocess.Popen(
-            [sys.executable, "-m", "common.reward", *map(str, self.limits), self.gym],
+            [sys.executable, "-m", "common.reward", *map(str, self.limits), self.gym, str(START_SECONDS)],
             cwd=Path(__file__).parent.parent,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -119,13 +119,13 @@ class MathJudge:
                 worker.stdout.close()
 
 
-def worker(seconds: float, memory: int, gym: str) -> None:
+def worker(seconds: float, memory: int, gym: str, start_seconds: float) -> None:
     """Judge [answer, reference] lines from stdin until it closes; print a score for each."""
     import resource
     import signal
 
     verdicts, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints must not pass for a verdict
-    signal.setitimer(signal.ITIMER_REAL, START_SECONDS)  # SIGALRM's default action: the kernel ends this process
+    signal.setitimer(signal.ITIMER_REAL, start_seconds)  # SIGALRM's default action: the kernel ends this process
     if gym:
         rows = gym_rows(gym)
         from reasoning_gym.utils import extract_answer
@@ -154,4 +154,4 @@ def worker(seconds: float, memory: int, gym: str) -> None:
 
 
 if __name__ == "__main__":
-    worker(float(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    worker(float(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4]))
