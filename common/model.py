@@ -30,7 +30,11 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     source, close = Path(EMBEDDED.get(name, name)), difflib.get_close_matches(name, EMBEDDED, 1)
     local = bool(name) and source.is_dir()
     if not local and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):  # not a hub name either: do not ask the network
-        hint = f"did you mean {close[0]}?" if close else f"use a folder, a hub name (owner/name), or {list(EMBEDDED)}"
+        hint = (
+            f"did you mean {close[0]}?"
+            if close
+            else f"use a folder, a hub name (owner/name), or {' or '.join(EMBEDDED)}"
+        )
         raise BadInput(f"--model {name!r}: no such folder; {hint}")
     if local and not (any(source.glob("*.safetensors")) and (source / "config.json").is_file()):
         raise BadInput(f"--model {name}: the folder holds no config.json with *.safetensors weights")
