@@ -344,7 +344,7 @@ def file_rows(path: Path, flag: str) -> Iterator[tuple[str, object]]:
 
         try:
             rows = pyarrow.parquet.read_table(pyarrow.BufferReader(data)).to_pylist()
-        except (OSError, ValueError) as error:
+        except Exception as error:  # pyarrow's own kinds
             raise BadInput(f"{path}: not a parquet file ({first_line(error)})") from error
         yield from ((f"{path}:row {number}", row) for number, row in enumerate(rows, 1))
         return

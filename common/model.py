@@ -30,12 +30,8 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     source, close = Path(EMBEDDED.get(name, name)), difflib.get_close_matches(name, EMBEDDED, 1)
     local = bool(name) and source.is_dir()
     if not local and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):  # not a hub name either: do not ask the network
-        hint = (
-            f"did you mean {close[0]}?"
-            if close
-            else f"use a folder, a hub name (owner/name), or {' or '.join(EMBEDDED)}"
-        )
-        raise BadInput(f"--model {name!r}: no such folder; {hint}")
+        known = f"use a folder, a hub name (owner/name), {' or '.join(EMBEDDED)}"
+        raise BadInput(f"--model {name!r}: no such folder; {f'did you mean {close[0]}?' if close else known}")
     if local and not (any(source.glob("*.safetensors")) and (source / "config.json").is_file()):
         raise BadInput(f"--model {name}: the folder holds no config.json with *.safetensors weights")
     logging.set_verbosity_error()  # what transformers only warns about is refused by check_weights
@@ -51,8 +47,8 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         reason = " ".join(str(error).split())[:240] or type(error).__name__
         raise BadInput(f"--model {name}: {where} ({reason})") from error
     lm.generation_config.eos_token_id = sorted(eos_ids(lm, tokenizer))
-    positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or tokenizer.model_max_length
-    tokenizer.model_max_length = min(tokenizer.model_max_length, positions)
+    positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
+    tokenizer.model_max_length = positions or tokenizer.model_max_length  # its own is often another model's or none
     return lm, tokenizer
 
 

@@ -102,6 +102,11 @@ def test_parquet(tmp_path):
     path = tmp_path / "set.parquet"
     datasets.Dataset.from_list(numbered(6)).to_parquet(path)
     assert {problem.answer for problem in load(str(path)).held_out} < {str(i) for i in range(6)}
+    with pytest.raises(BadInput, match="set.parquet:row 1: needs the columns 'prompt' .* and 'result'"):
+        load(str(path), answer_column="result")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(BadInput, match="set.parquet: not a parquet file"):
+        load(str(path))
 
 
 ROWS = {
