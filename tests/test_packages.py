@@ -7,6 +7,7 @@ import datasets
 import grpo
 import pytest
 from common.data import HUB, load_task
+from common.reward import GYM_SIZE
 from conftest import byte_tokenizer
 from test_data import ROWS, Letters, load
 from test_run import SMALL, metrics, run_here
@@ -59,7 +60,7 @@ def test_reasoning_gym_itself(name):
     """Its own answer scores 1, another one less; prompts and held-out problems are the same in every run."""
     gym = pytest.importorskip("reasoning_gym")
     task, again, other = (load(f"reasoning_gym:{name}", Letters(), seed=seed) for seed in (1, 1, 2))
-    rows = gym.create_dataset(name, size=10**6, seed=0)
+    rows = gym.create_dataset(name, size=GYM_SIZE, seed=0)
     problem = task.train(3)
     assert problem == again.train(3) and problem.prompt != other.train(3).prompt
     assert task.held_out == other.held_out and len(task.held_out) == 2
