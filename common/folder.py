@@ -19,8 +19,8 @@ OURS = {"algorithm", "acted", "ranks"}  # what every run's config.json has
 
 def spelled_out(path: str) -> Path:
     """`path` with `~`, `.`, `..` and a link at its end followed: a folder that has a name and can be moved."""
-    path = os.path.expanduser(path)
-    return Path(os.path.realpath(path) if os.path.islink(path) or Path(path).name in ("", "..") else path)
+    folder = Path(os.path.expanduser(path))
+    return Path(os.path.realpath(folder)) if os.path.islink(folder) or folder.name in ("", "..") else folder
 
 
 def saved_config(folder: Path) -> dict:
@@ -102,9 +102,11 @@ class Claim:
         """Let others in; of the folders made here, those that are empty go."""
         with contextlib.suppress(OSError):
             if self.lock is not None:
-                (self.folder / "lock").unlink(missing_ok=True)
-                os.close(self.lock)
-            for path in self.made:
+                (self.folder / "lock").unlink()
+        if self.lock is not None:
+            os.close(self.lock)
+        for path in self.made:
+            with contextlib.suppress(OSError):
                 path.rmdir()
         self.lock, self.made = None, []
 
