@@ -10,17 +10,19 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-def _interrupted(kind: type, error: BaseException | None, trace: object, usual: object = sys.excepthook) -> None:
-    """Ctrl-C during the imports: one line, not a traceback through them, also where a library wrapped the exception."""
-    cause = error
-    while cause is not None and not isinstance(cause, KeyboardInterrupt):
-        cause = cause.__cause__ or cause.__context__
-    if cause is None or sys.flags.interactive or hasattr(sys, "ps1"):
-        return usual(kind, error, trace)
+def _end(number: int, frame: object) -> None:
+    """Ctrl-C while modules and models load: one line, and the end that the shell expects.
+
+    An exception would come out of some import as a page of traceback, or as another one, or not at all.
+    """
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print("interrupted", file=sys.stderr, flush=True)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.raise_signal(signal.SIGINT)  # the shell sees what ended us
+        os.write(2, b"interrupted\n")
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
 
 
-sys.excepthook = _interrupted
+# Only where an algorithm file is the program: notebooks, pytest and other scripts keep their own way.
+_root, _program = os.path.dirname(os.path.dirname(__file__)), getattr(sys.modules["__main__"], "__file__", "")
+_ours = os.path.dirname(os.path.abspath(_program or "")) in (_root, os.path.join(_root, "variants"))
+if _program and _ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _end)

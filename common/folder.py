@@ -14,7 +14,7 @@ from pathlib import Path
 
 from common.distributed import BadInput, first_line
 
-OURS = {"algorithm", "acted", "ranks"}  # what every run's config.json has
+OURS = set("algorithm acted ranks model task seed lr".split())  # what every run's config.json has
 
 
 def spelled_out(path: str) -> Path:
@@ -41,8 +41,6 @@ def holds_a_run(folder: Path) -> bool:
     strange = sorted(name for name in names if not name.startswith("evaluation-") and not name.endswith(".partial"))
     if strange and not saved_config(folder):
         raise BadInput(f"--run_dir {folder}: holds {strange[0]} and no run, give a new or an empty folder")
-    if names and Path.cwd().is_relative_to(folder.resolve()):
-        raise BadInput(f"--run_dir {folder}: its earlier run cannot be moved aside, the current folder is inside")
     return bool(names)
 
 
@@ -66,10 +64,8 @@ class Claim:
             raise
 
     def _take(self) -> None:
-        path, lock = self.folder / "lock", None
-        while lock is None or not path.exists() or os.fstat(lock).st_ino != path.stat().st_ino:
-            if lock is not None:
-                os.close(lock)  # of a file that its last holder removed while we waited for it
+        path = self.folder / "lock"
+        while True:
             lock = os.open(path, os.O_RDWR | os.O_CREAT)  # Python's files are not inherited: no child keeps the lock
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,12 +75,17 @@ class Claim:
                 raise BadInput(f"--run_dir {self.folder}: another run writes there ({holder})") from None
             except OSError as error:  # some network file systems
                 print(f"{self.folder} cannot be locked ({first_line(error)}): see that no other run writes there")
+            if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
+                break
+            os.close(lock)  # of a file that its last holder has just removed
         os.ftruncate(lock, 0)
         os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
         self.lock = lock
 
     def renew(self, fill: Callable[[Path], None]) -> Path:
         """Move the folder aside, to NAME.1 or the next number, and put one in its place that `fill` has filled."""
+        if Path.cwd().is_relative_to(self.folder.resolve()):
+            raise BadInput(f"--run_dir {self.folder}: holds an earlier run, which is not moved from under the shell")
         new = Claim(self.folder.with_name(f".{self.folder.name}.{os.getpid()}"))
         try:
             fill(new.folder)
@@ -144,10 +145,8 @@ def read_lines(path: Path) -> list[dict]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-                raise ValueError("no object with a step")
-            rows.append(row)
-        except ValueError as error:
+            rows.append(row | {"step": int(row["step"])})
+        except (ValueError, TypeError, KeyError) as error:  # no JSON, no object, or one without a step
             if number < len(lines):
                 raise BadInput(f"{path}:{number}: damaged ({first_line(error)}): repair or remove the line") from error
     return rows

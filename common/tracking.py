@@ -108,13 +108,11 @@ def check(args: object, world: World) -> None:
     """Refuse values with which no run makes sense, and divisions that would leave a rank without its share."""
     if wrong := broken_rule(args):
         raise BadInput(wrong)
+    if args.group_size < 2 and not args.eval_only:
+        raise BadInput(f"--group_size {args.group_size}: a group needs 2 responses or more to compare")
     unit = world.size * args.minibatches
-    if not args.eval_only:
-        if args.group_size < 2:
-            raise BadInput(f"--group_size {args.group_size}: a group needs 2 responses or more to compare")
-        if args.prompts_per_step % unit:  # mini-batches are made of whole groups
-            wanted = f"not a multiple of ranks x --minibatches = {unit}"
-            raise BadInput(f"--prompts_per_step {args.prompts_per_step}: {wanted}")
+    if args.prompts_per_step % unit and not args.eval_only:  # mini-batches are made of whole groups
+        raise BadInput(f"--prompts_per_step {args.prompts_per_step}: not a multiple of ranks x --minibatches = {unit}")
     if args.wandb and not importlib.util.find_spec("wandb"):
         raise BadInput(f"--wandb {args.wandb}: needs the package (pip install wandb)")
     if args.dtype == "auto":
@@ -124,9 +122,8 @@ def check(args: object, world: World) -> None:
 def without_effect(args: object, world: World) -> Iterator[str]:
     """A line for each flag that was set and does nothing beside the others."""
     vllm = args.rollout == "vllm" or (args.rollout == "auto" and world.device.type == "cuda")
-    tasks = args.eval_task.split(",") if args.eval_task else []
-    tasks += [] if args.eval_only and tasks else [args.task]
-    kinds = {task.partition(":")[0] for task in tasks}
+    tasks = [] if args.eval_only and args.eval_task else [args.task]
+    kinds = {task.partition(":")[0] for task in (*tasks, *args.eval_task.split(",")) if task}
     for idle, where, names in (
         (not vllm, "with the hf engine", "vllm_memory vllm_sleep tensor_parallel"),
         (vllm, "with vLLM", "rollout_rows"),
@@ -291,9 +288,7 @@ class Run:
         line |= {f"seconds_{phase}": self.seconds[phase] for phase in dict.fromkeys([*PHASES, *self.seconds])}
         self.started += seconds
         self.seconds.clear()
-        with together(self.world, RunStopped, f"cannot write {self.metrics}: free some space and go on with --resume"):
-            if self.world.rank == 0:
-                append(self.metrics, [line])
+        self.note(self.metrics.name, [line])
         if self.wandb:
             self.wandb.log(line, step=step)
         if self.bar is not None:
@@ -308,25 +303,21 @@ class Run:
         self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
         if self.skipped:
             path = self.folder / f"bad_batch_rank{self.world.rank}.pt"
-            where = f"is in {path}"
-            try:
+            with contextlib.suppress(OSError, RuntimeError):  # a full disk: go on, or stop, for the better reason
                 torch.save(vars(batch), path)
-            except (OSError, RuntimeError) as error:
-                where = f"could not be kept ({first_line(error)})"
             if self.skipped == MOST_SKIPPED:
                 raise RunStopped(
-                    f"{MOST_SKIPPED} gradients in a row were NaN or infinite, none was applied; the last batch "
-                    f"{where}. Usual causes: a learning rate too high, a mask or length of 0."
+                    f"{MOST_SKIPPED} gradients in a row were NaN or infinite, none was applied; the last batch is in "
+                    f"{path}. Usual causes: a learning rate too high, a mask or length of 0."
                 )
         return not self.skipped
 
     def note(self, name: str, rows: list[dict]) -> None:
-        """Append what a reader may want to look at to a JSON-lines file of the run folder (rank 0's share of it)."""
-        if rows and self.world.rank == 0:
-            try:
+        """Append rows to a JSON-lines file of the run folder, on rank 0. All ranks call it together."""
+        what = f"cannot write {self.folder / name}: free some space and go on with --resume"
+        with together(self.world, RunStopped, what):
+            if rows and self.world.rank == 0:
                 append(self.folder / name, rows)
-            except OSError as error:
-                raise RunStopped(f"cannot write {self.folder / name} ({first_line(error)})") from error
 
     def finish(self, done: int) -> None:
         """Draw the curves; for a run that reached its last step also write summary.json and say what happened."""
