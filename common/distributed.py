@@ -117,19 +117,20 @@ def gather(values: Tensor, world: World) -> Tensor:
 
 
 @contextlib.contextmanager
-def together(world: World, kind: type[Exception], what: str) -> Iterator[None]:
-    """Files that rank 0 reads or writes inside: where that fails, all ranks raise `kind`, "`what` (the cause)"."""
-    failure = [""]
+def together(world: World, kind: type[Exception], what: str, *also: type[BaseException]) -> Iterator[None]:
+    """Work on files inside: where it fails on any rank (OSError or `also`), all raise `kind`, "`what` (the cause)"."""
+    failure = ""
     try:
         yield
     except (BadInput, RunStopped) as error:
-        failure = [str(error)]
-    except (OSError, SafetensorError) as error:
-        failure = [f"{what} ({first_line(error)})"]
+        failure = str(error)
+    except (OSError, *also) as error:
+        failure = f"{what} ({first_line(error)})"
+    failures = [failure] * world.size
     if world.size > 1:
-        dist.broadcast_object_list(failure)
-    if failure[0]:
-        raise kind(failure[0])
+        dist.all_gather_object(failures, failure)
+    if any(failures):
+        raise kind(next(filter(None, failures)))
 
 
 def scale_gradients(policy: nn.Module, factor: float) -> None:
@@ -204,19 +205,16 @@ def save_checkpoint(
     generators = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if world.device.type == "cuda":
         generators["cuda"] = torch.cuda.get_rng_state()
-    failure = ""
     try:
-        dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=partial / "shards")
-        own = [*(partial / "shards").glob(f"__{world.rank}_*"), *[partial / "shards/.metadata"][world.rank :]]
-        share = {"generators": generators, "state": state, "ranks": world.size}
-        torch.save(share | {"sums": {path.name: checksum(path) for path in own}}, partial / f"rank{world.rank}.pt")
-    except dcp.api.CheckpointException as error:
-        failure = first_line(next(iter(error.failures.values()))[0])
-    except (OSError, RuntimeError) as error:  # a full disk reaches us as any of these
-        failure = first_line(error)
-    if global_sum({"failures": bool(failure)}, world)["failures"]:  # all ranks leave together
+        # A full disk reaches us as any of these.
+        with together(world, RunStopped, f"cannot save {final}; {advice}", RuntimeError, dcp.api.CheckpointException):
+            dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=partial / "shards")
+            own = [*(partial / "shards").glob(f"__{world.rank}_*"), *[partial / "shards/.metadata"][world.rank :]]
+            share = {"generators": generators, "state": state, "ranks": world.size}
+            torch.save(share | {"sums": {path.name: checksum(path) for path in own}}, partial / f"rank{world.rank}.pt")
+    except RunStopped:
         shutil.rmtree(partial, ignore_errors=True)
-        raise RunStopped(f"cannot save {final} ({failure or 'another rank failed'}); {advice}")
+        raise
     with together(world, RunStopped, f"cannot save {final}; {advice}"):
         if world.rank == 0:
             shutil.rmtree(final, ignore_errors=True)
@@ -253,26 +251,20 @@ def load_checkpoint(folder: Path, policy: nn.Module, optimizer: Optimizer, world
     found, damaged = [checkpoints(folder)], []
     dist.broadcast_object_list(found)  # all ranks must take the same one
     for checkpoint in reversed(found[0]):
-        saved, failures = {}, [""] * world.size
         try:
-            saved = read_share(checkpoint, world)
-        except Exception as error:  # damage takes many forms
-            failures[world.rank] = first_line(error)
-        dist.all_gather_object(failures, failures[world.rank])
-        if not any(failures):
+            with together(world, RunStopped, f"{checkpoint.name} is damaged", Exception):  # damage takes many forms
+                saved = read_share(checkpoint, world)
             break
-        damaged.append(f"{checkpoint.name} is damaged ({max(failures)})")
+        except RunStopped as error:
+            damaged.append(str(error))
     else:
         what = f"whole checkpoint in {folder}: {'; '.join(damaged)}" if damaged else f"checkpoint in {folder}"
         raise Refused(f"--resume: no {what}")
     if damaged and world.rank == 0:
         print(f"{folder}: {'; '.join(damaged)}: going on from {checkpoint.name}", flush=True)
     weights, moments = get_state_dict(policy, optimizer)
-    try:
+    with together(world, Refused, f"--resume: {checkpoint} does not fit --model", dcp.api.CheckpointException):
         dcp.load({"policy": weights, "optimizer": moments}, checkpoint_id=checkpoint / "shards")
-    except dcp.api.CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))
-        raise Refused(f"--resume: {checkpoint} does not fit --model ({first_line(cause)})") from error
     set_state_dict(policy, optimizer, model_state_dict=weights, optim_state_dict=moments)
     random.setstate(saved["generators"]["python"])
     torch.set_rng_state(saved["generators"]["torch"])
@@ -291,12 +283,14 @@ def save_model(policy: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Pa
         tied = policy.lm.get_output_embeddings().weight is policy.lm.get_input_embeddings().weight
         if tied:
             weights["lm_head.weight"] = weights[next(name for name in weights if name.endswith("embed_tokens.weight"))]
-    with together(world, RunStopped, f"cannot write {folder}"):
+    with together(world, RunStopped, f"cannot write {folder}", SafetensorError):
         if world.rank == 0:
             policy.lm.save_pretrained(folder, state_dict=weights)
             tokenizer.save_pretrained(folder)
 
 
-def first_line(error: Exception) -> str:
-    """The first line of an exception's message: what fits into an error of one line."""
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or of its cause's: what fits into an error of one line."""
+    if isinstance(error, dcp.api.CheckpointException):
+        error, _ = next(iter(error.failures.values()))
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
