@@ -66,7 +66,7 @@ class Claim:
     def _take(self) -> None:
         path = self.folder / "lock"
         while True:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT)  # Python's files are not inherited: no child keeps the lock
+            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # Python hands no file on: no child keeps the lock
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -201,8 +201,9 @@ class Run:
                 raise BadInput(
                     f"--resume: {self.folder} has {name} {saved.get(name)!r}, this run {self.config[name]!r}"
                 )
-        if not self.args.eval_only and not (self.metrics.is_file() and read_lines(self.metrics)):
-            raise BadInput(f"--resume: {self.metrics} is missing or empty")
+        lines = read_lines(self.metrics) if self.metrics.is_file() else []
+        if not self.args.eval_only and not any("greedy" in line for line in lines):
+            raise BadInput(f"--resume: {self.metrics} is missing or holds no measurement")
 
     def start(self, task: object, done: int) -> None:
         """Make the run folder, now that nothing can be wrong with the input any more, and say what will happen."""
@@ -227,14 +228,14 @@ class Run:
         """Refuse what only now can be known, then write: config.json, and the metrics up to step `done`."""
         a, kept = self.args, {}
         if a.resume:
-            if saved_config(self.folder).get("data", "") != self.config["data"]:
+            if saved_config(self.folder).get("data", self.config["data"]) != self.config["data"]:
                 raise BadInput(f"--resume: the file behind --task {a.task} changed since {self.folder} was started")
             if done > a.steps:
                 raise BadInput(f"--steps {a.steps}: {self.folder} is at step {done} already")
             paths = (path for path in self.folder.glob("*.jsonl") if not path.name.startswith("evaluation-"))
             kept = {path: [row for row in read_lines(path) if row["step"] <= done] for path in paths}
-            if hasattr(self.task.judge, "killed"):  # it counts over the whole run
-                self.task.judge.killed += int(kept[self.metrics][-1].get("judge_killed") or 0)
+            for row in kept[self.metrics][-1:] if hasattr(self.task.judge, "killed") else ():
+                self.task.judge.killed += int(row.get("judge_killed") or 0)  # it counts over the whole run
         if a.wandb:
             import wandb
 
@@ -372,9 +373,10 @@ def draw_curves(folder: Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    config, lines = saved_config(folder), read_lines(folder / "metrics.jsonl")
+    config = saved_config(folder)
     if not config:
         raise BadInput(f"{folder}: holds no run")
+    lines = read_lines(folder / "metrics.jsonl")
     panels = {
         "reward, sampled (training prompts)": ["reward"],
         "held-out accuracy": ["greedy", "sampled"],
@@ -408,7 +410,7 @@ def draw_curves(folder: Path) -> Path:
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        for argument in sys.argv[1:] or ["(no folder given)"]:
+        for argument in sys.argv[1:] or ["no folder given"]:
             print(draw_curves(Path(argument)))
     except (BadInput, OSError) as error:
         print(f"common.tracking: error: {first_line(error)}", file=sys.stderr)

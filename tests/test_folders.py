@@ -326,6 +326,10 @@ BROKEN = {
     "metrics": (lambda run: garbage(run / "metrics.jsonl"), "metrics.jsonl:3: damaged"),
     "no object": (lambda run: rewrite(run / "metrics.jsonl", lambda data: b"[1]\n" + data), "metrics.jsonl:1: damaged"),
     "no metrics": (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl"),
+    "no measurement": (
+        lambda run: rewrite(run / "metrics.jsonl", lambda data: b'{"step": 1}\n{"ste\n{'),
+        "metrics.jsonl",
+    ),
     "no run": (lambda run: (run / "config.json").unlink(), "no run"),
 }
 
