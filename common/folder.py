@@ -14,6 +14,7 @@ from pathlib import Path
 
 from common.distributed import BadInput, first_line
 
+LOCK = "run.lock"
 OURS = set("algorithm acted ranks model task seed lr".split())  # what every run's config.json has
 
 
@@ -37,7 +38,7 @@ def saved_config(folder: Path) -> dict:
 
 def holds_a_run(folder: Path) -> bool:
     """Whether there is a run in `folder`, to be moved aside; what is neither that nor empty is the user's: refused."""
-    names = {path.name for path in folder.iterdir()} - {"lock"} if folder.exists() else set()
+    names = {path.name for path in folder.iterdir()} - {LOCK} if folder.exists() else set()
     strange = sorted(name for name in names if not name.startswith("evaluation-") and not name.endswith(".partial"))
     if strange and not saved_config(folder):
         raise BadInput(f"--run_dir {folder}: holds {strange[0]} and no run, give a new or an empty folder")
@@ -64,7 +65,7 @@ class Claim:
             raise
 
     def _take(self) -> None:
-        path = self.folder / "lock"
+        path = self.folder / LOCK
         while True:
             lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # Python hands no file on: no child keeps the lock
             try:
@@ -102,8 +103,8 @@ class Claim:
     def release(self) -> None:
         """Let others in; of the folders made here, those that are empty go."""
         with contextlib.suppress(OSError):
-            if self.lock is not None:
-                (self.folder / "lock").unlink()
+            if self.lock is not None and os.path.samestat(os.fstat(self.lock), (self.folder / LOCK).stat()):
+                (self.folder / LOCK).unlink()  # still ours: not if someone moved the folder away
         if self.lock is not None:
             os.close(self.lock)
         for path in self.made:

@@ -21,7 +21,7 @@ import pytest
 import torch
 from common.data import load_task
 from common.distributed import BadInput, StopFlag, World
-from common.folder import Claim, append, as_lines, read_lines, spelled_out
+from common.folder import LOCK, Claim, append, as_lines, read_lines, spelled_out
 from common.tracking import parse, without_effect
 from conftest import ROOT
 from test_run import SMALL, assert_same_run, metrics, run_here
@@ -83,9 +83,9 @@ def test_a_folder_in_use_is_refused_and_a_dead_runs_taken_over(tmp_path, monkeyp
     assert before.items() <= tree(folder).items() and (folder / "evaluation-step1.jsonl").exists()
     holder.kill()
     holder.wait()
-    assert (folder / "lock").exists()
+    assert (folder / LOCK).exists()
     assert run_here(monkeypatch, grpo.main, *flags, "--resume") == 0
-    assert [line["step"] for line in metrics(folder)] == [0, 1, 2, 3, 4] and not (folder / "lock").exists()
+    assert [line["step"] for line in metrics(folder)] == [0, 1, 2, 3, 4] and not (folder / LOCK).exists()
 
 
 def test_of_many_at_once_one_gets_the_folder(tmp_path):
@@ -110,7 +110,7 @@ def test_of_many_at_once_one_gets_the_folder(tmp_path):
         for thread in threads:
             thread.join()
         assert counts and set(counts) == {1}
-    assert not list(tmp_path.rglob("lock"))
+    assert not list(tmp_path.rglob(LOCK))
 
 
 def test_no_child_keeps_the_lock(tmp_path):
@@ -119,6 +119,17 @@ def test_no_child_keeps_the_lock(tmp_path):
     claim.release()
     Claim(tmp_path / "run").release()
     child.communicate()
+
+
+def test_a_folder_moved_by_hand_leaves_the_next_ones_lock(tmp_path):
+    """The run whose folder was moved away ends: the lock of the run that has the name now stays."""
+    first = Claim(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    second = Claim(tmp_path / "run")
+    first.release()
+    with pytest.raises(BadInput, match=f"process {os.getpid()} on "):
+        Claim(tmp_path / "run")
+    second.release()
 
 
 def test_torchrun_on_a_folder_in_use_says_one_line(tmp_path, command):
