@@ -235,7 +235,7 @@ def main(args: Args, world: World) -> None:
     done = 0  # steps
     # <minirl>
     if args.routing_replay != "none" and not policy.routing.active:
-        raise BadInput(f"--routing_replay {args.routing_replay}: {args.model} has no experts")
+        raise BadInput(f"--routing_replay {args.routing_replay}: {args.model} {policy.routing.why_not}")
     if args.routing_replay == "r3" and not engine.reports_experts:
         raise BadInput("--routing_replay r3: vLLM reports experts only on a GPU, without --tensor_parallel")
     # </minirl>

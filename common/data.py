@@ -6,22 +6,29 @@ therefore one integer, the same for any number of ranks, and a resumed run sees 
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+import os
 import random
+import re
 from collections import namedtuple
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from common.distributed import BadInput, first_line
-from common.reward import MathJudge, arithmetic_reward, final_answer
+from common.reward import GYM_SIZE, MathJudge, arithmetic_reward, final_answer, gym_rows
 from common.tiny import arithmetic
 
 PLAIN_PROMPT = "Question: {prompt}\nAnswer:"  # for tokenizers without a chat template
-REASONING_GYM_SIZE = 1_000_000
+CHARACTERS = 100  # of a prompt to a token at the most: a longer one is too long without being tokenised
+CHECKED = 32  # references that the judge is tried on before the run
+PLAIN_NUMBER = re.compile(r"-?\d{1,100}([./]\d{1,100})?")  # a reference that needs no trying
 
 
 @dataclass
@@ -47,13 +54,16 @@ class Task:
     remarks: list[str] = field(default_factory=list)  # what the user should know of the data, a line each
 
 
-# Where a set lives on the Hugging Face hub and how its rows read; `test` is "" where there is only one split.
+# Where a set lives on the Hugging Face hub and how its rows read; `train` or `test` is "" where there is no such split.
 HubSet = namedtuple("HubSet", "path config train test prompt answer extract", defaults=[lambda answer: answer])
 
 
 def after_hashes(solution: str) -> str:
     """GSM8K: the number after `####`, without thousands separators."""
-    return solution.rpartition("####")[2].strip().replace(",", "")
+    _, mark, answer = solution.rpartition("####")
+    if not mark:
+        raise ValueError("the solution has no ####")
+    return answer.strip().replace(",", "")
 
 
 def boxed(solution: str) -> str:
@@ -66,6 +76,8 @@ def boxed(solution: str) -> str:
 
 def listed(answers: list[str]) -> str:
     """OlympiadBench: a list of final answers, often between dollar signs."""
+    if not isinstance(answers, list):
+        raise TypeError("not a list of answers")
     return ", ".join(answer.strip().strip("$") for answer in answers)
 
 
@@ -74,11 +86,11 @@ HUB = {
     "math": HubSet("DigitalLearningGmbH/MATH-lighteval", None, "train", "test", "problem", "solution", boxed),
     "dapo-math-17k": HubSet("open-r1/DAPO-Math-17k-Processed", "en", "train", "", "prompt", "solution"),
     "aime24": HubSet("HuggingFaceH4/aime_2024", None, "train", "", "problem", "answer", int),  # "025" is 25
-    "aime25": HubSet("math-ai/aime25", None, "test", "", "problem", "answer", int),
-    "amc23": HubSet("math-ai/amc23", None, "test", "", "question", "answer"),
-    "math500": HubSet("HuggingFaceH4/MATH-500", None, "test", "", "problem", "answer"),
-    "minerva": HubSet("math-ai/minervamath", None, "test", "", "question", "answer"),
-    "olympiadbench": HubSet("math-ai/olympiadbench", None, "test", "", "question", "final_answer", listed),
+    "aime25": HubSet("math-ai/aime25", None, "", "test", "problem", "answer", int),
+    "amc23": HubSet("math-ai/amc23", None, "", "test", "question", "answer"),
+    "math500": HubSet("HuggingFaceH4/MATH-500", None, "", "test", "problem", "answer"),
+    "minerva": HubSet("math-ai/minervamath", None, "", "test", "question", "answer"),
+    "olympiadbench": HubSet("math-ai/olympiadbench", None, "", "test", "question", "final_answer", listed),
 }
 
 
@@ -87,21 +99,26 @@ def load_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
 
     With `--eval_only` it has nothing to train on, but all problems of every set in `--eval_task` (else the held-out).
     """
-    if args.eval_only and args.eval_task:
-        specs = args.eval_task.split(",")
-        sets = {spec: problems(read_set(spec, args, "test", whole=True), args, tokenizer) for spec in specs}
-        for spec, found in sets.items():
-            if not found:
-                raise BadInput(f"--eval_task {spec}: no problem left (--max_prompt_tokens {args.max_prompt_tokens})")
-        return Task(args.eval_task, None, [], MathJudge(), sets=sets)
-    task = training_task(args, tokenizer)
-    return replace(task, sets={task.name: task.held_out})
+    specs = args.eval_task.split(",") if args.eval_task else []
+    if args.eval_only and specs:
+        rows = {spec: read_set(spec, args, "test", "--eval_task") for spec in specs}
+        task = Task(args.eval_task, None, [], MathJudge())
+        task.sets = {spec: problems(found, args, tokenizer, "--eval_task " + spec) for spec, found in rows.items()}
+        task.remarks = [line for spec, found in task.sets.items() for line in remarks_on(spec, found, task.judge)]
+    else:
+        task = training_task(args, tokenizer)
+        task.sets, specs = {task.name: task.held_out}, [args.task, *specs]
+    contents = [path.read_bytes() for spec in specs if (path := local_file(spec))]
+    task.fingerprint = hashlib.sha256(b"".join(contents)).hexdigest() if contents else ""
+    return task
 
 
 def training_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
     """The task to train on, by the kind of its name."""
     if args.eval_task and (args.task == "arithmetic" or args.task.startswith("reasoning_gym:")):
         raise BadInput(f"--eval_task {args.eval_task}: --task {args.task} has its own held-out problems and judge")
+    if "," in args.eval_task:
+        raise BadInput(f"--eval_task {args.eval_task}: several sets are for --eval_only, a training run takes one")
     if args.task == "arithmetic":
         return arithmetic_task(args, tokenizer)
     if args.task.startswith("reasoning_gym:"):
@@ -109,11 +126,24 @@ def training_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
     return dataset_task(args, tokenizer)
 
 
+def room(args: object, tokenizer: PreTrainedTokenizerBase) -> tuple[int, str]:
+    """Tokens that a prompt may have, so that the response fits into the model's positions too; and that in words."""
+    positions = min(getattr(tokenizer, "model_max_length", math.inf), 10**9)
+    words = f"{positions} positions less --max_new_tokens {args.max_new_tokens}"
+    words = f"a prompt may have --max_prompt_tokens {args.max_prompt_tokens} tokens, and the model's {words}"
+    return min(args.max_prompt_tokens, positions - args.max_new_tokens), words
+
+
+def slowly(things: Iterable, what: str) -> Iterable:
+    """The same things, behind a progress bar on rank 0 if it takes more than some seconds."""
+    return tqdm(things, what, leave=False, delay=3, disable=os.environ.get("RANK", "0") != "0")
+
+
 def arithmetic_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
     """The embedded task. Its held-out problems are the same for every seed, so that runs can be compared."""
 
     def problem(prompt: str) -> Problem:
-        return Problem(prompt, arithmetic.work(prompt)[1], tokenizer(prompt)["input_ids"])
+        return Problem(prompt, arithmetic.work(prompt)[1], encode(prompt, None, tokenizer))
 
     def train(index: int) -> Problem:
         rng = random.Random(f"train/{args.seed}/{index}")
@@ -121,145 +151,228 @@ def arithmetic_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
             pass
         return problem(prompt)
 
+    (most, limits), longest = room(args, tokenizer), len(problem(arithmetic.LONGEST).prompt_ids)
+    if longest > most:
+        raise BadInput(f"--task arithmetic: its longest prompt has {longest} tokens; {limits}")
     rng, chosen = random.Random("held-out"), {}
-    while len(chosen) < args.eval_problems:
-        if arithmetic.held_out(prompt := arithmetic.draw(rng)):
-            chosen[prompt] = problem(prompt)  # a dict: no problem twice, and the order is kept
+    for _ in slowly(range(args.eval_problems), "drawing held-out problems"):
+        while not arithmetic.held_out(prompt := arithmetic.draw(rng)) or prompt in chosen:
+            pass
+        chosen[prompt] = problem(prompt)  # a dict: no problem twice, and the order is kept
     return Task("arithmetic", train, list(chosen.values()), lambda c, a: list(map(arithmetic_reward, c, a)))
 
 
 def reasoning_gym_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """A procedural set of the `reasoning-gym` package, scored by its own function (which may give part marks)."""
-    name = args.task.removeprefix("reasoning_gym:")
+    """A procedural set of the `reasoning-gym` package, scored by its own function (which may give part marks).
+
+    Held out is its second half, from the end; where a prompt is too long, another one of the same half takes its place.
+    """
+    name, half, (most, limits) = args.task.removeprefix("reasoning_gym:"), GYM_SIZE // 2, room(args, tokenizer)
+    if args.eval_problems > half:
+        raise BadInput(f"--eval_problems {args.eval_problems}: --task {args.task} has {half}")
     try:
-        import reasoning_gym
+        rows = gym_rows(name)
+        rows[0]
     except ImportError as error:
         raise BadInput(f"--task {args.task}: needs the package (pip install reasoning-gym)") from error
-    try:
-        rows = reasoning_gym.create_dataset(name, size=REASONING_GYM_SIZE, seed=0)
-    except ValueError as error:
+    except Exception as error:  # each set checks its configuration in its own way
         raise BadInput(f"--task {args.task}: {first_line(error)}") from error
-    ask = "\nGive the final answer between <answer> and </answer>."
 
     def problem(index: int) -> Problem:
-        question = rows[index]["question"] + ask
-        return Problem(question, str(index), encode(question, "", tokenizer))
+        start, rng = index // half * half, random.Random(index)
+        for _ in range(100):
+            question = rows[index]["question"] + "\nGive the final answer between <answer> and </answer>."
+            if len(ids := encode(question, "", tokenizer)) <= most:
+                return Problem(question, str(index), ids)
+            index = start + rng.randrange(half)
+        raise BadInput(f"--task {args.task}: hardly a prompt fits; {limits}")
 
-    def judge(completions: list[str], answers: list[str]) -> list[float]:
-        found = [reasoning_gym.utils.extract_answer(completion) for completion in completions]
-        return [float(rows.score_answer(answer=f, entry=rows[int(a)])) for f, a in zip(found, answers)]
-
-    held_out = [problem(REASONING_GYM_SIZE - 1 - i) for i in range(args.eval_problems)]
-    offset = random.Random(args.seed).randrange(REASONING_GYM_SIZE)
-    train = lru_cache(1024)(lambda i: problem((offset + i) % (REASONING_GYM_SIZE - args.eval_problems)))
-    return Task(args.task, train, held_out, judge)
+    held_out = [problem(GYM_SIZE - 1 - i) for i in slowly(range(args.eval_problems), "drawing held-out problems")]
+    offset = random.Random(args.seed).randrange(half)
+    return Task(args.task, lru_cache(1024)(lambda i: problem((offset + i) % half)), held_out, MathJudge(gym=name))
 
 
 def dataset_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """A finite set: an endless stream of seeded shuffles. Without a test split, the evaluation's rows are held back."""
-    rows, test_rows = read_set(args.task, args, "train"), read_set(args.eval_task or args.task, args, "test")
-    train_set, held_out = (problems(found or [], args, tokenizer) for found in (rows, test_rows))
-    dropped = len(rows) - len(train_set)
-    rng = random.Random("held-out")  # not the run's seed: every run is measured on the same problems
-    if test_rows is None:
+    """A finite set: an endless stream of seeded shuffles. Without a test split, up to a quarter of it is held back.
+
+    A prompt that is held out is never trained on, in whatever row it stands.
+    """
+    spec, judge, rng = args.eval_task or args.task, MathJudge(), random.Random("held-out")  # the same for every seed
+    train_file, eval_file = (path and path.resolve() for path in map(local_file, (args.task, args.eval_task)))
+    if train_file and train_file == eval_file:
+        raise BadInput(f"--eval_task {spec}: is the training file; left out, a part of that is held back")
+    rows = read_set(args.task, args, "train")
+    train_set = problems(rows, args, tokenizer, "--task " + args.task)
+    remarks = remarks_on(args.task, train_set, judge)
+    own_split = spec != args.task or (spec in HUB and HUB[spec].test)
+    if own_split:
+        held_out = problems(read_set(spec, args, "test", "--eval_task"), args, tokenizer, "--eval_task " + spec)
+        remarks += remarks_on(spec, held_out, judge) if args.eval_task else []
+        never = {problem.prompt for problem in held_out}
+        held_out = rng.sample(held_out, min(args.eval_problems, len(held_out)))
+    else:
         rng.shuffle(train_set)
-        held_out, train_set = train_set[: args.eval_problems], train_set[args.eval_problems :]
-    held_out = rng.sample(held_out, min(args.eval_problems, len(held_out)))
-    for kind, found in (("training", train_set), ("held-out", held_out)):
-        if not found:
-            raise BadInput(
-                f"--task {args.task}: no {kind} problem left of {len(rows)} ({dropped} over --max_prompt_tokens)"
-            )
+        distinct = list({problem.prompt: problem for problem in train_set}.values())
+        held_out = distinct[: min(args.eval_problems, max(1, len(distinct) // 4))]
+        never = {problem.prompt for problem in held_out}
+        if len(held_out) < args.eval_problems:
+            remarks.append(f"{len(held_out)} of {len(distinct)} problems are held out (a quarter), not --eval_problems")
+    kept = [problem for problem in train_set if problem.prompt not in never]
+    if not kept:
+        raise BadInput(f"--task {args.task}: no training problem left of {len(rows)}: the prompts are all held out")
+    if len(train_set) - len(kept) > (0 if own_split else len(held_out)):
+        remarks.append(f"{len(train_set) - len(kept)} rows have a prompt that is held out and are not trained on")
 
     @lru_cache(2)
     def epoch(number: int) -> list[int]:
-        return random.Random(f"epoch/{args.seed}/{number}").sample(range(len(train_set)), len(train_set))
+        return random.Random(f"epoch/{args.seed}/{number}").sample(range(len(kept)), len(kept))
 
     def train(index: int) -> Problem:
-        number, place = divmod(index, len(train_set))
-        return train_set[epoch(number)[place]]
+        number, place = divmod(index, len(kept))
+        return kept[epoch(number)[place]]
 
-    return Task(args.task, train, held_out, MathJudge(), dropped)
+    return Task(args.task, train, held_out, judge, len(rows) - len(train_set), remarks=remarks)
 
 
-def problems(rows: list[tuple[str, str]], args: object, tokenizer: PreTrainedTokenizerBase) -> list[Problem]:
+def remarks_on(spec: str, found: list[Problem], judge: MathJudge) -> list[str]:
+    """What to say of prompts that come again, and of references that no response can match.
+
+    The judge is tried on a sample of those references that are no plain numbers: all could take hours.
+    """
+    answers = {}
+    for problem in found:
+        answers.setdefault(problem.prompt, set()).add(problem.answer)
+    remarks, several = [], sum(len(given) > 1 for given in answers.values())
+    if again := len(found) - len(answers):
+        remarks.append(f"{spec}: {again} of {len(found)} rows repeat a prompt; {several} prompts have several answers")
+    if own := sum(problem.answer == problem.prompt.strip() for problem in found):
+        remarks.append(f"{spec}: {own} rows have their own prompt as the answer")
+    odd = sorted({problem.answer for problem in found if not PLAIN_NUMBER.fullmatch(problem.answer)})
+    tried = random.Random("tried").sample(odd, min(CHECKED, len(odd)))
+    scores = judge([rf"\boxed{{{answer}}}" for answer in tried], tried)
+    judge.killed = 0  # it counts the model's answers
+    if wrong := [answer for answer, score in zip(tried, scores) if score < 1]:
+        sample = f"{len(wrong)} of {len(tried)} references tried (of {len(odd)} that are no plain numbers)"
+        remarks.append(f"{spec}: {sample} cannot be matched by any response, {wrong[0][:40]!r} for one")
+    return remarks
+
+
+def problems(rows: list[tuple], args: object, tokenizer: PreTrainedTokenizerBase, flag: str) -> list[Problem]:
     """Rows as problems, without those whose prompt is too long."""
-    encoded = (Problem(prompt, answer, encode(prompt, args.instruction, tokenizer)) for prompt, answer in rows)
-    return [problem for problem in encoded if len(problem.prompt_ids) <= args.max_prompt_tokens]
+    (most, limits), found = room(args, tokenizer), []
+    for prompt, answer in slowly(rows, "tokenising"):
+        if len(prompt) <= CHARACTERS * most:
+            ids = encode(prompt, args.instruction, tokenizer)
+            found += [Problem(prompt, answer, ids)] if len(ids) <= most else []
+    if not found:
+        raise BadInput(f"{flag}: no problem left of {len(rows)}; {limits}")
+    return found
 
 
-def encode(prompt: str, instruction: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Prompt and instruction as token ids: through the chat template if the tokenizer has one, else PLAIN_PROMPT."""
-    text = f"{prompt} {instruction}".strip()
-    if tokenizer.chat_template:
-        chat = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote its special tokens already
+def encode(prompt: str, instruction: str | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Prompt and instruction as token ids: through the chat template if the tokenizer has one, else PLAIN_PROMPT.
+
+    With `instruction` None the bare prompt.
+    """
+    text, options = f"{prompt} {instruction or ''}".strip(), {}
     try:
-        return tokenizer(PLAIN_PROMPT.format(prompt=text))["input_ids"]
-    except Exception as error:  # `tokenizers` raises no narrower kind
+        if instruction is not None and tokenizer.chat_template:
+            chat = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            options = {"add_special_tokens": False}  # the template wrote its special tokens already
+        elif instruction is not None:
+            text = PLAIN_PROMPT.format(prompt=text)
+        return tokenizer(text, **options)["input_ids"]
+    except Exception as error:  # `tokenizers` and chat templates raise no narrower kind
         raise BadInput(f"--model: its tokenizer cannot write the prompt {text[:40]!r} ({first_line(error)})") from error
 
 
-def read_set(spec: str, args: object, split: str, whole: bool = False) -> list[tuple[str, str]] | None:
-    """(prompt, answer) of every row that `spec` names; None where it has no "test" split of its own and not `whole`.
+def local_file(spec: str) -> Path | None:
+    """The file that `spec` names, alone (`my.jsonl`) or after a hub set whose columns it has (`gsm8k:my.jsonl`)."""
+    name, _, path = spec.partition(":")
+    file = Path(path if name in HUB else spec)
+    return file if file.suffix in (".jsonl", ".parquet") else None
 
-    `spec` is a hub short name (`gsm8k`), a local file (`my.jsonl`, `my.parquet`; columns by flag), or a local file
-    with a hub set's columns (`gsm8k:my.jsonl`).
+
+def read_set(spec: str, args: object, split: str, flag: str = "--task") -> list[tuple[str, str]]:
+    """(prompt, answer) of every row that `spec` names: a hub short name (`gsm8k`) or a local file (columns by flag).
+
+    Of a set without a split of its own for tests, "test" takes all rows.
     """
-    name, _, path = spec.partition(":") if spec.partition(":")[0] in HUB else ("", "", spec)
+    path, name = local_file(spec), spec.partition(":")[0]
     columns = HUB.get(name) or HubSet("", None, "", "", args.prompt_column, args.answer_column)
-    if path and Path(path).suffix not in (".jsonl", ".parquet"):
-        known = f"arithmetic, reasoning_gym:<name>, a .jsonl or .parquet file, {', '.join(HUB)}"
-        raise BadInput(f"--task {spec}: unknown, use one of {known}")
-    if split == "test" and spec == args.task and (path or not columns.test) and not whole:
-        return None
-    hub_split = columns.test or columns.train if split == "test" else columns.train
+    if path is None and spec not in HUB:
+        more = "arithmetic, reasoning_gym:<name>, " if flag == "--task" else ""
+        raise BadInput(f"{flag} {spec}: unknown, use one of {more}a .jsonl or .parquet file, {', '.join(HUB)}")
+    if path is None and split == "train" and not columns.train:
+        raise BadInput(f"--task {spec}: has no training split, use it as --eval_task")
+    if columns.prompt == columns.answer:
+        raise BadInput(f"--answer_column {columns.answer}: is the --prompt_column, too")
+    rows = hub_rows(name, columns, columns.test or columns.train if split == "test" else columns.train, flag)
     pairs = []
-    for where, row in file_rows(Path(path)) if path else hub_rows(name, columns, hub_split):
+    for where, row in slowly(file_rows(path, flag) if path else rows, f"reading {spec}"):
         if not isinstance(row, dict) or not {columns.prompt, columns.answer} <= row.keys():
             wanted = f"{columns.prompt!r} (--prompt_column) and {columns.answer!r} (--answer_column)"
             raise BadInput(f"{where}: needs the columns {wanted}")
         prompt, answer = row[columns.prompt], row[columns.answer]
         try:
-            answer = columns.extract(answer) if answer is not None else ""
-        except (ValueError, TypeError, AttributeError) as error:
+            answer = as_text(columns.extract(answer)) if answer is not None else ""
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:
             raise BadInput(f"{where}: {columns.answer!r} cannot be read as an answer ({first_line(error)})") from error
-        answer = f"{answer:g}" if isinstance(answer, float) else str(answer).strip()  # AMC: 27.0 is 27
         if not isinstance(prompt, str) or not prompt.strip() or not answer:
             raise BadInput(f"{where}: {columns.prompt!r} must be a text and {columns.answer!r} must not be empty")
         pairs.append((prompt, answer))
     return pairs
 
 
-def file_rows(path: Path) -> Iterator[tuple[str, object]]:
+def as_text(answer: object) -> str:
+    """A reference as text: AMC's 27.0 is 27; what no response could equal is refused."""
+    if isinstance(answer, bool) or not isinstance(answer, (str, int, float)) or answer != answer:
+        raise TypeError(f"{str(answer)[:40]} is neither a text nor a number")
+    return str(int(answer) if isinstance(answer, float) and answer == int(answer) else answer).strip()
+
+
+def file_rows(path: Path, flag: str) -> Iterator[tuple[str, object]]:
     """("file:line", row) of a local file."""
-    if not path.is_file():
-        raise BadInput(f"--task {path}: no such file")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise BadInput(f"{flag} {path}: {reason}") from error
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
         try:
-            rows = pyarrow.parquet.read_table(path).to_pylist()
-        except (OSError, ValueError) as error:
+            rows = pyarrow.parquet.read_table(pyarrow.BufferReader(data)).to_pylist()
+        except Exception as error:  # pyarrow's own kinds
             raise BadInput(f"{path}: not a parquet file ({first_line(error)})") from error
         yield from ((f"{path}:row {number}", row) for number, row in enumerate(rows, 1))
         return
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(data.splitlines(), 1):
         if line.strip():
             try:
-                yield f"{path}:{number}", json.loads(line)
-            except ValueError as error:
-                raise BadInput(f"{path}:{number}: not a JSON object ({first_line(error)})") from error
+                yield f"{path}:{number}", json.loads(line.decode("utf-8-sig"), object_pairs_hook=without_repeats)
+            except (ValueError, RecursionError) as error:
+                coded = isinstance(error, UnicodeDecodeError) or b"\0" in line  # UTF-16 has a zero byte in each letter
+                wrong = "not text in UTF-8, save it as such" if coded else "not a JSON object"
+                raise BadInput(f"{path}:{number}: {wrong} ({first_line(error)})") from error
 
 
-def hub_rows(name: str, columns: HubSet, split: str) -> Iterator[tuple[str, object]]:
+def without_repeats(pairs: list[tuple[str, object]]) -> dict:
+    """A JSON object's keys and values; of a key that stands there twice json would silently take the last."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        raise ValueError("a key stands there twice")
+    return row
+
+
+def hub_rows(name: str, columns: HubSet, split: str, flag: str) -> Iterator[tuple[str, object]]:
     """("name:row n", row) of a hub set, downloaded or from the local cache."""
     import datasets
 
     try:
         rows = datasets.load_dataset(columns.path, columns.config, split=split)
     except Exception as error:  # offline, renamed, gated: `datasets` and its HTTP client raise many kinds
-        local = f"for a local copy use --task {name}:<file>"
-        raise BadInput(f"--task {name}: cannot load {columns.path} ({first_line(error)}); {local}") from error
+        local = f"for a local copy use {flag} {name}:<file>"
+        raise BadInput(f"{flag} {name}: cannot load {columns.path} ({first_line(error)}); {local}") from error
     yield from ((f"{name}:row {number}", row) for number, row in enumerate(rows, 1))

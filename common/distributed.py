@@ -1,9 +1,14 @@
 """Ranks: set-up from torchrun's environment, FSDP2 sharding, exact global sums, checkpoints, clean stops."""
 
+import contextlib
+import hashlib
 import os
 import random
+import re
 import shutil
 import signal
+import stat
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,6 +32,10 @@ CLOSING: list[Callable[[], None]] = []  # what must be shut down before the proc
 
 class BadInput(ValueError):
     """Something the user gave is wrong: shown as one line, exit code 2, nothing written."""
+
+
+class Refused(BadInput):
+    """Bad input that all ranks refuse together: the first one says it for all."""
 
 
 class RunStopped(RuntimeError):
@@ -106,6 +116,23 @@ def gather(values: Tensor, world: World) -> Tensor:
     return torch.cat(parts).to(values.device)
 
 
+@contextlib.contextmanager
+def together(world: World, kind: type[Exception], what: str, *also: type[BaseException]) -> Iterator[None]:
+    """Work on files inside: where it fails on any rank (OSError or `also`), all raise `kind`, "`what` (the cause)"."""
+    failure = ""
+    try:
+        yield
+    except (BadInput, RunStopped) as error:
+        failure = str(error)
+    except (OSError, *also) as error:
+        failure = f"{what} ({first_line(error)})"
+    failures = [failure] * world.size
+    if world.size > 1:
+        dist.all_gather_object(failures, failure)
+    if any(failures):
+        raise kind(next(filter(None, failures)))
+
+
 def scale_gradients(policy: nn.Module, factor: float) -> None:
     """Multiply every gradient by `factor`: turns accumulated sums into the mean that the objective asks for."""
     for parameter in policy.parameters():
@@ -120,34 +147,56 @@ def clip_gradients(policy: nn.Module, max_norm: float) -> float:
 
 
 class StopFlag:
-    """SIGINT and SIGTERM finish the current step instead of tearing it apart; a second signal kills as usual."""
+    """SIGINT, SIGTERM and SIGHUP finish the current step instead of tearing it apart; a second one kills as usual."""
 
     def __init__(self):
         self.raised = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._raise)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup: the user said to go on
+                signal.signal(number, self._raise)
 
     def _raise(self, number: int, frame: object) -> None:
         self.raised = True
         signal.signal(number, signal.SIG_DFL)
+        for output in (1, 2) if number == signal.SIGHUP else ():
+            if stat.S_ISCHR(os.fstat(output).st_mode):  # the terminal is gone: to write to it would be an error
+                os.dup2(os.open(os.devnull, os.O_WRONLY), output)
 
     def anywhere(self, world: World) -> bool:
         """True on all ranks as soon as one of them was signalled: they must leave the loop at the same step."""
         return global_sum({"stop_max": float(self.raised)}, world)["stop_max"] > 0
 
 
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, oldest first; what has another name is none of ours."""
+    found = [path for path in folder.glob("step_*") if re.fullmatch("step_[0-9]{6,}", path.name) and path.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint's name tells."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def save_checkpoint(
     folder: Path, step: int, policy: nn.Module, optimizer: Optimizer, state: dict, world: World
 ) -> None:
-    """Write `folder/step_<n>`: sharded weights and optimiser, and for each rank its RNGs and `state`.
+    """Write `folder/step_<n>`: sharded weights and optimiser, and for each rank its RNGs, `state` and checksums.
 
     Written under a temporary name and renamed when complete, so that a kill at any moment leaves the older ones usable.
     """
     final, partial = folder / f"step_{step:06d}", folder / "partial"
-    if world.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
+    advice = "checkpoints before it are whole: free some space and go on with --resume"
+    with together(world, RunStopped, f"cannot save {final}; {advice}"):
+        if world.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     unused = [one for one in optimizers if not one.state]
     weights, moments = get_state_dict(policy, optimizer)
@@ -156,46 +205,72 @@ def save_checkpoint(
     generators = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if world.device.type == "cuda":
         generators["cuda"] = torch.cuda.get_rng_state()
-    failure = ""
     try:
-        dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=partial / "shards")
-        torch.save({"generators": generators, "state": state}, partial / f"rank{world.rank}.pt")
-    except dcp.api.CheckpointException as error:
-        failure = first_line(next(iter(error.failures.values()))[0])
-    except (OSError, RuntimeError) as error:  # a full disk reaches us as any of these
-        failure = first_line(error)
-    if global_sum({"failures": bool(failure)}, world)["failures"]:  # all ranks leave together
+        # A full disk reaches us as any of these.
+        with together(world, RunStopped, f"cannot save {final}; {advice}", RuntimeError, dcp.api.CheckpointException):
+            dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=partial / "shards")
+            own = [*(partial / "shards").glob(f"__{world.rank}_*"), *[partial / "shards/.metadata"][world.rank :]]
+            share = {"generators": generators, "state": state, "ranks": world.size}
+            torch.save(share | {"sums": {path.name: checksum(path) for path in own}}, partial / f"rank{world.rank}.pt")
+    except RunStopped:
         shutil.rmtree(partial, ignore_errors=True)
-        raise RunStopped(
-            f"cannot save {final} ({failure or 'another rank failed'}); checkpoints before it are whole: free some "
-            "space and go on with --resume"
-        )
-    if world.rank == 0:
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        for old in sorted(folder.glob("step_*"))[:-KEEP_CHECKPOINTS]:
-            shutil.rmtree(old)
-    dist.barrier()
+        raise
+    with together(world, RunStopped, f"cannot save {final}; {advice}"):
+        if world.rank == 0:
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            kept = checkpoints(folder)
+            for newer in kept[kept.index(final) + 1 :]:  # found damaged on --resume: no later resume shall meet it
+                newer.rename(next(p for i in range(99) if not (p := folder / f"damaged{i}_{newer.name}").exists()))
+            for old in kept[: kept.index(final) + 1][:-KEEP_CHECKPOINTS]:
+                shutil.rmtree(old)
+
+
+def read_share(checkpoint: Path, world: World) -> dict:
+    """What this rank saved, after its files have been held to their checksums. Any kind of error: they are damaged.
+
+    In an evaluation by other ranks than saved, they divide the files; one beyond their number gets the first share.
+    """
+
+    def read(rank: int) -> dict:
+        with zipfile.ZipFile(checkpoint / f"rank{rank}.pt") as archive:
+            if archive.testzip():
+                raise ValueError(f"rank{rank}.pt is not what was saved")
+        return torch.load(checkpoint / f"rank{rank}.pt", weights_only=True, map_location="cpu")
+
+    first = read(0)
+    shares = {rank: read(rank) for rank in range(world.rank, first["ranks"], world.size)}
+    for name, total in (pair for share in shares.values() for pair in share["sums"].items()):
+        if checksum(checkpoint / "shards" / name) != total:
+            raise ValueError(f"shards/{name} is not what was saved")
+    return shares.get(world.rank, first)
 
 
 def load_checkpoint(folder: Path, policy: nn.Module, optimizer: Optimizer, world: World) -> tuple[int, dict]:
-    """Restore the newest checkpoint in `folder` in place and return its step and this rank's `state`."""
-    newest = max(folder.glob("step_*"), default=None)
-    if newest is None:
-        raise BadInput(f"--resume: no checkpoint in {folder}")
+    """Restore the newest whole checkpoint in `folder` in place and return its step and this rank's `state`."""
+    found, damaged = [checkpoints(folder)], []
+    dist.broadcast_object_list(found)  # all ranks must take the same one
+    for checkpoint in reversed(found[0]):
+        try:
+            with together(world, RunStopped, f"{checkpoint.name} is damaged", Exception):  # damage takes many forms
+                saved = read_share(checkpoint, world)
+            break
+        except RunStopped as error:
+            damaged.append(str(error))
+    else:
+        what = f"whole checkpoint in {folder}: {'; '.join(damaged)}" if damaged else f"checkpoint in {folder}"
+        raise Refused(f"--resume: no {what}")
+    if damaged and world.rank == 0:
+        print(f"{folder}: {'; '.join(damaged)}: going on from {checkpoint.name}", flush=True)
     weights, moments = get_state_dict(policy, optimizer)
-    try:
-        dcp.load({"policy": weights, "optimizer": moments}, checkpoint_id=newest / "shards")
-    except dcp.api.CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))
-        raise BadInput(f"--resume: {newest} does not fit --model ({first_line(cause)})") from error
+    with together(world, Refused, f"--resume: {checkpoint} does not fit --model", dcp.api.CheckpointException):
+        dcp.load({"policy": weights, "optimizer": moments}, checkpoint_id=checkpoint / "shards")
     set_state_dict(policy, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    saved = torch.load(newest / f"rank{world.rank}.pt", weights_only=True, map_location="cpu")
     random.setstate(saved["generators"]["python"])
     torch.set_rng_state(saved["generators"]["torch"])
-    if "cuda" in saved["generators"]:
+    if "cuda" in saved["generators"] and world.device.type == "cuda":
         torch.cuda.set_rng_state(saved["generators"]["cuda"])
-    return int(newest.name.removeprefix("step_")), saved["state"]
+    return step_of(checkpoint), saved["state"]
 
 
 def save_model(policy: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path, world: World) -> None:
@@ -208,11 +283,14 @@ def save_model(policy: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Pa
         tied = policy.lm.get_output_embeddings().weight is policy.lm.get_input_embeddings().weight
         if tied:
             weights["lm_head.weight"] = weights[next(name for name in weights if name.endswith("embed_tokens.weight"))]
-        policy.lm.save_pretrained(folder, state_dict=weights)
-        tokenizer.save_pretrained(folder)
-    dist.barrier()
+    with together(world, RunStopped, f"cannot write {folder}", SafetensorError):
+        if world.rank == 0:
+            policy.lm.save_pretrained(folder, state_dict=weights)
+            tokenizer.save_pretrained(folder)
 
 
-def first_line(error: Exception) -> str:
-    """The first line of an exception's message: what fits into an error of one line."""
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or of its cause's: what fits into an error of one line."""
+    if isinstance(error, dcp.api.CheckpointException):
+        error, _ = next(iter(error.failures.values()))
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

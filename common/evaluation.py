@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -12,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from common.data import Task
-from common.distributed import World, global_sum
+from common.distributed import RunStopped, World, global_sum, together
+from common.folder import as_lines, whole
 from common.rollout import HFEngine, VLLMEngine
 
 DECODING = ((1.0, 1.0), (0.7, 0.9))  # (temperature, top-p), the two settings that papers report
@@ -63,12 +63,18 @@ def benchmark(
     parts = [None] * world.size
     dist.all_gather_object(parts, rows)
     rows = sorted((row for part in parts for row in part), key=lambda row: row["problem"])
-    if world.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / "evaluation.partial"
-        partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        partial.replace(folder / f"evaluation-step{step}.jsonl")
-    return table(rows, n)
+    killed = global_sum({"killed": getattr(task.judge, "killed", 0)}, world)["killed"]
+    text = table(rows, n) + (f"\n{killed:.0f} answers broke the judge's bounds: scored 0" if killed else "")
+    path = folder / f"evaluation-step{step}.jsonl"
+    with together(world, RunStopped, f"cannot write {path}: the table is all that is left"):
+        if world.rank == 0:
+            try:
+                with whole(path) as partial:
+                    partial.write_text(as_lines(rows))
+            except OSError:
+                print(text, flush=True)
+                raise
+    return text
 
 
 def table(rows: list[dict], n: int) -> str:

@@ -1,17 +1,23 @@
 """The policy: loading, a forward pass made for sharding, log-probabilities that never hold a full [N, T, V] tensor."""
 
+import copy
+import difflib
+import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from common.distributed import BadInput, first_line
+from common.distributed import BadInput
 
 logging.disable_progress_bar()  # the run has its own
 EMBEDDED = {"tiny": Path(__file__).parent / "tiny" / "model", "tiny-moe": Path(__file__).parent / "tiny" / "model-moe"}
+FAMILIES = "Qwen3-MoE, Qwen3.5-MoE, OLMoE, Mixtral, GPT-OSS, Granite-MoE"  # tests/test_routing.py has more
 BLOCK_ELEMENTS = 2**26  # logits that token_logprobs makes at once: 256 MB in float32, whatever the vocabulary
 
 
@@ -21,16 +27,43 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     Weights are loaded in float32 because they are the optimiser's master copy: at lr 1e-6 an update is smaller than
     the spacing of bfloat16 numbers and would round to nothing. The forward pass casts down (see `distributed.shard`).
     """
-    source = Path(EMBEDDED.get(name, name))
-    if source.is_dir() and not (any(source.glob("*.safetensors")) and (source / "config.json").exists()):
+    source, close = Path(EMBEDDED.get(name, name)), difflib.get_close_matches(name, EMBEDDED, 1)
+    local = bool(name) and source.is_dir()
+    if not local and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):  # not a hub name either: do not ask the network
+        known = f"use a folder, a hub name (owner/name), {' or '.join(EMBEDDED)}"
+        raise BadInput(f"--model {name!r}: no such folder; {f'did you mean {close[0]}?' if close else known}")
+    if local and not (any(source.glob("*.safetensors")) and (source / "config.json").is_file()):
         raise BadInput(f"--model {name}: the folder holds no config.json with *.safetensors weights")
+    logging.set_verbosity_error()  # what transformers only warns about is refused by check_weights
+    options = {"attn_implementation": "sdpa", "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        lm = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="sdpa")
-    except (OSError, ValueError) as error:
-        raise BadInput(f"--model {name}: not a folder, and not loadable from the hub ({first_line(error)})") from error
+        if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):  # where none is, one is made up
+            raise ValueError("no tokenizer")
+        lm, report = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
+        check_weights(lm, report)
+    except Exception as error:  # transformers, safetensors, tokenizers and the hub's client raise many kinds
+        where = "cannot be loaded" if local else "not a folder, and not loadable from the hub"
+        reason = " ".join(str(error).split())[:240] or type(error).__name__
+        raise BadInput(f"--model {name}: {where} ({reason})") from error
     lm.generation_config.eos_token_id = sorted(eos_ids(lm, tokenizer))
+    positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
+    tokenizer.model_max_length = positions or tokenizer.model_max_length  # its own is often another model's or none
     return lm, tokenizer
+
+
+def check_weights(lm: PreTrainedModel, report: dict) -> None:
+    """Refuse weights that are not those of `config.json`: transformers fills what is missing with random numbers."""
+    wrong = [f"{key} is {tuple(found)}, not {tuple(own)}" for key, found, own in sorted(report["mismatched_keys"])]
+    wrong += [f"{key} is missing" for key in sorted(report["missing_keys"])]
+    # A vision tower's weights may be left over, but none of the language model's layers and no classifier.
+    extra = ("model.layers.", "score.", "classifier.")
+    wrong += [f"{key} has no place" for key in sorted(report["unexpected_keys"]) if key.startswith(extra)]
+    if wrong:
+        raise ValueError(f"{len(wrong)} weights do not fit its config.json, first: {wrong[0]}")
+    head = getattr(lm, "lm_head", None)
+    if not isinstance(head, nn.Linear) or head.bias is not None:  # `Policy.forward` uses its weight alone
+        raise ValueError(f"{type(lm).__name__} has no output head lm_head without a bias")
 
 
 def eos_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -44,36 +77,83 @@ def eos_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]
 
 def routers(lm: PreTrainedModel) -> list[nn.Module]:
     """The modules that send tokens to experts, a layer each; none in a dense model."""
-    return [module for module in lm.modules() if type(module).__name__.endswith("TopKRouter")]
+    return [module for module in lm.modules() if type(module).__name__.endswith("Router")]
+
+
+class Selection(TorchFunctionMode):
+    """Within it `torch.topk` takes the experts `given` `[tokens, k]`, if any, not the best; `seen` lists what it took.
+
+    A router computes scores, takes the top k, and derives the experts' weights from those. Replacing only the choice
+    leaves the rest, softmax or sigmoid, before or after the top k, to the model's own code, and the gradient too.
+    """
+
+    def __init__(self, given: Tensor | None = None):
+        super().__init__()
+        self.given, self.seen = given, []
+
+    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.topk, Tensor.topk):
+            if self.given is not None:
+                chosen = self.given.view_as(result.indices)  # [tokens, k]
+                result = torch.return_types.topk((args[0].gather(-1, chosen), chosen))
+            self.seen.append(result.indices.flatten(0, -2))  # [tokens, k]
+        return result
 
 
 class Routing:
     """Records which experts a mixture-of-experts model sends each token to, and can replay a recorded choice.
 
-    Replay fixes the selection only: the experts' weights are the current softmax at the recorded indices, so that the
-    router keeps its gradient. Without experts in the model (`active` False) this does nothing.
+    Replay fixes the selection only: the experts' weights come from the current scores at the recorded indices, so that
+    the router keeps its gradient. Where the model has no experts, or a router whose choice cannot be replayed, `active`
+    is False and `why_not` says so: the model is then left as it is.
     """
 
     def __init__(self, lm: PreTrainedModel):
-        self.active = bool(routers(lm))
+        self.why_not = why_not_replayed(lm)
+        self.active = not self.why_not
         self.last: list[Tensor] = [None] * len(routers(lm))  # of the last forward pass, a layer each: [tokens, k]
         self.replay: Tensor | None = None  # [tokens, layers, k], for the forward passes to come
-        for layer, router in enumerate(routers(lm)):
-            router.register_forward_hook(partial(self._choose, layer))
+        for layer, router in enumerate(routers(lm) if self.active else []):
+            router.forward = partial(self._choose, layer, router.forward)
 
-    def _choose(self, layer: int, router: nn.Module, inputs: tuple, output: tuple) -> tuple:
-        logits, scores, chosen = output  # [tokens, experts], [tokens, k], [tokens, k]
-        if self.replay is not None:
-            chosen = self.replay[:, layer].long()  # [tokens, k]
-            scores = logits.softmax(-1, dtype=torch.float32).gather(-1, chosen)  # [tokens, k]
-            if router.norm_topk_prob:
-                scores = scores / scores.sum(-1, keepdim=True)  # [tokens, k]
-        self.last[layer] = chosen
-        return logits, scores.to(logits.dtype), chosen
+    def _choose(self, layer: int, forward: Callable, *inputs: Tensor, **named: object) -> object:
+        given = None if self.replay is None else self.replay[:, layer].long()  # [tokens, k]
+        with Selection(given) as selection:
+            output = forward(*inputs, **named)
+        self.last[layer] = selection.seen[0]
+        return output
 
     def recorded(self) -> Tensor:
         """The last forward pass's choices, `[tokens, layers, k]`, in row order of its inputs."""
         return torch.stack(self.last, dim=1).to(torch.int16)
+
+
+def why_not_replayed(lm: PreTrainedModel) -> str:
+    """Why no choice of experts can be recorded and replayed in this model; "" where it can."""
+    found, width = routers(lm), getattr(lm.config.get_text_config(), "hidden_size", 0)
+    if odd := {type(router).__name__ for router in found if not replayable(router, width)}:
+        return f"chooses experts by {min(odd)}, which cannot be replayed (use one of {FAMILIES})"
+    return "" if found else "has no experts"
+
+
+def replayable(router: nn.Module, width: int) -> bool:
+    """Whether a copy of `router`, on random numbers, follows a replayed choice, and gives the same for its own one."""
+    generator = torch.Generator().manual_seed(0)  # the run's own random numbers stay as they are
+    probe = copy.deepcopy(router).to_empty(device="cpu").float().eval()  # whatever the original's device and precision
+    for values in filter(torch.is_floating_point, (*probe.parameters(), *probe.buffers())):
+        values.data = torch.randn(values.shape, generator=generator)
+    hidden, given, outputs = torch.randn(8, width, generator=generator), None, []  # [tokens, H]
+    try:
+        with torch.no_grad():
+            for step in range(3):  # freely; its own choice replayed; each token's choice given to the next token
+                with Selection(given) as selection:
+                    outputs.append(probe(hidden.clone()))
+                (chosen,) = selection.seen  # a router that chooses groups first, or by sorting, cannot be replayed
+                given = chosen if step == 0 else chosen.roll(1, dims=0)
+    except Exception:  # another's code, called with what may not be enough
+        return False
+    return all(map(torch.equal, outputs[0], outputs[1])) and any(torch.equal(part, chosen) for part in outputs[2])
 
 
 class Policy(nn.Module):

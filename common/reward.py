@@ -1,6 +1,6 @@
-"""Judging answers: exact match for the arithmetic task, the math-verify library for text mathematics.
+"""Judging answers: exact match for the arithmetic task, math-verify for text mathematics, reasoning-gym for its tasks.
 
-math-verify runs sympy on whatever the model wrote, which can hang, take all memory or raise. Each answer is therefore
+The two libraries run sympy on whatever the model wrote, which can hang, take all memory or raise. Each answer is so
 judged in a worker process under bounds that the kernel enforces: an alarm kills the worker even in the middle of C code
 (a Python-level time-out would not; and math-verify's own, based on signals, silently fails when called from a thread).
 `python -m common.reward` is that worker: JSON lines in, one verdict a line out. It does not import torch.
@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SECONDS, MEMORY = 5.0, 2 * 2**30  # bounds on one answer
+START_SECONDS = 120.0  # bound on the start of a worker: slow disks are slow, but a hang must end
+GYM_SIZE = 100_000  # problems in a reasoning-gym set; some sets make all of them at once
 TAIL = 2000  # characters searched for an answer that is not boxed
 
 
@@ -42,11 +44,22 @@ def final_answer(completion: str) -> str:
     return ""
 
 
-class MathJudge:
-    """Scores text answers with math-verify in worker processes; `killed` counts the answers that broke their bounds."""
+def gym_rows(name: str) -> object:
+    """The problems of a reasoning-gym set, by index; the same ones in every process."""
+    import reasoning_gym
 
-    def __init__(self, workers: int = 0, seconds: float = SECONDS, memory: int = MEMORY):
-        self.limits, self.killed = (seconds, memory), 0
+    return reasoning_gym.create_dataset(name, size=GYM_SIZE, seed=0)
+
+
+class MathJudge:
+    """Scores text answers with math-verify in worker processes; `killed` counts the answers that broke their bounds.
+
+    With `gym` it scores by that reasoning-gym set's own function, which may give part marks; the reference answers are
+    then the problems' indices.
+    """
+
+    def __init__(self, workers: int = 0, seconds: float = SECONDS, memory: int = MEMORY, gym: str = ""):
+        self.limits, self.gym, self.killed = (seconds, memory), gym, 0
         self.idle: queue.Queue[subprocess.Popen | None] = queue.Queue()
         workers = workers or min(8, max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
         for _ in range(workers):
@@ -54,7 +67,7 @@ class MathJudge:
         self.threads = ThreadPoolExecutor(workers)
 
     def __call__(self, completions: list[str], answers: list[str]) -> list[float]:
-        """1.0 where the completion's final answer equals the reference, else 0.0."""
+        """1.0 where the completion's final answer equals the reference, else 0.0 (or part marks)."""
         return list(self.threads.map(self._judge, completions, answers))
 
     def _judge(self, completion: str, answer: str) -> float:
@@ -62,7 +75,8 @@ class MathJudge:
         try:
             if worker is None:
                 worker = self._start()
-            worker.stdin.write(json.dumps([final_answer(completion), answer]) + "\n")
+            text = completion if self.gym else final_answer(completion)
+            worker.stdin.write(json.dumps([text, answer]) + "\n")
             worker.stdin.flush()
             verdict = worker.stdout.readline()
         except BrokenPipeError:
@@ -74,12 +88,11 @@ class MathJudge:
                 worker.wait()
                 worker = None
             self.idle.put(worker)
-        return float(verdict.strip() == "1")
+        return float(verdict or 0)
 
     def _start(self) -> subprocess.Popen:
-        seconds, memory = self.limits
         worker = subprocess.Popen(
-            [sys.executable, "-m", "common.reward", str(seconds), str(memory)],
+            [sys.executable, "-m", "common.reward", *map(str, self.limits), self.gym, str(START_SECONDS)],
             cwd=Path(__file__).parent.parent,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -88,7 +101,11 @@ class MathJudge:
             start_new_session=True,  # Ctrl-C is for the trainer, which finishes its step and still needs its judge
         )
         if worker.stdout.readline() != "ready\n":
-            raise RuntimeError("the math judge does not start: is math-verify installed? (pip install math-verify)")
+            from common.distributed import RunStopped  # not above: it imports torch, which a worker does without
+
+            worker.kill()
+            reason = f"exit code {worker.wait()}: is its package installed, is memory left?"
+            raise RunStopped(f"the judge {self.gym or 'math-verify'} does not start ({reason})")
         return worker
 
     def close(self) -> None:
@@ -102,28 +119,39 @@ class MathJudge:
                 worker.stdout.close()
 
 
-def worker(seconds: float, memory: int) -> None:
-    """Judge [answer, reference] lines from stdin until it closes; print 1 or 0 for each."""
+def worker(seconds: float, memory: int, gym: str, start_seconds: float) -> None:
+    """Judge [answer, reference] lines from stdin until it closes; print a score for each."""
     import resource
     import signal
 
     verdicts, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints must not pass for a verdict
-    from math_verify import parse, verify
+    signal.setitimer(signal.ITIMER_REAL, start_seconds)  # SIGALRM's default action: the kernel ends this process
+    if gym:
+        rows = gym_rows(gym)
+        from reasoning_gym.utils import extract_answer
+
+        def score(answer: str, reference: str) -> float:
+            return rows.score_answer(answer=extract_answer(answer), entry=rows[int(reference)])
+    else:
+        from math_verify import parse, verify
+
+        def score(answer: str, reference: str) -> float:
+            gold = parse(f"${reference}$", parsing_timeout=None)
+            return verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None)
 
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.setitimer(signal.ITIMER_REAL, 0)
     print("ready", file=verdicts, flush=True)
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM's default action: the kernel ends this process
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
-            answer, reference = json.loads(line)
-            gold = parse(f"${reference}$", parsing_timeout=None)
-            right = verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None)
+            points = float(score(*json.loads(line)))
         except Exception:  # MemoryError and RecursionError included
-            right = False
+            points = 0.0
         signal.setitimer(signal.ITIMER_REAL, 0)
-        print(int(right), file=verdicts, flush=True)
+        print(points, file=verdicts, flush=True)
 
 
 if __name__ == "__main__":
-    worker(float(sys.argv[1]), int(sys.argv[2]))
+    worker(float(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4]))

@@ -21,9 +21,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 
 from common.distributed import CLOSING, BadInput, RunStopped, World, full_parameters, global_sum
-from common.model import EMBEDDED, Routing, routers
+from common.model import EMBEDDED, Routing, why_not_replayed
 
-
+ROUTERS = ("gate.weight", "router.weight")  # float8 leaves them as they are: a rounded one chooses other experts
 PASS_TOKENS = 256  # what a forward and backward pass costs whatever its size, in tokens (embedded model: 150 to 300)
 
 
@@ -134,7 +134,7 @@ class HFEngine:
         """Copy the trainer's weights into the sampler's, one whole tensor at a time."""
         own = dict(self.lm.named_parameters())
         for name, full in full_parameters(policy):
-            rounded = self.float8 and full.dim() >= 2 and ".layers." in name and not name.endswith("gate.weight")
+            rounded = self.float8 and full.dim() >= 2 and ".layers." in name and not name.endswith(ROUTERS)
             own[name].copy_(float8(full) if rounded else full)
 
     def state_dict(self) -> dict:
@@ -257,7 +257,7 @@ class VLLMEngine:
             ) from error
         self.SamplingParams, self.world, self.cpu, self.calls = vllm.SamplingParams, world, cpu, 0
         self.eos, self.sleeps = lm.generation_config.eos_token_id, args.vllm_sleep
-        self.reports_experts = bool(routers(lm)) and not cpu and args.tensor_parallel == 1  # else vLLM does not
+        self.reports_experts = not why_not_replayed(lm) and not cpu and args.tensor_parallel == 1  # else vLLM does not
         # Neighbouring ranks share an engine, as vLLM groups them; a rank's seed differs from those of other engines.
         self.seed = args.seed * 100_003 + world.rank // args.tensor_parallel
         groups = torch.arange(world.size).view(-1, args.tensor_parallel).tolist()

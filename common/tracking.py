@@ -14,7 +14,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
@@ -23,8 +23,10 @@ import tyro
 from torch import Tensor
 from tqdm import tqdm
 
-from common.distributed import CLOSING, BadInput, RunStopped, World, first_line, global_sum, setup
+from common.data import HUB
+from common.distributed import CLOSING, BadInput, Refused, RunStopped, World, first_line, global_sum, setup, together
 from common.flags import broken_rule
+from common.folder import Claim, append, as_lines, holds_a_run, read_lines, saved_config, spelled_out, whole
 from common.rollout import Rollout
 
 PHASES = ("rollout", "reward", "old_logp", "update", "sync", "evaluate", "save")  # a file may clock others, too
@@ -40,18 +42,28 @@ def launch(main: Callable[[object, World], None], Args: type) -> None:
     """
     first_rank = os.environ.get("LOCAL_RANK", "0") == "0"  # every rank meets the same error: say it once
     world = None
+    with contextlib.suppress(AttributeError):  # a terminal that cannot show ε is no reason to stop
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         args = parse(Args, first_rank)
         world = setup()
         check(args, world)
-        main(args, world)
+        try:
+            main(args, world)
+        finally:
+            if Run.bar is not None:
+                Run.bar.close()  # ends its line, before anything is said
         dist.barrier()  # leave together: gloo may abort a rank whose peer is still busy
     except (BadInput, RunStopped) as error:
         if not first_rank:  # mostly all ranks meet the same error: torchrun ends this one while it waits
             time.sleep(2)
-        if first_rank or isinstance(error, BadInput):
+        if first_rank or isinstance(error, BadInput) and not isinstance(error, Refused):
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, BadInput) else 1)
+    except KeyboardInterrupt:  # before the first step; from there on StopFlag takes it
+        if first_rank:
+            print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
+        sys.exit(130)
     except torch.OutOfMemoryError as error:
         sampling = Run.phase in ("rollout", "evaluate", "branch", "sync")
         lower = "--rollout_rows or --vllm_memory" if sampling else "--micro_tokens"
@@ -88,23 +100,42 @@ def parse(Args: type, first_rank: bool = True) -> object:
         if stop.code != 2:
             raise
         lines = [line.strip(" │") for line in message.getvalue().splitlines()[1:]]  # [0] is the box's title
-        first, *_ = (list(g) for words, g in itertools.groupby(lines, lambda line: bool(line.strip("─-╰╯"))) if words)
-        raise BadInput(" ".join(first)) from None
+        parts = [list(g) for words, g in itertools.groupby(lines, lambda line: bool(line.strip("─-╰╯"))) if words]
+        raise BadInput(" ".join(parts[0]) if parts else "wrong flags") from None  # only the first rank is told more
 
 
 def check(args: object, world: World) -> None:
     """Refuse values with which no run makes sense, and divisions that would leave a rank without its share."""
     if wrong := broken_rule(args):
         raise BadInput(wrong)
-    if args.group_size < 2:
+    if args.group_size < 2 and not args.eval_only:
         raise BadInput(f"--group_size {args.group_size}: a group needs 2 responses or more to compare")
     unit = world.size * args.minibatches
-    if args.prompts_per_step % unit:  # mini-batches are made of whole groups
+    if args.prompts_per_step % unit and not args.eval_only:  # mini-batches are made of whole groups
         raise BadInput(f"--prompts_per_step {args.prompts_per_step}: not a multiple of ranks x --minibatches = {unit}")
     if args.wandb and not importlib.util.find_spec("wandb"):
         raise BadInput(f"--wandb {args.wandb}: needs the package (pip install wandb)")
     if args.dtype == "auto":
         args.dtype = "bfloat16" if world.device.type == "cuda" else "float32"
+
+
+def without_effect(args: object, world: World) -> Iterator[str]:
+    """A line for each flag that was set and does nothing beside the others."""
+    vllm = args.rollout == "vllm" or (args.rollout == "auto" and world.device.type == "cuda")
+    tasks = [] if args.eval_only and args.eval_task else [args.task]
+    kinds = {task.partition(":")[0] for task in (*tasks, *args.eval_task.split(",")) if task}
+    for idle, where, names in (
+        (not vllm, "with the hf engine", "vllm_memory vllm_sleep tensor_parallel"),
+        (vllm, "with vLLM", "rollout_rows"),
+        (kinds == {"arithmetic"}, "with --task arithmetic", "max_prompt_tokens"),
+        (kinds <= {"arithmetic", "reasoning_gym"}, f"with --task {args.task}", "instruction"),
+        (kinds <= {"arithmetic", "reasoning_gym", *HUB}, "without a local file", "prompt_column answer_column"),
+        (getattr(args, "beta", 0) == 0, "with --beta 0", "offload_reference"),
+        (args.eval_only, "with --eval_only", "save_hf wandb"),
+    ):
+        for flag in fields(args) if idle else ():
+            if flag.name in names.split() and getattr(args, flag.name) != flag.default:
+                yield f"--{flag.name} has no effect {where}"
 
 
 class Means:
@@ -137,72 +168,104 @@ class Run:
     """The run folder: config.json, metrics.jsonl (a line a step), curves.png, summary.json, checkpoints/."""
 
     phase = ""  # what is being done now, for messages about failures
+    bar: tqdm | None = None
 
     def __init__(self, args: object, world: World, algorithm: str, acted: str):
-        """`acted` names the metric that stays zero while the algorithm's own mechanism does nothing."""
+        """`acted` names the metric that stays zero while the algorithm's own mechanism does nothing.
+
+        Takes the run folder's lock, and changes nothing in it yet.
+        """
         self.args, self.world, self.algorithm, self.acted = args, world, algorithm, acted
         task = re.sub(r"[^\w.-]+", "-", Path(args.task).stem)
-        self.folder = Path(args.run_dir or f"runs/{algorithm}-{task}-s{args.seed}")
+        self.folder = spelled_out(args.run_dir or f"runs/{algorithm}-{task}-s{args.seed}")
         self.checkpoints, self.metrics = self.folder / "checkpoints", self.folder / "metrics.jsonl"
         self.seconds, self.started = defaultdict(float), time.perf_counter()
-        self.bar, self.wandb, self.skipped = None, None, 0
+        self.wandb, self.skipped = None, 0
         config = asdict(args) | {"algorithm": algorithm, "acted": acted, "ranks": world.size}
         self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
-        if args.resume:
-            self._check_same()
+        with together(world, Refused, f"--run_dir {self.folder}: cannot be used"):
+            if world.rank == 0:
+                self._check_same() if args.resume else holds_a_run(self.folder)
+                self.claim = Claim(self.folder, alone=not args.eval_only)
+                CLOSING.append(self.claim.release)
+        self.say(*without_effect(args, world))
 
     def _check_same(self) -> None:
         """Bit-exact resume needs the same run: refuse another algorithm, other shapes, another number of ranks."""
-        path = self.folder / "config.json"
-        saved = json.loads(path.read_text()) if path.is_file() else {}
+        saved = saved_config(self.folder)
         if not saved:
             raise BadInput(f"--resume: no run in {self.folder}")
-        free = FREE_ON_RESUME | ({"eval_task"} if self.args.eval_only else set())  # else it decides what is held back
-        for name in self.config.keys() - free:
+        names = self.config.keys() - FREE_ON_RESUME
+        for name in sorted({"algorithm", "model"} if self.args.eval_only else names):
             if saved.get(name) != self.config[name]:
                 raise BadInput(
                     f"--resume: {self.folder} has {name} {saved.get(name)!r}, this run {self.config[name]!r}"
                 )
+        lines = read_lines(self.metrics) if self.metrics.is_file() else []
+        if not self.args.eval_only and not any("greedy" in line for line in lines):
+            raise BadInput(f"--resume: {self.metrics} is missing or holds no measurement")
 
     def start(self, task: object, done: int) -> None:
         """Make the run folder, now that nothing can be wrong with the input any more, and say what will happen."""
         a, n = self.args, self.args.prompts_per_step * self.args.group_size
+        self.task, self.begun = task, done
+        self.config["data"] = task.fingerprint
         dist.barrier()  # every rank has read what it resumes from before the first one writes
-        if self.world.rank > 0:
-            return
-        if self.folder.exists() and not a.resume:  # results are never overwritten
-            numbered = (self.folder.with_name(f"{self.folder.name}.{i}") for i in itertools.count(1))
-            aside = self.folder.rename(next(path for path in numbered if not path.exists()))
-            print(f"an earlier run was in {self.folder}: moved to {aside}")
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n")
-        for path in self.folder.glob("*.jsonl"):  # forget the steps that were done after the checkpoint
-            partial = path.with_suffix(".partial")
-            partial.write_text(
-                "".join(json.dumps(line) + "\n" for line in read_lines(path) if line.get("step", 0) <= done)
-            )
-            partial.replace(path)
+        with together(self.world, Refused, f"--run_dir {self.folder}: cannot be written to"):
+            if self.world.rank == 0:
+                self._open(done)
+        self.say(
+            f"{self.algorithm}: {a.model} on {task.name}; {self.world.size} rank(s) on {self.world.device}, {a.dtype}",
+            f"steps {done + 1} to {a.steps}, each {a.prompts_per_step} prompts x {a.group_size} responses = {n}, "
+            f"{a.minibatches} mini-batch(es); {len(task.held_out)} held-out problems every {a.eval_every} steps"
+            if done < a.steps
+            else f"all {done} steps are done: to go on, give more --steps",
+            f"results in {self.folder}" + (f"; {task.dropped} prompts too long, dropped" if task.dropped else ""),
+            *task.remarks,
+        )
+
+    def _open(self, done: int) -> None:
+        """Refuse what only now can be known, then write: config.json, and the metrics up to step `done`."""
+        a, kept = self.args, {}
+        if a.resume:
+            if saved_config(self.folder).get("data", self.config["data"]) != self.config["data"]:
+                raise BadInput(f"--resume: the file behind --task {a.task} changed since {self.folder} was started")
+            if done > a.steps:
+                raise BadInput(f"--steps {a.steps}: {self.folder} is at step {done} already")
+            paths = (path for path in self.folder.glob("*.jsonl") if not path.name.startswith("evaluation-"))
+            kept = {path: [row for row in read_lines(path) if row["step"] <= done] for path in paths}
+            for row in kept[self.metrics][-1:] if hasattr(self.task.judge, "killed") else ():
+                self.task.judge.killed += int(row.get("judge_killed") or 0)  # it counts over the whole run
         if a.wandb:
             import wandb
 
             name = self.folder.name
-            self.wandb = wandb.init(project=a.wandb, name=name, id=name, config=self.config, resume="allow")
-        self.say(
-            f"{self.algorithm}: {a.model} on {task.name}; {self.world.size} rank(s) on {self.world.device}, {a.dtype}",
-            f"steps {done + 1} to {a.steps}, each {a.prompts_per_step} prompts x {a.group_size} responses = {n}, "
-            f"{a.minibatches} mini-batch(es); {len(task.held_out)} held-out problems every {a.eval_every} steps",
-            f"results in {self.folder}" + (f"; {task.dropped} prompts too long, dropped" if task.dropped else ""),
-        )
+            try:
+                self.wandb = wandb.init(project=a.wandb, name=name, id=name, config=self.config, resume="allow")
+            except Exception as error:  # no network, no login: it raises many kinds
+                raise BadInput(f"--wandb {a.wandb}: {first_line(error)}") from error
+        if not a.resume and holds_a_run(self.folder):
+            print(f"an earlier run was in {self.folder}: moved to {self.claim.renew(self._write_config)}")
+        else:
+            self._write_config(self.folder)
+        self.checkpoints.mkdir(exist_ok=True)
+        for path, rows in kept.items():  # forget the steps that were done after the checkpoint
+            with whole(path) as partial:
+                partial.write_text(as_lines(rows))
+
+    def _write_config(self, folder: Path) -> None:
+        with whole(folder / "config.json") as partial:
+            partial.write_text(json.dumps(self.config, indent=2) + "\n")
 
     def say(self, *lines: str) -> None:
         """Print on rank 0."""
-        if self.world.rank == 0:
+        if lines and self.world.rank == 0:
             print(*lines, sep="\n", flush=True)
 
     def steps(self, done: int) -> Iterator[int]:
         """Step numbers from `done` + 1 to `--steps`, behind a progress bar on rank 0."""
         hidden = self.world.rank > 0
-        self.bar = tqdm(total=self.args.steps, initial=done, disable=hidden, dynamic_ncols=True, unit="step")
+        Run.bar = tqdm(total=self.args.steps, initial=done, disable=hidden, dynamic_ncols=True, unit="step")
         for step in range(done + 1, self.args.steps + 1):
             yield step
             self.bar.update()
@@ -226,13 +289,10 @@ class Run:
         line |= {f"seconds_{phase}": self.seconds[phase] for phase in dict.fromkeys([*PHASES, *self.seconds])}
         self.started += seconds
         self.seconds.clear()
-        if self.world.rank > 0:
-            return
-        with self.metrics.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self.note(self.metrics.name, [line])
         if self.wandb:
             self.wandb.log(line, step=step)
-        if self.bar:
+        if self.bar is not None:
             shown = [name for name in (*SHOWN, self.acted, "tokens_per_s") if name in line]
             self.bar.set_postfix({name: f"{line[name]:.3g}" for name in shown}, refresh=False)
 
@@ -244,7 +304,8 @@ class Run:
         self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
         if self.skipped:
             path = self.folder / f"bad_batch_rank{self.world.rank}.pt"
-            torch.save(vars(batch), path)
+            with contextlib.suppress(OSError, RuntimeError):  # a full disk: go on, or stop, for the better reason
+                torch.save(vars(batch), path)
             if self.skipped == MOST_SKIPPED:
                 raise RunStopped(
                     f"{MOST_SKIPPED} gradients in a row were NaN or infinite, none was applied; the last batch is in "
@@ -253,16 +314,24 @@ class Run:
         return not self.skipped
 
     def note(self, name: str, rows: list[dict]) -> None:
-        """Append what a reader may want to look at to a JSON-lines file of the run folder (rank 0's share of it)."""
-        if rows and self.world.rank == 0:
-            with (self.folder / name).open("a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+        """Append rows to a JSON-lines file of the run folder, on rank 0. All ranks call it together."""
+        what = f"cannot write {self.folder / name}: free some space and go on with --resume"
+        with together(self.world, RunStopped, what):
+            if rows and self.world.rank == 0:
+                append(self.folder / name, rows)
 
     def finish(self, done: int) -> None:
         """Draw the curves; for a run that reached its last step also write summary.json and say what happened."""
-        if self.world.rank > 0:
-            return
-        self.bar.close()
+        killed = global_sum({"killed": getattr(self.task.judge, "killed", 0)}, self.world)["killed"]
+        with together(self.world, RunStopped, f"cannot write the results to {self.folder}"):
+            if self.world.rank == 0:
+                self.bar.close()
+                self._conclude(done, killed)
+                self.claim.release()
+
+    def _conclude(self, done: int, killed: float) -> None:
+        if killed:
+            self.say(f"\n{killed:.0f} answers broke the judge's time or memory bounds: scored 0")
         history, curves = read_lines(self.metrics), draw_curves(self.folder)
         if done < self.args.steps:
             self.say(f"stopped after step {done} of {self.args.steps}, saved: go on with --resume")
@@ -280,7 +349,9 @@ class Run:
                     split[phase] = split.get(phase, 0.0) + line[name]
         split["other"] = total - sum(split.values())
         summary["seconds_split"] = split
-        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        if done > self.begun or not (self.folder / "summary.json").exists():
+            with whole(self.folder / "summary.json") as partial:
+                partial.write_text(json.dumps(summary, indent=2) + "\n")
         self.say(
             f"\nheld-out accuracy, greedy   {first['greedy']:.3f} -> {last['greedy']:.3f}",
             f"held-out accuracy, sampled  {first['sampled']:.3f} -> {last['sampled']:.3f}",
@@ -288,13 +359,11 @@ class Run:
             f"metrics  {self.metrics}",
             f"seconds  {total:.0f}: " + ", ".join(f"{name} {spent:.1f}" for name, spent in split.items()),
         )
-        if not any(line.get(self.acted) for line in history):
+        if not any(line.get(self.acted, 0) != 0 for line in history):
             self.say(f"\nWARNING: {self.acted} was 0 at every step: the mechanism that it measures never acted.")
-
-
-def read_lines(path: Path) -> list[dict]:
-    """The rows of a JSON-lines file; a last one cut short by a kill, or still being written, is dropped."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        fallen = [name for name in ("greedy", "sampled") if last[name] < first[name]]
+        if fallen:
+            self.say(f"\nWARNING: held-out accuracy ({', '.join(fallen)}) ended below its start.")
 
 
 def draw_curves(folder: Path) -> Path:
@@ -304,7 +373,9 @@ def draw_curves(folder: Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    config = json.loads((folder / "config.json").read_text())
+    config = saved_config(folder)
+    if not config:
+        raise BadInput(f"{folder}: holds no run")
     lines = read_lines(folder / "metrics.jsonl")
     panels = {
         "reward, sampled (training prompts)": ["reward"],
@@ -319,7 +390,7 @@ def draw_curves(folder: Path) -> Path:
     figure, axes = pyplot.subplots(2, 4, figsize=(17, 7), layout="constrained")
     for axis, (title, names) in zip(axes.flat, panels.items()):
         for name in names:
-            points = [(line["step"], line[name]) for line in lines if name in line]
+            points = [(line["step"], math.nan if line[name] is None else line[name]) for line in lines if name in line]
             marker = "o" if len(points) < 30 else ""
             axis.plot([x for x, _ in points], [y for _, y in points], label=name, marker=marker, linewidth=1.2)
         axis.set(title=title, xlabel="step")
@@ -330,11 +401,17 @@ def draw_curves(folder: Path) -> Path:
     setting = f"{config['model']} on {config['task']}, seed {config['seed']}, lr {config['lr']:g}"
     figure.suptitle(f"{config['algorithm']}: {setting}")
     path = folder / "curves.png"
-    figure.savefig(path, dpi=80)
+    with whole(path) as partial:
+        figure.savefig(partial, dpi=80, format="png")
     pyplot.close(figure)
     return path
 
 
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        print(draw_curves(Path(argument)))
+    sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        for argument in sys.argv[1:] or ["no folder given"]:
+            print(draw_curves(Path(argument)))
+    except (BadInput, OSError) as error:
+        print(f"common.tracking: error: {first_line(error)}", file=sys.stderr)
+        sys.exit(2)

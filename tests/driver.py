@@ -1,7 +1,8 @@
 """Runs an algorithm file's own command line, but killed at a chosen moment: `driver.py FILE MOMENT STEP [flags]`.
 
 MOMENT `log` kills right after step STEP's metrics were written; `save` between the writing of STEP's checkpoint and its
-renaming; `term` and `int` send that signal at step STEP; `lost` kills rank 1 alone in the middle of update STEP.
+renaming; `term`, `int`, `hup` send that signal at step STEP, and `stop` halts the process there, alive; `lost` kills
+rank 1 alone in the middle of update STEP.
 """
 
 import importlib
@@ -14,6 +15,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import common.distributed
 from common.tracking import Run, launch
 
+SIGNALS = {"log": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT, "hup": signal.SIGHUP}
+SIGNALS["stop"] = signal.SIGSTOP
+
 name, moment, step = sys.argv[1], sys.argv[2], int(sys.argv[3])
 sys.argv[1:] = sys.argv[4:]
 module = importlib.import_module(name)
@@ -23,8 +27,8 @@ log, healthy, saving, updates = Run.log, Run.healthy, [], []
 
 def log_and_kill(self: Run, done: int, metrics: dict) -> None:
     log(self, done, metrics)
-    if done == step and moment in ("log", "term", "int"):
-        os.kill(os.getpid(), {"log": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}[moment])
+    if done == step and moment in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[moment])
 
 
 def save_and_kill(*arguments: object, **keywords: object) -> None:

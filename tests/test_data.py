@@ -1,9 +1,10 @@
 """Tasks: the embedded one, local files, hub sets on local files of their schema; rows that are wrong are named."""
 
+import copy
+import importlib.util
 import json
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -102,6 +103,11 @@ def test_parquet(tmp_path):
     path = tmp_path / "set.parquet"
     datasets.Dataset.from_list(numbered(6)).to_parquet(path)
     assert {problem.answer for problem in load(str(path)).held_out} < {str(i) for i in range(6)}
+    with pytest.raises(BadInput, match="set.parquet:row 1: needs the columns 'prompt' .* and 'result'"):
+        load(str(path), answer_column="result")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(BadInput, match="set.parquet: not a parquet file"):
+        load(str(path))
 
 
 ROWS = {
@@ -124,8 +130,11 @@ ROWS = {
 def test_hub_sets_on_local_rows_of_their_schema(tmp_path, name):
     """Every named set reads its own columns, and the judge accepts the reference answer."""
     row, answer = ROWS[name]
-    task = load(f"{name}:{write(tmp_path / 'local.jsonl', [row] * 5)}")
-    assert task.train(0).answer == answer and task.train(0).prompt == next(iter(row.values()))
+    column = next(iter(row))
+    rows = [row | {column: f"{row[column]} ({number})"} for number in range(5)]
+    task = load(f"{name}:{write(tmp_path / 'local.jsonl', rows)}")
+    assert task.train(0).answer == answer and task.train(0).prompt in [row[column] for row in rows]
+    assert not any("matched" in line for line in task.remarks)
     assert task.judge([rf"Thus \boxed{{{answer}}}."], [answer]) == [1.0]
 
 
@@ -160,19 +169,201 @@ def test_eval_task_is_another_set(tmp_path):
         ([{"prompt": 7, "answer": 7}], "set.jsonl:1: 'prompt' must be a text"),
         ([{"prompt": " ", "answer": 7}], "set.jsonl:1: 'prompt' must be a text"),
         ([{"prompt": "x", "answer": None}], "set.jsonl:1: .*'answer' must not be empty"),
-        ([], "no training problem left of 0"),
-        (numbered(2), "no training problem left of 2"),
+        ([], "no problem left of 0"),
+        (numbered(1), "no training problem left of 1: the prompts are all held out"),
+        ([{"prompt": "x", "answer": 1}] * 60, "no training problem left of 60: the prompts are all held out"),
         ([*numbered(2), "\xff".encode("latin1").decode("latin1")], "set.jsonl:3"),
+        ([*numbered(2), {"prompt": "x", "answer": True}], "set.jsonl:3: 'answer' .*True is neither a text nor"),
+        ([*numbered(2), {"prompt": "x", "answer": [7]}], r"set.jsonl:3: 'answer' .*\[7\] is neither a text nor"),
+        ([*numbered(2), {"prompt": "x", "answer": {"a": 7}}], "set.jsonl:3: 'answer' .*is neither a text nor"),
+        ([*numbered(2), '{"prompt": "x", "answer": NaN}'], "set.jsonl:3: 'answer' .*nan is neither a text nor"),
+        ([*numbered(2), '{"prompt": "x", "answer": -Infinity}'], "set.jsonl:3: 'answer' cannot be read"),
+        ([*numbered(2), {"prompt": "x", "answer": " "}], "set.jsonl:3: .*'answer' must not be empty"),
+        (['{"prompt": "x", "prompt": "y", "answer": 7}'], "set.jsonl:1: not a JSON object .*twice"),
+        (["[" * 100_000], "set.jsonl:1: not a JSON object .*recursion"),
+        ([{"prompt": [{"role": "user", "content": "x"}], "answer": 7}], "set.jsonl:1: 'prompt' must be a text"),
     ],
 )
 def test_malformed_rows_are_named(tmp_path, rows, message):
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(BadInput, match=message) as error:
         load(write(tmp_path / "set.jsonl", rows))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("code", ["utf-16", "utf-16-le", "utf-32", "latin1"])
+def test_other_encodings_are_named(tmp_path, code):
+    path = tmp_path / "set.jsonl"
+    path.write_bytes('{"prompt": "naïve?", "answer": 7}\n'.encode(code))
+    with pytest.raises(BadInput, match="set.jsonl:1: not text in UTF-8, save it as such"):
+        load(str(path))
+
+
+def test_marks_line_ends_and_separators_of_text_files(tmp_path):
+    """A byte order mark, CRLF, empty lines, and U+2028 inside a text (which str.splitlines takes for a line's end)."""
+    path = tmp_path / "set.jsonl"
+    rows = [json.dumps({"prompt": f"a\u2028{i}", "answer": i}, ensure_ascii=False) for i in range(4)]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n\r\n".join(rows).encode())
+    assert {load(str(path)).train(i).prompt for i in range(3)} <= {f"a\u2028{i}" for i in range(4)}
+
+
+def test_numbers_keep_their_digits(tmp_path):
+    """27.0 is 27; nothing is rounded."""
+    answers = [27.0, 1234567.0, 3.14159265, 10**20, "007"]
+    task = load(write(tmp_path / "set.jsonl", [{"prompt": f"{i}?", "answer": a} for i, a in enumerate(answers)]))
+    found = {task.train(i).answer for i in range(4)} | {problem.answer for problem in task.held_out}
+    assert found == {"27", "1234567", "3.14159265", str(10**20), "007"}
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "folder.jsonl").mkdir()
+    for name, message in (("folder.jsonl", "Is a directory"), ("a" * 300 + ".jsonl", "File name too long")):
+        for field, value in (("task", "--task"), ("eval_task", "--eval_task")):
+            train = write(tmp_path / "train.jsonl", numbered(8))
+            with pytest.raises(BadInput, match=f"^{value} {tmp_path}/{name}: {message}$"):
+                load(**{"task": train, field: str(tmp_path / name)})
+    with pytest.raises(BadInput, match="^--eval_task nowhere.jsonl: no such file$"):
+        load(train, eval_task="nowhere.jsonl")
+
+
+def test_a_small_file_holds_a_quarter_back(tmp_path):
+    """60 rows at the default of 256 held-out problems: 15 are held out, 45 trained on, and it is said."""
+    task = load(write(tmp_path / "set.jsonl", numbered(60)), eval_problems=256)
+    seen, held_out = {task.train(i).prompt for i in range(45)}, {problem.prompt for problem in task.held_out}
+    assert len(seen) == 45 and len(held_out) == 15 and not seen & held_out
+    assert any("15 of 60 problems are held out" in line for line in task.remarks)
+    two = load(write(tmp_path / "two.jsonl", numbered(2)))
+    assert len(two.held_out) == 1 and two.train(0).prompt == two.train(5).prompt != two.held_out[0].prompt
+
+
+def test_a_held_out_prompt_is_never_trained_on(tmp_path):
+    """Rows that repeat a prompt: held-out problems are distinct, the same for every seed, and in no training row."""
+    path = write(tmp_path / "set.jsonl", [*numbered(20), *numbered(20), {"prompt": "question 3?", "answer": 4}])
+    task, other = load(path, eval_problems=5), load(path, eval_problems=5, seed=2)
+    held_out = [problem.prompt for problem in task.held_out]
+    assert held_out == [problem.prompt for problem in other.held_out] and len(set(held_out)) == 5
+    assert not {task.train(i).prompt for i in range(200)} & set(held_out)
+    assert any("21 of 41 rows repeat a prompt; 1 prompts have several answers" in line for line in task.remarks)
+    assert any("rows have a prompt that is held out" in line for line in task.remarks)
+    again = load(path, eval_task=write(tmp_path / "test.jsonl", numbered(3)), eval_problems=1)
+    assert {again.train(i).prompt for i in range(100)} == {
+        f"question {i}?" for i in range(3, 20)
+    }  # none of the split's
+    assert any("6 rows have a prompt that is held out" in line or "7 rows" in line for line in again.remarks)
+
+
+def test_the_training_file_is_no_held_out_set(tmp_path):
+    """However its path is spelled; and a copy of it leaves nothing to train on."""
+    path = write(tmp_path / "set.jsonl", numbered(8))
+    (tmp_path / "d").mkdir()
+    (tmp_path / "link.jsonl").symlink_to(path)
+    for spelled in (path, f"{tmp_path}/d/../set.jsonl", f"{tmp_path}/link.jsonl"):
+        with pytest.raises(BadInput, match="--eval_task .*is the training file"):
+            load(path, eval_task=spelled)
+    with pytest.raises(BadInput, match="no training problem left of 8: the prompts are all held out"):
+        load(path, eval_task=write(tmp_path / "copy.jsonl", numbered(8)))
+
+
+def test_references_that_cannot_be_matched_are_counted(tmp_path):
+    """The judge itself is asked, for those references that are no plain numbers."""
+    rows = numbered(8) + [{"prompt": f"x{i}?", "answer": a} for i, a in enumerate(["$", "\\", r"\frac{1}{2}", "x0?"])]
+    rows.append({"prompt": "same?", "answer": "same?"})
+    remarks = " ".join(load(write(tmp_path / "set.jsonl", rows)).remarks)
+    assert "2 of 5 references tried (of 5 that are no plain numbers) cannot be matched" in remarks
+    assert "1 rows have their own prompt as the answer" in remarks
+    with pytest.raises(BadInput, match="--answer_column prompt: is the --prompt_column, too"):
+        load(write(tmp_path / "set.jsonl", rows), answer_column="prompt")
+    clean = [line for line in load(write(tmp_path / "clean.jsonl", numbered(8))).remarks]
+    assert clean == []
+
+
+def test_the_fingerprint_is_of_the_files_contents(tmp_path):
+    """Another content, of the task's or the evaluation's file: another fingerprint; another name: the same."""
+    one, same, other = (
+        write(tmp_path / name, numbered(n)) for name, n in (("a.jsonl", 8), ("b.jsonl", 8), ("c.jsonl", 9))
+    )
+    test = write(tmp_path / "test.jsonl", numbered(50)[40:])
+    prints = [load(name).fingerprint for name in (one, same, other)]
+    assert prints[0] == prints[1] != prints[2] and len(prints[0]) == 64
+    with_test = load(one, eval_task=test).fingerprint
+    write(tmp_path / "test.jsonl", numbered(50)[39:])
+    assert len({prints[0], with_test, load(one, eval_task=test).fingerprint}) == 3
+    write(tmp_path / "a.jsonl", numbered(4))
+    assert load(f"{tmp_path}/a.jsonl").fingerprint != prints[0]
+
+
+class Short(Letters):
+    model_max_length = 100
+
+
+def test_a_prompt_and_its_response_fit_into_the_model(tmp_path, tiny):
+    """Room for a prompt: --max_prompt_tokens, but no more than the positions less --max_new_tokens."""
+    path = write(tmp_path / "set.jsonl", [*numbered(6), {"prompt": "long" * 10, "answer": 1}])
+    plain = {"instruction": ""}
+    assert load(path, Short(), max_new_tokens=64, **plain).dropped == 1  # 58 tokens with "Question: ... Answer:"
+    assert load(path, Short(), max_new_tokens=40, **plain).dropped == 0
+    with pytest.raises(BadInput, match="no problem left of 7; .* 100 positions less --max_new_tokens 90"):
+        load(path, Short(), max_new_tokens=90, **plain)
+    assert load("arithmetic", tiny[1], max_new_tokens=242).held_out
+    for tokens in (243, 5000):
+        with pytest.raises(
+            BadInput, match=f"longest prompt has 14 tokens.*256 positions less --max_new_tokens {tokens}"
+        ):
+            load("arithmetic", tiny[1], max_new_tokens=tokens)
+
+
+def test_a_huge_prompt_is_dropped_without_being_tokenised(tmp_path):
+    class Counting(Letters):
+        def __call__(self, text: str, **options: bool) -> dict:
+            assert len(text) < 10**6, "tokenised all the same"
+            return super().__call__(text)
+
+    path = write(tmp_path / "set.jsonl", [*numbered(6), {"prompt": "x" * 10**6, "answer": 1}])
+    assert load(path, Counting()).dropped == 1
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_slow_work_says_what_it_does(tmp_path, monkeypatch, tiny, rank):
+    """Reading, tokenising, drawing: each behind a bar, that comes after seconds only, and on the first rank alone."""
+    bars = []
+
+    def tqdm(things: object, what: str, *, delay: float, disable: bool, leave: bool) -> object:
+        assert delay > 0 and not leave
+        bars.append((what, disable))
+        return things
+
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("common.data.tqdm", tqdm)
+    path = write(tmp_path / "set.jsonl", numbered(8))
+    load(path)
+    load("arithmetic", tiny[1])
+    words = (f"reading {path}", "tokenising", "drawing held-out problems")
+    assert bars == [(what, rank == "1") for what in words]
+
+
+def test_evaluation_sets_are_named_by_their_own_flag(tmp_path):
+    path = write(tmp_path / "set.jsonl", numbered(8))
+    for spec in ("arithmetic", "reasoning_gym:chain_sum", f"{path},", "gsm8k:"):
+        with pytest.raises(BadInput, match="^--eval_task .*: unknown, use one of a .jsonl or .parquet file, gsm8k"):
+            load("arithmetic", eval_only=True, eval_task=spec)
+    with pytest.raises(BadInput, match="--eval_task nowhere.jsonl: no such file"):
+        load("arithmetic", eval_only=True, eval_task=f"{path},nowhere.jsonl")
+    with pytest.raises(BadInput, match="several sets are for --eval_only"):
+        load(path, eval_task="aime24,aime25")
+    for name in ("math500", "aime25"):
+        with pytest.raises(BadInput, match=f"--task {name}: has no training split, use it as --eval_task"):
+            load(name)
 
 
 def test_unreadable_answers_are_named(tmp_path):
-    with pytest.raises(BadInput, match="local.jsonl:1: 'solution' cannot be read.*boxed"):
-        load("math:" + write(tmp_path / "local.jsonl", [{"problem": "Find x.", "solution": "it is 7"}]))
+    wrong = {
+        "math": {"problem": "Find x.", "solution": "it is 7"},
+        "gsm8k": {"question": "Find x.", "answer": "it is 7"},
+        "olympiadbench": {"question": "Find x.", "final_answer": "7"},
+        "aime24": {"problem": "Find x.", "answer": "seven"},
+    }
+    for name, row in wrong.items():
+        with pytest.raises(BadInput, match="local.jsonl:1: '.*' cannot be read as an answer"):
+            load(f"{name}:" + write(tmp_path / "local.jsonl", [row]))
     with pytest.raises(BadInput, match="set.parquet: not a parquet file"):
         load(write(tmp_path / "set.parquet", ["text"]))
 
@@ -188,29 +379,65 @@ def test_unknown_tasks_and_missing_packages_are_named(monkeypatch, tiny):
 
 
 def test_a_model_that_cannot_read_the_task_is_named(tmp_path, tiny):
-    """The embedded tokenizer knows no letters."""
+    """The embedded tokenizer knows no letters, with a chat template or without; another one knows no digits."""
+    path = write(tmp_path / "set.jsonl", numbered(5))
     with pytest.raises(BadInput, match="--model.*cannot write the prompt"):
-        load(write(tmp_path / "set.jsonl", numbered(5)), tiny[1])
+        load(path, tiny[1])
+    chat = copy.deepcopy(tiny[1])
+    chat.chat_template = "{{ messages[0]['content'] }}"
+    with pytest.raises(BadInput, match="--model.*cannot write the prompt .question"):
+        load(path, chat)
+    chat.chat_template = "{{ raise_exception('no users') }}"
+    with pytest.raises(BadInput, match="--model.*cannot write the prompt.*no users"):
+        load(path, chat)
 
 
-def test_reasoning_gym(monkeypatch):
-    """Its questions, its own score, indices as references, held-out indices apart (a stand-in with its interface)."""
+GYM = """
+class Rows:
+    def __getitem__(self, index):
+        return {"question": "?" * (300 if index % 10 == 9 else 1) + str(index), "answer": str(index), "metadata": {}}
+    def score_answer(self, answer, entry):
+        if answer == "raise":
+            raise RuntimeError
+        while answer == "hang":
+            pass
+        return 1.0 if answer == entry["answer"] else 0.01
+def create_dataset(name, size, seed):
+    if name != "chain_sum":
+        raise ValueError(f"Dataset '{name}' not registered")
+    return Rows()
+"""
 
-    class Rows:
-        def __getitem__(self, index: int) -> dict:
-            return {"question": f"{index}?", "answer": str(index), "metadata": {}}
 
-        def score_answer(self, answer: str | None, entry: dict) -> float:
-            return 1.0 if answer == entry["answer"] else 0.01
+def test_reasoning_gym(tmp_path, monkeypatch):
+    """Its questions, its own score, indices as references, held-out indices apart (a stand-in with its interface).
 
-    def extract_answer(text: str) -> str | None:
-        return text.partition("<answer>")[2].partition("</answer>")[0] or None
-
-    gym = SimpleNamespace(
-        create_dataset=lambda name, size, seed: Rows(), utils=SimpleNamespace(extract_answer=extract_answer)
+    Scored in a worker process, where an answer that raises or hangs costs nothing else.
+    """
+    (tmp_path / "reasoning_gym").mkdir()
+    (tmp_path / "reasoning_gym/__init__.py").write_text(GYM)
+    (tmp_path / "reasoning_gym/utils.py").write_text(
+        "def extract_answer(text):\n    return text.partition('<answer>')[2].partition('</answer>')[0] or None\n"
     )
-    monkeypatch.setitem(sys.modules, "reasoning_gym", gym)
-    task = load("reasoning_gym:chain_sum")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    spec = importlib.util.spec_from_file_location("reasoning_gym", tmp_path / "reasoning_gym/__init__.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", module)  # here; in the worker PYTHONPATH finds it
+    task = load("reasoning_gym:chain_sum", max_prompt_tokens=200)
+    task.judge.limits = (2.0, 2**31)
     problem = task.train(3)
-    assert task.judge([f"<answer>{problem.answer}</answer>", "no"], [problem.answer] * 2) == [1.0, 0.01]
-    assert {p.answer for p in task.held_out} == {"999999", "999998"}
+    given = [f"<answer>{problem.answer}</answer>", "no", "<answer>raise</answer>", "<answer>hang</answer>"]
+    assert task.judge(given, [problem.answer] * 4) == [1.0, 0.01, 0.0, 0.0] and task.judge.killed == 1
+    again = load("reasoning_gym:chain_sum", max_prompt_tokens=200, seed=2)
+    assert task.held_out == again.held_out and task.train(0) != again.train(0)
+    indices = {int(task.train(i).answer) for i in range(300)}
+    assert max(indices) < 50_000 <= min(int(p.answer) for p in task.held_out)
+    assert all(len(task.train(i).prompt_ids) <= 200 for i in range(300))  # a tenth of its prompts is longer
+    task.judge.close()
+    with pytest.raises(BadInput, match="--task reasoning_gym:nothing: Dataset 'nothing' not registered"):
+        load("reasoning_gym:nothing")
+    with pytest.raises(BadInput, match="--eval_problems 60000"):
+        load("reasoning_gym:chain_sum", eval_problems=60_000)
+    with pytest.raises(BadInput, match="hardly a prompt fits"):
+        load("reasoning_gym:chain_sum", max_prompt_tokens=20)

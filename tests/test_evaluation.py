@@ -102,7 +102,7 @@ def test_several_sets_from_local_files(tmp_path, monkeypatch, capsys, words):
 
 @pytest.mark.parametrize(
     ("sets", "message"),
-    [("nowhere.jsonl", "nowhere.jsonl: no such file"), ("math500,nosuchset", "--task nosuchset: unknown")],
+    [("nowhere.jsonl", "nowhere.jsonl: no such file"), ("math500,nosuchset", "--eval_task nosuchset: unknown")],
 )
 def test_bad_sets_are_refused(tmp_path, monkeypatch, capsys, words, sets, message):
     (tmp_path / "math.jsonl").write_text('{"problem": "One plus two?", "answer": "3"}\n')

@@ -1,7 +1,11 @@
 """Log-probabilities: value, gradient and memory against the plain formula; loading."""
 
+import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +13,16 @@ from common import model as model_module
 from common.distributed import BadInput, shard
 from common.model import Policy, eos_ids, load_model, token_logprobs
 from conftest import ROOT
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -145,6 +158,115 @@ def test_embedded_model_is_as_documented(tiny):
     assert tokenizer.pad_token_id not in eos_ids(lm, tokenizer)
     text = "7*8=56;56-9=47#47"
     assert len(tokenizer(text)["input_ids"]) == len(text) and tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:100_000])
+
+
+def configured(**changes: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def without_tokenizer(folder: Path) -> None:
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+def of_class(kind: type, **changes: object) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        config = Qwen3Config.from_pretrained(ROOT / "common/tiny/model", **changes)
+        kind(config).save_pretrained(folder)
+
+    return write
+
+
+def bert(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    config = BertConfig(vocab_size=18, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    BertForMaskedLM(config).save_pretrained(folder)
+
+
+BROKEN = {
+    "cut weights": (cut, "incomplete metadata"),
+    "empty weights": (lambda folder: (folder / "model.safetensors").write_bytes(b""), "header too small"),
+    "other width": (configured(intermediate_size=96), r"6 weights do not fit .* is \(64, 192\), not \(64, 96\)"),
+    "more layers": (
+        configured(num_hidden_layers=3, layer_types=["full_attention"] * 3),
+        r"11 weights do not fit .*layers\.2\..* is missing",
+    ),
+    "fewer layers": (
+        configured(num_hidden_layers=1, layer_types=["full_attention"]),
+        r"11 weights do not fit .*layers\.1\..* has no place",
+    ),
+    "no head": (configured(tie_word_embeddings=False), "1 weights do not fit .*lm_head.weight is missing"),
+    "config of nothing": (lambda folder: (folder / "config.json").write_text("{oops"), "not a valid JSON"),
+    "config of a list": (lambda folder: (folder / "config.json").write_text("[]"), "must be a mapping"),
+    "unknown family": (configured(model_type="nonesuch"), "does not recognize this architecture"),
+    "no causal model": (configured(model_type="t5"), "T5Config"),
+    "masked model": (bert, "BertLMHeadModel has no output head lm_head"),
+    "reward model": (of_class(Qwen3ForSequenceClassification), "score.weight has no place"),
+    "no tokenizer": (without_tokenizer, "no tokenizer"),
+    "broken tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{x"), "Expecting property name"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_model_folder_is_named(tmp_path, name):
+    """One line, nothing filled in with random numbers."""
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "common/tiny/model", folder)
+    damage, message = BROKEN[name]
+    damage(folder)
+    with pytest.raises(BadInput, match=f"^--model {folder}: cannot be loaded .*{message}") as error:
+        load_model(str(folder))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 450
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tiney", "no such folder; did you mean tiny?"),
+        ("tinymoe", "no such folder; did you mean tiny-moe?"),
+        ("", "no such folder; use a folder"),
+        ("Qwen3-0.6B", "hub name"),
+        ("./tiny/model", "no such folder"),
+        ("/no/such/folder", "no such folder"),
+        ("a/b/c", "no such folder"),
+    ],
+)
+def test_a_name_that_can_be_nothing_is_refused_without_the_network(monkeypatch, name, message):
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *arguments: pytest.fail("asked the hub"))
+    with pytest.raises(BadInput, match="^--model ") as error:
+        load_model(name)
+    assert message in str(error.value)
+
+
+def test_a_tied_or_own_head_and_left_over_weights_load(tmp_path):
+    """What is not missing is not refused: an own head, a tied one, and weights of a vision tower beside them."""
+    shutil.copytree(ROOT / "common/tiny/model", tmp_path / "model")
+    of_class(Qwen3ForCausalLM, tie_word_embeddings=False)(tmp_path / "model")
+    path = tmp_path / "model/model.safetensors"
+    weights = load_file(path)
+    save_file(weights | {"visual.patch": torch.zeros(2)}, path, {"format": "pt"})
+    lm, _ = load_model(str(tmp_path / "model"))
+    assert torch.equal(lm.lm_head.weight, weights["lm_head.weight"])
+    assert not torch.equal(lm.lm_head.weight, lm.get_input_embeddings().weight)
+
+
+def test_the_tokenizer_knows_the_models_positions(tmp_path, tiny):
+    """Whatever its own file says: published ones say less than the model has, or 10^30."""
+    assert tiny[1].model_max_length == 256
+    shutil.copytree(ROOT / "common/tiny/model", tmp_path / "model")
+    path = tmp_path / "model/tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": 100}))
+    assert load_model(str(tmp_path / "model"))[1].model_max_length == 256
 
 
 def test_a_folder_without_weights_is_named(tmp_path, tiny):

@@ -4,6 +4,7 @@ import time
 
 import adapters
 import pytest
+from common.distributed import RunStopped
 from common.reward import MathJudge, final_answer
 
 SECONDS = 2.0
@@ -140,3 +141,22 @@ def test_final_answer():
     assert final_answer(r"a \boxed{1} b \boxed{\frac{1}{2}} c") == r"\boxed{\frac{1}{2}}"
     assert final_answer(r"\boxed{1} \boxed{") == ""
     assert final_answer("no box, 7") == "no box, 7"
+
+
+def test_a_judge_that_does_not_start_ends_the_run_in_one_line(monkeypatch):
+    """Also for those who wait for another worker: nobody waits for ever."""
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    judge = MathJudge(workers=1)
+    for _ in range(2):
+        with pytest.raises(RunStopped, match="the judge math-verify does not start .exit code 1"):
+            judge([r"\boxed{7}"] * 3, ["7"] * 3)
+
+
+def test_a_start_that_hangs_is_ended(tmp_path, monkeypatch):
+    """A library that never comes back from its import."""
+    (tmp_path / "math_verify.py").write_text("while True: pass\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("common.reward.START_SECONDS", 1)
+    judge = MathJudge(workers=1)
+    with pytest.raises(RunStopped, match="does not start .exit code -14"):
+        judge([r"\boxed{7}"], ["7"])

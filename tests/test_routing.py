@@ -1,12 +1,14 @@
-"""Routing replay on the embedded mixture of experts (minirl.py)."""
+"""Routing replay (minirl.py): on the embedded mixture of experts, and on the routers of other families."""
 
 import copy
 
 import minirl
 import pytest
 import torch
-from common.model import Policy, load_model
+from common.distributed import shard
+from common.model import Policy, Routing, load_model, routers
 from common.rollout import HFEngine, Rollout, all_logprobs, response_logprobs
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 PROMPTS = ["7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9="]
 
@@ -116,3 +118,102 @@ def test_float8_rounds_the_decoder_matrices_only(moe, world):
         rounded = theirs.dim() >= 2 and ".layers." in name and not name.endswith("gate.weight")
         error = ((ours.float() - theirs).abs() / theirs.abs().amax(-1, keepdim=True)).max()
         assert (error > 1e-2) == rounded and error < 2**-4 + 2**-8, name
+
+
+SHAPE = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "vocab_size": 64, "head_dim": 16}
+SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+SHAPE |= {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "pad_token_id": 0, "eos_token_id": 1}
+LFM2 = {"layer_types": ["full_attention"] * 2, "num_dense_layers": 0}
+REPLAYED = {  # softmax or sigmoid, before or after the top k, renormalised or not, indices first or last
+    "qwen3_moe": {"norm_topk_prob": True},
+    "qwen2_moe": {},
+    "qwen3_5_moe_text": {},
+    "olmoe": {"norm_topk_prob": False},
+    "mixtral": {},
+    "gpt_oss": {},
+    "minimax": {},
+    "granitemoe": {},
+    "aria_text": {"moe_num_experts": 8, "moe_topk": 2},
+    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 0},
+    "lfm2_moe": {**LFM2, "use_expert_bias": False},
+}
+LEFT_ALONE = {
+    "phimoe": {},
+    "deepseek_v3": {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "qk_rope_head_dim": 16},
+    "lfm2_moe": LFM2,
+}
+
+
+def untrained(family: str, more: dict) -> PreTrainedModel:
+    """A random model, its weights so large that experts differ."""
+    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE, **more)).eval()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in lm.parameters():
+        parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+    return lm
+
+
+@pytest.mark.parametrize("family", REPLAYED)
+@torch.no_grad()
+def test_other_families_replay(family):
+    """Recording changes nothing; the recorded choice gives the same logits, another one gives others and is obeyed."""
+    lm, tokens = untrained(family, REPLAYED[family]), torch.arange(2, 16).view(2, 7)
+    free = lm(tokens, use_cache=False).logits
+    before = torch.get_rng_state()
+    routing = Routing(lm)
+    assert routing.active and torch.equal(before, torch.get_rng_state())  # a seed's run stays what it was
+    assert torch.equal(lm(tokens, use_cache=False).logits, free)
+    recorded = routing.recorded()
+    assert recorded.shape == (14, len(routers(lm)), 2)
+    routing.replay = recorded
+    assert torch.equal(lm(tokens, use_cache=False).logits, free)
+    routing.replay = recorded.roll(1, dims=0)
+    assert not torch.allclose(lm(tokens, use_cache=False).logits, free, atol=1e-2)
+    assert torch.equal(routing.recorded(), routing.replay)
+    routing.replay = None
+    assert torch.equal(lm(tokens, use_cache=False).logits, free)
+
+
+@pytest.mark.parametrize("family", LEFT_ALONE)
+@torch.no_grad()
+def test_a_router_that_cannot_be_replayed_is_left_alone(family, world):
+    """Nothing is recorded, by trainer or sampler, and the model's outputs are what they were."""
+    lm, tokens = untrained(family, LEFT_ALONE[family]), torch.arange(2, 16).view(2, 7)
+    free = lm(tokens, use_cache=False).logits
+    lm.generation_config.eos_token_id = [1]
+    engine = HFEngine(lm, world, 0, "float32", 8)
+    rollout = engine.generate([[2, 3, 4]], 2, 4, 1.0)
+    assert not engine.reports_experts and not hasattr(rollout, "sampler_experts")
+    routing = Policy(lm).routing
+    assert not routing.active and type(routers(lm)[0]).__name__ in routing.why_not and "Mixtral" in routing.why_not
+    assert torch.equal(lm(tokens, use_cache=False).logits, free)
+
+
+def test_routers_are_tried_on_any_device_and_precision():
+    """On the meta device, in bfloat16: the answer is the same, and the weights are not touched."""
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **SHAPE))
+    assert Routing(lm).active and all(parameter.is_meta for parameter in lm.parameters())
+    lm = untrained("mixtral", {}).bfloat16()
+    weights = copy.deepcopy(lm.state_dict())
+    assert Routing(lm).active
+    assert all(torch.equal(weights[name], value) for name, value in lm.state_dict().items())
+
+
+def test_a_model_without_experts_says_so(tiny):
+    routing = Policy(copy.deepcopy(tiny[0])).routing
+    assert not routing.active and routing.why_not == "has no experts"
+
+
+def test_replay_in_a_sharded_bfloat16_policy_with_recomputation(moe, world):
+    """Replaying what was just recorded changes neither value nor gradient, also where layers are recomputed."""
+    lm, sequences = copy.deepcopy(moe[0]), torch.tensor([moe[1]("7*8-9=7*8=56;56-9=47#47")["input_ids"]])
+    policy, found = shard(Policy(lm), world, "bfloat16"), []
+    policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+    for _ in range(2):
+        logp, _ = policy(sequences, torch.arange(23)[None] < 22, 1.0)
+        logp.sum().backward()
+        policy.routing.replay = policy.routing.recorded()
+        found.append([logp.detach(), *(parameter.grad.full_tensor().clone() for parameter in policy.parameters())])
+        policy.zero_grad()
+    assert all(map(torch.equal, *found))

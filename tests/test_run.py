@@ -30,7 +30,7 @@ STEPS = {"vcpo": 35, "goldilocks": 20}  # one update per batch, and none in the 
 def run_here(monkeypatch, main, *flags: object) -> int:
     """`python file.py FLAGS` in this process; returns the exit code."""
     monkeypatch.setattr(sys, "argv", ["grpo.py", *map(str, flags)])
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         launch(main, sys.modules[main.__module__].Args)
         return 0
@@ -97,7 +97,7 @@ def test_a_kill_during_the_save_leaves_the_checkpoint_before(tmp_path, command, 
     assert not (tmp_path / "parts/checkpoints/partial").exists()
 
 
-@pytest.mark.parametrize("moment", ["term", "int"])
+@pytest.mark.parametrize("moment", ["term", "int", "hup"])
 def test_signals_finish_the_step_save_and_exit_0(tmp_path, command, moment):
     run = command("tests/driver.py", "grpo", moment, 3, *SMALL, "--steps", 50, "--run_dir", tmp_path / "run")
     assert run.returncode == 0, run.stderr[-2000:]
@@ -215,6 +215,8 @@ def test_bad_input_is_one_line_exit_2_and_nothing_written(name, tmp_path, monkey
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1", "answer": 2}\noops\n')
     before = sorted(tmp_path.rglob("*"))
     places = {"BAD_ROWS": tmp_path / "bad.jsonl", "EMPTY_MODEL": tmp_path / "empty"}
+    if name == "no wandb":
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     flags, message = BAD_INPUT[name]
     code = run_here(monkeypatch, grpo.main, *(places.get(flag, flag) for flag in flags), "--run_dir", tmp_path / "run")
     said = capsys.readouterr().err.splitlines()
@@ -276,8 +278,8 @@ def resized(folder: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-def test_two_ranks_do_the_same_work(tmp_path, command):
-    """torchrun on two gloo ranks: the same prompts, one run folder, resume included."""
+def test_two_ranks_do_the_same_work(tmp_path, command, monkeypatch):
+    """torchrun on two gloo ranks: the same prompts, one run folder, resume included; one rank may evaluate it."""
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "grpo.py", *SMALL]
     for extra in (["--steps", 2], ["--steps", 4, "--resume"]):
         run = command(*ranks, *extra, "--run_dir", tmp_path / "run")
@@ -286,6 +288,9 @@ def test_two_ranks_do_the_same_work(tmp_path, command):
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     assert re.search(r"2 rank\(s\) on cpu", run.stdout) and run.stdout.count("held-out accuracy, greedy") == 1
     assert all(line["sampler_gap"] < 1e-4 for line in lines[1:])
+    flags = ["--eval_only", "--eval_problems", 8, "--run_dir", tmp_path / "run"]
+    assert run_here(monkeypatch, grpo.main, *flags, "--resume") == 0
+    assert (tmp_path / "run/evaluation-step4.jsonl").exists()
 
 
 FAMILIES = {

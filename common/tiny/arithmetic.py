@@ -9,6 +9,7 @@ import random
 import zlib
 
 MIN_TERMS, MAX_TERMS = 2, 7
+LONGEST = "9" + "*9" * (MAX_TERMS - 1) + "="  # no prompt has more characters
 
 
 def apply(left: int, operator: str, right: int) -> int:
