@@ -15,8 +15,8 @@ COMMON = sorted((ROOT / "common").rglob("*.py"))
 # Changed code lines against grpo.py. stapo also finds its quantile over ranks and writes down what it silenced.
 BUDGET = {"stapo": 55, "minirl": 45, "vcpo": 139, "goldilocks": 115, "deep_grpo": 105}
 USUAL_BUDGET = 36
-# The design hoped for 700, before judge, data sources, routing, the vLLM engine, evaluation and faults were counted.
-BUDGET_OF_COMMON = 1500
+# Input that can be wrong in many ways, folders that two runs want, files that are damaged: a third of it is for these.
+BUDGET_OF_COMMON = 1760
 
 
 def code_lines(path: Path) -> list[tuple[int, str]]:

@@ -390,6 +390,7 @@ def check_evaluation_is_beside_training(module: ModuleType, folder: Path) -> Non
 def check_benchmark(module: ModuleType, folder: Path) -> None:
     """--eval_only: every problem of every set, `eval_samples` times, at T 1.0 / top-p 1.0 and at T 0.7 / top-p 0.9."""
     world = setup()
+    folder.mkdir()
     try:
         engine, (problems, _) = oracle.Stored(world, "model"), oracle.task()
         args = module.Args(max_new_tokens=LIMIT, eval_samples=SAMPLES)
