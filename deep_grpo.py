@@ -1,13 +1,14 @@
 """DEEP-GRPO: branching where a failed response can still be saved.
 
-Guo et al., "DEEP-GRPO" (Deep Dense Exploration), 2026, arXiv 2602.14169.
+Guo et al., "Deep Dense Exploration for LLM Reinforcement Learning via Pivot-Driven Resampling", 2026,
+arXiv 2602.14169.
 
 Objective, token-means over two streams, the main responses and the branches, with r = π_θ(y_t) / π_old(y_t):
 
     J = 1/T_main Σ_main l_t + λ 1/T_branch Σ_branch l_t - β (mean k3 over main + mean k3 over branches)
     l_t = min(r Â, clip(r, 1-ε, 1+ε) Â)
     Â of a main response:  R - mean R of its group's G responses;   Â of a branch:  R - mean R of its K siblings
-    a failed response is cut after segment i:  Q(i) ∝ σ(w r_i + b) r_i^γ,     r_i = (i+1) / (segments + 1),  i >= 0
+    a failed response is cut after segment i:  Q(i) ∝ σ(u d_i + v) d_i^γ,     d_i = (i+1) / (segments + 1),  i >= 0
 
 Gradient weight on ∇ log π_θ(y_t), before each stream's average:
 
@@ -16,8 +17,12 @@ Gradient weight on ∇ log π_θ(y_t), before each stream's average:
 
 Sampling more responses from the start finds more of what is found anyway. A failed response has often gone right for a
 while; K new endings from one of its own states search there, and beating one's siblings from the same state is a much
-sharper verdict than beating responses that share only the prompt. Where to cut: deep enough to be new (r^γ), early
-enough to be saved (σ, a logistic regression of "some branch succeeded" on depth, fitted while training).
+sharper verdict than beating responses that share only the prompt. Where to cut: deep enough to be new (d^γ), early
+enough to be saved (σ, a logistic regression of "some branch succeeded" on the depth d, fitted while training).
+
+i = 0 is the bare prompt, the root: it can be drawn, and of a response with a single segment nothing else can. Its K
+"branches" are then K more answers from the start. The embedded model fails at first mostly by guessing, without a
+segment to cut at, so that in its first steps most branches are of this kind; metrics named `_root` count them apart.
 
 Differs from grpo.py in:
 1. The branches, sampled after the rewards from all failed responses at once, and joined to the batch: a branch is in
@@ -28,14 +33,16 @@ Differs from the paper in:
 1. Four optimiser steps per rollout where the released code takes one, so that the clip lives. No dual clip at 3.
 2. The released code drops all rows of zero advantage; here only branches, as main rows stay in the trunk's average.
    It also drops a step's branches if fewer than 128 are left: `--min_branches`, 0 here, as batches are small.
-3. The regression (scikit-learn there) is 2-parameter Newton; the penalty is the same: w²/2, none on b.
+3. The regression (scikit-learn there) is 2-parameter Newton; the penalty is the same: u²/2, none on v. There it is kept
+   once fitted; here it is fitted anew at each step, and P = 1 again if the latest 10,000 outcomes were all the same.
+4. A segment ends with any token whose text ends in `--boundary` (".", ")."); there with the one token ".".
 
 Run it:
     torchrun deep_grpo.py                               # laptop: embedded model and task, a few minutes, no download
-    torchrun deep_grpo.py --branch_weight 0             # the same samples, branches without weight
+    torchrun deep_grpo.py --branch_weight 0             # the control: branches keep their KL term, β 1e-4, alone
     torchrun --nproc_per_node=8 deep_grpo.py --model Qwen/Qwen2.5-Math-1.5B --task math --boundary . \\
         --prompts_per_step 64 --minibatches 1 --min_branches 128 --max_new_tokens 3072 --lr 1e-6 \\
-        --gradient_checkpointing                                        # the paper's, but on all of MATH's training set
+        --gradient_checkpointing                # the paper's batch and lengths, on all of MATH's training set
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 deep_grpo.py ...  # several
 """
 
@@ -80,9 +87,9 @@ class Args:
     seed: Seed = 1
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     steps: Count = 150
-    """Rollouts, each followed by `minibatches` optimiser steps."""
+    """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
     prompts_per_step: Count = 16
-    """P: prompts in a rollout, over all ranks."""
+    """P: prompts in a rollout, over all ranks (ours)."""
     group_size: Count = 8
     """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: Count = 4
@@ -90,13 +97,13 @@ class Args:
     max_new_tokens: Count = 64
     """Length limit of a response (DeepSeekMath: 1024)."""
     temperature: Temperature = 1.0
-    """Sampling temperature, also applied in every log-probability."""
+    """Sampling temperature, also applied in every log-probability (papers: 1)."""
     lr: Positive = 3e-4
     """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath: 1e-6 at 7B)."""
     eval_every: Count = 25
-    """Steps between two measurements on the held-out problems."""
+    """Steps between two measurements on the held-out problems (ours)."""
     save_every: Count = 50
-    """Steps between two checkpoints."""
+    """Steps between two checkpoints (ours)."""
     save_hf: bool = False
     """Write the final model in the Hugging Face format, to `model` in the run folder."""
     eval_only: bool = False
@@ -110,25 +117,25 @@ class Args:
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
     """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
     rollout_rows: Count = 1024
-    """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
+    """Responses the hf engine decodes at once: lower it when the KV cache does not fit (ours)."""
     vllm_memory: Part = 0.3
-    """Share of each GPU's memory that vLLM takes, weights included."""
+    """Share of each GPU's memory that vLLM takes, weights included (ours)."""
     vllm_sleep: bool = False
     """Park vLLM's weights on the CPU while the trainer computes."""
     tensor_parallel: Count = 1
     """Neighbouring ranks that share one vLLM engine."""
     sampler_tolerance: NonNegative = 0.0
-    """Largest mean |log π_old - log μ| before the run stops (0: 0.001 in float32, bfloat16 0.05, float8 0.1)."""
+    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16 0.05, float8 0.1)."""
     micro_tokens: Count = 16384
-    """Padded tokens in one forward and backward pass: changes memory, never the gradient."""
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 5
-    """Steps over which lr rises linearly."""
+    """Steps over which lr rises linearly (ours; verl's default: none)."""
     betas: Betas = (0.9, 0.95)
     """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9 0.999)."""
     weight_decay: NonNegative = 0.0
-    """AdamW's decoupled weight decay."""
+    """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
-    """Largest gradient norm."""
+    """Largest gradient norm (verl's default)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights are float32."""
     gradient_checkpointing: bool = False
@@ -136,11 +143,11 @@ class Args:
     eval_task: str = ""
     """Set to measure on, or several with --eval_only (default: the task's own test split, or problems held back)."""
     eval_problems: Count = 256
-    """Held-out problems."""
+    """Held-out problems (ours)."""
     eval_samples: Count = 4
-    """Sampled responses to each held-out problem, beside the greedy one."""
+    """Sampled responses to each held-out problem, beside the greedy one (ours)."""
     max_prompt_tokens: Count = 1024
-    """Longer prompts are dropped at load."""
+    """Longer prompts are dropped at load (ours)."""
     instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
     """Appended to every text prompt."""
     prompt_column: str = "prompt"
@@ -182,27 +189,28 @@ def pivots(response: list[int], boundaries: set[int]) -> list[int]:
     return [0] + [i for i, token in enumerate(response, 1) if token in boundaries and i < len(response)]
 
 
-def pivot_distribution(count: int, w: float, b: float, depth_power: float) -> tuple[Tensor, Tensor]:
-    """Depths r `[count]` of a response's pivots and Q, the probability of each: ∝ σ(w r + b) r^γ."""
+def pivot_distribution(count: int, u: float, v: float, depth_power: float) -> tuple[Tensor, Tensor]:
+    """Depths d `[count]` of a response's pivots and Q, the probability of each: ∝ σ(u d + v) d^γ."""
     depth = torch.arange(1, count + 1).double() / (count + 1)  # [count]: never 0, the root can be drawn too
-    weight = torch.sigmoid(w * depth + b) * depth**depth_power  # [count]
+    weight = torch.sigmoid(u * depth + v) * depth**depth_power  # [count]
     return depth, weight / weight.sum()
 
 
 def choose_pivot(
-    response: list[int], boundaries: set[int], w: float, b: float, depth_power: float, rng: random.Random
+    response: list[int], boundaries: set[int], u: float, v: float, depth_power: float, rng: random.Random
 ) -> tuple[int, float]:
     """How many tokens of a failed response are kept, drawn from Q, and how deep that is."""
     cuts = pivots(response, boundaries)
-    depth, chances = pivot_distribution(len(cuts), w, b, depth_power)
+    depth, chances = pivot_distribution(len(cuts), u, v, depth_power)
     i = rng.choices(range(len(cuts)), chances.tolist())[0]
     return cuts[i], depth[i].item()
 
 
 def fit_success(feedback: list[tuple[float, float]]) -> tuple[float, float]:
-    """(w, b) of P(some branch succeeds | depth) = σ(w depth + b), from (depth, 0 or 1) pairs: least Σ log-loss + w²/2.
+    """(u, v) of P(some branch succeeds | depth) = σ(u depth + v), from (depth, 0 or 1) pairs: least Σ log-loss + u²/2.
 
-    Up to 10 pairs, or while all had the same outcome, it is P = 1 everywhere: w = 0, b = ∞.
+    Up to 10 pairs, or while all had the same outcome, it is P = 1 everywhere: u = 0, v = ∞. Restarts count like any
+    other pivot: the root competes with the others in Q, so its chance of success has to be estimated too.
     """
     if len(feedback) <= 10 or len({success for _, success in feedback}) < 2:
         return 0.0, float("inf")
@@ -323,12 +331,12 @@ def main(args: Args, world: World) -> None:
         # <deep_grpo>
         # Branches: every failed response is cut at one of its pivots and gets K new endings, all sampled in one batch.
         with run.clock("branch"):
-            K, (w, b) = args.branches, fit_success(list(feedback))
+            K, (u, v) = args.branches, fit_success(list(feedback))
             failed = (rewards.flatten() <= 0).nonzero()[:, 0]  # [F]: rows
             responses, prefixes, depths = rollout.response_ids(), [], []
             for row in failed.tolist():
                 rng = random.Random(f"{args.seed}/{cursor * G + row}")  # each response's own: nothing to save
-                kept, depth = choose_pivot(responses[row], boundaries, w, b, args.depth_power, rng)
+                kept, depth = choose_pivot(responses[row], boundaries, u, v, args.depth_power, rng)
                 prefixes.append(responses[row][:kept])
                 depths.append(depth)
             rollout.origin, rollout.branch = torch.arange(N, device=world.device), torch.zeros(N, device=world.device)
@@ -403,12 +411,16 @@ def main(args: Args, world: World) -> None:
         tokens = rollout.mask[:N].sum()  # of the main stream: its rows come first
         depths, wrong = torch.tensor(depths), (rewards <= 0).all(dim=1)  # [F], [P]
         rescued = torch.zeros(P, device=world.device).index_fill(0, failed[saved] // G, 1.0) * wrong  # [P]
-        for quarter in (1, 2, 3, 4):  # histogram of the depths at which branches start
-            means.add(**{f"pivots_quarter_{quarter}": (((depths * 4).ceil() == quarter).sum(), len(depths))})
+        deep = torch.tensor([len(prefix) > 0 for prefix in prefixes], dtype=torch.bool)  # [F]; the others are roots
+        for quarter in (1, 2, 3, 4):  # histogram of the depths at which branches start, the root left out
+            hit = deep & ((depths * 4).ceil() == quarter)  # [F]
+            means.add(**{f"pivots_quarter_{quarter}": (hit.sum(), deep.sum())})
+        for ending, at in (("", deep), ("_root", ~deep)):
+            means.add(**{f"branch_reward{ending}": (outcome[at].sum(), outcome[at].numel())})
+            means.add(**{f"pivots_saved{ending}": (saved[at].sum(), at.sum())})
         means.add(
             failed=(len(failed), N),
-            branch_reward=(outcome.sum(), outcome.numel()),
-            pivots_saved=(saved.sum(), len(saved)),
+            pivots_root=((~deep).sum(), len(deep)),
             groups_rescued=(rescued.sum(), wrong.sum()),
             extra_tokens=(branch_tokens, tokens),
             branches_used=(len(rollout) - N, None),
@@ -423,7 +435,7 @@ def main(args: Args, world: World) -> None:
             judge_killed=(getattr(task.judge, "killed", 0), None),  # answers so far that broke the judge's bounds
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
-        metrics |= {"fit_w": w, "fit_b": b} if b < float("inf") else {}  # <deep_grpo>
+        metrics |= {"fit_u": u, "fit_v": v} if v < float("inf") else {}  # <deep_grpo>
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)

@@ -1,26 +1,29 @@
 """Goldilocks RL: a teacher that picks prompts which are neither too easy nor too hard.
 
-Mahrooghi, Lotfi, Abbe (EPFL, Apple), "Goldilocks RL", 2026, arXiv 2602.14868.
+Mahrooghi, Lotfi, Abbe (EPFL, Apple), "Goldilocks RL: Tuning Task Difficulty to Escape Sparse Rewards for Reasoning",
+2026, arXiv 2602.14868.
 
 The student's objective on the prompts q it is given is GRPO's:
 
     J = 1/G Σ_i 1/|y_i| Σ_t { min(r Â_i, clip(r, 1-ε, 1+ε) Â_i) - β k3 },     Â_i = (R_i - mean R) / std R
 
-New is which prompts those are. With p the student's chance to solve q, and rewards 0 or 1,
+New is which prompts those are. With p the student's chance to solve q, for rewards 0 or 1, on-policy, with a group
+without end and β = 0,
 
-    |∇J_q| = sqrt(p (1-p)) · | E[∇ log π | right] - E[∇ log π | wrong] |     (on-policy; without the std: p (1-p) · ...)
+    |∇J_q| = sqrt(p (1-p)) · | E[ĝ | right] - E[ĝ | wrong] |,     ĝ = ∇ log π(y) / |y|     (without std: p (1-p) · ...)
 
-so a prompt always or never solved teaches nothing, and one solved half of the time teaches most. The teacher predicts
-this from the text alone, trained by squared error on sqrt(p̂ (1-p̂)) of the student's own groups:
+The first factor is 0 for a prompt always or never solved, and largest at p = 1/2. (The second depends on p, too: the
+product need not peak there. If k equal steps must all succeed it does at p = 0.38 for k = 2, at 0.22 for k = 30.) The
+teacher predicts the first factor from the text alone, by squared error on sqrt(p̂ (1-p̂)) of the student's own groups:
 
-    f(q) = 1/2 σ(w · mean_t h_t(q) + b),     h: last hidden states of a causal language model
+    f(q) = 1/2 σ(u · mean_t h_t(q) + v),     h: last hidden states of a causal language model
 
 Gradient weight on ∇ log π_θ(y_t), before the two averages:
 
     M r Â + β (π_ref/π_θ - 1),     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
 For each slot of the batch K candidates are drawn and the one of the largest f(q) is taken, or with probability η a
-random one. No prompt needs a history: the teacher judges ones that were never tried.
+random one. No prompt needs a history: the teacher can judge one that was never tried.
 
 Differs from grpo.py in:
 1. The choice of prompts, before the rollout; the teacher's update, after the rewards. The teacher is a second model
@@ -30,6 +33,8 @@ Differs from the paper in:
 1. K, η, the window, the teacher's optimiser, batch and learning rates are ours (no public code gives them); so are
    one tournament per slot, and no prompt twice in a batch.
 2. The teacher takes turns with the student on the same devices; the paper gives it 2 of 8 GPUs.
+3. The paper streams through OpenMathReasoning (3M problems). The command below draws from MATH's 7,500, 64 x 16
+   candidates a step: after seven steps every one has been looked at, and prompts come back.
 
 Run it:
     torchrun goldilocks.py                              # laptop: embedded model and task, two minutes, no download
@@ -82,9 +87,9 @@ class Args:
     seed: Seed = 1
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     steps: Count = 150
-    """Rollouts, each followed by `minibatches` optimiser steps."""
+    """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
     prompts_per_step: Count = 16
-    """P: prompts in a rollout, over all ranks."""
+    """P: prompts in a rollout, over all ranks (ours)."""
     group_size: Count = 8
     """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: Count = 4
@@ -92,13 +97,13 @@ class Args:
     max_new_tokens: Count = 64
     """Length limit of a response (DeepSeekMath: 1024)."""
     temperature: Temperature = 1.0
-    """Sampling temperature, also applied in every log-probability."""
+    """Sampling temperature, also applied in every log-probability (papers: 1)."""
     lr: Positive = 3e-4
     """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath: 1e-6 at 7B)."""
     eval_every: Count = 25
-    """Steps between two measurements on the held-out problems."""
+    """Steps between two measurements on the held-out problems (ours)."""
     save_every: Count = 50
-    """Steps between two checkpoints."""
+    """Steps between two checkpoints (ours)."""
     save_hf: bool = False
     """Write the final model in the Hugging Face format, to `model` in the run folder."""
     eval_only: bool = False
@@ -112,25 +117,25 @@ class Args:
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
     """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
     rollout_rows: Count = 1024
-    """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
+    """Responses the hf engine decodes at once: lower it when the KV cache does not fit (ours)."""
     vllm_memory: Part = 0.3
-    """Share of each GPU's memory that vLLM takes, weights included."""
+    """Share of each GPU's memory that vLLM takes, weights included (ours)."""
     vllm_sleep: bool = False
     """Park vLLM's weights on the CPU while the trainer computes."""
     tensor_parallel: Count = 1
     """Neighbouring ranks that share one vLLM engine."""
     sampler_tolerance: NonNegative = 0.0
-    """Largest mean |log π_old - log μ| before the run stops (0: 0.001 in float32, bfloat16 0.05, float8 0.1)."""
+    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16 0.05, float8 0.1)."""
     micro_tokens: Count = 16384
-    """Padded tokens in one forward and backward pass: changes memory, never the gradient."""
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 5
-    """Steps over which lr rises linearly."""
+    """Steps over which lr rises linearly (ours; verl's default: none)."""
     betas: Betas = (0.9, 0.95)
     """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9 0.999)."""
     weight_decay: NonNegative = 0.0
-    """AdamW's decoupled weight decay."""
+    """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
-    """Largest gradient norm."""
+    """Largest gradient norm (verl's default)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights are float32."""
     gradient_checkpointing: bool = False
@@ -138,11 +143,11 @@ class Args:
     eval_task: str = ""
     """Set to measure on, or several with --eval_only (default: the task's own test split, or problems held back)."""
     eval_problems: Count = 256
-    """Held-out problems."""
+    """Held-out problems (ours)."""
     eval_samples: Count = 4
-    """Sampled responses to each held-out problem, beside the greedy one."""
+    """Sampled responses to each held-out problem, beside the greedy one (ours)."""
     max_prompt_tokens: Count = 1024
-    """Longer prompts are dropped at load."""
+    """Longer prompts are dropped at load (ours)."""
     instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
     """Appended to every text prompt."""
     prompt_column: str = "prompt"
@@ -186,7 +191,7 @@ def advantages(rewards: Tensor) -> Tensor:
 
 # <goldilocks>
 class Teacher(nn.Module):
-    """f(q) = 1/2 σ(w · mean_t h_t(q) + b): what a prompt can teach the student, from its text alone."""
+    """f(q) = 1/2 σ(u · mean_t h_t(q) + v): how much a prompt can teach the student, from its text alone."""
 
     def __init__(self, backbone: nn.Module):
         super().__init__()

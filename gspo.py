@@ -15,7 +15,7 @@ The reward judges a whole response, so the ratio that corrects for its being off
 response too. GRPO's token ratios are single samples of an importance weight: in place of a correction they add noise,
 which grows with the length and, in mixture-of-experts models, with every expert that is chosen anew. Averaging the log
 ratios over a response makes s_i so steady that its clip is some 600 times narrower than GRPO's; clipping takes out
-whole responses, many more tokens than GRPO does, and still learns faster.
+whole responses, many more tokens than GRPO does, and still, the paper finds, learns faster.
 
 Differs from grpo.py in:
 1. The ratio and its clip are per response; every token of a response gets the same weight.
@@ -24,7 +24,10 @@ Differs from grpo.py in:
    with `--dtype float32`.
 3. No KL term, no reference model.
 
-Differs from the paper in: model, data and the run's size only (its four mini-batches per rollout are the default).
+Differs from the paper in:
+1. Model, data and the run's size. (Its four mini-batches per rollout are the default.)
+2. AdamW's betas, the warm-up, the gradient clip, the group size and the 1e-6 beside std are ours: we know of no numbers
+   of the paper's.
 
 Run it:
     torchrun gspo.py                                    # laptop: embedded model and task, two minutes, no download
@@ -70,9 +73,9 @@ class Args:
     seed: Seed = 1
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     steps: Count = 150
-    """Rollouts, each followed by `minibatches` optimiser steps."""
+    """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
     prompts_per_step: Count = 16
-    """P: prompts in a rollout, over all ranks."""
+    """P: prompts in a rollout, over all ranks (ours)."""
     group_size: Count = 8
     """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: Count = 4
@@ -80,13 +83,13 @@ class Args:
     max_new_tokens: Count = 64
     """Length limit of a response (DeepSeekMath: 1024)."""
     temperature: Temperature = 1.0
-    """Sampling temperature, also applied in every log-probability."""
+    """Sampling temperature, also applied in every log-probability (papers: 1)."""
     lr: Positive = 3e-4
     """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath: 1e-6 at 7B)."""
     eval_every: Count = 25
-    """Steps between two measurements on the held-out problems."""
+    """Steps between two measurements on the held-out problems (ours)."""
     save_every: Count = 50
-    """Steps between two checkpoints."""
+    """Steps between two checkpoints (ours)."""
     save_hf: bool = False
     """Write the final model in the Hugging Face format, to `model` in the run folder."""
     eval_only: bool = False
@@ -100,25 +103,25 @@ class Args:
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
     """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
     rollout_rows: Count = 1024
-    """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
+    """Responses the hf engine decodes at once: lower it when the KV cache does not fit (ours)."""
     vllm_memory: Part = 0.3
-    """Share of each GPU's memory that vLLM takes, weights included."""
+    """Share of each GPU's memory that vLLM takes, weights included (ours)."""
     vllm_sleep: bool = False
     """Park vLLM's weights on the CPU while the trainer computes."""
     tensor_parallel: Count = 1
     """Neighbouring ranks that share one vLLM engine."""
     sampler_tolerance: NonNegative = 0.0
-    """Largest mean |log π_old - log μ| before the run stops (0: 0.001 in float32, bfloat16 0.05, float8 0.1)."""
+    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16 0.05, float8 0.1)."""
     micro_tokens: Count = 16384
-    """Padded tokens in one forward and backward pass: changes memory, never the gradient."""
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 5
-    """Steps over which lr rises linearly."""
+    """Steps over which lr rises linearly (ours; verl's default: none)."""
     betas: Betas = (0.9, 0.95)
     """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9 0.999)."""
     weight_decay: NonNegative = 0.0
-    """AdamW's decoupled weight decay."""
+    """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
-    """Largest gradient norm."""
+    """Largest gradient norm (verl's default)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights are float32."""
     gradient_checkpointing: bool = False
@@ -126,11 +129,11 @@ class Args:
     eval_task: str = ""
     """Set to measure on, or several with --eval_only (default: the task's own test split, or problems held back)."""
     eval_problems: Count = 256
-    """Held-out problems."""
+    """Held-out problems (ours)."""
     eval_samples: Count = 4
-    """Sampled responses to each held-out problem, beside the greedy one."""
+    """Sampled responses to each held-out problem, beside the greedy one (ours)."""
     max_prompt_tokens: Count = 1024
-    """Longer prompts are dropped at load."""
+    """Longer prompts are dropped at load (ours)."""
     instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
     """Appended to every text prompt."""
     prompt_column: str = "prompt"
@@ -182,10 +185,12 @@ def policy_loss(
     objective = torch.minimum(s * advantages, s.clamp(1 - args.clip_low, 1 + args.clip_high) * advantages)  # [n]
     cut = ((advantages > 0) & (s > 1 + args.clip_high)) | ((advantages < 0) & (s < 1 - args.clip_low))  # [n]: M = 0
     far = A * (log_ratio.exp() - 1) > A.abs() * args.token_clip  # [n, T]: what GRPO's clip would have cut
+    live = advantages != 0  # [n]: the others have no gradient that a clip could take
+    tokens = (live[:, None] * mask).sum()  # []
     stats = {
-        "clip_share": (cut.sum(), len(cut)),
-        "clip_share_of_tokens": ((cut[:, None] * mask).sum(), mask.sum()),
-        "token_clip_share": ((far * mask).sum(), mask.sum()),
+        "clip_share": (cut.sum(), live.sum()),
+        "clip_share_of_tokens": ((cut[:, None] * mask).sum(), tokens),
+        "token_clip_share": ((far * mask).sum(), tokens),
     }
     return -objective.sum(), mask.new_tensor(len(mask)), stats  # 1/G: the mean over responses
     # </gspo>

@@ -1,6 +1,7 @@
 """STAPO: Spurious-Token-Aware Policy Optimization.
 
-Tsinghua iDLab and DiDi, "Stabilizing RL for LLMs by Silencing Rare Spurious Tokens", 2026, arXiv 2602.15620.
+Liu et al. (Tsinghua, DiDi), "STAPO: Stabilizing Reinforcement Learning for LLMs by Silencing Rare Spurious Tokens",
+2026, arXiv 2602.15620.
 
 Objective, over all response tokens of a mini-batch, with r = π_θ(y_t) / π_old(y_t) for each token:
 
@@ -13,10 +14,10 @@ Gradient weight on ∇ log π_θ(y_t), before the average over the tokens left:
 
 A spurious token is one that the model itself found very unlikely, at a place where it was sure of another, in a
 response that was right all the same: it did not help, yet it is rewarded with the response. And it pulls hardest.
-Theorem 3.1, for the gradient with respect to the logits a, with w the weight above:
+Theorem 3.1, for the gradient with respect to the logits a, with c the weight above:
 
-    |∇_a J|² = w² (1 - 2 π(y_t) + Σ_v π(v)²),  between  w² (1 - 2π + e^-H)  and  w² (2 - 2π - C H²),
-    C = (V - 1) / (V ln² V)                                  (V: vocabulary; a pair of bounds, not a proportionality)
+    |∇_a J|² = c² (1 - 2 π(y_t) + Σ_v π(v)²),  between  c² (1 - 2π + e^-H)  and  c² (2 - 2π - C_V H²),
+    C_V = (V - 1) / (V ln² V)                                (V: vocabulary; a pair of bounds, not a proportionality)
 
 so low probability together with low entropy means the largest norms. About one token in ten thousand, the authors
 find, is enough to wreck a run; silencing it loses no signal.
@@ -28,18 +29,22 @@ Differs from grpo.py in:
    gradient.
 
 Differs from the paper in:
-1. Which tokens are candidates: versions 1 to 3 call the same optimum both "80%" and "τ_h = 20%". Their text (the
-   bottom 80% of low-entropy tokens is masked; going from 20% to 80% shrinks the candidates) fits one reading: the top
-   20% by entropy are always kept, τ_h = quantile(H, 0.80). quantile(H, 0.20), as often quoted, is not it.
-2. The quantile is over all response tokens of the mini-batch; the paper says "mini-batch" and no more.
-   `--entropy_over rare --entropy_quantile 0.75` is version 4's rule: the 75th percentile over the low-probability
-   tokens of right responses.
+1. The rule for τ_h is that of versions 1 to 3. Version 4, the latest one read (a version 5 is listed), has the 75th
+   percentile over the low-probability tokens of right responses: `--entropy_over rare --entropy_quantile 0.75`, used
+   in the command below. It needs large mini-batches: a single such token is never below its own quantile, and in 150
+   steps here (seed 1) none of the mini-batches, a thousand tokens each, held two that differ. Nothing was silenced.
+2. Versions 1 to 3 call the same optimum both "80%" and "τ_h = 20%". Their text (the bottom 80% of low-entropy tokens is
+   masked; going from 20% to 80% shrinks the candidates) fits one reading: the top 20% by entropy are always kept,
+   τ_h = quantile(H, 0.80). quantile(H, 0.20), as often quoted, is not it. That it is over all response tokens is our
+   reading, too: they say "mini-batch" and no more.
+3. A right response is one with Â > 0. Where the whole group is right Â is 0: those tokens are in no gradient, and not
+   in version 4's quantile either.
 
 Run it:
     torchrun stapo.py                                   # laptop: embedded model and task, two minutes, no download
     torchrun --nproc_per_node=8 stapo.py --model Qwen/Qwen3-8B-Base --task dapo-math-17k --eval_task aime24 \\
-        --prompts_per_step 256 --group_size 8 --max_new_tokens 15360 --lr 1e-6 --warmup 10 \\
-        --gradient_checkpointing --tensor_parallel 2                                                   # the paper's
+        --prompts_per_step 256 --group_size 8 --max_new_tokens 15360 --lr 1e-6 --warmup 10 --entropy_over rare \\
+        --entropy_quantile 0.75 --gradient_checkpointing --tensor_parallel 2        # the paper's batch and lengths
     torchrun --nnodes=8 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 stapo.py ...     # several
 """
 
@@ -82,9 +87,9 @@ class Args:
     seed: Seed = 1
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     steps: Count = 150
-    """Rollouts, each followed by `minibatches` optimiser steps."""
+    """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
     prompts_per_step: Count = 16
-    """P: prompts in a rollout, over all ranks."""
+    """P: prompts in a rollout, over all ranks (ours)."""
     group_size: Count = 8
     """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: Count = 4
@@ -92,13 +97,13 @@ class Args:
     max_new_tokens: Count = 64
     """Length limit of a response (DeepSeekMath: 1024)."""
     temperature: Temperature = 1.0
-    """Sampling temperature, also applied in every log-probability."""
+    """Sampling temperature, also applied in every log-probability (papers: 1)."""
     lr: Positive = 3e-4
     """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath: 1e-6 at 7B)."""
     eval_every: Count = 25
-    """Steps between two measurements on the held-out problems."""
+    """Steps between two measurements on the held-out problems (ours)."""
     save_every: Count = 50
-    """Steps between two checkpoints."""
+    """Steps between two checkpoints (ours)."""
     save_hf: bool = False
     """Write the final model in the Hugging Face format, to `model` in the run folder."""
     eval_only: bool = False
@@ -112,25 +117,25 @@ class Args:
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
     """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
     rollout_rows: Count = 1024
-    """Responses the hf engine decodes at once: lower it when the KV cache does not fit."""
+    """Responses the hf engine decodes at once: lower it when the KV cache does not fit (ours)."""
     vllm_memory: Part = 0.3
-    """Share of each GPU's memory that vLLM takes, weights included."""
+    """Share of each GPU's memory that vLLM takes, weights included (ours)."""
     vllm_sleep: bool = False
     """Park vLLM's weights on the CPU while the trainer computes."""
     tensor_parallel: Count = 1
     """Neighbouring ranks that share one vLLM engine."""
     sampler_tolerance: NonNegative = 0.0
-    """Largest mean |log π_old - log μ| before the run stops (0: 0.001 in float32, bfloat16 0.05, float8 0.1)."""
+    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16 0.05, float8 0.1)."""
     micro_tokens: Count = 16384
-    """Padded tokens in one forward and backward pass: changes memory, never the gradient."""
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 5
-    """Steps over which lr rises linearly."""
+    """Steps over which lr rises linearly (ours; verl's default: none)."""
     betas: Betas = (0.9, 0.95)
     """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9 0.999)."""
     weight_decay: NonNegative = 0.0
-    """AdamW's decoupled weight decay."""
+    """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
-    """Largest gradient norm."""
+    """Largest gradient norm (verl's default)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights are float32."""
     gradient_checkpointing: bool = False
@@ -138,11 +143,11 @@ class Args:
     eval_task: str = ""
     """Set to measure on, or several with --eval_only (default: the task's own test split, or problems held back)."""
     eval_problems: Count = 256
-    """Held-out problems."""
+    """Held-out problems (ours)."""
     eval_samples: Count = 4
-    """Sampled responses to each held-out problem, beside the greedy one."""
+    """Sampled responses to each held-out problem, beside the greedy one (ours)."""
     max_prompt_tokens: Count = 1024
-    """Longer prompts are dropped at load."""
+    """Longer prompts are dropped at load (ours)."""
     instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
     """Appended to every text prompt."""
     prompt_column: str = "prompt"
@@ -158,9 +163,9 @@ class Args:
     tau_p: Share = 0.002  # <stapo>
     """A token below this probability may be spurious (paper); turn it up to see more of them."""
     entropy_quantile: Share = 0.8  # <stapo>
-    """τ_h: tokens below this quantile of the entropies may be spurious (paper, see the header)."""
+    """τ_h: tokens below this quantile of the entropies may be spurious (paper, versions 1 to 3; version 4: 0.75)."""
     entropy_over: Literal["all", "rare"] = "all"  # <stapo>
-    """The quantile's tokens: all of the mini-batch, or (version 4) those under tau_p in right responses."""
+    """The quantile's tokens: all of the mini-batch, or (version 4) those under tau_p with positive advantage."""
 
 
 def advantages(rewards: Tensor) -> Tensor:

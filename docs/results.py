@@ -26,5 +26,19 @@ def table(folders: list[Path]) -> str:
     return text
 
 
+def main(arguments: list[str]) -> int:
+    """Print the table; one line and 2 where a folder holds no finished run."""
+    for folder in map(Path, arguments):
+        for name in ("config.json", "metrics.jsonl", "summary.json"):
+            if not (folder / name).is_file():
+                print(f"results.py: error: {folder} is no finished run: it has no {name}", file=sys.stderr)
+                return 2
+    if not arguments:
+        print("results.py: error: usage: python docs/results.py RUN_FOLDER ...", file=sys.stderr)
+        return 2
+    print(table([Path(argument) for argument in arguments]))
+    return 0
+
+
 if __name__ == "__main__":
-    print(table([Path(argument) for argument in sys.argv[1:]]))
+    sys.exit(main(sys.argv[1:]))

@@ -1,13 +1,20 @@
-"""When does clipping fail? `python docs/staleness.py LR LAG [SEED]` compares four answers to stale batches.
+"""When does clipping fail? `python docs/staleness.py LR LAG [SEED [WAY]] [--keep FOLDER]`: answers to stale batches.
 
-Same staleness (each batch is trained on LAG updates after it was sampled), batch size and learning rate:
+Same staleness (each batch is trained on LAG updates after it was sampled), batches, learning rate, warm-up and number
+of updates:
     none       grpo.py's loss with π_old evaluated by the trainer, as if the batch were fresh
     clip       grpo.py's loss with the sampler's log-probs for π_old: PPO's clip against μ
-    truncated  vcpo.py with both controls off: sequence weights cut at 8
+    truncated  vcpo.py with both controls off: one weight per response, cut at 8
     vcpo       vcpo.py
-Prints the README's rows: greedy accuracy at every 25th step, sampled accuracy at the end.
+    ess        vcpo.py with its step length and the group mean for a baseline
+    baseline   vcpo.py with its baseline and steps of full length
+Prints the README's rows: greedy accuracy after every 25th update, sampled accuracy at the end. Without WAY the first
+four. --keep leaves the run folders in FOLDER (in vcpo.py's, LAG steps pass before the first update).
+
+none and clip differ from the other four in the loss (grpo.py's without KL), truncated from vcpo in the controls alone.
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -21,25 +28,42 @@ import grpo
 import vcpo
 from common.tracking import launch
 
-STEPS, PROMPTS = 150, 8
+UPDATES, EVERY, PROMPTS = 150, 25, 8
+OFF = {"ess": "--no_optimal_baseline", "baseline": "--no_ess_scaling"}  # what each half leaves out
+OFF |= {"truncated": " ".join(OFF.values()), "vcpo": ""}
+WAYS = ("none", "clip", "truncated", "vcpo", "ess", "baseline")
 
 
-def run(name: str, lr: str, lag: int, seed: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        words = f"--lr {lr} --seed {seed} --steps {STEPS} --prompts_per_step {PROMPTS} --minibatches 1"
-        words += f" --run_dir {folder}/run"
-        module = vcpo if name in ("truncated", "vcpo") else grpo
-        if module is vcpo:
-            words += f" --lag {lag}" + (" --no_ess_scaling --no_optimal_baseline" if name == "truncated" else "")
-        else:
-            words += " --beta 0"
-            delay(lag, against_sampler=name == "clip")
-        sys.argv = [f"{module.__name__}.py", *words.split()]
-        launch(module.main, module.Args)
-        lines = [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
+def run(way: str, lr: float, lag: int, seed: int, keep: Path) -> None:
+    """One training run, and its row."""
+    folder = keep / f"{way}-lr{lr:g}-lag{lag}-s{seed}"
+    words = f"--lr {lr} --seed {seed} --prompts_per_step {PROMPTS} --minibatches 1 --warmup 5 --run_dir {folder}"
+    if way in OFF:
+        words += f" --lag {lag} --steps {UPDATES + lag} --eval_every 1 {OFF[way]}"
+        evaluate_between_updates(lag)
+    else:
+        words += f" --steps {UPDATES} --eval_every {EVERY} --beta 0"
+        delay(lag, against_sampler=way == "clip")
+    module = vcpo if way in OFF else grpo
+    sys.argv = [f"{module.__name__}.py", *words.split()]
+    launch(module.main, module.Args)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     greedy = [f"{line['greedy']:.2f}" for line in lines if "greedy" in line]
     sampled = [line["sampled"] for line in lines if "sampled" in line]
-    print(f"| {lr} | {lag} | {name} | {' · '.join(greedy)} | {sampled[-1]:.2f} |", flush=True)
+    print(f"| {lr:g} | {lag} | {way} | {seed} | {' · '.join(greedy)} | {sampled[-1]:.2f} |", flush=True)
+
+
+def evaluate_between_updates(lag: int) -> None:
+    """Make vcpo.py evaluate after updates 0, 25, 50, ...: its steps are `lag` ahead of its updates."""
+    evaluate, step = vcpo.evaluate, -1
+
+    def at_the_same_updates(*arguments: object) -> dict:
+        nonlocal step
+        step += 1
+        update = step - lag
+        return evaluate(*arguments) if step == 0 or update > 0 and update % EVERY == 0 else {}
+
+    vcpo.evaluate = at_the_same_updates
 
 
 def delay(lag: int, against_sampler: bool) -> None:
@@ -82,8 +106,20 @@ def delay(lag: int, against_sampler: bool) -> None:
 
 
 if __name__ == "__main__":
-    rate, lag, seed, *only = (*sys.argv[1:], "1")[:3] if len(sys.argv) < 5 else sys.argv[1:]
-    if only:
-        run(only[0], rate, int(lag), seed)
-    for variant in () if only else ("none", "clip", "truncated", "vcpo"):
-        subprocess.run([sys.executable, __file__, rate, lag, seed, variant], check=True)
+    parser = argparse.ArgumentParser(usage=__doc__.split("`")[1], add_help=False)
+    parser.add_argument("lr", type=float)
+    parser.add_argument("lag", type=int)
+    parser.add_argument("seed", type=int, nargs="?", default=1)
+    parser.add_argument("way", choices=WAYS, nargs="?")
+    parser.add_argument("--keep", type=Path)
+    parser.error = lambda message: (print(f"{message}; usage: {parser.usage}", file=sys.stderr), sys.exit(2))
+    chosen = parser.parse_args()
+    if chosen.lag < 0:
+        parser.error(f"LAG {chosen.lag}: must be 0 or more")
+    with tempfile.TemporaryDirectory() as folder:
+        keep = str(chosen.keep or folder)
+        if chosen.way:
+            run(chosen.way, chosen.lr, chosen.lag, chosen.seed, Path(keep))
+        for way in () if chosen.way else WAYS[:4]:
+            words = map(str, (chosen.lr, chosen.lag, chosen.seed, way, "--keep", keep))
+            subprocess.run([sys.executable, __file__, *words], check=True)

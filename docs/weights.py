@@ -3,7 +3,9 @@
     python docs/weights.py        writes docs/weights.png
 
 Nothing is drawn from a formula: each curve is the autograd gradient of that file's own `policy_loss` on one-token
-responses. For gspo the ratio is then the sequence ratio; minirl is shown without train-inference gap (μ = π_old).
+responses, so that a response's ratio is its token's. goldilocks.py and deep_grpo.py have grpo.py's weight (deep_grpo's
+branches times λ = 1), minirl is shown without train-inference gap (μ = π_old), vcpo before its baseline. No curve goes
+beyond r = 1/π_old, where the token's probability would pass 1.
 """
 
 import importlib
@@ -20,16 +22,20 @@ import torch  # noqa: E402
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
+from matplotlib.lines import Line2D  # noqa: E402
+from matplotlib.ticker import NullLocator  # noqa: E402
 
-CURVES = [  # file, label, π_old of the token, its entropy (only stapo and maspo look at these)
-    ("grpo", "GRPO: clip 0.2 / 0.2", 0.1, 1.0, {"beta": 0.0}),
-    ("gspo", "GSPO: clip 3e-4 / 4e-4 on the sequence", 0.1, 1.0, {}),
-    ("sapo", "SAPO: τ 1.0 / 1.05", 0.1, 1.0, {}),
-    ("stapo", "STAPO: clip 0.2 / 0.28", 0.1, 1.0, {}),
-    ("stapo", "STAPO: a spurious token", 0.0001, 0.1, {}),
-    ("maspo", "MASPO: common token, π_old 0.9", 0.9, 1.0, {}),
-    ("maspo", "MASPO: rare token, π_old 0.01", 0.01, 1.0, {}),
-    ("minirl", "MiniRL: mask 0.2 / 0.27", 0.1, 1.0, {}),
+NARROW = 1e-3  # half the width of gspo's axis
+CURVES = [  # file, title, letter of the ratio, π_old of the token, its entropy (only stapo looks at it), flags
+    ("grpo", "GRPO, Goldilocks, DEEP-GRPO\nclip 0.2 / 0.2", "r", 0.02, 1.0, {"beta": 0.0}),
+    ("gspo", "GSPO (note the axis)\nclip 3e-4 / 4e-4", "s", 0.02, 1.0, {}),
+    ("sapo", "SAPO\nτ 1.0 / 1.05", "r", 0.02, 1.0, {}),
+    ("stapo", "STAPO, most tokens\nclip 0.2 / 0.28", "r", 0.02, 1.0, {}),
+    ("stapo", "STAPO, a spurious token\nπ_old 0.0001, low entropy", "r", 0.0001, 0.1, {}),
+    ("minirl", "MiniRL\nmask 0.2 / 0.27, cap 5", "r", 0.02, 1.0, {}),
+    ("maspo", "MASPO, a rare token\nπ_old 0.02", "r", 0.02, 1.0, {}),
+    ("maspo", "MASPO, a common token\nπ_old 0.5, so r ≤ 2", "r", 0.5, 1.0, {}),
+    ("vcpo", "VCPO\ncap 8", "w", 0.02, 1.0, {}),
 ]
 
 
@@ -54,20 +60,39 @@ def weights(name: str, ratios: torch.Tensor, sign: float, old: float, entropy: f
 
 
 def main() -> None:
-    ratios = torch.linspace(0.02, 3.0, 3000, dtype=torch.float64)
-    figure, axes = pyplot.subplots(2, 4, figsize=(17, 7.5), layout="constrained", sharex=True, sharey=True)
-    for axis, (name, label, old, entropy, flags) in zip(axes.flat, CURVES):
+    pyplot.rcParams.update({"font.size": 9, "axes.titlesize": 9.5})
+    figure, axes = pyplot.subplots(3, 3, figsize=(10.4, 9.2), layout="constrained", sharey=True)
+    for axis, (name, title, letter, old, entropy, flags) in zip(axes.flat, CURVES):
+        wide = torch.logspace(-1.7, 1.7, 4001, dtype=torch.float64)  # 0.02 to 50
+        ratios = torch.linspace(1 - NARROW, 1 + NARROW, 4001, dtype=torch.float64) if name == "gspo" else wide
+        ratios = ratios[ratios <= 1 / old]
         for sign, colour in ((1.0, "tab:blue"), (-1.0, "tab:red")):
-            axis.plot(ratios, sign * ratios, color="0.8", linestyle="--", linewidth=1)
-            axis.plot(ratios, weights(name, ratios, sign, old, entropy, flags), color=colour, label=f"Â = {sign:+.0f}")
-        axis.axvline(1.0, color="0.8", linewidth=1)
-        axis.set_title(label, fontsize=11)
-        axis.set(xlabel="ratio π_θ/π_old", ylabel="weight on ∇ log π")
-        axis.label_outer()
-        axis.grid(alpha=0.3)
-    axes[0, 0].legend(loc="upper left")
-    figure.suptitle("Gradient weight against the ratio (dashed: the ratio itself, no clip at all)")
-    figure.savefig(ROOT / "docs" / "weights.png", dpi=80)
+            axis.plot(ratios, sign * ratios, color="0.6", linestyle=(0, (2, 2)), linewidth=1)
+            axis.plot(ratios, weights(name, ratios, sign, old, entropy, flags), color=colour, linewidth=2)
+        axis.axvline(1.0, color="0.8", linewidth=1, zorder=0)
+        axis.axhline(0.0, color="0.8", linewidth=1, zorder=0)
+        axis.set_yscale("symlog", linthresh=1.0, linscale=1.0)
+        axis.set_yticks([-50, -10, -3, -1, 0, 1, 3, 10, 50], labels="-50 -10 -3 -1 0 1 3 10 50".split())
+        axis.yaxis.set_minor_locator(NullLocator())
+        if name == "gspo":
+            axis.set_xticks([0.999, 1.0, 1.001], labels=["0.999", "1", "1.001"])
+        else:
+            axis.set(xscale="log", xlim=(0.018, 56))
+            axis.set_xticks([0.02, 0.1, 0.5, 1, 2, 5, 10, 50], labels="0.02 0.1 0.5 1 2 5 10 50".split())
+            axis.xaxis.set_minor_locator(NullLocator())
+        axis.set(title=title, xlabel={"r": "r, token", "s": "s, response", "w": "w, response"}[letter])
+        axis.grid(alpha=0.25)
+    for row in axes:
+        row[0].set_ylabel("weight on ∇ log π")
+    lines = [Line2D([], [], color=colour, linewidth=2) for colour in ("tab:blue", "tab:red")]
+    lines.append(Line2D([], [], color="0.6", linestyle=(0, (2, 2)), linewidth=1))
+    words = [
+        "Â = +1: the token was good, raise it",
+        "Â = -1: it was bad, lower it",
+        "the ratio itself: nothing clipped",
+    ]
+    figure.legend(lines, words, loc="outside upper center", ncols=3, frameon=False)
+    figure.savefig(ROOT / "docs" / "weights.png", dpi=130)
 
 
 if __name__ == "__main__":

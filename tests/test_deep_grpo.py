@@ -1,6 +1,5 @@
 """DEEP-GRPO: the loss of two streams, pivots and their distribution, the regression, a run's branches; mutants."""
 
-import json
 import math
 import random
 from dataclasses import replace
@@ -71,11 +70,11 @@ def check_pivots(module: ModuleType) -> None:
 
 
 def check_pivot_distribution(module: ModuleType) -> None:
-    """Q ∝ σ(w r + b) r^γ with r = (i+1)/(M+1), summing to 1; γ and the fit each matter."""
+    """Q ∝ σ(u d + v) d^γ with d = (i+1)/(M+1), summing to 1; γ and the fit each matter."""
     depth, q = module.pivot_distribution(3, -4.0, 1.0, 2.0)
-    r = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
-    expected = r**2 / (1 + torch.exp(4 * r - 1))
-    assert torch.allclose(depth, r) and torch.allclose(q, expected / expected.sum()) and abs(q.sum() - 1) < 1e-12
+    d = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    expected = d**2 / (1 + torch.exp(4 * d - 1))
+    assert torch.allclose(depth, d) and torch.allclose(q, expected / expected.sum()) and abs(q.sum() - 1) < 1e-12
     assert torch.allclose(module.pivot_distribution(4, 0.0, math.inf, 0.0)[1], torch.full((4,), 0.25).double())
     assert module.pivot_distribution(1, -50.0, -50.0, 2.0)[1].item() == 1
 
@@ -90,16 +89,16 @@ def check_choice_is_in_proportion(module: ModuleType) -> None:
         assert abs(count - 6000 * q[i]) < 4 * (6000 * q[i] * (1 - q[i])) ** 0.5
 
 
-def simulated(n: int, w: float, b: float, seed: int = 0) -> list[tuple[float, float]]:
+def simulated(n: int, u: float, v: float, seed: int = 0) -> list[tuple[float, float]]:
     generator = torch.Generator().manual_seed(seed)
     depth = torch.rand(n, generator=generator, dtype=torch.float64)
-    return list(zip(depth.tolist(), torch.bernoulli(torch.sigmoid(w * depth + b), generator=generator).tolist()))
+    return list(zip(depth.tolist(), torch.bernoulli(torch.sigmoid(u * depth + v), generator=generator).tolist()))
 
 
 def check_fit(module: ModuleType) -> None:
-    """Recovers known (w, b) from 10,000 pairs; equals LBFGS on the same objective; P = 1 before it can be fitted."""
-    w, b = module.fit_success(simulated(10_000, -5.0, 3.0))
-    assert abs(w + 5) < 0.35 and abs(b - 3) < 0.25
+    """Recovers known (u, v) from 10,000 pairs; equals LBFGS on the same objective; P = 1 before it can be fitted."""
+    u, v = module.fit_success(simulated(10_000, -5.0, 3.0))
+    assert abs(u + 5) < 0.35 and abs(v - 3) < 0.25
     for pairs in (simulated(40, -5.0, 3.0), simulated(400, 2.0, -1.0, 1), [(0.5, 1.0)] * 3000 + [(0.4, 0.0)]):
         depth, success = torch.tensor(pairs, dtype=torch.float64).T
         found = torch.zeros(2, dtype=torch.float64, requires_grad=True)
@@ -145,7 +144,7 @@ MUTANTS = {
     "root of depth 0": ("torch.arange(1, count + 1)", "torch.arange(count)"),
     "depth of the wrong length": ("/ (count + 1)", "/ count"),
     "no depth": ("* depth**depth_power", "* depth**0"),
-    "no estimate": ("torch.sigmoid(w * depth + b) *", "1.0 *"),
+    "no estimate": ("torch.sigmoid(u * depth + v) *", "1.0 *"),
     "always the likeliest": ("rng.choices(range(len(cuts)), chances.tolist())[0]", "int(chances.argmax())"),
     "uniform pivot": ("rng.choices(range(len(cuts)), chances.tolist())[0]", "rng.randrange(len(cuts))"),
     "penalty on the intercept": ("torch.tensor([1.0, 0.0], dtype", "torch.tensor([1.0, 1.0], dtype"),
@@ -285,8 +284,27 @@ def test_impossible_settings_are_refused(tmp_path, monkeypatch, capsys, flags):
     assert flags[0] in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
-def test_metrics_of_depth_are_a_histogram(tmp_path, monkeypatch):
-    """The four quarters hold every pivot once."""
-    assert run_here(monkeypatch, deep_grpo.main, *SMALL, "--steps", 2, "--run_dir", tmp_path / "run") == 0
-    for line in map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines()[1:]):
-        assert abs(sum(line[f"pivots_quarter_{quarter}"] for quarter in (1, 2, 3, 4)) - 1) < 1e-9
+def test_restarts_are_counted_apart(tmp_path, monkeypatch):
+    """Of all pivots those at the bare prompt; the four quarters hold each of the others once; both kinds' successes."""
+    choose, drawn = deep_grpo.choose_pivot, []
+
+    def spy(*arguments: object) -> tuple[int, float]:
+        drawn.append(choose(*arguments))
+        return drawn[-1]
+
+    monkeypatch.setattr(deep_grpo, "choose_pivot", spy)
+    flags = [*SMALL, "--steps", 2, "--prompts_per_step", 32, "--run_dir", tmp_path / "run"]
+    assert run_here(monkeypatch, deep_grpo.main, *flags) == 0
+    lines, saved, quarters = metrics(tmp_path / "run")[1:], 0.0, [f"pivots_quarter_{i}" for i in (1, 2, 3, 4)]
+    counts = [round(line["failed"] * 128) for line in lines]
+    for line, pivots in zip(lines, (drawn[: counts[0]], drawn[counts[0] :])):
+        depths = [depth for kept, depth in pivots if kept]
+        assert 0 < len(depths) < len(pivots)
+        roots = len(pivots) - len(depths)
+        assert abs(line["pivots_root"] - roots / len(pivots)) < 1e-9
+        expected = [sum(i < 4 * depth <= i + 1 for depth in depths) / len(depths) for i in range(4)]
+        assert all(abs(line[name] - share) < 1e-9 for name, share in zip(quarters, expected))
+        saved += line["pivots_saved"] * len(depths) + line["pivots_saved_root"] * roots
+        assert all(0 <= line[f"branch_reward{where}"] <= line[f"pivots_saved{where}"] for where in ("", "_root"))
+    feedback = torch.load(tmp_path / "run/checkpoints/step_000002/rank0.pt")["state"]["feedback"]
+    assert len(feedback) == len(drawn) and abs(saved - sum(success for _, success in feedback)) < 1e-6

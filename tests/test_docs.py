@@ -1,7 +1,10 @@
 """What the documents promise: commands whose flags exist, memory of real shapes, links that lead somewhere."""
 
+import ast
+import fnmatch
 import importlib
 import re
+import subprocess
 import sys
 
 import pytest
@@ -57,6 +60,69 @@ def test_the_readmes_links_lead_somewhere():
     links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
     assert len(links) > 15 and all((ROOT / link).exists() for link in links)
     assert all(f"]({algorithm}.py)" in README for algorithm in ALGORITHMS)
+
+
+def metric_names(algorithm: str) -> set[str]:
+    """What a file logs: keywords of `means.add`, keys of `stats` and `metrics`; * where a name is put together."""
+    names = set()
+    for node in ast.walk(ast.parse((ROOT / f"{algorithm}.py").read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "means.add":
+            names |= {ast.Constant(keyword.arg) for keyword in node.keywords if keyword.arg}
+            names |= {key for word in node.keywords if isinstance(word.value, ast.Dict) for key in word.value.keys}
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "stats":
+            names |= set(getattr(node.value, "keys", ()))
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("stats["):
+            names.add(node.targets[0].slice)
+        elif isinstance(node, ast.AugAssign | ast.Assign) and "metrics" in ast.unparse(node).split("=")[0]:
+            names |= {key for part in ast.walk(node.value) if isinstance(part, ast.Dict) for key in part.keys}
+    parts = [getattr(name, "values", [name]) for name in names]  # an f-string's parts, or the one constant
+    return {"".join(getattr(part, "value", "") if isinstance(part, ast.Constant) else "*" for part in p) for p in parts}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_readme_explains_every_metric(algorithm):
+    """No name is logged that the table lacks; those that common logs are in it, too."""
+    table = README.split("## Metrics")[1].split("\n## ")[0]
+    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    known = re.findall(r"`([a-z_*0-9]+)`", " ".join(rows))
+    logged = metric_names(algorithm)
+    assert {"reward", "zero_groups", "loss", "entropy", "lr"} <= logged and len(logged) > 12
+    shared = {"greedy", "sampled", "sampler_kl", "sampler_gap", "tokens_per_s", "seconds", "seconds_rollout"}
+    for name in logged | shared:
+        assert any(fnmatch.fnmatch(name, row) or fnmatch.fnmatch(row, name) for row in known), name
+
+
+def test_the_readme_explains_no_metric_that_is_not_logged():
+    table = README.split("## Metrics")[1].split("\n## ")[0]
+    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    logged = set().union(*map(metric_names, ALGORITHMS))
+    logged |= {"greedy", "sampled", "sampler_kl", "sampler_gap", "tokens_per_s", "seconds", "seconds_rollout"}
+    for name in re.findall(r"`([a-z_*0-9]+)`", " ".join(rows)):
+        assert any(fnmatch.fnmatch(found, name) or fnmatch.fnmatch(name, found) for found in logged), name
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_number_among_the_flags_names_its_source(algorithm):
+    """In brackets at the end of its line of help: a paper, a framework, or ours."""
+    tree = ast.parse((ROOT / f"{algorithm}.py").read_text())
+    fields = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args").body
+    checked = 0
+    for field, doc in zip(fields[::2], fields[1::2]):
+        number = isinstance(field.value, ast.Constant | ast.Tuple) and "str" not in ast.unparse(field.annotation)
+        number = number and ast.unparse(field.annotation).split("[")[0] not in ("bool", "Literal", "Annotated", "Seed")
+        if number and field.target.id not in ("tensor_parallel",):  # 1: none at all
+            sources = r"\(.*(ours|paper|papers|authors|released|DeepSeekMath|OpenRLHF|verl|GRPO)"
+            assert re.search(sources, doc.value.value), f"{field.target.id}: {doc.value.value}"
+            checked += 1
+    assert checked > 15
+
+
+@pytest.mark.parametrize(
+    "words", [["results.py", "none"], ["results.py"], ["staleness.py"], ["staleness.py", "x", "8"]]
+)
+def test_a_wrong_call_of_a_script_is_one_line(words):
+    run = subprocess.run([sys.executable, f"docs/{words[0]}", *words[1:]], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 2 and len(run.stderr.strip().splitlines()) == 1, run.stderr
 
 
 def test_memory_is_counted_for_the_shape_that_transformers_builds():

@@ -432,6 +432,9 @@ MUTANTS = {
             "population.cpu().numpy(), args.entropy_quantile",
             "population.cpu().numpy(), 1 - args.entropy_quantile",
         ),
+        "version 4: likely tokens in the quantile": (" & (logp.exp() < args.tau_p)\n", "\n"),
+        "version 4: wrong responses in the quantile": ("chosen & (advantages[:, None] > 0)", "chosen"),
+        "version 4's rule is the other": ('args.entropy_over == "rare"', 'args.entropy_over == "all"'),
         "padding in the quantile": ("chosen = mask.bool()", "chosen = torch.ones_like(mask).bool()"),
         "all tokens in the denominator": (
             "return -(objective * kept).sum(), kept.sum()",
