@@ -386,7 +386,9 @@ def gspo(b: Batch) -> tuple[Tensor, dict]:
     s = (((b.logp - b.old) * b.mask).sum(1) / b.mask.sum(1)).exp()
     low, high = 1 - b.args["clip_low"], 1 + b.args["clip_high"]
     beyond = ((b.A > 0) & (s > high)) | ((b.A < 0) & (s < low))
-    stats = {"clip_share": (float(beyond.sum()), len(s)), "clip_share_of_tokens": share(beyond[:, None], b.mask)}
+    live = b.A != 0  # nothing to clip in the others
+    stats = {"clip_share": (float(beyond.sum()), float(live.sum()))}
+    stats["clip_share_of_tokens"] = share(beyond[:, None], live[:, None] * b.mask)
     return torch.where(beyond, s.clip(low, high).detach() * b.A, s * b.A).mean(), stats
 
 
@@ -424,6 +426,7 @@ def minirl(b: Batch) -> tuple[Tensor, dict]:
     masked = ((A > 0) & (r > 1 + b.args["clip_high"])) | ((A < 0) & (r < 1 - b.args["clip_low"]))
     weight = (b.logp - b.mu).exp().detach()
     stats = {"masked_share": share(masked, b.mask), "weight": share(weight.clip(max=5), b.mask)}
+    stats["weight_max"] = (float((weight * b.mask).max()), None)
     return (~masked * weight.clip(max=b.args["is_cap"]) * A * b.logp * b.mask).sum(1).mean(), stats
 
 
@@ -441,7 +444,7 @@ def vcpo(b: Batch) -> tuple[Tensor, dict]:
     w, means = log_w.exp(), (b.logp * b.mask).sum(1) / b.mask.sum(1)
     b.rho = float(w.sum() ** 2 / (w**2).sum() / len(w))
     stats = {"ess_ratio": (b.rho, 1), "baseline_shift": (sum(shifts), len(shifts))}
-    stats["weight"] = (float(w.clip(max=8).sum()), len(w))
+    stats |= {"weight": (float(w.clip(max=8).sum()), len(w)), "weight_max": (float(w.max()), None)}
     return (w.clip(max=b.args["is_cap"]) * b.A * means).mean(), stats
 
 
