@@ -44,7 +44,7 @@ Run it:
         --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 --gradient_checkpointing       # one node
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 minirl.py \\
         --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime25 --prompts_per_step 256 --lr 1e-6 \\
-        --group_size 16 --max_new_tokens 32768 --routing_replay r3 --gradient_checkpointing --vllm_sleep \\
+        --group_size 16 --max_new_tokens 30720 --routing_replay r3 --gradient_checkpointing --vllm_sleep \\
         --vllm_memory 0.65
 """
 

@@ -197,7 +197,8 @@ def spurious_tokens(
     args: Args, logp: Tensor, entropy: Tensor, advantages: Tensor, mask: Tensor, threshold: Tensor
 ) -> Tensor:
     """True `[n, T]` on the tokens to silence: rewarded, improbable, and where the policy was sure. Never if Â <= 0."""
-    return (advantages[:, None] > 0) & (logp.detach().exp() < args.tau_p) & (entropy < threshold) & mask.bool()
+    sure = entropy < threshold - 1e-5  # [n, T]: siblings begin in the same state; rounding must not part such equals
+    return (advantages[:, None] > 0) & (logp.detach().exp() < args.tau_p) & sure & mask.bool()
 
 
 # </stapo>

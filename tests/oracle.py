@@ -405,7 +405,7 @@ def stapo(b: Batch) -> tuple[Tensor, dict]:
     rare = everywhere & (p < b.args["tau_p"]) & (b.A[:, None] > 0)
     among = b.entropy[everywhere if b.args["entropy_over"] == "all" else rare]
     height = numpy.quantile(among.numpy(), b.args["entropy_quantile"])
-    silent = rare & (b.entropy < height)
+    silent = rare & (b.entropy < height - 1e-5)
     kept = b.mask * ~silent
     b.count = tokens(kept)
     return token_mean(surrogate, kept), {"silenced_share": share(silent, b.mask)}

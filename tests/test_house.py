@@ -13,7 +13,7 @@ from conftest import ROOT
 
 COMMON = sorted((ROOT / "common").rglob("*.py"))
 # Changed code lines against grpo.py. stapo also finds its quantile over ranks and writes down what it silenced.
-BUDGET = {"stapo": 55, "minirl": 45, "vcpo": 139, "goldilocks": 115, "deep_grpo": 105}
+BUDGET = {"stapo": 56, "minirl": 45, "vcpo": 139, "goldilocks": 115, "deep_grpo": 105}
 USUAL_BUDGET = 36
 # Input that can be wrong in many ways, folders that two runs want, files that are damaged: a third of it is for these.
 BUDGET_OF_COMMON = 1760

@@ -425,8 +425,8 @@ MUTANTS = {
             "(advantages[:, None] != 0) & (logp.detach",
         ),
         "only negative ones": ("(advantages[:, None] > 0) & (logp.detach", "(advantages[:, None] < 0) & (logp.detach"),
-        "entropy ignored": (" & (entropy < threshold) & mask", " & mask"),
-        "entropy the wrong way round": ("(entropy < threshold)", "(entropy > threshold)"),
+        "entropy ignored": (" & sure & mask", " & mask"),
+        "entropy the wrong way round": ("entropy < threshold -", "entropy > threshold -"),
         "probability the wrong way round": ("(logp.detach().exp() < args.tau_p)", "(logp.detach().exp() > args.tau_p)"),
         "the lowest 20%": (
             "population.cpu().numpy(), args.entropy_quantile",
