@@ -146,6 +146,7 @@ def check_metrics(o: Oracle) -> None:
             expected["extra_tokens"] = extra / sum(lengths)
             expected["failed"] = sum(row.reward == 0 for row in rows) / len(rows)
             expected["branches_used"] = sum(len(g) for g in grown if len({row.reward for row in g}) > 1)
+            expected |= branch_metrics(o, step)
         assert {name: line.get(name) for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-7)
 
 
@@ -157,6 +158,33 @@ def sampler_metrics(o: Oracle, step: int) -> dict[str, float]:
     gap = (logp - oracle.padded([oracle.sampler_logp(row, o.model) for row in rows])) * mask
     means = {"sampler_gap": gap.abs(), "sampler_kl": gap.exp() - 1 - gap}
     return {name: float(x.sum() / mask.sum()) for name, x in means.items()}
+
+
+def branch_metrics(o: Oracle, step: int) -> dict[str, float]:
+    """Of the pivots at the bare prompt and of those inside a response: how many, what became of them, how deep."""
+    found, wrong, rescued = [], 0, 0  # (depth, at the root, siblings' rewards) of every pivot
+    for one in o.records:
+        groups = branch_groups(one, step)
+        start = sum(len(branch_groups(one, s)) for s in range(step))
+        depths = [pivot["depth"] for pivot in one.pivots[start : start + len(groups)]]
+        outcomes = [[row.reward for row in group] for group in groups]
+        found += [(d, not g[0].prefix, rewards) for d, g, rewards in zip(depths, groups, outcomes, strict=True)]
+        for prompt in one.training[step]["prompts"]:
+            if not any(row.reward for row in respond(prompt, G)):
+                wrong += 1
+                rescued += any(any(rewards) for g, rewards in zip(groups, outcomes) if g[0].prompt == prompt)
+    expected = {"pivots_root": (sum(root for _, root, _ in found), len(found)), "groups_rescued": (rescued, wrong)}
+    for ending, kind in (("", False), ("_root", True)):
+        rewards = [rewards for _, root, rewards in found if root == kind]
+        expected[f"branch_reward{ending}"] = (sum(map(sum, rewards)), K * len(rewards))
+        expected[f"pivots_saved{ending}"] = (sum(map(any, rewards)), len(rewards))
+    inside = [depth for depth, root, _ in found if not root]
+    for quarter in (1, 2, 3, 4):
+        hit = [(quarter - 1) / 4 < depth <= quarter / 4 for depth in inside]
+        expected[f"pivots_quarter_{quarter}"] = (sum(hit), len(hit))
+    means = {name: total / count for name, (total, count) in expected.items() if count}
+    fit = o.records[0].pivots[sum(len(branch_groups(o.records[0], s)) for s in range(step))]["fit"]
+    return means | (dict(zip(("fit_u", "fit_v"), fit)) if fit[1] < float("inf") else {})
 
 
 def branch_groups(one: oracle.Record, step: int) -> list[list[oracle.Row]]:
