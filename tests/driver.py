@@ -18,6 +18,7 @@ from common.tracking import Run, launch
 SIGNALS = {"log": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT, "hup": signal.SIGHUP}
 SIGNALS["stop"] = signal.SIGSTOP
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is inherited as ignored
 name, moment, step = sys.argv[1], sys.argv[2], int(sys.argv[3])
 sys.argv[1:] = sys.argv[4:]
 module = importlib.import_module(name)

@@ -533,7 +533,7 @@ class Oracle:
         b = self.batch(update)
         J, stats = OBJECTIVES[self.name](b)
         found = torch.autograd.grad(-J, list(b.lm.parameters()))
-        b.J = float(J.detach())
+        b.J, b.logp, b.lm = float(J.detach()), b.logp.detach(), None  # the graph is not needed any more
         self.known[update] = torch.cat([part.flatten() for part in found]), b, stats
         return self.known[update]
 
