@@ -71,6 +71,7 @@ from common.distributed import (
 )
 from common.evaluation import benchmark, evaluate
 from common.flags import Betas, Count, NonNegative, Part, Positive, Seed, Temperature, Whole
+from common.flags import Exponent  # <deep_grpo>
 from common.model import Policy, load_model
 from common.rollout import Rollout  # <deep_grpo>
 from common.rollout import all_logprobs, check_sampler, make_engine, micro_batches, response_logprobs
@@ -170,7 +171,7 @@ class Args:
     """K: new endings from each pivot (paper)."""
     branch_weight: NonNegative = 1.0  # <deep_grpo>
     """λ: weight of the branches' stream (paper)."""
-    depth_power: NonNegative = 2.0  # <deep_grpo>
+    depth_power: Exponent = 2.0  # <deep_grpo>
     """γ: preference for deep pivots (paper)."""
     min_branches: Whole = 0  # <deep_grpo>
     """With fewer branches of non-zero advantage a step uses none (released code: 128)."""
@@ -293,8 +294,10 @@ def main(args: Args, world: World) -> None:
     # <deep_grpo>
     vocabulary = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
     boundaries = {token for token, text in enumerate(vocabulary) if text.rstrip(" ").endswith(args.boundary)}
-    if not args.boundary or not boundaries or args.branches < 2:
-        raise BadInput(f"--boundary {args.boundary!r}: no token ends in it; or --branches {args.branches}: below 2")
+    if not args.boundary or not boundaries:
+        raise BadInput(f"--boundary {args.boundary!r}: no token ends in it")
+    if args.branches < 2:
+        raise BadInput(f"--branches {args.branches}: must be 2 or more, they are compared with each other")
     feedback: deque[tuple[float, float]] = deque(maxlen=10_000)  # (depth, some branch succeeded) of the latest pivots
     # </deep_grpo>
     if args.resume:

@@ -54,7 +54,7 @@ from typing import Literal
 
 import common  # noqa: F401  (before torch: it sets how OpenMP waits)
 import torch
-from common.data import load_task
+from common.data import encode, load_task  # <goldilocks>
 from common.distributed import (
     BadInput,  # <goldilocks>
     StopFlag,
@@ -308,9 +308,12 @@ def main(args: Args, world: World) -> None:
         reference = shard(Policy(copy.deepcopy(lm)), world, args.dtype, args.offload_reference).requires_grad_(False)
     # </grpo>
     # <goldilocks>
-    if args.candidates < 1 or args.teacher_batch % world.size or not 0 < args.teacher_batch <= args.window:
-        raise BadInput("--candidates is below 1, or --teacher_batch no multiple of the ranks or above --window")
-    backbone, teacher_tokenizer = load_model(args.teacher or args.model)
+    if args.teacher_batch % world.size or args.teacher_batch > args.window:
+        limits = f"a multiple of the {world.size} ranks, and at most --window {args.window}"
+        raise BadInput(f"--teacher_batch {args.teacher_batch}: must be {limits}")
+    backbone, teacher_tokenizer = load_model(args.teacher or args.model, "--teacher")
+    for problem in task.held_out[:1]:
+        encode(problem.prompt, None, teacher_tokenizer, "--teacher")  # refuses now, not after the run has begun
     teacher = shard(Teacher(backbone.base_model), world, args.dtype)
     if args.gradient_checkpointing:
         teacher.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -350,7 +353,9 @@ def main(args: Args, world: World) -> None:
             rng, K, B = random.Random(f"{args.seed}/{step}"), args.candidates, args.prompts_per_step
             pool = [[task.train(slot * K + k) for k in range(K)] for slot in range((step - 1) * B, step * B)]  # [B, K]
             mine = slice(world.rank * P, (world.rank + 1) * P)  # this rank's slots
-            asked = [teacher_tokenizer(p.prompt)["input_ids"] for candidates in pool[mine] for p in candidates]
+            asked = [
+                encode(p.prompt, None, teacher_tokenizer, "--teacher") for candidates in pool[mine] for p in candidates
+            ]
             values = gather(teacher_values(args, teacher, asked, world), world).view(-1, K)  # [B, K]
             explore = args.explore if len(window) >= args.teacher_batch else 1.0  # uniform until there is a teacher
             choice = select(values, [[p.prompt for p in candidates] for candidates in pool], explore, rng)
@@ -374,7 +379,7 @@ def main(args: Args, world: World) -> None:
         with run.clock("teacher"):
             observed = gather(learning_value(rewards), world).cpu()  # [B]
             prompts = [candidates[k].prompt for candidates, (k, _) in zip(pool, choice)]
-            ids = [teacher_tokenizer(prompt)["input_ids"] for prompt in prompts]
+            ids = [encode(prompt, None, teacher_tokenizer, "--teacher") for prompt in prompts]
             window.extend(zip(ids, observed.tolist(), predicted.tolist(), (chance for _, chance in choice)))
             for _ in range(args.teacher_updates if len(window) >= args.teacher_batch else 0):
                 teach(args, teacher, teacher_optimizer, list(window), rng, world)

@@ -284,7 +284,8 @@ def main(args: Args, world: World) -> None:
     queue: deque[Rollout] = deque()  # sampled, waiting to be trained on
     held, ahead = args.lag - args.asynchronous, None  # batches that wait; the rollout that is being sampled
     if not 0 <= held <= args.lag < args.steps:
-        raise BadInput(f"--lag {args.lag}: must be 0 or more (with --async 1), and below --steps {args.steps}")
+        least = 1 if args.asynchronous else 0
+        raise BadInput(f"--lag {args.lag}: must be {least} or more, and below --steps {args.steps}")
     if args.asynchronous and (args.tensor_parallel > 1 or args.vllm_sleep):  # two users of NCCL, or of memory, at once
         raise BadInput("--async: not together with --tensor_parallel or --vllm_sleep")
     sampler_thread = ThreadPoolExecutor(1)

@@ -154,6 +154,8 @@ def arithmetic_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
     (most, limits), longest = room(args, tokenizer), len(problem(arithmetic.LONGEST).prompt_ids)
     if longest > most:
         raise BadInput(f"--task arithmetic: its longest prompt has {longest} tokens; {limits}")
+    if args.eval_problems > GYM_SIZE:
+        raise BadInput(f"--eval_problems {args.eval_problems}: at most {GYM_SIZE}, more would take hours")
     rng, chosen = random.Random("held-out"), {}
     for _ in slowly(range(args.eval_problems), "drawing held-out problems"):
         while not arithmetic.held_out(prompt := arithmetic.draw(rng)) or prompt in chosen:
@@ -198,7 +200,7 @@ def dataset_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
     A prompt that is held out is never trained on, in whatever row it stands.
     """
     spec, judge, rng = args.eval_task or args.task, MathJudge(), random.Random("held-out")  # the same for every seed
-    train_file, eval_file = (path and path.resolve() for path in map(local_file, (args.task, args.eval_task)))
+    train_file, eval_file = (path and os.path.realpath(path) for path in map(local_file, (args.task, args.eval_task)))
     if train_file and train_file == eval_file:
         raise BadInput(f"--eval_task {spec}: is the training file; left out, a part of that is held back")
     rows = read_set(args.task, args, "train")
@@ -265,14 +267,16 @@ def problems(rows: list[tuple], args: object, tokenizer: PreTrainedTokenizerBase
             ids = encode(prompt, args.instruction, tokenizer)
             found += [Problem(prompt, answer, ids)] if len(ids) <= most else []
     if not found:
-        raise BadInput(f"{flag}: no problem left of {len(rows)}; {limits}")
+        raise BadInput(f"{flag}: {f'no problem left of {len(rows)}; {limits}' if rows else 'holds no problem'}")
     return found
 
 
-def encode(prompt: str, instruction: str | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def encode(
+    prompt: str, instruction: str | None, tokenizer: PreTrainedTokenizerBase, flag: str = "--model"
+) -> list[int]:
     """Prompt and instruction as token ids: through the chat template if the tokenizer has one, else PLAIN_PROMPT.
 
-    With `instruction` None the bare prompt.
+    With `instruction` None the bare prompt. `flag` names the model in messages.
     """
     text, options = f"{prompt} {instruction or ''}".strip(), {}
     try:
@@ -282,9 +286,14 @@ def encode(prompt: str, instruction: str | None, tokenizer: PreTrainedTokenizerB
             options = {"add_special_tokens": False}  # the template wrote its special tokens already
         elif instruction is not None:
             text = PLAIN_PROMPT.format(prompt=text)
-        return tokenizer(text, **options)["input_ids"]
+        ids = tokenizer(text, **options)["input_ids"]
+        if not ids or max(ids) >= getattr(tokenizer, "embedded", math.inf):
+            raise ValueError(
+                f"it has tokens of which the model has no embedding: {max(ids)}" if ids else "no token left"
+            )
+        return ids
     except Exception as error:  # `tokenizers` and chat templates raise no narrower kind
-        raise BadInput(f"--model: its tokenizer cannot write the prompt {text[:40]!r} ({first_line(error)})") from error
+        raise BadInput(f"{flag}: its tokenizer cannot write the prompt {text[:40]!r} ({first_line(error)})") from error
 
 
 def local_file(spec: str) -> Path | None:
@@ -312,7 +321,8 @@ def read_set(spec: str, args: object, split: str, flag: str = "--task") -> list[
     pairs = []
     for where, row in slowly(file_rows(path, flag) if path else rows, f"reading {spec}"):
         if not isinstance(row, dict) or not {columns.prompt, columns.answer} <= row.keys():
-            wanted = f"{columns.prompt!r} (--prompt_column) and {columns.answer!r} (--answer_column)"
+            flags = ("", "") if name in HUB else (" (--prompt_column)", " (--answer_column)")
+            wanted = f"{columns.prompt!r}{flags[0]} and {columns.answer!r}{flags[1]}"
             raise BadInput(f"{where}: needs the columns {wanted}")
         prompt, answer = row[columns.prompt], row[columns.answer]
         try:
@@ -335,6 +345,8 @@ def as_text(answer: object) -> str:
 def file_rows(path: Path, flag: str) -> Iterator[tuple[str, object]]:
     """("file:line", row) of a local file."""
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise OSError(0, "is no plain file")  # a pipe would be waited for
         data = path.read_bytes()
     except OSError as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror

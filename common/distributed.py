@@ -53,21 +53,36 @@ class World:
 
 def setup() -> World:
     """Join the process group: NCCL on GPUs, gloo on CPUs; `python file.py` is a world of one."""
-    for name, alone in [("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("MASTER_ADDR", "127.0.0.1")]:
-        os.environ.setdefault(name, str(alone))
-    rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    size, alone = from_environment("WORLD_SIZE", 1, least=1), "MASTER_PORT" not in os.environ
+    rank, local_rank = from_environment("RANK", 0, most=size - 1), from_environment("LOCAL_RANK", 0)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank)}
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if alone and size > 1:
+        raise BadInput(f"WORLD_SIZE {size} in the environment, but no MASTER_PORT: start several ranks with torchrun")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))  # more only pays above some 10M parameters
+        torch.set_num_threads(from_environment("OMP_NUM_THREADS", 1, least=1))  # more only pays above 10M parameters
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if "MASTER_PORT" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(hours=1))  # ranks may sample for very different times
-    else:  # alone: a store inside this process, no port to collide on
+    if alone:  # a store inside this process, no port to collide on
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return World(rank, size, device)
+    port = from_environment("MASTER_PORT", 0, least=1, most=65535)
+    try:
+        dist.init_process_group(backend, timeout=timedelta(hours=1))  # ranks may sample for very different times
+    except (RuntimeError, ValueError) as error:
+        raise RunStopped(f"ranks cannot meet at {os.environ['MASTER_ADDR']}:{port} ({first_line(error)})") from error
     return World(rank, size, device)
+
+
+def from_environment(name: str, default: int, least: int = 0, most: int = 2**31) -> int:
+    """A whole number that the launcher or the user put into the environment (of OpenMP's list the first)."""
+    text = os.environ.get(name, "").split(",")[0] or str(default)
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise BadInput(f"{name}={os.environ[name]} in the environment: must be a number from {least} to {most}")
+    return int(text)
 
 
 def shard(policy: nn.Module, world: World, dtype: str, offload: bool = False) -> nn.Module:
@@ -192,7 +207,7 @@ def save_checkpoint(
     Written under a temporary name and renamed when complete, so that a kill at any moment leaves the older ones usable.
     """
     final, partial = folder / f"step_{step:06d}", folder / "partial"
-    advice = "checkpoints before it are whole: free some space and go on with --resume"
+    advice = "checkpoints before it are whole: mend that and go on with --resume"
     with together(world, RunStopped, f"cannot save {final}; {advice}"):
         if world.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)

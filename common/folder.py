@@ -12,15 +12,18 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from common.distributed import BadInput, first_line
+from common.distributed import BadInput, RunStopped, first_line
 
 LOCK = "run.lock"
+ROWS = ("metrics.jsonl", "silenced.jsonl")  # what a run writes line by line, and cuts back on resume
 OURS = set("algorithm acted ranks model task seed lr".split())  # what every run's config.json has
 
 
 def spelled_out(path: str) -> Path:
     """`path` with `~`, `.`, `..` and a link at its end followed: a folder that has a name and can be moved."""
     folder = Path(os.path.expanduser(path))
+    if str(folder).startswith("~"):
+        raise BadInput(f"--run_dir {path}: no such user")
     return Path(os.path.realpath(folder)) if os.path.islink(folder) or folder.name in ("", "..") else folder
 
 
@@ -36,8 +39,18 @@ def saved_config(folder: Path) -> dict:
     return config if isinstance(config, dict) and config.keys() >= OURS else {}
 
 
+def inside_a_run(folder: Path) -> Path | None:
+    """The run that `folder` would lie in, and be moved or deleted with."""
+    for parent in folder.absolute().parents:
+        with contextlib.suppress(BadInput, OSError):  # another's file, or a folder that is not for us to read
+            if saved_config(parent):
+                return parent
+
+
 def holds_a_run(folder: Path) -> bool:
     """Whether there is a run in `folder`, to be moved aside; what is neither that nor empty is the user's: refused."""
+    if outer := inside_a_run(folder):
+        raise BadInput(f"--run_dir {folder}: lies inside the run {outer}, give a folder beside it")
     names = {path.name for path in folder.iterdir()} - {LOCK} if folder.exists() else set()
     strange = sorted(name for name in names if not name.startswith("evaluation-") and not name.endswith(".partial"))
     if strange and not saved_config(folder):
@@ -67,7 +80,9 @@ class Claim:
     def _take(self) -> None:
         path = self.folder / LOCK
         while True:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # Python hands no file on: no child keeps the lock
+            lock = os.open(
+                path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666
+            )  # Python hands no file on: no child keeps the lock
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -82,6 +97,13 @@ class Claim:
         os.ftruncate(lock, 0)
         os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
         self.lock = lock
+
+    def hold(self) -> None:
+        """Stop if the folder is not the one that was claimed any more: what is written now would be in another's."""
+        with contextlib.suppress(OSError):
+            if self.lock is None or os.path.samestat(os.fstat(self.lock), (self.folder / LOCK).stat()):
+                return
+        raise RunStopped(f"{self.folder} was moved or replaced under this run: nothing more is written to it")
 
     def renew(self, fill: Callable[[Path], None]) -> Path:
         """Move the folder aside, to NAME.1 or the next number, and put one in its place that `fill` has filled."""

@@ -21,7 +21,7 @@ FAMILIES = "Qwen3-MoE, Qwen3.5-MoE, OLMoE, Mixtral, GPT-OSS, Granite-MoE"  # tes
 BLOCK_ELEMENTS = 2**26  # logits that token_logprobs makes at once: 256 MB in float32, whatever the vocabulary
 
 
-def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(name: str, flag: str = "--model") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model (float32 on the CPU, attention by sdpa) and tokenizer, by hub name, local folder, or `tiny`.
 
     Weights are loaded in float32 because they are the optimiser's master copy: at lr 1e-6 an update is smaller than
@@ -31,9 +31,9 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     local = bool(name) and source.is_dir()
     if not local and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):  # not a hub name either: do not ask the network
         known = f"use a folder, a hub name (owner/name), {' or '.join(EMBEDDED)}"
-        raise BadInput(f"--model {name!r}: no such folder; {f'did you mean {close[0]}?' if close else known}")
+        raise BadInput(f"{flag} {name!r}: no such folder; {f'did you mean {close[0]}?' if close else known}")
     if local and not (any(source.glob("*.safetensors")) and (source / "config.json").is_file()):
-        raise BadInput(f"--model {name}: the folder holds no config.json with *.safetensors weights")
+        raise BadInput(f"{flag} {name}: the folder holds no config.json with *.safetensors weights")
     logging.set_verbosity_error()  # what transformers only warns about is refused by check_weights
     options = {"attn_implementation": "sdpa", "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
@@ -45,10 +45,15 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     except Exception as error:  # transformers, safetensors, tokenizers and the hub's client raise many kinds
         where = "cannot be loaded" if local else "not a folder, and not loadable from the hub"
         reason = " ".join(str(error).split())[:240] or type(error).__name__
-        raise BadInput(f"--model {name}: {where} ({reason})") from error
+        raise BadInput(f"{flag} {name}: {where} ({reason})") from error
     lm.generation_config.eos_token_id = sorted(eos_ids(lm, tokenizer))
     positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     tokenizer.model_max_length = positions or tokenizer.model_max_length  # its own is often another model's or none
+    tokenizer.embedded = lm.get_input_embeddings().num_embeddings  # tokens beyond have no meaning to this model
+    for module in lm.modules():  # dropout would make the trainer's log-probs another policy's than the sampler's
+        for attribute in ("p", "attention_dropout", "dropout", "hidden_dropout"):
+            if isinstance(getattr(module, attribute, None), float):
+                setattr(module, attribute, 0.0)
     return lm, tokenizer
 
 
@@ -69,7 +74,10 @@ def check_weights(lm: PreTrainedModel, report: dict) -> None:
 def eos_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Every token id that ends a response: chat models often have one in the tokenizer and more in the config."""
     declared = lm.generation_config.eos_token_id
-    ids = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])} - {None}
+    ids = [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
+    if not all(isinstance(one, int | None) for one in ids):
+        raise BadInput(f"--model: generation_config.json names an EOS token that is no number ({declared})")
+    ids = set(ids) - {None}
     if not ids:
         raise BadInput("--model: neither its tokenizer nor its generation config names an EOS token")
     return ids

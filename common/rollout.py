@@ -182,6 +182,10 @@ class HFEngine:
         cache = DynamicCache(config=self.lm.config)
         step = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
         logits = self.lm(padded, attention_mask=attention, position_ids=position, **step).logits[:, -1]  # [P, V]
+        if not logits.isfinite().all():
+            raise RunStopped(
+                "the model's logits are NaN or infinite: a learning rate far too high, or damaged weights in --model"
+            )
         routed = torch.zeros(0)
         if self.routing.active:  # [N, width + limit, layers, k]; the prompt's part moves from left- to right-padded
             seen = self.routing.recorded().unflatten(0, padded.shape)  # [P, width, layers, k]

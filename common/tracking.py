@@ -26,7 +26,7 @@ from tqdm import tqdm
 from common.data import HUB
 from common.distributed import CLOSING, BadInput, Refused, RunStopped, World, first_line, global_sum, setup, together
 from common.flags import broken_rule
-from common.folder import Claim, append, as_lines, holds_a_run, read_lines, saved_config, spelled_out, whole
+from common.folder import ROWS, Claim, append, as_lines, holds_a_run, read_lines, saved_config, spelled_out, whole
 from common.rollout import Rollout
 
 PHASES = ("rollout", "reward", "old_logp", "update", "sync", "evaluate", "save")  # a file may clock others, too
@@ -58,7 +58,7 @@ def launch(main: Callable[[object, World], None], Args: type) -> None:
         if not first_rank:  # mostly all ranks meet the same error: torchrun ends this one while it waits
             time.sleep(2)
         if first_rank or isinstance(error, BadInput) and not isinstance(error, Refused):
-            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+            print(f"{Path(sys.argv[0]).name}: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         sys.exit(2 if isinstance(error, BadInput) else 1)
     except KeyboardInterrupt:  # before the first step; from there on StopFlag takes it
         if first_rank:
@@ -232,8 +232,8 @@ class Run:
                 raise BadInput(f"--resume: the file behind --task {a.task} changed since {self.folder} was started")
             if done > a.steps:
                 raise BadInput(f"--steps {a.steps}: {self.folder} is at step {done} already")
-            paths = (path for path in self.folder.glob("*.jsonl") if not path.name.startswith("evaluation-"))
-            kept = {path: [row for row in read_lines(path) if row["step"] <= done] for path in paths}
+            paths = (self.folder / name for name in ROWS)
+            kept = {path: [row for row in read_lines(path) if row["step"] <= done] for path in paths if path.exists()}
             for row in kept[self.metrics][-1:] if hasattr(self.task.judge, "killed") else ():
                 self.task.judge.killed += int(row.get("judge_killed") or 0)  # it counts over the whole run
         if a.wandb:
@@ -309,15 +309,16 @@ class Run:
             if self.skipped == MOST_SKIPPED:
                 raise RunStopped(
                     f"{MOST_SKIPPED} gradients in a row were NaN or infinite, none was applied; the last batch is in "
-                    f"{path}. Usual causes: a learning rate too high, a mask or length of 0."
+                    f"{path}. Usual causes: a learning rate, weight or penalty far too large, a mask or length of 0."
                 )
         return not self.skipped
 
     def note(self, name: str, rows: list[dict]) -> None:
         """Append rows to a JSON-lines file of the run folder, on rank 0. All ranks call it together."""
-        what = f"cannot write {self.folder / name}: free some space and go on with --resume"
+        what = f"cannot write {self.folder / name}: mend that and go on with --resume"
         with together(self.world, RunStopped, what):
             if rows and self.world.rank == 0:
+                self.claim.hold()
                 append(self.folder / name, rows)
 
     def finish(self, done: int) -> None:
@@ -326,6 +327,7 @@ class Run:
         with together(self.world, RunStopped, f"cannot write the results to {self.folder}"):
             if self.world.rank == 0:
                 self.bar.close()
+                self.claim.hold()
                 self._conclude(done, killed)
                 self.claim.release()
 
@@ -359,7 +361,7 @@ class Run:
             f"metrics  {self.metrics}",
             f"seconds  {total:.0f}: " + ", ".join(f"{name} {spent:.1f}" for name, spent in split.items()),
         )
-        if not any(line.get(self.acted, 0) != 0 for line in history):
+        if not any(line.get(self.acted) for line in history):  # null, a NaN, is no deed either
             self.say(f"\nWARNING: {self.acted} was 0 at every step: the mechanism that it measures never acted.")
         fallen = [name for name in ("greedy", "sampled") if last[name] < first[name]]
         if fallen:

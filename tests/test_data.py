@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import json
+import os
 import sys
 from dataclasses import replace
 
@@ -169,7 +170,7 @@ def test_eval_task_is_another_set(tmp_path):
         ([{"prompt": 7, "answer": 7}], "set.jsonl:1: 'prompt' must be a text"),
         ([{"prompt": " ", "answer": 7}], "set.jsonl:1: 'prompt' must be a text"),
         ([{"prompt": "x", "answer": None}], "set.jsonl:1: .*'answer' must not be empty"),
-        ([], "no problem left of 0"),
+        ([], "holds no problem"),
         (numbered(1), "no training problem left of 1: the prompts are all held out"),
         ([{"prompt": "x", "answer": 1}] * 60, "no training problem left of 60: the prompts are all held out"),
         ([*numbered(2), "\xff".encode("latin1").decode("latin1")], "set.jsonl:3"),
@@ -441,3 +442,11 @@ def test_reasoning_gym(tmp_path, monkeypatch):
         load("reasoning_gym:chain_sum", eval_problems=60_000)
     with pytest.raises(BadInput, match="hardly a prompt fits"):
         load("reasoning_gym:chain_sum", max_prompt_tokens=20)
+
+
+def test_pipes_and_links_in_a_circle_are_no_files(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
+    for name, message in (("pipe", "is no plain file"), ("loop", "no such file|Too many levels")):
+        with pytest.raises(BadInput, match=message):
+            load(str(tmp_path / f"{name}.jsonl"))

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import common.distributed
+import common.tracking
 import grpo
 import pytest
 import torch
@@ -111,6 +112,49 @@ def test_of_many_at_once_one_gets_the_folder(tmp_path):
             thread.join()
         assert counts and set(counts) == {1}
     assert not list(tmp_path.rglob(LOCK))
+
+
+def test_a_run_whose_folder_is_replaced_stops(finished, tmp_path, monkeypatch, capsys):
+    """Moved away by hand, and another run put in its place: the first one writes nothing into that."""
+    folder, log = tmp_path / "run", common.tracking.Run.log
+
+    def log_and_move(self: object, step: int, metrics: dict) -> None:
+        log(self, step, metrics)
+        if step == 1:
+            folder.rename(tmp_path / "kept")
+            shutil.copytree(finished, folder)
+
+    monkeypatch.setattr(common.tracking.Run, "log", log_and_move)
+    assert run_here(monkeypatch, grpo.main, *SMALL, "--steps", 5, "--run_dir", folder) == 1
+    assert "was moved or replaced under this run" in capsys.readouterr().err
+    assert tree(folder).keys() == {folder / path.relative_to(finished) for path in tree(finished)}
+    assert (folder / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("place", ["inner", "checkpoints/step_000099", "checkpoints/step_000002/x"])
+def test_no_run_lies_inside_another(place, run, refused):
+    """It would be moved, or deleted, with that."""
+    before = tree(run)
+    assert f"lies inside the run {run}" in refused(*SMALL, "--run_dir", run / place)
+    assert tree(run) == before
+
+
+def test_files_that_are_not_the_runs_are_left_alone(run, tmp_path, monkeypatch, refused):
+    """The user's own JSON lines are not cut back on resume; a lock that is a link empties nothing."""
+    own = "".join(json.dumps({"prompt": "1+1=", "step": i}) + "\n" for i in range(9))
+    (run / "mine.jsonl").write_text(own)
+    assert run_here(monkeypatch, grpo.main, *SMALL, "--steps", 5, "--run_dir", run, "--resume") == 0
+    assert (run / "mine.jsonl").read_text() == own
+    (tmp_path / "precious").write_text("precious")
+    (run / LOCK).symlink_to(tmp_path / "precious")
+    assert "cannot be used" in refused(*SMALL, "--steps", 6, "--run_dir", run, "--resume")
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+def test_bad_input_leaves_the_earlier_run_in_its_place(run, refused):
+    before = tree(run)
+    refused(*SMALL, "--run_dir", run, "--clip_high", "1e39")
+    assert tree(run) == before
 
 
 def test_no_child_keeps_the_lock(tmp_path):

@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from common import model as model_module
+from common.data import encode
 from common.distributed import BadInput, shard
-from common.model import Policy, eos_ids, load_model, token_logprobs
+from common.model import EMBEDDED, Policy, eos_ids, load_model, token_logprobs
 from conftest import ROOT
 from safetensors.torch import load_file, save_file
+from test_run import SMALL, run_here
 from torch.distributed.tensor import DTensor
 from transformers import (
+    AutoModelForCausalLM,
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
@@ -23,6 +26,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
 )
+
+import grpo
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -276,3 +281,49 @@ def test_a_folder_without_weights_is_named(tmp_path, tiny):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(BadInput, match=f"--model {tmp_path}.*weights"):
         load_model(str(tmp_path))
+
+
+def changed(folder: Path, name: str, **entries: object) -> None:
+    """A JSON file of a model folder with some entries replaced."""
+    (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | entries))
+
+
+@pytest.mark.parametrize("eos", ["1", [[1]]])
+def test_an_eos_that_is_no_number_is_named(eos, words, tmp_path):
+    folder = Path(shutil.copytree(words, tmp_path / "model"))
+    changed(folder, "generation_config.json", eos_token_id=eos)
+    with pytest.raises(BadInput, match="EOS token that is no number|cannot be loaded"):
+        load_model(str(folder))
+
+
+def test_tokens_without_an_embedding_and_empty_prompts_are_named(words, tmp_path):
+    """A tokenizer may be larger than the model as long as no prompt shows it; a template may not swallow the prompt."""
+    folder = Path(shutil.copytree(words, tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["wug"])
+    tokenizer.save_pretrained(folder)
+    _, tokenizer = load_model(str(folder))
+    assert encode("two and two", None, tokenizer)
+    with pytest.raises(BadInput, match="no embedding: 258"):
+        encode("two and wug", None, tokenizer)
+    tokenizer.chat_template = "{# nothing #}"
+    with pytest.raises(BadInput, match="no token left"):
+        encode("two and two", "", tokenizer)
+
+
+def test_damaged_numbers_in_the_weights_stop_the_run(words, tmp_path, monkeypatch, capsys):
+    """NaN weights, or weights that a far too large step has made so: one line, exit code 1."""
+    lm = AutoModelForCausalLM.from_pretrained(EMBEDDED["tiny"])
+    lm.model.norm.weight.data.fill_(float("nan"))
+    lm.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(EMBEDDED["tiny"]).save_pretrained(tmp_path / "model")
+    flags = [*SMALL, "--model", tmp_path / "model", "--run_dir", tmp_path / "run"]
+    assert run_here(monkeypatch, grpo.main, *flags, "--steps", 1) == 1
+    assert "the model's logits are NaN or infinite" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_policy_has_no_dropout(words, tmp_path):
+    folder = Path(shutil.copytree(words, tmp_path / "model"))
+    changed(folder, "config.json", attention_dropout=0.3)
+    lm, _ = load_model(str(folder))
+    assert all(getattr(module, "attention_dropout", 0.0) == 0.0 for module in lm.modules())
