@@ -379,6 +379,8 @@ def draw_curves(folder: Path) -> Path:
     if not config:
         raise BadInput(f"{folder}: holds no run")
     lines = read_lines(folder / "metrics.jsonl")
+    if not lines:
+        raise BadInput(f"{folder}: nothing to draw yet, metrics.jsonl has no line")
     panels = {
         "reward, sampled (training prompts)": ["reward"],
         "held-out accuracy": ["greedy", "sampled"],
@@ -400,7 +402,7 @@ def draw_curves(folder: Path) -> Path:
         axis.legend()
         if names[0] in ("reward", "greedy", "zero_groups"):
             axis.set_ylim(-0.03, 1.03)
-    setting = f"{config['model']} on {config['task']}, seed {config['seed']}, lr {config['lr']:g}"
+    setting = f"{config['model']} on {config['task']}, seed {config['seed']}, lr {config['lr']}"
     figure.suptitle(f"{config['algorithm']}: {setting}")
     path = folder / "curves.png"
     with whole(path) as partial:
@@ -412,7 +414,9 @@ def draw_curves(folder: Path) -> Path:
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        for argument in sys.argv[1:] or ["no folder given"]:
+        if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
+            raise BadInput("usage: python -m common.tracking RUN_FOLDER ...")
+        for argument in sys.argv[1:]:
             print(draw_curves(Path(argument)))
     except (BadInput, OSError) as error:
         print(f"common.tracking: error: {first_line(error)}", file=sys.stderr)

@@ -14,6 +14,7 @@ The peak is the sum; with --vllm_sleep it is the larger of the trainer's part an
 These are the terms that grow; allocator slack, CUDA graphs and NCCL buffers come on top (some 3 to 6 GB).
 """
 
+import argparse
 import ast
 import importlib
 import re
@@ -127,9 +128,15 @@ def estimate(name: str, words: list[str]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)  # no usage: an error is one line
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {', '.join(FILES)} (default: all)")
+    files = parser.parse_args().files or FILES
+    if unknown := [name for name in files if name not in FILES]:
+        parser.error(f"{unknown[0]}: unknown, use some of {', '.join(FILES)}")
     shown = "parameters ranks states reference gathered activations".split() + ["vLLM weights", "KV cache", "peak"]
     print(f"| file | model | {' | '.join(shown)} | responses in cache |\n|{'---|' * (len(shown) + 3)}")
-    for name in sys.argv[1:] or FILES:
+    for name in files:
         for words in commands(name):
             found = estimate(name, words)
             model = words[words.index("--model") + 1].partition("/")[2]

@@ -4,6 +4,7 @@ Three seeds; for each the median over the steps of seconds per step (without eva
 tokens per step, as ratios to the same seed's grpo.py. Prints the README's table, smallest and largest seed in brackets.
 """
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+ROOT = Path(__file__).parent.parent
 FILES = "grpo gspo sapo stapo maspo minirl vcpo goldilocks deep_grpo".split()
 SEEDS = (1, 2, 3)
 
@@ -20,7 +22,11 @@ def measure(name: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
     flags = f"--seed {seed} --steps {steps} --prompts_per_step 16 --minibatches 1 --eval_every {steps}"
     flags += f" --save_every {steps} --eval_problems 16 --eval_samples 1 --run_dir {folder}/{name}-{seed}"
     flags += " --lag 2" if name == "vcpo" else ""
-    subprocess.run([sys.executable, f"{name}.py", *flags.split()], check=True, capture_output=True)
+    run = subprocess.run([sys.executable, ROOT / f"{name}.py", *flags.split()], capture_output=True, text=True)
+    if run.returncode:
+        last = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
+        print(f"overhead.py: error: {name}.py failed: {last}", file=sys.stderr)
+        sys.exit(run.returncode)
     lines = [json.loads(line) for line in (folder / f"{name}-{seed}/metrics.jsonl").read_text().splitlines()]
     steady = lines[len(lines) // 4 :]  # goldilocks chooses and the first compilations are over
     seconds = [line["seconds"] - line["seconds_evaluate"] - line["seconds_save"] for line in steady]
@@ -40,4 +46,9 @@ def main(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 40)
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)  # no usage: an error is one line
+    parser.add_argument("steps", nargs="?", type=int, default=40)
+    steps = parser.parse_args().steps
+    if steps < 4:
+        parser.error(f"{steps} steps: must be 4 or more, the first quarter is not measured")
+    main(steps)

@@ -1,19 +1,34 @@
 """The README's table of results: `python docs/results.py runs/grpo-arithmetic-s1 runs/grpo-arithmetic-s2 ...`."""
 
+import argparse
 import json
-import sys
 from collections import defaultdict
 from pathlib import Path
+
+
+def read(folder: Path) -> dict:
+    """A finished run's algorithm, and its numbers before and after."""
+    path = folder / "config.json"
+    try:
+        found = {"algorithm": str(json.loads(path.read_text())["algorithm"])}
+        path = folder / "metrics.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        found |= {f"length_{when}": float(lines[i]["response_len"]) for when, i in (("before", 1), ("after", -1))}
+        path = folder / "summary.json"
+        summary = json.loads(path.read_text())
+        names = [f"{how}_{when}" for how in ("greedy", "sampled") for when in ("before", "after")]
+        return found | {name: float(summary[name]) for name in names}
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{folder} is no finished run: it has no {path.name}") from None
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise ValueError(f"{folder} is no finished run: {path.name} is not that of one ({error!r})") from error
 
 
 def table(folders: list[Path]) -> str:
     """Finished runs as a Markdown table, a row for each algorithm: before → after, a number for each run."""
     rows = defaultdict(list)
-    for folder in folders:
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        summary = json.loads((folder / "summary.json").read_text())
-        summary |= {"length_before": lines[1]["response_len"], "length_after": lines[-1]["response_len"]}
-        rows[json.loads((folder / "config.json").read_text())["algorithm"]].append(summary)
+    for run in map(read, folders):
+        rows[run["algorithm"]].append(run)
 
     def each(runs: list[dict], name: str, digits: int) -> str:
         return " / ".join(f"{run[name]:.{digits}f}" for run in runs)
@@ -26,19 +41,10 @@ def table(folders: list[Path]) -> str:
     return text
 
 
-def main(arguments: list[str]) -> int:
-    """Print the table; one line and 2 where a folder holds no finished run."""
-    for folder in map(Path, arguments):
-        for name in ("config.json", "metrics.jsonl", "summary.json"):
-            if not (folder / name).is_file():
-                print(f"results.py: error: {folder} is no finished run: it has no {name}", file=sys.stderr)
-                return 2
-    if not arguments:
-        print("results.py: error: usage: python docs/results.py RUN_FOLDER ...", file=sys.stderr)
-        return 2
-    print(table([Path(argument) for argument in arguments]))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)  # no usage: an error is one line
+    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER")
+    try:
+        print(table(parser.parse_args().folders))
+    except ValueError as error:
+        parser.error(str(error))

@@ -8,6 +8,7 @@ branches times λ = 1), minirl is shown without train-inference gap (μ = π_old
 beyond r = 1/π_old, where the token's probability would pass 1.
 """
 
+import argparse
 import importlib
 import sys
 from dataclasses import replace
@@ -96,4 +97,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)  # no usage: an error is one line
+    parser.parse_args()
     main()

@@ -9,6 +9,7 @@ not among the project's dependencies: `pip install trl accelerate`.
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import resource
@@ -170,7 +171,8 @@ def trl(model: str, folder: str, full: bool, size: tuple[int, int, int, int], mi
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)  # no usage: an error is one line
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("model", nargs="?", default="tiny", help="tiny, a model folder, or qwen3-1.7b (random weights)")
     parser.add_argument("--full", action="store_true", help="every response as long as the limit")
     parser.add_argument("--side", choices=["ours", "trl"], help=argparse.SUPPRESS)
@@ -178,14 +180,25 @@ def main() -> None:
     parser.add_argument("--size", type=int, nargs=3, metavar=("P", "G", "T"), help="prompts, responses, tokens of each")
     parser.add_argument("--minibatches", type=int, help="optimiser steps per rollout (tiny: 4, else 1)")
     args = parser.parse_args()
-    args.minibatches = args.minibatches or (4 if args.model == "tiny" else 1)
+    if args.minibatches is None:
+        args.minibatches = 4 if args.model == "tiny" else 1
     size = SIZES.get(args.model, SIZES["other"])
     size = (*(args.size or size[:3]), size[3])
     scratch = Path(tempfile.gettempdir()) / "bench-qwen3-1.7b"
     if args.side:
+        from common.distributed import BadInput
+
         side = {"ours": ours, "trl": trl}[args.side]
-        print("RESULT", json.dumps(side(args.model, folder_of(args.model, scratch), args.full, size, args.minibatches)))
+        try:
+            found = side(args.model, folder_of(args.model, scratch), args.full, size, args.minibatches)
+        except BadInput as error:
+            parser.error(str(error))
+        print("RESULT", json.dumps(found))
         return
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: must be 1 or more")
+    if not importlib.util.find_spec("trl"):
+        parser.error("TRL is missing: pip install trl accelerate")
     found: dict[str, list[dict]] = {"ours": [], "trl": []}
     for _ in range(args.rounds):
         for side in found:
@@ -195,6 +208,8 @@ def main() -> None:
                 words, cwd=ROOT, capture_output=True, text=True, env={"HF_HUB_OFFLINE": "1"} | os.environ
             )
             lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+            if done.returncode == 2:  # wrong input, its last line says which
+                parser.exit(2, done.stderr.splitlines()[-1] + "\n")
             if not lines:
                 sys.exit(f"{side} failed:\n{done.stderr[-2000:]}")
             found[side].append(json.loads(lines[0].removeprefix("RESULT ")))

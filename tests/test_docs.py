@@ -3,13 +3,15 @@
 import ast
 import fnmatch
 import importlib
+import json
 import re
-import subprocess
+import runpy
 import sys
 
 import pytest
 import torch
 from adapters import ALGORITHMS
+from common import tracking
 from common.tracking import parse
 from conftest import ROOT
 from gpu.shapes import qwen3_1_7b
@@ -117,12 +119,67 @@ def test_every_number_among_the_flags_names_its_source(algorithm):
     assert checked > 15
 
 
-@pytest.mark.parametrize(
-    "words", [["results.py", "none"], ["results.py"], ["staleness.py"], ["staleness.py", "x", "8"]]
-)
-def test_a_wrong_call_of_a_script_is_one_line(words):
-    run = subprocess.run([sys.executable, f"docs/{words[0]}", *words[1:]], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 2 and len(run.stderr.strip().splitlines()) == 1, run.stderr
+WRONG_CALLS = """
+docs/results.py
+docs/results.py none
+docs/staleness.py
+docs/staleness.py x 8
+docs/overhead.py x
+docs/overhead.py 0
+docs/memory.py grpo nope
+docs/weights.py nope
+common/tracking.py
+common/tracking.py none
+common/tiny/make.py
+common/tiny/make.py nope none
+common/tiny/make.py tiny README.md
+tests/make_smollm2.py
+tests/bench.py tiny --rounds 0
+tests/bench.py nope --side ours
+""".split("\n")[1:-1]
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, script: str, *words: object) -> str:
+    """What a script, run in this process, says on stderr: one line, with exit code 2."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(script, run_name="__main__")
+    said = capsys.readouterr()
+    assert stop.value.code == 2 and said.err.count("\n") == 1 and not said.out, said
+    return said.err
+
+
+@pytest.mark.parametrize("call", WRONG_CALLS)
+def test_a_wrong_call_of_a_script_is_one_line(call, monkeypatch, capsys):
+    refused(monkeypatch, capsys, *call.split())
+
+
+NO_RESULTS = {
+    "metrics.jsonl": ["", "{", '{"step": 0}', "[]\n[]"],
+    "summary.json": ["{}", "{", "[]", '{"greedy_before": null}'],
+    "config.json": ["{}", "{", "1"],
+}
+
+
+@pytest.mark.parametrize("name, text", [(name, text) for name, texts in NO_RESULTS.items() for text in texts])
+def test_what_is_no_finished_run_gives_no_results(name, text, tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.json").write_text('{"algorithm": "grpo"}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "response_len": 5.0}\n')
+    (tmp_path / name).write_text(text)
+    said = refused(monkeypatch, capsys, "docs/results.py", tmp_path)
+    assert f"{tmp_path} is no finished run" in said and name in said
+
+
+def test_curves_need_a_step(tmp_path, monkeypatch, capsys):
+    config = dict.fromkeys("algorithm acted ranks model task seed lr".split(), "x")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "metrics.jsonl").touch()
+    assert "nothing to draw yet" in refused(monkeypatch, capsys, "common/tracking.py", tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "greedy": 0.5}\n')
+    tracking.draw_curves(tmp_path)
+    assert (tmp_path / "curves.png").is_file()
 
 
 def test_memory_is_counted_for_the_shape_that_transformers_builds():

@@ -6,9 +6,9 @@ The result guesses when greedy and works half the time when sampled: a start fro
 something to discover. 6 to 11 minutes on one thread, three times that for the mixture of experts.
 """
 
+import argparse
 import math
 import random
-import sys
 from pathlib import Path
 
 import common  # noqa: F401  (before torch)
@@ -82,5 +82,11 @@ def main(kind: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    kind, folder = (*sys.argv[1:], "tiny")[0], Path(__file__).parent
-    main(kind, Path(sys.argv[2]) if len(sys.argv) > 2 else folder / {"tiny": "model", "tiny-moe": "model-moe"}[kind])
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)  # no usage: an error is one line
+    parser.add_argument("kind", choices=["tiny", "tiny-moe"])
+    parser.add_argument("folder", nargs="?", type=Path, help="default: where the embedded model is")
+    chosen = parser.parse_args()
+    folder = chosen.folder or Path(__file__).parent / chosen.kind.replace("tiny", "model")
+    if folder.is_file():  # said now, not after the training
+        parser.error(f"{folder}: is a file")
+    main(chosen.kind, folder)
