@@ -3,16 +3,14 @@
 import ast
 import difflib
 import importlib
-import io
 import re
-import tokenize
-from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 from adapters import ALGORITHMS
 from common.flags import Rule
 from conftest import ROOT
+from tools.marks import changes, code_lines
 
 COMMON = sorted((ROOT / "common").rglob("*.py"))
 # Changed code lines against grpo.py. stapo also finds its quantile over ranks and writes down what it silenced.
@@ -22,60 +20,15 @@ USUAL_BUDGET = 36
 BUDGET_OF_COMMON = 1830
 
 
-def code_lines(path: Path) -> list[tuple[int, str]]:
-    """(line number, code without its comment) of every line that is not blank, comment or docstring."""
-    source = path.read_text()
-    skipped = set()
-    for node in ast.walk(ast.parse(source)):
-        for child in getattr(node, "body", []) if isinstance(getattr(node, "body", []), list) else []:
-            value = getattr(child, "value", None)
-            if isinstance(child, ast.Expr) and isinstance(value, ast.Constant) and isinstance(value.value, str):
-                skipped |= set(range(child.lineno, child.end_lineno + 1))
-    comments = {
-        token.start[0]: token.start[1]
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
-    lines = [(n, line[: comments.get(n)].rstrip()) for n, line in enumerate(source.splitlines(), 1) if n not in skipped]
-    return [(number, line) for number, line in lines if line.strip()]
-
-
-def marked_lines(path: Path) -> set[int]:
-    """Lines with a trailing `# <name>`, and all lines from such a mark down to a `# </name>`."""
-    name, marked, pending = path.stem, set(), []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        if line.rstrip().endswith(f"# </{name}>"):
-            assert pending, f"{path.name}:{number}: closes a mark that was not opened"
-            marked |= set(range(pending[-1], number + 1))
-            pending = []
-        elif line.rstrip().endswith(f"# <{name}>"):
-            marked.add(number)
-            pending.append(number)
-    return marked
-
-
-def unmarked_changes(path: Path, trunk: Path) -> tuple[list[str], int]:
-    """Changed code lines against `trunk` that lie outside the marks of either file, and how many changed in all."""
-    ours, theirs, loose, changed = code_lines(path), code_lines(trunk), [], 0
-    matcher = difflib.SequenceMatcher(None, [c for _, c in theirs], [c for _, c in ours], autojunk=False)
-    for kind, a, b, c, d in matcher.get_opcodes():
-        if kind != "equal":
-            changed += max(b - a, d - c)
-            gone = theirs[a:b] if kind == "delete" else []  # what was replaced is marked where it was replaced
-            for file, lines in ((trunk, gone), (path, ours[c:d])):
-                loose += [f"{file.name}:{n}: {text}" for n, text in lines if n not in marked_lines(file)]
-    return loose, changed
-
-
 def test_common_is_small():
     """What all files share stays small enough to be read in an hour."""
-    assert sum(len(code_lines(path)) for path in COMMON) <= BUDGET_OF_COMMON
+    assert sum(len(code_lines(path.read_text())) for path in COMMON) <= BUDGET_OF_COMMON
 
 
 def test_common_knows_no_algorithm():
     """`common` imports no algorithm file and branches on no algorithm's name."""
     for path in COMMON:
-        code = "\n".join(line for _, line in code_lines(path))
+        code = "\n".join(line for _, line in code_lines(path.read_text()))
         assert not re.search(
             r"\b(import|from) (grpo|gspo|sapo|stapo|maspo|vcpo|goldilocks|deep_grpo|minirl)\b", code
         ), path
@@ -86,7 +39,8 @@ def test_common_knows_no_algorithm():
 def test_an_algorithm_file_is_one_readable_page(algorithm):
     """No import of another algorithm file; physical and code lines, comment ratio and nesting within the budget."""
     path = ROOT / f"{algorithm}.py"
-    source, code = path.read_text(), code_lines(path)
+    source = path.read_text()
+    code = code_lines(source)
     imports = [line for _, line in code if line.startswith(("import ", "from "))]
     assert not any(re.match(rf"(import|from) ({'|'.join(ALGORITHMS)})\b", line) for line in imports)
     wide = algorithm in BUDGET  # the design says about 400 lines, 220 of them code; these change more than the loss
@@ -111,7 +65,7 @@ def deepest(node: ast.AST, depth: int = 0) -> int:
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "grpo"])
 def test_differences_lie_inside_the_marks(algorithm):
     """`diff grpo.py <file>` shows the algorithm and nothing else."""
-    loose, changed = unmarked_changes(ROOT / f"{algorithm}.py", ROOT / "grpo.py")
+    loose, changed = changes(ROOT / f"{algorithm}.py", ROOT / "grpo.py")
     assert not loose, "\n".join(loose)
     assert 0 < changed <= BUDGET.get(algorithm, USUAL_BUDGET)
 
@@ -130,12 +84,12 @@ def test_the_marks_test_can_fail(tmp_path):
     trunk, other = tmp_path / "grpo.py", tmp_path / "other.py"
     trunk.write_text("a = 1\nb = 2  # <grpo>\nc = 3\n")
     other.write_text("a = 1  # a comment\nc = 3\nd = 4  # <other>\n")
-    assert unmarked_changes(other, trunk) == ([], 2)
+    assert changes(other, trunk) == ([], 2)
     other.write_text("a = 1\nc = 4\n")
-    assert unmarked_changes(other, trunk)[0] == ["other.py:2: c = 4"]
+    assert changes(other, trunk)[0] == ["other.py:2: c = 4"]
     trunk.write_text("a = 1\nb = 2\nc = 3\n")
     other.write_text("a = 1\nc = 3\n")
-    assert unmarked_changes(other, trunk)[0] == ["grpo.py:2: b = 2"]
+    assert changes(other, trunk)[0] == ["grpo.py:2: b = 2"]
 
 
 def test_every_flag_is_documented():

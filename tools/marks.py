@@ -1,0 +1,91 @@
+"""What an algorithm file changes in its trunk, and the marks that show it: the one definition, for tests and tools.
+
+The lines that belong to `stapo.py` alone end in `# <stapo>`, or stand between a line `# <stapo>` and a line
+`# </stapo>`. Any file can be another's trunk: `Trunk: stapo.py` in its header names it; without that it is `grpo.py`.
+
+    python -m tools.marks            changed code lines of every file, and those outside its marks
+"""
+
+import ast
+import difflib
+import io
+import re
+import sys
+import tokenize
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FIRST = "grpo"  # the trunk of trunks
+
+
+def algorithms() -> list[Path]:
+    """Every algorithm file, the first trunk first: what launches a `main` of its own."""
+    files = [path for folder in (ROOT, ROOT / "variants") for path in sorted(folder.glob("*.py"))]
+    own = [path for path in files if "launch(main, Args)" in path.read_text()]
+    return sorted(own, key=lambda path: (path.stem != FIRST, path.parent != ROOT, path.stem))
+
+
+def trunk_of(path: Path, source: str | None = None) -> Path | None:
+    """The file that this one departs from; None for the first trunk."""
+    named = re.search(r"^Trunk: (\w+)\.py", source or path.read_text(), re.MULTILINE)
+    if named:
+        return next(p for p in (path.with_name(f"{named[1]}.py"), ROOT / f"{named[1]}.py") if p.exists())
+    return None if path.stem == FIRST else ROOT / f"{FIRST}.py"
+
+
+def code_lines(source: str) -> list[tuple[int, str]]:
+    """(line number, code without its comment) of every line that is not blank, comment or docstring."""
+    skipped = set()
+    for node in ast.walk(ast.parse(source)):
+        for child in node.body if isinstance(getattr(node, "body", None), list) else []:
+            value = getattr(child, "value", None)
+            if isinstance(child, ast.Expr) and isinstance(value, ast.Constant) and isinstance(value.value, str):
+                skipped |= set(range(child.lineno, child.end_lineno + 1))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {token.start[0]: token.start[1] for token in tokens if token.type == tokenize.COMMENT}
+    lines = [(n, line[: comments.get(n)].rstrip()) for n, line in enumerate(source.splitlines(), 1) if n not in skipped]
+    return [(number, line) for number, line in lines if line.strip()]
+
+
+def marked_lines(name: str, source: str) -> set[int]:
+    """Lines with a trailing `# <name>`, and all lines from such a mark down to a `# </name>`."""
+    marked, pending = set(), []
+    for number, line in enumerate(source.splitlines(), 1):
+        if line.rstrip().endswith(f"# </{name}>"):
+            if not pending:
+                raise ValueError(f"{name}.py:{number}: closes a mark that was not opened")
+            marked |= set(range(pending[-1], number + 1))
+            pending = []
+        elif line.rstrip().endswith(f"# <{name}>"):
+            marked.add(number)
+            pending.append(number)
+    return marked
+
+
+def changes(path: Path, trunk: Path) -> tuple[list[str], int]:
+    """Changed code lines against `trunk` that lie outside the marks of either file, and how many changed in all."""
+    (ours, own), (theirs, old) = ((code_lines(s := p.read_text()), marked_lines(p.stem, s)) for p in (path, trunk))
+    loose, changed = [], 0
+    matcher = difflib.SequenceMatcher(None, [c for _, c in theirs], [c for _, c in ours], autojunk=False)
+    for kind, a, b, c, d in matcher.get_opcodes():
+        if kind != "equal":
+            changed += max(b - a, d - c)
+            gone = theirs[a:b] if kind == "delete" else []  # what was replaced is marked where it was replaced
+            for file, marks, lines in ((trunk, old, gone), (path, own, ours[c:d])):
+                loose += [f"{file.name}:{n}: {text}" for n, text in lines if n not in marks]
+    return loose, changed
+
+
+def main() -> int:
+    """Print every file's distance from its trunk; returns how many changed lines no mark covers."""
+    unmarked = 0
+    for path in algorithms():
+        if trunk := trunk_of(path):
+            loose, changed = changes(path, trunk)
+            print(f"{path.stem}: {changed} code lines from {trunk.name}", *loose, sep="\n    ")
+            unmarked += len(loose)
+    return unmarked
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main() else 0)

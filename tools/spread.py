@@ -1,0 +1,105 @@
+"""Carry a change of a trunk into every file that grows from it.
+
+    python -m tools.spread [COMMIT]        the change of each trunk since COMMIT (default: HEAD), into the working tree
+    python -m tools.spread --dry [COMMIT]  only say what would be done
+
+Edit grpo.py, run this, read what it says. A hunk is placed where the file still has the lines that it replaces, or,
+for an insertion, where the two lines around it still stand next to each other; anything else would be a guess, and is
+printed for you to do by hand, and so is what the trunk marks as its own. Headers (the first docstring) are each file's
+own and are left alone. Exit code 1 if something is left to do.
+"""
+
+import difflib
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tools.marks import ROOT, algorithms, trunk_of
+
+
+@dataclass
+class Spread:
+    """One file after its trunk's change: its new lines, how many hunks were placed, and those that were not."""
+
+    lines: list[str]
+    placed: int = 0
+    left: list[str] = field(default_factory=list)
+
+
+def body(source: str) -> tuple[list[str], list[str]]:
+    """(header, rest): the lines of the module's docstring, and all after it."""
+    lines = source.splitlines()
+    end = lines.index('"""', 1) + 1
+    return lines[:end], lines[end:]
+
+
+def unmarked(lines: list[str], trunk: str) -> list[str]:
+    """The lines without the trunk's own marks, which say nothing about other files."""
+    bare = [re.sub(rf"(^\s*|  )# </?{trunk}>$", "", line.rstrip()) for line in lines]
+    return [line for line in bare if line]
+
+
+def spread(base: list[str], theirs: list[str], ours: list[str], trunk: str) -> Spread:
+    """Apply the line edits base -> theirs to ours, wherever the lines that they touch are the same in base and ours.
+
+    New lines that the trunk marks as its own are not inserted: they are what it does and the others may not.
+    """
+    at = {}  # line of base -> the same line of ours
+    for a, b, size in difflib.SequenceMatcher(None, base, ours, autojunk=False).get_matching_blocks():
+        at |= {a + i: b + i for i in range(size)}
+    at[-1], at[len(base)] = -1, len(ours)
+    result = Spread(list(ours))
+    for kind, a, b, c, d in reversed(difflib.SequenceMatcher(None, base, theirs, autojunk=False).get_opcodes()):
+        if kind == "equal" or unmarked(base[a:b], trunk) == unmarked(theirs[c:d], trunk):
+            continue
+        # The hunk's own lines, and one on a side at least, must follow each other in ours as they do in base.
+        places = [at.get(i) for i in range(a - 1, b + 1)]
+        joined = [x is not None and y is not None and y == x + 1 for x, y in zip(places, places[1:])]
+        inside, edges = joined[1:-1], (joined[0], joined[-1])
+        own = a == b and any(re.search(rf"# </?{trunk}>$", line.rstrip()) for line in theirs[c:d])
+        if not own and all(inside) and (all(edges) if a == b else any(edges)):
+            start = places[0] + 1 if edges[0] else places[-1] - (b - a)
+            result.lines[start : start + b - a] = theirs[c:d]
+            result.placed += 1
+        else:
+            gone, new = (
+                [f"    {sign} {line}" for line in part] for sign, part in (("-", base[a:b]), ("+", theirs[c:d]))
+            )
+            result.left.insert(0, "\n".join([f"  after: {base[a - 1].strip() if a else '(top)'}", *gone, *new]))
+    return result
+
+
+def committed(path: Path, commit: str) -> str | None:
+    """The file's text in that commit, if it was there."""
+    name = f"{commit}:{path.relative_to(ROOT).as_posix()}"
+    shown = subprocess.run(["git", "show", name], cwd=ROOT, capture_output=True, text=True)
+    return shown.stdout if shown.returncode == 0 else None
+
+
+def main(commit: str, dry: bool) -> int:
+    """Spread every trunk's change, trunks of trunks first; returns how many hunks were left."""
+    left, waiting, done = 0, algorithms(), set()
+    while waiting:
+        path = next(path for path in waiting if trunk_of(path) is None or trunk_of(path) in done)
+        waiting.remove(path)
+        done.add(path)
+        trunk = trunk_of(path)
+        before = committed(trunk, commit) if trunk else None
+        if before is None or before == trunk.read_text():
+            continue
+        header, ours = body(path.read_text())
+        result = spread(body(before)[1], body(trunk.read_text())[1], ours, trunk.stem)
+        if not dry:
+            path.write_text("\n".join([*header, *result.lines]) + "\n")
+        print(f"{path.stem}: {result.placed} placed, {len(result.left)} left to you", *result.left, sep="\n")
+        left += len(result.left)
+    return left
+
+
+if __name__ == "__main__":
+    words = [word for word in sys.argv[1:] if word != "--dry"]
+    if len(words) > 1 or any(word.startswith("-") for word in words):
+        sys.exit("usage: python -m tools.spread [--dry] [COMMIT]")
+    sys.exit(1 if main((words or ["HEAD"])[0], "--dry" in sys.argv) else 0)
