@@ -3,7 +3,8 @@
 Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", 2024,
 arXiv 2402.03300.
 
-Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) for each token:
+Objective, for G responses y_i to one prompt, R_i the reward of y_i and |y_i| its number of tokens, with
+r = π_θ(y_t) / π_old(y_t) for each token y_t (π_old: the weights that sampled; π_ref: those before training):
 
     J = 1/G Σ_i 1/|y_i| Σ_t { min(r Â_i, clip(r, 1-ε, 1+ε) Â_i) - β k3 },     Â_i = (R_i - mean R) / std R
     k3 = π_ref/π_θ - log(π_ref/π_θ) - 1      (>= 0; under samples of π_θ its mean is KL(π_θ ‖ π_ref))
@@ -13,8 +14,10 @@ Gradient weight on ∇ log π_θ(y_t), before the two averages:
     M r Â + β (π_ref/π_θ - 1),     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
 The group replaces PPO's value network: a response is good if it beats its siblings. The clip takes the gradient
-away from a token that has already moved by ε in the direction its advantage asks for. The KL term has the mean
-KL(π_θ ‖ π_ref), but its gradient has the mean ∇ KL(π_ref ‖ π_θ): that too pulls towards π_ref.
+away from a token that has already moved by ε in the direction its advantage asks for (`--clip_high` up, `--clip_low`
+down). The KL term has the mean KL(π_θ ‖ π_ref). Its derivative is d k3 / d log π_θ = 1 - π_ref/π_θ, hence the weight
+above; and E[(1 - π_ref/π_θ) ∇ log π_θ] = -E_ref[∇ log π_θ], as E[∇ log π_θ] = 0: the gradient that is followed has the
+mean ∇ KL(π_ref ‖ π_θ), the KL the other way round. That too pulls towards π_ref.
 
 This file is the trunk: the others differ from it only in the lines they mark, `diff grpo.py stapo.py` shows how.
 
@@ -24,7 +27,8 @@ Differs from the paper in:
    not say which. The population's makes every advantage sqrt(G/(G-1)) times larger (7% at G = 8): a matter of lr.
 3. β is 0.04 in the paper, 0.01 here, between it and DeepSeek-R1's 0.001: the embedded model has to move far.
 4. Four optimiser steps per rollout where the paper takes one. With one, r = 1 always and the clip never acts.
-5. No dual clip (an extra bound at r = 3 for Â < 0 that some frameworks add by default).
+5. No dual clip. A bad token that became likelier (Â < 0, r > 1) keeps the weight r, and one such token can outweigh a
+   batch; some frameworks therefore bound it at r = 3 by default.
 
 Run it:
     torchrun grpo.py                                    # laptop: embedded model and task, two minutes, no download
@@ -151,7 +155,7 @@ class Args:
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    rewards = rewards - rewards[:, :1]  # [P, G]: equal rewards centre to exactly 0, 0.3 as well as 1
+    rewards = rewards - rewards[:, :1]  # [P, G]: equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
     # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
     # The 1e-6 only keeps 0/0 away.
@@ -238,7 +242,8 @@ def main(args: Args, world: World) -> None:
             rollout.advantages = advantages(rewards).flatten()  # [N]
 
         # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come from other kernels,
-        # and a ratio against them would mix two things: how far the policy moved, and how the engines differ.
+        # and a ratio against them would mix two things: how far the policy moved, and how the engines differ (minirl.py
+        # is about that).
         with run.clock("old_logp"):
             rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
             if args.beta > 0:  # <grpo>
@@ -269,10 +274,12 @@ def main(args: Args, world: World) -> None:
                     loss.backward()  # sums: gradients add up over micro-batches
                     denominator = denominator + count
                     means.add(loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats)
-                # FSDP has averaged the ranks' gradients: times their number is the sum, over the global count the mean.
+                # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their number it is the sum
+                # over all ranks; divided by what they counted together, the mean that the objective asks for.
                 scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
                 norm = clip_gradients(policy, args.grad_clip)
                 healthy = run.healthy(norm, minibatch)  # not NaN, not infinite: one such step would end the run
+                # All ranks skip together: their shares add up to one.
                 means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=((not healthy) / world.size, None))
                 if healthy:
                     optimizer.step()

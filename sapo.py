@@ -151,7 +151,7 @@ class Args:
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    rewards = rewards - rewards[:, :1]  # [P, G]: equal rewards centre to exactly 0, 0.3 as well as 1
+    rewards = rewards - rewards[:, :1]  # [P, G]: equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
     # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
     # The 1e-6 only keeps 0/0 away.
@@ -234,7 +234,8 @@ def main(args: Args, world: World) -> None:
             rollout.advantages = advantages(rewards).flatten()  # [N]
 
         # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come from other kernels,
-        # and a ratio against them would mix two things: how far the policy moved, and how the engines differ.
+        # and a ratio against them would mix two things: how far the policy moved, and how the engines differ (minirl.py
+        # is about that).
         with run.clock("old_logp"):
             rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
             sampler = check_sampler(rollout, args, world)
@@ -261,10 +262,12 @@ def main(args: Args, world: World) -> None:
                     loss.backward()  # sums: gradients add up over micro-batches
                     denominator = denominator + count
                     means.add(loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats)
-                # FSDP has averaged the ranks' gradients: times their number is the sum, over the global count the mean.
+                # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their number it is the sum
+                # over all ranks; divided by what they counted together, the mean that the objective asks for.
                 scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
                 norm = clip_gradients(policy, args.grad_clip)
                 healthy = run.healthy(norm, minibatch)  # not NaN, not infinite: one such step would end the run
+                # All ranks skip together: their shares add up to one.
                 means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=((not healthy) / world.size, None))
                 if healthy:
                     optimizer.step()

@@ -362,7 +362,8 @@ class Run:
             f"seconds  {total:.0f}: " + ", ".join(f"{name} {spent:.1f}" for name, spent in split.items()),
         )
         if not any(line.get(self.acted) for line in history):  # null, a NaN, is no deed either
-            self.say(f"\nWARNING: {self.acted} was 0 at every step: the mechanism that it measures never acted.")
+            why = "the mechanism that it measures never acted (too few steps?)"
+            self.say(f"\nWARNING: {self.acted} was 0 at every step: {why}.")
         fallen = [name for name in ("greedy", "sampled") if last[name] < first[name]]
         if fallen:
             self.say(f"\nWARNING: held-out accuracy ({', '.join(fallen)}) ended below its start.")

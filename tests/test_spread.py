@@ -27,6 +27,13 @@ def test_a_change_is_placed_where_its_lines_are(theirs, ours, expected):
     assert result.lines == expected and not result.left
 
 
+def test_what_was_carried_before_is_not_carried_again():
+    theirs = ["a = 1", "b = 9", "n = 7", "c = 3", "e = 5"]
+    once = spread(BASE, theirs, ["x = 0", *BASE], "grpo")
+    again = spread(BASE, theirs, once.lines, "grpo")
+    assert once.lines == again.lines == ["x = 0", *theirs] and once.placed == 2 and not again.placed and not again.left
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [

@@ -41,26 +41,38 @@ def unmarked(lines: list[str], trunk: str) -> list[str]:
     return [line for line in bare if line]
 
 
+def same(one: list[str], other: list[str]) -> dict[int, int]:
+    """Line of one -> the same line of the other; their ends (-1 and their lengths) are the same, too."""
+    found = {-1: -1, len(one): len(other)}
+    for a, b, size in difflib.SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks():
+        found |= {a + i: b + i for i in range(size)}
+    return found
+
+
+def stand_together(places: list[int | None]) -> bool:
+    """Whether lines follow each other, with the neighbour before them (the first place) or behind (the last).
+
+    Of no lines at all, both neighbours must.
+    """
+    links = [x is not None and y is not None and y == x + 1 for x, y in zip(places, places[1:])]
+    return all(links[1:-1]) and (links[0] or links[-1])
+
+
 def spread(base: list[str], theirs: list[str], ours: list[str], trunk: str) -> Spread:
     """Apply the line edits base -> theirs to ours, wherever the lines that they touch are the same in base and ours.
 
     New lines that the trunk marks as its own are not inserted: they are what it does and the others may not.
     """
-    at = {}  # line of base -> the same line of ours
-    for a, b, size in difflib.SequenceMatcher(None, base, ours, autojunk=False).get_matching_blocks():
-        at |= {a + i: b + i for i in range(size)}
-    at[-1], at[len(base)] = -1, len(ours)
-    result = Spread(list(ours))
+    at, there, result = same(base, ours), same(theirs, ours), Spread(list(ours))
     for kind, a, b, c, d in reversed(difflib.SequenceMatcher(None, base, theirs, autojunk=False).get_opcodes()):
         if kind == "equal" or unmarked(base[a:b], trunk) == unmarked(theirs[c:d], trunk):
             continue
-        # The hunk's own lines, and one on a side at least, must follow each other in ours as they do in base.
+        if stand_together([there.get(i) for i in range(c - 1, d + 1)]):
+            continue  # carried over before
         places = [at.get(i) for i in range(a - 1, b + 1)]
-        joined = [x is not None and y is not None and y == x + 1 for x, y in zip(places, places[1:])]
-        inside, edges = joined[1:-1], (joined[0], joined[-1])
         own = a == b and any(re.search(rf"# </?{trunk}>$", line.rstrip()) for line in theirs[c:d])
-        if not own and all(inside) and (all(edges) if a == b else any(edges)):
-            start = places[0] + 1 if edges[0] else places[-1] - (b - a)
+        if not own and stand_together(places):
+            start = places[1]  # of the hunk's first line; of what stands behind, if there is none
             result.lines[start : start + b - a] = theirs[c:d]
             result.placed += 1
         else:
