@@ -256,9 +256,20 @@ def check_teacher(o: Oracle) -> None:
         found = torch.cat([x.flatten() for x in o.records[0].lessons[step]["gradients"]]).double()
         assert close(found, gradient) and gradient.norm() < o.args["grad_clip"]
         assert o.records[0].lessons[step]["lr"] == [o.args["teacher_lr"], 10 * o.args["teacher_lr"]]
-        assert o.records[0].metrics[step + 1]["zero_groups_chosen" if step else "zero_groups_uniform"] == pytest.approx(
-            float((targets == 0).double().mean())
-        )
+        scores = torch.tensor([[value(lm, head, prompt).item() for prompt in row] for row in pool]).double()  # [B, K]
+        idle = float((targets == 0).double().mean())
+        expected = {"teacher_mean": float(scores.mean()), "terms": sum(len(p) // 2 for p in prompts) / P}
+        if step:
+            expected |= {
+                "chosen_over_mean": float((f.detach() - scores.mean(dim=1)).mean()),
+                "zero_groups_chosen": idle,
+            }
+        else:  # before its first lesson the teacher says 1/4 to everything
+            expected |= {"teacher_mse": float((0.25 - targets).square().mean()), "teacher_rank_corr": 0}
+            expected["zero_groups_uniform"] = idle
+        line = o.records[0].metrics[step + 1]
+        own = {name: line[name] for name in line if name.startswith(("teacher", "terms", "chosen", "zero_groups_"))}
+        assert own == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
 def taught(o: Oracle, step: int) -> tuple[torch.nn.Module, list[torch.Tensor]]:
