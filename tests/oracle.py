@@ -31,8 +31,10 @@ import pytest
 import torch
 from common.data import Problem, Task
 from common.distributed import World
+from common.model import load_model
 from common.rollout import Rollout
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TINY = Path(__file__).parent.parent / "common" / "tiny"
@@ -196,8 +198,14 @@ def expert_choice(row: Row) -> Tensor:
 
 
 def whole(tensors: object) -> list[Tensor]:
-    """Copies of whole tensors, gathered where they are sharded."""
-    return [(x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone() for x in tensors]
+    """Copies of whole tensors; where ranks hold rows of them, from all ranks at once."""
+    tensors = list(tensors)
+    own = [(x.to_local() if isinstance(x, DTensor) else x).detach().clone() for x in tensors]
+    if not isinstance(tensors[0], DTensor):
+        return own
+    parts = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, own)
+    return [torch.cat(rows) for rows in zip(*parts)]
 
 
 @dataclass
@@ -235,6 +243,12 @@ FLAGS = {  # so that every mechanism acts on the stored answers, and some gradie
     | {"beta": 0.01, "grad_clip": 4.0, "lr": 3e-4},
     "deep_grpo": {"branches": K, "beta": 0.1, "branch_weight": 0.7, "grad_clip": 8.0},
 }
+
+
+@lru_cache(2)
+def loaded(name: str) -> tuple:
+    """The embedded model and its tokenizer as the files load them, from the disk once."""
+    return load_model(name)
 
 
 def task() -> tuple[Task, list[int]]:
@@ -283,6 +297,7 @@ def record(
         return kept, depth
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "load_model", lambda name, *flag: copy.deepcopy(loaded(name)))
         patch.setattr(module, "load_task", lambda *arguments: problems)
         patch.setattr(module, "make_engine", lambda *arguments: engine)
         if not save:

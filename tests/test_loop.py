@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 import grpo
 import vcpo
 
-STEPS = {"deep_grpo": 3}  # its regression needs more than ten pivots
+STEPS = 2  # in the second π_old has left the reference, the teacher chooses, pivots are drawn by the fit
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -50,7 +50,8 @@ def check_gradients(o: Oracle) -> None:
     for update in range(len(o.updates)):
         gradient, *_ = o.gradient(update)
         scale = min(1.0, o.args["grad_clip"] / float(gradient.norm()))
-        assert close(o.applied(update), scale * gradient), f"update {update}"
+        same = close(o.applied(update), scale * gradient)
+        assert same, f"update {update}"
 
 
 def check_rates(o: Oracle) -> None:
@@ -147,7 +148,8 @@ def check_metrics(o: Oracle) -> None:
             expected["failed"] = sum(row.reward == 0 for row in rows) / len(rows)
             expected["branches_used"] = sum(len(g) for g in grown if len({row.reward for row in g}) > 1)
             expected |= branch_metrics(o, step)
-        assert {name: line.get(name) for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-7)
+        off = [name for name, x in expected.items() if line.get(name) != pytest.approx(x, rel=1e-3, abs=1e-7)]
+        assert not off, f"step {step}: {off}"
 
 
 def sampler_metrics(o: Oracle, step: int) -> dict[str, float]:
@@ -305,7 +307,7 @@ def alone(tmp_path_factory):
             try:
                 with damaged(name, *damage) as module:
                     folder = tmp_path_factory.mktemp("run") / "run"
-                    found = record(module, world, folder, **({"steps": STEPS.get(name, 2)} | flags))
+                    found = record(module, world, folder, **({"steps": STEPS} | flags))
             finally:
                 torch.distributed.destroy_process_group()
             o = Oracle(name, [found], flags.get("model", "model"))
@@ -496,7 +498,7 @@ def mutants(text: str) -> Iterator[tuple]:
         )
 
 
-ENOUGH = {check_rates: 2, check_prompts: 2, check_sync: 2, check_teacher: 2, check_pivots: 3}  # steps; else 1
+ENOUGH = {check_rates: 2, check_prompts: 2, check_sync: 2, check_teacher: 2, check_pivots: 2}  # steps; else 1
 ON_ONE, ON_TWO = map(
     list, map(mutants, (Path(__file__).parent / "loop_mutants.txt").read_text().split("\ntwo ranks\n"))
 )
@@ -520,8 +522,9 @@ SKIP = 'clip_gradients(policy, args.grad_clip) if first else float("nan")'
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
     """The oracles of all files on two ranks, each with half of every batch, and of the damaged copies, by name."""
-    jobs = {name: (name, (), {"steps": STEPS.get(name, 2)}) for name in ALGORITHMS}
-    jobs |= {name: (algorithm, damage, flags) for name, algorithm, _, damage, flags in ON_TWO}
+    jobs = {name: (name, (), {"steps": STEPS}) for name in ALGORITHMS}
+    large = {"micro_tokens": 1000}  # one micro-batch is enough to see a damage
+    jobs |= {name: (algorithm, damage, large | flags) for name, algorithm, _, damage, flags in ON_TWO}
     jobs["skipped"] = ("grpo", ("grpo", "clip_gradients(policy, args.grad_clip)", SKIP), {"steps": 1})
     found = on_two_ranks(list(jobs.values()), tmp_path_factory.mktemp("ranks"))
     return {name: Oracle(job[0], records) for (name, job), records in zip(jobs.items(), found)}
