@@ -1,9 +1,10 @@
 """DEEP-GRPO: branching where a failed response can still be saved.
 
-Guo et al., "Deep Dense Exploration for LLM Reinforcement Learning via Pivot-Driven Resampling", 2026,
-arXiv 2602.14169.
+Guo et al., "Deep Dense Exploration for LLM Reinforcement Learning via Pivot-Driven Resampling",
+2026, arXiv 2602.14169.
 
-Objective, token-means over two streams, the main responses and the branches, with r = π_θ(y_t) / π_old(y_t):
+Objective, token-means over two streams, the main responses and the branches, with r = π_θ(y_t) /
+π_old(y_t):
 
     J = 1/T_main Σ_main l_t + λ 1/T_branch Σ_branch l_t - β (mean k3 over main + mean k3 over branches)
     l_t = min(r Â, clip(r, 1-ε, 1+ε) Â)
@@ -15,27 +16,35 @@ Gradient weight on ∇ log π_θ(y_t), before each stream's average:
     main: M r Â + β (π_ref/π_θ - 1),   branch: λ M r Â + β (π_ref/π_θ - 1),   prefix of a branch: 0
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
-Sampling more responses from the start finds more of what is found anyway. A failed response has often gone right for a
-while; K new endings from one of its own states search there, and beating one's siblings from the same state is a much
-sharper verdict than beating responses that share only the prompt. Where to cut: deep enough to be new (d^γ), early
-enough to be saved (σ, a logistic regression of "some branch succeeded" on the depth d, fitted while training).
+Sampling more responses from the start finds more of what is found anyway. A failed response has
+often gone right for a while; K new endings from one of its own states search there, and beating
+one's siblings from the same state is a much sharper verdict than beating responses that share only
+the prompt. Where to cut: deep enough to be new (d^γ), early enough to be saved (σ, a logistic
+regression of "some branch succeeded" on the depth d, fitted while training).
 
-i = 0 is the bare prompt, the root: it can be drawn, and of a response with a single segment nothing else can. Its K
-"branches" are then K more answers from the start. The embedded model fails at first mostly by guessing, without a
-segment to cut at, so that in its first steps most branches are of this kind; metrics named `_root` count them apart.
+i = 0 is the bare prompt, the root: it can be drawn, and of a response with a single segment nothing
+else can. Its K "branches" are then K more answers from the start. The embedded model fails at first
+mostly by guessing, without a segment to cut at, so that in its first steps most branches are of
+this kind; metrics named `_root` count them apart.
 
 Differs from grpo.py in:
-1. The branches, sampled after the rewards from all failed responses at once, and joined to the batch: a branch is in
-   the mini-batch of the response it grew from. Its prompt is prompt + prefix, so the prefix gets no gradient.
-2. Advantages are mean-centred, without the standard deviation; the loss is a token-mean for each stream.
+1. The branches, sampled after the rewards from all failed responses at once, and joined to the
+   batch: a branch is in the mini-batch of the response it grew from. Its prompt is prompt + prefix,
+   so the prefix gets no gradient.
+2. Advantages are mean-centred, without the standard deviation; the loss is a token-mean for each
+   stream.
 
 Differs from the paper in:
-1. Four optimiser steps per rollout where the released code takes one, so that the clip lives. No dual clip at 3.
-2. The released code drops all rows of zero advantage; here only branches, as main rows stay in the trunk's average.
-   It also drops a step's branches if fewer than 128 are left: `--min_branches`, 0 here, as batches are small.
-3. The regression (scikit-learn there) is 2-parameter Newton; the penalty is the same: u²/2, none on v. There it is kept
-   once fitted; here it is fitted anew at each step, and P = 1 again if the latest 10,000 outcomes were all the same.
-4. A segment ends with any token whose text ends in `--boundary` (".", ")."); there with the one token ".".
+1. Four optimiser steps per rollout where the released code takes one, so that the clip lives. No
+   dual clip at 3.
+2. The released code drops all rows of zero advantage; here only branches, as main rows stay in the
+   trunk's average. It also drops a step's branches if fewer than 128 are left: `--min_branches`, 0
+   here, as batches are small.
+3. The regression (scikit-learn there) is 2-parameter Newton; the penalty is the same: u²/2, none on
+   v. There it is kept once fitted; here it is fitted anew at each step, and P = 1 again if the
+   latest 10,000 outcomes were all the same.
+4. A segment ends with any token whose text ends in `--boundary` (".", ")."); there with the one
+   token ".".
 
 Run it:
     torchrun deep_grpo.py                               # laptop: embedded model and task, a few minutes, no download
@@ -46,9 +55,9 @@ Run it:
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 deep_grpo.py ...  # several
 """
 
-import copy  # <grpo>
-import random  # <deep_grpo>
-from collections import deque  # <deep_grpo>
+import copy  # <own>
+import random  # <own>
+from collections import deque  # <own>
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -57,11 +66,11 @@ import common  # noqa: F401  (before torch: it sets how OpenMP waits)
 import torch
 from common.data import load_task
 from common.distributed import (
-    BadInput,  # <deep_grpo>
+    BadInput,  # <own>
     StopFlag,
     World,
     clip_gradients,
-    gather,  # <deep_grpo>
+    gather,  # <own>
     global_sum,
     load_checkpoint,
     save_checkpoint,
@@ -71,10 +80,16 @@ from common.distributed import (
 )
 from common.evaluation import benchmark, evaluate
 from common.flags import Betas, Count, NonNegative, Part, Positive, Seed, Temperature, Whole
-from common.flags import Exponent  # <deep_grpo>
+from common.flags import Exponent  # <own>
 from common.model import Policy, load_model
-from common.rollout import Rollout  # <deep_grpo>
-from common.rollout import all_logprobs, check_sampler, make_engine, micro_batches, response_logprobs
+from common.rollout import Rollout  # <own>
+from common.rollout import (
+    all_logprobs,
+    check_sampler,
+    make_engine,
+    micro_batches,
+    response_logprobs,
+)
 from common.tracking import Means, Run, launch
 from torch import Tensor
 
@@ -84,7 +99,8 @@ class Args:
     model: str = "tiny"
     """Hub name, local folder, or `tiny`, the embedded model."""
     task: str = "arithmetic"
-    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or reasoning_gym:<name>."""
+    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or
+    reasoning_gym:<name>."""
     seed: Seed = 1
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     steps: Count = 150
@@ -94,13 +110,15 @@ class Args:
     group_size: Count = 8
     """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: Count = 4
-    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (DeepSeekMath: 1)."""
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
+    (DeepSeekMath: 1)."""
     max_new_tokens: Count = 64
     """Length limit of a response (DeepSeekMath: 1024)."""
     temperature: Temperature = 1.0
     """Sampling temperature, also applied in every log-probability (papers: 1)."""
     lr: Positive = 3e-4
-    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath: 1e-6 at 7B)."""
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
+    1e-6 at 7B)."""
     eval_every: Count = 25
     """Steps between two measurements on the held-out problems (ours)."""
     save_every: Count = 50
@@ -108,7 +126,8 @@ class Args:
     save_hf: bool = False
     """Write the final model in the Hugging Face format, to `model` in the run folder."""
     eval_only: bool = False
-    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest checkpoint."""
+    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest
+    checkpoint."""
     resume: bool = False
     """Go on from the newest checkpoint in the run folder, to the bit."""
     run_dir: str = ""
@@ -126,23 +145,27 @@ class Args:
     tensor_parallel: Count = 1
     """Neighbouring ranks that share one vLLM engine."""
     sampler_tolerance: NonNegative = 0.0
-    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16 0.05, float8 0.1)."""
+    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16
+    0.05, float8 0.1)."""
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 5
     """Steps over which lr rises linearly (ours; verl's default: none)."""
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9 0.999)."""
+    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
+    0.999)."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
     """Largest gradient norm (verl's default)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights are float32."""
+    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights
+    are float32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
     eval_task: str = ""
-    """Set to measure on, or several with --eval_only (default: the task's own test split, or problems held back)."""
+    """Set to measure on, or several with --eval_only (default: the task's own test split, or
+    problems held back)."""
     eval_problems: Count = 256
     """Held-out problems (ours)."""
     eval_samples: Count = 4
@@ -161,44 +184,57 @@ class Args:
     """ε below 1 (ours: DeepSeekMath gives none, PPO's value)."""
     clip_high: NonNegative = 0.2
     """ε above 1 (ours; DAPO and STAPO widen it to 0.28)."""
-    beta: NonNegative = 1e-4  # <deep_grpo>
+    beta: NonNegative = 1e-4  # <own>
     """β of the KL term; 0 loads no reference model (paper)."""
-    offload_reference: bool = False  # <grpo>
+    offload_reference: bool = False  # <own>
     """Keep the reference model's shards in CPU memory."""
-    boundary: str = ";"  # <deep_grpo>
-    """Text that ends a segment of a response: a token that ends in it is a place to branch (paper: `.`)."""
-    branches: Count = 8  # <deep_grpo>
+    boundary: str = ";"  # <own>
+    """Text that ends a segment of a response: a token that ends in it is a place to branch (paper:
+    `.`)."""
+    branches: Count = 8  # <own>
     """K: new endings from each pivot (paper)."""
-    branch_weight: NonNegative = 1.0  # <deep_grpo>
+    branch_weight: NonNegative = 1.0  # <own>
     """λ: weight of the branches' stream (paper)."""
-    depth_power: Exponent = 2.0  # <deep_grpo>
+    depth_power: Exponent = 2.0  # <own>
     """γ: preference for deep pivots (paper)."""
-    min_branches: Whole = 0  # <deep_grpo>
+    min_branches: Whole = 0  # <own>
     """With fewer branches of non-zero advantage a step uses none (released code: 128)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
     """Mean-centred: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [0.75, -0.25, -0.25, -0.25]."""
-    rewards = rewards - rewards[:, :1]  # [P, G]: equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
-    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
-    return centred  # <deep_grpo>
+    # Equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
+    rewards = rewards - rewards[:, :1]  # [P, G]
+    # The group's mean is the baseline
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]
+    return centred  # <own>
 
 
-# <deep_grpo>
+# <own>
 def pivots(response: list[int], boundaries: set[int]) -> list[int]:
-    """Prefix lengths at which a response may be cut: 0, the root, and each segment's end but the last one's."""
-    return [0] + [i for i, token in enumerate(response, 1) if token in boundaries and i < len(response)]
+    """Prefix lengths at which a response may be cut: 0, the root, and each segment's end but the
+    last one's."""
+    return [0] + [
+        i for i, token in enumerate(response, 1) if token in boundaries and i < len(response)
+    ]
 
 
 def pivot_distribution(count: int, u: float, v: float, depth_power: float) -> tuple[Tensor, Tensor]:
-    """Depths d `[count]` of a response's pivots and Q, the probability of each: ∝ σ(u d + v) d^γ."""
-    depth = torch.arange(1, count + 1).double() / (count + 1)  # [count]: never 0, the root can be drawn too
+    """Depths d `[count]` of a response's pivots and Q, the probability of each: ∝ σ(u d + v)
+    d^γ."""
+    # Never 0, the root can be drawn too
+    depth = torch.arange(1, count + 1).double() / (count + 1)  # [count]
     weight = torch.sigmoid(u * depth + v) * depth**depth_power  # [count]
     return depth, weight / weight.sum()
 
 
 def choose_pivot(
-    response: list[int], boundaries: set[int], u: float, v: float, depth_power: float, rng: random.Random
+    response: list[int],
+    boundaries: set[int],
+    u: float,
+    v: float,
+    depth_power: float,
+    rng: random.Random,
 ) -> tuple[int, float]:
     """How many tokens of a failed response are kept, drawn from Q, and how deep that is."""
     cuts = pivots(response, boundaries)
@@ -208,16 +244,21 @@ def choose_pivot(
 
 
 def fit_success(feedback: list[tuple[float, float]]) -> tuple[float, float]:
-    """(u, v) of P(some branch succeeds | depth) = σ(u depth + v), from (depth, 0 or 1) pairs: least Σ log-loss + u²/2.
+    """(u, v) of P(some branch succeeds | depth) = σ(u depth + v), from (depth, 0 or 1) pairs: least
+    Σ log-loss + u²/2.
 
-    Up to 10 pairs, or while all had the same outcome, it is P = 1 everywhere: u = 0, v = ∞. Restarts count like any
-    other pivot: the root competes with the others in Q, so its chance of success has to be estimated too.
+    Up to 10 pairs, or while all had the same outcome, it is P = 1 everywhere: u = 0, v = ∞.
+    Restarts count like any other pivot: the root competes with the others in Q, so its chance of
+    success has to be estimated too.
     """
     if len(feedback) <= 10 or len({success for _, success in feedback}) < 2:
         return 0.0, float("inf")
     depth, success = torch.tensor(feedback, dtype=torch.float64).T  # [n], [n]
     features = torch.stack([depth, torch.ones_like(depth)], dim=1)  # [n, 2]
-    parameters, penalty = torch.zeros(2, dtype=torch.float64), torch.tensor([1.0, 0.0], dtype=torch.float64)
+    parameters, penalty = (
+        torch.zeros(2, dtype=torch.float64),
+        torch.tensor([1.0, 0.0], dtype=torch.float64),
+    )
     for _ in range(30):  # Newton's method
         p = torch.sigmoid(features @ parameters)  # [n]
         gradient = features.T @ (p - success) + penalty * parameters  # [2]
@@ -226,7 +267,7 @@ def fit_success(feedback: list[tuple[float, float]]) -> tuple[float, float]:
     return tuple(parameters.tolist())
 
 
-# </deep_grpo>
+# </own>
 def policy_loss(
     args: Args,
     *,
@@ -236,44 +277,52 @@ def policy_loss(
     entropy: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    ref_logp: Tensor | None = None,  # <grpo>
-    branch: Tensor | None = None,  # <deep_grpo>
-    balance: float | None = None,  # <deep_grpo>
+    ref_logp: Tensor | None = None,  # <own>
+    branch: Tensor | None = None,  # <own>
+    balance: float | None = None,  # <own>
 ) -> tuple[Tensor, Tensor, dict]:
     """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
 
-    All `[n, T]` but advantages `[n]`, branch `[n]`, 1 on branches and 0 on main rows, and balance, T_main / T_branch of
-    the whole mini-batch (default: of these rows). The caller adds sums and counts up over micro-batches and ranks and
-    divides once: a mean of micro-batch means would be another objective. Every file is handed the same tensors, needed
-    or not.
+    All `[n, T]` but advantages `[n]`, branch `[n]`, 1 on branches and 0 on main rows, and balance,
+    T_main / T_branch of the whole mini-batch (default: of these rows). The caller adds sums and
+    counts up over micro-batches and ranks and divides once: a mean of micro-batch means would be
+    another objective. Every file is handed the same tensors, needed or not.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    # <deep_grpo>
+    # <own>
     branch = torch.zeros_like(advantages) if branch is None else branch  # [n]
     lengths = mask.sum(dim=1)  # [n]
     main_tokens, branch_tokens = lengths @ (1 - branch), lengths @ branch  # [], []
     if balance is None:
         balance = main_tokens / branch_tokens.clamp(min=1)
-    # </deep_grpo>
-    # <grpo>
-    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 (but for rounding) until this rollout's first optimiser step
+    # </own>
+    # <own>
+    # R, 1 (but for rounding) until this rollout's first optimiser step
+    ratio = (logp - old_logp).exp()  # [n, T]
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
-    # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can be brought back.
+    # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can
+    # be brought back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    objective = objective * (1 + (args.branch_weight - 1) * branch)[:, None]  # [n, T]: λ on branches  # <deep_grpo>
-    cut = ((A > 0) & (ratio > 1 + args.clip_high)) | ((A < 0) & (ratio < 1 - args.clip_low))  # [n, T]: M = 0
+    # Λ on branches  # <own>
+    objective = objective * (1 + (args.branch_weight - 1) * branch)[:, None]  # [n, T]  # <own>
+    # M = 0
+    cut = ((A > 0) & (ratio > 1 + args.clip_high)) | (
+        (A < 0) & (ratio < 1 - args.clip_low)
+    )  # [n, T]
     stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
     if args.beta > 0:
-        log_ref_ratio = ref_logp - logp  # [n, T]: log(π_ref/π_θ), in this direction; reversed it estimates another KL
+        # log(π_ref/π_θ), in this direction; reversed it estimates another KL
+        log_ref_ratio = ref_logp - logp  # [n, T]
         k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
         objective = objective - args.beta * k3  # [n, T]
         stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
-    # <deep_grpo>
-    # The caller divides by T_main; times T_main / T_branch first, the branches are averaged over their own tokens.
+    # <own>
+    # The caller divides by T_main; times T_main / T_branch first, the branches are averaged over
+    # their own tokens.
     per_response = (objective * mask).sum(dim=1) * (1 + (balance - 1) * branch)  # [n]
     return -per_response.sum(), main_tokens, stats
-    # </deep_grpo>
-    # </grpo>
+    # </own>
+    # </own>
 
 
 def main(args: Args, world: World) -> None:
@@ -281,33 +330,43 @@ def main(args: Args, world: World) -> None:
     lm, tokenizer = load_model(args.model)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
-    if args.beta > 0:  # <grpo>
-        reference = shard(Policy(copy.deepcopy(lm)), world, args.dtype, args.offload_reference).requires_grad_(False)
-    # </grpo>
+    if args.beta > 0:  # <own>
+        reference = shard(
+            Policy(copy.deepcopy(lm)), world, args.dtype, args.offload_reference
+        ).requires_grad_(False)
+    # </own>
     policy = shard(Policy(lm), world, args.dtype)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True)
-    run = Run(args, world, Path(__file__).stem, acted="branches_used")  # <deep_grpo>
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True
+    )
+    run = Run(args, world, Path(__file__).stem, acted="branches_used")  # <own>
     stop = StopFlag()
     done = 0  # steps
-    # <deep_grpo>
+    # <own>
     vocabulary = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
-    boundaries = {token for token, text in enumerate(vocabulary) if text.rstrip(" ").endswith(args.boundary)}
+    boundaries = {
+        token for token, text in enumerate(vocabulary) if text.rstrip(" ").endswith(args.boundary)
+    }
     if not args.boundary or not boundaries:
         raise BadInput(f"--boundary {args.boundary!r}: no token ends in it")
     if args.branches < 2:
-        raise BadInput(f"--branches {args.branches}: must be 2 or more, they are compared with each other")
-    feedback: deque[tuple[float, float]] = deque(maxlen=10_000)  # (depth, some branch succeeded) of the latest pivots
-    # </deep_grpo>
+        raise BadInput(
+            f"--branches {args.branches}: must be 2 or more, they are compared with each other"
+        )
+    # (depth, some branch succeeded) of the latest pivots
+    feedback: deque[tuple[float, float]] = deque(maxlen=10_000)
+    # </own>
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
-        feedback.extend(state["feedback"])  # <deep_grpo>
+        feedback.extend(state["feedback"])  # <own>
     engine.sync(policy)
     if args.eval_only:
         return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
-    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
+    # P: this rank's share of the prompts
+    P, G = args.prompts_per_step // world.size, args.group_size
     run.start(task, done)
     if done == 0:
         with run.clock("evaluate"):
@@ -317,11 +376,14 @@ def main(args: Args, world: World) -> None:
     for step in run.steps(done):
         means = Means()
 
-        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step: nothing else to save.
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
+        # nothing else to save.
         with run.clock("rollout"):
             cursor = (step - 1) * args.prompts_per_step + world.rank * P
             problems = [task.train(cursor + i) for i in range(P)]
-            rollout = engine.generate([p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature)
+            rollout = engine.generate(
+                [p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature
+            )
             N = len(rollout)  # P·G rows, a group's G rows side by side
 
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
@@ -331,59 +393,82 @@ def main(args: Args, world: World) -> None:
             rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
             rollout.advantages = advantages(rewards).flatten()  # [N]
 
-        # <deep_grpo>
-        # Branches: every failed response is cut at one of its pivots and gets K new endings, all sampled in one batch.
+        # <own>
+        # Branches: every failed response is cut at one of its pivots and gets K new endings, all
+        # sampled in one batch.
         with run.clock("branch"):
             K, (u, v) = args.branches, fit_success(list(feedback))
             failed = (rewards.flatten() <= 0).nonzero()[:, 0]  # [F]: rows
             responses, prefixes, depths = rollout.response_ids(), [], []
             for row in failed.tolist():
-                rng = random.Random(f"{args.seed}/{cursor * G + row}")  # each response's own: nothing to save
+                # Each response's own: nothing to save
+                rng = random.Random(f"{args.seed}/{cursor * G + row}")
                 kept, depth = choose_pivot(responses[row], boundaries, u, v, args.depth_power, rng)
                 prefixes.append(responses[row][:kept])
                 depths.append(depth)
-            rollout.origin, rollout.branch = torch.arange(N, device=world.device), torch.zeros(N, device=world.device)
+            rollout.origin, rollout.branch = (
+                torch.arange(N, device=world.device),
+                torch.zeros(N, device=world.device),
+            )
             parents = [problems[row // G] for row in failed.tolist()]
             starts = [parent.prompt_ids for parent in parents]
             grown = engine.generate(starts, K, args.max_new_tokens, args.temperature, prefixes)
             texts = tokenizer.batch_decode(grown.response_ids(), skip_special_tokens=True)
             scores = task.judge(texts, [parent.answer for parent in parents for _ in range(K)])
             outcome = torch.tensor(scores, device=world.device).view(len(failed), K)  # [F, K]
-            grown.advantages = advantages(outcome).flatten()  # [F·K]: over siblings only, the parent is not one
-            grown.origin, grown.branch = failed.repeat_interleave(K), torch.ones_like(grown.advantages)
+            # Over siblings only, the parent is not one
+            grown.advantages = advantages(outcome).flatten()  # [F·K]
+            grown.origin, grown.branch = (
+                failed.repeat_interleave(K),
+                torch.ones_like(grown.advantages),
+            )
             branch_tokens, saved = grown.mask.sum(), (outcome > 0).any(dim=1)  # [], [F]
-            feedback.extend(zip(gather(torch.tensor(depths), world).tolist(), gather(saved.float(), world).tolist()))
-            grown = grown.rows(grown.advantages.abs() > 1e-8)  # all right or all wrong: nothing to learn
+            feedback.extend(
+                zip(
+                    gather(torch.tensor(depths), world).tolist(),
+                    gather(saved.float(), world).tolist(),
+                )
+            )
+            # All right or all wrong: nothing to learn
+            grown = grown.rows(grown.advantages.abs() > 1e-8)
             if global_sum({"rows": len(grown)}, world)["rows"] >= args.min_branches:
                 rollout = Rollout.join(rollout, grown)
-        # </deep_grpo>
+        # </own>
 
-        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come from other kernels,
-        # and a ratio against them would mix two things: how far the policy moved, and how the engines differ (minirl.py
-        # is about that).
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
+        # from other kernels, and a ratio against them would mix two things: how far the policy
+        # moved, and how the engines differ (minirl.py is about that).
         with run.clock("old_logp"):
             rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
-            if args.beta > 0:  # <grpo>
+            if args.beta > 0:  # <own>
                 rollout.ref_logp, _ = all_logprobs(reference, rollout, args, world)  # [N, T]
-            # </grpo>
+            # </own>
             sampler = check_sampler(rollout, args, world)
 
-        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as memory asks for.
+        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as
+        # memory asks for.
         with run.clock("update"):
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
             for first in range(0, N, N // args.minibatches):
-                # <deep_grpo>
-                inside = (first <= rollout.origin) & (rollout.origin < first + N // args.minibatches)  # [rows]
+                # <own>
+                inside = (first <= rollout.origin) & (
+                    rollout.origin < first + N // args.minibatches
+                )  # [rows]
                 minibatch = rollout.rows(inside)
                 lengths = minibatch.mask.sum(dim=1)  # [n]
-                streams = {"main": lengths @ (1 - minibatch.branch), "branch": lengths @ minibatch.branch}
+                streams = {
+                    "main": lengths @ (1 - minibatch.branch),
+                    "branch": lengths @ minibatch.branch,
+                }
                 streams = global_sum(streams, world)
-                # </deep_grpo>
+                # </own>
                 denominator = 0.0
                 for rows in micro_batches(minibatch, args.micro_tokens, world):
                     micro = minibatch.rows(rows)
-                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T], [n, T]
+                    logp, entropy = response_logprobs(
+                        policy, micro, args.temperature
+                    )  # [n, T], [n, T]
                     loss, count, stats = policy_loss(
                         args,
                         logp=logp,
@@ -392,20 +477,29 @@ def main(args: Args, world: World) -> None:
                         entropy=entropy,
                         advantages=micro.advantages,
                         mask=micro.mask,
-                        ref_logp=micro.ref_logp if args.beta > 0 else None,  # <grpo>
-                        branch=micro.branch,  # <deep_grpo>
-                        balance=streams["main"] / max(1.0, streams["branch"]),  # <deep_grpo>
+                        ref_logp=micro.ref_logp if args.beta > 0 else None,  # <own>
+                        branch=micro.branch,  # <own>
+                        balance=streams["main"] / max(1.0, streams["branch"]),  # <own>
                     )
                     loss.backward()  # sums: gradients add up over micro-batches
                     denominator = denominator + count
-                    means.add(loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats)
-                # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their number it is the sum
-                # over all ranks; divided by what they counted together, the mean that the objective asks for.
-                scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
+                    means.add(
+                        loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats
+                    )
+                # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their
+                # number it is the sum over all ranks; divided by what they counted together, the
+                # mean that the objective asks for.
+                scale_gradients(
+                    policy, world.size / global_sum({"count": denominator}, world)["count"]
+                )
                 norm = clip_gradients(policy, args.grad_clip)
-                healthy = run.healthy(norm, minibatch)  # not NaN, not infinite: one such step would end the run
+                # Not NaN, not infinite: one such step would end the run
+                healthy = run.healthy(norm, minibatch)
                 # All ranks skip together: their shares add up to one.
-                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=((not healthy) / world.size, None))
+                means.add(
+                    grad_norm=(norm if healthy else 0.0, healthy),
+                    skipped=((not healthy) / world.size, None),
+                )
                 if healthy:
                     optimizer.step()
                 optimizer.zero_grad()
@@ -413,12 +507,16 @@ def main(args: Args, world: World) -> None:
         with run.clock("sync"):
             engine.sync(policy)
 
-        # <deep_grpo>
+        # <own>
         tokens = rollout.mask[:N].sum()  # of the main stream: its rows come first
         depths, wrong = torch.tensor(depths), (rewards <= 0).all(dim=1)  # [F], [P]
-        rescued = torch.zeros(P, device=world.device).index_fill(0, failed[saved] // G, 1.0) * wrong  # [P]
-        deep = torch.tensor([len(prefix) > 0 for prefix in prefixes], dtype=torch.bool)  # [F]; the others are roots
-        for quarter in (1, 2, 3, 4):  # histogram of the depths at which branches start, the root left out
+        rescued = (
+            torch.zeros(P, device=world.device).index_fill(0, failed[saved] // G, 1.0) * wrong
+        )  # [P]
+        # The others are roots
+        deep = torch.tensor([len(prefix) > 0 for prefix in prefixes], dtype=torch.bool)  # [F]
+        # Histogram of the depths at which branches start, the root left out
+        for quarter in (1, 2, 3, 4):
             hit = deep & ((depths * 4).ceil() == quarter)  # [F]
             means.add(**{f"pivots_quarter_{quarter}": (hit.sum(), deep.sum())})
         for ending, at in (("", deep), ("_root", ~deep)):
@@ -431,26 +529,29 @@ def main(args: Args, world: World) -> None:
             extra_tokens=(branch_tokens, tokens),
             branches_used=(len(rollout) - N, None),
         )
-        # </deep_grpo>
+        # </own>
         means.add(
             reward=(rewards.sum(), N),
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no reward gradient
+            # All equal: no reward gradient
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),
             response_len=(tokens, N),
-            truncated=((~rollout.finished[:N]).sum(), N),  # <deep_grpo>
-            tokens=(tokens + branch_tokens, None),  # <deep_grpo>
-            judge_killed=(getattr(task.judge, "killed", 0), None),  # answers so far that broke the judge's bounds
+            truncated=((~rollout.finished[:N]).sum(), N),  # <own>
+            tokens=(tokens + branch_tokens, None),  # <own>
+            # Answers so far that broke the judge's bounds
+            judge_killed=(getattr(task.judge, "killed", 0), None),
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
-        metrics |= {"fit_u": u, "fit_v": v} if v < float("inf") else {}  # <deep_grpo>
+        metrics |= {"fit_u": u, "fit_v": v} if v < float("inf") else {}  # <own>
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # before the checkpoint: a kill in between costs a line that will be written again
+        # Before the checkpoint: a kill in between costs a line that will be written again
+        run.log(step, metrics)
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):
                 state = {"engine": engine.state_dict()}
-                state["feedback"] = list(feedback)  # <deep_grpo>
+                state["feedback"] = list(feedback)  # <own>
                 save_checkpoint(run.checkpoints, step, policy, optimizer, state, world)
         if stopping:
             break

@@ -1,20 +1,21 @@
 """Goldilocks RL: a teacher that picks prompts which are neither too easy nor too hard.
 
-Mahrooghi, Lotfi, Abbe (EPFL, Apple), "Goldilocks RL: Tuning Task Difficulty to Escape Sparse Rewards for Reasoning",
-2026, arXiv 2602.14868.
+Mahrooghi, Lotfi, Abbe (EPFL, Apple), "Goldilocks RL: Tuning Task Difficulty to Escape Sparse
+Rewards for Reasoning", 2026, arXiv 2602.14868.
 
 The student's objective on the prompts q it is given is GRPO's:
 
     J = 1/G Σ_i 1/|y_i| Σ_t { min(r Â_i, clip(r, 1-ε, 1+ε) Â_i) - β k3 },     Â_i = (R_i - mean R) / std R
 
-New is which prompts those are. With p the student's chance to solve q, for rewards 0 or 1, on-policy, with a group
-without end and β = 0,
+New is which prompts those are. With p the student's chance to solve q, for rewards 0 or 1,
+on-policy, with a group without end and β = 0,
 
     |∇J_q| = sqrt(p (1-p)) · | E[ĝ | right] - E[ĝ | wrong] |,     ĝ = ∇ log π(y) / |y|     (without std: p (1-p) · ...)
 
-The first factor is 0 for a prompt always or never solved, and largest at p = 1/2. (The second depends on p, too: the
-product need not peak there. If k equal steps must all succeed it does at p = 0.38 for k = 2, at 0.22 for k = 30.) The
-teacher predicts the first factor from the text alone, by squared error on sqrt(p̂ (1-p̂)) of the student's own groups:
+The first factor is 0 for a prompt always or never solved, and largest at p = 1/2. (The second
+depends on p, too: the product need not peak there. If k equal steps must all succeed it does at p =
+0.38 for k = 2, at 0.22 for k = 30.) The teacher predicts the first factor from the text alone, by
+squared error on sqrt(p̂ (1-p̂)) of the student's own groups:
 
     f(q) = 1/2 σ(u · mean_t h_t(q) + v),     h: last hidden states of a causal language model
 
@@ -22,19 +23,22 @@ Gradient weight on ∇ log π_θ(y_t), before the two averages:
 
     M r Â + β (π_ref/π_θ - 1),     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
-For each slot of the batch K candidates are drawn and the one of the largest f(q) is taken, or with probability η a
-random one. No prompt needs a history: the teacher can judge one that was never tried.
+For each slot of the batch K candidates are drawn and the one of the largest f(q) is taken, or with
+probability η a random one. No prompt needs a history: the teacher can judge one that was never
+tried.
 
 Differs from grpo.py in:
-1. The choice of prompts, before the rollout; the teacher's update, after the rewards. The teacher is a second model
-   with an optimiser of its own, sharded over the ranks and saved like the policy. The loss is grpo.py's.
+1. The choice of prompts, before the rollout; the teacher's update, after the rewards. The teacher
+   is a second model with an optimiser of its own, sharded over the ranks and saved like the policy.
+   The loss is grpo.py's.
 
 Differs from the paper in:
-1. K, η, the window, the teacher's optimiser, batch and learning rates are ours (no public code gives them); so are
-   one tournament per slot, and no prompt twice in a batch.
+1. K, η, the window, the teacher's optimiser, batch and learning rates are ours (no public code
+   gives them); so are one tournament per slot, and no prompt twice in a batch.
 2. The teacher takes turns with the student on the same devices; the paper gives it 2 of 8 GPUs.
-3. The paper streams through OpenMathReasoning (3M problems). The command below draws from MATH's 7,500, 64 x 16
-   candidates a step: after seven steps every one has been looked at, and prompts come back.
+3. The paper streams through OpenMathReasoning (3M problems). The command below draws from MATH's
+   7,500, 64 x 16 candidates a step: after seven steps every one has been looked at, and prompts
+   come back.
 
 Run it:
     torchrun goldilocks.py                              # laptop: embedded model and task, two minutes, no download
@@ -44,23 +48,23 @@ Run it:
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 goldilocks.py ... # several
 """
 
-import copy  # <grpo>
-import math  # <goldilocks>
-import random  # <goldilocks>
-from collections import deque  # <goldilocks>
+import copy  # <own>
+import math  # <own>
+import random  # <own>
+from collections import deque  # <own>
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import common  # noqa: F401  (before torch: it sets how OpenMP waits)
 import torch
-from common.data import encode, load_task  # <goldilocks>
+from common.data import encode, load_task  # <own>
 from common.distributed import (
-    BadInput,  # <goldilocks>
+    BadInput,  # <own>
     StopFlag,
     World,
     clip_gradients,
-    gather,  # <goldilocks>
+    gather,  # <own>
     global_sum,
     load_checkpoint,
     save_checkpoint,
@@ -70,12 +74,18 @@ from common.distributed import (
 )
 from common.evaluation import benchmark, evaluate
 from common.flags import Betas, Count, NonNegative, Part, Positive, Seed, Temperature, Whole
-from common.flags import Share  # <goldilocks>
+from common.flags import Share  # <own>
 from common.model import Policy, load_model
-from common.rollout import Rollout  # <goldilocks>
-from common.rollout import all_logprobs, check_sampler, make_engine, micro_batches, response_logprobs
+from common.rollout import Rollout  # <own>
+from common.rollout import (
+    all_logprobs,
+    check_sampler,
+    make_engine,
+    micro_batches,
+    response_logprobs,
+)
 from common.tracking import Means, Run, launch
-from torch import Tensor, nn  # <goldilocks>
+from torch import Tensor, nn  # <own>
 
 
 @dataclass
@@ -83,7 +93,8 @@ class Args:
     model: str = "tiny"
     """Hub name, local folder, or `tiny`, the embedded model."""
     task: str = "arithmetic"
-    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or reasoning_gym:<name>."""
+    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or
+    reasoning_gym:<name>."""
     seed: Seed = 1
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     steps: Count = 150
@@ -93,13 +104,15 @@ class Args:
     group_size: Count = 8
     """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: Count = 4
-    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (DeepSeekMath: 1)."""
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
+    (DeepSeekMath: 1)."""
     max_new_tokens: Count = 64
     """Length limit of a response (DeepSeekMath: 1024)."""
     temperature: Temperature = 1.0
     """Sampling temperature, also applied in every log-probability (papers: 1)."""
     lr: Positive = 3e-4
-    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath: 1e-6 at 7B)."""
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
+    1e-6 at 7B)."""
     eval_every: Count = 25
     """Steps between two measurements on the held-out problems (ours)."""
     save_every: Count = 50
@@ -107,7 +120,8 @@ class Args:
     save_hf: bool = False
     """Write the final model in the Hugging Face format, to `model` in the run folder."""
     eval_only: bool = False
-    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest checkpoint."""
+    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest
+    checkpoint."""
     resume: bool = False
     """Go on from the newest checkpoint in the run folder, to the bit."""
     run_dir: str = ""
@@ -125,23 +139,27 @@ class Args:
     tensor_parallel: Count = 1
     """Neighbouring ranks that share one vLLM engine."""
     sampler_tolerance: NonNegative = 0.0
-    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16 0.05, float8 0.1)."""
+    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16
+    0.05, float8 0.1)."""
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 5
     """Steps over which lr rises linearly (ours; verl's default: none)."""
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9 0.999)."""
+    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
+    0.999)."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
     """Largest gradient norm (verl's default)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights are float32."""
+    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights
+    are float32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
     eval_task: str = ""
-    """Set to measure on, or several with --eval_only (default: the task's own test split, or problems held back)."""
+    """Set to measure on, or several with --eval_only (default: the task's own test split, or
+    problems held back)."""
     eval_problems: Count = 256
     """Held-out problems (ours)."""
     eval_samples: Count = 4
@@ -160,65 +178,83 @@ class Args:
     """ε below 1 (ours: DeepSeekMath gives none, PPO's value)."""
     clip_high: NonNegative = 0.2
     """ε above 1 (ours; DAPO and STAPO widen it to 0.28)."""
-    beta: NonNegative = 0.01  # <grpo>
+    beta: NonNegative = 0.01  # <own>
     """β of the KL term; 0 loads no reference model (ours; DeepSeekMath: 0.04, R1: 0.001)."""
-    offload_reference: bool = False  # <grpo>
+    offload_reference: bool = False  # <own>
     """Keep the reference model's shards in CPU memory."""
-    teacher: str = ""  # <goldilocks>
+    teacher: str = ""  # <own>
     """Model whose backbone the teacher starts from: hub name or folder (default: the student's)."""
-    candidates: Count = 16  # <goldilocks>
+    candidates: Count = 16  # <own>
     """K: prompts that compete for each slot of the batch (ours)."""
-    explore: Share = 0.1  # <goldilocks>
-    """η: share of slots that go to a random candidate: they keep the teacher's sample honest (ours)."""
-    window: Count = 2048  # <goldilocks>
-    """Latest (prompt, value) pairs the teacher learns from; older ones describe an older student (ours)."""
-    teacher_batch: Count = 64  # <goldilocks>
+    explore: Share = 0.1  # <own>
+    """η: share of slots that go to a random candidate: they keep the teacher's sample honest
+    (ours)."""
+    window: Count = 2048  # <own>
+    """Latest (prompt, value) pairs the teacher learns from; older ones describe an older student
+    (ours)."""
+    teacher_batch: Count = 64  # <own>
     """Pairs in one update of the teacher; selection begins when the window holds as many (ours)."""
-    teacher_updates: Whole = 2  # <goldilocks>
+    teacher_updates: Whole = 2  # <own>
     """Updates of the teacher per step (ours)."""
-    teacher_lr: Positive = 1e-3  # <goldilocks>
-    """AdamW's learning rate of the teacher, ten times that for its head (ours; 1e-5 for a real model)."""
+    teacher_lr: Positive = 1e-3  # <own>
+    """AdamW's learning rate of the teacher, ten times that for its head (ours; 1e-5 for a real
+    model)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    rewards = rewards - rewards[:, :1]  # [P, G]: equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
-    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
-    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
-    # The 1e-6 only keeps 0/0 away.
+    # Equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
+    rewards = rewards - rewards[:, :1]  # [P, G]
+    # The group's mean is the baseline
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
+    # about the reward. The 1e-6 only keeps 0/0 away.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
-# <goldilocks>
+# <own>
 class Teacher(nn.Module):
-    """f(q) = 1/2 σ(u · mean_t h_t(q) + v): how much a prompt can teach the student, from its text alone."""
+    """f(q) = 1/2 σ(u · mean_t h_t(q) + v): how much a prompt can teach the student, from its text
+    alone."""
 
     def __init__(self, backbone: nn.Module):
         super().__init__()
         self.lm, self.head = backbone, nn.Linear(backbone.config.hidden_size, 1)
-        nn.init.zeros_(self.head.weight), nn.init.zeros_(self.head.bias)  # at first every prompt is worth 1/4
+        # At first every prompt is worth 1/4
+        nn.init.zeros_(self.head.weight), nn.init.zeros_(self.head.bias)
 
     def forward(self, sequences: Tensor, lengths: Tensor) -> Tensor:
         """`sequences [n, S]` right-padded, `lengths [n]` -> `[n]` in (0, 1/2)."""
         hidden = self.lm(input_ids=sequences, use_cache=False).last_hidden_state  # [n, S, H]
-        real = torch.arange(sequences.shape[1], device=sequences.device) < lengths[:, None]  # [n, S]: no padding
+        # No padding
+        real = (
+            torch.arange(sequences.shape[1], device=sequences.device) < lengths[:, None]
+        )  # [n, S]
         mean = (hidden * real[..., None]).sum(dim=1) / lengths[:, None]  # [n, H]
         return 0.5 * self.head(mean)[:, 0].float().sigmoid()  # the range of sqrt(p (1-p))
 
 
 def learning_value(rewards: Tensor) -> Tensor:
-    """sqrt(p̂ (1-p̂)) of each group `[P, G]` -> `[P]`. All wrong or all right is 0: a verdict too, not a missing one.
+    """sqrt(p̂ (1-p̂)) of each group `[P, G]` -> `[P]`. All wrong or all right is 0: a verdict too,
+    not a missing one.
 
-    Computed as the rewards' (population) standard deviation, which it is for rewards 0 and 1; part marks have one too.
+    Computed as the rewards' (population) standard deviation, which it is for rewards 0 and 1; part
+    marks have one too.
     """
     return (rewards - rewards[:, :1]).std(dim=1, correction=0)
 
 
-def select(values: Tensor, candidates: list[list[str]], explore: float, rng: random.Random) -> list[tuple[int, bool]]:
-    """Each slot's (candidate, whether by chance): best of `values [B, K]`, or any; none twice while another is left."""
+def select(
+    values: Tensor, candidates: list[list[str]], explore: float, rng: random.Random
+) -> list[tuple[int, bool]]:
+    """Each slot's (candidate, whether by chance): best of `values [B, K]`, or any; none twice while
+    another is left."""
     chosen, taken = [], set()
     for scores, prompts in zip(values.tolist(), candidates):
-        order, chance = sorted(range(len(prompts)), key=lambda k: -scores[k]), rng.random() < explore
+        order, chance = (
+            sorted(range(len(prompts)), key=lambda k: -scores[k]),
+            rng.random() < explore,
+        )
         if chance:
             rng.shuffle(order)
         k = next((k for k in order if prompts[k] not in taken), order[0])
@@ -228,11 +264,17 @@ def select(values: Tensor, candidates: list[list[str]], explore: float, rng: ran
 
 
 def teacher_values(
-    args: Args, teacher: nn.Module, prompts: list[list[int]], world: World, targets: Tensor | None = None
+    args: Args,
+    teacher: nn.Module,
+    prompts: list[list[int]],
+    world: World,
+    targets: Tensor | None = None,
 ) -> Tensor:
-    """f(q) of this rank's prompts `[n]`. With `targets [n]` it also adds the gradient of Σ (f - target)²."""
+    """f(q) of this rank's prompts `[n]`. With `targets [n]` it also adds the gradient of Σ (f -
+    target)²."""
     none, values = [[]] * len(prompts), torch.zeros(len(prompts), device=world.device)  # [n]
-    batch = Rollout.pack(prompts=prompts, tokens=none, logps=none, eos=[], device=world.device)  # without responses
+    # Without responses
+    batch = Rollout.pack(prompts=prompts, tokens=none, logps=none, eos=[], device=world.device)
     for rows in micro_batches(batch, args.micro_tokens, world):
         micro = batch.rows(rows)
         with torch.set_grad_enabled(targets is not None):
@@ -244,9 +286,15 @@ def teacher_values(
 
 
 def teach(
-    args: Args, teacher: nn.Module, optimizer: torch.optim.Optimizer, pairs: list, rng: random.Random, world: World
+    args: Args,
+    teacher: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    pairs: list,
+    rng: random.Random,
+    world: World,
 ) -> None:
-    """One update on `--teacher_batch` random rows (prompt ids, value, ...): squared error, each rank its share."""
+    """One update on `--teacher_batch` random rows (prompt ids, value, ...): squared error, each
+    rank its share."""
     share = rng.sample(pairs, args.teacher_batch)[world.rank :: world.size]
     targets = torch.tensor([pair[1] for pair in share], device=world.device)  # [n]
     teacher_values(args, teacher, [pair[0] for pair in share], world, targets)
@@ -257,14 +305,18 @@ def teach(
 
 
 def rank_correlation(a: Tensor, b: Tensor) -> float:
-    """Spearman's: the correlation of the ranks, equal values sharing theirs; 0 where all of a side are equal."""
+    """Spearman's: the correlation of the ranks, equal values sharing theirs; 0 where all of a side
+    are equal."""
     if len(a) < 2:
         return 0.0
-    ranks = [(x[:, None] > x).double().sum(dim=1) + (x[:, None] == x).double().sum(dim=1) / 2 for x in (a, b)]
+    ranks = [
+        (x[:, None] > x).double().sum(dim=1) + (x[:, None] == x).double().sum(dim=1) / 2
+        for x in (a, b)
+    ]
     return torch.corrcoef(torch.stack(ranks))[0, 1].nan_to_num().item()
 
 
-# </goldilocks>
+# </own>
 def policy_loss(
     args: Args,
     *,
@@ -274,29 +326,36 @@ def policy_loss(
     entropy: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    ref_logp: Tensor | None = None,  # <grpo>
+    ref_logp: Tensor | None = None,  # <own>
 ) -> tuple[Tensor, Tensor, dict]:
     """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
 
-    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and ranks and divides once:
-    a mean of micro-batch means would be another objective. Every file is handed the same tensors, needed or not.
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and
+    ranks and divides once: a mean of micro-batch means would be another objective. Every file is
+    handed the same tensors, needed or not.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    # <grpo>
-    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 (but for rounding) until this rollout's first optimiser step
+    # <own>
+    # R, 1 (but for rounding) until this rollout's first optimiser step
+    ratio = (logp - old_logp).exp()  # [n, T]
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
-    # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can be brought back.
+    # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can
+    # be brought back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    cut = ((A > 0) & (ratio > 1 + args.clip_high)) | ((A < 0) & (ratio < 1 - args.clip_low))  # [n, T]: M = 0
+    # M = 0
+    cut = ((A > 0) & (ratio > 1 + args.clip_high)) | (
+        (A < 0) & (ratio < 1 - args.clip_low)
+    )  # [n, T]
     stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
     if args.beta > 0:
-        log_ref_ratio = ref_logp - logp  # [n, T]: log(π_ref/π_θ), in this direction; reversed it estimates another KL
+        # log(π_ref/π_θ), in this direction; reversed it estimates another KL
+        log_ref_ratio = ref_logp - logp  # [n, T]
         k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
         objective = objective - args.beta * k3  # [n, T]
         stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
     per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # 1/G: the mean over responses
-    # </grpo>
+    # </own>
 
 
 def main(args: Args, world: World) -> None:
@@ -304,39 +363,49 @@ def main(args: Args, world: World) -> None:
     lm, tokenizer = load_model(args.model)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
-    if args.beta > 0:  # <grpo>
-        reference = shard(Policy(copy.deepcopy(lm)), world, args.dtype, args.offload_reference).requires_grad_(False)
-    # </grpo>
-    # <goldilocks>
+    if args.beta > 0:  # <own>
+        reference = shard(
+            Policy(copy.deepcopy(lm)), world, args.dtype, args.offload_reference
+        ).requires_grad_(False)
+    # </own>
+    # <own>
     if args.teacher_batch % world.size or args.teacher_batch > args.window:
         limits = f"a multiple of the {world.size} ranks, and at most --window {args.window}"
         raise BadInput(f"--teacher_batch {args.teacher_batch}: must be {limits}")
     backbone, teacher_tokenizer = load_model(args.teacher or args.model, "--teacher")
     for problem in task.held_out[:1]:
-        encode(problem.prompt, None, teacher_tokenizer, "--teacher")  # refuses now, not after the run has begun
+        # Refuses now, not after the run has begun
+        encode(problem.prompt, None, teacher_tokenizer, "--teacher")
     teacher = shard(Teacher(backbone.base_model), world, args.dtype)
     if args.gradient_checkpointing:
         teacher.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-    groups = [{"params": teacher.lm.parameters()}, {"params": teacher.head.parameters(), "lr": 10 * args.teacher_lr}]
+    groups = [
+        {"params": teacher.lm.parameters()},
+        {"params": teacher.head.parameters(), "lr": 10 * args.teacher_lr},
+    ]
     teacher_optimizer = torch.optim.AdamW(groups, lr=args.teacher_lr, weight_decay=0.0, fused=True)
-    window = deque(maxlen=args.window)  # (prompt ids, observed value, predicted value, whether taken by chance)
-    # </goldilocks>
+    # (prompt ids, observed value, predicted value, whether taken by chance)
+    window = deque(maxlen=args.window)
+    # </own>
     policy = shard(Policy(lm), world, args.dtype)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True)
-    both, optimizers = nn.ModuleList([policy, teacher]), [optimizer, teacher_optimizer]  # <goldilocks>
-    run = Run(args, world, Path(__file__).stem, acted="chosen_over_mean")  # <goldilocks>
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True
+    )
+    both, optimizers = nn.ModuleList([policy, teacher]), [optimizer, teacher_optimizer]  # <own>
+    run = Run(args, world, Path(__file__).stem, acted="chosen_over_mean")  # <own>
     stop = StopFlag()
     done = 0  # steps
     if args.resume:
-        done, state = load_checkpoint(run.checkpoints, both, optimizers, world)  # <goldilocks>
+        done, state = load_checkpoint(run.checkpoints, both, optimizers, world)  # <own>
         engine.load_state_dict(state["engine"])
-        window.extend(state["window"])  # <goldilocks>
+        window.extend(state["window"])  # <own>
     engine.sync(policy)
     if args.eval_only:
         return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
-    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
+    # P: this rank's share of the prompts
+    P, G = args.prompts_per_step // world.size, args.group_size
     run.start(task, done)
     if done == 0:
         with run.clock("evaluate"):
@@ -346,26 +415,40 @@ def main(args: Args, world: World) -> None:
     for step in run.steps(done):
         means = Means()
 
-        # <goldilocks>
-        # Choice: K candidates for every slot of the batch. Each rank scores those of its own slots, then all choose for
-        # all slots alike, so that none takes a prompt that another has taken.
+        # <own>
+        # Choice: K candidates for every slot of the batch. Each rank scores those of its own slots,
+        # then all choose for all slots alike, so that none takes a prompt that another has taken.
         with run.clock("teacher"):
             rng, K, B = random.Random(f"{args.seed}/{step}"), args.candidates, args.prompts_per_step
-            pool = [[task.train(slot * K + k) for k in range(K)] for slot in range((step - 1) * B, step * B)]  # [B, K]
+            pool = [
+                [task.train(slot * K + k) for k in range(K)]
+                for slot in range((step - 1) * B, step * B)
+            ]  # [B, K]
             mine = slice(world.rank * P, (world.rank + 1) * P)  # this rank's slots
             asked = [
-                encode(p.prompt, None, teacher_tokenizer, "--teacher") for candidates in pool[mine] for p in candidates
+                encode(p.prompt, None, teacher_tokenizer, "--teacher")
+                for candidates in pool[mine]
+                for p in candidates
             ]
-            values = gather(teacher_values(args, teacher, asked, world), world).view(-1, K)  # [B, K]
-            explore = args.explore if len(window) >= args.teacher_batch else 1.0  # uniform until there is a teacher
-            choice = select(values, [[p.prompt for p in candidates] for candidates in pool], explore, rng)
+            values = gather(teacher_values(args, teacher, asked, world), world).view(
+                -1, K
+            )  # [B, K]
+            # Uniform until there is a teacher
+            explore = args.explore if len(window) >= args.teacher_batch else 1.0
+            choice = select(
+                values, [[p.prompt for p in candidates] for candidates in pool], explore, rng
+            )
             predicted = values[range(B), [k for k, _ in choice]].cpu()  # [B]
-        # </goldilocks>
+        # </own>
 
         # Rollout: this rank's P prompts, G responses each.
         with run.clock("rollout"):
-            problems = [candidates[k] for candidates, (k, _) in zip(pool[mine], choice[mine])]  # <goldilocks>
-            rollout = engine.generate([p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature)
+            problems = [
+                candidates[k] for candidates, (k, _) in zip(pool[mine], choice[mine])
+            ]  # <own>
+            rollout = engine.generate(
+                [p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature
+            )
             N = len(rollout)  # P·G rows, a group's G rows side by side
 
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
@@ -375,41 +458,48 @@ def main(args: Args, world: World) -> None:
             rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
             rollout.advantages = advantages(rewards).flatten()  # [N]
 
-        # <goldilocks>
+        # <own>
         with run.clock("teacher"):
             observed = gather(learning_value(rewards), world).cpu()  # [B]
             prompts = [candidates[k].prompt for candidates, (k, _) in zip(pool, choice)]
             ids = [encode(prompt, None, teacher_tokenizer, "--teacher") for prompt in prompts]
-            window.extend(zip(ids, observed.tolist(), predicted.tolist(), (chance for _, chance in choice)))
+            window.extend(
+                zip(ids, observed.tolist(), predicted.tolist(), (chance for _, chance in choice))
+            )
             for _ in range(args.teacher_updates if len(window) >= args.teacher_batch else 0):
                 teach(args, teacher, teacher_optimizer, list(window), rng, world)
-        # The teacher is judged on random prompts, by what it said before they were tried. (What it chose itself is all
-        # alike: there the correlation is near 0 even for a good teacher.)
+        # The teacher is judged on random prompts, by what it said before they were tried. (What it
+        # chose itself is all alike: there the correlation is near 0 even for a good teacher.)
         tried = [(f, y) for _, y, f, chance in window if chance][-args.teacher_batch :]
         f, y = torch.tensor(tried).view(-1, 2).T  # [b], [b]
         by_chance, idle = torch.tensor([chance for _, chance in choice]), observed == 0  # [B], [B]
         means.add(
-            chosen_over_mean=(((predicted - values.cpu().mean(dim=1)) * ~by_chance).sum(), (~by_chance).sum()),
+            chosen_over_mean=(
+                ((predicted - values.cpu().mean(dim=1)) * ~by_chance).sum(),
+                (~by_chance).sum(),
+            ),
             teacher_mean=(values.sum(), values.numel()),
             teacher_mse=((f - y).square().sum(), len(f)),
             teacher_rank_corr=(rank_correlation(f, y), len(f) > 1),
             zero_groups_chosen=((idle & ~by_chance).sum(), (~by_chance).sum()),
             zero_groups_uniform=((idle & by_chance).sum(), by_chance.sum()),
-            terms=(sum(len(p) // 2 for p in prompts), B * (task.name == "arithmetic")),  # drawn evenly: 4.5
+            # Drawn evenly: 4.5
+            terms=(sum(len(p) // 2 for p in prompts), B * (task.name == "arithmetic")),
         )
-        # </goldilocks>
+        # </own>
 
-        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come from other kernels,
-        # and a ratio against them would mix two things: how far the policy moved, and how the engines differ (minirl.py
-        # is about that).
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
+        # from other kernels, and a ratio against them would mix two things: how far the policy
+        # moved, and how the engines differ (minirl.py is about that).
         with run.clock("old_logp"):
             rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
-            if args.beta > 0:  # <grpo>
+            if args.beta > 0:  # <own>
                 rollout.ref_logp, _ = all_logprobs(reference, rollout, args, world)  # [N, T]
-            # </grpo>
+            # </own>
             sampler = check_sampler(rollout, args, world)
 
-        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as memory asks for.
+        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as
+        # memory asks for.
         with run.clock("update"):
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
@@ -418,7 +508,9 @@ def main(args: Args, world: World) -> None:
                 denominator = 0.0
                 for rows in micro_batches(minibatch, args.micro_tokens, world):
                     micro = minibatch.rows(rows)
-                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T], [n, T]
+                    logp, entropy = response_logprobs(
+                        policy, micro, args.temperature
+                    )  # [n, T], [n, T]
                     loss, count, stats = policy_loss(
                         args,
                         logp=logp,
@@ -427,18 +519,27 @@ def main(args: Args, world: World) -> None:
                         entropy=entropy,
                         advantages=micro.advantages,
                         mask=micro.mask,
-                        ref_logp=micro.ref_logp if args.beta > 0 else None,  # <grpo>
+                        ref_logp=micro.ref_logp if args.beta > 0 else None,  # <own>
                     )
                     loss.backward()  # sums: gradients add up over micro-batches
                     denominator = denominator + count
-                    means.add(loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats)
-                # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their number it is the sum
-                # over all ranks; divided by what they counted together, the mean that the objective asks for.
-                scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
+                    means.add(
+                        loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats
+                    )
+                # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their
+                # number it is the sum over all ranks; divided by what they counted together, the
+                # mean that the objective asks for.
+                scale_gradients(
+                    policy, world.size / global_sum({"count": denominator}, world)["count"]
+                )
                 norm = clip_gradients(policy, args.grad_clip)
-                healthy = run.healthy(norm, minibatch)  # not NaN, not infinite: one such step would end the run
+                # Not NaN, not infinite: one such step would end the run
+                healthy = run.healthy(norm, minibatch)
                 # All ranks skip together: their shares add up to one.
-                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=((not healthy) / world.size, None))
+                means.add(
+                    grad_norm=(norm if healthy else 0.0, healthy),
+                    skipped=((not healthy) / world.size, None),
+                )
                 if healthy:
                     optimizer.step()
                 optimizer.zero_grad()
@@ -449,23 +550,26 @@ def main(args: Args, world: World) -> None:
         tokens = rollout.mask.sum()
         means.add(
             reward=(rewards.sum(), N),
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no reward gradient
+            # All equal: no reward gradient
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
             tokens=(tokens, None),
-            judge_killed=(getattr(task.judge, "killed", 0), None),  # answers so far that broke the judge's bounds
+            # Answers so far that broke the judge's bounds
+            judge_killed=(getattr(task.judge, "killed", 0), None),
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # before the checkpoint: a kill in between costs a line that will be written again
+        # Before the checkpoint: a kill in between costs a line that will be written again
+        run.log(step, metrics)
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):
                 state = {"engine": engine.state_dict()}
-                state["window"] = list(window)  # <goldilocks>
-                save_checkpoint(run.checkpoints, step, both, optimizers, state, world)  # <goldilocks>
+                state["window"] = list(window)  # <own>
+                save_checkpoint(run.checkpoints, step, both, optimizers, state, world)  # <own>
         if stopping:
             break
     if args.save_hf:

@@ -1,10 +1,11 @@
 """GRPO: Group Relative Policy Optimization.
 
-Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models", 2024,
-arXiv 2402.03300.
+Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
+2024, arXiv 2402.03300.
 
-Objective, for G responses y_i to one prompt, R_i the reward of y_i and |y_i| its number of tokens, with
-r = π_θ(y_t) / π_old(y_t) for each token y_t (π_old: the weights that sampled; π_ref: those before training):
+Objective, for G responses y_i to one prompt, R_i the reward of y_i and |y_i| its number of tokens,
+with r = π_θ(y_t) / π_old(y_t) for each token y_t (π_old: the weights that sampled; π_ref: those
+before training):
 
     J = 1/G Σ_i 1/|y_i| Σ_t { min(r Â_i, clip(r, 1-ε, 1+ε) Â_i) - β k3 },     Â_i = (R_i - mean R) / std R
     k3 = π_ref/π_θ - log(π_ref/π_θ) - 1      (>= 0; under samples of π_θ its mean is KL(π_θ ‖ π_ref))
@@ -13,22 +14,27 @@ Gradient weight on ∇ log π_θ(y_t), before the two averages:
 
     M r Â + β (π_ref/π_θ - 1),     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
-The group replaces PPO's value network: a response is good if it beats its siblings. The clip takes the gradient
-away from a token that has already moved by ε in the direction its advantage asks for (`--clip_high` up, `--clip_low`
-down). The KL term has the mean KL(π_θ ‖ π_ref). Its derivative is d k3 / d log π_θ = 1 - π_ref/π_θ, hence the weight
-above; and E[(1 - π_ref/π_θ) ∇ log π_θ] = -E_ref[∇ log π_θ], as E[∇ log π_θ] = 0: the gradient that is followed has the
-mean ∇ KL(π_ref ‖ π_θ), the KL the other way round. That too pulls towards π_ref.
+The group replaces PPO's value network: a response is good if it beats its siblings. The clip takes
+the gradient away from a token that has already moved by ε in the direction its advantage asks for
+(`--clip_high` up, `--clip_low` down). The KL term has the mean KL(π_θ ‖ π_ref). Its derivative is d
+k3 / d log π_θ = 1 - π_ref/π_θ, hence the weight above; and E[(1 - π_ref/π_θ) ∇ log π_θ] = -E_ref[∇
+log π_θ], as E[∇ log π_θ] = 0: the gradient that is followed has the mean ∇ KL(π_ref ‖ π_θ), the KL
+the other way round. That too pulls towards π_ref.
 
-This file is the trunk: the others differ from it only in the lines they mark, `diff grpo.py stapo.py` shows how.
+This file is the trunk: the others differ from it only in the lines they mark, `diff grpo.py
+stapo.py` shows how.
 
 Differs from the paper in:
 1. ε is not stated there; 0.2, PPO's value, is customary.
-2. std is the sample standard deviation (divide by G-1) plus 1e-6, as in verl; TRL too divides by G-1. The paper does
-   not say which. The population's makes every advantage sqrt(G/(G-1)) times larger (7% at G = 8): a matter of lr.
-3. β is 0.04 in the paper, 0.01 here, between it and DeepSeek-R1's 0.001: the embedded model has to move far.
-4. Four optimiser steps per rollout where the paper takes one. With one, r = 1 always and the clip never acts.
-5. No dual clip. A bad token that became likelier (Â < 0, r > 1) keeps the weight r, and one such token can outweigh a
-   batch; some frameworks therefore bound it at r = 3 by default.
+2. std is the sample standard deviation (divide by G-1) plus 1e-6, as in verl; TRL too divides by
+   G-1. The paper does not say which. The population's makes every advantage sqrt(G/(G-1)) times
+   larger (7% at G = 8): a matter of lr.
+3. β is 0.04 in the paper, 0.01 here, between it and DeepSeek-R1's 0.001: the embedded model has to
+   move far.
+4. Four optimiser steps per rollout where the paper takes one. With one, r = 1 always and the clip
+   never acts.
+5. No dual clip. A bad token that became likelier (Â < 0, r > 1) keeps the weight r, and one such
+   token can outweigh a batch; some frameworks therefore bound it at r = 3 by default.
 
 Run it:
     torchrun grpo.py                                    # laptop: embedded model and task, two minutes, no download
@@ -38,7 +44,7 @@ Run it:
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 grpo.py ...      # several
 """
 
-import copy  # <grpo>
+import copy  # <own>
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -60,7 +66,13 @@ from common.distributed import (
 from common.evaluation import benchmark, evaluate
 from common.flags import Betas, Count, NonNegative, Part, Positive, Seed, Temperature, Whole
 from common.model import Policy, load_model
-from common.rollout import all_logprobs, check_sampler, make_engine, micro_batches, response_logprobs
+from common.rollout import (
+    all_logprobs,
+    check_sampler,
+    make_engine,
+    micro_batches,
+    response_logprobs,
+)
 from common.tracking import Means, Run, launch
 from torch import Tensor
 
@@ -70,7 +82,8 @@ class Args:
     model: str = "tiny"
     """Hub name, local folder, or `tiny`, the embedded model."""
     task: str = "arithmetic"
-    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or reasoning_gym:<name>."""
+    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or
+    reasoning_gym:<name>."""
     seed: Seed = 1
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     steps: Count = 150
@@ -80,13 +93,15 @@ class Args:
     group_size: Count = 8
     """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: Count = 4
-    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (DeepSeekMath: 1)."""
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
+    (DeepSeekMath: 1)."""
     max_new_tokens: Count = 64
     """Length limit of a response (DeepSeekMath: 1024)."""
     temperature: Temperature = 1.0
     """Sampling temperature, also applied in every log-probability (papers: 1)."""
     lr: Positive = 3e-4
-    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath: 1e-6 at 7B)."""
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
+    1e-6 at 7B)."""
     eval_every: Count = 25
     """Steps between two measurements on the held-out problems (ours)."""
     save_every: Count = 50
@@ -94,7 +109,8 @@ class Args:
     save_hf: bool = False
     """Write the final model in the Hugging Face format, to `model` in the run folder."""
     eval_only: bool = False
-    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest checkpoint."""
+    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest
+    checkpoint."""
     resume: bool = False
     """Go on from the newest checkpoint in the run folder, to the bit."""
     run_dir: str = ""
@@ -112,23 +128,27 @@ class Args:
     tensor_parallel: Count = 1
     """Neighbouring ranks that share one vLLM engine."""
     sampler_tolerance: NonNegative = 0.0
-    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16 0.05, float8 0.1)."""
+    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16
+    0.05, float8 0.1)."""
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 5
     """Steps over which lr rises linearly (ours; verl's default: none)."""
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9 0.999)."""
+    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
+    0.999)."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
     """Largest gradient norm (verl's default)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights are float32."""
+    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights
+    are float32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
     eval_task: str = ""
-    """Set to measure on, or several with --eval_only (default: the task's own test split, or problems held back)."""
+    """Set to measure on, or several with --eval_only (default: the task's own test split, or
+    problems held back)."""
     eval_problems: Count = 256
     """Held-out problems (ours)."""
     eval_samples: Count = 4
@@ -147,18 +167,20 @@ class Args:
     """ε below 1 (ours: DeepSeekMath gives none, PPO's value)."""
     clip_high: NonNegative = 0.2
     """ε above 1 (ours; DAPO and STAPO widen it to 0.28)."""
-    beta: NonNegative = 0.01  # <grpo>
+    beta: NonNegative = 0.01  # <own>
     """β of the KL term; 0 loads no reference model (ours; DeepSeekMath: 0.04, R1: 0.001)."""
-    offload_reference: bool = False  # <grpo>
+    offload_reference: bool = False  # <own>
     """Keep the reference model's shards in CPU memory."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    rewards = rewards - rewards[:, :1]  # [P, G]: equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
-    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
-    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
-    # The 1e-6 only keeps 0/0 away.
+    # Equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
+    rewards = rewards - rewards[:, :1]  # [P, G]
+    # The group's mean is the baseline
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
+    # about the reward. The 1e-6 only keeps 0/0 away.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
@@ -171,29 +193,36 @@ def policy_loss(
     entropy: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    ref_logp: Tensor | None = None,  # <grpo>
+    ref_logp: Tensor | None = None,  # <own>
 ) -> tuple[Tensor, Tensor, dict]:
     """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
 
-    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and ranks and divides once:
-    a mean of micro-batch means would be another objective. Every file is handed the same tensors, needed or not.
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and
+    ranks and divides once: a mean of micro-batch means would be another objective. Every file is
+    handed the same tensors, needed or not.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    # <grpo>
-    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 (but for rounding) until this rollout's first optimiser step
+    # <own>
+    # R, 1 (but for rounding) until this rollout's first optimiser step
+    ratio = (logp - old_logp).exp()  # [n, T]
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
-    # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can be brought back.
+    # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can
+    # be brought back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    cut = ((A > 0) & (ratio > 1 + args.clip_high)) | ((A < 0) & (ratio < 1 - args.clip_low))  # [n, T]: M = 0
+    # M = 0
+    cut = ((A > 0) & (ratio > 1 + args.clip_high)) | (
+        (A < 0) & (ratio < 1 - args.clip_low)
+    )  # [n, T]
     stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
     if args.beta > 0:
-        log_ref_ratio = ref_logp - logp  # [n, T]: log(π_ref/π_θ), in this direction; reversed it estimates another KL
+        # log(π_ref/π_θ), in this direction; reversed it estimates another KL
+        log_ref_ratio = ref_logp - logp  # [n, T]
         k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
         objective = objective - args.beta * k3  # [n, T]
         stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
     per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # 1/G: the mean over responses
-    # </grpo>
+    # </own>
 
 
 def main(args: Args, world: World) -> None:
@@ -201,13 +230,17 @@ def main(args: Args, world: World) -> None:
     lm, tokenizer = load_model(args.model)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
-    if args.beta > 0:  # <grpo>
-        reference = shard(Policy(copy.deepcopy(lm)), world, args.dtype, args.offload_reference).requires_grad_(False)
-    # </grpo>
+    if args.beta > 0:  # <own>
+        reference = shard(
+            Policy(copy.deepcopy(lm)), world, args.dtype, args.offload_reference
+        ).requires_grad_(False)
+    # </own>
     policy = shard(Policy(lm), world, args.dtype)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True
+    )
     run = Run(args, world, Path(__file__).stem, acted="clip_share")
     stop = StopFlag()
     done = 0  # steps
@@ -217,7 +250,8 @@ def main(args: Args, world: World) -> None:
     engine.sync(policy)
     if args.eval_only:
         return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
-    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
+    # P: this rank's share of the prompts
+    P, G = args.prompts_per_step // world.size, args.group_size
     run.start(task, done)
     if done == 0:
         with run.clock("evaluate"):
@@ -227,11 +261,14 @@ def main(args: Args, world: World) -> None:
     for step in run.steps(done):
         means = Means()
 
-        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step: nothing else to save.
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
+        # nothing else to save.
         with run.clock("rollout"):
             cursor = (step - 1) * args.prompts_per_step + world.rank * P
             problems = [task.train(cursor + i) for i in range(P)]
-            rollout = engine.generate([p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature)
+            rollout = engine.generate(
+                [p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature
+            )
             N = len(rollout)  # P·G rows, a group's G rows side by side
 
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
@@ -241,17 +278,18 @@ def main(args: Args, world: World) -> None:
             rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
             rollout.advantages = advantages(rewards).flatten()  # [N]
 
-        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come from other kernels,
-        # and a ratio against them would mix two things: how far the policy moved, and how the engines differ (minirl.py
-        # is about that).
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
+        # from other kernels, and a ratio against them would mix two things: how far the policy
+        # moved, and how the engines differ (minirl.py is about that).
         with run.clock("old_logp"):
             rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
-            if args.beta > 0:  # <grpo>
+            if args.beta > 0:  # <own>
                 rollout.ref_logp, _ = all_logprobs(reference, rollout, args, world)  # [N, T]
-            # </grpo>
+            # </own>
             sampler = check_sampler(rollout, args, world)
 
-        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as memory asks for.
+        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as
+        # memory asks for.
         with run.clock("update"):
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
@@ -260,7 +298,9 @@ def main(args: Args, world: World) -> None:
                 denominator = 0.0
                 for rows in micro_batches(minibatch, args.micro_tokens, world):
                     micro = minibatch.rows(rows)
-                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T], [n, T]
+                    logp, entropy = response_logprobs(
+                        policy, micro, args.temperature
+                    )  # [n, T], [n, T]
                     loss, count, stats = policy_loss(
                         args,
                         logp=logp,
@@ -269,18 +309,27 @@ def main(args: Args, world: World) -> None:
                         entropy=entropy,
                         advantages=micro.advantages,
                         mask=micro.mask,
-                        ref_logp=micro.ref_logp if args.beta > 0 else None,  # <grpo>
+                        ref_logp=micro.ref_logp if args.beta > 0 else None,  # <own>
                     )
                     loss.backward()  # sums: gradients add up over micro-batches
                     denominator = denominator + count
-                    means.add(loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats)
-                # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their number it is the sum
-                # over all ranks; divided by what they counted together, the mean that the objective asks for.
-                scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
+                    means.add(
+                        loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats
+                    )
+                # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their
+                # number it is the sum over all ranks; divided by what they counted together, the
+                # mean that the objective asks for.
+                scale_gradients(
+                    policy, world.size / global_sum({"count": denominator}, world)["count"]
+                )
                 norm = clip_gradients(policy, args.grad_clip)
-                healthy = run.healthy(norm, minibatch)  # not NaN, not infinite: one such step would end the run
+                # Not NaN, not infinite: one such step would end the run
+                healthy = run.healthy(norm, minibatch)
                 # All ranks skip together: their shares add up to one.
-                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=((not healthy) / world.size, None))
+                means.add(
+                    grad_norm=(norm if healthy else 0.0, healthy),
+                    skipped=((not healthy) / world.size, None),
+                )
                 if healthy:
                     optimizer.step()
                 optimizer.zero_grad()
@@ -291,17 +340,20 @@ def main(args: Args, world: World) -> None:
         tokens = rollout.mask.sum()
         means.add(
             reward=(rewards.sum(), N),
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no reward gradient
+            # All equal: no reward gradient
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
             tokens=(tokens, None),
-            judge_killed=(getattr(task.judge, "killed", 0), None),  # answers so far that broke the judge's bounds
+            # Answers so far that broke the judge's bounds
+            judge_killed=(getattr(task.judge, "killed", 0), None),
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # before the checkpoint: a kill in between costs a line that will be written again
+        # Before the checkpoint: a kill in between costs a line that will be written again
+        run.log(step, metrics)
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):

@@ -7,27 +7,29 @@ Objective, for G responses y_i to one prompt:
     J = 1/G Σ_i min(s_i Â_i, clip(s_i, 1-ε_low, 1+ε_high) Â_i),     Â_i = (R_i - mean R) / std R
     s_i = (π_θ(y_i) / π_old(y_i))^(1/|y_i|) = exp( 1/|y_i| Σ_t log π_θ(y_t)/π_old(y_t) )
 
-Gradient weight on ∇ log π_θ(y_t), the same for every token of a response, before the average over responses:
+Gradient weight on ∇ log π_θ(y_t), the same for every token of a response, before the average over
+responses:
 
     M_i s_i Â_i / |y_i|,     M_i = 0 if (Â_i > 0 and s_i > 1+ε_high) or (Â_i < 0 and s_i < 1-ε_low), else 1
 
-The reward judges a whole response, so the ratio that corrects for its being off-policy should belong to the whole
-response too. GRPO's token ratios are single samples of an importance weight: in place of a correction they add noise,
-which grows with the length and, in mixture-of-experts models, with every expert that is chosen anew. Averaging the log
-ratios over a response makes s_i so steady that its clip is some 600 times narrower than GRPO's; clipping takes out
-whole responses, many more tokens than GRPO does, and still, the paper finds, learns faster.
+The reward judges a whole response, so the ratio that corrects for its being off-policy should
+belong to the whole response too. GRPO's token ratios are single samples of an importance weight: in
+place of a correction they add noise, which grows with the length and, in mixture-of-experts models,
+with every expert that is chosen anew. Averaging the log ratios over a response makes s_i so steady
+that its clip is some 600 times narrower than GRPO's; clipping takes out whole responses, many more
+tokens than GRPO does, and still, the paper finds, learns faster.
 
 Differs from grpo.py in:
 1. The ratio and its clip are per response; every token of a response gets the same weight.
-2. ε is 3e-4 below and 4e-4 above (section 5.1). A bfloat16 forward pass moves each log-prob by about 1e-2; over a
-   thousand tokens that noise averages out to this ε, over a hundred to three times as much: train short responses
-   with `--dtype float32`.
+2. ε is 3e-4 below and 4e-4 above (section 5.1). A bfloat16 forward pass moves each log-prob by
+   about 1e-2; over a thousand tokens that noise averages out to this ε, over a hundred to three
+   times as much: train short responses with `--dtype float32`.
 3. No KL term, no reference model.
 
 Differs from the paper in:
 1. Model, data and the run's size. (Its four mini-batches per rollout are the default.)
-2. AdamW's betas, the warm-up, the gradient clip, the group size and the 1e-6 beside std are ours: we know of no numbers
-   of the paper's.
+2. AdamW's betas, the warm-up, the gradient clip, the group size and the 1e-6 beside std are ours:
+   we know of no numbers of the paper's.
 
 Run it:
     torchrun gspo.py                                    # laptop: embedded model and task, two minutes, no download
@@ -59,7 +61,13 @@ from common.distributed import (
 from common.evaluation import benchmark, evaluate
 from common.flags import Betas, Count, NonNegative, Part, Positive, Seed, Temperature, Whole
 from common.model import Policy, load_model
-from common.rollout import all_logprobs, check_sampler, make_engine, micro_batches, response_logprobs
+from common.rollout import (
+    all_logprobs,
+    check_sampler,
+    make_engine,
+    micro_batches,
+    response_logprobs,
+)
 from common.tracking import Means, Run, launch
 from torch import Tensor
 
@@ -69,7 +77,8 @@ class Args:
     model: str = "tiny"
     """Hub name, local folder, or `tiny`, the embedded model."""
     task: str = "arithmetic"
-    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or reasoning_gym:<name>."""
+    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or
+    reasoning_gym:<name>."""
     seed: Seed = 1
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     steps: Count = 150
@@ -79,13 +88,15 @@ class Args:
     group_size: Count = 8
     """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: Count = 4
-    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (DeepSeekMath: 1)."""
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
+    (DeepSeekMath: 1)."""
     max_new_tokens: Count = 64
     """Length limit of a response (DeepSeekMath: 1024)."""
     temperature: Temperature = 1.0
     """Sampling temperature, also applied in every log-probability (papers: 1)."""
     lr: Positive = 3e-4
-    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath: 1e-6 at 7B)."""
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
+    1e-6 at 7B)."""
     eval_every: Count = 25
     """Steps between two measurements on the held-out problems (ours)."""
     save_every: Count = 50
@@ -93,7 +104,8 @@ class Args:
     save_hf: bool = False
     """Write the final model in the Hugging Face format, to `model` in the run folder."""
     eval_only: bool = False
-    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest checkpoint."""
+    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest
+    checkpoint."""
     resume: bool = False
     """Go on from the newest checkpoint in the run folder, to the bit."""
     run_dir: str = ""
@@ -111,23 +123,27 @@ class Args:
     tensor_parallel: Count = 1
     """Neighbouring ranks that share one vLLM engine."""
     sampler_tolerance: NonNegative = 0.0
-    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16 0.05, float8 0.1)."""
+    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16
+    0.05, float8 0.1)."""
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 5
     """Steps over which lr rises linearly (ours; verl's default: none)."""
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9 0.999)."""
+    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
+    0.999)."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
     """Largest gradient norm (verl's default)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights are float32."""
+    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights
+    are float32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
     eval_task: str = ""
-    """Set to measure on, or several with --eval_only (default: the task's own test split, or problems held back)."""
+    """Set to measure on, or several with --eval_only (default: the task's own test split, or
+    problems held back)."""
     eval_problems: Count = 256
     """Held-out problems (ours)."""
     eval_samples: Count = 4
@@ -142,20 +158,22 @@ class Args:
     """Column of a local file that holds the reference answer."""
     wandb: str = ""
     """Weights & Biases project to log to as well (needs the package)."""
-    clip_low: NonNegative = 3e-4  # <gspo>
+    clip_low: NonNegative = 3e-4  # <own>
     """ε below 1, for the sequence ratio (paper, section 5.1)."""
-    clip_high: NonNegative = 4e-4  # <gspo>
+    clip_high: NonNegative = 4e-4  # <own>
     """ε above 1, for the sequence ratio (paper, section 5.1)."""
-    token_clip: NonNegative = 0.2  # <gspo>
+    token_clip: NonNegative = 0.2  # <own>
     """ε of the token-level clip that is logged for comparison; it changes nothing (GRPO's)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    rewards = rewards - rewards[:, :1]  # [P, G]: equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
-    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
-    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
-    # The 1e-6 only keeps 0/0 away.
+    # Equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
+    rewards = rewards - rewards[:, :1]  # [P, G]
+    # The group's mean is the baseline
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
+    # about the reward. The 1e-6 only keeps 0/0 away.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
@@ -171,20 +189,29 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, dict]:
     """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
 
-    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and ranks and divides once:
-    a mean of micro-batch means would be another objective. Every file is handed the same tensors, needed or not.
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and
+    ranks and divides once: a mean of micro-batch means would be another objective. Every file is
+    handed the same tensors, needed or not.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    # <gspo>
-    # s is the likelihood ratio of the response, brought to "per token" by the root of its length, so that one ε fits
-    # short and long responses. exp of the SUM would be the plain ratio: astronomically large or small after 100 tokens.
+    # <own>
+    # s is the likelihood ratio of the response, brought to "per token" by the root of its length,
+    # so that one ε fits short and long responses. exp of the SUM would be the plain ratio:
+    # astronomically large or small after 100 tokens.
     log_ratio = (logp - old_logp) * mask  # [n, T]: padding must not enter the mean
     s = (log_ratio.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).exp()  # [n]
-    # The paper's GSPO-token writes sg[s] · π_θ(y_t)/sg[π_θ(y_t)] per token: same value and, with one advantage per
-    # response, same gradient. It exists for advantages that differ between a response's tokens.
-    objective = torch.minimum(s * advantages, s.clamp(1 - args.clip_low, 1 + args.clip_high) * advantages)  # [n]
-    cut = ((advantages > 0) & (s > 1 + args.clip_high)) | ((advantages < 0) & (s < 1 - args.clip_low))  # [n]: M = 0
-    far = A * (log_ratio.exp() - 1) > A.abs() * args.token_clip  # [n, T]: what GRPO's clip would have cut
+    # The paper's GSPO-token writes sg[s] · π_θ(y_t)/sg[π_θ(y_t)] per token: same value and, with
+    # one advantage per response, same gradient. It exists for advantages that differ between a
+    # response's tokens.
+    objective = torch.minimum(
+        s * advantages, s.clamp(1 - args.clip_low, 1 + args.clip_high) * advantages
+    )  # [n]
+    # M = 0
+    cut = ((advantages > 0) & (s > 1 + args.clip_high)) | (
+        (advantages < 0) & (s < 1 - args.clip_low)
+    )  # [n]
+    # What GRPO's clip would have cut
+    far = A * (log_ratio.exp() - 1) > A.abs() * args.token_clip  # [n, T]
     live = advantages != 0  # [n]: the others have no gradient that a clip could take
     tokens = (live[:, None] * mask).sum()  # []
     stats = {
@@ -193,7 +220,7 @@ def policy_loss(
         "token_clip_share": ((far * mask).sum(), tokens),
     }
     return -objective.sum(), mask.new_tensor(len(mask)), stats  # 1/G: the mean over responses
-    # </gspo>
+    # </own>
 
 
 def main(args: Args, world: World) -> None:
@@ -204,7 +231,9 @@ def main(args: Args, world: World) -> None:
     policy = shard(Policy(lm), world, args.dtype)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True
+    )
     run = Run(args, world, Path(__file__).stem, acted="clip_share")
     stop = StopFlag()
     done = 0  # steps
@@ -214,7 +243,8 @@ def main(args: Args, world: World) -> None:
     engine.sync(policy)
     if args.eval_only:
         return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
-    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
+    # P: this rank's share of the prompts
+    P, G = args.prompts_per_step // world.size, args.group_size
     run.start(task, done)
     if done == 0:
         with run.clock("evaluate"):
@@ -224,11 +254,14 @@ def main(args: Args, world: World) -> None:
     for step in run.steps(done):
         means = Means()
 
-        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step: nothing else to save.
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
+        # nothing else to save.
         with run.clock("rollout"):
             cursor = (step - 1) * args.prompts_per_step + world.rank * P
             problems = [task.train(cursor + i) for i in range(P)]
-            rollout = engine.generate([p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature)
+            rollout = engine.generate(
+                [p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature
+            )
             N = len(rollout)  # P·G rows, a group's G rows side by side
 
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
@@ -238,14 +271,15 @@ def main(args: Args, world: World) -> None:
             rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
             rollout.advantages = advantages(rewards).flatten()  # [N]
 
-        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come from other kernels,
-        # and a ratio against them would mix two things: how far the policy moved, and how the engines differ (minirl.py
-        # is about that).
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
+        # from other kernels, and a ratio against them would mix two things: how far the policy
+        # moved, and how the engines differ (minirl.py is about that).
         with run.clock("old_logp"):
             rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
             sampler = check_sampler(rollout, args, world)
 
-        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as memory asks for.
+        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as
+        # memory asks for.
         with run.clock("update"):
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
@@ -254,7 +288,9 @@ def main(args: Args, world: World) -> None:
                 denominator = 0.0
                 for rows in micro_batches(minibatch, args.micro_tokens, world):
                     micro = minibatch.rows(rows)
-                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T], [n, T]
+                    logp, entropy = response_logprobs(
+                        policy, micro, args.temperature
+                    )  # [n, T], [n, T]
                     loss, count, stats = policy_loss(
                         args,
                         logp=logp,
@@ -266,14 +302,23 @@ def main(args: Args, world: World) -> None:
                     )
                     loss.backward()  # sums: gradients add up over micro-batches
                     denominator = denominator + count
-                    means.add(loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats)
-                # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their number it is the sum
-                # over all ranks; divided by what they counted together, the mean that the objective asks for.
-                scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
+                    means.add(
+                        loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats
+                    )
+                # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their
+                # number it is the sum over all ranks; divided by what they counted together, the
+                # mean that the objective asks for.
+                scale_gradients(
+                    policy, world.size / global_sum({"count": denominator}, world)["count"]
+                )
                 norm = clip_gradients(policy, args.grad_clip)
-                healthy = run.healthy(norm, minibatch)  # not NaN, not infinite: one such step would end the run
+                # Not NaN, not infinite: one such step would end the run
+                healthy = run.healthy(norm, minibatch)
                 # All ranks skip together: their shares add up to one.
-                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=((not healthy) / world.size, None))
+                means.add(
+                    grad_norm=(norm if healthy else 0.0, healthy),
+                    skipped=((not healthy) / world.size, None),
+                )
                 if healthy:
                     optimizer.step()
                 optimizer.zero_grad()
@@ -284,17 +329,20 @@ def main(args: Args, world: World) -> None:
         tokens = rollout.mask.sum()
         means.add(
             reward=(rewards.sum(), N),
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no reward gradient
+            # All equal: no reward gradient
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
             tokens=(tokens, None),
-            judge_killed=(getattr(task.judge, "killed", 0), None),  # answers so far that broke the judge's bounds
+            # Answers so far that broke the judge's bounds
+            judge_killed=(getattr(task.judge, "killed", 0), None),
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # before the checkpoint: a kill in between costs a line that will be written again
+        # Before the checkpoint: a kill in between costs a line that will be written again
+        run.log(step, metrics)
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):

@@ -1,8 +1,8 @@
 """MASPO: Mass-Adaptive Soft Policy Optimization.
 
-Fu et al. (Meituan), "MASPO: Unifying Gradient Utilization, Probability Mass, and Signal Reliability for Robust and
-Sample-Efficient LLM Reasoning", 2026, arXiv 2602.17550; formulas and constants as in the authors' code
-(github FlyTune/MASPO-RL).
+Fu et al. (Meituan), "MASPO: Unifying Gradient Utilization, Probability Mass, and Signal Reliability
+for Robust and Sample-Efficient LLM Reasoning", 2026, arXiv 2602.17550; formulas and constants as in
+the authors' code (github FlyTune/MASPO-RL).
 
 Objective, over all response tokens of a mini-batch, with r = π_θ(y_t) / π_old(y_t) for each token:
 
@@ -15,22 +15,25 @@ Gradient weight on ∇ log π_θ(y_t), before the average over the mini-batch's 
 
     F r Â          (F detached: it dims the gradient, it is not something to climb)
 
-Three answers to three faults of GRPO's clip. The soft gate: a clipped token's gradient is dimmed, not thrown away.
-The mass-adaptive width: at probability 0.01 a ratio of 1.5 moves half a percent of probability mass, at 0.9 it is
-impossible; one ε for both starves rare tokens, so σ grows as π_old falls. The asymmetric risk: a clear success (large
-Â) may move further, a clear failure less, as pushing down is the riskier direction.
+Three answers to three faults of GRPO's clip. The soft gate: a clipped token's gradient is dimmed,
+not thrown away. The mass-adaptive width: at probability 0.01 a ratio of 1.5 moves half a percent of
+probability mass, at 0.9 it is impossible; one ε for both starves rare tokens, so σ grows as π_old
+falls. The asymmetric risk: a clear success (large Â) may move further, a clear failure less, as
+pushing down is the riskier direction.
 
 Differs from grpo.py in:
-1. The one-sided Gaussian gate in place of min and clip; an update that brings a token back is never gated.
+1. The one-sided Gaussian gate in place of min and clip; an update that brings a token back is never
+   gated.
 2. Token-mean over the mini-batch in place of the mean of response means.
 3. No KL term, no reference model.
 
 Differs from the paper in:
 1. Four mini-batches per rollout, the paper takes 16.
-2. The displayed objective's normaliser could not be checked; token-mean is the default of the authors' code.
+2. The displayed objective's normaliser could not be checked; token-mean is the default of the
+   authors' code.
 3. No clamp of log r to ±20 (their code), which only acts on a ratio that has exploded.
-4. The gate is detached, as in their code; their README calls it differentiable. Differentiated, the weight would be
-   Â r F (1 - r (r - 1) / σ²), which turns negative beyond r = 1.618 (σ = 1).
+4. The gate is detached, as in their code; their README calls it differentiable. Differentiated, the
+   weight would be Â r F (1 - r (r - 1) / σ²), which turns negative beyond r = 1.618 (σ = 1).
 
 Run it:
     torchrun maspo.py                                   # laptop: embedded model and task, two minutes, no download
@@ -61,7 +64,13 @@ from common.distributed import (
 from common.evaluation import benchmark, evaluate
 from common.flags import Betas, Count, NonNegative, Part, Positive, Seed, Temperature, Whole
 from common.model import Policy, load_model
-from common.rollout import all_logprobs, check_sampler, make_engine, micro_batches, response_logprobs
+from common.rollout import (
+    all_logprobs,
+    check_sampler,
+    make_engine,
+    micro_batches,
+    response_logprobs,
+)
 from common.tracking import Means, Run, launch
 from torch import Tensor
 
@@ -71,7 +80,8 @@ class Args:
     model: str = "tiny"
     """Hub name, local folder, or `tiny`, the embedded model."""
     task: str = "arithmetic"
-    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or reasoning_gym:<name>."""
+    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or
+    reasoning_gym:<name>."""
     seed: Seed = 1
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     steps: Count = 150
@@ -81,13 +91,15 @@ class Args:
     group_size: Count = 8
     """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: Count = 4
-    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (DeepSeekMath: 1)."""
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
+    (DeepSeekMath: 1)."""
     max_new_tokens: Count = 64
     """Length limit of a response (DeepSeekMath: 1024)."""
     temperature: Temperature = 1.0
     """Sampling temperature, also applied in every log-probability (papers: 1)."""
     lr: Positive = 3e-4
-    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath: 1e-6 at 7B)."""
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
+    1e-6 at 7B)."""
     eval_every: Count = 25
     """Steps between two measurements on the held-out problems (ours)."""
     save_every: Count = 50
@@ -95,7 +107,8 @@ class Args:
     save_hf: bool = False
     """Write the final model in the Hugging Face format, to `model` in the run folder."""
     eval_only: bool = False
-    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest checkpoint."""
+    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest
+    checkpoint."""
     resume: bool = False
     """Go on from the newest checkpoint in the run folder, to the bit."""
     run_dir: str = ""
@@ -113,23 +126,27 @@ class Args:
     tensor_parallel: Count = 1
     """Neighbouring ranks that share one vLLM engine."""
     sampler_tolerance: NonNegative = 0.0
-    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16 0.05, float8 0.1)."""
+    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16
+    0.05, float8 0.1)."""
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 5
     """Steps over which lr rises linearly (ours; verl's default: none)."""
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9 0.999)."""
+    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
+    0.999)."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
     """Largest gradient norm (verl's default)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights are float32."""
+    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights
+    are float32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
     eval_task: str = ""
-    """Set to measure on, or several with --eval_only (default: the task's own test split, or problems held back)."""
+    """Set to measure on, or several with --eval_only (default: the task's own test split, or
+    problems held back)."""
     eval_problems: Count = 256
     """Held-out problems (ours)."""
     eval_samples: Count = 4
@@ -144,26 +161,28 @@ class Args:
     """Column of a local file that holds the reference answer."""
     wandb: str = ""
     """Weights & Biases project to log to as well (needs the package)."""
-    sigma_base: Positive = 1.0  # <maspo>
+    sigma_base: Positive = 1.0  # <own>
     """Width of the gate for a token of probability 1 (authors' code; 1 to 3 recommended)."""
-    sigma_high: Positive = 10.0  # <maspo>
+    sigma_high: Positive = 10.0  # <own>
     """Largest width, however rare the token (authors' code)."""
-    alpha: NonNegative = 0.3  # <maspo>
+    alpha: NonNegative = 0.3  # <own>
     """How fast the width grows as a token gets rarer (authors' code; 0.5 for their 1.5B model)."""
-    beta_pos: NonNegative = 0.03  # <maspo>
+    beta_pos: NonNegative = 0.03  # <own>
     """How much a positive advantage widens the gate (authors' code)."""
-    beta_neg: NonNegative = 0.03  # <maspo>
+    beta_neg: NonNegative = 0.03  # <own>
     """How much a negative advantage narrows it (authors' code)."""
-    token_clip: NonNegative = 0.2  # <maspo>
+    token_clip: NonNegative = 0.2  # <own>
     """ε of the clip that is logged for comparison; it changes nothing (GRPO's)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    rewards = rewards - rewards[:, :1]  # [P, G]: equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
-    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
-    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
-    # The 1e-6 only keeps 0/0 away.
+    # Equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
+    rewards = rewards - rewards[:, :1]  # [P, G]
+    # The group's mean is the baseline
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
+    # about the reward. The 1e-6 only keeps 0/0 away.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
@@ -179,21 +198,30 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, dict]:
     """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
 
-    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and ranks and divides once:
-    a mean of micro-batch means would be another objective. Every file is handed the same tensors, needed or not.
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and
+    ranks and divides once: a mean of micro-batch means would be another objective. Every file is
+    handed the same tensors, needed or not.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    # <maspo>
-    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 (but for rounding) until this rollout's first optimiser step
+    # <own>
+    # R, 1 (but for rounding) until this rollout's first optimiser step
+    ratio = (logp - old_logp).exp()  # [n, T]
     with torch.no_grad():
         old_p = old_logp.exp()  # [n, T]: the mass a token had
-        width = (args.sigma_base / old_p**args.alpha).clamp(args.sigma_base, args.sigma_high)  # [n, T]: m
-        risk = torch.where(A > 0, 1 + args.beta_pos * A, 1 / (1 - args.beta_neg * A)).clamp(0.1, 10)  # [n, 1]
+        # M
+        width = (args.sigma_base / old_p**args.alpha).clamp(
+            args.sigma_base, args.sigma_high
+        )  # [n, T]
+        risk = torch.where(A > 0, 1 + args.beta_pos * A, 1 / (1 - args.beta_neg * A)).clamp(
+            0.1, 10
+        )  # [n, 1]
         sigma = width * risk  # [n, T]
-        outward = (A * (ratio - 1)) > 0  # [n, T]: further away from π_old; the way back is never gated
+        # Further away from π_old; the way back is never gated
+        outward = (A * (ratio - 1)) > 0  # [n, T]
         gate = torch.where(outward, (-((ratio - 1) ** 2) / (2 * sigma**2)).exp(), 1.0)  # [n, T]: F
         up, down = (A > 0) * mask, (A < 0) * mask  # [n, T]
-        cut = (A * (ratio - 1) > A.abs() * args.token_clip) * mask  # [n, T]: where GRPO's gradient would be zero
+        # Where GRPO's gradient would be zero
+        cut = (A * (ratio - 1) > A.abs() * args.token_clip) * mask  # [n, T]
         rare, common = (old_p < 0.1) * mask, (old_p > 0.9) * mask  # [n, T]
     objective = gate * ratio * A  # [n, T]
     stats = {
@@ -201,12 +229,16 @@ def policy_loss(
         "gate_pos": ((gate * up).sum(), up.sum()),
         "gate_neg": ((gate * down).sum(), down.sum()),
         "grpo_cut_share": (cut.sum(), mask.sum()),
-        "kept_where_grpo_cuts": ((gate * ratio.detach() * A.abs() * cut).sum(), (ratio.detach() * A.abs() * cut).sum()),
+        "kept_where_grpo_cuts": (
+            (gate * ratio.detach() * A.abs() * cut).sum(),
+            (ratio.detach() * A.abs() * cut).sum(),
+        ),
         "width_rare": ((sigma * rare).sum(), rare.sum()),
         "width_common": ((sigma * common).sum(), common.sum()),
     }
-    return -(objective * mask).sum(), mask.sum(), stats  # token-mean: every token of the mini-batch counts the same
-    # </maspo>
+    # Token-mean: every token of the mini-batch counts the same
+    return -(objective * mask).sum(), mask.sum(), stats
+    # </own>
 
 
 def main(args: Args, world: World) -> None:
@@ -217,8 +249,10 @@ def main(args: Args, world: World) -> None:
     policy = shard(Policy(lm), world, args.dtype)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True)
-    run = Run(args, world, Path(__file__).stem, acted="gate_closed")  # <maspo>
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True
+    )
+    run = Run(args, world, Path(__file__).stem, acted="gate_closed")  # <own>
     stop = StopFlag()
     done = 0  # steps
     if args.resume:
@@ -227,7 +261,8 @@ def main(args: Args, world: World) -> None:
     engine.sync(policy)
     if args.eval_only:
         return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
-    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
+    # P: this rank's share of the prompts
+    P, G = args.prompts_per_step // world.size, args.group_size
     run.start(task, done)
     if done == 0:
         with run.clock("evaluate"):
@@ -237,11 +272,14 @@ def main(args: Args, world: World) -> None:
     for step in run.steps(done):
         means = Means()
 
-        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step: nothing else to save.
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
+        # nothing else to save.
         with run.clock("rollout"):
             cursor = (step - 1) * args.prompts_per_step + world.rank * P
             problems = [task.train(cursor + i) for i in range(P)]
-            rollout = engine.generate([p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature)
+            rollout = engine.generate(
+                [p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature
+            )
             N = len(rollout)  # P·G rows, a group's G rows side by side
 
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
@@ -251,14 +289,15 @@ def main(args: Args, world: World) -> None:
             rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
             rollout.advantages = advantages(rewards).flatten()  # [N]
 
-        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come from other kernels,
-        # and a ratio against them would mix two things: how far the policy moved, and how the engines differ (minirl.py
-        # is about that).
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
+        # from other kernels, and a ratio against them would mix two things: how far the policy
+        # moved, and how the engines differ (minirl.py is about that).
         with run.clock("old_logp"):
             rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
             sampler = check_sampler(rollout, args, world)
 
-        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as memory asks for.
+        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as
+        # memory asks for.
         with run.clock("update"):
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
@@ -267,7 +306,9 @@ def main(args: Args, world: World) -> None:
                 denominator = 0.0
                 for rows in micro_batches(minibatch, args.micro_tokens, world):
                     micro = minibatch.rows(rows)
-                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T], [n, T]
+                    logp, entropy = response_logprobs(
+                        policy, micro, args.temperature
+                    )  # [n, T], [n, T]
                     loss, count, stats = policy_loss(
                         args,
                         logp=logp,
@@ -279,14 +320,23 @@ def main(args: Args, world: World) -> None:
                     )
                     loss.backward()  # sums: gradients add up over micro-batches
                     denominator = denominator + count
-                    means.add(loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats)
-                # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their number it is the sum
-                # over all ranks; divided by what they counted together, the mean that the objective asks for.
-                scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
+                    means.add(
+                        loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats
+                    )
+                # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their
+                # number it is the sum over all ranks; divided by what they counted together, the
+                # mean that the objective asks for.
+                scale_gradients(
+                    policy, world.size / global_sum({"count": denominator}, world)["count"]
+                )
                 norm = clip_gradients(policy, args.grad_clip)
-                healthy = run.healthy(norm, minibatch)  # not NaN, not infinite: one such step would end the run
+                # Not NaN, not infinite: one such step would end the run
+                healthy = run.healthy(norm, minibatch)
                 # All ranks skip together: their shares add up to one.
-                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=((not healthy) / world.size, None))
+                means.add(
+                    grad_norm=(norm if healthy else 0.0, healthy),
+                    skipped=((not healthy) / world.size, None),
+                )
                 if healthy:
                     optimizer.step()
                 optimizer.zero_grad()
@@ -297,17 +347,20 @@ def main(args: Args, world: World) -> None:
         tokens = rollout.mask.sum()
         means.add(
             reward=(rewards.sum(), N),
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no reward gradient
+            # All equal: no reward gradient
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
             tokens=(tokens, None),
-            judge_killed=(getattr(task.judge, "killed", 0), None),  # answers so far that broke the judge's bounds
+            # Answers so far that broke the judge's bounds
+            judge_killed=(getattr(task.judge, "killed", 0), None),
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # before the checkpoint: a kill in between costs a line that will be written again
+        # Before the checkpoint: a kill in between costs a line that will be written again
+        run.log(step, metrics)
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):

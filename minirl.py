@@ -1,6 +1,7 @@
 """MiniRL: the first-order view of policy gradients, with its two discrepancies in plain sight.
 
-Qwen team, "Stabilizing Reinforcement Learning with LLMs: Formulation and Practices", 2025, arXiv 2512.01374.
+Qwen team, "Stabilizing Reinforcement Learning with LLMs: Formulation and Practices", 2025, arXiv
+2512.01374.
 
 Objective, for responses y sampled by the inference engine, whose probabilities are μ:
 
@@ -11,31 +12,36 @@ Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over respons
 
     M_t min(π_θ/μ, 5) Â
 
-The true objective is the expected reward of whole responses. The sum over tokens is its first-order approximation,
-exact where π_θ = μ and good while the two are close. Two things push them apart, and their product is the weight:
+The true objective is the expected reward of whole responses. The sum over tokens is its first-order
+approximation, exact where π_θ = μ and good while the two are close. Two things push them apart, and
+their product is the weight:
 
     π_θ/μ  =  π_old/μ (train-inference discrepancy: same weights, other numerics)  x  π_θ/π_old (staleness)
 
-The weight corrects for both, the mask stops a token whose staleness alone has gone too far. Mixing the two up (masking
-on π_θ/μ, or weighting by r) is the usual mistake. Dividing by the response's length breaks the approximation even at
-π_θ = μ.
+The weight corrects for both, the mask stops a token whose staleness alone has gone too far. Mixing
+the two up (masking on π_θ/μ, or weighting by r) is the usual mistake. Dividing by the response's
+length breaks the approximation even at π_θ = μ.
 
-With a mixture of experts, either discrepancy may send a token to other experts, that is, through other weights.
-Routing replay fixes the selection while the router keeps its gradient: R2 replays what the trainer chose under π_old,
-R3 what the sampler chose. R3 narrows both gaps, but trains from the start on a routing the model would not choose.
+With a mixture of experts, either discrepancy may send a token to other experts, that is, through
+other weights. Routing replay fixes the selection while the router keeps its gradient: R2 replays
+what the trainer chose under π_old, R3 what the sampler chose. R3 narrows both gaps, but trains from
+the start on a routing the model would not choose.
 
 Differs from grpo.py in:
-1. Advantages without std, a sum over tokens without a length, -log π with a detached weight in place of min and clip.
-2. Both discrepancies are real here: the sampler runs on an 8-bit copy of the weights (in production FP8 inference, or
-   simply other kernels), and four mini-batches make π_θ leave π_old.
+1. Advantages without std, a sum over tokens without a length, -log π with a detached weight in
+   place of min and clip.
+2. Both discrepancies are real here: the sampler runs on an 8-bit copy of the weights (in production
+   FP8 inference, or simply other kernels), and four mini-batches make π_θ leave π_old.
 3. `--routing_replay`, with `--model tiny-moe`.
 4. ε 0.2 / 0.27, no KL term, no reference model.
 
 Differs from the paper in:
-1. The cap 5 is on the whole weight π_θ/μ; "the token-level IS weight" may also mean its first factor.
+1. The cap 5 is on the whole weight π_θ/μ; "the token-level IS weight" may also mean its first
+   factor.
 2. The hf engine rounds the 8-bit copy's weights, not its activations (vLLM on a GPU: both).
-3. `--grad_clip 1` (not given there) is exceeded at nearly every step by a sum over tokens (norms of 0.9 to 16 here):
-   steps of large gradients then weigh less than without it. Adam undoes a constant scale, not this one.
+3. `--grad_clip 1` (not given there) is exceeded at nearly every step by a sum over tokens (norms of
+   0.9 to 16 here): steps of large gradients then weigh less than without it. Adam undoes a constant
+   scale, not this one.
 
 Run it:
     torchrun minirl.py                                  # laptop: embedded model and task, two minutes, no download
@@ -56,7 +62,7 @@ import common  # noqa: F401  (before torch: it sets how OpenMP waits)
 import torch
 from common.data import load_task
 from common.distributed import (
-    BadInput,  # <minirl>
+    BadInput,  # <own>
     StopFlag,
     World,
     clip_gradients,
@@ -70,8 +76,14 @@ from common.distributed import (
 from common.evaluation import benchmark, evaluate
 from common.flags import Betas, Count, NonNegative, Part, Positive, Seed, Temperature, Whole
 from common.model import Policy, load_model
-from common.rollout import Rollout  # <minirl>
-from common.rollout import all_logprobs, check_sampler, make_engine, micro_batches, response_logprobs
+from common.rollout import Rollout  # <own>
+from common.rollout import (
+    all_logprobs,
+    check_sampler,
+    make_engine,
+    micro_batches,
+    response_logprobs,
+)
 from common.tracking import Means, Run, launch
 from torch import Tensor
 
@@ -81,7 +93,8 @@ class Args:
     model: str = "tiny"
     """Hub name, local folder, or `tiny`, the embedded model."""
     task: str = "arithmetic"
-    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or reasoning_gym:<name>."""
+    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or
+    reasoning_gym:<name>."""
     seed: Seed = 1
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     steps: Count = 150
@@ -91,13 +104,15 @@ class Args:
     group_size: Count = 8
     """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: Count = 4
-    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (DeepSeekMath: 1)."""
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
+    (DeepSeekMath: 1)."""
     max_new_tokens: Count = 64
     """Length limit of a response (DeepSeekMath: 1024)."""
     temperature: Temperature = 1.0
     """Sampling temperature, also applied in every log-probability (papers: 1)."""
     lr: Positive = 3e-4
-    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath: 1e-6 at 7B)."""
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
+    1e-6 at 7B)."""
     eval_every: Count = 25
     """Steps between two measurements on the held-out problems (ours)."""
     save_every: Count = 50
@@ -105,14 +120,15 @@ class Args:
     save_hf: bool = False
     """Write the final model in the Hugging Face format, to `model` in the run folder."""
     eval_only: bool = False
-    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest checkpoint."""
+    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest
+    checkpoint."""
     resume: bool = False
     """Go on from the newest checkpoint in the run folder, to the bit."""
     run_dir: str = ""
     """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
     rollout: Literal["auto", "vllm", "hf"] = "auto"
     """Sampling engine in this process: vLLM or transformers (auto: vllm on GPUs, else hf)."""
-    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "float8"  # <minirl>
+    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "float8"  # <own>
     """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
     rollout_rows: Count = 1024
     """Responses the hf engine decodes at once: lower it when the KV cache does not fit (ours)."""
@@ -123,23 +139,27 @@ class Args:
     tensor_parallel: Count = 1
     """Neighbouring ranks that share one vLLM engine."""
     sampler_tolerance: NonNegative = 0.0
-    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16 0.05, float8 0.1)."""
+    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16
+    0.05, float8 0.1)."""
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 5
     """Steps over which lr rises linearly (ours; verl's default: none)."""
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9 0.999)."""
+    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
+    0.999)."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
     """Largest gradient norm (verl's default)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights are float32."""
+    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights
+    are float32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
     eval_task: str = ""
-    """Set to measure on, or several with --eval_only (default: the task's own test split, or problems held back)."""
+    """Set to measure on, or several with --eval_only (default: the task's own test split, or
+    problems held back)."""
     eval_problems: Count = 256
     """Held-out problems (ours)."""
     eval_samples: Count = 4
@@ -156,36 +176,43 @@ class Args:
     """Weights & Biases project to log to as well (needs the package)."""
     clip_low: NonNegative = 0.2
     """ε below 1, of the mask (paper)."""
-    clip_high: NonNegative = 0.27  # <minirl>
+    clip_high: NonNegative = 0.27  # <own>
     """ε above 1, of the mask (paper)."""
-    is_cap: Positive = 5.0  # <minirl>
+    is_cap: Positive = 5.0  # <own>
     """Largest importance weight π_θ/μ (paper)."""
-    correct_mismatch: bool = True  # <minirl>
+    correct_mismatch: bool = True  # <own>
     """False: weight by r alone, the paper's ablation without train-inference correction."""
-    length_norm: bool = False  # <minirl>
+    length_norm: bool = False  # <own>
     """True: divide by the response's length, the paper's ablation."""
-    routing_replay: Literal["none", "r2", "r3"] = "none"  # <minirl>
-    """Experts to replay: r2 those of the trainer under π_old, r3 those of the sampler (mixture of experts only)."""
+    routing_replay: Literal["none", "r2", "r3"] = "none"  # <own>
+    """Experts to replay: r2 those of the trainer under π_old, r3 those of the sampler (mixture of
+    experts only)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Reward over the group's mean: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [0.75, -0.25, -0.25, -0.25]."""
-    rewards = rewards - rewards[:, :1]  # [P, G]: equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
-    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
-    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
-    return centred  # no std: dividing by it would weight prompts by their difficulty  # <minirl>
+    """Reward over the group's mean: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [0.75, -0.25,
+    -0.25, -0.25]."""
+    # Equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
+    rewards = rewards - rewards[:, :1]  # [P, G]
+    # The group's mean is the baseline
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
+    # about the reward.
+    return centred  # no std: dividing by it would weight prompts by their difficulty  # <own>
 
 
-# <minirl>
+# <own>
 def experts_differ(batch: Rollout) -> tuple[Tensor, Tensor]:
     """(tokens that sampler and trainer sent to different experts in some layer, tokens)."""
     column = torch.arange(batch.sequences.shape[1], device=batch.mask.device)  # [S]
     fed = column < batch.ends[:, None] - 1  # [N, S]: the last token never is
-    sampler, trainer = (x.sort(dim=-1).values for x in (batch.sampler_experts, batch.trainer_experts))
+    sampler, trainer = (
+        x.sort(dim=-1).values for x in (batch.sampler_experts, batch.trainer_experts)
+    )
     return ((sampler != trainer).flatten(2).any(dim=2) & fed).sum(), fed.sum()
 
 
-# </minirl>
+# </own>
 def policy_loss(
     args: Args,
     *,
@@ -198,18 +225,23 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, dict]:
     """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
 
-    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and ranks and divides once:
-    a mean of micro-batch means would be another objective. Every file is handed the same tensors, needed or not.
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and
+    ranks and divides once: a mean of micro-batch means would be another objective. Every file is
+    handed the same tensors, needed or not.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    # <minirl>
+    # <own>
     behaviour = rollout_logp if args.correct_mismatch else old_logp  # [n, T]
     uncapped = (logp.detach() - behaviour).exp()  # [n, T]: π_θ/μ
     weight = uncapped.clamp(max=args.is_cap)  # [n, T]: a number, no gradient
     ratio = (logp.detach() - old_logp).exp()  # [n, T]: r, for the mask only
-    cut = ((A > 0) & (ratio > 1 + args.clip_high)) | ((A < 0) & (ratio < 1 - args.clip_low))  # [n, T]: M = 0
+    # M = 0
+    cut = ((A > 0) & (ratio > 1 + args.clip_high)) | (
+        (A < 0) & (ratio < 1 - args.clip_low)
+    )  # [n, T]
     objective = ~cut * weight * A * logp  # [n, T]: the gradient comes from log π_θ alone
-    per_response = (objective * mask).sum(dim=1)  # [n]: a sum, since the reward belongs to the whole response
+    # a sum, since the reward belongs to the whole response
+    per_response = (objective * mask).sum(dim=1)  # [n]
     if args.length_norm:
         per_response = per_response / mask.sum(dim=1).clamp(min=1)  # [n]
     stats = {
@@ -218,7 +250,7 @@ def policy_loss(
         "weight_max": ((uncapped * mask).max(), None),
     }
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # 1/G: the mean over responses
-    # </minirl>
+    # </own>
 
 
 def main(args: Args, world: World) -> None:
@@ -229,23 +261,30 @@ def main(args: Args, world: World) -> None:
     policy = shard(Policy(lm), world, args.dtype)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True)
-    run = Run(args, world, Path(__file__).stem, acted="masked_share")  # <minirl>
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True
+    )
+    run = Run(args, world, Path(__file__).stem, acted="masked_share")  # <own>
     stop = StopFlag()
     done = 0  # steps
-    # <minirl>
+    # <own>
     if args.routing_replay != "none" and not policy.routing.active:
-        raise BadInput(f"--routing_replay {args.routing_replay}: {args.model} {policy.routing.why_not}")
+        raise BadInput(
+            f"--routing_replay {args.routing_replay}: {args.model} {policy.routing.why_not}"
+        )
     if args.routing_replay == "r3" and not engine.reports_experts:
-        raise BadInput("--routing_replay r3: vLLM reports experts only on a GPU, without --tensor_parallel")
-    # </minirl>
+        raise BadInput(
+            "--routing_replay r3: vLLM reports experts only on a GPU, without --tensor_parallel"
+        )
+    # </own>
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
     engine.sync(policy)
     if args.eval_only:
         return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
-    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
+    # P: this rank's share of the prompts
+    P, G = args.prompts_per_step // world.size, args.group_size
     run.start(task, done)
     if done == 0:
         with run.clock("evaluate"):
@@ -255,11 +294,14 @@ def main(args: Args, world: World) -> None:
     for step in run.steps(done):
         means = Means()
 
-        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step: nothing else to save.
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
+        # nothing else to save.
         with run.clock("rollout"):
             cursor = (step - 1) * args.prompts_per_step + world.rank * P
             problems = [task.train(cursor + i) for i in range(P)]
-            rollout = engine.generate([p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature)
+            rollout = engine.generate(
+                [p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature
+            )
             N = len(rollout)  # P·G rows, a group's G rows side by side
 
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
@@ -269,24 +311,26 @@ def main(args: Args, world: World) -> None:
             rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
             rollout.advantages = advantages(rewards).flatten()  # [N]
 
-        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come from other kernels,
-        # and a ratio against them would mix two things: how far the policy moved, and how the engines differ (minirl.py
-        # is about that).
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
+        # from other kernels, and a ratio against them would mix two things: how far the policy
+        # moved, and how the engines differ (minirl.py is about that).
         with run.clock("old_logp"):
-            # <minirl>
+            # <own>
             if args.routing_replay == "r3":
                 rollout.replayed_experts = rollout.sampler_experts  # in π_old's own evaluation, too
-            # </minirl>
+            # </own>
             rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
-            # <minirl>
+            # <own>
             if args.routing_replay == "r2":
-                rollout.replayed_experts = rollout.trainer_experts  # at the first mini-batch this changes nothing
+                # At the first mini-batch this changes nothing
+                rollout.replayed_experts = rollout.trainer_experts
             if engine.reports_experts:
                 means.add(experts_differ=experts_differ(rollout))
-            # </minirl>
+            # </own>
             sampler = check_sampler(rollout, args, world)
 
-        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as memory asks for.
+        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as
+        # memory asks for.
         with run.clock("update"):
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
@@ -295,7 +339,9 @@ def main(args: Args, world: World) -> None:
                 denominator = 0.0
                 for rows in micro_batches(minibatch, args.micro_tokens, world):
                     micro = minibatch.rows(rows)
-                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T], [n, T]
+                    logp, entropy = response_logprobs(
+                        policy, micro, args.temperature
+                    )  # [n, T], [n, T]
                     loss, count, stats = policy_loss(
                         args,
                         logp=logp,
@@ -307,14 +353,23 @@ def main(args: Args, world: World) -> None:
                     )
                     loss.backward()  # sums: gradients add up over micro-batches
                     denominator = denominator + count
-                    means.add(loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats)
-                # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their number it is the sum
-                # over all ranks; divided by what they counted together, the mean that the objective asks for.
-                scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
+                    means.add(
+                        loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats
+                    )
+                # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their
+                # number it is the sum over all ranks; divided by what they counted together, the
+                # mean that the objective asks for.
+                scale_gradients(
+                    policy, world.size / global_sum({"count": denominator}, world)["count"]
+                )
                 norm = clip_gradients(policy, args.grad_clip)
-                healthy = run.healthy(norm, minibatch)  # not NaN, not infinite: one such step would end the run
+                # Not NaN, not infinite: one such step would end the run
+                healthy = run.healthy(norm, minibatch)
                 # All ranks skip together: their shares add up to one.
-                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=((not healthy) / world.size, None))
+                means.add(
+                    grad_norm=(norm if healthy else 0.0, healthy),
+                    skipped=((not healthy) / world.size, None),
+                )
                 if healthy:
                     optimizer.step()
                 optimizer.zero_grad()
@@ -325,17 +380,20 @@ def main(args: Args, world: World) -> None:
         tokens = rollout.mask.sum()
         means.add(
             reward=(rewards.sum(), N),
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no reward gradient
+            # All equal: no reward gradient
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
             tokens=(tokens, None),
-            judge_killed=(getattr(task.judge, "killed", 0), None),  # answers so far that broke the judge's bounds
+            # Answers so far that broke the judge's bounds
+            judge_killed=(getattr(task.judge, "killed", 0), None),
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # before the checkpoint: a kill in between costs a line that will be written again
+        # Before the checkpoint: a kill in between costs a line that will be written again
+        run.log(step, metrics)
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):

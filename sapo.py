@@ -11,24 +11,24 @@ Gradient weight on ∇ log π_θ(y_t), before the two averages:
 
     r Â sech²(τ (r - 1) / 2)          which is Â at r = 1, for every τ
 
-GRPO's clip is a cliff: a token just inside counts fully, one just outside not at all. SAPO's gate, the sech² above, is
-a smooth hill: it falls as the ratio leaves 1, to either side, and no token is ever quite lost. With the r in front
-the weight still grows up to r = 2 (to 1.57 Â) before it falls. A larger τ makes the hill narrower. τ_neg > τ_pos,
-since pushing a sampled token down raises all those that were not sampled, most of them nonsense: negative updates are
-the less certain ones.
+GRPO's clip is a cliff: a token just inside counts fully, one just outside not at all. SAPO's gate,
+the sech² above, is a smooth hill: it falls as the ratio leaves 1, to either side, and no token is
+ever quite lost. With the r in front the weight still grows up to r = 2 (to 1.57 Â) before it falls.
+A larger τ makes the hill narrower. τ_neg > τ_pos, since pushing a sampled token down raises all
+those that were not sampled, most of them nonsense: negative updates are the less certain ones.
 
-Do not read meaning into the loss's value: f(1) = 2/τ, only its gradient is normalised. And do not multiply f by r or
-detach it: f IS the ratio's replacement, its derivative supplies the gate.
+Do not read meaning into the loss's value: f(1) = 2/τ, only its gradient is normalised. And do not
+multiply f by r or detach it: f IS the ratio's replacement, its derivative supplies the gate.
 
 Differs from grpo.py in:
-1. The soft gate in place of min and clip. Still token-level; where the tokens of a response move together it acts
-   approximately like a gate on GSPO's sequence ratio.
+1. The soft gate in place of min and clip. Still token-level; where the tokens of a response move
+   together it acts approximately like a gate on GSPO's sequence ratio.
 2. No KL term, no reference model.
 
 Differs from the paper in:
 1. Model, data and the run's size. (Its four mini-batches per rollout are the default.)
-2. AdamW's betas, the warm-up, the gradient clip, the group size and the 1e-6 beside std are ours: we know of no numbers
-   of the paper's.
+2. AdamW's betas, the warm-up, the gradient clip, the group size and the 1e-6 beside std are ours:
+   we know of no numbers of the paper's.
 
 Run it:
     torchrun sapo.py                                    # laptop: embedded model and task, two minutes, no download
@@ -60,7 +60,13 @@ from common.distributed import (
 from common.evaluation import benchmark, evaluate
 from common.flags import Betas, Count, NonNegative, Part, Positive, Seed, Temperature, Whole
 from common.model import Policy, load_model
-from common.rollout import all_logprobs, check_sampler, make_engine, micro_batches, response_logprobs
+from common.rollout import (
+    all_logprobs,
+    check_sampler,
+    make_engine,
+    micro_batches,
+    response_logprobs,
+)
 from common.tracking import Means, Run, launch
 from torch import Tensor
 
@@ -70,7 +76,8 @@ class Args:
     model: str = "tiny"
     """Hub name, local folder, or `tiny`, the embedded model."""
     task: str = "arithmetic"
-    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or reasoning_gym:<name>."""
+    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or
+    reasoning_gym:<name>."""
     seed: Seed = 1
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     steps: Count = 150
@@ -80,13 +87,15 @@ class Args:
     group_size: Count = 8
     """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: Count = 4
-    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (DeepSeekMath: 1)."""
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
+    (DeepSeekMath: 1)."""
     max_new_tokens: Count = 64
     """Length limit of a response (DeepSeekMath: 1024)."""
     temperature: Temperature = 1.0
     """Sampling temperature, also applied in every log-probability (papers: 1)."""
     lr: Positive = 3e-4
-    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath: 1e-6 at 7B)."""
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
+    1e-6 at 7B)."""
     eval_every: Count = 25
     """Steps between two measurements on the held-out problems (ours)."""
     save_every: Count = 50
@@ -94,7 +103,8 @@ class Args:
     save_hf: bool = False
     """Write the final model in the Hugging Face format, to `model` in the run folder."""
     eval_only: bool = False
-    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest checkpoint."""
+    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest
+    checkpoint."""
     resume: bool = False
     """Go on from the newest checkpoint in the run folder, to the bit."""
     run_dir: str = ""
@@ -112,23 +122,27 @@ class Args:
     tensor_parallel: Count = 1
     """Neighbouring ranks that share one vLLM engine."""
     sampler_tolerance: NonNegative = 0.0
-    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16 0.05, float8 0.1)."""
+    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16
+    0.05, float8 0.1)."""
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 5
     """Steps over which lr rises linearly (ours; verl's default: none)."""
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9 0.999)."""
+    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
+    0.999)."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
     """Largest gradient norm (verl's default)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights are float32."""
+    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights
+    are float32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
     eval_task: str = ""
-    """Set to measure on, or several with --eval_only (default: the task's own test split, or problems held back)."""
+    """Set to measure on, or several with --eval_only (default: the task's own test split, or
+    problems held back)."""
     eval_problems: Count = 256
     """Held-out problems (ours)."""
     eval_samples: Count = 4
@@ -143,18 +157,20 @@ class Args:
     """Column of a local file that holds the reference answer."""
     wandb: str = ""
     """Weights & Biases project to log to as well (needs the package)."""
-    tau_pos: Positive = 1.0  # <sapo>
+    tau_pos: Positive = 1.0  # <own>
     """τ of tokens with positive advantage (paper)."""
-    tau_neg: Positive = 1.05  # <sapo>
+    tau_neg: Positive = 1.05  # <own>
     """τ of tokens with negative advantage (paper: most stable of 0.95, 1.0 and 1.05)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    rewards = rewards - rewards[:, :1]  # [P, G]: equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
-    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
-    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
-    # The 1e-6 only keeps 0/0 away.
+    # Equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
+    rewards = rewards - rewards[:, :1]  # [P, G]
+    # The group's mean is the baseline
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
+    # about the reward. The 1e-6 only keeps 0/0 away.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
@@ -170,12 +186,14 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, dict]:
     """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
 
-    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and ranks and divides once:
-    a mean of micro-batch means would be another objective. Every file is handed the same tensors, needed or not.
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and
+    ranks and divides once: a mean of micro-batch means would be another objective. Every file is
+    handed the same tensors, needed or not.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    # <sapo>
-    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 (but for rounding) until this rollout's first optimiser step
+    # <own>
+    # R, 1 (but for rounding) until this rollout's first optimiser step
+    ratio = (logp - old_logp).exp()  # [n, T]
     tau = torch.where(A > 0, A.new_tensor(args.tau_pos), A.new_tensor(args.tau_neg))  # [n, 1]
     objective = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * A  # [n, T]: f(r) Â
     with torch.no_grad():  # what the gradient will be multiplied with, against no gate at all
@@ -188,7 +206,7 @@ def policy_loss(
     }
     per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # 1/G: the mean over responses
-    # </sapo>
+    # </own>
 
 
 def main(args: Args, world: World) -> None:
@@ -199,8 +217,10 @@ def main(args: Args, world: World) -> None:
     policy = shard(Policy(lm), world, args.dtype)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True)
-    run = Run(args, world, Path(__file__).stem, acted="gate_closed")  # <sapo>
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True
+    )
+    run = Run(args, world, Path(__file__).stem, acted="gate_closed")  # <own>
     stop = StopFlag()
     done = 0  # steps
     if args.resume:
@@ -209,7 +229,8 @@ def main(args: Args, world: World) -> None:
     engine.sync(policy)
     if args.eval_only:
         return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
-    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
+    # P: this rank's share of the prompts
+    P, G = args.prompts_per_step // world.size, args.group_size
     run.start(task, done)
     if done == 0:
         with run.clock("evaluate"):
@@ -219,11 +240,14 @@ def main(args: Args, world: World) -> None:
     for step in run.steps(done):
         means = Means()
 
-        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step: nothing else to save.
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
+        # nothing else to save.
         with run.clock("rollout"):
             cursor = (step - 1) * args.prompts_per_step + world.rank * P
             problems = [task.train(cursor + i) for i in range(P)]
-            rollout = engine.generate([p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature)
+            rollout = engine.generate(
+                [p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature
+            )
             N = len(rollout)  # P·G rows, a group's G rows side by side
 
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
@@ -233,14 +257,15 @@ def main(args: Args, world: World) -> None:
             rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
             rollout.advantages = advantages(rewards).flatten()  # [N]
 
-        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come from other kernels,
-        # and a ratio against them would mix two things: how far the policy moved, and how the engines differ (minirl.py
-        # is about that).
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
+        # from other kernels, and a ratio against them would mix two things: how far the policy
+        # moved, and how the engines differ (minirl.py is about that).
         with run.clock("old_logp"):
             rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
             sampler = check_sampler(rollout, args, world)
 
-        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as memory asks for.
+        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as
+        # memory asks for.
         with run.clock("update"):
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
@@ -249,7 +274,9 @@ def main(args: Args, world: World) -> None:
                 denominator = 0.0
                 for rows in micro_batches(minibatch, args.micro_tokens, world):
                     micro = minibatch.rows(rows)
-                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T], [n, T]
+                    logp, entropy = response_logprobs(
+                        policy, micro, args.temperature
+                    )  # [n, T], [n, T]
                     loss, count, stats = policy_loss(
                         args,
                         logp=logp,
@@ -261,14 +288,23 @@ def main(args: Args, world: World) -> None:
                     )
                     loss.backward()  # sums: gradients add up over micro-batches
                     denominator = denominator + count
-                    means.add(loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats)
-                # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their number it is the sum
-                # over all ranks; divided by what they counted together, the mean that the objective asks for.
-                scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
+                    means.add(
+                        loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats
+                    )
+                # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their
+                # number it is the sum over all ranks; divided by what they counted together, the
+                # mean that the objective asks for.
+                scale_gradients(
+                    policy, world.size / global_sum({"count": denominator}, world)["count"]
+                )
                 norm = clip_gradients(policy, args.grad_clip)
-                healthy = run.healthy(norm, minibatch)  # not NaN, not infinite: one such step would end the run
+                # Not NaN, not infinite: one such step would end the run
+                healthy = run.healthy(norm, minibatch)
                 # All ranks skip together: their shares add up to one.
-                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=((not healthy) / world.size, None))
+                means.add(
+                    grad_norm=(norm if healthy else 0.0, healthy),
+                    skipped=((not healthy) / world.size, None),
+                )
                 if healthy:
                     optimizer.step()
                 optimizer.zero_grad()
@@ -279,17 +315,20 @@ def main(args: Args, world: World) -> None:
         tokens = rollout.mask.sum()
         means.add(
             reward=(rewards.sum(), N),
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no reward gradient
+            # All equal: no reward gradient
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
             tokens=(tokens, None),
-            judge_killed=(getattr(task.judge, "killed", 0), None),  # answers so far that broke the judge's bounds
+            # Answers so far that broke the judge's bounds
+            judge_killed=(getattr(task.judge, "killed", 0), None),
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # before the checkpoint: a kill in between costs a line that will be written again
+        # Before the checkpoint: a kill in between costs a line that will be written again
+        run.log(step, metrics)
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):

@@ -1,7 +1,7 @@
 """STAPO: Spurious-Token-Aware Policy Optimization.
 
-Liu et al. (Tsinghua, DiDi), "STAPO: Stabilizing Reinforcement Learning for LLMs by Silencing Rare Spurious Tokens",
-2026, arXiv 2602.15620.
+Liu et al. (Tsinghua, DiDi), "STAPO: Stabilizing Reinforcement Learning for LLMs by Silencing Rare
+Spurious Tokens", 2026, arXiv 2602.15620.
 
 Objective, over all response tokens of a mini-batch, with r = π_θ(y_t) / π_old(y_t) for each token:
 
@@ -12,33 +12,37 @@ Gradient weight on ∇ log π_θ(y_t), before the average over the tokens left:
 
     I M r Â,     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
-A spurious token is one that the model itself found very unlikely, at a place where it was sure of another, in a
-response that was right all the same: it did not help, yet it is rewarded with the response. And it pulls hardest.
-Theorem 3.1, for the gradient with respect to the logits a, with c the weight above:
+A spurious token is one that the model itself found very unlikely, at a place where it was sure of
+another, in a response that was right all the same: it did not help, yet it is rewarded with the
+response. And it pulls hardest. Theorem 3.1, for the gradient with respect to the logits a, with c
+the weight above:
 
     |∇_a J|² = c² (1 - 2 π(y_t) + Σ_v π(v)²),  between  c² (1 - 2π + e^-H)  and  c² (2 - 2π - C_V H²),
     C_V = (V - 1) / (V ln² V)                                (V: vocabulary; a pair of bounds, not a proportionality)
 
-so low probability together with low entropy means the largest norms. About one token in ten thousand, the authors
-find, is enough to wreck a run; silencing it loses no signal.
+so low probability together with low entropy means the largest norms. About one token in ten
+thousand, the authors find, is enough to wreck a run; silencing it loses no signal.
 
 Differs from grpo.py in:
 1. The mask I, and a denominator that counts the tokens left.
-2. Token-mean in place of the mean of response means, ε 0.2 / 0.28, no KL term (the JustRL recipe the paper builds on).
-3. One more forward pass per mini-batch: τ_h is a quantile over all its tokens, which must be known before the first
-   gradient.
+2. Token-mean in place of the mean of response means, ε 0.2 / 0.28, no KL term (the JustRL recipe
+   the paper builds on).
+3. One more forward pass per mini-batch: τ_h is a quantile over all its tokens, which must be known
+   before the first gradient.
 
 Differs from the paper in:
-1. The rule for τ_h is that of versions 1 to 3. Version 4, the latest one read (a version 5 is listed), has the 75th
-   percentile over the low-probability tokens of right responses: `--entropy_over rare --entropy_quantile 0.75`, used
-   in the command below. It needs large mini-batches: a single such token is never below its own quantile, and in 150
-   steps here (seed 1) none of the mini-batches, a thousand tokens each, held two that differ. Nothing was silenced.
-2. Versions 1 to 3 call the same optimum both "80%" and "τ_h = 20%". Their text (the bottom 80% of low-entropy tokens is
-   masked; going from 20% to 80% shrinks the candidates) fits one reading: the top 20% by entropy are always kept,
-   τ_h = quantile(H, 0.80). quantile(H, 0.20), as often quoted, is not it. That it is over all response tokens is our
-   reading, too: they say "mini-batch" and no more.
-3. A right response is one with Â > 0. Where the whole group is right Â is 0: those tokens are in no gradient, and not
-   in version 4's quantile either.
+1. The rule for τ_h is that of versions 1 to 3. Version 4, the latest one read (a version 5 is
+   listed), has the 75th percentile over the low-probability tokens of right responses:
+   `--entropy_over rare --entropy_quantile 0.75`, used in the command below. It needs large
+   mini-batches: a single such token is never below its own quantile, and in 150 steps here (seed 1)
+   none of the mini-batches, a thousand tokens each, held two that differ. Nothing was silenced.
+2. Versions 1 to 3 call the same optimum both "80%" and "τ_h = 20%". Their text (the bottom 80% of
+   low-entropy tokens is masked; going from 20% to 80% shrinks the candidates) fits one reading: the
+   top 20% by entropy are always kept, τ_h = quantile(H, 0.80). quantile(H, 0.20), as often quoted,
+   is not it. That it is over all response tokens is our reading, too: they say "mini-batch" and no
+   more.
+3. A right response is one with Â > 0. Where the whole group is right Â is 0: those tokens are in no
+   gradient, and not in version 4's quantile either.
 
 Run it:
     torchrun stapo.py                                   # laptop: embedded model and task, two minutes, no download
@@ -53,14 +57,14 @@ from pathlib import Path
 from typing import Literal
 
 import common  # noqa: F401  (before torch: it sets how OpenMP waits)
-import numpy  # <stapo>
+import numpy  # <own>
 import torch
 from common.data import load_task
 from common.distributed import (
     StopFlag,
     World,
     clip_gradients,
-    gather,  # <stapo>
+    gather,  # <own>
     global_sum,
     load_checkpoint,
     save_checkpoint,
@@ -70,10 +74,16 @@ from common.distributed import (
 )
 from common.evaluation import benchmark, evaluate
 from common.flags import Betas, Count, NonNegative, Part, Positive, Seed, Temperature, Whole
-from common.flags import Share  # <stapo>
+from common.flags import Share  # <own>
 from common.model import Policy, load_model
-from common.rollout import Rollout  # <stapo>
-from common.rollout import all_logprobs, check_sampler, make_engine, micro_batches, response_logprobs
+from common.rollout import Rollout  # <own>
+from common.rollout import (
+    all_logprobs,
+    check_sampler,
+    make_engine,
+    micro_batches,
+    response_logprobs,
+)
 from common.tracking import Means, Run, launch
 from torch import Tensor
 
@@ -83,7 +93,8 @@ class Args:
     model: str = "tiny"
     """Hub name, local folder, or `tiny`, the embedded model."""
     task: str = "arithmetic"
-    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or reasoning_gym:<name>."""
+    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or
+    reasoning_gym:<name>."""
     seed: Seed = 1
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     steps: Count = 150
@@ -93,13 +104,15 @@ class Args:
     group_size: Count = 8
     """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: Count = 4
-    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive (DeepSeekMath: 1)."""
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
+    (DeepSeekMath: 1)."""
     max_new_tokens: Count = 64
     """Length limit of a response (DeepSeekMath: 1024)."""
     temperature: Temperature = 1.0
     """Sampling temperature, also applied in every log-probability (papers: 1)."""
     lr: Positive = 3e-4
-    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath: 1e-6 at 7B)."""
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
+    1e-6 at 7B)."""
     eval_every: Count = 25
     """Steps between two measurements on the held-out problems (ours)."""
     save_every: Count = 50
@@ -107,7 +120,8 @@ class Args:
     save_hf: bool = False
     """Write the final model in the Hugging Face format, to `model` in the run folder."""
     eval_only: bool = False
-    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest checkpoint."""
+    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest
+    checkpoint."""
     resume: bool = False
     """Go on from the newest checkpoint in the run folder, to the bit."""
     run_dir: str = ""
@@ -125,23 +139,27 @@ class Args:
     tensor_parallel: Count = 1
     """Neighbouring ranks that share one vLLM engine."""
     sampler_tolerance: NonNegative = 0.0
-    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16 0.05, float8 0.1)."""
+    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16
+    0.05, float8 0.1)."""
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 5
     """Steps over which lr rises linearly (ours; verl's default: none)."""
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9 0.999)."""
+    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
+    0.999)."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
     """Largest gradient norm (verl's default)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights are float32."""
+    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights
+    are float32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
     eval_task: str = ""
-    """Set to measure on, or several with --eval_only (default: the task's own test split, or problems held back)."""
+    """Set to measure on, or several with --eval_only (default: the task's own test split, or
+    problems held back)."""
     eval_problems: Count = 256
     """Held-out problems (ours)."""
     eval_samples: Count = 4
@@ -158,27 +176,33 @@ class Args:
     """Weights & Biases project to log to as well (needs the package)."""
     clip_low: NonNegative = 0.2
     """ε below 1 (paper)."""
-    clip_high: NonNegative = 0.28  # <stapo>
+    clip_high: NonNegative = 0.28  # <own>
     """ε above 1 (paper)."""
-    tau_p: Share = 0.002  # <stapo>
+    tau_p: Share = 0.002  # <own>
     """A token below this probability may be spurious (paper); turn it up to see more of them."""
-    entropy_quantile: Share = 0.8  # <stapo>
-    """τ_h: tokens below this quantile of the entropies may be spurious (paper, versions 1 to 3; version 4: 0.75)."""
-    entropy_over: Literal["all", "rare"] = "all"  # <stapo>
-    """The quantile's tokens: all of the mini-batch, or (version 4) those under tau_p with positive advantage."""
+    entropy_quantile: Share = 0.8  # <own>
+    """τ_h: tokens below this quantile of the entropies may be spurious (paper, versions 1 to 3;
+    version 4: 0.75)."""
+    entropy_over: Literal["all", "rare"] = "all"  # <own>
+    """The quantile's tokens: all of the mini-batch, or (version 4) those under tau_p with positive
+    advantage."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    rewards = rewards - rewards[:, :1]  # [P, G]: equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
-    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
-    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
-    # The 1e-6 only keeps 0/0 away.
+    # Equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
+    rewards = rewards - rewards[:, :1]  # [P, G]
+    # The group's mean is the baseline
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
+    # about the reward. The 1e-6 only keeps 0/0 away.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
-# <stapo>
-def threshold_population(args: Args, logp: Tensor, entropy: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+# <own>
+def threshold_population(
+    args: Args, logp: Tensor, entropy: Tensor, advantages: Tensor, mask: Tensor
+) -> Tensor:
     """The entropies `[M]` of which τ_h is a quantile."""
     chosen = mask.bool()  # [n, T]
     if args.entropy_over == "rare":
@@ -187,7 +211,8 @@ def threshold_population(args: Args, logp: Tensor, entropy: Tensor, advantages: 
 
 
 def entropy_threshold(args: Args, population: Tensor) -> Tensor:
-    """τ_h; below every entropy where there is no candidate. (numpy: torch.quantile takes at most 2^24 numbers.)"""
+    """τ_h; below every entropy where there is no candidate. (numpy: torch.quantile takes at most
+    2^24 numbers.)"""
     if len(population) == 0:
         return population.new_tensor(-1.0)
     return population.new_tensor(numpy.quantile(population.cpu().numpy(), args.entropy_quantile))
@@ -196,12 +221,14 @@ def entropy_threshold(args: Args, population: Tensor) -> Tensor:
 def spurious_tokens(
     args: Args, logp: Tensor, entropy: Tensor, advantages: Tensor, mask: Tensor, threshold: Tensor
 ) -> Tensor:
-    """True `[n, T]` on the tokens to silence: rewarded, improbable, and where the policy was sure. Never if Â <= 0."""
-    sure = entropy < threshold - 1e-5  # [n, T]: siblings begin in the same state; rounding must not part such equals
+    """True `[n, T]` on the tokens to silence: rewarded, improbable, and where the policy was sure.
+    Never if Â <= 0."""
+    # Siblings begin in the same state; rounding must not part such equals
+    sure = entropy < threshold - 1e-5  # [n, T]
     return (advantages[:, None] > 0) & (logp.detach().exp() < args.tau_p) & sure & mask.bool()
 
 
-# </stapo>
+# </own>
 def policy_loss(
     args: Args,
     *,
@@ -211,21 +238,28 @@ def policy_loss(
     entropy: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    threshold: Tensor | None = None,  # <stapo>
+    threshold: Tensor | None = None,  # <own>
 ) -> tuple[Tensor, Tensor, dict]:
     """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
 
-    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and ranks and divides once:
-    a mean of micro-batch means would be another objective. Every file is handed the same tensors, needed or not.
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and
+    ranks and divides once: a mean of micro-batch means would be another objective. Every file is
+    handed the same tensors, needed or not.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    # <stapo>
-    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 (but for rounding) until this rollout's first optimiser step
+    # <own>
+    # R, 1 (but for rounding) until this rollout's first optimiser step
+    ratio = (logp - old_logp).exp()  # [n, T]
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    cut = ((A > 0) & (ratio > 1 + args.clip_high)) | ((A < 0) & (ratio < 1 - args.clip_low))  # [n, T]: M = 0
+    # M = 0
+    cut = ((A > 0) & (ratio > 1 + args.clip_high)) | (
+        (A < 0) & (ratio < 1 - args.clip_low)
+    )  # [n, T]
     if threshold is None:
-        threshold = entropy_threshold(args, threshold_population(args, logp, entropy, advantages, mask))
+        threshold = entropy_threshold(
+            args, threshold_population(args, logp, entropy, advantages, mask)
+        )
     spurious = spurious_tokens(args, logp, entropy, advantages, mask, threshold)  # [n, T]
     kept = mask * ~spurious  # [n, T]: I
     stats = {
@@ -236,24 +270,33 @@ def policy_loss(
         "silenced_entropy": ((entropy * spurious).sum(), spurious.sum()),
     }
     return -(objective * kept).sum(), kept.sum(), stats  # a mean over the tokens left
-    # </stapo>
+    # </own>
 
 
-# <stapo>
-def examples(args: Args, now: tuple, batch: Rollout, threshold: Tensor, tokenizer: object, step: int) -> list[dict]:
-    """The silenced tokens with the text around them, for the run folder: a reader wants to see one."""
+# <own>
+def examples(
+    args: Args, now: tuple, batch: Rollout, threshold: Tensor, tokenizer: object, step: int
+) -> list[dict]:
+    """The silenced tokens with the text around them, for the run folder: a reader wants to see
+    one."""
     logp, entropy = now  # [n, T], [n, T]
     rows = []
-    for i, t in spurious_tokens(args, logp, entropy, batch.advantages, batch.mask, threshold).nonzero().tolist():
+    for i, t in (
+        spurious_tokens(args, logp, entropy, batch.advantages, batch.mask, threshold)
+        .nonzero()
+        .tolist()
+    ):
         ids = batch.sequences[i, : batch.ends[i]].tolist()
         place = int(batch.prompt_len[i]) + t
-        before, token, after = map(tokenizer.decode, (ids[:place], ids[place : place + 1], ids[place + 1 :]))
+        before, token, after = map(
+            tokenizer.decode, (ids[:place], ids[place : place + 1], ids[place + 1 :])
+        )
         row = {"step": step, "before": before, "token": token, "after": after}
         rows.append(row | {"prob": logp[i, t].exp().item(), "entropy": entropy[i, t].item()})
     return rows
 
 
-# </stapo>
+# </own>
 def main(args: Args, world: World) -> None:
     """The whole training loop."""
     lm, tokenizer = load_model(args.model)
@@ -262,8 +305,10 @@ def main(args: Args, world: World) -> None:
     policy = shard(Policy(lm), world, args.dtype)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True)
-    run = Run(args, world, Path(__file__).stem, acted="silenced_share")  # <stapo>
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True
+    )
+    run = Run(args, world, Path(__file__).stem, acted="silenced_share")  # <own>
     stop = StopFlag()
     done = 0  # steps
     if args.resume:
@@ -272,7 +317,8 @@ def main(args: Args, world: World) -> None:
     engine.sync(policy)
     if args.eval_only:
         return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
-    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
+    # P: this rank's share of the prompts
+    P, G = args.prompts_per_step // world.size, args.group_size
     run.start(task, done)
     if done == 0:
         with run.clock("evaluate"):
@@ -282,11 +328,14 @@ def main(args: Args, world: World) -> None:
     for step in run.steps(done):
         means = Means()
 
-        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step: nothing else to save.
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
+        # nothing else to save.
         with run.clock("rollout"):
             cursor = (step - 1) * args.prompts_per_step + world.rank * P
             problems = [task.train(cursor + i) for i in range(P)]
-            rollout = engine.generate([p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature)
+            rollout = engine.generate(
+                [p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature
+            )
             N = len(rollout)  # P·G rows, a group's G rows side by side
 
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
@@ -296,28 +345,36 @@ def main(args: Args, world: World) -> None:
             rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
             rollout.advantages = advantages(rewards).flatten()  # [N]
 
-        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come from other kernels,
-        # and a ratio against them would mix two things: how far the policy moved, and how the engines differ (minirl.py
-        # is about that).
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
+        # from other kernels, and a ratio against them would mix two things: how far the policy
+        # moved, and how the engines differ (minirl.py is about that).
         with run.clock("old_logp"):
             rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
             sampler = check_sampler(rollout, args, world)
 
-        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as memory asks for.
+        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as
+        # memory asks for.
         with run.clock("update"):
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
             for first in range(0, N, N // args.minibatches):
                 minibatch = rollout.rows(slice(first, first + N // args.minibatches))
-                # The current policy's p and H of the whole mini-batch, on all ranks: τ_h before the first gradient.
-                now = all_logprobs(policy, minibatch, args, world)  # <stapo>
-                population = threshold_population(args, *now, minibatch.advantages, minibatch.mask)  # [M]  # <stapo>
-                threshold = entropy_threshold(args, gather(population, world))  # <stapo>
-                run.note("silenced.jsonl", examples(args, now, minibatch, threshold, tokenizer, step))  # <stapo>
+                # The current policy's p and H of the whole mini-batch, on all ranks: τ_h before the
+                # first gradient.
+                now = all_logprobs(policy, minibatch, args, world)  # <own>
+                population = threshold_population(
+                    args, *now, minibatch.advantages, minibatch.mask
+                )  # [M]  # <own>
+                threshold = entropy_threshold(args, gather(population, world))  # <own>
+                run.note(
+                    "silenced.jsonl", examples(args, now, minibatch, threshold, tokenizer, step)
+                )  # <own>
                 denominator = 0.0
                 for rows in micro_batches(minibatch, args.micro_tokens, world):
                     micro = minibatch.rows(rows)
-                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T], [n, T]
+                    logp, entropy = response_logprobs(
+                        policy, micro, args.temperature
+                    )  # [n, T], [n, T]
                     loss, count, stats = policy_loss(
                         args,
                         logp=logp,
@@ -326,18 +383,27 @@ def main(args: Args, world: World) -> None:
                         entropy=entropy,
                         advantages=micro.advantages,
                         mask=micro.mask,
-                        threshold=threshold,  # <stapo>
+                        threshold=threshold,  # <own>
                     )
                     loss.backward()  # sums: gradients add up over micro-batches
                     denominator = denominator + count
-                    means.add(loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats)
-                # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their number it is the sum
-                # over all ranks; divided by what they counted together, the mean that the objective asks for.
-                scale_gradients(policy, world.size / global_sum({"count": denominator}, world)["count"])
+                    means.add(
+                        loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats
+                    )
+                # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their
+                # number it is the sum over all ranks; divided by what they counted together, the
+                # mean that the objective asks for.
+                scale_gradients(
+                    policy, world.size / global_sum({"count": denominator}, world)["count"]
+                )
                 norm = clip_gradients(policy, args.grad_clip)
-                healthy = run.healthy(norm, minibatch)  # not NaN, not infinite: one such step would end the run
+                # Not NaN, not infinite: one such step would end the run
+                healthy = run.healthy(norm, minibatch)
                 # All ranks skip together: their shares add up to one.
-                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=((not healthy) / world.size, None))
+                means.add(
+                    grad_norm=(norm if healthy else 0.0, healthy),
+                    skipped=((not healthy) / world.size, None),
+                )
                 if healthy:
                     optimizer.step()
                 optimizer.zero_grad()
@@ -348,17 +414,20 @@ def main(args: Args, world: World) -> None:
         tokens = rollout.mask.sum()
         means.add(
             reward=(rewards.sum(), N),
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no reward gradient
+            # All equal: no reward gradient
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
             tokens=(tokens, None),
-            judge_killed=(getattr(task.judge, "killed", 0), None),  # answers so far that broke the judge's bounds
+            # Answers so far that broke the judge's bounds
+            judge_killed=(getattr(task.judge, "killed", 0), None),
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # before the checkpoint: a kill in between costs a line that will be written again
+        # Before the checkpoint: a kill in between costs a line that will be written again
+        run.log(step, metrics)
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):

@@ -1,6 +1,7 @@
 """VCPO: Variance-Controlled Policy Optimization.
 
-Huang et al. (MIT, NVIDIA), "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs", 2026, arXiv 2602.17616.
+Huang et al. (MIT, NVIDIA), "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs", 2026,
+arXiv 2602.17616.
 
 Objective, for B responses that the sampler's weights of k updates ago (μ) wrote:
 
@@ -12,33 +13,38 @@ Gradient weight on ∇ log π_θ(y_t):
 
     min(w_i, 8) Â_i / |y_i|,  the same for every token of a response, before the average over responses; never clipped
 
-Asynchronous training learns from what older weights wrote. Importance weights make that right on average and wild in
-the single case: a few responses with a large w carry the whole step. ESS counts how many responses the batch is really
-worth; when it falls the step gets shorter, by the square root, as for a smaller batch under Adam. In the baseline b
-responses with heavy weights and large gradients count most: it gives the plain estimate Σ w g (R - b), where E[w g] = 0
-whatever b is, the least variance. (With equal weights and norms it is GRPO's group mean.) The objective above is
-another estimate, with its weights cut and its gradients divided by the length: there b is no optimum, see below.
+Asynchronous training learns from what older weights wrote. Importance weights make that right on
+average and wild in the single case: a few responses with a large w carry the whole step. ESS counts
+how many responses the batch is really worth; when it falls the step gets shorter, by the square
+root, as for a smaller batch under Adam. In the baseline b responses with heavy weights and large
+gradients count most: it gives the plain estimate Σ w g (R - b), where E[w g] = 0 whatever b is, the
+least variance. (With equal weights and norms it is GRPO's group mean.) The objective above is
+another estimate, with its weights cut and its gradients divided by the length: there b is no
+optimum, see below.
 
 Differs from grpo.py in:
-1. A queue. The first `--lag` steps only fill it; over as many more a batch's age grows from 0 to `--lag` updates,
-   where it stays. That is an asynchronous system's staleness. Its speed-up needs `--async` and a GPU, where the next
-   rollout runs beside the update (one step less fills; after an evaluation a batch is one update fresher).
+1. A queue. The first `--lag` steps only fill it; over as many more a batch's age grows from 0 to
+   `--lag` updates, where it stays. That is an asynchronous system's staleness. Its speed-up needs
+   `--async` and a GPU, where the next rollout runs beside the update (one step less fills; after an
+   evaluation a batch is one update fresher).
 2. No π_old, no ratio clip, no KL: one weight per response, against the sampler's own log-probs.
 3. The baseline and the step length, as above; one optimiser step per batch.
-4. One backward pass per response, since b needs each one's gradient norm. Two gradient-sized buffers make a second
-   pass unnecessary: Σ w ĝ (R - b) = Σ w ĝ R - b Σ w ĝ, with b known when the group is done.
+4. One backward pass per response, since b needs each one's gradient norm. Two gradient-sized
+   buffers make a second pass unnecessary: Σ w ĝ (R - b) = Σ w ĝ R - b Σ w ĝ, with b known when the
+   group is done.
 
 Differs from the paper in:
-1. The weighting in b is the paper's w²|g|²; the released code comes out at min(w, 8)² w² |g|², as its g already
-   contains the weight.
-2. ESS in log space. The released code's float32 w overflows at log w > 88, which long responses can reach: ESS is then
-   NaN, and min(1, NaN) is 1: no damping when it is needed most.
-3. Ranks take turns with their responses, so that a gradient norm is of one response, over all shards. Memory is
-   shared between ranks this way; the update's time is not.
+1. The weighting in b is the paper's w²|g|²; the released code comes out at min(w, 8)² w² |g|², as
+   its g already contains the weight.
+2. ESS in log space. The released code's float32 w overflows at log w > 88, which long responses can
+   reach: ESS is then NaN, and min(1, NaN) is 1: no damping when it is needed most.
+3. Ranks take turns with their responses, so that a gradient norm is of one response, over all
+   shards. Memory is shared between ranks this way; the update's time is not.
 
-Not a difference, but to be known: in the released code as here b is applied to min(w, 8) g/|y|, for which it is not the
-best baseline. With all answers of small random tasks enumerated, the variance is a fifth above the least one possible
-on-policy (in the median of 40), and above the plain group mean's in 27 of 40; off-policy in 16 (tests/test_vcpo.py).
+Not a difference, but to be known: in the released code as here b is applied to min(w, 8) g/|y|, for
+which it is not the best baseline. With all answers of small random tasks enumerated, the variance
+is a fifth above the least one possible on-policy (in the median of 40), and above the plain group
+mean's in 27 of 40; off-policy in 16 (tests/test_vcpo.py).
 
 Run it:
     torchrun vcpo.py                                    # laptop: embedded model and task, no download
@@ -49,24 +55,24 @@ Run it:
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 vcpo.py ...      # several
 """
 
-import itertools  # <vcpo>
-from collections import deque  # <vcpo>
-from concurrent.futures import Future, ThreadPoolExecutor  # <vcpo>
+import itertools  # <own>
+from collections import deque  # <own>
+from concurrent.futures import Future, ThreadPoolExecutor  # <own>
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal  # <vcpo>
+from typing import Annotated, Literal  # <own>
 
 import common  # noqa: F401  (before torch: it sets how OpenMP waits)
 import torch
-import tyro  # <vcpo>
+import tyro  # <own>
 from common.data import load_task
 from common.distributed import (
-    CLOSING,  # <vcpo>
-    BadInput,  # <vcpo>
+    CLOSING,  # <own>
+    BadInput,  # <own>
     StopFlag,
     World,
     clip_gradients,
-    gather,  # <vcpo>
+    gather,  # <own>
     load_checkpoint,
     save_checkpoint,
     save_model,
@@ -76,8 +82,8 @@ from common.distributed import (
 from common.evaluation import benchmark, evaluate
 from common.flags import Betas, Count, NonNegative, Part, Positive, Seed, Temperature, Whole
 from common.model import Policy, load_model
-from common.rollout import Rollout  # <vcpo>
-from common.rollout import all_logprobs, check_sampler, make_engine, response_logprobs  # <vcpo>
+from common.rollout import Rollout  # <own>
+from common.rollout import all_logprobs, check_sampler, make_engine, response_logprobs  # <own>
 from common.tracking import Means, Run, launch
 from torch import Tensor
 
@@ -87,23 +93,25 @@ class Args:
     model: str = "tiny"
     """Hub name, local folder, or `tiny`, the embedded model."""
     task: str = "arithmetic"
-    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or reasoning_gym:<name>."""
+    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or
+    reasoning_gym:<name>."""
     seed: Seed = 1
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     steps: Count = 150
-    """Rollouts, all but the first `lag` followed by `minibatches` optimiser steps (ours)."""  # <vcpo>
-    prompts_per_step: Count = 8  # <vcpo>
+    """Rollouts, all but the first `lag` followed by `minibatches` optimiser steps (ours)."""  # <own>
+    prompts_per_step: Count = 8  # <own>
     """P: prompts in a rollout, over all ranks (ours)."""
     group_size: Count = 8
     """G: responses to each prompt (DeepSeekMath: 64)."""
-    minibatches: Count = 1  # <vcpo>
-    """Optimiser steps per batch (paper: 1)."""  # <vcpo>
+    minibatches: Count = 1  # <own>
+    """Optimiser steps per batch (paper: 1)."""  # <own>
     max_new_tokens: Count = 64
     """Length limit of a response (DeepSeekMath: 1024)."""
     temperature: Temperature = 1.0
     """Sampling temperature, also applied in every log-probability (papers: 1)."""
     lr: Positive = 3e-4
-    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath: 1e-6 at 7B)."""
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
+    1e-6 at 7B)."""
     eval_every: Count = 25
     """Steps between two measurements on the held-out problems (ours)."""
     save_every: Count = 50
@@ -111,7 +119,8 @@ class Args:
     save_hf: bool = False
     """Write the final model in the Hugging Face format, to `model` in the run folder."""
     eval_only: bool = False
-    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest checkpoint."""
+    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest
+    checkpoint."""
     resume: bool = False
     """Go on from the newest checkpoint in the run folder, to the bit."""
     run_dir: str = ""
@@ -129,23 +138,27 @@ class Args:
     tensor_parallel: Count = 1
     """Neighbouring ranks that share one vLLM engine."""
     sampler_tolerance: NonNegative = 0.0
-    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16 0.05, float8 0.1)."""
+    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16
+    0.05, float8 0.1)."""
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
-    warmup: Whole = 0  # <vcpo>
-    """Trained batches over which lr rises linearly (paper: none)."""  # <vcpo>
+    warmup: Whole = 0  # <own>
+    """Trained batches over which lr rises linearly (paper: none)."""  # <own>
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9 0.999)."""
+    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
+    0.999)."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
     """Largest gradient norm (verl's default)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights are float32."""
+    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights
+    are float32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
     eval_task: str = ""
-    """Set to measure on, or several with --eval_only (default: the task's own test split, or problems held back)."""
+    """Set to measure on, or several with --eval_only (default: the task's own test split, or
+    problems held back)."""
     eval_problems: Count = 256
     """Held-out problems (ours)."""
     eval_samples: Count = 4
@@ -160,32 +173,41 @@ class Args:
     """Column of a local file that holds the reference answer."""
     wandb: str = ""
     """Weights & Biases project to log to as well (needs the package)."""
-    lag: Whole = 8  # <vcpo>
-    """k: batches trained on between a batch's sampling and its own training (paper: 12 on GSM8K, 10 on MATH)."""
-    is_cap: Positive = 8.0  # <vcpo>
+    lag: Whole = 8  # <own>
+    """k: batches trained on between a batch's sampling and its own training (paper: 12 on GSM8K, 10
+    on MATH)."""
+    is_cap: Positive = 8.0  # <own>
     """Largest weight of a response in the loss (paper); ESS sees the weights uncut."""
-    ess_scaling: bool = True  # <vcpo>
+    ess_scaling: bool = True  # <own>
     """Shorten the step by the square root of the batch's effective sample size."""
-    rho_on: Positive = 1.0  # <vcpo>
-    """ESS ratio at which the step has its full length (paper: 1, and 0.55 for long tool-use responses)."""
-    optimal_baseline: bool = True  # <vcpo>
+    rho_on: Positive = 1.0  # <own>
+    """ESS ratio at which the step has its full length (paper: 1, and 0.55 for long tool-use
+    responses)."""
+    optimal_baseline: bool = True  # <own>
     """Centre advantages on b, see the header; False: on the group's mean."""
-    asynchronous: Annotated[bool, tyro.conf.arg(name="async")] = False  # <vcpo>
-    """Sample the next batch beside the update, as one of the `lag` (resume with the same --steps and --eval_every)."""
+    asynchronous: Annotated[bool, tyro.conf.arg(name="async")] = False  # <own>
+    """Sample the next batch beside the update, as one of the `lag` (resume with the same --steps
+    and --eval_every)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.73, -0.58, -0.58, -0.58]."""
-    rewards = rewards - rewards[:, :1]  # [P, G]: equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
-    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the group's mean is the baseline
-    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing about the reward.
-    std = rewards.std(dim=1, keepdim=True, correction=0)  # [P, 1]: the population's, as in the authors' code  # <vcpo>
-    return centred / torch.where(std > 1e-8, std, 1.0)  # [P, G]: b comes on top, see baseline_shift  # <vcpo>
+    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.73, -0.58, -0.58,
+    -0.58]."""
+    # Equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
+    rewards = rewards - rewards[:, :1]  # [P, G]
+    # The group's mean is the baseline
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
+    # about the reward. The population's, as in the authors' code  # <own>
+    std = rewards.std(dim=1, keepdim=True, correction=0)  # [P, 1]  # <own>
+    # b comes on top, see baseline_shift  # <own>
+    return centred / torch.where(std > 1e-8, std, 1.0)  # [P, G]  # <own>
 
 
-# <vcpo>
+# <own>
 def log_weight(logp: Tensor, rollout_logp: Tensor, mask: Tensor) -> Tensor:
-    """log w `[n]` of whole responses, each a product over its tokens `[n, T]`: a sum of logarithms, not a mean."""
+    """log w `[n]` of whole responses, each a product over its tokens `[n, T]`: a sum of logarithms,
+    not a mean."""
     return ((logp.detach() - rollout_logp) * mask).sum(dim=1)
 
 
@@ -197,36 +219,53 @@ def truncated(args: Args, log_w: Tensor) -> Tensor:
 def baseline_shift(log_w: Tensor, norms: Tensor, advantages: Tensor) -> Tensor:
     """The baseline b of one group, in units of its advantages: Σ w²|g|² Â / Σ w²|g|²; all `[G]`.
 
-    (R - b)/std = Â - this, since Â is (R - mean)/std. In log space: w² alone overflows after a hundred tokens.
+    (R - b)/std = Â - this, since Â is (R - mean)/std. In log space: w² alone overflows after a
+    hundred tokens.
     """
     return torch.softmax(2 * log_w + 2 * norms.clamp(min=1e-30).log(), dim=0) @ advantages
 
 
 def ess_ratio(log_w: Tensor) -> Tensor:
-    """ρ = ESS/B = (Σ w)² / (B Σ w²) of the weights' logarithms `[B]`, in log space: finite for any of them."""
+    """ρ = ESS/B = (Σ w)² / (B Σ w²) of the weights' logarithms `[B]`, in log space: finite for any
+    of them."""
     return (2 * log_w.logsumexp(0) - (2 * log_w).logsumexp(0)).exp() / len(log_w)
 
 
 def add_group_gradient(
-    args: Args, policy: Policy, group: Rollout, turn: bool, parameters: list, total: list, means: Means, world: World
+    args: Args,
+    policy: Policy,
+    group: Rollout,
+    turn: bool,
+    parameters: list,
+    total: list,
+    means: Means,
+    world: World,
 ) -> Tensor:
     """Add one group's share of the gradient of -J to `total`; returns its log weights `[G]`.
 
     All ranks call it together, `turn` is true on the one whose group it is.
     """
     plain = [torch.zeros_like(p) for p in parameters]  # Σ w ĝ; Σ Â w ĝ goes into `total` at once
-    advantages = gather(group.advantages[: len(group) * turn], world)  # [G]: the owner's, on every rank
+    # The owner's, on every rank
+    advantages = gather(group.advantages[: len(group) * turn], world)  # [G]
     log_w, norms, losses = [], [], []
     for i, advantage in enumerate(advantages.tolist()):
         row = group.rows(slice(i, i + 1))
         logp, entropy = response_logprobs(policy, row, args.temperature)  # [1, T], [1, T]
-        own = {"old_logp": row.old_logp, "rollout_logp": row.rollout_logp, "entropy": entropy, "mask": row.mask}
+        own = {
+            "old_logp": row.old_logp,
+            "rollout_logp": row.rollout_logp,
+            "entropy": entropy,
+            "mask": row.mask,
+        }
         own["advantages"] = torch.ones_like(row.advantages)  # the true one comes in below
         loss, count, stats = policy_loss(args, logp=logp, **own)
-        (loss * (world.size * turn)).backward()  # FSDP averages: what is left is the owner's gradient, -min(w, 8) ĝ
+        # FSDP averages: what is left is the owner's gradient, -min(w, 8) ĝ
+        (loss * (world.size * turn)).backward()
         log_w.append(log_weight(logp, row.rollout_logp, row.mask))  # [1]
         scale = row.mask.sum() / truncated(args, log_w[-1])  # [1]: from min(w, 8) ĝ to g
-        norms.append(clip_gradients(policy, float("inf")) * scale)  # [1]; inf: measures and does not clip
+        # Inf: measures and does not clip
+        norms.append(clip_gradients(policy, float("inf")) * scale)  # [1]
         for summed, alone, parameter in zip(total, plain, parameters):
             summed.add_(parameter.grad, alpha=advantage)
             alone.add_(parameter.grad)
@@ -234,16 +273,25 @@ def add_group_gradient(
         if turn:
             losses.append(loss.detach())  # []
             means.add(entropy=(entropy.sum(), row.mask.sum()), **stats)
-    log_w, norms = (gather(torch.cat(x)[: len(group) * turn], world) for x in (log_w, norms))  # [G], [G]
-    shift = baseline_shift(log_w, norms, advantages) if args.optimal_baseline else advantages.new_zeros(())
+    log_w, norms = (
+        gather(torch.cat(x)[: len(group) * turn], world) for x in (log_w, norms)
+    )  # [G], [G]
+    shift = (
+        baseline_shift(log_w, norms, advantages)
+        if args.optimal_baseline
+        else advantages.new_zeros(())
+    )
     if turn:
-        means.add(loss=(torch.stack(losses) @ (advantages - shift), len(losses)), baseline_shift=(shift.abs(), 1))
+        means.add(
+            loss=(torch.stack(losses) @ (advantages - shift), len(losses)),
+            baseline_shift=(shift.abs(), 1),
+        )
     for summed, alone in zip(total, plain):
         summed.sub_(alone.mul_(shift))
     return log_w
 
 
-# </vcpo>
+# </own>
 def policy_loss(
     args: Args,
     *,
@@ -256,16 +304,21 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, dict]:
     """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
 
-    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and ranks and divides once:
-    a mean of micro-batch means would be another objective. Every file is handed the same tensors, needed or not.
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and
+    ranks and divides once: a mean of micro-batch means would be another objective. Every file is
+    handed the same tensors, needed or not.
     """
-    # <vcpo>
+    # <own>
     log_w = log_weight(logp, rollout_logp, mask)  # [n]
     weight = truncated(args, log_w)  # [n]: a number, no gradient
     per_response = (logp * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i| Σ log π
-    stats = {"weight": (weight.sum(), len(weight)), "weight_max": (log_w.clamp(max=20).exp().max(), None)}
-    return -(weight * advantages * per_response).sum(), mask.new_tensor(len(mask)), stats  # the mean over responses
-    # </vcpo>
+    stats = {
+        "weight": (weight.sum(), len(weight)),
+        "weight_max": (log_w.clamp(max=20).exp().max(), None),
+    }
+    # The mean over responses
+    return -(weight * advantages * per_response).sum(), mask.new_tensor(len(mask)), stats
+    # </own>
 
 
 def main(args: Args, world: World) -> None:
@@ -276,23 +329,29 @@ def main(args: Args, world: World) -> None:
     policy = shard(Policy(lm), world, args.dtype)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True)
-    run = Run(args, world, Path(__file__).stem, acted="lr_damping")  # <vcpo>
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True
+    )
+    run = Run(args, world, Path(__file__).stem, acted="lr_damping")  # <own>
     stop = StopFlag()
     done = 0  # steps
-    # <vcpo>
+    # <own>
     queue: deque[Rollout] = deque()  # sampled, waiting to be trained on
-    held, ahead = args.lag - args.asynchronous, None  # batches that wait; the rollout that is being sampled
+    # Batches that wait; the rollout that is being sampled
+    held, ahead = args.lag - args.asynchronous, None
     if not 0 <= held <= args.lag < args.steps:
         least = 1 if args.asynchronous else 0
         raise BadInput(f"--lag {args.lag}: must be {least} or more, and below --steps {args.steps}")
-    if args.asynchronous and (args.tensor_parallel > 1 or args.vllm_sleep):  # two users of NCCL, or of memory, at once
+    # Two users of NCCL, or of memory, at once
+    if args.asynchronous and (args.tensor_parallel > 1 or args.vllm_sleep):
         raise BadInput("--async: not together with --tensor_parallel or --vllm_sleep")
     sampler_thread = ThreadPoolExecutor(1)
     if args.asynchronous and world.device.type == "cuda":
-        sampler_thread.submit(torch.cuda.set_device, world.device).result()  # a new thread starts on the first GPU
+        # a new thread starts on the first GPU
+        sampler_thread.submit(torch.cuda.set_device, world.device).result()
         torch.cuda.synchronize()  # what is under way belongs to the old stream
-        torch.cuda.set_stream(torch.cuda.Stream())  # the trainer's own: kernels of one stream would take turns
+        # The trainer's own: kernels of one stream would take turns
+        torch.cuda.set_stream(torch.cuda.Stream())
     CLOSING.append(sampler_thread.shutdown)
 
     def sample(step: int) -> Rollout:
@@ -301,25 +360,28 @@ def main(args: Args, world: World) -> None:
         prompts = [task.train(cursor + i).prompt_ids for i in range(P)]
         return engine.generate(prompts, G, args.max_new_tokens, args.temperature)
 
-    # </vcpo>
+    # </own>
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
-        queue.extend(Rollout(**columns).to(world.device) for columns in state["queue"])  # <vcpo>
-        # <vcpo>
+        queue.extend(Rollout(**columns).to(world.device) for columns in state["queue"])  # <own>
+        # <own>
         if state["ahead"]:
             ahead = Future()
             ahead.set_result(Rollout(**state["ahead"]).to(world.device))
-        # </vcpo>
+        # </own>
     engine.sync(policy)
     if args.eval_only:
         return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
-    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's share of the prompts
+    # P: this rank's share of the prompts
+    P, G = args.prompts_per_step // world.size, args.group_size
     run.start(task, done)
-    # <vcpo>
+    # <own>
     if args.asynchronous and world.device.type == "cpu":
-        run.say("--async on a CPU: sampler and trainer share the cores; it shows the staleness, not the speed-up")
-    # </vcpo>
+        run.say(
+            "--async on a CPU: sampler and trainer share the cores; it shows the staleness, not the speed-up"
+        )
+    # </own>
     if done == 0:
         with run.clock("evaluate"):
             before = evaluate(engine, task, tokenizer, args, world)
@@ -328,11 +390,12 @@ def main(args: Args, world: World) -> None:
     for step in run.steps(done):
         means = Means()
 
-        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step: nothing else to save.
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
+        # nothing else to save.
         with run.clock("rollout"):
             cursor = (step - 1) * args.prompts_per_step + world.rank * P
             problems = [task.train(cursor + i) for i in range(P)]
-            rollout = ahead.result() if ahead else sample(step)  # <vcpo>
+            rollout = ahead.result() if ahead else sample(step)  # <own>
             N = len(rollout)  # P·G rows, a group's G rows side by side
 
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
@@ -342,88 +405,110 @@ def main(args: Args, world: World) -> None:
             rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
             rollout.advantages = advantages(rewards).flatten()  # [N]
 
-        # π_old: the weights that sampled, evaluated by the trainer. The loss does not use it: its weights are against
-        # μ, what the sampler reported, and correct for staleness and engine at once. The sampler check needs it; what
-        # was sampled ahead comes from weights that the trainer no longer has, and goes unchecked.
+        # π_old: the weights that sampled, evaluated by the trainer. The loss does not use it: its
+        # weights are against μ, what the sampler reported, and correct for staleness and engine at
+        # once. The sampler check needs it; what was sampled ahead comes from weights that the
+        # trainer no longer has, and goes unchecked.
         with run.clock("old_logp"):
-            # <vcpo>
+            # <own>
             rollout.old_logp, sampler = rollout.rollout_logp, {}  # [N, T]
             if not ahead:
                 rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
                 sampler = check_sampler(rollout, args, world)
-            # </vcpo>
+            # </own>
 
-        # <vcpo>
-        # What is trained on now was sampled `lag` batches ago. The first `lag` steps only fill the queue.
+        # <own>
+        # What is trained on now was sampled `lag` batches ago. The first `lag` steps only fill the
+        # queue.
         version = max(0, step - 1 - held)  # batches trained on so far
         sampled_at = max(0, version - 1) if ahead else version
-        rollout.version, rollout.rewards = torch.full((N,), sampled_at), rewards.flatten()  # [N], [N]
+        rollout.version, rollout.rewards = (
+            torch.full((N,), sampled_at),
+            rewards.flatten(),
+        )  # [N], [N]
         queue.append(rollout)
         ripe = len(queue) > held
         if ripe:
             rollout, ahead = queue.popleft(), None
             means.add(lag=((version - rollout.version[0].item()) * args.minibatches, 1))
-        # Where an evaluation follows, which needs the engine, the next batch is sampled in turn: and is checked.
+        # Where an evaluation follows, which needs the engine, the next batch is sampled in turn:
+        # and is checked.
         if ripe and args.asynchronous and step % args.eval_every and step < args.steps:
             ahead = sampler_thread.submit(sample, step + 1)
         rewards = rollout.rewards.view(P, G)  # [P, G]
-        # </vcpo>
+        # </own>
 
-        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as memory asks for.
+        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as
+        # memory asks for.
         with run.clock("update"):
-            warm_lr = args.lr * min(1.0, (version + 1) / max(1, args.warmup))  # <vcpo>
+            warm_lr = args.lr * min(1.0, (version + 1) / max(1, args.warmup))  # <own>
             for group in optimizer.param_groups:
-                group["lr"] = warm_lr  # <vcpo>
-            for first in range(0, N * ripe, N // args.minibatches):  # <vcpo>
+                group["lr"] = warm_lr  # <own>
+            for first in range(0, N * ripe, N // args.minibatches):  # <own>
                 minibatch = rollout.rows(slice(first, first + N // args.minibatches))
-                # <vcpo>
+                # <own>
                 parameters = list(policy.parameters())  # this rank's shards
                 total, log_w = [torch.zeros_like(p) for p in parameters], []
-                for start, owner in itertools.product(range(0, len(minibatch), G), range(world.size)):
+                for start, owner in itertools.product(
+                    range(0, len(minibatch), G), range(world.size)
+                ):
                     siblings, mine = minibatch.rows(slice(start, start + G)), owner == world.rank
-                    log_w.append(add_group_gradient(args, policy, siblings, mine, parameters, total, means, world))
+                    log_w.append(
+                        add_group_gradient(
+                            args, policy, siblings, mine, parameters, total, means, world
+                        )
+                    )
                 for parameter, summed in zip(parameters, total):
                     parameter.grad = summed
-                scale_gradients(policy, 1 / (len(minibatch) * world.size))  # the mean over the responses of all ranks
+                # The mean over the responses of all ranks
+                scale_gradients(policy, 1 / (len(minibatch) * world.size))
                 rho = ess_ratio(torch.cat(log_w)).item()
                 scale = min(1.0, rho / args.rho_on) ** 0.5 if args.ess_scaling else 1.0
                 optimizer.param_groups[0]["lr"] = warm_lr * scale
                 means.add(ess_ratio=(rho, 1), lr_scale=(scale, 1), lr_damping=(1 - scale, 1))
-                # </vcpo>
+                # </own>
                 norm = clip_gradients(policy, args.grad_clip)
-                healthy = run.healthy(norm, minibatch)  # not NaN, not infinite: one such step would end the run
+                # Not NaN, not infinite: one such step would end the run
+                healthy = run.healthy(norm, minibatch)
                 # All ranks skip together: their shares add up to one.
-                means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=((not healthy) / world.size, None))
+                means.add(
+                    grad_norm=(norm if healthy else 0.0, healthy),
+                    skipped=((not healthy) / world.size, None),
+                )
                 if healthy:
                     optimizer.step()
                 optimizer.zero_grad()
 
         with run.clock("sync"):
-            if ahead:  # <vcpo>
-                ahead.result()  # not before it has been sampled  # <vcpo>
+            if ahead:  # <own>
+                ahead.result()  # not before it has been sampled  # <own>
             engine.sync(policy)
 
         tokens = rollout.mask.sum()
-        # All of the batch trained on, or, while the queue fills, of the one just sampled; as the sampler's always are.
+        # All of the batch trained on, or, while the queue fills, of the one just sampled; as the
+        # sampler's always are.
         means.add(
             reward=(rewards.sum(), N),
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no reward gradient
+            # All equal: no reward gradient
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
             tokens=(tokens, None),
-            judge_killed=(getattr(task.judge, "killed", 0), None),  # answers so far that broke the judge's bounds
+            # Answers so far that broke the judge's bounds
+            judge_killed=(getattr(task.judge, "killed", 0), None),
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # before the checkpoint: a kill in between costs a line that will be written again
+        # Before the checkpoint: a kill in between costs a line that will be written again
+        run.log(step, metrics)
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):
                 state = {"engine": engine.state_dict()}
-                state["queue"] = [vars(waiting) for waiting in queue]  # <vcpo>
-                state["ahead"] = vars(ahead.result()) if ahead else {}  # <vcpo>
+                state["queue"] = [vars(waiting) for waiting in queue]  # <own>
+                state["ahead"] = vars(ahead.result()) if ahead else {}  # <own>
                 save_checkpoint(run.checkpoints, step, policy, optimizer, state, world)
         if stopping:
             break

@@ -1,4 +1,5 @@
-"""Ranks: set-up from torchrun's environment, FSDP2 sharding, exact global sums, checkpoints, clean stops."""
+"""Ranks: set-up from torchrun's environment, FSDP2 sharding, exact global sums, checkpoints, clean
+stops."""
 
 import contextlib
 import hashlib
@@ -58,45 +59,60 @@ def setup() -> World:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank)}
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if alone and size > 1:
-        raise BadInput(f"WORLD_SIZE {size} in the environment, but no MASTER_PORT: start several ranks with torchrun")
+        raise BadInput(
+            f"WORLD_SIZE {size} in the environment, but no MASTER_PORT: start several ranks with torchrun"
+        )
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-        torch.set_num_threads(from_environment("OMP_NUM_THREADS", 1, least=1))  # more only pays above 10M parameters
+        # More only pays above 10M parameters
+        torch.set_num_threads(from_environment("OMP_NUM_THREADS", 1, least=1))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if alone:  # a store inside this process, no port to collide on
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return World(rank, size, device)
     port = from_environment("MASTER_PORT", 0, least=1, most=65535)
     try:
-        dist.init_process_group(backend, timeout=timedelta(hours=1))  # ranks may sample for very different times
+        # Ranks may sample for very different times
+        dist.init_process_group(backend, timeout=timedelta(hours=1))
     except (RuntimeError, ValueError) as error:
-        raise RunStopped(f"ranks cannot meet at {os.environ['MASTER_ADDR']}:{port} ({first_line(error)})") from error
+        raise RunStopped(
+            f"ranks cannot meet at {os.environ['MASTER_ADDR']}:{port} ({first_line(error)})"
+        ) from error
     return World(rank, size, device)
 
 
 def from_environment(name: str, default: int, least: int = 0, most: int = 2**31) -> int:
-    """A whole number that the launcher or the user put into the environment (of OpenMP's list the first)."""
+    """A whole number that the launcher or the user put into the environment (of OpenMP's list the
+    first)."""
     text = os.environ.get(name, "").split(",")[0] or str(default)
     if not text.isdecimal() or not least <= int(text) <= most:
-        raise BadInput(f"{name}={os.environ[name]} in the environment: must be a number from {least} to {most}")
+        raise BadInput(
+            f"{name}={os.environ[name]} in the environment: must be a number from {least} to {most}"
+        )
     return int(text)
 
 
 def shard(policy: nn.Module, world: World, dtype: str, offload: bool = False) -> nn.Module:
-    """FSDP2 in place: every decoder layer a unit, the rest (embedding, final norm, head) the root's.
+    """FSDP2 in place: every decoder layer a unit, the rest (embedding, final norm, head) the
+    root's.
 
-    Master weights, gradients and their sums over ranks stay float32; with dtype bfloat16 the forward and backward
-    passes run on bfloat16 copies. Every unit gives its gathered copy back after a pass, the root too (its default is to
-    wait for a backward pass, which a reference model never has). With `offload` the shards wait in CPU memory.
-    One rank in float32, not offloaded, has nothing to split or cast and keeps the plain module: FSDP2 would give the
-    same gradient and, at the embedded model's size, take some 15% of the step for its bookkeeping.
+    Master weights, gradients and their sums over ranks stay float32; with dtype bfloat16 the
+    forward and backward passes run on bfloat16 copies. Every unit gives its gathered copy back
+    after a pass, the root too (its default is to wait for a backward pass, which a reference model
+    never has). With `offload` the shards wait in CPU memory. One rank in float32, not offloaded,
+    has nothing to split or cast and keeps the plain module: FSDP2 would give the same gradient and,
+    at the embedded model's size, take some 15% of the step for its bookkeeping.
     """
     if world.size == 1 and dtype == "float32" and not offload:
         return policy.to(world.device)
-    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if dtype == "bfloat16" else MixedPrecisionPolicy()
+    precision = (
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        if dtype == "bfloat16"
+        else MixedPrecisionPolicy()
+    )
     mesh = init_device_mesh(world.device.type, (world.size,))
     how = {"mesh": mesh, "mp_policy": precision, "reshard_after_forward": True}
     if offload and world.device.type == "cuda":
@@ -107,17 +123,21 @@ def shard(policy: nn.Module, world: World, dtype: str, offload: bool = False) ->
 
 
 def full_parameters(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name as in the Hugging Face model, whole tensor), one at a time. All ranks must iterate together."""
+    """(name as in the Hugging Face model, whole tensor), one at a time. All ranks must iterate
+    together."""
     for name, parameter in policy.lm.named_parameters():
         full = parameter.detach()
         yield name, full.full_tensor() if isinstance(full, DTensor) else full
 
 
 def global_sum(values: dict[str, float | Tensor], world: World) -> dict[str, float]:
-    """Each entry summed over all ranks, in float64; entries named `*_max` take the maximum. Same keys on every rank."""
+    """Each entry summed over all ranks, in float64; entries named `*_max` take the maximum. Same
+    keys on every rank."""
     names = sorted(values, key=lambda name: (name.endswith("_max"), name))
     split = sum(not name.endswith("_max") for name in names)
-    flat = torch.stack([torch.as_tensor(values[name], dtype=torch.float64, device=world.device) for name in names])
+    flat = torch.stack(
+        [torch.as_tensor(values[name], dtype=torch.float64, device=world.device) for name in names]
+    )
     for part, operation in ((flat[:split], dist.ReduceOp.SUM), (flat[split:], dist.ReduceOp.MAX)):
         if len(part) and world.size > 1:
             dist.all_reduce(part, op=operation)
@@ -125,15 +145,19 @@ def global_sum(values: dict[str, float | Tensor], world: World) -> dict[str, flo
 
 
 def gather(values: Tensor, world: World) -> Tensor:
-    """The ranks' vectors, of any lengths, end to end in rank order; the same on every rank. For small ones."""
+    """The ranks' vectors, of any lengths, end to end in rank order; the same on every rank. For
+    small ones."""
     parts = [None] * world.size
     dist.all_gather_object(parts, values.cpu())
     return torch.cat(parts).to(values.device)
 
 
 @contextlib.contextmanager
-def together(world: World, kind: type[Exception], what: str, *also: type[BaseException]) -> Iterator[None]:
-    """Work on files inside: where it fails on any rank (OSError or `also`), all raise `kind`, "`what` (the cause)"."""
+def together(
+    world: World, kind: type[Exception], what: str, *also: type[BaseException]
+) -> Iterator[None]:
+    """Work on files inside: where it fails on any rank (OSError or `also`), all raise `kind`,
+    "`what` (the cause)"."""
     failure = ""
     try:
         yield
@@ -149,42 +173,52 @@ def together(world: World, kind: type[Exception], what: str, *also: type[BaseExc
 
 
 def scale_gradients(policy: nn.Module, factor: float) -> None:
-    """Multiply every gradient by `factor`: turns accumulated sums into the mean that the objective asks for."""
+    """Multiply every gradient by `factor`: turns accumulated sums into the mean that the objective
+    asks for."""
     for parameter in policy.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(factor)
 
 
 def clip_gradients(policy: nn.Module, max_norm: float) -> float:
-    """Scale the whole gradient, over all shards, to norm `max_norm` at most; return its norm before."""
+    """Scale the whole gradient, over all shards, to norm `max_norm` at most; return its norm
+    before."""
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
     return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
 class StopFlag:
-    """SIGINT, SIGTERM and SIGHUP finish the current step instead of tearing it apart; a second one kills as usual."""
+    """SIGINT, SIGTERM and SIGHUP finish the current step instead of tearing it apart; a second one
+    kills as usual."""
 
     def __init__(self):
         self.raised = False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup: the user said to go on
+            # Nohup: the user said to go on
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._raise)
 
     def _raise(self, number: int, frame: object) -> None:
         self.raised = True
         signal.signal(number, signal.SIG_DFL)
         for output in (1, 2) if number == signal.SIGHUP else ():
-            if stat.S_ISCHR(os.fstat(output).st_mode):  # the terminal is gone: to write to it would be an error
+            # The terminal is gone: to write to it would be an error
+            if stat.S_ISCHR(os.fstat(output).st_mode):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), output)
 
     def anywhere(self, world: World) -> bool:
-        """True on all ranks as soon as one of them was signalled: they must leave the loop at the same step."""
+        """True on all ranks as soon as one of them was signalled: they must leave the loop at the
+        same step."""
         return global_sum({"stop_max": float(self.raised)}, world)["stop_max"] > 0
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in `folder`, oldest first; what has another name is none of ours."""
-    found = [path for path in folder.glob("step_*") if re.fullmatch("step_[0-9]{6,}", path.name) and path.is_dir()]
+    found = [
+        path
+        for path in folder.glob("step_*")
+        if re.fullmatch("step_[0-9]{6,}", path.name) and path.is_dir()
+    ]
     return sorted(found, key=step_of)
 
 
@@ -202,9 +236,11 @@ def checksum(path: Path) -> str:
 def save_checkpoint(
     folder: Path, step: int, policy: nn.Module, optimizer: Optimizer, state: dict, world: World
 ) -> None:
-    """Write `folder/step_<n>`: sharded weights and optimiser, and for each rank its RNGs, `state` and checksums.
+    """Write `folder/step_<n>`: sharded weights and optimiser, and for each rank its RNGs, `state`
+    and checksums.
 
-    Written under a temporary name and renamed when complete, so that a kill at any moment leaves the older ones usable.
+    Written under a temporary name and renamed when complete, so that a kill at any moment leaves
+    the older ones usable.
     """
     final, partial = folder / f"step_{step:06d}", folder / "partial"
     advice = "checkpoints before it are whole: mend that and go on with --resume"
@@ -216,17 +252,30 @@ def save_checkpoint(
     unused = [one for one in optimizers if not one.state]
     weights, moments = get_state_dict(policy, optimizer)
     for values in (values for one in unused for values in one.state.values()):
-        values["step"].zero_()  # get_state_dict lets an optimiser that never stepped take an empty step: undo its count
+        # get_state_dict lets an optimiser that never stepped take an empty step: undo its count
+        values["step"].zero_()
     generators = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if world.device.type == "cuda":
         generators["cuda"] = torch.cuda.get_rng_state()
     try:
         # A full disk reaches us as any of these.
-        with together(world, RunStopped, f"cannot save {final}; {advice}", RuntimeError, dcp.api.CheckpointException):
+        with together(
+            world,
+            RunStopped,
+            f"cannot save {final}; {advice}",
+            RuntimeError,
+            dcp.api.CheckpointException,
+        ):
             dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=partial / "shards")
-            own = [*(partial / "shards").glob(f"__{world.rank}_*"), *[partial / "shards/.metadata"][world.rank :]]
+            own = [
+                *(partial / "shards").glob(f"__{world.rank}_*"),
+                *[partial / "shards/.metadata"][world.rank :],
+            ]
             share = {"generators": generators, "state": state, "ranks": world.size}
-            torch.save(share | {"sums": {path.name: checksum(path) for path in own}}, partial / f"rank{world.rank}.pt")
+            torch.save(
+                share | {"sums": {path.name: checksum(path) for path in own}},
+                partial / f"rank{world.rank}.pt",
+            )
     except RunStopped:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -235,16 +284,25 @@ def save_checkpoint(
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
             kept = checkpoints(folder)
-            for newer in kept[kept.index(final) + 1 :]:  # found damaged on --resume: no later resume shall meet it
-                newer.rename(next(p for i in range(99) if not (p := folder / f"damaged{i}_{newer.name}").exists()))
+            # Found damaged on --resume: no later resume shall meet it
+            for newer in kept[kept.index(final) + 1 :]:
+                newer.rename(
+                    next(
+                        p
+                        for i in range(99)
+                        if not (p := folder / f"damaged{i}_{newer.name}").exists()
+                    )
+                )
             for old in kept[: kept.index(final) + 1][:-KEEP_CHECKPOINTS]:
                 shutil.rmtree(old)
 
 
 def read_share(checkpoint: Path, world: World) -> dict:
-    """What this rank saved, after its files have been held to their checksums. Any kind of error: they are damaged.
+    """What this rank saved, after its files have been held to their checksums. Any kind of error:
+    they are damaged.
 
-    In an evaluation by other ranks than saved, they divide the files; one beyond their number gets the first share.
+    In an evaluation by other ranks than saved, they divide the files; one beyond their number gets
+    the first share.
     """
 
     def read(rank: int) -> dict:
@@ -261,24 +319,34 @@ def read_share(checkpoint: Path, world: World) -> dict:
     return shares.get(world.rank, first)
 
 
-def load_checkpoint(folder: Path, policy: nn.Module, optimizer: Optimizer, world: World) -> tuple[int, dict]:
-    """Restore the newest whole checkpoint in `folder` in place and return its step and this rank's `state`."""
+def load_checkpoint(
+    folder: Path, policy: nn.Module, optimizer: Optimizer, world: World
+) -> tuple[int, dict]:
+    """Restore the newest whole checkpoint in `folder` in place and return its step and this rank's
+    `state`."""
     found, damaged = [checkpoints(folder)], []
     dist.broadcast_object_list(found)  # all ranks must take the same one
     for checkpoint in reversed(found[0]):
         try:
-            with together(world, RunStopped, f"{checkpoint.name} is damaged", Exception):  # damage takes many forms
+            # Damage takes many forms
+            with together(world, RunStopped, f"{checkpoint.name} is damaged", Exception):
                 saved = read_share(checkpoint, world)
             break
         except RunStopped as error:
             damaged.append(str(error))
     else:
-        what = f"whole checkpoint in {folder}: {'; '.join(damaged)}" if damaged else f"checkpoint in {folder}"
+        what = (
+            f"whole checkpoint in {folder}: {'; '.join(damaged)}"
+            if damaged
+            else f"checkpoint in {folder}"
+        )
         raise Refused(f"--resume: no {what}")
     if damaged and world.rank == 0:
         print(f"{folder}: {'; '.join(damaged)}: going on from {checkpoint.name}", flush=True)
     weights, moments = get_state_dict(policy, optimizer)
-    with together(world, Refused, f"--resume: {checkpoint} does not fit --model", dcp.api.CheckpointException):
+    with together(
+        world, Refused, f"--resume: {checkpoint} does not fit --model", dcp.api.CheckpointException
+    ):
         dcp.load({"policy": weights, "optimizer": moments}, checkpoint_id=checkpoint / "shards")
     set_state_dict(policy, optimizer, model_state_dict=weights, optim_state_dict=moments)
     random.setstate(saved["generators"]["python"])
@@ -288,7 +356,9 @@ def load_checkpoint(folder: Path, policy: nn.Module, optimizer: Optimizer, world
     return step_of(checkpoint), saved["state"]
 
 
-def save_model(policy: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path, world: World) -> None:
+def save_model(
+    policy: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path, world: World
+) -> None:
     """Write the model in the Hugging Face format: loadable by transformers, vLLM, and `--model`."""
     weights = {}
     for name, full in full_parameters(policy):  # all ranks gather, the first one keeps
@@ -297,7 +367,9 @@ def save_model(policy: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Pa
     if world.rank == 0:
         tied = policy.lm.get_output_embeddings().weight is policy.lm.get_input_embeddings().weight
         if tied:
-            weights["lm_head.weight"] = weights[next(name for name in weights if name.endswith("embed_tokens.weight"))]
+            weights["lm_head.weight"] = weights[
+                next(name for name in weights if name.endswith("embed_tokens.weight"))
+            ]
     with together(world, RunStopped, f"cannot write {folder}", SafetensorError):
         if world.rank == 0:
             policy.lm.save_pretrained(folder, state_dict=weights)
@@ -305,7 +377,8 @@ def save_model(policy: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Pa
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or of its cause's: what fits into an error of one line."""
+    """The first line of an exception's message, or of its cause's: what fits into an error of one
+    line."""
     if isinstance(error, dcp.api.CheckpointException):
         error, _ = next(iter(error.failures.values()))
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

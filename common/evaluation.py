@@ -1,4 +1,5 @@
-"""Measuring a policy: the two accuracies of a training run, and the papers' benchmark with `--eval_only`."""
+"""Measuring a policy: the two accuracies of a training run, and the papers' benchmark with
+`--eval_only`."""
 
 from __future__ import annotations
 
@@ -20,12 +21,22 @@ RESAMPLES = 2000
 
 
 def evaluate(
-    engine: HFEngine | VLLMEngine, task: Task, tokenizer: PreTrainedTokenizerBase, args: object, world: World
+    engine: HFEngine | VLLMEngine,
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    args: object,
+    world: World,
 ) -> dict[str, float]:
-    """Accuracy on the held-out problems: `greedy` (one response) and `sampled` (mean of --eval_samples responses)."""
+    """Accuracy on the held-out problems: `greedy` (one response) and `sampled` (mean of
+    --eval_samples responses)."""
     problems, state, right = task.held_out[world.rank :: world.size], engine.state_dict(), {}
-    for name, n, temperature in (("greedy", 1, 0.0), ("sampled", args.eval_samples, args.temperature)):
-        rollout = engine.generate([p.prompt_ids for p in problems], n, args.max_new_tokens, temperature)
+    for name, n, temperature in (
+        ("greedy", 1, 0.0),
+        ("sampled", args.eval_samples, args.temperature),
+    ):
+        rollout = engine.generate(
+            [p.prompt_ids for p in problems], n, args.max_new_tokens, temperature
+        )
         texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
         right[name] = sum(task.judge(texts, [p.answer for p in problems for _ in range(n)])) / n
     engine.load_state_dict(state)  # training's samples do not depend on how often one looks
@@ -41,10 +52,11 @@ def benchmark(
     folder: Path,
     step: int,
 ) -> str:
-    """avg@n and pass@k of every set in `task.sets`, for both decoding settings, each with a 95% interval, as a table.
+    """avg@n and pass@k of every set in `task.sets`, for both decoding settings, each with a 95%
+    interval, as a table.
 
-    Writes `folder/evaluation-step<n>.jsonl`, a line for each problem and setting with its responses and their scores;
-    n is `step`, the optimised steps of what is measured.
+    Writes `folder/evaluation-step<n>.jsonl`, a line for each problem and setting with its responses
+    and their scores; n is `step`, the optimised steps of what is measured.
     """
     n, rows = args.eval_samples, []
     for name, problems in task.sets.items():
@@ -57,14 +69,27 @@ def benchmark(
             lengths, finished = rollout.mask.sum(1).int().tolist(), rollout.finished.tolist()
             for i, (number, p) in enumerate(mine):
                 own = slice(i * n, (i + 1) * n)
-                row = {"set": name, "temperature": temperature, "top_p": top_p, "problem": number, "prompt": p.prompt}
-                row |= {"answer": p.answer, "scores": scores[own], "lengths": lengths[own], "finished": finished[own]}
+                row = {
+                    "set": name,
+                    "temperature": temperature,
+                    "top_p": top_p,
+                    "problem": number,
+                    "prompt": p.prompt,
+                }
+                row |= {
+                    "answer": p.answer,
+                    "scores": scores[own],
+                    "lengths": lengths[own],
+                    "finished": finished[own],
+                }
                 rows.append(row | {"responses": texts[own]})
     parts = [None] * world.size
     dist.all_gather_object(parts, rows)
     rows = sorted((row for part in parts for row in part), key=lambda row: row["problem"])
     killed = global_sum({"killed": getattr(task.judge, "killed", 0)}, world)["killed"]
-    text = table(rows, n) + (f"\n{killed:.0f} answers broke the judge's bounds: scored 0" if killed else "")
+    text = table(rows, n) + (
+        f"\n{killed:.0f} answers broke the judge's bounds: scored 0" if killed else ""
+    )
     path = folder / f"evaluation-step{step}.jsonl"
     with together(world, RunStopped, f"cannot write {path}: the table is all that is left"):
         if world.rank == 0:
@@ -80,7 +105,16 @@ def benchmark(
 def table(rows: list[dict], n: int) -> str:
     """The results as a Markdown table, a line for each set and decoding setting."""
     ks = [2**i for i in range(1, n.bit_length())]
-    head = ["set", "T", "top-p", "problems", f"avg@{n} [95%]", *(f"pass@{k} [95%]" for k in ks), "length", "cut"]
+    head = [
+        "set",
+        "T",
+        "top-p",
+        "problems",
+        f"avg@{n} [95%]",
+        *(f"pass@{k} [95%]" for k in ks),
+        "length",
+        "cut",
+    ]
     lines = [" | ".join(["", *head, ""]).strip(), "|".join(["", *["---"] * len(head), ""])]
     groups: dict[tuple, list[dict]] = {}
     for row in rows:
@@ -98,9 +132,11 @@ def table(rows: list[dict], n: int) -> str:
 
 
 def pass_at_k(right: Tensor, n: int, k: int) -> Tensor:
-    """Unbiased estimate `[problems]` of the chance that one of k responses is right, from `right` of n (2107.03374):
-    1 - C(n - right, k) / C(n, k)."""
-    return torch.tensor([1 - math.comb(n - c, k) / math.comb(n, k) for c in right.tolist()], dtype=torch.float64)
+    """Unbiased estimate `[problems]` of the chance that one of k responses is right, from `right`
+    of n (2107.03374): 1 - C(n - right, k) / C(n, k)."""
+    return torch.tensor(
+        [1 - math.comb(n - c, k) / math.comb(n, k) for c in right.tolist()], dtype=torch.float64
+    )
 
 
 def bootstrap(values: Tensor) -> tuple[float, float]:

@@ -1,9 +1,11 @@
-"""Judging answers: exact match for the arithmetic task, math-verify for text mathematics, reasoning-gym for its tasks.
+"""Judging answers: exact match for the arithmetic task, math-verify for text mathematics,
+reasoning-gym for its tasks.
 
-The two libraries run sympy on whatever the model wrote, which can hang, take all memory or raise. Each answer is so
-judged in a worker process under bounds that the kernel enforces: an alarm kills the worker even in the middle of C code
-(a Python-level time-out would not; and math-verify's own, based on signals, silently fails when called from a thread).
-`python -m common.reward` is that worker: JSON lines in, one verdict a line out. It does not import torch.
+The two libraries run sympy on whatever the model wrote, which can hang, take all memory or raise.
+Each answer is so judged in a worker process under bounds that the kernel enforces: an alarm kills
+the worker even in the middle of C code (a Python-level time-out would not; and math-verify's own,
+based on signals, silently fails when called from a thread). `python -m common.reward` is that
+worker: JSON lines in, one verdict a line out. It does not import torch.
 """
 
 from __future__ import annotations
@@ -23,15 +25,18 @@ TAIL = 2000  # characters searched for an answer that is not boxed
 
 
 def arithmetic_reward(completion: str, answer: str) -> float:
-    """1.0 if what follows the last `#` is exactly the answer. No `#`, no reward; a substring is not enough."""
+    """1.0 if what follows the last `#` is exactly the answer. No `#`, no reward; a substring is not
+    enough."""
     _, mark, final = completion.rpartition("#")
     return float(mark == "#" and final == answer)
 
 
 def final_answer(completion: str) -> str:
-    """The last \\boxed{...} with its braces balanced; "" if it never closes; the end of the text if there is no box.
+    """The last \\boxed{...} with its braces balanced; "" if it never closes; the end of the text if
+    there is no box.
 
-    Only the last box counts: a response that boxes every candidate must not be paid for one of them.
+    Only the last box counts: a response that boxes every candidate must not be paid for one of
+    them.
     """
     start = completion.rfind("\\boxed{")
     if start < 0:
@@ -52,22 +57,28 @@ def gym_rows(name: str) -> object:
 
 
 class MathJudge:
-    """Scores text answers with math-verify in worker processes; `killed` counts the answers that broke their bounds.
+    """Scores text answers with math-verify in worker processes; `killed` counts the answers that
+    broke their bounds.
 
-    With `gym` it scores by that reasoning-gym set's own function, which may give part marks; the reference answers are
-    then the problems' indices.
+    With `gym` it scores by that reasoning-gym set's own function, which may give part marks; the
+    reference answers are then the problems' indices.
     """
 
-    def __init__(self, workers: int = 0, seconds: float = SECONDS, memory: int = MEMORY, gym: str = ""):
+    def __init__(
+        self, workers: int = 0, seconds: float = SECONDS, memory: int = MEMORY, gym: str = ""
+    ):
         self.limits, self.gym, self.killed = (seconds, memory), gym, 0
         self.idle: queue.Queue[subprocess.Popen | None] = queue.Queue()
-        workers = workers or min(8, max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+        workers = workers or min(
+            8, max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        )
         for _ in range(workers):
             self.idle.put(None)  # started when first needed
         self.threads = ThreadPoolExecutor(workers)
 
     def __call__(self, completions: list[str], answers: list[str]) -> list[float]:
-        """1.0 where the completion's final answer equals the reference, else 0.0 (or part marks)."""
+        """1.0 where the completion's final answer equals the reference, else 0.0 (or part
+        marks)."""
         return list(self.threads.map(self._judge, completions, answers))
 
     def _judge(self, completion: str, answer: str) -> float:
@@ -92,16 +103,25 @@ class MathJudge:
 
     def _start(self) -> subprocess.Popen:
         worker = subprocess.Popen(
-            [sys.executable, "-m", "common.reward", *map(str, self.limits), self.gym, str(START_SECONDS)],
+            [
+                sys.executable,
+                "-m",
+                "common.reward",
+                *map(str, self.limits),
+                self.gym,
+                str(START_SECONDS),
+            ],
             cwd=Path(__file__).parent.parent,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            start_new_session=True,  # Ctrl-C is for the trainer, which finishes its step and still needs its judge
+            # Ctrl-C is for the trainer, which finishes its step and still needs its judge
+            start_new_session=True,
         )
         if worker.stdout.readline() != "ready\n":
-            from common.distributed import RunStopped  # not above: it imports torch, which a worker does without
+            # Not above: it imports torch, which a worker does without
+            from common.distributed import RunStopped
 
             worker.kill()
             reason = f"exit code {worker.wait()}: is its package installed, is memory left?"
@@ -124,8 +144,10 @@ def worker(seconds: float, memory: int, gym: str, start_seconds: float) -> None:
     import resource
     import signal
 
-    verdicts, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints must not pass for a verdict
-    signal.setitimer(signal.ITIMER_REAL, start_seconds)  # SIGALRM's default action: the kernel ends this process
+    # Whatever a library prints must not pass for a verdict
+    verdicts, sys.stdout = sys.stdout, sys.stderr
+    # SIGALRM's default action: the kernel ends this process
+    signal.setitimer(signal.ITIMER_REAL, start_seconds)
     if gym:
         rows = gym_rows(gym)
         from reasoning_gym.utils import extract_answer

@@ -24,23 +24,48 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.data import HUB
-from common.distributed import CLOSING, BadInput, Refused, RunStopped, World, first_line, global_sum, setup, together
+from common.distributed import (
+    CLOSING,
+    BadInput,
+    Refused,
+    RunStopped,
+    World,
+    first_line,
+    global_sum,
+    setup,
+    together,
+)
 from common.flags import broken_rule
-from common.folder import ROWS, Claim, append, as_lines, holds_a_run, read_lines, saved_config, spelled_out, whole
+from common.folder import (
+    ROWS,
+    Claim,
+    append,
+    as_lines,
+    holds_a_run,
+    read_lines,
+    saved_config,
+    spelled_out,
+    whole,
+)
 from common.rollout import Rollout
 
-PHASES = ("rollout", "reward", "old_logp", "update", "sync", "evaluate", "save")  # a file may clock others, too
+# a file may clock others, too
+PHASES = ("rollout", "reward", "old_logp", "update", "sync", "evaluate", "save")
 MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
-FREE_ON_RESUME = set("steps run_dir resume save_every save_hf eval_every eval_samples eval_only wandb".split())
+FREE_ON_RESUME = set(
+    "steps run_dir resume save_every save_hf eval_every eval_samples eval_only wandb".split()
+)
 SHOWN = ("reward", "greedy", "ref_kl", "sampler_kl")  # on the progress bar
 
 
 def launch(main: Callable[[object, World], None], Args: type) -> None:
-    """Parse the flags, join the ranks, run `main(args, world)`. Errors meant for people are one line on stderr.
+    """Parse the flags, join the ranks, run `main(args, world)`. Errors meant for people are one
+    line on stderr.
 
     Exit code 2 for bad input, 1 for a run that had to stop.
     """
-    first_rank = os.environ.get("LOCAL_RANK", "0") == "0"  # every rank meets the same error: say it once
+    # Every rank meets the same error: say it once
+    first_rank = os.environ.get("LOCAL_RANK", "0") == "0"
     world = None
     with contextlib.suppress(AttributeError):  # a terminal that cannot show ε is no reason to stop
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -55,10 +80,14 @@ def launch(main: Callable[[object, World], None], Args: type) -> None:
                 Run.bar.close()  # ends its line, before anything is said
         dist.barrier()  # leave together: gloo may abort a rank whose peer is still busy
     except (BadInput, RunStopped) as error:
-        if not first_rank:  # mostly all ranks meet the same error: torchrun ends this one while it waits
+        # Mostly all ranks meet the same error: torchrun ends this one while it waits
+        if not first_rank:
             time.sleep(2)
         if first_rank or isinstance(error, BadInput) and not isinstance(error, Refused):
-            print(f"{Path(sys.argv[0]).name}: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+            print(
+                f"{Path(sys.argv[0]).name}: error: {' '.join(str(error).splitlines())}",
+                file=sys.stderr,
+            )
         sys.exit(2 if isinstance(error, BadInput) else 1)
     except KeyboardInterrupt:  # before the first step; from there on StopFlag takes it
         if first_rank:
@@ -69,9 +98,16 @@ def launch(main: Callable[[object, World], None], Args: type) -> None:
         lower = "--rollout_rows or --vllm_memory" if sampling else "--micro_tokens"
         fall(f"out of memory in {Run.phase or 'set-up'} ({first_line(error)}): lower {lower}")
     except RuntimeError as error:
-        if world is None or world.size == 1 or not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        if (
+            world is None
+            or world.size == 1
+            or not isinstance(error, dist.DistError)
+            and "gloo" not in str(error)
+        ):
             raise
-        gone = f"rank {world.rank} lost contact to another rank in {Run.phase} ({first_line(error)})"
+        gone = (
+            f"rank {world.rank} lost contact to another rank in {Run.phase} ({first_line(error)})"
+        )
         fall(f"{gone}: torchrun names the one that failed first; go on with --resume", wait=3.0)
     finally:
         while CLOSING:
@@ -81,7 +117,8 @@ def launch(main: Callable[[object, World], None], Args: type) -> None:
 
 
 def fall(message: str, wait: float = 0.0) -> None:
-    """End this rank without a clean-up, which would wait for others: they may be gone, or still computing.
+    """End this rank without a clean-up, which would wait for others: they may be gone, or still
+    computing.
 
     After `wait` seconds, if torchrun is to see another rank fail first: it names the first one.
     """
@@ -91,28 +128,42 @@ def fall(message: str, wait: float = 0.0) -> None:
 
 
 def parse(Args: type, first_rank: bool = True) -> object:
-    """`Args` from the command line; tyro's boxed message for a wrong flag is folded into one line."""
+    """`Args` from the command line; tyro's boxed message for a wrong flag is folded into one
+    line."""
     header, message = sys.modules[Args.__module__].__doc__.splitlines()[0], io.StringIO()
     try:
         with contextlib.redirect_stderr(message):
-            return tyro.cli(Args, description=header, use_underscores=True, console_outputs=first_rank)
+            return tyro.cli(
+                Args, description=header, use_underscores=True, console_outputs=first_rank
+            )
     except SystemExit as stop:
         if stop.code != 2:
             raise
-        lines = [line.strip(" │") for line in message.getvalue().splitlines()[1:]]  # [0] is the box's title
-        parts = [list(g) for words, g in itertools.groupby(lines, lambda line: bool(line.strip("─-╰╯"))) if words]
-        raise BadInput(" ".join(parts[0]) if parts else "wrong flags") from None  # only the first rank is told more
+        #  is the box's title
+        lines = [line.strip(" │") for line in message.getvalue().splitlines()[1:]]  # [0]
+        parts = [
+            list(g)
+            for words, g in itertools.groupby(lines, lambda line: bool(line.strip("─-╰╯")))
+            if words
+        ]
+        # Only the first rank is told more
+        raise BadInput(" ".join(parts[0]) if parts else "wrong flags") from None
 
 
 def check(args: object, world: World) -> None:
-    """Refuse values with which no run makes sense, and divisions that would leave a rank without its share."""
+    """Refuse values with which no run makes sense, and divisions that would leave a rank without
+    its share."""
     if wrong := broken_rule(args):
         raise BadInput(wrong)
     if args.group_size < 2 and not args.eval_only:
-        raise BadInput(f"--group_size {args.group_size}: a group needs 2 responses or more to compare")
+        raise BadInput(
+            f"--group_size {args.group_size}: a group needs 2 responses or more to compare"
+        )
     unit = world.size * args.minibatches
     if args.prompts_per_step % unit and not args.eval_only:  # mini-batches are made of whole groups
-        raise BadInput(f"--prompts_per_step {args.prompts_per_step}: not a multiple of ranks x --minibatches = {unit}")
+        raise BadInput(
+            f"--prompts_per_step {args.prompts_per_step}: not a multiple of ranks x --minibatches = {unit}"
+        )
     if args.wandb and not importlib.util.find_spec("wandb"):
         raise BadInput(f"--wandb {args.wandb}: needs the package (pip install wandb)")
     if args.dtype == "auto":
@@ -129,7 +180,11 @@ def without_effect(args: object, world: World) -> Iterator[str]:
         (vllm, "with vLLM", "rollout_rows"),
         (kinds == {"arithmetic"}, "with --task arithmetic", "max_prompt_tokens"),
         (kinds <= {"arithmetic", "reasoning_gym"}, f"with --task {args.task}", "instruction"),
-        (kinds <= {"arithmetic", "reasoning_gym", *HUB}, "without a local file", "prompt_column answer_column"),
+        (
+            kinds <= {"arithmetic", "reasoning_gym", *HUB},
+            "without a local file",
+            "prompt_column answer_column",
+        ),
         (getattr(args, "beta", 0) == 0, "with --beta 0", "offload_reference"),
         (args.eval_only, "with --eval_only", "save_hf wandb"),
     ):
@@ -139,20 +194,29 @@ def without_effect(args: object, world: World) -> Iterator[str]:
 
 
 class Means:
-    """Metrics of one step as (sum, count) pairs: the exact mean for any number of micro-batches and ranks.
+    """Metrics of one step as (sum, count) pairs: the exact mean for any number of micro-batches and
+    ranks.
 
-    A count of None leaves the sum as it is; a name that ends in `_max` takes the maximum instead. Where nothing was
-    counted there is no mean, and the metric is left out of the step.
+    A count of None leaves the sum as it is; a name that ends in `_max` takes the maximum instead.
+    Where nothing was counted there is no mean, and the metric is left out of the step.
     """
 
     def __init__(self):
-        self.sums, self.counts, self.plain = defaultdict(lambda: torch.tensor(0.0)), defaultdict(float), set()
+        self.sums, self.counts, self.plain = (
+            defaultdict(lambda: torch.tensor(0.0)),
+            defaultdict(float),
+            set(),
+        )
 
     def add(self, **pairs: tuple[Tensor | float, Tensor | float | None]) -> None:
         for name, (total, count) in pairs.items():
-            value = total.detach().double() if isinstance(total, Tensor) else torch.tensor(float(total))
+            value = (
+                total.detach().double() if isinstance(total, Tensor) else torch.tensor(float(total))
+            )
             largest = name.endswith("_max")
-            self.sums[name] = torch.maximum(self.sums[name], value) if largest else self.sums[name] + value
+            self.sums[name] = (
+                torch.maximum(self.sums[name], value) if largest else self.sums[name] + value
+            )
             self.counts[name] = self.counts[name] + (0.0 if count is None else count)
             if count is None:
                 self.plain.add(name)
@@ -165,13 +229,15 @@ class Means:
 
 
 class Run:
-    """The run folder: config.json, metrics.jsonl (a line a step), curves.png, summary.json, checkpoints/."""
+    """The run folder: config.json, metrics.jsonl (a line a step), curves.png, summary.json,
+    checkpoints/."""
 
     phase = ""  # what is being done now, for messages about failures
     bar: tqdm | None = None
 
     def __init__(self, args: object, world: World, algorithm: str, acted: str):
-        """`acted` names the metric that stays zero while the algorithm's own mechanism does nothing.
+        """`acted` names the metric that stays zero while the algorithm's own mechanism does
+        nothing.
 
         Takes the run folder's lock, and changes nothing in it yet.
         """
@@ -191,7 +257,8 @@ class Run:
         self.say(*without_effect(args, world))
 
     def _check_same(self) -> None:
-        """Bit-exact resume needs the same run: refuse another algorithm, other shapes, another number of ranks."""
+        """Bit-exact resume needs the same run: refuse another algorithm, other shapes, another
+        number of ranks."""
         saved = saved_config(self.folder)
         if not saved:
             raise BadInput(f"--resume: no run in {self.folder}")
@@ -206,7 +273,8 @@ class Run:
             raise BadInput(f"--resume: {self.metrics} is missing or holds no measurement")
 
     def start(self, task: object, done: int) -> None:
-        """Make the run folder, now that nothing can be wrong with the input any more, and say what will happen."""
+        """Make the run folder, now that nothing can be wrong with the input any more, and say what
+        will happen."""
         a, n = self.args, self.args.prompts_per_step * self.args.group_size
         self.task, self.begun = task, done
         self.config["data"] = task.fingerprint
@@ -220,32 +288,45 @@ class Run:
             f"{a.minibatches} mini-batch(es); {len(task.held_out)} held-out problems every {a.eval_every} steps"
             if done < a.steps
             else f"all {done} steps are done: to go on, give more --steps",
-            f"results in {self.folder}" + (f"; {task.dropped} prompts too long, dropped" if task.dropped else ""),
+            f"results in {self.folder}"
+            + (f"; {task.dropped} prompts too long, dropped" if task.dropped else ""),
             *task.remarks,
         )
 
     def _open(self, done: int) -> None:
-        """Refuse what only now can be known, then write: config.json, and the metrics up to step `done`."""
+        """Refuse what only now can be known, then write: config.json, and the metrics up to step
+        `done`."""
         a, kept = self.args, {}
         if a.resume:
             if saved_config(self.folder).get("data", self.config["data"]) != self.config["data"]:
-                raise BadInput(f"--resume: the file behind --task {a.task} changed since {self.folder} was started")
+                raise BadInput(
+                    f"--resume: the file behind --task {a.task} changed since {self.folder} was started"
+                )
             if done > a.steps:
                 raise BadInput(f"--steps {a.steps}: {self.folder} is at step {done} already")
             paths = (self.folder / name for name in ROWS)
-            kept = {path: [row for row in read_lines(path) if row["step"] <= done] for path in paths if path.exists()}
+            kept = {
+                path: [row for row in read_lines(path) if row["step"] <= done]
+                for path in paths
+                if path.exists()
+            }
             for row in kept[self.metrics][-1:] if hasattr(self.task.judge, "killed") else ():
-                self.task.judge.killed += int(row.get("judge_killed") or 0)  # it counts over the whole run
+                # It counts over the whole run
+                self.task.judge.killed += int(row.get("judge_killed") or 0)
         if a.wandb:
             import wandb
 
             name = self.folder.name
             try:
-                self.wandb = wandb.init(project=a.wandb, name=name, id=name, config=self.config, resume="allow")
+                self.wandb = wandb.init(
+                    project=a.wandb, name=name, id=name, config=self.config, resume="allow"
+                )
             except Exception as error:  # no network, no login: it raises many kinds
                 raise BadInput(f"--wandb {a.wandb}: {first_line(error)}") from error
         if not a.resume and holds_a_run(self.folder):
-            print(f"an earlier run was in {self.folder}: moved to {self.claim.renew(self._write_config)}")
+            print(
+                f"an earlier run was in {self.folder}: moved to {self.claim.renew(self._write_config)}"
+            )
         else:
             self._write_config(self.folder)
         self.checkpoints.mkdir(exist_ok=True)
@@ -265,7 +346,9 @@ class Run:
     def steps(self, done: int) -> Iterator[int]:
         """Step numbers from `done` + 1 to `--steps`, behind a progress bar on rank 0."""
         hidden = self.world.rank > 0
-        Run.bar = tqdm(total=self.args.steps, initial=done, disable=hidden, dynamic_ncols=True, unit="step")
+        Run.bar = tqdm(
+            total=self.args.steps, initial=done, disable=hidden, dynamic_ncols=True, unit="step"
+        )
         for step in range(done + 1, self.args.steps + 1):
             yield step
             self.bar.update()
@@ -279,14 +362,22 @@ class Run:
 
     def _now(self) -> float:
         if self.world.device.type == "cuda":
-            torch.cuda.synchronize()  # kernels run behind the host's back: without this their time lands elsewhere
+            # Kernels run behind the host's back: without this their time lands elsewhere
+            torch.cuda.synchronize()
         return time.perf_counter()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Append the step's line to metrics.jsonl (flushed) and show it on the progress bar."""
         seconds = self._now() - self.started
-        line = {"step": step} | metrics | {"tokens_per_s": metrics.get("tokens", 0) / seconds, "seconds": seconds}
-        line |= {f"seconds_{phase}": self.seconds[phase] for phase in dict.fromkeys([*PHASES, *self.seconds])}
+        line = (
+            {"step": step}
+            | metrics
+            | {"tokens_per_s": metrics.get("tokens", 0) / seconds, "seconds": seconds}
+        )
+        line |= {
+            f"seconds_{phase}": self.seconds[phase]
+            for phase in dict.fromkeys([*PHASES, *self.seconds])
+        }
         self.started += seconds
         self.seconds.clear()
         self.note(self.metrics.name, [line])
@@ -297,14 +388,16 @@ class Run:
             self.bar.set_postfix({name: f"{line[name]:.3g}" for name in shown}, refresh=False)
 
     def healthy(self, norm: float, batch: Rollout) -> bool:
-        """Whether the gradient (its norm, the same on every rank) is a number: else the update must be skipped.
+        """Whether the gradient (its norm, the same on every rank) is a number: else the update must
+        be skipped.
 
         The batch is left in the run folder; after MOST_SKIPPED in a row the run stops.
         """
         self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
         if self.skipped:
             path = self.folder / f"bad_batch_rank{self.world.rank}.pt"
-            with contextlib.suppress(OSError, RuntimeError):  # a full disk: go on, or stop, for the better reason
+            # a full disk: go on, or stop, for the better reason
+            with contextlib.suppress(OSError, RuntimeError):
                 torch.save(vars(batch), path)
             if self.skipped == MOST_SKIPPED:
                 raise RunStopped(
@@ -314,7 +407,8 @@ class Run:
         return not self.skipped
 
     def note(self, name: str, rows: list[dict]) -> None:
-        """Append rows to a JSON-lines file of the run folder, on rank 0. All ranks call it together."""
+        """Append rows to a JSON-lines file of the run folder, on rank 0. All ranks call it
+        together."""
         what = f"cannot write {self.folder / name}: mend that and go on with --resume"
         with together(self.world, RunStopped, what):
             if rows and self.world.rank == 0:
@@ -322,7 +416,8 @@ class Run:
                 append(self.folder / name, rows)
 
     def finish(self, done: int) -> None:
-        """Draw the curves; for a run that reached its last step also write summary.json and say what happened."""
+        """Draw the curves; for a run that reached its last step also write summary.json and say
+        what happened."""
         killed = global_sum({"killed": getattr(self.task.judge, "killed", 0)}, self.world)["killed"]
         with together(self.world, RunStopped, f"cannot write the results to {self.folder}"):
             if self.world.rank == 0:
@@ -342,7 +437,9 @@ class Run:
         first, last = evaluated[0], evaluated[-1]
         summary = {f"{how}_before": first[how] for how in ("greedy", "sampled")}
         summary |= {f"{how}_after": last[how] for how in ("greedy", "sampled")}
-        summary["seconds"] = total = sum(line["seconds"] for line in history) + self._now() - self.started
+        summary["seconds"] = total = (
+            sum(line["seconds"] for line in history) + self._now() - self.started
+        )
         split = {name: self.seconds[name] for name in PHASES}  # since the last line: its checkpoint
         for line in history:
             for name in line.keys() - {"seconds"}:
@@ -359,7 +456,8 @@ class Run:
             f"held-out accuracy, sampled  {first['sampled']:.3f} -> {last['sampled']:.3f}",
             f"curves   {curves}",
             f"metrics  {self.metrics}",
-            f"seconds  {total:.0f}: " + ", ".join(f"{name} {spent:.1f}" for name, spent in split.items()),
+            f"seconds  {total:.0f}: "
+            + ", ".join(f"{name} {spent:.1f}" for name, spent in split.items()),
         )
         if not any(line.get(self.acted) for line in history):  # null, a NaN, is no deed either
             why = "the mechanism that it measures never acted (too few steps?)"
@@ -370,7 +468,8 @@ class Run:
 
 
 def draw_curves(folder: Path) -> Path:
-    """curves.png from config.json and metrics.jsonl alone: `python -m common.tracking runs/...` draws it again."""
+    """curves.png from config.json and metrics.jsonl alone: `python -m common.tracking runs/...`
+    draws it again."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -395,9 +494,19 @@ def draw_curves(folder: Path) -> Path:
     figure, axes = pyplot.subplots(2, 4, figsize=(17, 7), layout="constrained")
     for axis, (title, names) in zip(axes.flat, panels.items()):
         for name in names:
-            points = [(line["step"], math.nan if line[name] is None else line[name]) for line in lines if name in line]
+            points = [
+                (line["step"], math.nan if line[name] is None else line[name])
+                for line in lines
+                if name in line
+            ]
             marker = "o" if len(points) < 30 else ""
-            axis.plot([x for x, _ in points], [y for _, y in points], label=name, marker=marker, linewidth=1.2)
+            axis.plot(
+                [x for x, _ in points],
+                [y for _, y in points],
+                label=name,
+                marker=marker,
+                linewidth=1.2,
+            )
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
         axis.legend()

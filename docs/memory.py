@@ -1,4 +1,5 @@
-"""Memory per GPU of the commands in the files' headers, estimated: `python docs/memory.py [FILE ...]`, GB.
+"""Memory per GPU of the commands in the files' headers, estimated: `python docs/memory.py [FILE
+...]`, GB.
 
 What is counted, with N parameters over R ranks:
     states       float32 master copy, AdamW's two moments, float32 gradient: 16 N / R bytes (goldilocks: twice;
@@ -10,8 +11,9 @@ What is counted, with N parameters over R ranks:
                  a layer's input for each layer and one layer whole; and one block of logits
     vLLM         weights (bfloat16; minirl: 8 bits) / --tensor_parallel; its KV cache is what --vllm_memory, a share of
                  80 GB, leaves beside them and some 3 GB for its activations and CUDA graphs
-The peak is the sum; with --vllm_sleep it is the larger of the trainer's part and of vLLM's beside the resident weights.
-These are the terms that grow; allocator slack, CUDA graphs and NCCL buffers come on top (some 3 to 6 GB).
+The peak is the sum; with --vllm_sleep it is the larger of the trainer's part and of vLLM's beside
+the resident weights. These are the terms that grow; allocator slack, CUDA graphs and NCCL buffers
+come on top (some 3 to 6 GB).
 """
 
 import argparse
@@ -50,7 +52,12 @@ class Shape:
         """Parameters of a decoder layer."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         router = self.hidden * self.experts if self.experts > 1 else 0
-        return attention + 3 * self.hidden * self.intermediate * self.experts + router + 2 * self.hidden
+        return (
+            attention
+            + 3 * self.hidden * self.intermediate * self.experts
+            + router
+            + 2 * self.hidden
+        )
 
     def root(self) -> int:
         """Parameters outside the layers: embedding, head, final norm."""
@@ -60,9 +67,13 @@ class Shape:
         return self.layers * self.layer() + self.root()
 
     def kept(self) -> float:
-        """Bytes that a layer keeps for each token: bfloat16, norms in float32, attention without its score matrix."""
+        """Bytes that a layer keeps for each token: bfloat16, norms in float32, attention without
+        its score matrix."""
         norms = 2 * 10 * self.hidden  # input, its float32 copy, the normalised one
-        attention = self.head_dim * (self.heads + 2 * self.kv_heads) * 2 * 3 + 2 * self.heads * self.head_dim * 2
+        attention = (
+            self.head_dim * (self.heads + 2 * self.kv_heads) * 2 * 3
+            + 2 * self.heads * self.head_dim * 2
+        )
         return norms + attention + 4 * 2 * self.intermediate * self.active + 2 * 2 * self.hidden
 
     def cache(self) -> int:
@@ -84,7 +95,11 @@ SHAPES = {  # from the models' config.json
 def commands(name: str) -> list[list[str]]:
     """The words of each torchrun command in the file's header that names a model."""
     header = ast.get_docstring(ast.parse((ROOT / f"{name}.py").read_text())).replace("\\\n", " ")
-    lines = [line.strip() for line in header.splitlines() if line.strip().startswith("torchrun") and "Qwen" in line]
+    lines = [
+        line.strip()
+        for line in header.splitlines()
+        if line.strip().startswith("torchrun") and "Qwen" in line
+    ]
     return [re.sub(r"\s#\s.*", "", line).split() for line in lines if " ..." not in line]
 
 
@@ -101,7 +116,8 @@ def estimate(name: str, words: list[str]) -> dict[str, float]:
         return float(flags.get(f"--{field}", getattr(args, field, 0)))
 
     shape = SHAPES[flags["--model"]]
-    tokens = max(number("micro_tokens"), number("max_new_tokens") + PROMPT)  # the longest response is never split
+    # The longest response is never split
+    tokens = max(number("micro_tokens"), number("max_new_tokens") + PROMPT)
     n = shape.parameters()
     layer = shape.kept() * tokens
     held = (
@@ -111,16 +127,25 @@ def estimate(name: str, words: list[str]) -> dict[str, float]:
     )
     parts = {
         "states": 16 * n / ranks * {"goldilocks": 2, "vcpo": 1.5}.get(name, 1),
-        "reference": 4 * n / ranks if number("beta") > 0 and "--offload_reference" not in flags else 0,
+        "reference": 4 * n / ranks
+        if number("beta") > 0 and "--offload_reference" not in flags
+        else 0,
         "gathered": 2 * (shape.root() + 2 * shape.layer()) + 6 * (shape.root() + shape.layer()),
         "activations": held + 4 * 4 * BLOCK_ELEMENTS,
-        "vLLM weights": (1 if args.rollout_dtype == "float8" else 2) * n / number("tensor_parallel"),
+        "vLLM weights": (1 if args.rollout_dtype == "float8" else 2)
+        * n
+        / number("tensor_parallel"),
     }
     parts = {part: size / 1e9 for part, size in parts.items()}
     trainer = sum(parts.values()) - parts["vLLM weights"]
     share = number("vllm_memory") * GPU
     parts["KV cache"] = max(0.0, share - parts["vLLM weights"] - VLLM_WORK / 1e9)
-    rows = parts["KV cache"] * 1e9 * number("tensor_parallel") / (shape.cache() * (number("max_new_tokens") + PROMPT))
+    rows = (
+        parts["KV cache"]
+        * 1e9
+        * number("tensor_parallel")
+        / (shape.cache() * (number("max_new_tokens") + PROMPT))
+    )
     sleeping = "--vllm_sleep" in flags
     resident = parts["states"] + parts["reference"]
     parts["peak"] = max(trainer, resident + share) if sleeping else trainer + share
@@ -128,17 +153,28 @@ def estimate(name: str, words: list[str]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)  # no usage: an error is one line
+    # No usage: an error is one line
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {', '.join(FILES)} (default: all)")
+    parser.add_argument(
+        "files", nargs="*", metavar="FILE", help=f"of {', '.join(FILES)} (default: all)"
+    )
     files = parser.parse_args().files or FILES
     if unknown := [name for name in files if name not in FILES]:
         parser.error(f"{unknown[0]}: unknown, use some of {', '.join(FILES)}")
-    shown = "parameters ranks states reference gathered activations".split() + ["vLLM weights", "KV cache", "peak"]
-    print(f"| file | model | {' | '.join(shown)} | responses in cache |\n|{'---|' * (len(shown) + 3)}")
+    shown = "parameters ranks states reference gathered activations".split() + [
+        "vLLM weights",
+        "KV cache",
+        "peak",
+    ]
+    print(
+        f"| file | model | {' | '.join(shown)} | responses in cache |\n|{'---|' * (len(shown) + 3)}"
+    )
     for name in files:
         for words in commands(name):
             found = estimate(name, words)
             model = words[words.index("--model") + 1].partition("/")[2]
-            cells = [f"{found[part]:.0f}" if part == "ranks" else f"{found[part]:.1f}" for part in shown]
+            cells = [
+                f"{found[part]:.0f}" if part == "ranks" else f"{found[part]:.1f}" for part in shown
+            ]
             print(f"| {name} | {model} | {' | '.join(cells)} | {found['responses in cache']:.0f} |")

@@ -1,17 +1,20 @@
-"""When does clipping fail? `python docs/staleness.py LR LAG [SEED [WAY]] [--keep FOLDER]`: answers to stale batches.
+"""When does clipping fail? `python docs/staleness.py LR LAG [SEED [WAY]] [--keep FOLDER]`: answers
+to stale batches.
 
-Same staleness (each batch is trained on LAG updates after it was sampled), batches, learning rate, warm-up and number
-of updates:
+Same staleness (each batch is trained on LAG updates after it was sampled), batches, learning rate,
+warm-up and number of updates:
     none       grpo.py's loss with π_old evaluated by the trainer, as if the batch were fresh
     clip       grpo.py's loss with the sampler's log-probs for π_old: PPO's clip against μ
     truncated  vcpo.py with both controls off: one weight per response, cut at 8
     vcpo       vcpo.py
     ess        vcpo.py with its step length and the group mean for a baseline
     baseline   vcpo.py with its baseline and steps of full length
-Prints the README's rows: greedy accuracy after every 25th update, sampled accuracy at the end. Without WAY the first
-four. --keep leaves the run folders in FOLDER (in vcpo.py's, LAG steps pass before the first update).
+Prints the README's rows: greedy accuracy after every 25th update, sampled accuracy at the end.
+Without WAY the first four. --keep leaves the run folders in FOLDER (in vcpo.py's, LAG steps pass
+before the first update).
 
-none and clip differ from the other four in the loss (grpo.py's without KL), truncated from vcpo in the controls alone.
+none and clip differ from the other four in the loss (grpo.py's without KL), truncated from vcpo in
+the controls alone.
 """
 
 import argparse
@@ -50,11 +53,15 @@ def run(way: str, lr: float, lag: int, seed: int, keep: Path) -> None:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     greedy = [f"{line['greedy']:.2f}" for line in lines if "greedy" in line]
     sampled = [line["sampled"] for line in lines if "sampled" in line]
-    print(f"| {lr:g} | {lag} | {way} | {seed} | {' · '.join(greedy)} | {sampled[-1]:.2f} |", flush=True)
+    print(
+        f"| {lr:g} | {lag} | {way} | {seed} | {' · '.join(greedy)} | {sampled[-1]:.2f} |",
+        flush=True,
+    )
 
 
 def evaluate_between_updates(lag: int) -> None:
-    """Make vcpo.py evaluate after updates 0, 25, 50, ...: its steps are `lag` ahead of its updates."""
+    """Make vcpo.py evaluate after updates 0, 25, 50, ...: its steps are `lag` ahead of its
+    updates."""
     evaluate, step = vcpo.evaluate, -1
 
     def at_the_same_updates(*arguments: object) -> dict:
@@ -69,7 +76,8 @@ def evaluate_between_updates(lag: int) -> None:
 def delay(lag: int, against_sampler: bool) -> None:
     """Make grpo.py train on stale batches: what its engine returns was sampled `lag` updates ago.
 
-    As in vcpo.py the first lag + 1 batches come from the first weights. The batch brings its own answers along.
+    As in vcpo.py the first lag + 1 batches come from the first weights. The batch brings its own
+    answers along.
     """
     make_engine, load_task, recompute = grpo.make_engine, grpo.load_task, grpo.all_logprobs
     stream: dict = {"step": 0, "waiting": deque(), "train": None, "answers": None}
@@ -95,11 +103,15 @@ def delay(lag: int, against_sampler: bool) -> None:
     def task_of(*arguments: object) -> object:
         task = load_task(*arguments)
         judge, stream["train"] = task.judge, task.train
-        task.judge = lambda texts, answers: judge(texts, stream["answers"] if len(answers) == PROMPTS * 8 else answers)
+        task.judge = lambda texts, answers: judge(
+            texts, stream["answers"] if len(answers) == PROMPTS * 8 else answers
+        )
         return task
 
     def old(policy: object, batch: object, args: object, world: object) -> tuple:
-        return (batch.rollout_logp, None) if against_sampler else recompute(policy, batch, args, world)
+        return (
+            (batch.rollout_logp, None) if against_sampler else recompute(policy, batch, args, world)
+        )
 
     grpo.make_engine, grpo.load_task, grpo.all_logprobs = engine_of, task_of, old
     grpo.check_sampler = lambda *arguments: {}  # it would stop the run: that is the point
@@ -112,7 +124,10 @@ if __name__ == "__main__":
     parser.add_argument("seed", type=int, nargs="?", default=1)
     parser.add_argument("way", choices=WAYS, nargs="?")
     parser.add_argument("--keep", type=Path)
-    parser.error = lambda message: (print(f"{message}; usage: {parser.usage}", file=sys.stderr), sys.exit(2))
+    parser.error = lambda message: (
+        print(f"{message}; usage: {parser.usage}", file=sys.stderr),
+        sys.exit(2),
+    )
     chosen = parser.parse_args()
     if chosen.lag < 0:
         parser.error(f"LAG {chosen.lag}: must be 0 or more")

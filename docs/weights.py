@@ -1,11 +1,13 @@
-"""The gradient weight on ∇ log π against the ratio, for every objective and both signs of the advantage.
+"""The gradient weight on ∇ log π against the ratio, for every objective and both signs of the
+advantage.
 
     python docs/weights.py        writes docs/weights.png
 
-Nothing is drawn from a formula: each curve is the autograd gradient of that file's own `policy_loss` on one-token
-responses, so that a response's ratio is its token's. goldilocks.py and deep_grpo.py have grpo.py's weight (deep_grpo's
-branches times λ = 1), minirl is shown without train-inference gap (μ = π_old), vcpo before its baseline. No curve goes
-beyond r = 1/π_old, where the token's probability would pass 1.
+Nothing is drawn from a formula: each curve is the autograd gradient of that file's own
+`policy_loss` on one-token responses, so that a response's ratio is its token's. goldilocks.py and
+deep_grpo.py have grpo.py's weight (deep_grpo's branches times λ = 1), minirl is shown without
+train-inference gap (μ = π_old), vcpo before its baseline. No curve goes beyond r = 1/π_old, where
+the token's probability would pass 1.
 """
 
 import argparse
@@ -27,7 +29,8 @@ from matplotlib.lines import Line2D  # noqa: E402
 from matplotlib.ticker import NullLocator  # noqa: E402
 
 NARROW = 1e-3  # half the width of gspo's axis
-CURVES = [  # file, title, letter of the ratio, π_old of the token, its entropy (only stapo looks at it), flags
+# File, title, letter of the ratio, π_old of the token, its entropy (only stapo looks at it), flags
+CURVES = [
     ("grpo", "GRPO, Goldilocks, DEEP-GRPO\nclip 0.2 / 0.2", "r", 0.02, 1.0, {"beta": 0.0}),
     ("gspo", "GSPO (note the axis)\nclip 3e-4 / 4e-4", "s", 0.02, 1.0, {}),
     ("sapo", "SAPO\nτ 1.0 / 1.05", "r", 0.02, 1.0, {}),
@@ -40,7 +43,9 @@ CURVES = [  # file, title, letter of the ratio, π_old of the token, its entropy
 ]
 
 
-def weights(name: str, ratios: torch.Tensor, sign: float, old: float, entropy: float, flags: dict) -> torch.Tensor:
+def weights(
+    name: str, ratios: torch.Tensor, sign: float, old: float, entropy: float, flags: dict
+) -> torch.Tensor:
     """c(r, Â = sign) `[N]`, one response of one token for each ratio `[N]`."""
     module = importlib.import_module(name)
     old_logp = torch.full((len(ratios), 1), old, dtype=torch.float64).log()  # [N, 1]
@@ -65,23 +70,35 @@ def main() -> None:
     figure, axes = pyplot.subplots(3, 3, figsize=(10.4, 9.2), layout="constrained", sharey=True)
     for axis, (name, title, letter, old, entropy, flags) in zip(axes.flat, CURVES):
         wide = torch.logspace(-1.7, 1.7, 4001, dtype=torch.float64)  # 0.02 to 50
-        ratios = torch.linspace(1 - NARROW, 1 + NARROW, 4001, dtype=torch.float64) if name == "gspo" else wide
+        ratios = (
+            torch.linspace(1 - NARROW, 1 + NARROW, 4001, dtype=torch.float64)
+            if name == "gspo"
+            else wide
+        )
         ratios = ratios[ratios <= 1 / old]
         for sign, colour in ((1.0, "tab:blue"), (-1.0, "tab:red")):
             axis.plot(ratios, sign * ratios, color="0.6", linestyle=(0, (2, 2)), linewidth=1)
-            axis.plot(ratios, weights(name, ratios, sign, old, entropy, flags), color=colour, linewidth=2)
+            axis.plot(
+                ratios, weights(name, ratios, sign, old, entropy, flags), color=colour, linewidth=2
+            )
         axis.axvline(1.0, color="0.8", linewidth=1, zorder=0)
         axis.axhline(0.0, color="0.8", linewidth=1, zorder=0)
         axis.set_yscale("symlog", linthresh=1.0, linscale=1.0)
-        axis.set_yticks([-50, -10, -3, -1, 0, 1, 3, 10, 50], labels="-50 -10 -3 -1 0 1 3 10 50".split())
+        axis.set_yticks(
+            [-50, -10, -3, -1, 0, 1, 3, 10, 50], labels="-50 -10 -3 -1 0 1 3 10 50".split()
+        )
         axis.yaxis.set_minor_locator(NullLocator())
         if name == "gspo":
             axis.set_xticks([0.999, 1.0, 1.001], labels=["0.999", "1", "1.001"])
         else:
             axis.set(xscale="log", xlim=(0.018, 56))
-            axis.set_xticks([0.02, 0.1, 0.5, 1, 2, 5, 10, 50], labels="0.02 0.1 0.5 1 2 5 10 50".split())
+            axis.set_xticks(
+                [0.02, 0.1, 0.5, 1, 2, 5, 10, 50], labels="0.02 0.1 0.5 1 2 5 10 50".split()
+            )
             axis.xaxis.set_minor_locator(NullLocator())
-        axis.set(title=title, xlabel={"r": "r, token", "s": "s, response", "w": "w, response"}[letter])
+        axis.set(
+            title=title, xlabel={"r": "r, token", "s": "s, response", "w": "w, response"}[letter]
+        )
         axis.grid(alpha=0.25)
     for row in axes:
         row[0].set_ylabel("weight on ∇ log π")
@@ -97,6 +114,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)  # no usage: an error is one line
+    # No usage: an error is one line
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
     parser.parse_args()
     main()

@@ -23,11 +23,12 @@ def policy_loss(
     ref_logp: Tensor | None = None,
     **hparams: float,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The exact objective over the whole batch, as a scalar to minimise, and its statistics as means (NaN: of nothing).
+    """The exact objective over the whole batch, as a scalar to minimise, and its statistics as
+    means (NaN: of nothing).
 
-    `logp, old_logp, rollout_logp, entropy, mask` are `[N, T]`, `advantages` `[N]`; differentiable in `logp`, computed
-    in the dtype given. `hparams` are fields of the file's own `Args`; an unknown one is a TypeError. Without `ref_logp`
-    the KL term is off unless `beta` asks for it.
+    `logp, old_logp, rollout_logp, entropy, mask` are `[N, T]`, `advantages` `[N]`; differentiable
+    in `logp`, computed in the dtype given. `hparams` are fields of the file's own `Args`; an
+    unknown one is a TypeError. Without `ref_logp` the KL term is off unless `beta` asks for it.
     """
     module = importlib.import_module(algorithm)
     args = module.Args()
@@ -48,7 +49,8 @@ def policy_loss(
         **extra,
     )
     return loss / count, {
-        name: float(total if number is None else total / number) for name, (total, number) in stats.items()
+        name: float(total if number is None else total / number)
+        for name, (total, number) in stats.items()
     }
 
 

@@ -1,10 +1,12 @@
-"""One rollout-and-update step of grpo.py and of TRL's GRPOTrainer, in turn: `python tests/bench.py MODEL [--full]`.
+"""One rollout-and-update step of grpo.py and of TRL's GRPOTrainer, in turn: `python tests/bench.py
+MODEL [--full]`.
 
-MODEL is tiny, a folder, or qwen3-1.7b (its shape, random weights). The same model, prompts, group size, length limit
-(`--size P G T`), reward, KL term, precision and optimiser steps per rollout (`--minibatches`: for tiny grpo.py's four,
-else the paper's one) on both sides; with `--full` EOS ends no response, so that all have the same length. Each side
-runs in a process of its own, three times, alternating. Prints medians, ratios and peak memory, never a verdict. TRL is
-not among the project's dependencies: `pip install trl accelerate`.
+MODEL is tiny, a folder, or qwen3-1.7b (its shape, random weights). The same model, prompts, group
+size, length limit (`--size P G T`), reward, KL term, precision and optimiser steps per rollout
+(`--minibatches`: for tiny grpo.py's four, else the paper's one) on both sides; with `--full` EOS
+ends no response, so that all have the same length. Each side runs in a process of its own, three
+times, alternating. Prints medians, ratios and peak memory, never a verdict. TRL is not among the
+project's dependencies: `pip install trl accelerate`.
 """
 
 import argparse
@@ -33,11 +35,16 @@ def reward(text: str) -> float:
 
 def prompts_of(model: str, count: int) -> list[str]:
     tiny = [f"{i % 10}*{i % 7}-{i % 9}+{i % 8}=" for i in range(count)]
-    return tiny if model == "tiny" else [f"Question: what is {i} plus {i * i}?\nAnswer:" for i in range(count)]
+    return (
+        tiny
+        if model == "tiny"
+        else [f"Question: what is {i} plus {i * i}?\nAnswer:" for i in range(count)]
+    )
 
 
 def folder_of(model: str, scratch: Path) -> str:
-    """A folder with the model: the embedded one, the one given, or random weights in Qwen3-1.7B's shape."""
+    """A folder with the model: the embedded one, the one given, or random weights in Qwen3-1.7B's
+    shape."""
     from common.model import EMBEDDED
 
     if model != "qwen3-1.7b":
@@ -61,7 +68,9 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def ours(model: str, folder: str, full: bool, size: tuple[int, int, int, int], minibatches: int) -> dict[str, float]:
+def ours(
+    model: str, folder: str, full: bool, size: tuple[int, int, int, int], minibatches: int
+) -> dict[str, float]:
     """grpo.py's own main."""
     import grpo
     import torch
@@ -73,12 +82,19 @@ def ours(model: str, folder: str, full: bool, size: tuple[int, int, int, int], m
 
     P, G, T, steps = size
     with tempfile.TemporaryDirectory() as run_dir:
-        flags = {"prompts_per_step": P, "group_size": G, "max_new_tokens": T, "minibatches": minibatches}
+        flags = {
+            "prompts_per_step": P,
+            "group_size": G,
+            "max_new_tokens": T,
+            "minibatches": minibatches,
+        }
         flags |= {"steps": steps + 2, "eval_every": 10_000, "save_every": 10_000}
         flags |= {"beta": 0.04, "lr": 1e-6, "rollout": "hf"}
         args = grpo.Args(model=folder, run_dir=f"{run_dir}/run", **flags)
         _, tokenizer = load_model(folder)
-        problems = [Problem(text, "", tokenizer(text)["input_ids"]) for text in prompts_of(model, P)]
+        problems = [
+            Problem(text, "", tokenizer(text)["input_ids"]) for text in prompts_of(model, P)
+        ]
 
         def endless(args: object, lm: object, world: object) -> object:
             engine = make_engine(args, lm, world)
@@ -86,24 +102,44 @@ def ours(model: str, folder: str, full: bool, size: tuple[int, int, int, int], m
                 engine.eos = torch.tensor([-1], device=world.device)
             return engine
 
-        task = Task("bench", lambda i: problems[i % P], [], lambda texts, answers: [reward(t) for t in texts])
+        task = Task(
+            "bench",
+            lambda i: problems[i % P],
+            [],
+            lambda texts, answers: [reward(t) for t in texts],
+        )
         grpo.load_task, grpo.make_engine = lambda *a: task, endless
         grpo.evaluate = lambda *a: {"greedy": 0.0, "sampled": 0.0}
         grpo.save_checkpoint = lambda *a: None
         world = setup()
         check(args, world)
         grpo.main(args, world)
-        lines = [json.loads(line) for line in (Path(run_dir) / "run/metrics.jsonl").read_text().splitlines()][3:]
+        lines = [
+            json.loads(line)
+            for line in (Path(run_dir) / "run/metrics.jsonl").read_text().splitlines()
+        ][3:]
     step = statistics.median(line["seconds"] for line in lines)
-    model_compute = [sum(line[f"seconds_{p}"] for p in ("rollout", "old_logp", "update")) for line in lines]
-    share = statistics.median(1 - seconds / line["seconds"] for seconds, line in zip(model_compute, lines))
+    model_compute = [
+        sum(line[f"seconds_{p}"] for p in ("rollout", "old_logp", "update")) for line in lines
+    ]
+    share = statistics.median(
+        1 - seconds / line["seconds"] for seconds, line in zip(model_compute, lines)
+    )
     rollout = statistics.median(line["seconds_rollout"] for line in lines)
     update = statistics.median(line["seconds_update"] + line["seconds_old_logp"] for line in lines)
-    found = {"step": step, "rollout": rollout, "update": update, "outside": share, "memory": peak_memory()}
+    found = {
+        "step": step,
+        "rollout": rollout,
+        "update": update,
+        "outside": share,
+        "memory": peak_memory(),
+    }
     return found | {"tokens": statistics.median(line["tokens"] for line in lines)}
 
 
-def trl(model: str, folder: str, full: bool, size: tuple[int, int, int, int], minibatches: int) -> dict[str, float]:
+def trl(
+    model: str, folder: str, full: bool, size: tuple[int, int, int, int], minibatches: int
+) -> dict[str, float]:
     """TRL's GRPOTrainer at the same settings."""
     import torch
     from datasets import Dataset
@@ -158,27 +194,48 @@ def trl(model: str, folder: str, full: bool, size: tuple[int, int, int, int], mi
             return [reward(text) for text in completions]
 
         trainer = Timed(
-            model=folder, reward_funcs=reward_of, args=config, train_dataset=rows, processing_class=tokenizer
+            model=folder,
+            reward_funcs=reward_of,
+            args=config,
+            train_dataset=rows,
+            processing_class=tokenizer,
         )
         trainer.add_callback(Clock())
         trainer.train()
-    moments = moments[minibatches - 1 :: minibatches]  # when a rollout's last optimiser step was done
+    # When a rollout's last optimiser step was done
+    moments = moments[minibatches - 1 :: minibatches]
     step = statistics.median(b - a for a, b in zip(moments[1:], moments[2:]))
     rollout = statistics.median(spent[2:])
     found = {"step": step, "rollout": rollout, "update": step - rollout, "outside": float("nan")}
-    lengths = [line["completions/mean_length"] for line in trainer.state.log_history if "reward" in line]
+    lengths = [
+        line["completions/mean_length"] for line in trainer.state.log_history if "reward" in line
+    ]
     return found | {"memory": peak_memory(), "tokens": statistics.median(lengths[2:]) * P * G}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)  # no usage: an error is one line
+    # No usage: an error is one line
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("model", nargs="?", default="tiny", help="tiny, a model folder, or qwen3-1.7b (random weights)")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default="tiny",
+        help="tiny, a model folder, or qwen3-1.7b (random weights)",
+    )
     parser.add_argument("--full", action="store_true", help="every response as long as the limit")
     parser.add_argument("--side", choices=["ours", "trl"], help=argparse.SUPPRESS)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--size", type=int, nargs=3, metavar=("P", "G", "T"), help="prompts, responses, tokens of each")
-    parser.add_argument("--minibatches", type=int, help="optimiser steps per rollout (tiny: 4, else 1)")
+    parser.add_argument(
+        "--size",
+        type=int,
+        nargs=3,
+        metavar=("P", "G", "T"),
+        help="prompts, responses, tokens of each",
+    )
+    parser.add_argument(
+        "--minibatches", type=int, help="optimiser steps per rollout (tiny: 4, else 1)"
+    )
     args = parser.parse_args()
     if args.minibatches is None:
         args.minibatches = 4 if args.model == "tiny" else 1
@@ -190,7 +247,9 @@ def main() -> None:
 
         side = {"ours": ours, "trl": trl}[args.side]
         try:
-            found = side(args.model, folder_of(args.model, scratch), args.full, size, args.minibatches)
+            found = side(
+                args.model, folder_of(args.model, scratch), args.full, size, args.minibatches
+            )
         except BadInput as error:
             parser.error(str(error))
         print("RESULT", json.dumps(found))
@@ -205,7 +264,11 @@ def main() -> None:
             words = [sys.executable, __file__, args.model, "--side", side, *["--full"] * args.full]
             words += ["--size", *map(str, size[:3]), "--minibatches", str(args.minibatches)]
             done = subprocess.run(
-                words, cwd=ROOT, capture_output=True, text=True, env={"HF_HUB_OFFLINE": "1"} | os.environ
+                words,
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                env={"HF_HUB_OFFLINE": "1"} | os.environ,
             )
             lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
             if done.returncode == 2:  # wrong input, its last line says which
@@ -215,13 +278,18 @@ def main() -> None:
             found[side].append(json.loads(lines[0].removeprefix("RESULT ")))
     P, G, T, _ = size
     length = f"{T} tokens" if args.full else f"at most {T} tokens"
-    print(f"{args.model}: {P} prompts x {G} responses, {length}, {args.minibatches} optimiser step(s)")
+    print(
+        f"{args.model}: {P} prompts x {G} responses, {length}, {args.minibatches} optimiser step(s)"
+    )
     print(f"medians of {args.rounds} rounds (smallest to largest)")
     print("| | grpo.py | TRL | ratio |\n|---|---|---|---|")
     rows = {"tokens per step": "tokens", "seconds per step": "step", "rollout, tokens/s": "rollout"}
     rows |= {"update, tokens/s": "update"}
     for label, name in (rows | {"peak memory, GB": "memory"}).items():
-        values = {s: sorted(r["tokens"] / r[name] if "tokens/s" in label else r[name] for r in found[s]) for s in found}
+        values = {
+            s: sorted(r["tokens"] / r[name] if "tokens/s" in label else r[name] for r in found[s])
+            for s in found
+        }
         cells = [f"{statistics.median(v):.4g} ({v[0]:.4g} to {v[-1]:.4g})" for v in values.values()]
         ratio = statistics.median(values["ours"]) / statistics.median(values["trl"])
         print(f"| {label} | {' | '.join(cells)} | {ratio:.2f} |")

@@ -42,15 +42,29 @@ def words(tmp_path_factory):
     """A folder with an untrained model that reads and writes any text, a token per byte."""
     folder = tmp_path_factory.mktemp("words")
     byte_tokenizer(258).save_pretrained(folder)
-    shape = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32, "head_dim": 32, "vocab_size": 258}
-    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "pad_token_id": 0, "eos_token_id": 1}
-    Qwen3ForCausalLM(Qwen3Config(**shape, **heads, tie_word_embeddings=True)).save_pretrained(folder)
+    shape = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "intermediate_size": 32,
+        "head_dim": 32,
+        "vocab_size": 258,
+    }
+    heads = {
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
+    Qwen3ForCausalLM(Qwen3Config(**shape, **heads, tie_word_embeddings=True)).save_pretrained(
+        folder
+    )
     return folder
 
 
 @pytest.fixture
 def command(tmp_path):
-    """Run a Python command line from the repository's root as a user would; returns the finished process."""
+    """Run a Python command line from the repository's root as a user would; returns the finished
+    process."""
 
     def run(*words: object, **environment: str) -> subprocess.CompletedProcess:
         return subprocess.run(

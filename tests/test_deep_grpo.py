@@ -1,4 +1,5 @@
-"""DEEP-GRPO: the loss of two streams, pivots and their distribution, the regression, a run's branches; mutants."""
+"""DEEP-GRPO: the loss of two streams, pivots and their distribution, the regression, a run's
+branches; mutants."""
 
 import math
 import random
@@ -16,21 +17,29 @@ from test_run import SMALL, metrics, run_here
 
 
 def check_fixture(module: ModuleType) -> None:
-    """Without branches: the token-mean of PPO's clipped objective, by TRL and others (their ε 0.2)."""
+    """Without branches: the token-mean of PPO's clipped objective, by TRL and others (their ε
+    0.2)."""
     case, batch = FIXTURE["cases"]["bnpo_eps0.2_tokenmean"], toy_batch()
     batch["logp"].requires_grad_()
     loss, _ = loss_of(module, no_kl(module), **batch)
     loss.backward()
     assert abs(loss.item() - case["loss"]) < 1e-8
-    assert torch.allclose(batch["logp"].grad, torch.tensor(case["grad"], dtype=torch.float64), rtol=0, atol=1e-8)
+    assert torch.allclose(
+        batch["logp"].grad, torch.tensor(case["grad"], dtype=torch.float64), rtol=0, atol=1e-8
+    )
 
 
 def check_streams(module: ModuleType) -> None:
-    """Each stream is averaged over its own tokens; λ weighs the branches' policy term and not their KL."""
+    """Each stream is averaged over its own tokens; λ weighs the branches' policy term and not their
+    KL."""
     batch, branch = toy_batch(), torch.tensor([0.0, 1, 0, 0, 1, 0], dtype=torch.float64)
     batch["logp"].requires_grad_()
     batch["ref_logp"] = batch["logp"].detach() - 0.3 * batch["mask"]
-    args, mask, logp = replace(module.Args(), beta=0.1, branch_weight=0.7), batch["mask"], batch["logp"]
+    args, mask, logp = (
+        replace(module.Args(), beta=0.1, branch_weight=0.7),
+        batch["mask"],
+        batch["logp"],
+    )
     loss, _ = loss_of(module, args, **batch, branch=branch)
     loss.backward()
     A, ratio = batch["advantages"][:, None], (logp.detach() - batch["old_logp"]).exp()
@@ -42,7 +51,8 @@ def check_streams(module: ModuleType) -> None:
 
 
 def check_parts_add_up(module: ModuleType) -> None:
-    """Micro-batches, one of them branches only, with the mini-batch's T_main / T_branch: the whole's loss."""
+    """Micro-batches, one of them branches only, with the mini-batch's T_main / T_branch: the
+    whole's loss."""
     batch, branch = toy_batch(), torch.tensor([0.0, 1, 0, 0, 1, 0], dtype=torch.float64)
     whole = loss_of(module, no_kl(module), **batch, branch=branch)[0]
     tokens = batch["mask"].sum(1)
@@ -58,7 +68,9 @@ def check_parts_add_up(module: ModuleType) -> None:
 def check_advantages(module: ModuleType) -> None:
     """Reward minus the mean of the row, nothing else."""
     numbers = FIXTURE["advantages"]
-    rewards, expected = (torch.tensor(numbers[name], dtype=torch.float64) for name in ("rewards", "mean_only"))
+    rewards, expected = (
+        torch.tensor(numbers[name], dtype=torch.float64) for name in ("rewards", "mean_only")
+    )
     assert torch.allclose(module.advantages(rewards), expected, rtol=0, atol=1e-12)
 
 
@@ -74,8 +86,14 @@ def check_pivot_distribution(module: ModuleType) -> None:
     depth, q = module.pivot_distribution(3, -4.0, 1.0, 2.0)
     d = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
     expected = d**2 / (1 + torch.exp(4 * d - 1))
-    assert torch.allclose(depth, d) and torch.allclose(q, expected / expected.sum()) and abs(q.sum() - 1) < 1e-12
-    assert torch.allclose(module.pivot_distribution(4, 0.0, math.inf, 0.0)[1], torch.full((4,), 0.25).double())
+    assert (
+        torch.allclose(depth, d)
+        and torch.allclose(q, expected / expected.sum())
+        and abs(q.sum() - 1) < 1e-12
+    )
+    assert torch.allclose(
+        module.pivot_distribution(4, 0.0, math.inf, 0.0)[1], torch.full((4,), 0.25).double()
+    )
     assert module.pivot_distribution(1, -50.0, -50.0, 2.0)[1].item() == 1
 
 
@@ -92,27 +110,43 @@ def check_choice_is_in_proportion(module: ModuleType) -> None:
 def simulated(n: int, u: float, v: float, seed: int = 0) -> list[tuple[float, float]]:
     generator = torch.Generator().manual_seed(seed)
     depth = torch.rand(n, generator=generator, dtype=torch.float64)
-    return list(zip(depth.tolist(), torch.bernoulli(torch.sigmoid(u * depth + v), generator=generator).tolist()))
+    return list(
+        zip(
+            depth.tolist(),
+            torch.bernoulli(torch.sigmoid(u * depth + v), generator=generator).tolist(),
+        )
+    )
 
 
 def check_fit(module: ModuleType) -> None:
-    """Recovers known (u, v) from 10,000 pairs; equals LBFGS on the same objective; P = 1 before it can be fitted."""
+    """Recovers known (u, v) from 10,000 pairs; equals LBFGS on the same objective; P = 1 before it
+    can be fitted."""
     u, v = module.fit_success(simulated(10_000, -5.0, 3.0))
     assert abs(u + 5) < 0.35 and abs(v - 3) < 0.25
-    for pairs in (simulated(40, -5.0, 3.0), simulated(400, 2.0, -1.0, 1), [(0.5, 1.0)] * 3000 + [(0.4, 0.0)]):
+    for pairs in (
+        simulated(40, -5.0, 3.0),
+        simulated(400, 2.0, -1.0, 1),
+        [(0.5, 1.0)] * 3000 + [(0.4, 0.0)],
+    ):
         depth, success = torch.tensor(pairs, dtype=torch.float64).T
         found = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-        lbfgs = torch.optim.LBFGS([found], max_iter=500, tolerance_grad=1e-12, line_search_fn="strong_wolfe")
+        lbfgs = torch.optim.LBFGS(
+            [found], max_iter=500, tolerance_grad=1e-12, line_search_fn="strong_wolfe"
+        )
 
         def objective(depth=depth, success=success, found=found, lbfgs=lbfgs) -> torch.Tensor:
             lbfgs.zero_grad()
             logits = found[0] * depth + found[1]
-            loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, success, reduction="sum")
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(
+                logits, success, reduction="sum"
+            )
             (loss := loss + found[0] ** 2 / 2).backward()
             return loss
 
         lbfgs.step(objective)
-        assert torch.allclose(torch.tensor(module.fit_success(pairs)).double(), found.detach(), rtol=1e-4, atol=1e-4)
+        assert torch.allclose(
+            torch.tensor(module.fit_success(pairs)).double(), found.detach(), rtol=1e-4, atol=1e-4
+        )
     assert module.fit_success(simulated(10, -5.0, 3.0)) == (0.0, math.inf)
     assert module.fit_success([(0.5, 1.0)] * 50) == (0.0, math.inf)
 
@@ -129,8 +163,14 @@ MUTANTS = {
         "return -per_response.sum(), mask.sum()",
     ),
     "λ ignored": ("(1 + (args.branch_weight - 1) * branch)", "(1 + 0 * branch)"),
-    "λ on main": ("(1 + (args.branch_weight - 1) * branch)", "(1 + (args.branch_weight - 1) * (1 - branch))"),
-    "λ on the KL": ("args.beta * k3", "args.beta * k3 * (1 + (args.branch_weight - 1) * branch)[:, None]"),
+    "λ on main": (
+        "(1 + (args.branch_weight - 1) * branch)",
+        "(1 + (args.branch_weight - 1) * (1 - branch))",
+    ),
+    "λ on the KL": (
+        "args.beta * k3",
+        "args.beta * k3 * (1 + (args.branch_weight - 1) * branch)[:, None]",
+    ),
     "sequence mean": (
         "(objective * mask).sum(dim=1) *",
         "(objective * mask).sum(dim=1) / mask.sum(dim=1) * main_tokens / len(mask) *",
@@ -140,14 +180,26 @@ MUTANTS = {
     "mean of the batch": ("rewards.mean(dim=1, keepdim=True)", "rewards.mean()"),
     "the last segment too": (" and i < len(response)]", "]"),
     "no root": ("return [0] + [i", "return [i"),
-    "boundary belongs to the next segment": ("enumerate(response, 1) if", "enumerate(response, 0) if"),
+    "boundary belongs to the next segment": (
+        "enumerate(response, 1) if",
+        "enumerate(response, 0) if",
+    ),
     "root of depth 0": ("torch.arange(1, count + 1)", "torch.arange(count)"),
     "depth of the wrong length": ("/ (count + 1)", "/ count"),
     "no depth": ("* depth**depth_power", "* depth**0"),
     "no estimate": ("torch.sigmoid(u * depth + v) *", "1.0 *"),
-    "always the likeliest": ("rng.choices(range(len(cuts)), chances.tolist())[0]", "int(chances.argmax())"),
-    "uniform pivot": ("rng.choices(range(len(cuts)), chances.tolist())[0]", "rng.randrange(len(cuts))"),
-    "penalty on the intercept": ("torch.tensor([1.0, 0.0], dtype", "torch.tensor([1.0, 1.0], dtype"),
+    "always the likeliest": (
+        "rng.choices(range(len(cuts)), chances.tolist())[0]",
+        "int(chances.argmax())",
+    ),
+    "uniform pivot": (
+        "rng.choices(range(len(cuts)), chances.tolist())[0]",
+        "rng.randrange(len(cuts))",
+    ),
+    "penalty on the intercept": (
+        "torch.tensor([1.0, 0.0], dtype",
+        "torch.tensor([1.0, 1.0], dtype",
+    ),
     "no penalty": ("torch.tensor([1.0, 0.0], dtype", "torch.tensor([0.0, 0.0], dtype"),
     "one Newton step": ("range(30)", "range(1)"),
     "fitted at once": ("len(feedback) <= 10", "len(feedback) <= 2"),
@@ -165,22 +217,37 @@ def test_mutant_is_caught(name):
 
 
 def test_the_prefix_gets_no_gradient(world):
-    """At the hidden states that predict prefix tokens the loss has gradient exactly 0; at the suffix's it has some."""
+    """At the hidden states that predict prefix tokens the loss has gradient exactly 0; at the
+    suffix's it has some."""
     lm, tokenizer = load_model("tiny")
     prompt, prefix = tokenizer("7*8-9+6=")["input_ids"], tokenizer("7*8=56;")["input_ids"]
     rollout = HFEngine(lm, world, 0, "float32", 64).generate([prompt], 4, 64, 1.0, [prefix])
     policy, seen = Policy(lm), []
-    lm.base_model.register_forward_hook(lambda module, inputs, output: seen.append(output.last_hidden_state))
+    lm.base_model.register_forward_hook(
+        lambda module, inputs, output: seen.append(output.last_hidden_state)
+    )
     logp, entropy = response_logprobs(policy, rollout, 1.0)
     seen[0].retain_grad()
     rollout.advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])
     columns = {name: getattr(rollout, name) for name in ("rollout_logp", "advantages", "mask")}
-    tensors = {"logp": logp, "entropy": entropy, "old_logp": rollout.rollout_logp, "ref_logp": logp.detach() - 0.1}
-    loss_of(deep_grpo, deep_grpo.Args(beta=0.1), branch=torch.tensor([0.0, 1, 1, 1]), **columns, **tensors)[
-        0
-    ].backward()
+    tensors = {
+        "logp": logp,
+        "entropy": entropy,
+        "old_logp": rollout.rollout_logp,
+        "ref_logp": logp.detach() - 0.1,
+    }
+    loss_of(
+        deep_grpo,
+        deep_grpo.Args(beta=0.1),
+        branch=torch.tensor([0.0, 1, 1, 1]),
+        **columns,
+        **tensors,
+    )[0].backward()
     start = len(prompt) + len(prefix)
-    assert rollout.prompt_len.tolist() == [start] * 4 and rollout.prefix_len.tolist() == [len(prefix)] * 4
+    assert (
+        rollout.prompt_len.tolist() == [start] * 4
+        and rollout.prefix_len.tolist() == [len(prefix)] * 4
+    )
     assert (seen[0].grad[:, : start - 1] == 0).all()
     for row, length in enumerate(rollout.mask.sum(1).int().tolist()):
         assert (seen[0].grad[row, start - 1 : start - 1 + length].norm(dim=1) > 0).all()
@@ -188,7 +255,8 @@ def test_the_prefix_gets_no_gradient(world):
 
 
 def test_branches_of_a_run(tmp_path, monkeypatch):
-    """Groups of K siblings from failed parents, all with a prefix of the parent's, centred among themselves."""
+    """Groups of K siblings from failed parents, all with a prefix of the parent's, centred among
+    themselves."""
     joined, G, K = [], 4, 6
     join = Rollout.join
 
@@ -223,17 +291,21 @@ def test_branches_of_a_run(tmp_path, monkeypatch):
 
 
 def test_without_weight_branches_change_nothing(world, tmp_path, monkeypatch):
-    """λ = 0 and β = 0: the gradient is that of a run which discards its branches, and that of λ = 1 is another."""
+    """λ = 0 and β = 0: the gradient is that of a run which discards its branches, and that of λ = 1
+    is another."""
     rollout, flags = stored_rollout(world), {"beta": 0.0, "branch_weight": 0.0}
     weightless = gradients(rollout, PROMPTS, world, tmp_path, monkeypatch, "deep_grpo", **flags)
-    discarded = gradients(rollout, PROMPTS, world, tmp_path, monkeypatch, "deep_grpo", beta=0.0, min_branches=10**6)
+    discarded = gradients(
+        rollout, PROMPTS, world, tmp_path, monkeypatch, "deep_grpo", beta=0.0, min_branches=10**6
+    )
     both = gradients(rollout, PROMPTS, world, tmp_path, monkeypatch, "deep_grpo", beta=0.0)
     assert ((weightless - discarded).norm(dim=1) < 2e-6 * discarded.norm(dim=1)).all()
     assert ((both - discarded).norm(dim=1) > 0.1 * discarded.norm(dim=1)).all()
 
 
 def test_no_failures_no_branches(tmp_path, monkeypatch, capsys):
-    """A judge that passes everything: no branch is sampled, nothing breaks, and the run says that it did nothing."""
+    """A judge that passes everything: no branch is sampled, nothing breaks, and the run says that
+    it did nothing."""
     load_task = deep_grpo.load_task
 
     def lenient(*arguments: object) -> object:
@@ -242,20 +314,30 @@ def test_no_failures_no_branches(tmp_path, monkeypatch, capsys):
         return task
 
     monkeypatch.setattr(deep_grpo, "load_task", lenient)
-    assert run_here(monkeypatch, deep_grpo.main, *SMALL, "--steps", 2, "--run_dir", tmp_path / "run") == 0
+    assert (
+        run_here(monkeypatch, deep_grpo.main, *SMALL, "--steps", 2, "--run_dir", tmp_path / "run")
+        == 0
+    )
     assert "branches_used was 0 at every step" in capsys.readouterr().out
     line = metrics(tmp_path / "run")[-1]
-    assert line["failed"] == line["branches_used"] == line["extra_tokens"] == 0 and "branch_reward" not in line
+    assert (
+        line["failed"] == line["branches_used"] == line["extra_tokens"] == 0
+        and "branch_reward" not in line
+    )
 
 
 def test_too_few_branches_are_discarded(tmp_path, monkeypatch):
     flags = [*SMALL, "--steps", 2, "--min_branches", 10_000, "--run_dir", tmp_path / "run"]
     assert run_here(monkeypatch, deep_grpo.main, *flags) == 0
-    assert all(line["branches_used"] == 0 and line["extra_tokens"] > 0 for line in metrics(tmp_path / "run")[1:])
+    assert all(
+        line["branches_used"] == 0 and line["extra_tokens"] > 0
+        for line in metrics(tmp_path / "run")[1:]
+    )
 
 
 def test_a_rank_without_failures_waits_for_the_other(tmp_path, command):
-    """Two gloo ranks, of which the second fails nowhere: collectives still match, the fit is the same on both."""
+    """Two gloo ranks, of which the second fails nowhere: collectives still match, the fit is the
+    same on both."""
     script = tmp_path / "lenient.py"
     script.write_text(
         "import os, sys\nsys.path.insert(0, os.getcwd())\nimport deep_grpo\nfrom common.tracking import launch\n"
@@ -267,12 +349,15 @@ def test_a_rank_without_failures_waits_for_the_other(tmp_path, command):
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, *SMALL]
     run = command(*ranks, "--steps", 2, "--run_dir", tmp_path / "run")
     assert run.returncode == 0, run.stderr[-3000:]
-    states = [torch.load(tmp_path / f"run/checkpoints/step_000002/rank{r}.pt")["state"] for r in (0, 1)]
+    states = [
+        torch.load(tmp_path / f"run/checkpoints/step_000002/rank{r}.pt")["state"] for r in (0, 1)
+    ]
     assert states[0]["feedback"] == states[1]["feedback"] and len(states[0]["feedback"]) > 0
 
 
 def test_a_mixture_of_experts_branches_too(tmp_path, monkeypatch):
-    """The experts' column of main rows and branches is joined, though it has two more dimensions."""
+    """The experts' column of main rows and branches is joined, though it has two more
+    dimensions."""
     flags = [*SMALL, "--steps", 1, "--model", "tiny-moe", "--run_dir", tmp_path / "run"]
     assert run_here(monkeypatch, deep_grpo.main, *flags) == 0
     assert metrics(tmp_path / "run")[-1]["branches_used"] > 0
@@ -285,7 +370,8 @@ def test_impossible_settings_are_refused(tmp_path, monkeypatch, capsys, flags):
 
 
 def test_restarts_are_counted_apart(tmp_path, monkeypatch):
-    """Of all pivots those at the bare prompt; the four quarters hold each of the others once; both kinds' successes."""
+    """Of all pivots those at the bare prompt; the four quarters hold each of the others once; both
+    kinds' successes."""
     choose, drawn = deep_grpo.choose_pivot, []
 
     def spy(*arguments: object) -> tuple[int, float]:
@@ -295,7 +381,11 @@ def test_restarts_are_counted_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(deep_grpo, "choose_pivot", spy)
     flags = [*SMALL, "--steps", 2, "--prompts_per_step", 32, "--run_dir", tmp_path / "run"]
     assert run_here(monkeypatch, deep_grpo.main, *flags) == 0
-    lines, saved, quarters = metrics(tmp_path / "run")[1:], 0.0, [f"pivots_quarter_{i}" for i in (1, 2, 3, 4)]
+    lines, saved, quarters = (
+        metrics(tmp_path / "run")[1:],
+        0.0,
+        [f"pivots_quarter_{i}" for i in (1, 2, 3, 4)],
+    )
     counts = [round(line["failed"] * 128) for line in lines]
     for line, pivots in zip(lines, (drawn[: counts[0]], drawn[counts[0] :])):
         depths = [depth for kept, depth in pivots if kept]
@@ -305,6 +395,11 @@ def test_restarts_are_counted_apart(tmp_path, monkeypatch):
         expected = [sum(i < 4 * depth <= i + 1 for depth in depths) / len(depths) for i in range(4)]
         assert all(abs(line[name] - share) < 1e-9 for name, share in zip(quarters, expected))
         saved += line["pivots_saved"] * len(depths) + line["pivots_saved_root"] * roots
-        assert all(0 <= line[f"branch_reward{where}"] <= line[f"pivots_saved{where}"] for where in ("", "_root"))
+        assert all(
+            0 <= line[f"branch_reward{where}"] <= line[f"pivots_saved{where}"]
+            for where in ("", "_root")
+        )
     feedback = torch.load(tmp_path / "run/checkpoints/step_000002/rank0.pt")["state"]["feedback"]
-    assert len(feedback) == len(drawn) and abs(saved - sum(success for _, success in feedback)) < 1e-6
+    assert (
+        len(feedback) == len(drawn) and abs(saved - sum(success for _, success in feedback)) < 1e-6
+    )

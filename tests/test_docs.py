@@ -1,4 +1,5 @@
-"""What the documents promise: commands whose flags exist, memory of real shapes, links that lead somewhere."""
+"""What the documents promise: commands whose flags exist, memory of real shapes, links that lead
+somewhere."""
 
 import ast
 import fnmatch
@@ -27,7 +28,11 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
     lines = [line.strip() for line in text.replace("\\\n", " ").splitlines()]
     lines = [re.split(r"\s#\s", line)[0] for line in lines if re.match(r"(torchrun|python) ", line)]
     found = [re.search(r"\b(\w+)\.py\b(.*)", line) for line in lines]
-    return [(match[1], match[2].replace("...", "").split()) for match in found if match and match[1] in ALGORITHMS]
+    return [
+        (match[1], match[2].replace("...", "").split())
+        for match in found
+        if match and match[1] in ALGORITHMS
+    ]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -43,7 +48,9 @@ def test_the_header_has_commands_whose_flags_exist(algorithm, monkeypatch):
 
 
 def test_the_readmes_commands_have_flags_that_exist(monkeypatch):
-    found = [(name, flags) for name, flags in commands(README) if not any("$" in flag for flag in flags)]
+    found = [
+        (name, flags) for name, flags in commands(README) if not any("$" in flag for flag in flags)
+    ]
     assert len(found) >= 5
     for name, flags in found:
         flags = [flag.strip('"') for flag in flags]
@@ -65,20 +72,38 @@ def test_the_readmes_links_lead_somewhere():
 
 
 def metric_names(algorithm: str) -> set[str]:
-    """What a file logs: keywords of `means.add`, keys of `stats` and `metrics`; * where a name is put together."""
+    """What a file logs: keywords of `means.add`, keys of `stats` and `metrics`; * where a name is
+    put together."""
     names = set()
     for node in ast.walk(ast.parse((ROOT / f"{algorithm}.py").read_text())):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "means.add":
             names |= {ast.Constant(keyword.arg) for keyword in node.keywords if keyword.arg}
-            names |= {key for word in node.keywords if isinstance(word.value, ast.Dict) for key in word.value.keys}
+            names |= {
+                key
+                for word in node.keywords
+                if isinstance(word.value, ast.Dict)
+                for key in word.value.keys
+            }
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "stats":
             names |= set(getattr(node.value, "keys", ()))
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("stats["):
             names.add(node.targets[0].slice)
-        elif isinstance(node, ast.AugAssign | ast.Assign) and "metrics" in ast.unparse(node).split("=")[0]:
-            names |= {key for part in ast.walk(node.value) if isinstance(part, ast.Dict) for key in part.keys}
-    parts = [getattr(name, "values", [name]) for name in names]  # an f-string's parts, or the one constant
-    return {"".join(getattr(part, "value", "") if isinstance(part, ast.Constant) else "*" for part in p) for p in parts}
+        elif (
+            isinstance(node, ast.AugAssign | ast.Assign)
+            and "metrics" in ast.unparse(node).split("=")[0]
+        ):
+            names |= {
+                key
+                for part in ast.walk(node.value)
+                if isinstance(part, ast.Dict)
+                for key in part.keys
+            }
+    # An f-string's parts, or the one constant
+    parts = [getattr(name, "values", [name]) for name in names]
+    return {
+        "".join(getattr(part, "value", "") if isinstance(part, ast.Constant) else "*" for part in p)
+        for p in parts
+    }
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -89,7 +114,15 @@ def test_the_readme_explains_every_metric(algorithm):
     known = re.findall(r"`([a-z_*0-9]+)`", " ".join(rows))
     logged = metric_names(algorithm)
     assert {"reward", "zero_groups", "loss", "entropy", "lr"} <= logged and len(logged) > 12
-    shared = {"greedy", "sampled", "sampler_kl", "sampler_gap", "tokens_per_s", "seconds", "seconds_rollout"}
+    shared = {
+        "greedy",
+        "sampled",
+        "sampler_kl",
+        "sampler_gap",
+        "tokens_per_s",
+        "seconds",
+        "seconds_rollout",
+    }
     for name in logged | shared:
         assert any(fnmatch.fnmatch(name, row) or fnmatch.fnmatch(row, name) for row in known), name
 
@@ -98,9 +131,19 @@ def test_the_readme_explains_no_metric_that_is_not_logged():
     table = README.split("## Metrics")[1].split("\n## ")[0]
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     logged = set().union(*map(metric_names, ALGORITHMS))
-    logged |= {"greedy", "sampled", "sampler_kl", "sampler_gap", "tokens_per_s", "seconds", "seconds_rollout"}
+    logged |= {
+        "greedy",
+        "sampled",
+        "sampler_kl",
+        "sampler_gap",
+        "tokens_per_s",
+        "seconds",
+        "seconds_rollout",
+    }
     for name in re.findall(r"`([a-z_*0-9]+)`", " ".join(rows)):
-        assert any(fnmatch.fnmatch(found, name) or fnmatch.fnmatch(name, found) for found in logged), name
+        assert any(
+            fnmatch.fnmatch(found, name) or fnmatch.fnmatch(name, found) for found in logged
+        ), name
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -110,8 +153,15 @@ def test_every_number_among_the_flags_names_its_source(algorithm):
     fields = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args").body
     checked = 0
     for field, doc in zip(fields[::2], fields[1::2]):
-        number = isinstance(field.value, ast.Constant | ast.Tuple) and "str" not in ast.unparse(field.annotation)
-        number = number and ast.unparse(field.annotation).split("[")[0] not in ("bool", "Literal", "Annotated", "Seed")
+        number = isinstance(field.value, ast.Constant | ast.Tuple) and "str" not in ast.unparse(
+            field.annotation
+        )
+        number = number and ast.unparse(field.annotation).split("[")[0] not in (
+            "bool",
+            "Literal",
+            "Annotated",
+            "Seed",
+        )
         if number and field.target.id not in ("tensor_parallel",):  # 1: none at all
             sources = r"\(.*(ours|paper|papers|authors|released|DeepSeekMath|OpenRLHF|verl|GRPO)"
             assert re.search(sources, doc.value.value), f"{field.target.id}: {doc.value.value}"
@@ -139,7 +189,9 @@ tests/bench.py nope --side ours
 """.split("\n")[1:-1]
 
 
-def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, script: str, *words: object) -> str:
+def refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, script: str, *words: object
+) -> str:
     """What a script, run in this process, says on stderr: one line, with exit code 2."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -163,7 +215,9 @@ NO_RESULTS = {
 }
 
 
-@pytest.mark.parametrize("name, text", [(name, text) for name, texts in NO_RESULTS.items() for text in texts])
+@pytest.mark.parametrize(
+    "name, text", [(name, text) for name, texts in NO_RESULTS.items() for text in texts]
+)
 def test_what_is_no_finished_run_gives_no_results(name, text, tmp_path, monkeypatch, capsys):
     (tmp_path / "config.json").write_text('{"algorithm": "grpo"}')
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "response_len": 5.0}\n')
@@ -183,7 +237,8 @@ def test_curves_need_a_step(tmp_path, monkeypatch, capsys):
 
 
 def test_memory_is_counted_for_the_shape_that_transformers_builds():
-    """Parameters of Qwen3-1.7B: the calculator's against the model's own (norms of heads are left out: 1e-4)."""
+    """Parameters of Qwen3-1.7B: the calculator's against the model's own (norms of heads are left
+    out: 1e-4)."""
     with torch.device("meta"):
         true = sum(p.numel() for p in qwen3_1_7b().parameters())
     assert abs(memory.SHAPES["Qwen/Qwen3-1.7B-Base"].parameters() / true - 1) < 1e-4
@@ -198,5 +253,7 @@ def test_every_command_on_a_real_model_fits_80_gb():
         for words in found:
             whole = memory.estimate(name, words)
             assert 10 < whole["peak"] < 75, (name, words, whole)
-            without = memory.estimate(name, [word for word in words if word != "--gradient_checkpointing"])
+            without = memory.estimate(
+                name, [word for word in words if word != "--gradient_checkpointing"]
+            )
             assert without["activations"] > 4 * whole["activations"]

@@ -1,4 +1,5 @@
-"""What goes wrong on real machines: NaN, a full disk, memory, a lost rank. Each ends in a message and is resumable."""
+"""What goes wrong on real machines: NaN, a full disk, memory, a lost rank. Each ends in a message
+and is resumable."""
 
 import errno
 
@@ -24,7 +25,8 @@ def poisoned(monkeypatch, when) -> None:
 
 
 def test_a_nan_is_skipped_and_counted(tmp_path, monkeypatch):
-    """Two of six updates are NaN: they are skipped, the rest go on, the weights stay finite, the batch is left."""
+    """Two of six updates are NaN: they are skipped, the rest go on, the weights stay finite, the
+    batch is left."""
     poisoned(monkeypatch, lambda number: number in (2, 5))
     flags = [*SMALL, "--steps", 3, "--run_dir", tmp_path / "run"]
     assert run_here(monkeypatch, grpo.main, *flags) == 0
@@ -48,7 +50,9 @@ def test_a_skipped_update_changes_nothing(tmp_path, monkeypatch):
 
 def test_several_nans_in_a_row_stop_the_run(tmp_path, monkeypatch, capsys):
     poisoned(monkeypatch, lambda number: number > 3)
-    assert run_here(monkeypatch, grpo.main, *SMALL, "--steps", 9, "--run_dir", tmp_path / "run") == 1
+    assert (
+        run_here(monkeypatch, grpo.main, *SMALL, "--steps", 9, "--run_dir", tmp_path / "run") == 1
+    )
     said = capsys.readouterr().err
     assert "3 gradients in a row" in said and f"{tmp_path}/run/bad_batch_rank0.pt" in said
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
@@ -56,7 +60,8 @@ def test_several_nans_in_a_row_stop_the_run(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("where", ["shards", "rank"])
 def test_a_full_disk_during_a_save(tmp_path, monkeypatch, capsys, where):
-    """The second save fails: a line that says so, the first checkpoint whole, no partial one, and resume goes on."""
+    """The second save fails: a line that says so, the first checkpoint whole, no partial one, and
+    resume goes on."""
     flags = [*SMALL, "--steps", 4]
     owner, name = (common.distributed.dcp, "save") if where == "shards" else (torch, "save")
     save, saves = getattr(owner, name), []
@@ -73,13 +78,16 @@ def test_a_full_disk_during_a_save(tmp_path, monkeypatch, capsys, where):
     said = capsys.readouterr().err
     assert "cannot save" in said and "No space left on device" in said and "--resume" in said
     assert [path.name for path in (tmp_path / "parts/checkpoints").iterdir()] == ["step_000002"]
-    assert run_here(monkeypatch, grpo.main, *flags, "--run_dir", tmp_path / "parts", "--resume") == 0
+    assert (
+        run_here(monkeypatch, grpo.main, *flags, "--run_dir", tmp_path / "parts", "--resume") == 0
+    )
     assert run_here(monkeypatch, grpo.main, *flags, "--run_dir", tmp_path / "whole") == 0
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 4, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("phase", "flag"), [("response_logprobs", "--micro_tokens"), ("generate", "--rollout_rows or --vllm_memory")]
+    ("phase", "flag"),
+    [("response_logprobs", "--micro_tokens"), ("generate", "--rollout_rows or --vllm_memory")],
 )
 def test_out_of_memory_names_the_flag_to_lower(tmp_path, command, phase, flag):
     """In the update as in the rollout; exit code 1 and one line."""
@@ -88,7 +96,11 @@ def test_out_of_memory_names_the_flag_to_lower(tmp_path, command, phase, flag):
         f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport grpo, torch\nfrom common import rollout\n"
         "from common.tracking import launch\n"
         "def out(*arguments, **keywords): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 GiB')\n"
-        + ("grpo.response_logprobs = out\n" if phase == "response_logprobs" else "rollout.HFEngine.generate = out\n")
+        + (
+            "grpo.response_logprobs = out\n"
+            if phase == "response_logprobs"
+            else "rollout.HFEngine.generate = out\n"
+        )
         + "launch(grpo.main, grpo.Args)\n"
     )
     run = command(script, *SMALL, "--steps", 2, "--run_dir", tmp_path / "run")
@@ -97,7 +109,8 @@ def test_out_of_memory_names_the_flag_to_lower(tmp_path, command, phase, flag):
 
 
 def test_a_lost_rank_ends_the_others_and_the_run_resumes(tmp_path, command):
-    """Of two gloo ranks the second is killed in mid-update: both end soon, it is named, `--resume` reaches the end."""
+    """Of two gloo ranks the second is killed in mid-update: both end soon, it is named, `--resume`
+    reaches the end."""
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     flags = [*SMALL, "--save_every", 1, "--run_dir", tmp_path / "run"]
     lost = command(*ranks, "tests/driver.py", "grpo", "lost", 5, *flags, "--steps", 100)
@@ -115,16 +128,29 @@ def test_a_lost_rank_ends_the_others_and_the_run_resumes(tmp_path, command):
 
 
 def test_save_hf_is_loadable_and_the_trained_model(tmp_path, monkeypatch):
-    """By transformers, with its tokenizer; the weights are those of the last checkpoint; it serves as --model."""
+    """By transformers, with its tokenizer; the weights are those of the last checkpoint; it serves
+    as --model."""
     for model in ("tiny", "tiny-moe"):
         folder = tmp_path / model
         words = [*SMALL, "--model", model, "--steps", 1, "--eval_every", 1, "--save_hf"]
         words += ["--run_dir", folder]
         assert run_here(monkeypatch, grpo.main, *words) == 0
-        lm, tokenizer = (kind.from_pretrained(folder / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
+        lm, tokenizer = (
+            kind.from_pretrained(folder / "model") for kind in (AutoModelForCausalLM, AutoTokenizer)
+        )
         assert tokenizer("7*8=")["input_ids"] and lm.config.tie_word_embeddings
-        base = AutoModelForCausalLM.from_pretrained(ROOT / "common/tiny" / {"tiny": "model"}.get(model, "model-moe"))
+        base = AutoModelForCausalLM.from_pretrained(
+            ROOT / "common/tiny" / {"tiny": "model"}.get(model, "model-moe")
+        )
         assert any(not torch.equal(a, b) for a, b in zip(lm.parameters(), base.parameters()))
-        again = [*SMALL, "--model", folder / "model", "--steps", 1, "--run_dir", tmp_path / f"{model}-again"]
+        again = [
+            *SMALL,
+            "--model",
+            folder / "model",
+            "--steps",
+            1,
+            "--run_dir",
+            tmp_path / f"{model}-again",
+        ]
         assert run_here(monkeypatch, grpo.main, *again) == 0
         assert metrics(folder)[-1]["greedy"] == metrics(tmp_path / f"{model}-again")[0]["greedy"]

@@ -1,4 +1,5 @@
-"""The run folder: one run at a time, nothing of others touched, damage named, full disks, what a run says of itself."""
+"""The run folder: one run at a time, nothing of others touched, damage named, full disks, what a
+run says of itself."""
 
 import contextlib
 import importlib.machinery
@@ -44,7 +45,8 @@ def run(finished, tmp_path) -> Path:
 
 @pytest.fixture
 def refused(monkeypatch, capsys):
-    """Runs flags that must end with code 2 and one line, with nothing sampled; returns that line."""
+    """Runs flags that must end with code 2 and one line, with nothing sampled; returns that
+    line."""
 
     def refused(*flags: object, code: int = 2) -> str:
         monkeypatch.setattr("common.rollout.HFEngine.generate", None)
@@ -52,7 +54,11 @@ def refused(monkeypatch, capsys):
         assert run_here(monkeypatch, grpo.main, *flags) == code
         said = capsys.readouterr().err
         *bar, line, end = said.split("\n")
-        assert line.startswith("grpo.py: error: ") and not end and all("step/s]" in other for other in bar), said
+        assert (
+            line.startswith("grpo.py: error: ")
+            and not end
+            and all("step/s]" in other for other in bar)
+        ), said
         return line
 
     return refused
@@ -67,11 +73,14 @@ def tree(folder: Path) -> dict[Path, bytes | None]:
 
 
 def test_a_folder_in_use_is_refused_and_a_dead_runs_taken_over(tmp_path, monkeypatch, capsys):
-    """A live process (halted at step 2) keeps every other run out; once it is killed, the folder is free."""
+    """A live process (halted at step 2) keeps every other run out; once it is killed, the folder is
+    free."""
     folder = tmp_path / "run"
     flags = [*SMALL, "--steps", 4, "--run_dir", folder]
     words = [sys.executable, "tests/driver.py", "grpo", "stop", 2, *flags, "--save_every", 1]
-    holder = subprocess.Popen([*map(str, words)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    holder = subprocess.Popen(
+        [*map(str, words)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     os.waitpid(holder.pid, os.WUNTRACED)
     before = tree(folder)
     for more in ([], ["--resume"]):
@@ -86,17 +95,21 @@ def test_a_folder_in_use_is_refused_and_a_dead_runs_taken_over(tmp_path, monkeyp
     holder.wait()
     assert (folder / LOCK).exists()
     assert run_here(monkeypatch, grpo.main, *flags, "--resume") == 0
-    assert [line["step"] for line in metrics(folder)] == [0, 1, 2, 3, 4] and not (folder / LOCK).exists()
+    assert [line["step"] for line in metrics(folder)] == [0, 1, 2, 3, 4] and not (
+        folder / LOCK
+    ).exists()
 
 
 def test_of_many_at_once_one_gets_the_folder(tmp_path):
-    """Also while a holder lets go (and removes its lock file), and where the folder does not exist yet."""
+    """Also while a holder lets go (and removes its lock file), and where the folder does not exist
+    yet."""
     holders = []
 
     def race(folder: Path, start: threading.Barrier) -> None:
         start.wait()
         for _ in range(20):
-            with contextlib.suppress(BadInput, OSError):  # the loser's folder may be unmade under it
+            # The loser's folder may be unmade under it
+            with contextlib.suppress(BadInput, OSError):
                 claim = Claim(folder)
                 holders.append(1)
                 counts.append(len(holders))
@@ -105,7 +118,9 @@ def test_of_many_at_once_one_gets_the_folder(tmp_path):
 
     for i in range(5):
         counts, start = [], threading.Barrier(8)
-        threads = [threading.Thread(target=race, args=(tmp_path / f"new/{i}", start)) for _ in range(8)]
+        threads = [
+            threading.Thread(target=race, args=(tmp_path / f"new/{i}", start)) for _ in range(8)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -115,7 +130,8 @@ def test_of_many_at_once_one_gets_the_folder(tmp_path):
 
 
 def test_a_run_whose_folder_is_replaced_stops(finished, tmp_path, monkeypatch, capsys):
-    """Moved away by hand, and another run put in its place: the first one writes nothing into that."""
+    """Moved away by hand, and another run put in its place: the first one writes nothing into
+    that."""
     folder, log = tmp_path / "run", common.tracking.Run.log
 
     def log_and_move(self: object, step: int, metrics: dict) -> None:
@@ -140,7 +156,8 @@ def test_no_run_lies_inside_another(place, run, refused):
 
 
 def test_files_that_are_not_the_runs_are_left_alone(run, tmp_path, monkeypatch, refused):
-    """The user's own JSON lines are not cut back on resume; a lock that is a link empties nothing."""
+    """The user's own JSON lines are not cut back on resume; a lock that is a link empties
+    nothing."""
     own = "".join(json.dumps({"prompt": "1+1=", "step": i}) + "\n" for i in range(9))
     (run / "mine.jsonl").write_text(own)
     assert run_here(monkeypatch, grpo.main, *SMALL, "--steps", 5, "--run_dir", run, "--resume") == 0
@@ -182,7 +199,9 @@ def test_torchrun_on_a_folder_in_use_says_one_line(tmp_path, command):
     run = command(*ranks, "--run_dir", tmp_path / "run")
     claim.release()
     assert run.returncode == 1 and "exitcode  : 2" in run.stderr, run.stderr
-    assert run.stderr.count("another run writes there") == 1 and "common/tracking.py" not in run.stderr
+    assert (
+        run.stderr.count("another run writes there") == 1 and "common/tracking.py" not in run.stderr
+    )
 
 
 def test_a_wrong_flag_is_no_traceback_on_the_other_ranks(monkeypatch):
@@ -231,7 +250,10 @@ FOREIGN = {
     "a list": (a_list, "holds config.json and no run"),
     "under a file": (lambda folder: a_file(folder) + "/run", "Not a directory"),
     "long": (lambda folder: "new/" + "x" * 300, "File name too long"),
-    "no such place": (lambda folder: "/proc/nowhere/run", "--run_dir /proc/nowhere/run: cannot be used"),
+    "no such place": (
+        lambda folder: "/proc/nowhere/run",
+        "--run_dir /proc/nowhere/run: cannot be used",
+    ),
     "current": (lambda folder: files(folder) and ".", "holds thesis and no run"),
     "parent": (lambda folder: files(folder) and "thesis/..", "holds thesis and no run"),
 }
@@ -257,7 +279,9 @@ def test_a_place_without_permission(tmp_path, monkeypatch, refused):
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
     for mode in ([], ["--eval_only"]):
-        assert "cannot be used ([Errno 13] Permission denied" in refused(*mode, "--run_dir", tmp_path / "run")
+        assert "cannot be used ([Errno 13] Permission denied" in refused(
+            *mode, "--run_dir", tmp_path / "run"
+        )
 
 
 def test_a_run_around_the_current_folder_is_not_moved(run, monkeypatch, refused):
@@ -268,7 +292,8 @@ def test_a_run_around_the_current_folder_is_not_moved(run, monkeypatch, refused)
 
 
 def test_names_of_folders(tmp_path, monkeypatch):
-    """An empty folder is used, also as `.`; `~` is the home; a link leads to the results, of a second run too."""
+    """An empty folder is used, also as `.`; `~` is the home; a link leads to the results, of a
+    second run too."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
@@ -279,7 +304,9 @@ def test_names_of_folders(tmp_path, monkeypatch):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to("disk")
     for number in (1, 2):
-        assert run_here(monkeypatch, grpo.main, *flags, "--seed", number, "--run_dir", "~/link/") == 0
+        assert (
+            run_here(monkeypatch, grpo.main, *flags, "--seed", number, "--run_dir", "~/link/") == 0
+        )
         assert (tmp_path / "link").is_symlink()
         assert json.loads((tmp_path / "disk/config.json").read_text())["seed"] == number
     assert json.loads((tmp_path / "disk.1/config.json").read_text())["seed"] == 1
@@ -295,7 +322,11 @@ def test_a_name_that_the_terminal_cannot_show(tmp_path, command):
 
 def test_training_after_an_evaluation_in_the_same_folder(tmp_path, monkeypatch):
     flags = [*SMALL, "--steps", 1, "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, grpo.main, *flags, "--eval_only") == run_here(monkeypatch, grpo.main, *flags) == 0
+    assert (
+        run_here(monkeypatch, grpo.main, *flags, "--eval_only")
+        == run_here(monkeypatch, grpo.main, *flags)
+        == 0
+    )
     assert [path.name for path in (tmp_path / "run.1").iterdir()] == ["evaluation-step0.jsonl"]
 
 
@@ -330,19 +361,28 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(name, run, finished, tmp_path, monkeypatch, capsys):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
+    name, run, finished, tmp_path, monkeypatch, capsys
+):
     """The run then ends as if nothing had been."""
     monkeypatch.setattr("common.tracking.draw_curves", lambda folder: folder)
     DAMAGE[name](run / "checkpoints/step_000004")
     assert run_here(monkeypatch, grpo.main, *SMALL, "--steps", 4, "--run_dir", run, "--resume") == 0
     said = [line for line in capsys.readouterr().out.splitlines() if "is damaged" in line]
-    assert len(said) == 1 and "step_000004 is damaged" in said[0] and "going on from step_000002" in said[0]
+    assert (
+        len(said) == 1
+        and "step_000004 is damaged" in said[0]
+        and "going on from step_000002" in said[0]
+    )
     assert_same_run(run, finished, 4, tmp_path)
 
 
 def test_strays_are_ignored_and_kept_and_the_damaged_set_aside(run, monkeypatch):
     """A damaged step 4 is neither picked after a save at 3, nor does it push out what is saved."""
-    strays = [run / "checkpoints" / name for name in ("step_000003_old", "step_backup", "step_9", "partial2")]
+    strays = [
+        run / "checkpoints" / name
+        for name in ("step_000003_old", "step_backup", "step_9", "partial2")
+    ]
     for stray in strays:
         stray.mkdir()
     (run / "checkpoints/step_000099").write_text("a file")
@@ -366,7 +406,12 @@ def test_no_whole_checkpoint(run, refused):
         DAMAGE["rank0.pt empty"](checkpoint)
     before = tree(run)
     said = refused(*SMALL, "--steps", 4, "--run_dir", run, "--resume")
-    assert "no whole checkpoint in" in said and "step_000002" in said and "step_000004" in said and tree(run) == before
+    assert (
+        "no whole checkpoint in" in said
+        and "step_000002" in said
+        and "step_000004" in said
+        and tree(run) == before
+    )
     shutil.rmtree(run / "checkpoints")
     assert "no checkpoint in" in refused(*SMALL, "--steps", 4, "--run_dir", run, "--resume")
 
@@ -377,9 +422,15 @@ def garbage(path: Path) -> None:
 
 
 BROKEN = {
-    "config": (lambda run: rewrite(run / "config.json", lambda data: data[:40]), "config.json: damaged"),
+    "config": (
+        lambda run: rewrite(run / "config.json", lambda data: data[:40]),
+        "config.json: damaged",
+    ),
     "metrics": (lambda run: garbage(run / "metrics.jsonl"), "metrics.jsonl:3: damaged"),
-    "no object": (lambda run: rewrite(run / "metrics.jsonl", lambda data: b"[1]\n" + data), "metrics.jsonl:1: damaged"),
+    "no object": (
+        lambda run: rewrite(run / "metrics.jsonl", lambda data: b"[1]\n" + data),
+        "metrics.jsonl:1: damaged",
+    ),
     "no metrics": (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl"),
     "no measurement": (
         lambda run: rewrite(run / "metrics.jsonl", lambda data: b'{"step": 1}\n{"ste\n{'),
@@ -395,7 +446,10 @@ def test_broken_files_of_a_run_are_one_line(name, run, refused, monkeypatch, cap
     damage, message = BROKEN[name]
     damage(run)
     before = tree(run)
-    assert message in refused(*SMALL, "--steps", 5, "--run_dir", run, "--resume") and tree(run) == before
+    assert (
+        message in refused(*SMALL, "--steps", 5, "--run_dir", run, "--resume")
+        and tree(run) == before
+    )
     monkeypatch.setattr(sys, "argv", ["tracking.py", str(run)])
     with pytest.raises(SystemExit) as stop, pytest.warns(RuntimeWarning):
         runpy.run_module("common.tracking", run_name="__main__")
@@ -419,7 +473,8 @@ def with_data(monkeypatch, fingerprint: str, **more: object) -> None:
 
 
 def test_resume_knows_the_data(tmp_path, monkeypatch, refused, capsys):
-    """The same fingerprint goes on, and remarks are said; another one is refused before anything is written."""
+    """The same fingerprint goes on, and remarks are said; another one is refused before anything is
+    written."""
     flags = [*SMALL, "--run_dir", tmp_path / "run"]
     with_data(monkeypatch, "abc", remarks=["two rows are the same"])
     assert run_here(monkeypatch, grpo.main, *flags, "--steps", 1) == 0
@@ -443,12 +498,21 @@ def test_resuming_a_finished_run_changes_nothing(run, monkeypatch, capsys):
     assert "all 4 steps are done" in capsys.readouterr().out
     after = tree(run)
     assert after.keys() == before.keys()
-    assert all(after[path] == before[path] for path in before if path.name not in ("curves.png", "config.json"))
+    assert all(
+        after[path] == before[path]
+        for path in before
+        if path.name not in ("curves.png", "config.json")
+    )
 
 
 def test_an_evaluation_compares_the_model_alone(run, monkeypatch, refused):
     flags = ["--eval_only", "--resume", "--eval_problems", 8, "--run_dir", run]
-    assert run_here(monkeypatch, grpo.main, *flags, "--prompts_per_step", 7, "--group_size", 1, "--lr", 1) == 0
+    assert (
+        run_here(
+            monkeypatch, grpo.main, *flags, "--prompts_per_step", 7, "--group_size", 1, "--lr", 1
+        )
+        == 0
+    )
     assert (run / "evaluation-step4.jsonl").exists()
     assert "has model 'tiny', this run 'tiny-moe'" in refused(*flags, "--model", "tiny-moe")
 
@@ -490,18 +554,28 @@ def test_metrics_that_cannot_be_written(tmp_path, monkeypatch, capsys):
         patch.setattr("common.tracking.append", sometimes)
         assert run_here(patch, grpo.main, *flags) == 1
     said = capsys.readouterr().err.split("\n")
-    assert said[-1] == "" and said[-2].startswith("grpo.py: error: cannot write") and "No space left" in said[-2]
-    assert "Traceback" not in "".join(said) and [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
+    assert (
+        said[-1] == ""
+        and said[-2].startswith("grpo.py: error: cannot write")
+        and "No space left" in said[-2]
+    )
+    assert "Traceback" not in "".join(said) and [
+        line["step"] for line in metrics(tmp_path / "run")
+    ] == [0, 1, 2]
     assert run_here(monkeypatch, grpo.main, *flags, "--resume") == 0
 
 
-@pytest.mark.parametrize("more", [["--resume", "--steps", 5], ["--steps", 1]], ids=["resume", "anew"])
+@pytest.mark.parametrize(
+    "more", [["--resume", "--steps", 5], ["--steps", 1]], ids=["resume", "anew"]
+)
 def test_a_full_disk_at_the_start(more, run, monkeypatch, refused):
     """Nothing moved, nothing left behind, exit code 2."""
     before = tree(run.parent)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", full)
-        assert "cannot be written to ([Errno 28] No space left" in refused(*SMALL, "--run_dir", run, *more)
+        assert "cannot be written to ([Errno 28] No space left" in refused(
+            *SMALL, "--run_dir", run, *more
+        )
     assert tree(run.parent) == before
 
 
@@ -517,7 +591,11 @@ def test_an_evaluation_that_cannot_be_written_is_printed(tmp_path, monkeypatch, 
     flags = ["--eval_only", "--eval_problems", 4, "--run_dir", tmp_path / "run"]
     assert run_here(monkeypatch, grpo.main, *flags) == 1
     said = capsys.readouterr()
-    assert said.out.count("| arithmetic |") == 2 and said.err.count("\n") == 1 and "No space left" in said.err
+    assert (
+        said.out.count("| arithmetic |") == 2
+        and said.err.count("\n") == 1
+        and "No space left" in said.err
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -531,7 +609,10 @@ def test_a_model_that_cannot_be_written(run, monkeypatch, refused):
 
 
 def test_hangup_stays_ignored_under_nohup(monkeypatch):
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         assert not StopFlag().raised and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -548,7 +629,8 @@ def test_ctrl_c_while_loading(tmp_path, monkeypatch, capsys):
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    for moment in ("load_model", "shard", "load_checkpoint"):  # the last would come when the folder is locked
+    # The last would come when the folder is locked
+    for moment in ("load_model", "shard", "load_checkpoint"):
         with monkeypatch.context() as patch:
             patch.setattr(grpo, moment, interrupt)
             if moment == "load_checkpoint":
@@ -559,7 +641,8 @@ def test_ctrl_c_while_loading(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("program", ["grpo.py", "notebook.py"])
 def test_ctrl_c_during_the_imports(command, program, tmp_path):
-    """One line and death by the signal, even where a library would swallow the exception; in our programs only."""
+    """One line and death by the signal, even where a library would swallow the exception; in our
+    programs only."""
     main = (ROOT if program == "grpo.py" else tmp_path) / program
     died = command(
         "-c",
@@ -567,7 +650,9 @@ def test_ctrl_c_during_the_imports(command, program, tmp_path):
         "try:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n    print('alive')",
     )
     killed = (-signal.SIGINT, "", "interrupted\n")
-    assert (died.returncode, died.stdout, died.stderr) == (killed if program == "grpo.py" else (0, "alive\n", ""))
+    assert (died.returncode, died.stdout, died.stderr) == (
+        killed if program == "grpo.py" else (0, "alive\n", "")
+    )
 
 
 # What a run says of itself
@@ -585,8 +670,15 @@ IDLE = {
     "--task reasoning_gym:chain_sum --instruction x": "with --task reasoning_gym:chain_sum",
     "--eval_only --save_hf": "with --eval_only",
 }
-ACTIVE = ["--task my.jsonl --prompt_column x --instruction y --max_prompt_tokens 9", "--rollout_rows 7", "--beta 0.1"]
-ACTIVE += ["--eval_only --eval_task gsm8k,my.jsonl --prompt_column x --instruction y", "--rollout vllm --vllm_sleep"]
+ACTIVE = [
+    "--task my.jsonl --prompt_column x --instruction y --max_prompt_tokens 9",
+    "--rollout_rows 7",
+    "--beta 0.1",
+]
+ACTIVE += [
+    "--eval_only --eval_task gsm8k,my.jsonl --prompt_column x --instruction y",
+    "--rollout vllm --vllm_sleep",
+]
 
 
 @pytest.mark.parametrize("words", [*IDLE, *ACTIVE])
@@ -598,7 +690,8 @@ def test_flags_without_effect_are_said(words, monkeypatch):
 
 
 def test_without_effect_and_a_fall_and_killed_answers_are_printed(tmp_path, monkeypatch, capsys):
-    """A judge that has killed three answers since the last line; accuracy that ends below its start."""
+    """A judge that has killed three answers since the last line; accuracy that ends below its
+    start."""
     accuracies = [{"greedy": 0.5, "sampled": 0.4}, {"greedy": 0.25, "sampled": 0.5}]
     monkeypatch.setattr(grpo, "evaluate", lambda *arguments: accuracies[bool(judge.killed)])
 
@@ -620,9 +713,14 @@ def test_without_effect_and_a_fall_and_killed_answers_are_printed(tmp_path, monk
 
 
 def test_numbers_that_json_cannot_write_are_null(tmp_path, monkeypatch, capsys):
-    """A loss of NaN: every line of metrics.jsonl is strict JSON; bar, curves and summary take it."""
-    monkeypatch.setattr(grpo, "check_sampler", lambda *a: {"sampler_kl": float("nan"), "sampler_gap": float("inf")})
-    assert run_here(monkeypatch, grpo.main, *SMALL, "--steps", 2, "--run_dir", tmp_path / "run") == 0
+    """A loss of NaN: every line of metrics.jsonl is strict JSON; bar, curves and summary take
+    it."""
+    monkeypatch.setattr(
+        grpo, "check_sampler", lambda *a: {"sampler_kl": float("nan"), "sampler_gap": float("inf")}
+    )
+    assert (
+        run_here(monkeypatch, grpo.main, *SMALL, "--steps", 2, "--run_dir", tmp_path / "run") == 0
+    )
     assert [line["sampler_kl"] for line in metrics(tmp_path / "run")[1:]] == [None, None]
     assert (tmp_path / "run/curves.png").stat().st_size > 10_000
     assert json.loads(as_lines([{"a": [float("nan"), {"b": -float("inf")}], "c": 1.5}])) == {
@@ -633,7 +731,12 @@ def test_numbers_that_json_cannot_write_are_null(tmp_path, monkeypatch, capsys):
 
 def test_a_wandb_that_does_not_start_is_one_line(tmp_path, monkeypatch, refused):
     fake = types.ModuleType("wandb")
-    fake.__spec__, fake.init = importlib.machinery.ModuleSpec("wandb", None), lambda **keywords: full()
+    fake.__spec__, fake.init = (
+        importlib.machinery.ModuleSpec("wandb", None),
+        lambda **keywords: full(),
+    )
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    assert "--wandb project: [Errno 28]" in refused(*SMALL, "--wandb", "project", "--run_dir", tmp_path / "run")
+    assert "--wandb project: [Errno 28]" in refused(
+        *SMALL, "--wandb", "project", "--run_dir", tmp_path / "run"
+    )
     assert not list(tmp_path.iterdir())

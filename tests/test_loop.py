@@ -1,7 +1,8 @@
-"""The loops against an oracle: what `main` hands to loss, optimiser, engine and log, on one rank and on two; mutants.
+"""The loops against an oracle: what `main` hands to loss, optimiser, engine and log, on one rank
+and on two; mutants.
 
-Each `check_*` compares the records of one run with `oracle.Oracle`, which computed the same without `common`. The
-mutants damage `main` or `common` and must turn the check that they name red.
+Each `check_*` compares the records of one run with `oracle.Oracle`, which computed the same without
+`common`. The mutants damage `main` or `common` and must turn the check that they name red.
 """
 
 import itertools
@@ -19,14 +20,30 @@ import torch
 from adapters import ALGORITHMS
 from common.distributed import setup
 from common.model import load_model
-from oracle import HELD_OUT, LIMIT, SAMPLES, TRAIN, G, K, M, Oracle, P, T, damaged, on_two_ranks, record, respond
+from oracle import (
+    HELD_OUT,
+    LIMIT,
+    SAMPLES,
+    TRAIN,
+    G,
+    K,
+    M,
+    Oracle,
+    P,
+    T,
+    damaged,
+    on_two_ranks,
+    record,
+    respond,
+)
 from test_run import SMALL, metrics, run_here
 from transformers import PreTrainedModel
 
 import grpo
 import vcpo
 
-STEPS = 2  # in the second π_old has left the reference, the teacher chooses, pivots are drawn by the fit
+# In the second π_old has left the reference, the teacher chooses, pivots are drawn by the fit
+STEPS = 2
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -40,7 +57,8 @@ def trained(o: Oracle) -> int:
 
 
 def filling(o: Oracle) -> int:
-    """vcpo: the steps that only fill its queue (with --async the rollout under way is one of the `lag`)."""
+    """vcpo: the steps that only fill its queue (with --async the rollout under way is one of the
+    `lag`)."""
     return o.args.get("lag", 0) - o.args.get("asynchronous", 0)
 
 
@@ -55,24 +73,31 @@ def check_gradients(o: Oracle) -> None:
 
 
 def check_rates(o: Oracle) -> None:
-    """lr rises over the warm-up, in vcpo times the root of the ESS ratio; alike on all ranks; AdamW has its flags."""
+    """lr rises over the warm-up, in vcpo times the root of the ESS ratio; alike on all ranks; AdamW
+    has its flags."""
     for update, (seen, *others) in enumerate(zip(*(one.updates for one in o.records), strict=True)):
         lr = o.args["lr"] * min(1.0, (update // M + 1) / o.args["warmup"])
         if o.name == "vcpo":
             lr *= min(1.0, o.gradient(update)[1].rho / o.args["rho_on"]) ** 0.5
         assert seen["lr"] == pytest.approx([lr], rel=1e-4)
         assert all(other["lr"] == seen["lr"] for other in others)
-        assert seen["betas"] == [o.args["betas"]] and seen["weight_decay"] == [o.args["weight_decay"]]
+        assert seen["betas"] == [o.args["betas"]] and seen["weight_decay"] == [
+            o.args["weight_decay"]
+        ]
         assert len(seen["parameters"]) == len(list(oracle.untrained(o.model).parameters()))
 
 
 def check_prompts(o: Oracle) -> None:
-    """Step s trains on problems (s-1)P to sP-1 in order, each rank on its share; sampled as the flags say."""
+    """Step s trains on problems (s-1)P to sP-1 in order, each rank on its share; sampled as the
+    flags say."""
     assert len(o.records[0].training) == o.args["steps"]
     for step in range(o.args["steps"]):
         calls = [one.training[step] for one in o.records]
         prompts = [prompt for call in calls for prompt in call["prompts"]]
-        assert all(call["temperature"] == T and call["limit"] == LIMIT and call["top_p"] == 1 for call in calls)
+        assert all(
+            call["temperature"] == T and call["limit"] == LIMIT and call["top_p"] == 1
+            for call in calls
+        )
         assert len(prompts) == P and all(len(call["prompts"]) == P // o.size for call in calls)
         if o.name == "goldilocks":
             slots = range(step * P, (step + 1) * P)
@@ -83,32 +108,41 @@ def check_prompts(o: Oracle) -> None:
 
 
 def check_evaluation(o: Oracle) -> None:
-    """Before the first step and after the last: all held-out problems, once greedily and SAMPLES times at temperature
-    T, dealt to the ranks; the accuracies are exact."""
+    """Before the first step and after the last: all held-out problems, once greedily and SAMPLES
+    times at temperature T, dealt to the ranks; the accuracies are exact."""
     for one in o.records:
         calls = [call for call in one.calls if call["n"] != G and call["prefixes"] is None]
         mine = HELD_OUT[one.rank :: o.size]
-        asked = [(call["prompts"], call["n"], call["temperature"], call["limit"], call["top_p"]) for call in calls]
+        asked = [
+            (call["prompts"], call["n"], call["temperature"], call["limit"], call["top_p"])
+            for call in calls
+        ]
         assert asked == 2 * [(mine, 1, 0.0, LIMIT, 1.0), (mine, SAMPLES, T, LIMIT, 1.0)]
     for line in (o.records[0].metrics[0], o.records[0].metrics[-1]):
         for name, n in (("greedy", 1), ("sampled", SAMPLES)):
             right = [row.reward for prompt in HELD_OUT for row in respond(prompt, n)]
-            assert 0 < sum(right) < len(right) and line[name] == pytest.approx(sum(right) / len(right))
+            assert 0 < sum(right) < len(right) and line[name] == pytest.approx(
+                sum(right) / len(right)
+            )
 
 
 def check_sync(o: Oracle) -> None:
-    """The engine is given the weights before the first rollout and after every step: what the next one starts from."""
+    """The engine is given the weights before the first rollout and after every step: what the next
+    one starts from."""
     for one in o.records:
         steps = len(one.training)
         assert len(one.synced) == 1 + steps
         for step, update in enumerate(one.updates[::M]):
             given = one.synced[step + filling(o)]
             assert all(torch.equal(a, b) for a, b in zip(given, update["parameters"]))
-        assert not any(torch.equal(a, b) for a, b in zip(one.synced[-1], one.updates[-1]["parameters"]))
+        assert not any(
+            torch.equal(a, b) for a, b in zip(one.synced[-1], one.updates[-1]["parameters"])
+        )
 
 
 def check_metrics(o: Oracle) -> None:
-    """A line for every step, in it exact means over all rows, mini-batches and ranks, and the last lr."""
+    """A line for every step, in it exact means over all rows, mini-batches and ranks, and the last
+    lr."""
     assert [line["step"] for line in o.records[0].metrics] == list(range(o.args["steps"] + 1))
     for step, line in enumerate(o.records[0].metrics[1 + o.args.get("lag", 0) :]):
         rows = [row for part in range(M) for _, group in o.groups(step, part) for row in group]
@@ -116,14 +150,19 @@ def check_metrics(o: Oracle) -> None:
         lengths = [len(row.tokens) for row in rows]
         expected = {
             "reward": sum(row.reward for row in rows) / len(rows),
-            "zero_groups": sum(len({row.reward for row in group}) == 1 for group in groups) / len(groups),
+            "zero_groups": sum(len({row.reward for row in group}) == 1 for group in groups)
+            / len(groups),
             "response_len": sum(lengths) / len(rows),
             "truncated": sum(not row.finished for row in rows) / len(rows),
             "tokens": sum(lengths),
             "skipped": 0,
             "lr": o.updates[step * M + M - 1]["lr"][0],
         }
-        assert 0 < expected["zero_groups"] < 1 and 0 < expected["truncated"] and 0 < expected["reward"] < 1
+        assert (
+            0 < expected["zero_groups"] < 1
+            and 0 < expected["truncated"]
+            and 0 < expected["reward"] < 1
+        )
         sums: dict[str, list[float]] = {}
         for update in range(step * M, step * M + M):
             gradient, b, stats = o.gradient(update)
@@ -135,7 +174,9 @@ def check_metrics(o: Oracle) -> None:
             for name, (total, count) in stats.items():
                 old = sums.setdefault(name, [0.0, 0.0])
                 largest = name.endswith("_max")
-                sums[name] = [max(old[0], total), 1.0] if largest else [old[0] + total, old[1] + count]
+                sums[name] = (
+                    [max(old[0], total), 1.0] if largest else [old[0] + total, old[1] + count]
+                )
         expected |= {name: total / count for name, (total, count) in sums.items()}
         if o.name == "vcpo":  # the sampler's metrics are of the batch just sampled
             expected |= sampler_metrics(o, step + filling(o))
@@ -146,15 +187,26 @@ def check_metrics(o: Oracle) -> None:
             expected["tokens"] += extra
             expected["extra_tokens"] = extra / sum(lengths)
             expected["failed"] = sum(row.reward == 0 for row in rows) / len(rows)
-            expected["branches_used"] = sum(len(g) for g in grown if len({row.reward for row in g}) > 1)
+            expected["branches_used"] = sum(
+                len(g) for g in grown if len({row.reward for row in g}) > 1
+            )
             expected |= branch_metrics(o, step)
-        off = [name for name, x in expected.items() if line.get(name) != pytest.approx(x, rel=1e-3, abs=1e-7)]
+        off = [
+            name
+            for name, x in expected.items()
+            if line.get(name) != pytest.approx(x, rel=1e-3, abs=1e-7)
+        ]
         assert not off, f"step {step}: {off}"
 
 
 def sampler_metrics(o: Oracle, step: int) -> dict[str, float]:
     """How far μ is from the weights that the engine had when it sampled this step's batch."""
-    rows = [row for one in o.records for prompt in one.training[step]["prompts"] for row in respond(prompt, G)]
+    rows = [
+        row
+        for one in o.records
+        for prompt in one.training[step]["prompts"]
+        for row in respond(prompt, G)
+    ]
     with torch.no_grad():
         logp, _, mask = oracle.log_probs(o.lm(o.records[0].synced[step]), rows)
     gap = (logp - oracle.padded([oracle.sampler_logp(row, o.model) for row in rows])) * mask
@@ -163,19 +215,28 @@ def sampler_metrics(o: Oracle, step: int) -> dict[str, float]:
 
 
 def branch_metrics(o: Oracle, step: int) -> dict[str, float]:
-    """Of the pivots at the bare prompt and of those inside a response: how many, what became of them, how deep."""
+    """Of the pivots at the bare prompt and of those inside a response: how many, what became of
+    them, how deep."""
     found, wrong, rescued = [], 0, 0  # (depth, at the root, siblings' rewards) of every pivot
     for one in o.records:
         groups = branch_groups(one, step)
         start = sum(len(branch_groups(one, s)) for s in range(step))
         depths = [pivot["depth"] for pivot in one.pivots[start : start + len(groups)]]
         outcomes = [[row.reward for row in group] for group in groups]
-        found += [(d, not g[0].prefix, rewards) for d, g, rewards in zip(depths, groups, outcomes, strict=True)]
+        found += [
+            (d, not g[0].prefix, rewards)
+            for d, g, rewards in zip(depths, groups, outcomes, strict=True)
+        ]
         for prompt in one.training[step]["prompts"]:
             if not any(row.reward for row in respond(prompt, G)):
                 wrong += 1
-                rescued += any(any(rewards) for g, rewards in zip(groups, outcomes) if g[0].prompt == prompt)
-    expected = {"pivots_root": (sum(root for _, root, _ in found), len(found)), "groups_rescued": (rescued, wrong)}
+                rescued += any(
+                    any(rewards) for g, rewards in zip(groups, outcomes) if g[0].prompt == prompt
+                )
+    expected = {
+        "pivots_root": (sum(root for _, root, _ in found), len(found)),
+        "groups_rescued": (rescued, wrong),
+    }
     for ending, kind in (("", False), ("_root", True)):
         rewards = [rewards for _, root, rewards in found if root == kind]
         expected[f"branch_reward{ending}"] = (sum(map(sum, rewards)), K * len(rewards))
@@ -196,7 +257,8 @@ def branch_groups(one: oracle.Record, step: int) -> list[list[oracle.Row]]:
 
 
 def check_pivots(o: Oracle) -> None:
-    """Pivots are drawn by the regression of "some branch succeeded" on depth, fitted to all ranks' pivots so far."""
+    """Pivots are drawn by the regression of "some branch succeeded" on depth, fitted to all ranks'
+    pivots so far."""
     if o.name != "deep_grpo":
         return
     pairs = []
@@ -214,16 +276,21 @@ def check_pivots(o: Oracle) -> None:
                 assert depth == pytest.approx(pivot["depth"])
                 fresh.append((depth, float(any(row.reward for row in group))))
         pairs += fresh
-    assert len(pairs) > 10 and fit != (0.0, float("inf")) and 0 < sum(y for _, y in pairs) < len(pairs)
+    assert (
+        len(pairs) > 10 and fit != (0.0, float("inf")) and 0 < sum(y for _, y in pairs) < len(pairs)
+    )
 
 
 def fitted(pairs: list[tuple[float, float]]) -> tuple[float, float]:
-    """argmin of Σ log-loss + slope²/2, by a library's optimiser; P = 1 everywhere with few pairs."""
+    """argmin of Σ log-loss + slope²/2, by a library's optimiser; P = 1 everywhere with few
+    pairs."""
     if len(pairs) <= 10 or len({y for _, y in pairs}) == 1:
         return 0.0, float("inf")
     x, y = torch.tensor(pairs, dtype=torch.float64).T
     parameters = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([parameters], max_iter=200, tolerance_grad=1e-12, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        [parameters], max_iter=200, tolerance_grad=1e-12, line_search_fn="strong_wolfe"
+    )
 
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
@@ -237,40 +304,62 @@ def fitted(pairs: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def check_teacher(o: Oracle) -> None:
-    """goldilocks: every slot takes its candidate of the largest f (none twice), every rank its own slots' in order; the
-    teacher's gradient is that of the mean squared error on what the students' groups showed."""
+    """goldilocks: every slot takes its candidate of the largest f (none twice), every rank its own
+    slots' in order; the teacher's gradient is that of the mean squared error on what the students'
+    groups showed."""
     if o.name != "goldilocks":
         return
     for step in range(o.args["steps"]):
         lm, head = taught(o, step)
         prompts = [prompt for one in o.records for prompt in one.training[step]["prompts"]]
-        pool = [[TRAIN[(slot * 5 + k) % len(TRAIN)] for k in range(5)] for slot in range(step * P, step * P + P)]
+        pool = [
+            [TRAIN[(slot * 5 + k) % len(TRAIN)] for k in range(5)]
+            for slot in range(step * P, step * P + P)
+        ]
         if step:  # in the first step nothing is known and the choice is by chance
             taken = []
             for candidates in pool:
                 free = [prompt for prompt in candidates if prompt not in taken] or candidates
                 taken.append(max(free, key=lambda prompt: value(lm, head, prompt).item()))
             assert prompts == taken and prompts != [candidates[0] for candidates in pool]
-        targets = torch.tensor([[row.reward for row in respond(p, G)] for p in prompts]).double().std(1, correction=0)
+        targets = (
+            torch.tensor([[row.reward for row in respond(p, G)] for p in prompts])
+            .double()
+            .std(1, correction=0)
+        )
         f = torch.stack([value(lm, head, prompt) for prompt in prompts])
         parameters = [*lm.parameters(), *head]
-        gradient = torch.cat([x.flatten() for x in torch.autograd.grad((f - targets).square().mean(), parameters)])
+        gradient = torch.cat(
+            [x.flatten() for x in torch.autograd.grad((f - targets).square().mean(), parameters)]
+        )
         found = torch.cat([x.flatten() for x in o.records[0].lessons[step]["gradients"]]).double()
         assert close(found, gradient) and gradient.norm() < o.args["grad_clip"]
         assert o.records[0].lessons[step]["lr"] == [o.args["teacher_lr"], 10 * o.args["teacher_lr"]]
-        scores = torch.tensor([[value(lm, head, prompt).item() for prompt in row] for row in pool]).double()  # [B, K]
+        scores = torch.tensor(
+            [[value(lm, head, prompt).item() for prompt in row] for row in pool]
+        ).double()  # [B, K]
         idle = float((targets == 0).double().mean())
-        expected = {"teacher_mean": float(scores.mean()), "terms": sum(len(p) // 2 for p in prompts) / P}
+        expected = {
+            "teacher_mean": float(scores.mean()),
+            "terms": sum(len(p) // 2 for p in prompts) / P,
+        }
         if step:
             expected |= {
                 "chosen_over_mean": float((f.detach() - scores.mean(dim=1)).mean()),
                 "zero_groups_chosen": idle,
             }
         else:  # before its first lesson the teacher says 1/4 to everything
-            expected |= {"teacher_mse": float((0.25 - targets).square().mean()), "teacher_rank_corr": 0}
+            expected |= {
+                "teacher_mse": float((0.25 - targets).square().mean()),
+                "teacher_rank_corr": 0,
+            }
             expected["zero_groups_uniform"] = idle
         line = o.records[0].metrics[step + 1]
-        own = {name: line[name] for name in line if name.startswith(("teacher", "terms", "chosen", "zero_groups_"))}
+        own = {
+            name: line[name]
+            for name in line
+            if name.startswith(("teacher", "terms", "chosen", "zero_groups_"))
+        }
         assert own == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
@@ -319,15 +408,17 @@ def alone(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(("name", "check"), CASES, ids=lambda x: x if isinstance(x, str) else x.__name__)
+@pytest.mark.parametrize(
+    ("name", "check"), CASES, ids=lambda x: x if isinstance(x, str) else x.__name__
+)
 def test_one_rank(alone, name, check):
     check(alone(name))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_stored_answers_ask_enough(alone, name):
-    """π_θ, π_old, μ and the reference all differ; advantages of both signs and 0; gradients on both sides of grad_clip;
-    the mechanism acts. Else a mistake could hide."""
+    """π_θ, π_old, μ and the reference all differ; advantages of both signs and 0; gradients on both
+    sides of grad_clip; the mechanism acts. Else a mistake could hide."""
     o = alone(name)
     norms = [float(o.gradient(update)[0].norm()) for update in range(len(o.updates))]
     assert any(norm > o.args["grad_clip"] for norm in norms)
@@ -355,7 +446,8 @@ def check_acts(o: Oracle) -> None:
     free = Oracle(o.name, o.records, o.model)
     free.args = o.args | {"routing_replay": "none"}
     for update in range(len(o.updates)):
-        if o.args["routing_replay"] == "r3" or update % M:  # r2 changes nothing until the first optimiser step
+        # R2 changes nothing until the first optimiser step
+        if o.args["routing_replay"] == "r3" or update % M:
             assert not close(o.gradient(update)[0], free.gradient(update)[0])
 
 
@@ -364,7 +456,8 @@ REPLAY = {"model": "model-moe", "grad_clip": 1e9}
 
 @pytest.mark.parametrize("replay", ["r2", "r3"])
 def test_routing_replay(alone, replay):
-    """Both routings are replayed in π_θ's evaluation and in π_old's; the router has its gradient."""
+    """Both routings are replayed in π_θ's evaluation and in π_old's; the router has its
+    gradient."""
     o = alone("minirl", routing_replay=replay, **REPLAY)
     check_gradients(o)
     check_acts(o)
@@ -377,7 +470,8 @@ def test_stapos_other_rule(alone):
 
 
 def test_asynchronous(alone):
-    """Sampling the next batch beside the update changes neither which problems come nor what is done with them."""
+    """Sampling the next batch beside the update changes neither which problems come nor what is
+    done with them."""
     o = alone("vcpo", asynchronous=True, lag=2)
     for check in (check_prompts, check_gradients, check_rates):
         check(o)
@@ -394,7 +488,9 @@ def test_gradient_checkpointing_changes_no_gradient(alone, monkeypatch):
     """Every decoder layer is run again in the backward pass, and the gradient is the same."""
     asked, enable = [], PreTrainedModel.gradient_checkpointing_enable
     monkeypatch.setattr(
-        PreTrainedModel, "gradient_checkpointing_enable", lambda *how: asked.append(how) or enable(*how)
+        PreTrainedModel,
+        "gradient_checkpointing_enable",
+        lambda *how: asked.append(how) or enable(*how),
     )
     o = alone("grpo", gradient_checkpointing=True)
     check_gradients(o)
@@ -402,14 +498,16 @@ def test_gradient_checkpointing_changes_no_gradient(alone, monkeypatch):
 
 
 def check_lr_after_resume(module: ModuleType, folder: Path) -> None:
-    """Steps 1 to 6 in one go, and 1 to 2 with a resume to 6: the same lr at every update, rising over the warm-up."""
+    """Steps 1 to 6 in one go, and 1 to 2 with a resume to 6: the same lr at every update, rising
+    over the warm-up."""
     world = setup()
     try:
         rates = []
         for steps, resume in ((2, False), (6, True)):
             flags = {"save_every": 2, "resume": resume, "warmup": 4}
             updates = record(module, world, folder, steps=steps, save=True, **flags).updates
-            rates += [update["lr"] for update in updates if update["lr"] != [0.0]]  # loading takes an empty step
+            # Loading takes an empty step
+            rates += [update["lr"] for update in updates if update["lr"] != [0.0]]
     finally:
         torch.distributed.destroy_process_group()
     expected = [1e-3 * min(1.0, step / 4) for step in (1, 2, 3, 4, 5, 6) for _ in range(M)]
@@ -417,23 +515,34 @@ def check_lr_after_resume(module: ModuleType, folder: Path) -> None:
 
 
 def check_evaluation_is_beside_training(module: ModuleType, folder: Path) -> None:
-    """Training does not depend on how often one evaluates: with the real engine, whose random state an evaluation uses,
-    the same samples, gradients and metrics."""
+    """Training does not depend on how often one evaluates: with the real engine, whose random state
+    an evaluation uses, the same samples, gradients and metrics."""
     lines = []
     for every in (1, 100):
-        flags = [*SMALL, "--eval_every", every, "--steps", 3, "--run_dir", folder / f"every-{every}"]
+        flags = [
+            *SMALL,
+            "--eval_every",
+            every,
+            "--steps",
+            3,
+            "--run_dir",
+            folder / f"every-{every}",
+        ]
         flags += ["--lag", 1] if module.__name__ == "vcpo" else []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("common.tracking.draw_curves", lambda *arguments: "")
             assert run_here(patch, module.main, *flags) == 0
         rows = metrics(folder / f"every-{every}")
         assert sum("greedy" in row for row in rows) == (4 if every == 1 else 2)
-        lines.append([{k: v for k, v in row.items() if k not in ("greedy", "sampled")} for row in rows])
+        lines.append(
+            [{k: v for k, v in row.items() if k not in ("greedy", "sampled")} for row in rows]
+        )
     assert lines[0] == lines[1]
 
 
 def check_benchmark(module: ModuleType, folder: Path) -> None:
-    """--eval_only: every problem of every set, `eval_samples` times, at T 1.0 / top-p 1.0 and at T 0.7 / top-p 0.9."""
+    """--eval_only: every problem of every set, `eval_samples` times, at T 1.0 / top-p 1.0 and at T
+    0.7 / top-p 0.9."""
     world = setup()
     folder.mkdir()
     try:
@@ -443,25 +552,33 @@ def check_benchmark(module: ModuleType, folder: Path) -> None:
         common.evaluation.benchmark(engine, sets, oracle.tokenizer(), args, world, folder, 0)
     finally:
         torch.distributed.destroy_process_group()
-    asked = [(call["prompts"], call["n"], call["temperature"], call["top_p"], call["limit"]) for call in engine.calls]
+    asked = [
+        (call["prompts"], call["n"], call["temperature"], call["top_p"], call["limit"])
+        for call in engine.calls
+    ]
     how = [(SAMPLES, 1.0, 1.0, LIMIT), (SAMPLES, 0.7, 0.9, LIMIT)]
     assert asked == [(HELD_OUT, *h) for h in how] + [(HELD_OUT[:2], *h) for h in how]
 
 
 def check_top_p(module: ModuleType, folder: Path) -> None:
-    """top-p acts in the engine: a nucleus of next to nothing is the greedy token; half of it leaves the likelier ones
-    alone; 1 leaves all."""
+    """top-p acts in the engine: a nucleus of next to nothing is the greedy token; half of it leaves
+    the likelier ones alone; 1 leaves all."""
     lm, tokenizer = load_model("tiny")
     world = setup()
     try:
         engine = common.rollout.HFEngine(lm, world, 0, "float32", 1024)
         ids = [tokenizer(prompt)["input_ids"] for prompt in TRAIN[:4]]
-        draws = {p: engine.generate(ids, 16, 1, 1.0, top_p=p).tokens[:, 0].view(4, 16) for p in (1e-6, 0.5, 1.0)}
+        draws = {
+            p: engine.generate(ids, 16, 1, 1.0, top_p=p).tokens[:, 0].view(4, 16)
+            for p in (1e-6, 0.5, 1.0)
+        }
         greedy = engine.generate(ids, 1, 1, 0.0).tokens
     finally:
         torch.distributed.destroy_process_group()
     with torch.no_grad():
-        first = [oracle.untrained()(torch.tensor([prompt])).logits[0, -1].softmax(-1) for prompt in ids]
+        first = [
+            oracle.untrained()(torch.tensor([prompt])).logits[0, -1].softmax(-1) for prompt in ids
+        ]
     for i, p in enumerate(first):
         order = p.sort(descending=True)
         nucleus = order.indices[: int((order.values.cumsum(0) < 0.5).sum()) + 1]
@@ -469,7 +586,8 @@ def check_top_p(module: ModuleType, folder: Path) -> None:
     assert any(len(draws[1.0][i].unique()) > len(draws[0.5][i].unique()) for i in range(4))
 
 
-RUNS = (check_lr_after_resume, check_evaluation_is_beside_training, check_benchmark, check_top_p)  # of their own
+# Of their own
+RUNS = (check_lr_after_resume, check_evaluation_is_beside_training, check_benchmark, check_top_p)
 
 
 @pytest.mark.parametrize("check", RUNS, ids=lambda check: check.__name__)
@@ -487,7 +605,10 @@ def mutants(text: str) -> Iterator[tuple]:
     for algorithm, check, where, flags, name, *pieces in re.findall(block, text, re.MULTILINE):
         check = globals()[f"check_{check}"]
         old, new = (piece.replace("\\n", "\n") for piece in pieces)
-        given = {n: int(v) if v.isdecimal() else v == "True" or v for n, v in re.findall(r"(\w+)=(\w+)", flags)}
+        given = {
+            n: int(v) if v.isdecimal() else v == "True" or v
+            for n, v in re.findall(r"(\w+)=(\w+)", flags)
+        }
         given = {"steps": ENOUGH.get(check, 1)} | given
         yield (
             name,
@@ -498,9 +619,11 @@ def mutants(text: str) -> Iterator[tuple]:
         )
 
 
-ENOUGH = {check_rates: 2, check_prompts: 2, check_sync: 2, check_teacher: 2, check_pivots: 2}  # steps; else 1
+# Steps; else 1
+ENOUGH = {check_rates: 2, check_prompts: 2, check_sync: 2, check_teacher: 2, check_pivots: 2}
 ON_ONE, ON_TWO = map(
-    list, map(mutants, (Path(__file__).parent / "loop_mutants.txt").read_text().split("\ntwo ranks\n"))
+    list,
+    map(mutants, (Path(__file__).parent / "loop_mutants.txt").read_text().split("\ntwo ranks\n")),
 )
 
 
@@ -521,16 +644,25 @@ SKIP = 'clip_gradients(policy, args.grad_clip) if first else float("nan")'
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory):
-    """The oracles of all files on two ranks, each with half of every batch, and of the damaged copies, by name."""
+    """The oracles of all files on two ranks, each with half of every batch, and of the damaged
+    copies, by name."""
     jobs = {name: (name, (), {"steps": STEPS}) for name in ALGORITHMS}
     large = {"micro_tokens": 1000}  # one micro-batch is enough to see a damage
-    jobs |= {name: (algorithm, damage, large | flags) for name, algorithm, _, damage, flags in ON_TWO}
-    jobs["skipped"] = ("grpo", ("grpo", "clip_gradients(policy, args.grad_clip)", SKIP), {"steps": 1})
+    jobs |= {
+        name: (algorithm, damage, large | flags) for name, algorithm, _, damage, flags in ON_TWO
+    }
+    jobs["skipped"] = (
+        "grpo",
+        ("grpo", "clip_gradients(policy, args.grad_clip)", SKIP),
+        {"steps": 1},
+    )
     found = on_two_ranks(list(jobs.values()), tmp_path_factory.mktemp("ranks"))
     return {name: Oracle(job[0], records) for (name, job), records in zip(jobs.items(), found)}
 
 
-@pytest.mark.parametrize(("name", "check"), CASES, ids=lambda x: x if isinstance(x, str) else x.__name__)
+@pytest.mark.parametrize(
+    ("name", "check"), CASES, ids=lambda x: x if isinstance(x, str) else x.__name__
+)
 def test_two_ranks(together, name, check):
     check(together[name])
 
@@ -543,8 +675,11 @@ def test_damage_on_two_ranks_is_seen(together, mutant):
 
 
 def test_a_skipped_update_is_counted_once_and_changes_nothing(together):
-    """The first of two updates has no number for a norm: on both ranks together it is one, and weights stay."""
+    """The first of two updates has no number for a norm: on both ranks together it is one, and
+    weights stay."""
     o = together["skipped"]
     assert o.records[0].metrics[1]["skipped"] == 1 and len(o.updates) == 1
-    assert all(torch.equal(a, b) for a, b in zip(o.updates[0]["parameters"], o.records[0].synced[0]))
+    assert all(
+        torch.equal(a, b) for a, b in zip(o.updates[0]["parameters"], o.records[0].synced[0])
+    )
     assert 0 < o.records[0].metrics[1]["grad_norm"] < 100

@@ -53,16 +53,24 @@ def test_token_logprobs_equal_the_plain_formula(monkeypatch, temperature):
 
 @pytest.mark.parametrize("rows", [400, 7])
 def test_a_bfloat16_heads_gradient_does_not_lose_over_blocks(monkeypatch, rows):
-    """58 blocks or one: the gradient's error against float32 is that of bfloat16's own rounding, 0.3%."""
+    """58 blocks or one: the gradient's error against float32 is that of bfloat16's own rounding,
+    0.3%."""
     monkeypatch.setattr(model_module, "BLOCK_ELEMENTS", rows * 50)
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(n, 16, generator=generator).bfloat16().requires_grad_() for n in (400, 50))
+    hidden, weight = (
+        torch.randn(n, 16, generator=generator).bfloat16().requires_grad_() for n in (400, 50)
+    )
     targets = torch.randint(50, (400,), generator=generator)
     token_logprobs(hidden, weight, targets, 1.0)[0].sum().backward()
-    exact_hidden, exact = hidden.detach().float().requires_grad_(), weight.detach().float().requires_grad_()
+    exact_hidden, exact = (
+        hidden.detach().float().requires_grad_(),
+        weight.detach().float().requires_grad_(),
+    )
     token_logprobs(exact_hidden, exact, targets, 1.0)[0].sum().backward()
     for ours, theirs in ((weight.grad, exact.grad), (hidden.grad, exact_hidden.grad)):
-        assert ours.dtype == torch.bfloat16 and (ours.float() - theirs).norm() / theirs.norm() < 4e-3
+        assert (
+            ours.dtype == torch.bfloat16 and (ours.float() - theirs).norm() / theirs.norm() < 4e-3
+        )
 
 
 MEMORY = """
@@ -85,11 +93,17 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 
 
 def test_token_logprobs_are_lean():
-    """At V = 150k the peak is below half of the plain formula's, and below one full float32 [M, V]."""
+    """At V = 150k the peak is below half of the plain formula's, and below one full float32 [M,
+    V]."""
     megabytes = {}
     for kind in ("lean", "plain"):
-        # Through a small process: on Linux a child's peak begins at that of the one that started it, pytest's.
-        between = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:], check=True)"]
+        # Through a small process: on Linux a child's peak begins at that of the one that started
+        # it, pytest's.
+        between = [
+            sys.executable,
+            "-c",
+            "import subprocess, sys; subprocess.run(sys.argv[1:], check=True)",
+        ]
         words = [*between, sys.executable, "-c", MEMORY, kind]
         run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
         megabytes[kind] = int(run.stdout)
@@ -98,7 +112,8 @@ def test_token_logprobs_are_lean():
 
 
 def test_policy_matches_the_model_and_ignores_padding(world, tiny):
-    """Policy's log-probs and entropies are those of the transformers model's logits; pads change nothing."""
+    """Policy's log-probs and entropies are those of the transformers model's logits; pads change
+    nothing."""
     lm, tokenizer = tiny
     rows = [tokenizer(text)["input_ids"] for text in ("7*8-9=7*8=56;56-9=47#47", "1+2=#3")]
     sequences = torch.full((2, 30), 1)
@@ -109,13 +124,19 @@ def test_policy_matches_the_model_and_ignores_padding(world, tiny):
     with torch.no_grad():
         logp, entropy = Policy(lm)(sequences, predicts, 0.8)
         expected = [torch.log_softmax(lm(torch.tensor([row])).logits[0] / 0.8, -1) for row in rows]
-    want = torch.cat([full[3:-1].gather(1, torch.tensor(row[4:])[:, None])[:, 0] for full, row in zip(expected, rows)])
+    want = torch.cat(
+        [
+            full[3:-1].gather(1, torch.tensor(row[4:])[:, None])[:, 0]
+            for full, row in zip(expected, rows)
+        ]
+    )
     uncertain = torch.cat([-(full[3:-1].exp() * full[3:-1]).sum(-1) for full in expected])
     assert torch.allclose(logp, want, atol=1e-5) and torch.allclose(entropy, uncertain, atol=1e-5)
 
 
 def test_sharding_and_checkpointing_change_nothing(world):
-    """FSDP2 and gradient checkpointing give the plain model's gradient (with `offload` even one rank is sharded)."""
+    """FSDP2 and gradient checkpointing give the plain model's gradient (with `offload` even one
+    rank is sharded)."""
     gradients = []
     for sharded, recompute in ((False, False), (True, False), (True, True)):
         lm, tokenizer = load_model("tiny")
@@ -124,23 +145,30 @@ def test_sharding_and_checkpointing_change_nothing(world):
         if recompute:
             policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
         sequences = torch.tensor([tokenizer("7*8-9=7*8=56;56-9=47#47")["input_ids"]])
-        policy(sequences, torch.ones_like(sequences, dtype=torch.bool).index_fill(1, torch.tensor([22]), False), 1.0)[
-            0
-        ].sum().backward()
-        gradients.append([getattr(p.grad, "to_local", lambda p=p: p.grad)() for p in policy.parameters()])
+        policy(
+            sequences,
+            torch.ones_like(sequences, dtype=torch.bool).index_fill(1, torch.tensor([22]), False),
+            1.0,
+        )[0].sum().backward()
+        gradients.append(
+            [getattr(p.grad, "to_local", lambda p=p: p.grad)() for p in policy.parameters()]
+        )
     for other in gradients[1:]:
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(gradients[0], other))
 
 
 def test_bfloat16_passes_on_float32_master_weights(world):
-    """Weights and gradients stay float32, log-probs move by bfloat16's rounding, the gradient keeps its direction.
+    """Weights and gradients stay float32, log-probs move by bfloat16's rounding, the gradient keeps
+    its direction.
 
-    And after a pass without gradient every weight is a shard again, or a reference model would stay gathered for good.
+    And after a pass without gradient every weight is a shard again, or a reference model would stay
+    gathered for good.
     """
     gradients, logps = [], []
     for dtype, recompute in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
         lm, tokenizer = load_model("tiny")
-        policy = shard(Policy(lm), world, dtype, offload=True)  # sharded also in float32; on a CPU nothing moves
+        # Sharded also in float32; on a CPU nothing moves
+        policy = shard(Policy(lm), world, dtype, offload=True)
         if recompute:
             policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
         sequences = torch.tensor([tokenizer("7*8-9=7*8=56;56-9=47#47")["input_ids"]])
@@ -150,7 +178,11 @@ def test_bfloat16_passes_on_float32_master_weights(world):
         assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
         logp, entropy = policy(sequences, predicts, 1.0)
         logp.sum().backward()
-        assert {t.dtype for p in policy.parameters() for t in (p, p.grad)} == {torch.float32} == {logp.dtype}
+        assert (
+            {t.dtype for p in policy.parameters() for t in (p, p.grad)}
+            == {torch.float32}
+            == {logp.dtype}
+        )
         gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in policy.parameters()]))
         logps.append(logp.detach())
     for logp, gradient in zip(logps[1:], gradients[1:]):
@@ -160,12 +192,16 @@ def test_bfloat16_passes_on_float32_master_weights(world):
 
 
 def test_embedded_model_is_as_documented(tiny):
-    """124k parameters, pad and EOS differ, one token per character, and an unknown character is refused."""
+    """124k parameters, pad and EOS differ, one token per character, and an unknown character is
+    refused."""
     lm, tokenizer = tiny
     assert lm.num_parameters() == 124_480
     assert tokenizer.pad_token_id not in eos_ids(lm, tokenizer)
     text = "7*8=56;56-9=47#47"
-    assert len(tokenizer(text)["input_ids"]) == len(text) and tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert (
+        len(tokenizer(text)["input_ids"]) == len(text)
+        and tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    )
 
 
 def cut(folder: Path) -> None:
@@ -197,14 +233,26 @@ def of_class(kind: type, **changes: object) -> Callable[[Path], None]:
 
 def bert(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    config = BertConfig(vocab_size=18, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    config = BertConfig(
+        vocab_size=18,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        intermediate_size=8,
+    )
     BertForMaskedLM(config).save_pretrained(folder)
 
 
 BROKEN = {
     "cut weights": (cut, "incomplete metadata"),
-    "empty weights": (lambda folder: (folder / "model.safetensors").write_bytes(b""), "header too small"),
-    "other width": (configured(intermediate_size=96), r"6 weights do not fit .* is \(64, 192\), not \(64, 96\)"),
+    "empty weights": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b""),
+        "header too small",
+    ),
+    "other width": (
+        configured(intermediate_size=96),
+        r"6 weights do not fit .* is \(64, 192\), not \(64, 96\)",
+    ),
     "more layers": (
         configured(num_hidden_layers=3, layer_types=["full_attention"] * 3),
         r"11 weights do not fit .*layers\.2\..* is missing",
@@ -213,15 +261,27 @@ BROKEN = {
         configured(num_hidden_layers=1, layer_types=["full_attention"]),
         r"11 weights do not fit .*layers\.1\..* has no place",
     ),
-    "no head": (configured(tie_word_embeddings=False), "1 weights do not fit .*lm_head.weight is missing"),
-    "config of nothing": (lambda folder: (folder / "config.json").write_text("{oops"), "not a valid JSON"),
-    "config of a list": (lambda folder: (folder / "config.json").write_text("[]"), "must be a mapping"),
+    "no head": (
+        configured(tie_word_embeddings=False),
+        "1 weights do not fit .*lm_head.weight is missing",
+    ),
+    "config of nothing": (
+        lambda folder: (folder / "config.json").write_text("{oops"),
+        "not a valid JSON",
+    ),
+    "config of a list": (
+        lambda folder: (folder / "config.json").write_text("[]"),
+        "must be a mapping",
+    ),
     "unknown family": (configured(model_type="nonesuch"), "does not recognize this architecture"),
     "no causal model": (configured(model_type="t5"), "T5Config"),
     "masked model": (bert, "BertLMHeadModel has no output head lm_head"),
     "reward model": (of_class(Qwen3ForSequenceClassification), "score.weight has no place"),
     "no tokenizer": (without_tokenizer, "no tokenizer"),
-    "broken tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{x"), "Expecting property name"),
+    "broken tokenizer": (
+        lambda folder: (folder / "tokenizer.json").write_text("{x"),
+        "Expecting property name",
+    ),
 }
 
 
@@ -250,14 +310,17 @@ def test_a_broken_model_folder_is_named(tmp_path, name):
     ],
 )
 def test_a_name_that_can_be_nothing_is_refused_without_the_network(monkeypatch, name, message):
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *arguments: pytest.fail("asked the hub"))
+    monkeypatch.setattr(
+        AutoTokenizer, "from_pretrained", lambda *arguments: pytest.fail("asked the hub")
+    )
     with pytest.raises(BadInput, match="^--model ") as error:
         load_model(name)
     assert message in str(error.value)
 
 
 def test_a_tied_or_own_head_and_left_over_weights_load(tmp_path):
-    """What is not missing is not refused: an own head, a tied one, and weights of a vision tower beside them."""
+    """What is not missing is not refused: an own head, a tied one, and weights of a vision tower
+    beside them."""
     shutil.copytree(ROOT / "common/tiny/model", tmp_path / "model")
     of_class(Qwen3ForCausalLM, tie_word_embeddings=False)(tmp_path / "model")
     path = tmp_path / "model/model.safetensors"
@@ -297,7 +360,8 @@ def test_an_eos_that_is_no_number_is_named(eos, words, tmp_path):
 
 
 def test_tokens_without_an_embedding_and_empty_prompts_are_named(words, tmp_path):
-    """A tokenizer may be larger than the model as long as no prompt shows it; a template may not swallow the prompt."""
+    """A tokenizer may be larger than the model as long as no prompt shows it; a template may not
+    swallow the prompt."""
     folder = Path(shutil.copytree(words, tmp_path / "model"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["wug"])

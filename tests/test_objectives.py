@@ -1,4 +1,5 @@
-"""The other objectives: outside numbers, gradient weights, limits, defining properties, theorems; and mutants."""
+"""The other objectives: outside numbers, gradient weights, limits, defining properties, theorems;
+and mutants."""
 
 import itertools
 from dataclasses import replace
@@ -23,15 +24,26 @@ def one(*values: float) -> Tensor:
 
 
 def weight(
-    module: ModuleType, ratio: float, advantage: float, old: float = 1.0, mu: float | None = None, **flags
+    module: ModuleType,
+    ratio: float,
+    advantage: float,
+    old: float = 1.0,
+    mu: float | None = None,
+    **flags,
 ) -> float:
-    """The gradient weight on ∇ log π of a one-token response whose ratio is `ratio` and whose π_old is `old`."""
+    """The gradient weight on ∇ log π of a one-token response whose ratio is `ratio` and whose π_old
+    is `old`."""
     old_logp = one(old).log()
     logp = (old_logp + one(ratio).log()).requires_grad_()
     rollout_logp = old_logp if mu is None else one(mu).log()
     args = replace(module.Args(), **flags)
     entropy = torch.full_like(old_logp, 9.0)
-    tensors = {"advantages": one(advantage)[0], "mask": one(1.0), "rollout_logp": rollout_logp, "entropy": entropy}
+    tensors = {
+        "advantages": one(advantage)[0],
+        "mask": one(1.0),
+        "rollout_logp": rollout_logp,
+        "entropy": entropy,
+    }
     loss_of(module, args, logp=logp, old_logp=old_logp, **tensors)[0].backward()
     return -logp.grad.item()
 
@@ -44,7 +56,10 @@ def matches(module: ModuleType, case: str, tolerance: float = 1e-8, **flags: flo
     loss.backward()
     assert abs(loss.item() - expected["loss"]) < tolerance
     assert torch.allclose(
-        batch["logp"].grad, torch.tensor(expected["grad"], dtype=torch.float64), rtol=0, atol=tolerance
+        batch["logp"].grad,
+        torch.tensor(expected["grad"], dtype=torch.float64),
+        rtol=0,
+        atol=tolerance,
     )
 
 
@@ -57,7 +72,8 @@ def gradient(module: ModuleType, **flags: float) -> Tensor:
 
 
 def two_responses() -> dict[str, Tensor]:
-    """The log-ratios of objectives that can be checked by hand: [.1, -.2, .3] with Â = 1, [-.05, .02] with Â = -1."""
+    """The log-ratios of objectives that can be checked by hand: [.1, -.2, .3] with Â = 1, [-.05,
+    .02] with Â = -1."""
     logp = torch.tensor([[0.1, -0.2, 0.3], [-0.05, 0.02, 0.0]], dtype=torch.float64)
     mask = torch.tensor([[1.0, 1, 1], [1, 1, 0]], dtype=torch.float64)
     return {
@@ -78,31 +94,46 @@ def gspo_fixture(module: ModuleType) -> None:
 
 def gspo_by_hand(module: ModuleType) -> None:
     loss, stats = loss_of(module, module.Args(), **two_responses())
-    assert abs(loss.item() - (-1.0004 + 0.9997) / 2) < 1e-12  # s = 1.068939 and .985112, both clipped
-    assert [float(total / count) for total, count in (stats["clip_share"], stats["clip_share_of_tokens"])] == [1, 1]
+    # s = 1.068939 and .985112, both clipped
+    assert abs(loss.item() - (-1.0004 + 0.9997) / 2) < 1e-12
+    assert [
+        float(total / count)
+        for total, count in (stats["clip_share"], stats["clip_share_of_tokens"])
+    ] == [1, 1]
 
 
 def gspo_clips_sequences_not_tokens(module: ModuleType) -> None:
-    """Tokens far off-policy in opposite directions: GRPO would cut one, GSPO cuts nothing. And the reverse."""
+    """Tokens far off-policy in opposite directions: GRPO would cut one, GSPO cuts nothing. And the
+    reverse."""
     mask = torch.ones(1, 4, dtype=torch.float64)
     logp = torch.tensor([[0.5, -0.5, 0.25, -0.25]], dtype=torch.float64, requires_grad=True)
     rest = {"old_logp": 0 * mask, "mask": mask, "advantages": one(1.0)[0]}
     loss, stats = loss_of(module, module.Args(), logp=logp, **rest)
     loss.backward()
-    assert torch.allclose(logp.grad, -mask / 4) and stats["clip_share"][0] == 0 and stats["token_clip_share"][0] == 2
+    assert (
+        torch.allclose(logp.grad, -mask / 4)
+        and stats["clip_share"][0] == 0
+        and stats["token_clip_share"][0] == 2
+    )
     logp = torch.full((1, 4), 0.01, dtype=torch.float64, requires_grad=True)
     loss, stats = loss_of(module, module.Args(), logp=logp, **rest)
     loss.backward()
-    assert (logp.grad == 0).all() and stats["clip_share"][0] == 1 and stats["token_clip_share"][0] == 0
+    assert (
+        (logp.grad == 0).all() and stats["clip_share"][0] == 1 and stats["token_clip_share"][0] == 0
+    )
 
 
 def gspo_ignores_padding(module: ModuleType) -> None:
     """Garbage on padding and more of it change neither value nor gradient."""
     batch = two_responses()
     narrow = loss_of(module, replace(module.Args(), clip_low=0.5, clip_high=0.5), **batch)[0]
-    wide = {name: torch.nn.functional.pad(x, (0, 3)) if x.dim() == 2 else x for name, x in batch.items()}
+    wide = {
+        name: torch.nn.functional.pad(x, (0, 3)) if x.dim() == 2 else x for name, x in batch.items()
+    }
     wide["logp"] = wide["logp"] + 7 * (1 - wide["mask"])
-    assert torch.isclose(narrow, loss_of(module, replace(module.Args(), clip_low=0.5, clip_high=0.5), **wide)[0])
+    assert torch.isclose(
+        narrow, loss_of(module, replace(module.Args(), clip_low=0.5, clip_high=0.5), **wide)[0]
+    )
 
 
 def gspo_token_has_the_same_gradient(module: ModuleType) -> None:
@@ -112,7 +143,9 @@ def gspo_token_has_the_same_gradient(module: ModuleType) -> None:
         logp, mask, A = batch["logp"].requires_grad_(), batch["mask"], batch["advantages"][:, None]
         s = (((logp - batch["old_logp"]) * mask).sum(1) / mask.sum(1)).exp().detach()[:, None]
         s_token = s * (logp - logp.detach()).exp()
-        objective = torch.minimum(s_token * A, s_token.clamp(1 - args.clip_low, 1 + args.clip_high) * A)
+        objective = torch.minimum(
+            s_token * A, s_token.clamp(1 - args.clip_low, 1 + args.clip_high) * A
+        )
         ((objective * mask).sum(1) / mask.sum(1)).mean().neg().backward()
         assert torch.allclose(logp.grad, gradient(module, **flags), rtol=1e-12, atol=1e-15)
 
@@ -135,13 +168,21 @@ def sapo_by_hand(module: ModuleType) -> None:
 
 
 SAPO_TABLE = {0.5: (0.4700, 0.4671), 0.75: (0.7384, 0.7372), 0.9: (0.8978, 0.8975), 1.0: (1.0, 1.0)}
-SAPO_TABLE |= {1.1: (1.0973, 1.0970), 1.3: (1.2712, 1.2683), 2.0: (1.5729, 1.5362), 4.0: (0.7228, 0.6304)}
+SAPO_TABLE |= {
+    1.1: (1.0973, 1.0970),
+    1.3: (1.2712, 1.2683),
+    2.0: (1.5729, 1.5362),
+    4.0: (0.7228, 0.6304),
+}
 
 
 def sapo_weights(module: ModuleType) -> None:
     """r Â sech²(τ (r - 1) / 2), and the published table."""
     for ratio, (up, down) in SAPO_TABLE.items():
-        assert abs(weight(module, ratio, 1.0) - up) < 6e-5 and abs(weight(module, ratio, -1.0) + down) < 6e-5
+        assert (
+            abs(weight(module, ratio, 1.0) - up) < 6e-5
+            and abs(weight(module, ratio, -1.0) + down) < 6e-5
+        )
     exact = 1.7 * 0.6 / torch.cosh(one(2.5 * 0.7 / 2)).item() ** 2
     assert abs(weight(module, 1.7, 0.6, tau_pos=2.5) - exact) < 1e-12
 
@@ -166,7 +207,10 @@ def sapo_statistics(module: ModuleType) -> None:
     stats = loss_of(module, module.Args(), advantages=torch.tensor([1.0, -1, 0]), **batch)[1]
     mean = {name: float(total / count) for name, (total, count) in stats.items()}
     closed = [1 - 1 / torch.cosh(one(tau * (4.481689 - 1) / 2)).item() ** 2 for tau in (1.0, 1.05)]
-    assert abs(mean["gate_pos"] - (1 - closed[0] / 2)) < 1e-6 and abs(mean["gate_neg"] - (1 - closed[1] / 2)) < 1e-6
+    assert (
+        abs(mean["gate_pos"] - (1 - closed[0] / 2)) < 1e-6
+        and abs(mean["gate_neg"] - (1 - closed[1] / 2)) < 1e-6
+    )
 
 
 # STAPO
@@ -180,8 +224,12 @@ def stapo_fixture(module: ModuleType) -> None:
 def spurious_batch() -> dict[str, Tensor]:
     """Rows: right, right, wrong. p and H of the tokens are chosen one by one."""
     double = {"dtype": torch.float64}
-    probs = torch.tensor([[0.001, 0.001, 0.5, 0.003], [0.0019, 0.9, 0.9, 0.9], [0.001, 0.001, 0.9, 0.9]], **double)
-    entropy = torch.tensor([[0.1, 3.0, 0.2, 0.1], [0.3, 0.1, 0.1, 0.0], [0.1, 0.1, 2.8, 2.9]], **double)
+    probs = torch.tensor(
+        [[0.001, 0.001, 0.5, 0.003], [0.0019, 0.9, 0.9, 0.9], [0.001, 0.001, 0.9, 0.9]], **double
+    )
+    entropy = torch.tensor(
+        [[0.1, 3.0, 0.2, 0.1], [0.3, 0.1, 0.1, 0.0], [0.1, 0.1, 2.8, 2.9]], **double
+    )
     mask = torch.tensor([[1.0, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]], **double)
     logp = probs.log()
     return {
@@ -191,14 +239,16 @@ def spurious_batch() -> dict[str, Tensor]:
 
 
 def stapo_silences_the_spurious(module: ModuleType) -> None:
-    """Rewarded, improbable and sure: (0,0) and (1,0). Not (0,1): unsure; (0,3): p over τ_p; row 2: Â < 0."""
+    """Rewarded, improbable and sure: (0,0) and (1,0). Not (0,1): unsure; (0,3): p over τ_p; row 2:
+    Â < 0."""
     batch = spurious_batch()
     batch["logp"].requires_grad_()
     loss, stats = loss_of(module, module.Args(), **batch)
     loss.backward()
     silent = torch.tensor([[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
     kept = batch["mask"] * ~silent
-    assert torch.allclose(batch["logp"].grad, -batch["advantages"][:, None] * kept / kept.sum())  # over the tokens left
+    # Over the tokens left
+    assert torch.allclose(batch["logp"].grad, -batch["advantages"][:, None] * kept / kept.sum())
     assert (
         stats["silenced"][0] == 2
         and abs(float(stats["silenced_share"][0] / stats["silenced_share"][1]) - 2 / 11) < 1e-9
@@ -217,7 +267,8 @@ def stapo_uses_the_current_policy(module: ModuleType) -> None:
 
 
 def stapo_quantiles(module: ModuleType) -> None:
-    """τ_h is the 80% quantile over response tokens, padding excluded; version 4's is over rare tokens of right ones."""
+    """τ_h is the 80% quantile over response tokens, padding excluded; version 4's is over rare
+    tokens of right ones."""
     batch = spurious_batch()
     parts = [batch[name] for name in ("logp", "entropy", "advantages", "mask")]
     everything = module.threshold_population(module.Args(), *parts)
@@ -236,7 +287,8 @@ def stapo_quantiles(module: ModuleType) -> None:
 
 
 def stapo_is_exact_in_parts(module: ModuleType) -> None:
-    """With τ_h of the whole mini-batch, sums over any parts give the whole's loss; a part's own τ_h would not."""
+    """With τ_h of the whole mini-batch, sums over any parts give the whole's loss; a part's own τ_h
+    would not."""
     batch = spurious_batch()
     batch["rollout_logp"] = batch["old_logp"]
     args = module.Args()
@@ -245,7 +297,9 @@ def stapo_is_exact_in_parts(module: ModuleType) -> None:
     whole = module.policy_loss(args, **batch)
     rows = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(3)]
     split = [module.policy_loss(args, **row, threshold=threshold) for row in rows]
-    assert torch.isclose(sum(s[0] for s in split), whole[0]) and sum(s[1] for s in split) == whole[1]
+    assert (
+        torch.isclose(sum(s[0] for s in split), whole[0]) and sum(s[1] for s in split) == whole[1]
+    )
     assert sum(module.policy_loss(args, **row)[1] for row in rows) != whole[1]
 
 
@@ -253,7 +307,11 @@ def stapo_is_exact_in_parts(module: ModuleType) -> None:
 
 
 MASPO_TABLE = {  # r: weights at π_old = .9 and .01, for Â = 1 and for Â = -1 (without the sign)
-    **{0.5: (0.5, 0.5, 0.4415, 0.4958), 0.75: (0.75, 0.75, 0.7270, 0.7484), 0.9: (0.9, 0.9, 0.8955, 0.8997)},
+    **{
+        0.5: (0.5, 0.5, 0.4415, 0.4958),
+        0.75: (0.75, 0.75, 0.7270, 0.7484),
+        0.9: (0.9, 0.9, 0.8955, 0.8997),
+    },
     **{1.0: (1, 1, 1, 1), 1.1: (1.0951, 1.0997, 1.1, 1.1), 1.3: (1.2493, 1.2965, 1.3, 1.3)},
     **{2.0: (1.2850, 1.9414, 2, 2), 4.0: (0.0746, 3.0608, 4, 4)},
 }
@@ -266,7 +324,11 @@ def maspo_fixture(module: ModuleType) -> None:
 
 def maspo_weights(module: ModuleType) -> None:
     for ratio, row in MASPO_TABLE.items():
-        ours = [weight(module, ratio, advantage, old) for advantage in (1.0, -1.0) for old in (0.9, 0.01)]
+        ours = [
+            weight(module, ratio, advantage, old)
+            for advantage in (1.0, -1.0)
+            for old in (0.9, 0.01)
+        ]
         for value, expected, sign in zip(ours, row, (1, 1, -1, -1)):
             assert abs(value - sign * expected) < 6e-5, (ratio, row)
 
@@ -277,7 +339,8 @@ def maspo_gates(module: ModuleType) -> None:
     table |= {(0.5, 0.9, -1): 0.882948, (0.5, 0.01, -1): 0.991668}
     for (ratio, old, advantage), gate in table.items():
         assert abs(weight(module, ratio, advantage, old) / (ratio * advantage) - gate) < 1e-6
-    capped = weight(module, 2.0, 1.0, 1e-9, beta_pos=0.0) / 2  # width 501 without the cap, 10 with it
+    # Width 501 without the cap, 10 with it
+    capped = weight(module, 2.0, 1.0, 1e-9, beta_pos=0.0) / 2
     assert abs(capped - torch.tensor(-1 / 200.0).exp().item()) < 1e-6
     narrow = weight(module, 0.5, -1000.0, 1.0) / -500  # risk 1/31 without the floor, 0.1 with it
     assert abs(narrow - torch.tensor(-0.25 / 0.02).exp().item()) < 1e-6
@@ -300,7 +363,10 @@ def maspo_statistics(module: ModuleType) -> None:
     assert abs(mean["grpo_cut_share"] - 2 / 6) < 1e-9  # the two at r = 2
     gates = [weight(module, 2.0, 1.0, old) / 2 for old in (0.95, 0.05)]
     assert abs(mean["kept_where_grpo_cuts"] - sum(gates) / 2) < 1e-6
-    assert abs(mean["gate_pos"] - (sum(gates) + 1) / 3) < 1e-6 and mean["width_rare"] > 2 * mean["width_common"]
+    assert (
+        abs(mean["gate_pos"] - (sum(gates) + 1) / 3) < 1e-6
+        and mean["width_rare"] > 2 * mean["width_common"]
+    )
 
 
 # MiniRL
@@ -308,16 +374,21 @@ def maspo_statistics(module: ModuleType) -> None:
 
 def minirl_weights(module: ModuleType) -> None:
     """M min(π_θ/μ, 5) Â: the mask sees π_θ/π_old, the weight π_θ/μ."""
-    for old, mu, ratio, advantage in itertools.product((0.2, 0.4), (0.01, 0.1, 0.3), (0.7, 0.9, 1.2, 1.3), (1.0, -1.0)):
+    for old, mu, ratio, advantage in itertools.product(
+        (0.2, 0.4), (0.01, 0.1, 0.3), (0.7, 0.9, 1.2, 1.3), (1.0, -1.0)
+    ):
         masked = (advantage > 0 and ratio > 1.27) or (advantage < 0 and ratio < 0.8)
         expected = 0 if masked else min(old * ratio / mu, 5.0) * advantage
         assert abs(weight(module, ratio, advantage, old, mu) - expected) < 1e-12
         plain = 0 if masked else ratio * advantage
-        assert abs(weight(module, ratio, advantage, old, mu, correct_mismatch=False) - plain) < 1e-12
+        assert (
+            abs(weight(module, ratio, advantage, old, mu, correct_mismatch=False) - plain) < 1e-12
+        )
 
 
 def minirl_sums_tokens(module: ModuleType) -> None:
-    """A sum over tokens, a mean over responses; with length_norm a mean over tokens; padding counts for nothing."""
+    """A sum over tokens, a mean over responses; with length_norm a mean over tokens; padding counts
+    for nothing."""
     batch = two_responses()
     for flags, scale in (({}, 1.0), ({"length_norm": True}, batch["mask"].sum(1, keepdim=True))):
         logp = batch["logp"].detach().requires_grad_()
@@ -329,25 +400,37 @@ def minirl_sums_tokens(module: ModuleType) -> None:
 
 def minirl_advantages(module: ModuleType) -> None:
     numbers = FIXTURE["advantages"]
-    rewards, expected = (torch.tensor(numbers[name], dtype=torch.float64) for name in ("rewards", "mean_only"))
+    rewards, expected = (
+        torch.tensor(numbers[name], dtype=torch.float64) for name in ("rewards", "mean_only")
+    )
     assert torch.allclose(module.advantages(rewards), expected, rtol=0, atol=1e-12)
 
 
 def minirl_is_the_first_order_of_the_reward(module: ModuleType) -> None:
-    """The paper's claim, with every sequence enumerated: the surrogate's gradient under samples of μ equals that of the
-    expected reward where π_θ = μ, the gap grows with the distance, and dividing by length breaks it at once."""
+    """The paper's claim, with every sequence enumerated: the surrogate's gradient under samples of
+    μ equals that of the expected reward where π_θ = μ, the gap grows with the distance, and
+    dividing by length breaks it at once."""
     generator = torch.Generator().manual_seed(3)
     V, T = 3, 3
-    base, direction = (torch.randn(T, V + 1, V, generator=generator, dtype=torch.float64) for _ in range(2))
-    sequences = [s for n in (1, 2, 3) for s in itertools.product(range(V), repeat=n) if 0 not in s[:-1]]
+    base, direction = (
+        torch.randn(T, V + 1, V, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
+    sequences = [
+        s for n in (1, 2, 3) for s in itertools.product(range(V), repeat=n) if 0 not in s[:-1]
+    ]
     sequences = [s for s in sequences if s[-1] == 0 or len(s) == T]  # 0 is the EOS
     rewards = torch.randn(len(sequences), generator=generator, dtype=torch.float64)
-    mask = torch.tensor([[float(t < len(s)) for t in range(T)] for s in sequences], dtype=torch.float64)
+    mask = torch.tensor(
+        [[float(t < len(s)) for t in range(T)] for s in sequences], dtype=torch.float64
+    )
 
     def logps(theta: Tensor) -> Tensor:
         table = theta.log_softmax(-1)
         rows = [
-            [table[t, s[t - 1] if t else V, s[t]] if t < len(s) else 0 * table[0, 0, 0] for t in range(T)]
+            [
+                table[t, s[t - 1] if t else V, s[t]] if t < len(s) else 0 * table[0, 0, 0]
+                for t in range(T)
+            ]
             for s in sequences
         ]
         return torch.stack([torch.stack(row) for row in rows])  # [sequences, T]
@@ -367,7 +450,9 @@ def minirl_is_the_first_order_of_the_reward(module: ModuleType) -> None:
         return float((ours - truth).norm() / truth.norm())
 
     gaps = [gap(distance) for distance in (0.0, 0.05, 0.1, 0.2, 0.4)]
-    assert gaps[0] < 1e-12 and all(near < far for near, far in zip(gaps, gaps[1:])) and gaps[-1] > 0.05
+    assert (
+        gaps[0] < 1e-12 and all(near < far for near, far in zip(gaps, gaps[1:])) and gaps[-1] > 0.05
+    )
     assert gap(0.0, length_norm=True) > 0.1
 
 
@@ -381,11 +466,27 @@ CHECKS = {
         *(sapo_without_temperature_is_unclipped, sapo_statistics),
     ),
     stapo: (
-        *(stapo_fixture, stapo_silences_the_spurious, stapo_uses_the_current_policy, stapo_quantiles),
+        *(
+            stapo_fixture,
+            stapo_silences_the_spurious,
+            stapo_uses_the_current_policy,
+            stapo_quantiles,
+        ),
         stapo_is_exact_in_parts,
     ),
-    maspo: (maspo_fixture, maspo_weights, maspo_gates, maspo_without_width_is_unclipped, maspo_statistics),
-    minirl: (minirl_weights, minirl_sums_tokens, minirl_advantages, minirl_is_the_first_order_of_the_reward),
+    maspo: (
+        maspo_fixture,
+        maspo_weights,
+        maspo_gates,
+        maspo_without_width_is_unclipped,
+        maspo_statistics,
+    ),
+    minirl: (
+        minirl_weights,
+        minirl_sums_tokens,
+        minirl_advantages,
+        minirl_is_the_first_order_of_the_reward,
+    ),
 }
 ROOT_MEAN = "log_ratio.sum(dim=1) / mask.sum(dim=1).clamp(min=1)"
 PER_RESPONSE = "(objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)"
@@ -495,7 +596,9 @@ MUTANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("check", [c for checks in CHECKS.values() for c in checks], ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check", [c for checks in CHECKS.values() for c in checks], ids=lambda check: check.__name__
+)
 def test_objective(check):
     check(next(module for module, checks in CHECKS.items() if check in checks))
 
@@ -522,7 +625,9 @@ def assert_theorem(logits: Tensor, token: Tensor, factor: Tensor) -> None:
     p, V = probs.gather(-1, token[:, None])[:, 0], logits.shape[-1]
     H = -(probs * logits.log_softmax(-1)).sum(-1)
     norm = logit_gradient_norm(logits, token, factor)
-    assert torch.allclose(norm, factor**2 * (1 - 2 * p + probs.square().sum(-1)), rtol=1e-9, atol=1e-14)
+    assert torch.allclose(
+        norm, factor**2 * (1 - 2 * p + probs.square().sum(-1)), rtol=1e-9, atol=1e-14
+    )
     C = (V - 1) / (V * torch.tensor(float(V)).log() ** 2)
     lower, upper = factor**2 * (1 - 2 * p + (-H).exp()), factor**2 * (2 - 2 * p - C * H**2)
     assert (norm >= lower - 1e-9).all() and (norm <= upper + 1e-9).all()
@@ -537,7 +642,8 @@ def test_stapo_theorem_on_random_softmaxes():
 
 
 def test_stapo_theorem_on_a_rollout(world, tiny):
-    """The same on the tokens that the embedded model samples; and the largest norms are at low p and low H."""
+    """The same on the tokens that the embedded model samples; and the largest norms are at low p
+    and low H."""
     lm, tokenizer = tiny
     prompts = [tokenizer(prompt)["input_ids"] for prompt in ("7*8-9+6=", "3*3*3*3*3*3*3=")]
     rollout = HFEngine(lm, world, 0, "float32", 1024).generate(prompts, 64, 64, 1.0)
@@ -554,6 +660,9 @@ def test_stapo_theorem_on_a_rollout(world, tiny):
 
 
 def test_minirl_claim_does_not_hold_for_a_wrong_weight():
-    """The enumeration can fail: with the weight cut at 1 the gradient at π_θ != μ is further off."""
+    """The enumeration can fail: with the weight cut at 1 the gradient at π_θ != μ is further
+    off."""
     with pytest.raises(AssertionError):
-        minirl_is_the_first_order_of_the_reward(mutate(minirl, "~cut * weight * A * logp", "~cut * 0.5 * A * logp"))
+        minirl_is_the_first_order_of_the_reward(
+            mutate(minirl, "~cut * weight * A * logp", "~cut * 0.5 * A * logp")
+        )

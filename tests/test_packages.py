@@ -1,4 +1,5 @@
-"""The optional packages themselves, not stand-ins: wandb without a network, reasoning-gym, and `datasets` on files."""
+"""The optional packages themselves, not stand-ins: wandb without a network, reasoning-gym, and
+`datasets` on files."""
 
 import json
 import math
@@ -14,13 +15,15 @@ from test_run import SMALL, metrics, run_here
 
 
 def records(path) -> list:
-    """The records of an offline run's file: LevelDB's log format, 32 KB blocks of chunks, after a header of 7 bytes."""
+    """The records of an offline run's file: LevelDB's log format, 32 KB blocks of chunks, after a
+    header of 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, place, whole, found = path.read_bytes(), 7, b"", []
     while place + 7 <= len(data):
         if 32768 - place % 32768 < 7:
-            place += 32768 - place % 32768  # no room for a chunk's header: the block's end is padding
+            # No room for a chunk's header: the block's end is padding
+            place += 32768 - place % 32768
             continue
         length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
         whole += data[place + 7 : place + 7 + length]
@@ -48,7 +51,10 @@ def test_wandb_offline_holds_the_config_and_every_step(tmp_path, monkeypatch):
     logged = {}
     for record in found:
         if record.HasField("history"):
-            line = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            line = {
+                item.key or item.nested_key[0]: json.loads(item.value_json)
+                for item in record.history.item
+            }
             logged[line["step"]] = line
     written = {line["step"]: line for line in metrics(tmp_path / "run")}
     assert logged.keys() == written.keys() == {0, 1, 2}
@@ -57,7 +63,8 @@ def test_wandb_offline_holds_the_config_and_every_step(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["chain_sum", "countdown", "spell_backward"])
 def test_reasoning_gym_itself(name):
-    """Its own answer scores 1, another one less; prompts and held-out problems are the same in every run."""
+    """Its own answer scores 1, another one less; prompts and held-out problems are the same in
+    every run."""
     gym = pytest.importorskip("reasoning_gym")
     task, again, other = (load(f"reasoning_gym:{name}", Letters(), seed=seed) for seed in (1, 1, 2))
     rows = gym.create_dataset(name, size=GYM_SIZE, seed=0)
@@ -68,9 +75,12 @@ def test_reasoning_gym_itself(name):
     given = [f"It is <answer>{right}</answer>.", f"<answer>{right}1</answer>", "", right]
     scores = task.judge(given, [problem.answer] * 4)
     assert (
-        scores[0] == 1.0 and max(scores[1:]) < 1.0 and problem.prompt.startswith(rows[int(problem.answer)]["question"])
+        scores[0] == 1.0
+        and max(scores[1:]) < 1.0
+        and problem.prompt.startswith(rows[int(problem.answer)]["question"])
     )
-    assert task.judge(["<answer>9**9**9**9**9</answer>"], [problem.answer])[0] < 1.0  # bounded, whatever it computes
+    # Bounded, whatever it computes
+    assert task.judge(["<answer>9**9**9**9**9</answer>"], [problem.answer])[0] < 1.0
     task.judge.close()
     with pytest.raises(ValueError, match="--task reasoning_gym:nothing: .*not registered"):
         load("reasoning_gym:nothing")
@@ -79,11 +89,15 @@ def test_reasoning_gym_itself(name):
 @pytest.mark.parametrize("kind", ["parquet", "json"])
 @pytest.mark.parametrize("name", HUB)
 def test_hub_sets_through_datasets_itself(name, kind, tmp_path, monkeypatch):
-    """Path, split and columns of each set, read by `datasets` from files that stand in for the hub's."""
+    """Path, split and columns of each set, read by `datasets` from files that stand in for the
+    hub's."""
     row, answer = ROWS[name]
     columns, real, asked = HUB[name], datasets.load_dataset, []
     for split in ("train", "test"):
-        rows = [row | {columns.prompt: f"{split} {row[columns.prompt]} {i}", "more": i} for i in range(5)]
+        rows = [
+            row | {columns.prompt: f"{split} {row[columns.prompt]} {i}", "more": i}
+            for i in range(5)
+        ]
         found = datasets.Dataset.from_list(rows)
         getattr(found, f"to_{kind}")(str(tmp_path / f"{split}.{kind}"))
 
@@ -95,9 +109,15 @@ def test_hub_sets_through_datasets_itself(name, kind, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", from_files)
     if columns.train:
         task = load(name)
-        assert {task.train(i).answer for i in range(5)} == {answer} == {p.answer for p in task.held_out}
+        assert (
+            {task.train(i).answer for i in range(5)}
+            == {answer}
+            == {p.answer for p in task.held_out}
+        )
         assert task.train(0).prompt.startswith("train ")
-        assert all(p.prompt.startswith("test " if columns.test else "train ") for p in task.held_out)
+        assert all(
+            p.prompt.startswith("test " if columns.test else "train ") for p in task.held_out
+        )
     measured = load("arithmetic", eval_only=True, eval_task=name).sets[name]
     assert [p.answer for p in measured] == [answer] * 5
     assert {entry[:2] for entry in asked} == {(columns.path, columns.config)}
@@ -108,8 +128,10 @@ def test_parquet_of_another_writer(tmp_path):
     """pandas' columns, integers and floats included, with a tokenizer of `tokenizers`."""
     pandas = pytest.importorskip("pandas")
     path = tmp_path / "set.parquet"
-    pandas.DataFrame({"prompt": [f"{i} + 1?" for i in range(8)], "answer": [i + 1.0 for i in range(8)]}).to_parquet(
-        path
-    )
+    pandas.DataFrame(
+        {"prompt": [f"{i} + 1?" for i in range(8)], "answer": [i + 1.0 for i in range(8)]}
+    ).to_parquet(path)
     task = load_task(grpo.Args(task=str(path), eval_problems=2), byte_tokenizer(258))
-    assert {task.train(i).answer for i in range(6)} | {p.answer for p in task.held_out} == {str(i) for i in range(1, 9)}
+    assert {task.train(i).answer for i in range(6)} | {p.answer for p in task.held_out} == {
+        str(i) for i in range(1, 9)
+    }

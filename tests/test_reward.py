@@ -71,7 +71,9 @@ def test_math(judge, completion, answer, reward):
 
 def test_the_question_is_not_the_answer(judge):
     """A response that repeats a question in which the answer stands earns nothing by it."""
-    assert judge(["You ask which of 7, 8 and 9 is a prime. That is hard to say; maybe it is 9"], ["7"]) == [0.0]
+    assert judge(
+        ["You ask which of 7, 8 and 9 is a prime. That is hard to say; maybe it is 9"], ["7"]
+    ) == [0.0]
 
 
 HOSTILE = {
@@ -109,7 +111,8 @@ def test_hostile_answers_cost_little_and_earn_nothing(judge, name):
 
 
 def test_broken_bounds_are_counted_and_leave_the_others_alone():
-    """In one batch: a hanging answer scores 0 and is counted, its neighbours are judged, order is kept."""
+    """In one batch: a hanging answer scores 0 and is counted, its neighbours are judged, order is
+    kept."""
     judge = MathJudge(workers=2, seconds=1.0)
     good, hanging = r"\boxed{7}", r"\boxed{9^{9^{9^{9}}}}"
     assert judge([good, hanging, good, "8", good], ["7"] * 5) == [1.0, 0.0, 1.0, 0.0, 1.0]
@@ -118,14 +121,16 @@ def test_broken_bounds_are_counted_and_leave_the_others_alone():
 
 
 def test_memory_is_bounded():
-    """An answer that asks for more memory than allowed is refused or killed; the worker's share stays bounded."""
+    """An answer that asks for more memory than allowed is refused or killed; the worker's share
+    stays bounded."""
     judge = MathJudge(workers=1, seconds=20.0, memory=2**29)
     assert judge([r"\boxed{2^{40000000000}}", r"\boxed{7}"], ["7", "7"]) == [0.0, 1.0]
     judge.close()
 
 
 def test_a_killed_worker_is_replaced():
-    """A worker that dies between two answers (out-of-memory killer) costs one answer at the most."""
+    """A worker that dies between two answers (out-of-memory killer) costs one answer at the
+    most."""
     judge = MathJudge(workers=1)
     assert judge([r"\boxed{7}"], ["7"]) == [1.0]
     worker = judge.idle.get()

@@ -32,7 +32,8 @@ def args():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampler_and_trainer_agree(engine, tiny, prompts, temperature):
-    """log μ of every sampled token, prompts of different lengths together, equals the trainer's at that temperature."""
+    """log μ of every sampled token, prompts of different lengths together, equals the trainer's at
+    that temperature."""
     rollout = engine.generate(prompts, 16, 64, temperature)
     logp, _ = response_logprobs(Policy(tiny[0]), rollout, temperature)
     assert torch.allclose(logp, rollout.rollout_logp, atol=1e-4)
@@ -41,13 +42,16 @@ def test_sampler_and_trainer_agree(engine, tiny, prompts, temperature):
 
 
 def test_masks_end_with_the_eos(engine, tiny, prompts):
-    """Row i answers prompt i // n; mask covers the EOS; nothing but padding follows; a cut response has no EOS."""
+    """Row i answers prompt i // n; mask covers the EOS; nothing but padding follows; a cut response
+    has no EOS."""
     lm, tokenizer = tiny
     rollout = engine.generate(prompts, 32, 12, 1.0)
     assert not rollout.finished.all() and rollout.finished.any()
     for i, row in enumerate(rollout.response_ids()):
         length = int(rollout.mask[i].sum())
-        assert rollout.tokens[i, :length].tolist() == row and (rollout.tokens[i, length:] == 0).all()
+        assert (
+            rollout.tokens[i, :length].tolist() == row and (rollout.tokens[i, length:] == 0).all()
+        )
         assert (row[-1] == tokenizer.eos_token_id) == bool(rollout.finished[i])
         assert tokenizer.eos_token_id not in row[:-1] and (rollout.finished[i] or length == 12)
         start = int(rollout.prompt_len[i])
@@ -56,10 +60,13 @@ def test_masks_end_with_the_eos(engine, tiny, prompts):
 
 
 def test_greedy_equals_generate(engine, tiny, prompts):
-    """Temperature 0 gives what transformers' own greedy decoding gives, whichever rows finish first."""
+    """Temperature 0 gives what transformers' own greedy decoding gives, whichever rows finish
+    first."""
     lm, tokenizer = tiny
     for prompt, row in zip(prompts, engine.generate(prompts, 1, 40, 0.0).response_ids()):
-        expected = lm.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=40)[0, len(prompt) :]
+        expected = lm.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=40)[
+            0, len(prompt) :
+        ]
         assert row == expected.tolist()
 
 
@@ -76,11 +83,15 @@ def test_runs_repeat(tiny, world, prompts):
     """Same seed, same samples; another seed or rank, others; the state carries on where it was."""
     make = lambda seed: HFEngine(tiny[0], world, seed, "float32", 1024)  # noqa: E731
     first, again, other = (make(seed).generate(prompts, 8, 40, 1.0).tokens for seed in (0, 0, 1))
-    assert torch.equal(first, again) and not (first.shape == other.shape and torch.equal(first, other))
+    assert torch.equal(first, again) and not (
+        first.shape == other.shape and torch.equal(first, other)
+    )
     engine, resumed = make(0), make(5)
     engine.generate(prompts, 8, 40, 1.0)
     resumed.load_state_dict(engine.state_dict())
-    assert torch.equal(engine.generate(prompts, 8, 40, 1.0).tokens, resumed.generate(prompts, 8, 40, 1.0).tokens)
+    assert torch.equal(
+        engine.generate(prompts, 8, 40, 1.0).tokens, resumed.generate(prompts, 8, 40, 1.0).tokens
+    )
     second_rank = copy.copy(world)
     second_rank.rank = 1
     apart = HFEngine(tiny[0], second_rank, 0, "float32", 1024).generate(prompts, 8, 40, 1.0).tokens
@@ -88,7 +99,8 @@ def test_runs_repeat(tiny, world, prompts):
 
 
 def test_prefixes_are_continued_in_one_batch(engine, tiny, prompts):
-    """A prefix stands before the sample, is part of the response, counts towards the limit, and is not in the mask."""
+    """A prefix stands before the sample, is part of the response, counts towards the limit, and is
+    not in the mask."""
     lm, tokenizer = tiny
     texts = ["7*8=56;", "", "3*3=9;9*3=27;", "#"]
     prefixes = [tokenizer(text)["input_ids"] if text else [] for text in texts]
@@ -96,13 +108,16 @@ def test_prefixes_are_continued_in_one_batch(engine, tiny, prompts):
     for i, row in enumerate(rollout.response_ids()):
         prefix = prefixes[i // 8]
         assert row[: len(prefix)] == prefix and len(row) <= 20
-        assert int(rollout.mask[i].sum()) == len(row) - len(prefix) and int(rollout.prefix_len[i]) == len(prefix)
+        assert int(rollout.mask[i].sum()) == len(row) - len(prefix) and int(
+            rollout.prefix_len[i]
+        ) == len(prefix)
     logp, _ = response_logprobs(Policy(lm), rollout, 1.0)
     assert torch.allclose(logp, rollout.rollout_logp, atol=1e-4)
 
 
 def test_chunks_of_rows_give_one_rollout(tiny, world, prompts):
-    """With a small max_rows the prompts are decoded in turns; the result is whole, in order and still exact."""
+    """With a small max_rows the prompts are decoded in turns; the result is whole, in order and
+    still exact."""
     engine = HFEngine(tiny[0], world, 0, "float32", max_rows=16)
     rollout = engine.generate(prompts, 8, 64, 1.0)
     assert len(rollout) == 32
@@ -134,28 +149,38 @@ def test_check_fires_on_nan(world, args):
     """A NaN log-prob is a disagreement too."""
     one = torch.ones(1, 1)
     with pytest.raises(RunStopped):
-        check_sampler(Rollout(old_logp=one * float("nan"), rollout_logp=-one, mask=one), args, world)
+        check_sampler(
+            Rollout(old_logp=one * float("nan"), rollout_logp=-one, mask=one), args, world
+        )
 
 
 def test_sampler_kl_is_the_k3_estimate(world, args):
     """Two tokens with known gaps, padding ignored."""
     gap = torch.tensor([[1e-4, -3e-4, 5.0]])
-    batch = Rollout(old_logp=gap - 1, rollout_logp=-torch.ones(1, 3), mask=torch.tensor([[1.0, 1, 0]]))
+    batch = Rollout(
+        old_logp=gap - 1, rollout_logp=-torch.ones(1, 3), mask=torch.tensor([[1.0, 1, 0]])
+    )
     measured = check_sampler(batch, args, world)
     assert abs(measured["sampler_gap"] - 2e-4) < 1e-6
     assert abs(measured["sampler_kl"] - (1e-8 / 2 + 9e-8 / 2) / 2) < 1e-7
 
 
 def test_micro_batches_cover_rows_within_the_budget(engine, prompts, world, monkeypatch):
-    """Every row once, at most max_tokens padded tokens each (one longer row stands alone), similar lengths together."""
+    """Every row once, at most max_tokens padded tokens each (one longer row stands alone), similar
+    lengths together."""
     rollout = engine.generate(prompts, 16, 64, 1.0)
     lengths = rollout.prompt_len + rollout.mask.sum(1).long()
     for budget in (1, 100, 400, 10**6):
         micros = micro_batches(rollout, budget, world)
         assert sorted(torch.cat(micros).tolist()) == list(range(64))
-        assert all(len(rows) == 1 or len(rows) * int(lengths[rows].max()) <= budget for rows in micros)
-    padded = sum(len(rows) * int(lengths[rows].max()) for rows in micro_batches(rollout, 400, world))
-    assert padded < 0.5 * (64 * int(lengths.max()) + int(lengths.sum()))  # halfway between all padding and none
+        assert all(
+            len(rows) == 1 or len(rows) * int(lengths[rows].max()) <= budget for rows in micros
+        )
+    padded = sum(
+        len(rows) * int(lengths[rows].max()) for rows in micro_batches(rollout, 400, world)
+    )
+    # Halfway between all padding and none
+    assert padded < 0.5 * (64 * int(lengths.max()) + int(lengths.sum()))
     # A rank whose rows fit into fewer micro-batches splits them until it has as many as the others.
     monkeypatch.setattr(rollout_module, "global_sum", lambda values, world: {"micros_max": 9.0})
     micros = micro_batches(rollout, 10**6, world)
@@ -163,7 +188,8 @@ def test_micro_batches_cover_rows_within_the_budget(engine, prompts, world, monk
 
 
 def test_long_rows_share_micro_batches(world):
-    """Rows of equal length fill a micro-batch to the brim, whatever the length: none of it is padding."""
+    """Rows of equal length fill a micro-batch to the brim, whatever the length: none of it is
+    padding."""
     for length in (50, 600, 2000):
         batch = of_lengths([length] * 40)
         micros = micro_batches(batch, 16_384, world)
@@ -171,7 +197,8 @@ def test_long_rows_share_micro_batches(world):
 
 
 def test_little_of_a_micro_batch_is_padding(world):
-    """Lengths from 20 to 4000: every large micro-batch is mostly real tokens, small ones end soon, no row is lost."""
+    """Lengths from 20 to 4000: every large micro-batch is mostly real tokens, small ones end soon,
+    no row is lost."""
     lengths = [20 * (i + 1) for i in range(200)]
     micros = micro_batches(of_lengths(lengths), 16_384, world)
     assert sorted(row for rows in micros for row in rows.tolist()) == list(range(200))
@@ -196,7 +223,10 @@ def test_no_division_into_micro_batches_costs_less(world, monkeypatch):
             groups = [lengths[a:b] for a, b in itertools.pairwise(edges)]
             if all(len(group) == 1 or len(group) * max(group) <= budget for group in groups):
                 divisions.append(groups)
-        found = [[lengths[row] for row in rows.tolist()] for rows in micro_batches(of_lengths(lengths), budget, world)]
+        found = [
+            [lengths[row] for row in rows.tolist()]
+            for rows in micro_batches(of_lengths(lengths), budget, world)
+        ]
         assert sorted(itertools.chain(*found)) == lengths
         assert cost(found) == min(map(cost, divisions)), (lengths, budget, found)
 
@@ -208,9 +238,12 @@ def of_lengths(lengths: list[int]) -> Rollout:
 
 
 def test_an_empty_micro_batch_takes_part(world, tiny):
-    """A rank that has no row left still makes its forward and backward passes: zeros, and gradients of exactly 0."""
+    """A rank that has no row left still makes its forward and backward passes: zeros, and gradients
+    of exactly 0."""
     lm, tokenizer = copy.deepcopy(tiny[0]), tiny[1]
-    rollout = HFEngine(lm, world, 0, "float32", 64).generate([tokenizer("1+2=")["input_ids"]], 4, 16, 1.0)
+    rollout = HFEngine(lm, world, 0, "float32", 64).generate(
+        [tokenizer("1+2=")["input_ids"]], 4, 16, 1.0
+    )
     policy = Policy(lm)
     logp, entropy = response_logprobs(policy, rollout.rows(torch.tensor([], dtype=torch.long)), 1.0)
     assert logp.shape == entropy.shape == (0, rollout.mask.shape[1])

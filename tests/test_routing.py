@@ -1,4 +1,5 @@
-"""Routing replay (minirl.py): on the embedded mixture of experts, and on the routers of other families."""
+"""Routing replay (minirl.py): on the embedded mixture of experts, and on the routers of other
+families."""
 
 import copy
 
@@ -36,7 +37,9 @@ def nudged(moe: tuple) -> Policy:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in policy.parameters():
-            parameter.add_(0.3 * parameter.std() * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(
+                0.3 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+            )
     return policy
 
 
@@ -52,7 +55,8 @@ def test_sampler_and_trainer_record_the_same_experts(moe, world, args):
     all_logprobs(Policy(copy.deepcopy(moe[0])), rollout, args, world)
     assert rollout.sampler_experts.shape == (32, rollout.sequences.shape[1], 2, 2)
     assert torch.equal(
-        rollout.sampler_experts[fed(rollout)].sort(-1)[0], rollout.trainer_experts[fed(rollout)].sort(-1)[0]
+        rollout.sampler_experts[fed(rollout)].sort(-1)[0],
+        rollout.trainer_experts[fed(rollout)].sort(-1)[0],
     )
     differing, tokens = minirl.experts_differ(rollout)
     assert differing == 0 and tokens == fed(rollout).sum()
@@ -74,7 +78,8 @@ def test_replay_with_unchanged_weights_is_the_identity(moe, world, args):
 
 
 def test_replay_with_changed_weights_keeps_the_selection_and_the_router_learns(moe, world, args):
-    """The selection is the recorded one, where the free router would choose others; the router gets a gradient."""
+    """The selection is the recorded one, where the free router would choose others; the router gets
+    a gradient."""
     rollout, policy = sample(moe, world), nudged(moe)
     free, _ = all_logprobs(policy, rollout, args, world)
     assert minirl.experts_differ(rollout)[0] > 20
@@ -87,7 +92,8 @@ def test_replay_with_changed_weights_keeps_the_selection_and_the_router_learns(m
 
 
 def test_replayed_weights_come_from_the_current_router(moe, world):
-    """Replaying indices [i, j] weighs the experts by the current softmax at i and j, renormalised to 1."""
+    """Replaying indices [i, j] weighs the experts by the current softmax at i and j, renormalised
+    to 1."""
     policy = nudged(moe)
     router = policy.routing
     block = next(m for m in policy.modules() if type(m).__name__ == "Qwen3MoeTopKRouter")
@@ -96,7 +102,9 @@ def test_replayed_weights_come_from_the_current_router(moe, world):
     router.replay = torch.stack([chosen, chosen], dim=1)
     logits, scores, indices = block(hidden)
     expected = logits.softmax(-1).gather(1, chosen)
-    assert torch.equal(indices, chosen) and torch.allclose(scores, expected / expected.sum(-1, keepdim=True))
+    assert torch.equal(indices, chosen) and torch.allclose(
+        scores, expected / expected.sum(-1, keepdim=True)
+    )
 
 
 def test_a_low_precision_sampler_routes_some_tokens_elsewhere(moe, world, args):
@@ -111,7 +119,8 @@ def test_a_low_precision_sampler_routes_some_tokens_elsewhere(moe, world, args):
 
 
 def test_float8_rounds_the_decoder_matrices_only(moe, world):
-    """At most 254 values a row and sign, relative error below 2^-4; router, norms and embedding stay as they are."""
+    """At most 254 values a row and sign, relative error below 2^-4; router, norms and embedding
+    stay as they are."""
     engine = HFEngine(moe[0], world, 0, "float8", 1024)
     engine.sync(Policy(copy.deepcopy(moe[0])))
     for (name, ours), theirs in zip(engine.lm.named_parameters(), moe[0].parameters()):
@@ -120,11 +129,29 @@ def test_float8_rounds_the_decoder_matrices_only(moe, world):
         assert (error > 1e-2) == rounded and error < 2**-4 + 2**-8, name
 
 
-SHAPE = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "vocab_size": 64, "head_dim": 16}
-SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2}
-SHAPE |= {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "pad_token_id": 0, "eos_token_id": 1}
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "vocab_size": 64,
+    "head_dim": 16,
+}
+SHAPE |= {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+}
+SHAPE |= {
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
 LFM2 = {"layer_types": ["full_attention"] * 2, "num_dense_layers": 0}
-REPLAYED = {  # softmax or sigmoid, before or after the top k, renormalised or not, indices first or last
+# Softmax or sigmoid, before or after the top k, renormalised or not, indices first or last
+REPLAYED = {
     "qwen3_moe": {"norm_topk_prob": True},
     "qwen2_moe": {},
     "qwen3_5_moe_text": {},
@@ -139,7 +166,12 @@ REPLAYED = {  # softmax or sigmoid, before or after the top k, renormalised or n
 }
 LEFT_ALONE = {
     "phimoe": {},
-    "deepseek_v3": {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "qk_rope_head_dim": 16},
+    "deepseek_v3": {
+        "first_k_dense_replace": 0,
+        "n_group": 1,
+        "topk_group": 1,
+        "qk_rope_head_dim": 16,
+    },
     "lfm2_moe": LFM2,
 }
 
@@ -156,12 +188,14 @@ def untrained(family: str, more: dict) -> PreTrainedModel:
 @pytest.mark.parametrize("family", REPLAYED)
 @torch.no_grad()
 def test_other_families_replay(family):
-    """Recording changes nothing; the recorded choice gives the same logits, another one gives others and is obeyed."""
+    """Recording changes nothing; the recorded choice gives the same logits, another one gives
+    others and is obeyed."""
     lm, tokens = untrained(family, REPLAYED[family]), torch.arange(2, 16).view(2, 7)
     free = lm(tokens, use_cache=False).logits
     before = torch.get_rng_state()
     routing = Routing(lm)
-    assert routing.active and torch.equal(before, torch.get_rng_state())  # a seed's run stays what it was
+    # a seed's run stays what it was
+    assert routing.active and torch.equal(before, torch.get_rng_state())
     assert torch.equal(lm(tokens, use_cache=False).logits, free)
     recorded = routing.recorded()
     assert recorded.shape == (14, len(routers(lm)), 2)
@@ -185,7 +219,11 @@ def test_a_router_that_cannot_be_replayed_is_left_alone(family, world):
     rollout = engine.generate([[2, 3, 4]], 2, 4, 1.0)
     assert not engine.reports_experts and not hasattr(rollout, "sampler_experts")
     routing = Policy(lm).routing
-    assert not routing.active and type(routers(lm)[0]).__name__ in routing.why_not and "Mixtral" in routing.why_not
+    assert (
+        not routing.active
+        and type(routers(lm)[0]).__name__ in routing.why_not
+        and "Mixtral" in routing.why_not
+    )
     assert torch.equal(lm(tokens, use_cache=False).logits, free)
 
 
@@ -206,14 +244,23 @@ def test_a_model_without_experts_says_so(tiny):
 
 
 def test_replay_in_a_sharded_bfloat16_policy_with_recomputation(moe, world):
-    """Replaying what was just recorded changes neither value nor gradient, also where layers are recomputed."""
-    lm, sequences = copy.deepcopy(moe[0]), torch.tensor([moe[1]("7*8-9=7*8=56;56-9=47#47")["input_ids"]])
+    """Replaying what was just recorded changes neither value nor gradient, also where layers are
+    recomputed."""
+    lm, sequences = (
+        copy.deepcopy(moe[0]),
+        torch.tensor([moe[1]("7*8-9=7*8=56;56-9=47#47")["input_ids"]]),
+    )
     policy, found = shard(Policy(lm), world, "bfloat16"), []
     policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     for _ in range(2):
         logp, _ = policy(sequences, torch.arange(23)[None] < 22, 1.0)
         logp.sum().backward()
         policy.routing.replay = policy.routing.recorded()
-        found.append([logp.detach(), *(parameter.grad.full_tensor().clone() for parameter in policy.parameters())])
+        found.append(
+            [
+                logp.detach(),
+                *(parameter.grad.full_tensor().clone() for parameter in policy.parameters()),
+            ]
+        )
         policy.zero_grad()
     assert all(map(torch.equal, *found))

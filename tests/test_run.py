@@ -24,14 +24,19 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 SMALL = "--prompts_per_step 4 --minibatches 2 --group_size 4".split()
 SMALL += "--eval_problems 8 --eval_samples 1 --eval_every 2 --save_every 2".split()
 
-MORE = {"vcpo": ["--lag", 1], "goldilocks": "--candidates 4 --teacher_batch 8 --window 20".split()}  # alive in 6 steps
-STEPS = {"vcpo": 35, "goldilocks": 20}  # one update per batch, and none in the first eight steps; harder prompts
+# Alive in 6 steps
+MORE = {"vcpo": ["--lag", 1], "goldilocks": "--candidates 4 --teacher_batch 8 --window 20".split()}
+# One update per batch, and none in the first eight steps; harder prompts
+STEPS = {"vcpo": 35, "goldilocks": 20}
 
 
 def run_here(monkeypatch, main, *flags: object) -> int:
     """`python file.py FLAGS` in this process; returns the exit code."""
     monkeypatch.setattr(sys, "argv", ["grpo.py", *map(str, flags)])
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         launch(main, sys.modules[main.__module__].Args)
         return 0
@@ -45,7 +50,10 @@ def run_here(monkeypatch, main, *flags: object) -> int:
 def metrics(folder: Path) -> list[dict]:
     """metrics.jsonl without what depends on the clock."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if "seconds" not in k and k != "tokens_per_s"} for line in lines]
+    return [
+        {k: v for k, v in line.items() if "seconds" not in k and k != "tokens_per_s"}
+        for line in lines
+    ]
 
 
 def tensors(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:
@@ -66,17 +74,26 @@ def tensors(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:
 
 def assert_same_run(one: Path, other: Path, step: int, scratch: Path) -> None:
     assert metrics(one) == metrics(other)
-    a, b = (tensors(folder / f"checkpoints/step_{step:06d}", scratch / "t.pt") for folder in (one, other))
+    a, b = (
+        tensors(folder / f"checkpoints/step_{step:06d}", scratch / "t.pt")
+        for folder in (one, other)
+    )
     assert a.keys() == b.keys() and len(a) > 3 * 20  # 24 weights, two moments and a step count each
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_resume_after_a_kill_is_bit_exact(algorithm, tmp_path, command, monkeypatch):
-    """6 steps at once, against 6 steps with a SIGKILL after the 5th (checkpoint at 4): weights, moments, metrics."""
-    flags, main = [*SMALL, *MORE.get(algorithm, []), "--steps", 6], importlib.import_module(algorithm).main
+    """6 steps at once, against 6 steps with a SIGKILL after the 5th (checkpoint at 4): weights,
+    moments, metrics."""
+    flags, main = (
+        [*SMALL, *MORE.get(algorithm, []), "--steps", 6],
+        importlib.import_module(algorithm).main,
+    )
     assert run_here(monkeypatch, main, *flags, "--run_dir", tmp_path / "whole") == 0
-    killed = command("tests/driver.py", algorithm, "log", 5, *flags, "--run_dir", tmp_path / "parts")
+    killed = command(
+        "tests/driver.py", algorithm, "log", 5, *flags, "--run_dir", tmp_path / "parts"
+    )
     assert killed.returncode == -signal.SIGKILL
     assert [line["step"] for line in metrics(tmp_path / "parts")][-1] == 5
     assert run_here(monkeypatch, main, *flags, "--run_dir", tmp_path / "parts", "--resume") == 0
@@ -87,12 +104,18 @@ def test_resume_after_a_kill_is_bit_exact(algorithm, tmp_path, command, monkeypa
 
 
 def test_a_kill_during_the_save_leaves_the_checkpoint_before(tmp_path, command, monkeypatch):
-    """Killed between writing and renaming the second checkpoint: the first is loaded, the run ends as if not killed."""
+    """Killed between writing and renaming the second checkpoint: the first is loaded, the run ends
+    as if not killed."""
     flags = [*SMALL, "--steps", 4]
     killed = command("tests/driver.py", "grpo", "save", 2, *flags, "--run_dir", tmp_path / "parts")
     assert killed.returncode == -signal.SIGKILL
-    assert sorted(p.name for p in (tmp_path / "parts/checkpoints").iterdir()) == ["partial", "step_000002"]
-    assert run_here(monkeypatch, grpo.main, *flags, "--run_dir", tmp_path / "parts", "--resume") == 0
+    assert sorted(p.name for p in (tmp_path / "parts/checkpoints").iterdir()) == [
+        "partial",
+        "step_000002",
+    ]
+    assert (
+        run_here(monkeypatch, grpo.main, *flags, "--run_dir", tmp_path / "parts", "--resume") == 0
+    )
     assert run_here(monkeypatch, grpo.main, *flags, "--run_dir", tmp_path / "whole") == 0
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 4, tmp_path)
     assert not (tmp_path / "parts/checkpoints/partial").exists()
@@ -100,7 +123,9 @@ def test_a_kill_during_the_save_leaves_the_checkpoint_before(tmp_path, command, 
 
 @pytest.mark.parametrize("moment", ["term", "int", "hup"])
 def test_signals_finish_the_step_save_and_exit_0(tmp_path, command, moment):
-    run = command("tests/driver.py", "grpo", moment, 3, *SMALL, "--steps", 50, "--run_dir", tmp_path / "run")
+    run = command(
+        "tests/driver.py", "grpo", moment, 3, *SMALL, "--steps", 50, "--run_dir", tmp_path / "run"
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     assert "go on with --resume" in run.stdout and (tmp_path / "run/curves.png").exists()
     last = metrics(tmp_path / "run")[-1]["step"]
@@ -116,7 +141,11 @@ def test_the_last_checkpoints_are_kept(tmp_path, monkeypatch):
 
 def test_earlier_results_are_moved_aside(tmp_path, monkeypatch, capsys):
     flags = [*SMALL, "--steps", 1, "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, grpo.main, *flags, "--seed", 1) == run_here(monkeypatch, grpo.main, *flags) == 0
+    assert (
+        run_here(monkeypatch, grpo.main, *flags, "--seed", 1)
+        == run_here(monkeypatch, grpo.main, *flags)
+        == 0
+    )
     assert "moved to" in capsys.readouterr().out
     assert (tmp_path / "run.1/summary.json").exists() and (tmp_path / "run/summary.json").exists()
 
@@ -124,14 +153,25 @@ def test_earlier_results_are_moved_aside(tmp_path, monkeypatch, capsys):
 def learn(tmp_path: Path, monkeypatch, main, *flags: object) -> dict:
     folder = tmp_path / "learning"
     steps = STEPS.get(Path(sys.modules[main.__module__].__file__).stem, 16)
-    flags = ["--steps", steps, "--eval_every", steps, "--eval_samples", 1, "--run_dir", folder, *flags]
+    flags = [
+        "--steps",
+        steps,
+        "--eval_every",
+        steps,
+        "--eval_samples",
+        1,
+        "--run_dir",
+        folder,
+        *flags,
+    ]
     assert run_here(monkeypatch, main, *flags) == 0
     return json.loads((folder / "summary.json").read_text()) | {"metrics": metrics(folder)}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_short_run_learns(algorithm, tmp_path, monkeypatch, capsys):
-    """16 default steps: greedy from 0.34 to at least 0.85, longer responses, and the run folder is complete."""
+    """16 default steps: greedy from 0.34 to at least 0.85, longer responses, and the run folder is
+    complete."""
     result = learn(tmp_path, monkeypatch, importlib.import_module(algorithm).main)
     assert result["greedy_before"] < 0.5 and result["greedy_after"] > 0.85
     assert result["sampled_after"] > result["sampled_before"] + 0.08
@@ -145,7 +185,8 @@ def test_a_short_run_learns(algorithm, tmp_path, monkeypatch, capsys):
 
 
 def test_a_flipped_advantage_does_not_learn(tmp_path, monkeypatch):
-    """The learning test can fail: the same run with the advantages' sign flipped ends below where it began."""
+    """The learning test can fail: the same run with the advantages' sign flipped ends below where
+    it began."""
     advantages = grpo.advantages
     monkeypatch.setattr(grpo, "advantages", lambda rewards: -advantages(rewards))
     result = learn(tmp_path, monkeypatch, grpo.main)
@@ -154,15 +195,29 @@ def test_a_flipped_advantage_does_not_learn(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("replay", ["r2", "r3"])
 def test_routing_replay_in_the_loop(tmp_path, monkeypatch, replay):
-    """minirl on the mixture of experts: R3 leaves no token that sampler and trainer route differently, R2 some."""
-    folder, flags = tmp_path / "run", [*SMALL, "--steps", 2, "--model", "tiny-moe", "--routing_replay", replay]
+    """minirl on the mixture of experts: R3 leaves no token that sampler and trainer route
+    differently, R2 some."""
+    folder, flags = (
+        tmp_path / "run",
+        [*SMALL, "--steps", 2, "--model", "tiny-moe", "--routing_replay", replay],
+    )
     assert run_here(monkeypatch, minirl.main, *flags, "--run_dir", folder) == 0
     assert all((line["experts_differ"] == 0) == (replay == "r3") for line in metrics(folder)[1:])
 
 
 def test_stapo_writes_down_what_it_silenced(tmp_path, monkeypatch):
     """As many examples as tokens counted, each with its context and below the threshold."""
-    flags = [*SMALL, "--steps", 2, "--tau_p", 0.9, "--entropy_quantile", 1, "--run_dir", tmp_path / "run"]
+    flags = [
+        *SMALL,
+        "--steps",
+        2,
+        "--tau_p",
+        0.9,
+        "--entropy_quantile",
+        1,
+        "--run_dir",
+        tmp_path / "run",
+    ]
     assert run_here(monkeypatch, stapo.main, *flags) == 0
     rows = [json.loads(line) for line in (tmp_path / "run/silenced.jsonl").read_text().splitlines()]
     assert len(rows) == sum(line["silenced"] for line in metrics(tmp_path / "run")[1:]) > 0
@@ -197,15 +252,25 @@ BAD_INPUT = {
     "zero steps": (["--steps", 0], "--steps 0: must be 1 or more"),
     "zero temperature": (["--temperature", 0], "--temperature 0.0"),
     "no wandb": (["--wandb", "project"], "--wandb project: needs the package"),
-    "unknown engine": (["--rollout", "sglang"], "error: invalid choice 'sglang' for argument '--rollout'. Expected"),
-    "unknown flag of a line": (["--" + "x" * 70], " --" + "x" * 70),  # so long that it starts a line of tyro's box
-    "unknown precision": (["--dtype", "float7"], "error: invalid choice 'float7' for argument '--dtype'. Expected"),
+    "unknown engine": (
+        ["--rollout", "sglang"],
+        "error: invalid choice 'sglang' for argument '--rollout'. Expected",
+    ),
+    # So long that it starts a line of tyro's box
+    "unknown flag of a line": (["--" + "x" * 70], " --" + "x" * 70),
+    "unknown precision": (
+        ["--dtype", "float7"],
+        "error: invalid choice 'float7' for argument '--dtype'. Expected",
+    ),
     "nothing to resume": (["--resume"], "--resume: no run in"),
 }
 
 
 def test_routing_replay_needs_experts(tmp_path, monkeypatch, capsys):
-    assert run_here(monkeypatch, minirl.main, "--routing_replay", "r3", "--run_dir", tmp_path / "run") == 2
+    assert (
+        run_here(monkeypatch, minirl.main, "--routing_replay", "r3", "--run_dir", tmp_path / "run")
+        == 2
+    )
     assert "tiny has no experts" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
@@ -219,7 +284,13 @@ def test_bad_input_is_one_line_exit_2_and_nothing_written(name, tmp_path, monkey
     if name == "no wandb":
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     flags, message = BAD_INPUT[name]
-    code = run_here(monkeypatch, grpo.main, *(places.get(flag, flag) for flag in flags), "--run_dir", tmp_path / "run")
+    code = run_here(
+        monkeypatch,
+        grpo.main,
+        *(places.get(flag, flag) for flag in flags),
+        "--run_dir",
+        tmp_path / "run",
+    )
     said = capsys.readouterr().err.splitlines()
     assert code == 2 and len(said) == 1, said
     assert message in said[0] and said[0].startswith("grpo.py: error: ")
@@ -264,7 +335,9 @@ OUT_OF_RANGE = [
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "flags", "message"), OUT_OF_RANGE, ids=[" ".join(x[:2])[:40] for x in OUT_OF_RANGE]
+    ("algorithm", "flags", "message"),
+    OUT_OF_RANGE,
+    ids=[" ".join(x[:2])[:40] for x in OUT_OF_RANGE],
 )
 def test_every_file_checks_its_own_flags(algorithm, flags, message, tmp_path, monkeypatch, capsys):
     main = importlib.import_module(algorithm).main
@@ -277,7 +350,11 @@ ENVIRONMENT = [
     ({"OMP_NUM_THREADS": "abc"}, 2, "OMP_NUM_THREADS=abc in the environment"),
     ({"RANK": "x"}, 2, "RANK=x in the environment"),
     ({"RANK": "-1"}, 2, "RANK=-1 in the environment"),
-    ({"RANK": "5", "WORLD_SIZE": "2"}, 2, "RANK=5 in the environment: must be a number from 0 to 1"),
+    (
+        {"RANK": "5", "WORLD_SIZE": "2"},
+        2,
+        "RANK=5 in the environment: must be a number from 0 to 1",
+    ),
     ({"WORLD_SIZE": "0"}, 2, "WORLD_SIZE=0 in the environment: must be a number from 1"),
     ({"WORLD_SIZE": "2"}, 2, "no MASTER_PORT: start several ranks with torchrun"),
     ({"MASTER_PORT": "99999"}, 2, "MASTER_PORT=99999 in the environment"),
@@ -286,15 +363,24 @@ ENVIRONMENT = [
 ]
 
 
-@pytest.mark.parametrize(("variables", "code", "message"), ENVIRONMENT, ids=[str(case[0]) for case in ENVIRONMENT])
+@pytest.mark.parametrize(
+    ("variables", "code", "message"), ENVIRONMENT, ids=[str(case[0]) for case in ENVIRONMENT]
+)
 def test_a_wrong_environment_is_one_line(variables, code, message, tmp_path, monkeypatch, capsys):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with socket.create_server(("127.0.0.1", 0)) as busy:
         for name, value in variables.items():
             monkeypatch.setenv(name, value.replace("BUSY", str(busy.getsockname()[1])))
-        assert run_here(monkeypatch, grpo.main, *SMALL, "--steps", 1, "--run_dir", tmp_path / "run") == code
-    said = [line for line in capsys.readouterr().err.splitlines() if "error: " in line or "Traceback" in line]
+        assert (
+            run_here(monkeypatch, grpo.main, *SMALL, "--steps", 1, "--run_dir", tmp_path / "run")
+            == code
+        )
+    said = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if "error: " in line or "Traceback" in line
+    ]
     assert len(said) == bool(code) and (not code or message in said[0])
     assert (tmp_path / "run").exists() == (code == 0)
 
@@ -307,13 +393,22 @@ def test_without_vllm_its_install_line_is_shown(tmp_path, monkeypatch, capsys):
 
 def test_exit_code_and_line_of_the_real_command(command):
     run = command("grpo.py", "--nope", 1)
-    assert run.returncode == 2 and run.stderr.count("\n") == 1 and "--nope" in run.stderr and not run.stdout
+    assert (
+        run.returncode == 2
+        and run.stderr.count("\n") == 1
+        and "--nope" in run.stderr
+        and not run.stdout
+    )
     assert command("grpo.py", "--help").returncode == 0
 
 
 def test_resume_refuses_another_run(tmp_path, monkeypatch, capsys):
-    """Another algorithm, other shapes, another number of ranks: named, and the folder stays as it was."""
-    folder, flags = tmp_path / "run", [*SMALL, "--steps", 2, "--run_dir", tmp_path / "run", "--resume"]
+    """Another algorithm, other shapes, another number of ranks: named, and the folder stays as it
+    was."""
+    folder, flags = (
+        tmp_path / "run",
+        [*SMALL, "--steps", 2, "--run_dir", tmp_path / "run", "--resume"],
+    )
     assert run_here(monkeypatch, grpo.main, *flags[:-1]) == 0
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -327,7 +422,9 @@ def test_resume_refuses_another_run(tmp_path, monkeypatch, capsys):
     config = json.loads((folder / "config.json").read_text())
     # The evaluation set decides which rows of a set are held back from training.
     changes = {"algorithm": "gspo", "ranks": 2, "eval_task": "math500"}
-    for change, message in (({name: value}, f"has {name} {value!r}, this run") for name, value in changes.items()):
+    for change, message in (
+        ({name: value}, f"has {name} {value!r}, this run") for name, value in changes.items()
+    ):
         (folder / "config.json").write_text(json.dumps(config | change))
         before[folder / "config.json"] = (folder / "config.json").read_bytes()
         assert message in refused()
@@ -353,14 +450,18 @@ def resized(folder: Path) -> None:
 
 
 def test_two_ranks_do_the_same_work(tmp_path, command, monkeypatch):
-    """torchrun on two gloo ranks: the same prompts, one run folder, resume included; one rank may evaluate it."""
+    """torchrun on two gloo ranks: the same prompts, one run folder, resume included; one rank may
+    evaluate it."""
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "grpo.py", *SMALL]
     for extra in (["--steps", 2], ["--steps", 4, "--resume"]):
         run = command(*ranks, *extra, "--run_dir", tmp_path / "run")
         assert run.returncode == 0, run.stderr[-3000:]
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
-    assert re.search(r"2 rank\(s\) on cpu", run.stdout) and run.stdout.count("held-out accuracy, greedy") == 1
+    assert (
+        re.search(r"2 rank\(s\) on cpu", run.stdout)
+        and run.stdout.count("held-out accuracy, greedy") == 1
+    )
     assert all(line["sampler_gap"] < 1e-4 for line in lines[1:])
     flags = ["--eval_only", "--eval_problems", 8, "--run_dir", tmp_path / "run"]
     assert run_here(monkeypatch, grpo.main, *flags, "--resume") == 0
@@ -377,17 +478,48 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_families_train_and_save(family, tmp_path, monkeypatch, tiny):
-    """An untrained model of each: one step, the sampler agrees, the saved model is the trained one, tied or not."""
+    """An untrained model of each: one step, the sampler agrees, the saved model is the trained one,
+    tied or not."""
     kind, more = FAMILIES[family]
-    shape = {"vocab_size": 18, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "pad_token_id": 0}
-    config = kind(**{"num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": 1, **shape, **more})
+    shape = {
+        "vocab_size": 18,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "pad_token_id": 0,
+    }
+    config = kind(
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": 1, **shape, **more}
+    )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     tiny[1].save_pretrained(tmp_path / "model")
-    flags = [*SMALL, "--model", tmp_path / "model", "--steps", 1, "--lr", 0.01, "--warmup", 1, "--save_hf"]
-    judge = "common.data.arithmetic_reward"  # an untrained model is never right: reward odd lengths instead
+    flags = [
+        *SMALL,
+        "--model",
+        tmp_path / "model",
+        "--steps",
+        1,
+        "--lr",
+        0.01,
+        "--warmup",
+        1,
+        "--save_hf",
+    ]
+    # An untrained model is never right: reward odd lengths instead
+    judge = "common.data.arithmetic_reward"
     monkeypatch.setattr(judge, lambda completion, answer: float(len(completion) % 2))
-    assert run_here(monkeypatch, grpo.main, *flags, "--gradient_checkpointing", "--run_dir", tmp_path / "run") == 0
+    assert (
+        run_here(
+            monkeypatch,
+            grpo.main,
+            *flags,
+            "--gradient_checkpointing",
+            "--run_dir",
+            tmp_path / "run",
+        )
+        == 0
+    )
     line = metrics(tmp_path / "run")[-1]
     assert line["sampler_gap"] < 1e-4 and line["grad_norm"] > 0
     before, after = (

@@ -1,4 +1,5 @@
-"""The vllm engine against the real vLLM on a CPU (see README). Skipped where the package is missing."""
+"""The vllm engine against the real vLLM on a CPU (see README). Skipped where the package is
+missing."""
 
 import os
 import sys
@@ -42,7 +43,14 @@ def untied(tmp_path: Path) -> Path:
     return tmp_path / "untied"
 
 
-def gap(engine: VLLMEngine, policy: Policy, tokenizer: object, args: object, world: object, **how: object) -> float:
+def gap(
+    engine: VLLMEngine,
+    policy: Policy,
+    tokenizer: object,
+    args: object,
+    world: object,
+    **how: object,
+) -> float:
     """Largest |log π_old - log μ| over a rollout."""
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     rollout = engine.generate(prompts, 4, 32, args.temperature, **how)
@@ -72,7 +80,8 @@ def engine_of(world, tmp_path_factory):
         engine.sync(Policy(load_model(path)[0]))
         return engine, path
 
-    build("tiny-moe")  # first: vLLM makes its group of experts with the first engine of a process, or never
+    # First: vLLM makes its group of experts with the first engine of a process, or never
+    build("tiny-moe")
     return build
 
 
@@ -90,7 +99,8 @@ def test_a_saved_model_is_loadable(engine_of, world, tmp_path, model):
 @pytest.mark.parametrize("model", ["tiny", "untied", "tiny-moe"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_are_the_trainers(engine_of, world, model, temperature):
-    """Processed log-probs, at the sampling temperature, to float32's rounding; a push changes them along."""
+    """Processed log-probs, at the sampling temperature, to float32's rounding; a push changes them
+    along."""
     engine, path = engine_of(model)
     args = args_of(model=path, temperature=temperature)
     lm, tokenizer = load_model(path)
@@ -102,10 +112,15 @@ def test_log_probs_are_the_trainers(engine_of, world, model, temperature):
 
 @pytest.mark.parametrize("model", ["tiny", "untied", "tiny-moe"])
 def test_every_group_of_weights_is_pushed(engine_of, world, model):
-    """Pushed one group at a time: embedding (and tied head), head, attention, MLP or router and experts, norms."""
+    """Pushed one group at a time: embedding (and tied head), head, attention, MLP or router and
+    experts, norms."""
     engine, path = engine_of(model)
     lm, tokenizer = load_model(path)
-    groups = {name.split(".layers.0.")[-1] for name, _ in lm.named_parameters() if ".layers.1." not in name}
+    groups = {
+        name.split(".layers.0.")[-1]
+        for name, _ in lm.named_parameters()
+        if ".layers.1." not in name
+    }
     assert len(groups) >= 12
     for group in sorted(groups):
         policy, _ = moved(path, seed=1, only=group)
@@ -119,7 +134,11 @@ def test_the_sampler_check_sees_weights_that_were_not_pushed(engine_of, world, m
     engine, path = engine_of(model)
     lm, tokenizer = load_model(path)
     for group in sorted(
-        {name.split(".layers.0.")[-1] for name, _ in lm.named_parameters() if ".layers.1." not in name}
+        {
+            name.split(".layers.0.")[-1]
+            for name, _ in lm.named_parameters()
+            if ".layers.1." not in name
+        }
     ):
         policy, _ = moved(path, seed=1, only=group)
         with pytest.raises(RunStopped, match="weights not synced"):
@@ -150,17 +169,23 @@ except test_vllm.RunStopped as error:
 """
 
 
-@pytest.mark.parametrize(("model", "trap"), [("tiny", "packed linears"), ("tiny-moe", "packed experts")])
+@pytest.mark.parametrize(
+    ("model", "trap"), [("tiny", "packed linears"), ("tiny-moe", "packed experts")]
+)
 def test_the_sampler_check_catches_vllms_traps(command, tmp_path, model, trap):
-    """Packed weights with a tied head, and packed experts: without our counter-measures the push is silently wrong."""
+    """Packed weights with a tied head, and packed experts: without our counter-measures the push is
+    silently wrong."""
     script = tmp_path / "trap.py"
     script.write_text(TRAP.format(root=str(Path(grpo.__file__).parent), model=model, trap=trap))
     run = command(script)
-    assert "CAUGHT sampler and trainer disagree" in run.stdout, run.stdout[-500:] + run.stderr[-2000:]
+    assert "CAUGHT sampler and trainer disagree" in run.stdout, (
+        run.stdout[-500:] + run.stderr[-2000:]
+    )
 
 
 def test_prefixes_lengths_and_stops(engine_of):
-    """A response goes on from its prefix within the limit; EOS ends it and is counted; greedy agrees with hf."""
+    """A response goes on from its prefix within the limit; EOS ends it and is counted; greedy
+    agrees with hf."""
     engine, _ = engine_of("tiny")
     lm, tokenizer = load_model("tiny")
     prompt, prefix = tokenizer("7*8-9+6=")["input_ids"], tokenizer("7*8=56;")["input_ids"]
@@ -192,14 +217,27 @@ def test_top_p_cuts_the_tail(engine_of):
     engine, _ = engine_of("tiny")
     lm, tokenizer = load_model("tiny")
     prompt = [tokenizer("7*8-9+6=")["input_ids"]]
-    for sampler in (engine, make_engine(grpo.Args(rollout="hf", dtype="float32"), lm, engine.world)):
+    for sampler in (
+        engine,
+        make_engine(grpo.Args(rollout="hf", dtype="float32"), lm, engine.world),
+    ):
         greedy = sampler.generate(prompt, 1, 40, 0.0).response_ids()
         assert sampler.generate(prompt, 6, 40, 1.0, top_p=1e-6).response_ids() == greedy * 6
 
 
 def test_a_run_learns_and_resumes(tmp_path, command):
-    """`python grpo.py --rollout vllm`: greedy rises as with hf; the sampler agrees at every step; resume goes on."""
-    flags = ["--rollout", "vllm", "--eval_every", 25, "--save_every", 10, "--run_dir", tmp_path / "run"]
+    """`python grpo.py --rollout vllm`: greedy rises as with hf; the sampler agrees at every step;
+    resume goes on."""
+    flags = [
+        "--rollout",
+        "vllm",
+        "--eval_every",
+        25,
+        "--save_every",
+        10,
+        "--run_dir",
+        tmp_path / "run",
+    ]
     run = command("grpo.py", *flags, "--steps", 25)
     assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr[-3000:]
     lines = metrics(tmp_path / "run")
@@ -209,9 +247,17 @@ def test_a_run_learns_and_resumes(tmp_path, command):
 
 
 def test_two_ranks(tmp_path, command):
-    """torchrun with an engine in each rank: different samples, one policy; then one engine for both."""
+    """torchrun with an engine in each rank: different samples, one policy; then one engine for
+    both."""
     for extra in ([], ["--tensor_parallel", 2]):
-        ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "grpo.py", *SMALL]
+        ranks = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+            "grpo.py",
+            *SMALL,
+        ]
         folder = tmp_path / f"run{len(extra)}"
         run = command(*ranks, "--steps", 3, "--rollout", "vllm", *extra, "--run_dir", folder)
         assert run.returncode == 0, run.stderr[-3000:]
@@ -221,15 +267,22 @@ def test_two_ranks(tmp_path, command):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--model tiny-moe --rollout_dtype float32 --routing_replay r3", "vLLM reports experts only on a GPU"),
+        (
+            "--model tiny-moe --rollout_dtype float32 --routing_replay r3",
+            "vLLM reports experts only on a GPU",
+        ),
         ("--rollout_dtype float8", "need a GPU"),
         ("--rollout_dtype float32 --vllm_sleep", "need a GPU"),
-        ("--rollout_dtype float32 --tensor_parallel 2", "--tensor_parallel 2: does not divide the 1 ranks"),
+        (
+            "--rollout_dtype float32 --tensor_parallel 2",
+            "--tensor_parallel 2: does not divide the 1 ranks",
+        ),
     ],
 )
 def test_what_a_cpu_cannot_do_is_refused(tmp_path, command, flags, message):
     run = command("minirl.py", "--rollout", "vllm", *flags.split(), "--run_dir", tmp_path / "run")
-    assert run.returncode == 2 and message in run.stderr.splitlines()[-1], run.stderr  # vLLM warns before
+    # VLLM warns before
+    assert run.returncode == 2 and message in run.stderr.splitlines()[-1], run.stderr
     assert not (tmp_path / "run").exists()
 
 

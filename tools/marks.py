@@ -1,7 +1,9 @@
-"""What an algorithm file changes in its trunk, and the marks that show it: the one definition, for tests and tools.
+"""What an algorithm file changes in its trunk, and the marks that show it: the one definition, for
+tests and tools.
 
-The lines that belong to `stapo.py` alone end in `# <stapo>`, or stand between a line `# <stapo>` and a line
-`# </stapo>`. Any file can be another's trunk: `Trunk: stapo.py` in its header names it; without that it is `grpo.py`.
+The lines that a file does not share with its trunk end in `# <own>`, or stand between a line
+`# <own>` and one `# </own>`; in the trunk they are those that other files may lack. Any file can be
+another's trunk: `Trunk: stapo.py` in its header names it; without that it is `grpo.py`.
 
     python -m tools.marks            changed code lines of every file, and those outside its marks
 """
@@ -29,48 +31,68 @@ def trunk_of(path: Path, source: str | None = None) -> Path | None:
     """The file that this one departs from; None for the first trunk."""
     named = re.search(r"^Trunk: (\w+)\.py", source or path.read_text(), re.MULTILINE)
     if named:
-        return next(p for p in (path.with_name(f"{named[1]}.py"), ROOT / f"{named[1]}.py") if p.exists())
+        return next(
+            p for p in (path.with_name(f"{named[1]}.py"), ROOT / f"{named[1]}.py") if p.exists()
+        )
     return None if path.stem == FIRST else ROOT / f"{FIRST}.py"
 
 
 def code_lines(source: str) -> list[tuple[int, str]]:
-    """(line number, code without its comment) of every line that is not blank, comment or docstring."""
+    """(line number, code without its comment) of every line that is not blank, comment or
+    docstring."""
     skipped = set()
     for node in ast.walk(ast.parse(source)):
         for child in node.body if isinstance(getattr(node, "body", None), list) else []:
             value = getattr(child, "value", None)
-            if isinstance(child, ast.Expr) and isinstance(value, ast.Constant) and isinstance(value.value, str):
+            if (
+                isinstance(child, ast.Expr)
+                and isinstance(value, ast.Constant)
+                and isinstance(value.value, str)
+            ):
                 skipped |= set(range(child.lineno, child.end_lineno + 1))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {token.start[0]: token.start[1] for token in tokens if token.type == tokenize.COMMENT}
-    lines = [(n, line[: comments.get(n)].rstrip()) for n, line in enumerate(source.splitlines(), 1) if n not in skipped]
+    comments = {
+        token.start[0]: token.start[1] for token in tokens if token.type == tokenize.COMMENT
+    }
+    lines = [
+        (n, line[: comments.get(n)].rstrip())
+        for n, line in enumerate(source.splitlines(), 1)
+        if n not in skipped
+    ]
     return [(number, line) for number, line in lines if line.strip()]
 
 
-def marked_lines(name: str, source: str) -> set[int]:
-    """Lines with a trailing `# <name>`, and all lines from such a mark down to a `# </name>`."""
+def marked_lines(source: str) -> set[int]:
+    """Lines with a trailing `# <own>`, and all lines from such a mark down to a `# </own>`."""
     marked, pending = set(), []
     for number, line in enumerate(source.splitlines(), 1):
-        if line.rstrip().endswith(f"# </{name}>"):
+        if line.rstrip().endswith("# </own>"):
             if not pending:
-                raise ValueError(f"{name}.py:{number}: closes a mark that was not opened")
+                raise ValueError(f"line {number} closes a mark that was not opened")
             marked |= set(range(pending[-1], number + 1))
             pending = []
-        elif line.rstrip().endswith(f"# <{name}>"):
+        elif line.rstrip().endswith("# <own>"):
             marked.add(number)
             pending.append(number)
     return marked
 
 
 def changes(path: Path, trunk: Path) -> tuple[list[str], int]:
-    """Changed code lines against `trunk` that lie outside the marks of either file, and how many changed in all."""
-    (ours, own), (theirs, old) = ((code_lines(s := p.read_text()), marked_lines(p.stem, s)) for p in (path, trunk))
+    """Changed code lines against `trunk` that lie outside the marks of either file, and how many
+    changed in all."""
+    (ours, own), (theirs, old) = (
+        (code_lines(s := p.read_text()), marked_lines(s)) for p in (path, trunk)
+    )
     loose, changed = [], 0
-    matcher = difflib.SequenceMatcher(None, [c for _, c in theirs], [c for _, c in ours], autojunk=False)
+    matcher = difflib.SequenceMatcher(
+        None, [c for _, c in theirs], [c for _, c in ours], autojunk=False
+    )
     for kind, a, b, c, d in matcher.get_opcodes():
         if kind != "equal":
             changed += max(b - a, d - c)
-            gone = theirs[a:b] if kind == "delete" else []  # what was replaced is marked where it was replaced
+            gone = (
+                theirs[a:b] if kind == "delete" else []
+            )  # what was replaced is marked where it was replaced
             for file, marks, lines in ((trunk, old, gone), (path, own, ours[c:d])):
                 loose += [f"{file.name}:{n}: {text}" for n, text in lines if n not in marks]
     return loose, changed

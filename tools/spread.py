@@ -1,12 +1,13 @@
 """Carry a change of a trunk into every file that grows from it.
 
-    python -m tools.spread [COMMIT]        the change of each trunk since COMMIT (default: HEAD), into the working tree
+    python -m tools.spread [COMMIT]        the change of each trunk since COMMIT (default: HEAD)
     python -m tools.spread --dry [COMMIT]  only say what would be done
 
-Edit grpo.py, run this, read what it says. A hunk is placed where the file still has the lines that it replaces, or,
-for an insertion, where the two lines around it still stand next to each other; anything else would be a guess, and is
-printed for you to do by hand, and so is what the trunk marks as its own. Headers (the first docstring) are each file's
-own and are left alone. Exit code 1 if something is left to do.
+Edit grpo.py, run this, read what it says. A hunk is placed where the file still has the lines that
+it replaces, or, for an insertion, where the two lines around it still stand next to each other;
+anything else would be a guess, and is printed for you to do by hand, and so is what the trunk marks
+as its own. Headers (the first docstring) are each file's own and are left alone. Exit code 1 if
+something is left to do.
 """
 
 import difflib
@@ -18,10 +19,13 @@ from pathlib import Path
 
 from tools.marks import ROOT, algorithms, trunk_of
 
+MARK = r"# </?\w+>$"
+
 
 @dataclass
 class Spread:
-    """One file after its trunk's change: its new lines, how many hunks were placed, and those that were not."""
+    """One file after its trunk's change: its new lines, how many hunks were placed, and those that
+    were not."""
 
     lines: list[str]
     placed: int = 0
@@ -35,22 +39,26 @@ def body(source: str) -> tuple[list[str], list[str]]:
     return lines[:end], lines[end:]
 
 
-def unmarked(lines: list[str], trunk: str) -> list[str]:
-    """The lines without the trunk's own marks, which say nothing about other files."""
-    bare = [re.sub(rf"(^\s*|  )# </?{trunk}>$", "", line.rstrip()) for line in lines]
+def unmarked(lines: list[str]) -> list[str]:
+    """The lines without marks, which say nothing about other files."""
+    bare = [re.sub(rf"(^\s*|  ){MARK}", "", line.rstrip()) for line in lines]
     return [line for line in bare if line]
 
 
 def same(one: list[str], other: list[str]) -> dict[int, int]:
-    """Line of one -> the same line of the other; their ends (-1 and their lengths) are the same, too."""
+    """Line of one -> the same line of the other; their ends (-1 and their lengths) are the same,
+    too."""
     found = {-1: -1, len(one): len(other)}
-    for a, b, size in difflib.SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks():
+    for a, b, size in difflib.SequenceMatcher(
+        None, one, other, autojunk=False
+    ).get_matching_blocks():
         found |= {a + i: b + i for i in range(size)}
     return found
 
 
 def stand_together(places: list[int | None]) -> bool:
-    """Whether lines follow each other, with the neighbour before them (the first place) or behind (the last).
+    """Whether lines follow each other, with the neighbour before them (the first place) or behind
+    (the last).
 
     Of no lines at all, both neighbours must.
     """
@@ -58,28 +66,35 @@ def stand_together(places: list[int | None]) -> bool:
     return all(links[1:-1]) and (links[0] or links[-1])
 
 
-def spread(base: list[str], theirs: list[str], ours: list[str], trunk: str) -> Spread:
-    """Apply the line edits base -> theirs to ours, wherever the lines that they touch are the same in base and ours.
+def spread(base: list[str], theirs: list[str], ours: list[str]) -> Spread:
+    """Apply the line edits base -> theirs to ours, wherever the lines that they touch are the same
+    in base and ours.
 
-    New lines that the trunk marks as its own are not inserted: they are what it does and the others may not.
+    New lines that the trunk marks as its own are not inserted: they are what it does and the others
+    may not.
     """
     at, there, result = same(base, ours), same(theirs, ours), Spread(list(ours))
-    for kind, a, b, c, d in reversed(difflib.SequenceMatcher(None, base, theirs, autojunk=False).get_opcodes()):
-        if kind == "equal" or unmarked(base[a:b], trunk) == unmarked(theirs[c:d], trunk):
+    for kind, a, b, c, d in reversed(
+        difflib.SequenceMatcher(None, base, theirs, autojunk=False).get_opcodes()
+    ):
+        if kind == "equal" or unmarked(base[a:b]) == unmarked(theirs[c:d]):
             continue
         if stand_together([there.get(i) for i in range(c - 1, d + 1)]):
             continue  # carried over before
         places = [at.get(i) for i in range(a - 1, b + 1)]
-        own = a == b and any(re.search(rf"# </?{trunk}>$", line.rstrip()) for line in theirs[c:d])
+        own = a == b and any(re.search(MARK, line.rstrip()) for line in theirs[c:d])
         if not own and stand_together(places):
             start = places[1]  # of the hunk's first line; of what stands behind, if there is none
             result.lines[start : start + b - a] = theirs[c:d]
             result.placed += 1
         else:
             gone, new = (
-                [f"    {sign} {line}" for line in part] for sign, part in (("-", base[a:b]), ("+", theirs[c:d]))
+                [f"    {sign} {line}" for line in part]
+                for sign, part in (("-", base[a:b]), ("+", theirs[c:d]))
             )
-            result.left.insert(0, "\n".join([f"  after: {base[a - 1].strip() if a else '(top)'}", *gone, *new]))
+            result.left.insert(
+                0, "\n".join([f"  after: {base[a - 1].strip() if a else '(top)'}", *gone, *new])
+            )
     return result
 
 
@@ -102,10 +117,14 @@ def main(commit: str, dry: bool) -> int:
         if before is None or before == trunk.read_text():
             continue
         header, ours = body(path.read_text())
-        result = spread(body(before)[1], body(trunk.read_text())[1], ours, trunk.stem)
+        result = spread(body(before)[1], body(trunk.read_text())[1], ours)
         if not dry:
             path.write_text("\n".join([*header, *result.lines]) + "\n")
-        print(f"{path.stem}: {result.placed} placed, {len(result.left)} left to you", *result.left, sep="\n")
+        print(
+            f"{path.stem}: {result.placed} placed, {len(result.left)} left to you",
+            *result.left,
+            sep="\n",
+        )
         left += len(result.left)
     return left
 

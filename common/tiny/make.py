@@ -1,9 +1,11 @@
-"""Makes the embedded models and their tokenizer: `python -m common.tiny.make tiny|tiny-moe [FOLDER]`.
+"""Makes the embedded models and their tokenizer: `python -m common.tiny.make tiny|tiny-moe
+[FOLDER]`.
 
-A Qwen3 of 124k parameters (or a Qwen3-MoE of 248k: 8 experts, 2 for each token) learns, by plain supervised training,
-to imitate a sloppy teacher: 55% of its demonstrations guess the answer without working, 3% of worked steps are wrong.
-The result guesses when greedy and works half the time when sampled: a start from which reinforcement learning has
-something to discover. 6 to 11 minutes on one thread, three times that for the mixture of experts.
+A Qwen3 of 124k parameters (or a Qwen3-MoE of 248k: 8 experts, 2 for each token) learns, by plain
+supervised training, to imitate a sloppy teacher: 55% of its demonstrations guess the answer without
+working, 3% of worked steps are wrong. The result guesses when greedy and works half the time when
+sampled: a start from which reinforcement learning has something to discover. 6 to 11 minutes on one
+thread, three times that for the mixture of experts.
 """
 
 import argparse
@@ -19,12 +21,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from common.tiny import arithmetic
 
-VOCABULARY = ["<pad>", "<eos>", *"0123456789+-*=;#"]  # pad and EOS differ: a padded EOS would leave the loss silently
+# Pad and EOS differ: a padded EOS would leave the loss silently
+VOCABULARY = ["<pad>", "<eos>", *"0123456789+-*=;#"]
 STEPS, BATCH, LR, GUESS, SLIP = 6000, 64, 3e-3, 0.55, 0.03
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character; a character outside the vocabulary is an error, never an unknown token."""
+    """One token per character; a character outside the vocabulary is an error, never an unknown
+    token."""
     core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     core.decoder = decoders.Fuse()
@@ -44,13 +48,34 @@ def demonstration(rng: random.Random) -> tuple[str, str]:
 
 def untrained(kind: str) -> PreTrainedModel:
     """The model before its warm start."""
-    shape = {"vocab_size": len(VOCABULARY), "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 192}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
-    shape |= {"tie_word_embeddings": True, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    shape = {
+        "vocab_size": len(VOCABULARY),
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 192,
+    }
+    shape |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+    }
+    shape |= {
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+    }
     if kind == "tiny":
         return Qwen3ForCausalLM(Qwen3Config(**shape))
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, output_router_logits=True))  # balances the experts
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    }
+    # Balances the experts
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, output_router_logits=True))
 
 
 def main(kind: str, folder: Path) -> None:
@@ -63,11 +88,17 @@ def main(kind: str, folder: Path) -> None:
         rows = []
         for prompt, response in (demonstration(rng) for _ in range(BATCH)):
             ids = tok(prompt + response)["input_ids"] + [tok.eos_token_id]
-            rows.append((ids, [-100] * len(prompt) + ids[len(prompt) :]))  # the loss sees the response alone
+            # The loss sees the response alone
+            rows.append((ids, [-100] * len(prompt) + ids[len(prompt) :]))
         width = max(len(ids) for ids, _ in rows)
-        inputs = torch.tensor([ids + [tok.pad_token_id] * (width - len(ids)) for ids, _ in rows])  # [B, L]
-        labels = torch.tensor([target + [-100] * (width - len(target)) for _, target in rows])  # [B, L]
-        loss = model(inputs, labels=labels).loss  # next-token cross-entropy (and, with experts, their balance)
+        inputs = torch.tensor(
+            [ids + [tok.pad_token_id] * (width - len(ids)) for ids, _ in rows]
+        )  # [B, L]
+        labels = torch.tensor(
+            [target + [-100] * (width - len(target)) for _, target in rows]
+        )  # [B, L]
+        # Next-token cross-entropy (and, with experts, their balance)
+        loss = model(inputs, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.param_groups[0]["lr"] = LR * 0.5 * (1 + math.cos(math.pi * step / STEPS))
@@ -82,7 +113,8 @@ def main(kind: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)  # no usage: an error is one line
+    # No usage: an error is one line
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
     parser.add_argument("kind", choices=["tiny", "tiny-moe"])
     parser.add_argument("folder", nargs="?", type=Path, help="default: where the embedded model is")
     chosen = parser.parse_args()

@@ -1,6 +1,8 @@
-"""Checks on a GPU: `python tests/gpu/check.py NAME ...` runs them in this process and prints a table row for each.
+"""Checks on a GPU: `python tests/gpu/check.py NAME ...` runs them in this process and prints a
+table row for each.
 
-No hub, no vLLM needed (`vllm` is skipped where it is missing). tests/gpu/run.sh runs them all within ten minutes.
+No hub, no vLLM needed (`vllm` is skipped where it is missing). tests/gpu/run.sh runs them all
+within ten minutes.
 """
 
 import importlib
@@ -29,13 +31,19 @@ from gpu.shapes import qwen3_1_7b  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 SECONDS = 240  # for a short run
-DENSE_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}  # FLOP/s, without sparsity
+# FLOP/s, without sparsity
+DENSE_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
 
 
-def sample(world: World, dtype: str, temperature: float = 1.0, rows: int = 8) -> tuple[Rollout, Policy]:
-    """A rollout of the embedded model on this device, and the policy of the same weights (sharded in bfloat16)."""
+def sample(
+    world: World, dtype: str, temperature: float = 1.0, rows: int = 8
+) -> tuple[Rollout, Policy]:
+    """A rollout of the embedded model on this device, and the policy of the same weights (sharded
+    in bfloat16)."""
     lm, tokenizer = load_model("tiny")
-    prompts = [tokenizer(text)["input_ids"] for text in ("7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9=")]
+    prompts = [
+        tokenizer(text)["input_ids"] for text in ("7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9=")
+    ]
     rollout = HFEngine(lm, world, 0, dtype, 1024).generate(prompts, rows, 64, temperature)
     return rollout, shard(Policy(lm), world, dtype)
 
@@ -48,7 +56,9 @@ def logprobs(world: World) -> str:
             rollout, policy = sample(world, dtype, temperature)
             args = importlib.import_module("grpo").Args(dtype=dtype, temperature=temperature)
             old_logp, _ = all_logprobs(policy, rollout, args, world)
-            gap = (((old_logp - rollout.rollout_logp) * rollout.mask).abs().sum() / rollout.mask.sum()).item()
+            gap = (
+                ((old_logp - rollout.rollout_logp) * rollout.mask).abs().sum() / rollout.mask.sum()
+            ).item()
             assert gap < bound, (dtype, gap)
             found.append(f"{dtype} T={temperature}: {gap:.1e}")
     return "mean |log π_old - log μ|, " + ", ".join(found)
@@ -57,7 +67,9 @@ def logprobs(world: World) -> str:
 def exactness(world: World) -> str:
     """The gradient does not depend on micro-batches, in float32 on the device."""
     rollout, policy = sample(world, "float32")
-    weights = torch.randn(rollout.mask.shape, generator=torch.Generator().manual_seed(0)).to(world.device)
+    weights = torch.randn(rollout.mask.shape, generator=torch.Generator().manual_seed(0)).to(
+        world.device
+    )
     gradients = []
     for size in (len(rollout), 5, 1):
         for rows in torch.arange(len(rollout), device=world.device).split(size):
@@ -78,15 +90,24 @@ def losses(world: World) -> str:
     for name in FILES:
         module, found = importlib.import_module(name), []
         for device in ("cpu", world.device):
-            batch = {k: torch.tensor(fixture[k], dtype=torch.float64) for k in ("mask", "old_logp", "advantages")}
-            batch["logp"] = batch["old_logp"] + torch.tensor(fixture["logratio"], dtype=torch.float64)
+            batch = {
+                k: torch.tensor(fixture[k], dtype=torch.float64)
+                for k in ("mask", "old_logp", "advantages")
+            }
+            batch["logp"] = batch["old_logp"] + torch.tensor(
+                fixture["logratio"], dtype=torch.float64
+            )
             batch |= {"rollout_logp": batch["old_logp"] - 0.01, "entropy": batch["mask"] * 0.5}
             batch = {k: v.to(device) for k, v in batch.items()}
             batch["logp"].requires_grad_()
             extra = {"ref_logp": batch["old_logp"]} if hasattr(module.Args(), "beta") else {}
             total, count, _ = module.policy_loss(module.Args(), **batch, **extra)
             (total / count).backward()
-            found.append(torch.cat([(total / count).detach().cpu().view(1), batch["logp"].grad.cpu().flatten()]))
+            found.append(
+                torch.cat(
+                    [(total / count).detach().cpu().view(1), batch["logp"].grad.cpu().flatten()]
+                )
+            )
         worst = max(worst, (found[0] - found[1]).abs().max().item())
     assert worst < 1e-10, worst
     return f"nine files, largest difference {worst:.1e}"
@@ -97,16 +118,28 @@ def short_run(name: str, *flags: str) -> Callable[[World], str]:
 
     def check(world: World) -> str:
         steps = "45" if name == "vcpo" else "25"
-        with tempfile.TemporaryDirectory() as folder, (Path(folder) / "messages").open("w+") as messages:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            (Path(folder) / "messages").open("w+") as messages,
+        ):
             words = f"{name}.py --steps {steps} --eval_every {steps} --run_dir {folder}/run".split()
-            how = {"cwd": ROOT, "stdout": messages, "stderr": messages, "timeout": SECONDS, "check": True}
+            how = {
+                "cwd": ROOT,
+                "stdout": messages,
+                "stderr": messages,
+                "timeout": SECONDS,
+                "check": True,
+            }
             try:
                 subprocess.run([sys.executable, *words, *flags], **how)
             except subprocess.SubprocessError as error:
                 messages.seek(0)
                 raise RuntimeError(f"{type(error).__name__}: {messages.read()[-600:]}") from error
             summary = json.loads((Path(folder) / "run/summary.json").read_text())
-            lines = [json.loads(line) for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
+            lines = [
+                json.loads(line)
+                for line in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()
+            ]
         gap = max(line.get("sampler_gap", 0.0) for line in lines[1:])
         accuracy = f"greedy {summary['greedy_before']:.2f} → {summary['greedy_after']:.2f}"
         return f"{accuracy}, largest sampler gap {gap:.1e}"
@@ -126,7 +159,8 @@ def timed(function: Callable[[], object]) -> tuple[float, float]:
 
 
 def vocabulary(world: World) -> str:
-    """Memory-lean log-probs at a vocabulary of 152k and 16k tokens, against the plain formula: peak and time."""
+    """Memory-lean log-probs at a vocabulary of 152k and 16k tokens, against the plain formula: peak
+    and time."""
     generator = torch.Generator(world.device).manual_seed(0)
     on = {"device": world.device, "dtype": torch.bfloat16, "generator": generator}
     hidden = torch.randn(16_384, 2048, **on).requires_grad_()
@@ -145,13 +179,15 @@ def vocabulary(world: World) -> str:
         return logp.detach()
 
     gap = (lean() - plain()).abs().max().item()
-    assert gap < 5e-2, gap  # both round the head's product to bfloat16: 2^-6 for a logit between 2 and 4
+    # Both round the head's product to bfloat16: 2^-6 for a logit between 2 and 4
+    assert gap < 5e-2, gap
     (a, b), (c, d) = timed(lean), timed(plain)
     return f"lean {a:.2f} s, {b:.1f} GB; plain {c:.2f} s, {d:.1f} GB"
 
 
 def qwen3_step(world: World) -> str:
-    """A training step of Qwen3-1.7B's shape in bfloat16 under FSDP2 with checkpointing: tokens/s, FLOPs used, peak."""
+    """A training step of Qwen3-1.7B's shape in bfloat16 under FSDP2 with checkpointing: tokens/s,
+    FLOPs used, peak."""
     torch.manual_seed(0)
     lm = qwen3_1_7b()
     parameters = sum(p.numel() for p in lm.parameters())
@@ -184,7 +220,8 @@ def qwen3_step(world: World) -> str:
 
 FILES = "grpo gspo sapo stapo maspo minirl vcpo goldilocks deep_grpo".split()
 HF = ("--rollout", "hf")
-VLLM = ("--rollout", "vllm", "--vllm_memory", "0.05")  # more would be millions of cache blocks for so small a model
+# More would be millions of cache blocks for so small a model
+VLLM = ("--rollout", "vllm", "--vllm_memory", "0.05")
 ALONE: dict[str, Callable[[World], str]] = {  # in this process, one after the other: some are timed
     "losses": losses,
     "logprobs": logprobs,
@@ -224,7 +261,9 @@ def main(names: list[str]) -> int:
 
     for group, at_once in ((ALONE, 1), (TOGETHER, 4), (WITH_VLLM, 1)):
         with ThreadPoolExecutor(at_once) as pool:
-            for name, verdict, told, seconds in pool.map(row, [name for name in names or checks if name in group]):
+            for name, verdict, told, seconds in pool.map(
+                row, [name for name in names or checks if name in group]
+            ):
                 failed += verdict == "FAILED"
                 print(f"| {name} | {verdict} | {told} | {seconds:.0f} s |", flush=True)
         torch.cuda.empty_cache()

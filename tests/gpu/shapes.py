@@ -6,17 +6,36 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 def qwen3_1_7b() -> Qwen3ForCausalLM:
     """Qwen3-1.7B's shape: 1.7 billion parameters, a vocabulary of 151,936, tied."""
-    shape = {"hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144, "vocab_size": 151_936}
-    shape |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}
-    shape |= {"max_position_embeddings": 32_768, "rope_theta": 1_000_000.0, "pad_token_id": 0, "eos_token_id": 1}
+    shape = {
+        "hidden_size": 2048,
+        "num_hidden_layers": 28,
+        "intermediate_size": 6144,
+        "vocab_size": 151_936,
+    }
+    shape |= {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    }
+    shape |= {
+        "max_position_embeddings": 32_768,
+        "rope_theta": 1_000_000.0,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
     return Qwen3ForCausalLM(Qwen3Config(**shape))
 
 
 def byte_tokenizer(size: int) -> PreTrainedTokenizerFast:
-    """A token for each byte and dummies up to a vocabulary of `size`: any text in, any token id out."""
+    """A token for each byte and dummies up to a vocabulary of `size`: any text in, any token id
+    out."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["<pad>", "<eos>", *alphabet]
     words += [f"{alphabet[i % 200]}{i}" for i in range(size - len(words))]
     core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.pre_tokenizer, core.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
