@@ -49,29 +49,17 @@ from typing import Literal
 
 import common  # noqa: F401  (before torch: it sets how OpenMP waits)
 import torch
+from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.data import load_task
-from common.distributed import (
-    StopFlag,
-    World,
-    clip_gradients,
-    global_sum,
-    load_checkpoint,
-    save_checkpoint,
-    save_model,
-    scale_gradients,
-    shard,
-)
+from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
 from common.evaluation import benchmark, evaluate
 from common.flags import Betas, Count, NonNegative, Part, Positive, Seed, Temperature, Whole
-from common.model import Policy, load_model
-from common.rollout import (
-    all_logprobs,
-    check_sampler,
-    make_engine,
-    micro_batches,
-    response_logprobs,
-)
-from common.tracking import Means, Run, launch
+from common.launch import launch
+from common.logprobs import Policy, all_logprobs, check_sampler
+from common.logprobs import micro_batches, response_logprobs
+from common.model import load_model
+from common.rollout import make_engine
+from common.tracking import Means, Run
 from torch import Tensor
 
 

@@ -65,26 +65,19 @@ from typing import Annotated, Literal  # <own>
 import common  # noqa: F401  (before torch: it sets how OpenMP waits)
 import torch
 import tyro  # <own>
+from common.batch import Rollout  # <own>
+from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.data import load_task
-from common.distributed import (
-    CLOSING,  # <own>
-    BadInput,  # <own>
-    StopFlag,
-    World,
-    clip_gradients,
-    gather,  # <own>
-    load_checkpoint,
-    save_checkpoint,
-    save_model,
-    scale_gradients,
-    shard,
-)
+from common.distributed import StopFlag, World, clip_gradients, scale_gradients, shard  # <own>
+from common.distributed import CLOSING, BadInput, gather  # <own>
 from common.evaluation import benchmark, evaluate
 from common.flags import Betas, Count, NonNegative, Part, Positive, Seed, Temperature, Whole
-from common.model import Policy, load_model
-from common.rollout import Rollout  # <own>
-from common.rollout import all_logprobs, check_sampler, make_engine, response_logprobs  # <own>
-from common.tracking import Means, Run, launch
+from common.launch import launch
+from common.logprobs import Policy, all_logprobs, check_sampler
+from common.logprobs import response_logprobs  # <own>
+from common.model import load_model
+from common.rollout import make_engine
+from common.tracking import Means, Run
 from torch import Tensor
 
 

@@ -58,6 +58,11 @@ class Task:
     # What the user should know of the data, a line each
     remarks: list[str] = field(default_factory=list)
 
+    @property
+    def killed(self) -> int:
+        """Answers so far that broke the judge's bounds; 0 for judges that count none."""
+        return getattr(self.judge, "killed", 0)
+
 
 # Where a set lives on the Hugging Face hub and how its rows read; `train` or `test` is "" where
 # there is no such split.

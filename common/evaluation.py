@@ -14,18 +14,13 @@ from transformers import PreTrainedTokenizerBase
 from common.data import Task
 from common.distributed import RunStopped, World, global_sum, together
 from common.folder import as_lines, whole
-from common.rollout import HFEngine, VLLMEngine
 
 DECODING = ((1.0, 1.0), (0.7, 0.9))  # (temperature, top-p), the two settings that papers report
 RESAMPLES = 2000
 
 
 def evaluate(
-    engine: HFEngine | VLLMEngine,
-    task: Task,
-    tokenizer: PreTrainedTokenizerBase,
-    args: object,
-    world: World,
+    engine: object, task: Task, tokenizer: PreTrainedTokenizerBase, args: object, world: World
 ) -> dict[str, float]:
     """Accuracy on the held-out problems: `greedy` (one response) and `sampled` (mean of
     --eval_samples responses)."""
@@ -44,7 +39,7 @@ def evaluate(
 
 
 def benchmark(
-    engine: HFEngine | VLLMEngine,
+    engine: object,
     task: Task,
     tokenizer: PreTrainedTokenizerBase,
     args: object,
@@ -86,7 +81,7 @@ def benchmark(
     parts = [None] * world.size
     dist.all_gather_object(parts, rows)
     rows = sorted((row for part in parts for row in part), key=lambda row: row["problem"])
-    killed = global_sum({"killed": getattr(task.judge, "killed", 0)}, world)["killed"]
+    killed = global_sum({"killed": task.killed}, world)["killed"]
     text = table(rows, n) + (
         f"\n{killed:.0f} answers broke the judge's bounds: scored 0" if killed else ""
     )

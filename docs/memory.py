@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-from common.model import BLOCK_ELEMENTS  # noqa: E402
+from common.logprobs import BLOCK_ELEMENTS  # noqa: E402
 
 FILES = "grpo gspo sapo stapo maspo minirl vcpo goldilocks deep_grpo".split()
 GPU, PROMPT = 80.0, 512  # GB; tokens of a prompt

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import common  # noqa: F401  (before torch)
 import grpo
 import vcpo
-from common.tracking import launch
+from common.launch import launch
 
 UPDATES, EVERY, PROMPTS = 150, 25, 8
 OFF = {"ess": "--no_optimal_baseline", "baseline": "--no_ess_scaling"}  # what each half leaves out

@@ -76,9 +76,9 @@ def ours(
     import torch
     from common.data import Problem, Task
     from common.distributed import setup
+    from common.launch import check
     from common.model import load_model
     from common.rollout import make_engine
-    from common.tracking import check
 
     P, G, T, steps = size
     with tempfile.TemporaryDirectory() as run_dir:
