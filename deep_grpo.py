@@ -257,15 +257,14 @@ def policy_loss(
     main_tokens, branch_tokens = lengths @ (1 - branch), lengths @ branch  # [], []
     if balance is None:
         balance = main_tokens / branch_tokens.clamp(min=1)
-    # </own>
-    # <own>
     ratio = (logp - old_logp).exp()  # [n, T]: r, 1 until the first optimiser step of a rollout
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can
     # be brought back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    # Λ on branches  # <own>
-    objective = objective * (1 + (args.branch_weight - 1) * branch)[:, None]  # [n, T]  # <own>
+    objective = (
+        objective * (1 + (args.branch_weight - 1) * branch)[:, None]
+    )  # [n, T]: λ on branches
     out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
     cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
     stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
@@ -274,12 +273,10 @@ def policy_loss(
         k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
         objective = objective - args.beta * k3  # [n, T]
         stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
-    # <own>
     # The caller divides by T_main; times T_main / T_branch first, the branches are averaged over
     # their own tokens.
     per_response = (objective * mask).sum(dim=1) * (1 + (balance - 1) * branch)  # [n]
     return -per_response.sum(), main_tokens, stats
-    # </own>
     # </own>
 
 
@@ -391,7 +388,6 @@ def main(args: Args, world: World) -> None:
             rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
             if reference:
                 rollout.ref_logp, _ = all_logprobs(reference, rollout, args, world)  # [N, T]
-            # </own>
             sampler = check_sampler(rollout, args, world)
 
         # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as

@@ -445,7 +445,6 @@ def main(args: Args, world: World) -> None:
             rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
             if reference:
                 rollout.ref_logp, _ = all_logprobs(reference, rollout, args, world)  # [N, T]
-            # </own>
             sampler = check_sampler(rollout, args, world)
 
         # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as
