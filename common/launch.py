@@ -122,12 +122,12 @@ def check(args: object, world: World) -> None:
     its share."""
     if wrong := broken_rule(args):
         raise BadInput(wrong)
-    if args.group_size < 2 and not args.eval_only:
+    if args.group_size < 2:
         raise BadInput(
             f"--group_size {args.group_size}: a group needs 2 responses or more to compare"
         )
     unit = world.size * args.minibatches
-    if args.prompts_per_step % unit and not args.eval_only:  # mini-batches are made of whole groups
+    if args.prompts_per_step % unit:  # mini-batches are made of whole groups
         raise BadInput(
             f"--prompts_per_step {args.prompts_per_step}: not a multiple of ranks x --minibatches = {unit}"
         )
@@ -140,8 +140,7 @@ def check(args: object, world: World) -> None:
 def without_effect(args: object, world: World) -> Iterator[str]:
     """A line for each flag that was set and does nothing beside the others."""
     vllm = args.rollout == "vllm" or (args.rollout == "auto" and world.device.type == "cuda")
-    tasks = [] if args.eval_only and args.eval_task else [args.task]
-    kinds = {task.partition(":")[0] for task in (*tasks, *args.eval_task.split(",")) if task}
+    kinds = {task.partition(":")[0] for task in (args.task, args.eval_task) if task}
     for idle, where, names in (
         (not vllm, "with the hf engine", "vllm_memory vllm_sleep tensor_parallel"),
         (vllm, "with vLLM", "rollout_rows"),
@@ -153,7 +152,6 @@ def without_effect(args: object, world: World) -> Iterator[str]:
             "prompt_column answer_column",
         ),
         (getattr(args, "beta", 0) == 0, "with --beta 0", "offload_reference"),
-        (args.eval_only, "with --eval_only", "save_hf wandb"),
     ):
         for flag in fields(args) if idle else ():
             if flag.name in names.split() and getattr(args, flag.name) != flag.default:

@@ -44,7 +44,7 @@ from common.folder import (
 PHASES = ("rollout", "reward", "old_logp", "update", "sync", "evaluate", "save")
 MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
 FREE_ON_RESUME = set(
-    "steps run_dir resume save_every save_hf eval_every eval_samples eval_only wandb".split()
+    "acted steps run_dir resume save_every save_hf eval_every eval_samples wandb".split()
 )
 SHOWN = ("reward", "greedy", "ref_kl", "sampler_kl")  # on the progress bar
 
@@ -110,7 +110,7 @@ class Run:
         with together(world, Refused, f"--run_dir {self.folder}: cannot be used"):
             if world.rank == 0:
                 self._check_same() if args.resume else holds_a_run(self.folder)
-                self.claim = Claim(self.folder, alone=not args.eval_only)
+                self.claim = Claim(self.folder)
                 CLOSING.append(self.claim.release)
 
     def _check_same(self) -> None:
@@ -119,14 +119,13 @@ class Run:
         saved = saved_config(self.folder)
         if not saved:
             raise BadInput(f"--resume: no run in {self.folder}")
-        names = self.config.keys() - FREE_ON_RESUME - {"acted"}  # its words may change
-        for name in sorted({"algorithm", "model"} if self.args.eval_only else names):
+        for name in sorted(self.config.keys() - FREE_ON_RESUME):
             if saved.get(name) != self.config[name]:
                 raise BadInput(
                     f"--resume: {self.folder} has {name} {saved.get(name)!r}, this run {self.config[name]!r}"
                 )
         lines = read_lines(self.metrics) if self.metrics.is_file() else []
-        if not self.args.eval_only and not any("greedy" in line for line in lines):
+        if not any("greedy" in line for line in lines):
             raise BadInput(f"--resume: {self.metrics} is missing or holds no measurement")
 
     def start(self, task: object, done: int) -> None:
