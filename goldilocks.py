@@ -59,20 +59,10 @@ from pathlib import Path
 from typing import Literal
 
 from common.batch import Rollout  # <own>
+from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.data import encode, load_task  # <own>
-from common.distributed import (
-    BadInput,  # <own>
-    StopFlag,
-    World,
-    clip_gradients,
-    gather,  # <own>
-    global_sum,
-    load_checkpoint,
-    save_checkpoint,
-    save_model,
-    scale_gradients,
-    shard,
-)
+from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
+from common.distributed import BadInput, gather  # <own>
 from common.evaluation import evaluate
 from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.flags import Share  # <own>

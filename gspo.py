@@ -50,18 +50,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.data import load_task
-from common.distributed import (
-    StopFlag,
-    World,
-    clip_gradients,
-    global_sum,
-    load_checkpoint,
-    save_checkpoint,
-    save_model,
-    scale_gradients,
-    shard,
-)
+from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
 from common.evaluation import evaluate
 from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.launch import launch

@@ -67,20 +67,10 @@ from pathlib import Path
 from typing import Annotated, Literal  # <own>
 
 from common.batch import Rollout  # <own>
+from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.data import load_task
-from common.distributed import (
-    CLOSING,  # <own>
-    BadInput,  # <own>
-    StopFlag,
-    World,
-    clip_gradients,
-    gather,  # <own>
-    load_checkpoint,
-    save_checkpoint,
-    save_model,
-    scale_gradients,
-    shard,
-)
+from common.distributed import StopFlag, World, clip_gradients, scale_gradients, shard  # <own>
+from common.distributed import CLOSING, BadInput, gather  # <own>
 from common.evaluation import evaluate
 from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.launch import launch

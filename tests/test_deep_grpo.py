@@ -9,8 +9,10 @@ from types import ModuleType
 import deep_grpo
 import pytest
 import torch
-from common.model import Policy, load_model
-from common.rollout import HFEngine, Rollout, response_logprobs
+from common.batch import Rollout
+from common.logprobs import Policy, response_logprobs
+from common.model import load_model
+from common.rollout import HFEngine
 from test_exactness import PROMPTS, gradients, stored_rollout
 from test_losses import FIXTURE, caught, loss_of, mutate, no_kl, toy_batch
 from test_run import SMALL, metrics, run_here
@@ -340,7 +342,7 @@ def test_a_rank_without_failures_waits_for_the_other(tmp_path, command):
     same on both."""
     script = tmp_path / "lenient.py"
     script.write_text(
-        "import os, sys\nsys.path.insert(0, os.getcwd())\nimport deep_grpo\nfrom common.tracking import launch\n"
+        "import os, sys\nsys.path.insert(0, os.getcwd())\nimport deep_grpo\nfrom common.launch import launch\n"
         "load = deep_grpo.load_task\n"
         "def lenient(*arguments):\n    task = load(*arguments)\n    judge = task.judge\n"
         "    task.judge = lambda c, a: [1.0] * len(a) if os.environ['RANK'] == '1' else judge(c, a)\n    return task\n"

@@ -12,8 +12,8 @@ import sys
 import pytest
 import torch
 from adapters import ALGORITHMS
-from common import tracking
-from common.tracking import parse
+from common.curves import draw_curves
+from common.launch import parse
 from conftest import ROOT
 from gpu.shapes import qwen3_1_7b
 from tools import memory
@@ -176,8 +176,8 @@ tools.overhead x
 tools.overhead 0
 tools.memory grpo nope
 tools.weights nope
-common.tracking
-common.tracking none
+common.curves
+common.curves none
 tools.make_tiny
 tools.make_tiny nope none
 tools.make_tiny tiny README.md
@@ -228,9 +228,9 @@ def test_curves_need_a_step(tmp_path, monkeypatch, capsys):
     config = dict.fromkeys("algorithm acted ranks model task seed lr".split(), "x")
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "metrics.jsonl").touch()
-    assert "nothing to draw yet" in refused(monkeypatch, capsys, "common.tracking", tmp_path)
+    assert "nothing to draw yet" in refused(monkeypatch, capsys, "common.curves", tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "greedy": 0.5}\n')
-    tracking.draw_curves(tmp_path)
+    draw_curves(tmp_path)
     assert (tmp_path / "curves.png").is_file()
 
 

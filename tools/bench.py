@@ -75,9 +75,9 @@ def ours(model: str, folder: str, full: bool, size: list[int], minibatches: int)
     import torch
     from common.data import Problem, Task
     from common.distributed import setup
+    from common.launch import check
     from common.model import load_model
     from common.rollout import make_engine
-    from common.tracking import check
 
     P, G, T, steps = size
     with tempfile.TemporaryDirectory() as scratch:

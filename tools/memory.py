@@ -25,7 +25,7 @@ import importlib
 import re
 from dataclasses import dataclass
 
-from common.model import BLOCK_ELEMENTS
+from common.logprobs import BLOCK_ELEMENTS
 from tools.marks import ROOT, algorithms
 
 # Name of each algorithm file -> its module
