@@ -1,4 +1,4 @@
-"""A run from the outside: command line, run folder, metrics, progress bar, curves and summary."""
+"""A run from the outside: command line, run folder, metrics, progress bar and summary."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ import tyro
 from torch import Tensor
 from tqdm import tqdm
 
+from common.curves import draw_curves
 from common.data import HUB
 from common.distributed import (
     CLOSING,
@@ -465,69 +466,3 @@ class Run:
         fallen = [name for name in ("greedy", "sampled") if last[name] < first[name]]
         if fallen:
             self.say(f"\nWARNING: held-out accuracy ({', '.join(fallen)}) ended below its start.")
-
-
-def draw_curves(folder: Path) -> Path:
-    """curves.png from config.json and metrics.jsonl alone: `python -m common.tracking runs/...`
-    draws it again."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    config = saved_config(folder)
-    if not config:
-        raise BadInput(f"{folder}: holds no run")
-    lines = read_lines(folder / "metrics.jsonl")
-    if not lines:
-        raise BadInput(f"{folder}: nothing to draw yet, metrics.jsonl has no line")
-    panels = {
-        "reward, sampled (training prompts)": ["reward"],
-        "held-out accuracy": ["greedy", "sampled"],
-        "response length (tokens)": ["response_len"],
-        f"what {config['algorithm']} did": [config["acted"]],
-        "entropy (nats per token)": ["entropy"],
-        "gradient norm (before clipping)": ["grad_norm"],
-        "KL sampler vs trainer": ["sampler_kl"],
-        "groups without gradient (share)": ["zero_groups"],
-    }
-    figure, axes = pyplot.subplots(2, 4, figsize=(17, 7), layout="constrained")
-    for axis, (title, names) in zip(axes.flat, panels.items()):
-        for name in names:
-            points = [
-                (line["step"], math.nan if line[name] is None else line[name])
-                for line in lines
-                if name in line
-            ]
-            marker = "o" if len(points) < 30 else ""
-            axis.plot(
-                [x for x, _ in points],
-                [y for _, y in points],
-                label=name,
-                marker=marker,
-                linewidth=1.2,
-            )
-        axis.set(title=title, xlabel="step")
-        axis.grid(alpha=0.3)
-        axis.legend()
-        if names[0] in ("reward", "greedy", "zero_groups"):
-            axis.set_ylim(-0.03, 1.03)
-    setting = f"{config['model']} on {config['task']}, seed {config['seed']}, lr {config['lr']}"
-    figure.suptitle(f"{config['algorithm']}: {setting}")
-    path = folder / "curves.png"
-    with whole(path) as partial:
-        figure.savefig(partial, dpi=80, format="png")
-    pyplot.close(figure)
-    return path
-
-
-if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
-            raise BadInput("usage: python -m common.tracking RUN_FOLDER ...")
-        for argument in sys.argv[1:]:
-            print(draw_curves(Path(argument)))
-    except (BadInput, OSError) as error:
-        print(f"common.tracking: error: {first_line(error)}", file=sys.stderr)
-        sys.exit(2)

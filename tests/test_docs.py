@@ -12,7 +12,6 @@ import sys
 import pytest
 import torch
 from adapters import ALGORITHMS
-from common import tracking
 from common.tracking import parse
 from conftest import ROOT
 from gpu.shapes import qwen3_1_7b
@@ -178,8 +177,6 @@ docs/overhead.py x
 docs/overhead.py 0
 docs/memory.py grpo nope
 docs/weights.py nope
-common/tracking.py
-common/tracking.py none
 common/tiny/make.py
 common/tiny/make.py nope none
 common/tiny/make.py tiny README.md
@@ -224,16 +221,6 @@ def test_what_is_no_finished_run_gives_no_results(name, text, tmp_path, monkeypa
     (tmp_path / name).write_text(text)
     said = refused(monkeypatch, capsys, "docs/results.py", tmp_path)
     assert f"{tmp_path} is no finished run" in said and name in said
-
-
-def test_curves_need_a_step(tmp_path, monkeypatch, capsys):
-    config = dict.fromkeys("algorithm acted ranks model task seed lr".split(), "x")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "metrics.jsonl").touch()
-    assert "nothing to draw yet" in refused(monkeypatch, capsys, "common/tracking.py", tmp_path)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "greedy": 0.5}\n')
-    tracking.draw_curves(tmp_path)
-    assert (tmp_path / "curves.png").is_file()
 
 
 def test_memory_is_counted_for_the_shape_that_transformers_builds():
