@@ -50,15 +50,15 @@ Run it:
 
 import copy  # <own>
 import math  # <own>
-import random  # <own>
 from collections import deque  # <own>
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random  # <own>
 from typing import Literal
 
 import common  # noqa: F401  (before torch: it sets how OpenMP waits)
 import torch
-from common.data import encode, load_task  # <own>
+from common.data import Problem, Task, encode, load_task  # <own>
 from common.distributed import (
     BadInput,  # <own>
     StopFlag,
@@ -214,29 +214,24 @@ def advantages(rewards: Tensor) -> Tensor:
 
 # <own>
 class Teacher(nn.Module):
-    """f(q) = 1/2 σ(u · mean_t h_t(q) + v): how much a prompt can teach the student, from its text
-    alone."""
+    """f(q) = 1/2 σ(u · mean_t h_t(q) + v): what a prompt can teach the student, from its text."""
 
     def __init__(self, backbone: nn.Module):
         super().__init__()
         self.lm, self.head = backbone, nn.Linear(backbone.config.hidden_size, 1)
-        # At first every prompt is worth 1/4
-        nn.init.zeros_(self.head.weight), nn.init.zeros_(self.head.bias)
+        nn.init.zeros_(self.head.weight), nn.init.zeros_(self.head.bias)  # at first all f are 1/4
 
     def forward(self, sequences: Tensor, lengths: Tensor) -> Tensor:
         """`sequences [n, S]` right-padded, `lengths [n]` -> `[n]` in (0, 1/2)."""
         hidden = self.lm(input_ids=sequences, use_cache=False).last_hidden_state  # [n, S, H]
-        # No padding
-        real = (
-            torch.arange(sequences.shape[1], device=sequences.device) < lengths[:, None]
-        )  # [n, S]
+        places = torch.arange(sequences.shape[1], device=sequences.device)  # [S]
+        real = places < lengths[:, None]  # [n, S]: no padding
         mean = (hidden * real[..., None]).sum(dim=1) / lengths[:, None]  # [n, H]
         return 0.5 * self.head(mean)[:, 0].float().sigmoid()  # the range of sqrt(p (1-p))
 
 
 def learning_value(rewards: Tensor) -> Tensor:
-    """sqrt(p̂ (1-p̂)) of each group `[P, G]` -> `[P]`. All wrong or all right is 0: a verdict too,
-    not a missing one.
+    """sqrt(p̂ (1-p̂)) of each group `[P, G]` -> `[P]`; all wrong or all right is 0, a verdict too.
 
     Computed as the rewards' (population) standard deviation, which it is for rewards 0 and 1; part
     marks have one too.
@@ -245,16 +240,14 @@ def learning_value(rewards: Tensor) -> Tensor:
 
 
 def select(
-    values: Tensor, candidates: list[list[str]], explore: float, rng: random.Random
+    values: Tensor, candidates: list[list[str]], explore: float, rng: Random
 ) -> list[tuple[int, bool]]:
-    """Each slot's (candidate, whether by chance): best of `values [B, K]`, or any; none twice while
-    another is left."""
+    """For each slot (which candidate, whether by chance): the best of `values [B, K]`, or with
+    probability `explore` any. No prompt is taken twice while its slot has another left."""
     chosen, taken = [], set()
     for scores, prompts in zip(values.tolist(), candidates):
-        order, chance = (
-            sorted(range(len(prompts)), key=lambda k: -scores[k]),
-            rng.random() < explore,
-        )
+        order = sorted(range(len(prompts)), key=lambda k: -scores[k])
+        chance = rng.random() < explore
         if chance:
             rng.shuffle(order)
         k = next((k for k in order if prompts[k] not in taken), order[0])
@@ -263,57 +256,133 @@ def select(
     return chosen
 
 
-def teacher_values(
-    args: Args,
-    teacher: nn.Module,
-    prompts: list[list[int]],
-    world: World,
-    targets: Tensor | None = None,
-) -> Tensor:
-    """f(q) of this rank's prompts `[n]`. With `targets [n]` it also adds the gradient of Σ (f -
-    target)²."""
-    none, values = [[]] * len(prompts), torch.zeros(len(prompts), device=world.device)  # [n]
-    # Without responses
-    batch = Rollout.pack(prompts=prompts, tokens=none, logps=none, eos=[], device=world.device)
-    for rows in micro_batches(batch, args.micro_tokens, world):
-        micro = batch.rows(rows)
-        with torch.set_grad_enabled(targets is not None):
-            found = teacher(micro.sequences[:, : micro.prompt_len.max()], micro.prompt_len)  # [b]
-        if targets is not None:
-            (found - targets[rows]).square().sum().backward()
-        values[rows] = found.detach()
-    return values
-
-
-def teach(
-    args: Args,
-    teacher: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    pairs: list,
-    rng: random.Random,
-    world: World,
-) -> None:
-    """One update on `--teacher_batch` random rows (prompt ids, value, ...): squared error, each
-    rank its share."""
-    share = rng.sample(pairs, args.teacher_batch)[world.rank :: world.size]
-    targets = torch.tensor([pair[1] for pair in share], device=world.device)  # [n]
-    teacher_values(args, teacher, [pair[0] for pair in share], world, targets)
-    scale_gradients(teacher, world.size / args.teacher_batch)
-    if math.isfinite(clip_gradients(teacher, args.grad_clip)):
-        optimizer.step()
-    optimizer.zero_grad()
-
-
 def rank_correlation(a: Tensor, b: Tensor) -> float:
-    """Spearman's: the correlation of the ranks, equal values sharing theirs; 0 where all of a side
-    are equal."""
+    """Spearman's: the correlation of the ranks, equal values sharing theirs; 0 where a side is
+    constant."""
     if len(a) < 2:
         return 0.0
-    ranks = [
-        (x[:, None] > x).double().sum(dim=1) + (x[:, None] == x).double().sum(dim=1) / 2
-        for x in (a, b)
-    ]
+    ranks = []
+    for x in (a, b):
+        below, equal = x[:, None] > x, x[:, None] == x  # [n, n]
+        ranks.append(below.double().sum(dim=1) + equal.double().sum(dim=1) / 2)
     return torch.corrcoef(torch.stack(ranks))[0, 1].nan_to_num().item()
+
+
+class Curriculum:
+    """Which prompts the student gets. In every step: `choose`, before the rollout, asks the teacher
+    for f(q) of all candidates; `learn`, after the rewards, shows it what the chosen ones taught.
+
+    The ranks divide the teacher's work and share what comes of it: all see the same values, make
+    the same choice, keep the same window.
+    """
+
+    def __init__(self, args: Args, task: Task, world: World):
+        if args.teacher_batch % world.size or args.teacher_batch > args.window:
+            limits = f"a multiple of the {world.size} ranks, and at most --window {args.window}"
+            raise BadInput(f"--teacher_batch {args.teacher_batch}: must be {limits}")
+        self.args, self.task, self.world = args, task, world
+        backbone, self.tokenizer = load_model(args.teacher or args.model, "--teacher")
+        self.encode(task.held_out[:1])  # refuses now, not after the run has begun
+        self.teacher = shard(Teacher(backbone.base_model), world, args.dtype)
+        if args.gradient_checkpointing:
+            self.teacher.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+        head = {"params": self.teacher.head.parameters(), "lr": 10 * args.teacher_lr}
+        groups = [{"params": self.teacher.lm.parameters()}, head]
+        self.optimizer = torch.optim.AdamW(groups, lr=args.teacher_lr, weight_decay=0.0, fused=True)
+        # What was given: (prompt ids, observed value, predicted value, whether chosen by chance)
+        self.window = deque(maxlen=args.window)
+
+    def choose(self, step: int) -> list[Problem]:
+        """The step's problems for all ranks, one for each of the B slots: of K candidates the one
+        of the largest f(q), or, by exploration, any."""
+        args, world = self.args, self.world
+        B, K = args.prompts_per_step, args.candidates
+        slots = range((step - 1) * B, step * B)
+        pool = [[self.task.train(slot * K + k) for k in range(K)] for slot in slots]  # [B, K]
+        # Each rank scores the candidates of its own slots; then all choose for all slots alike, so
+        # that none takes a prompt that another has taken.
+        mine = slice(world.rank * B // world.size, (world.rank + 1) * B // world.size)
+        asked = self.encode([problem for candidates in pool[mine] for problem in candidates])
+        self.values = gather(self.predict(asked), world).view(-1, K).cpu()  # [B, K]
+        # Uniform until there is a teacher
+        explore = args.explore if len(self.window) >= args.teacher_batch else 1.0
+        self.rng = Random(f"{args.seed}/{step}")
+        prompts = [[problem.prompt for problem in candidates] for candidates in pool]
+        choice = select(self.values, prompts, explore, self.rng)
+        self.predicted = self.values[range(B), [k for k, _ in choice]]  # [B]
+        self.by_chance = torch.tensor([chance for _, chance in choice])  # [B]
+        self.chosen = [candidates[k] for candidates, (k, _) in zip(pool, choice)]
+        return self.chosen
+
+    def learn(self, rewards: Tensor) -> dict[str, tuple]:
+        """Rewards `[P, G]` of this rank's groups: all ranks' go into the window, and the teacher is
+        updated. Returns metrics."""
+        observed = gather(learning_value(rewards), self.world).cpu()  # [B]
+        ids, seen = self.encode(self.chosen), (observed, self.predicted, self.by_chance)
+        self.window.extend(zip(ids, *(column.tolist() for column in seen)))
+        if len(self.window) >= self.args.teacher_batch:
+            for _ in range(self.args.teacher_updates):
+                self.teach()
+        return self.statistics(observed)
+
+    def encode(self, problems: list[Problem]) -> list[list[int]]:
+        """The bare prompts as the teacher's tokens."""
+        return [encode(problem.prompt, None, self.tokenizer, "--teacher") for problem in problems]
+
+    def predict(self, prompts: list[list[int]], targets: Tensor | None = None) -> Tensor:
+        """f(q) of this rank's prompts `[n]`. With `targets [n]` it also adds the gradient of
+        Σ (f - target)²."""
+        none, values = [[]] * len(prompts), torch.zeros(len(prompts), device=self.world.device)
+        # A batch without responses
+        batch = Rollout.pack(prompts=prompts, tokens=none, logps=none, eos=[], device=values.device)
+        for rows in micro_batches(batch, self.args.micro_tokens, self.world):
+            micro = batch.rows(rows)
+            sequences = micro.sequences[:, : micro.prompt_len.max()]  # [b, S]
+            with torch.set_grad_enabled(targets is not None):
+                found = self.teacher(sequences, micro.prompt_len)  # [b]
+            if targets is not None:
+                (found - targets[rows]).square().sum().backward()
+            values[rows] = found.detach()
+        return values
+
+    def teach(self) -> None:
+        """One update: the mean squared error on `--teacher_batch` random rows of the window, each
+        rank its share."""
+        args, world = self.args, self.world
+        share = self.rng.sample(self.window, args.teacher_batch)[world.rank :: world.size]
+        targets = torch.tensor([observed for _, observed, *_ in share], device=world.device)  # [n]
+        self.predict([ids for ids, *_ in share], targets)
+        scale_gradients(self.teacher, world.size / args.teacher_batch)
+        if math.isfinite(clip_gradients(self.teacher, args.grad_clip)):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def statistics(self, observed: Tensor) -> dict[str, tuple]:
+        """The step's metrics as (sum, count) pairs, from the values `[B]` that the groups showed."""
+        chance, best, idle = self.by_chance, ~self.by_chance, observed == 0  # [B], [B], [B]
+        above = self.predicted - self.values.mean(dim=1)  # [B]
+        # The teacher is judged on random prompts, by what it said before they were tried. (What it
+        # chose itself is all alike: there the correlation is near 0 even for a good teacher.)
+        tried = [(f, y) for _, y, f, random in self.window if random][-self.args.teacher_batch :]
+        f, y = torch.tensor(tried).view(-1, 2).T  # [b], [b]
+        terms = sum(len(problem.prompt) // 2 for problem in self.chosen)
+        return {
+            "chosen_over_mean": ((above * best).sum(), best.sum()),
+            "teacher_mean": (self.values.sum(), self.values.numel()),
+            "teacher_mse": ((f - y).square().sum(), len(f)),
+            "teacher_rank_corr": (rank_correlation(f, y), len(f) > 1),
+            "zero_groups_chosen": ((idle & best).sum(), best.sum()),
+            "zero_groups_uniform": ((idle & chance).sum(), chance.sum()),
+            # Drawn evenly: 4.5
+            "terms": (terms, len(self.chosen) * (self.task.name == "arithmetic")),
+        }
+
+    def state_dict(self) -> dict:
+        """What a resumed run needs beside the teacher and its optimiser."""
+        return {"window": list(self.window)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.window.extend(state["window"])
 
 
 # </own>
@@ -368,39 +437,22 @@ def main(args: Args, world: World) -> None:
             Policy(copy.deepcopy(lm)), world, args.dtype, args.offload_reference
         ).requires_grad_(False)
     # </own>
-    # <own>
-    if args.teacher_batch % world.size or args.teacher_batch > args.window:
-        limits = f"a multiple of the {world.size} ranks, and at most --window {args.window}"
-        raise BadInput(f"--teacher_batch {args.teacher_batch}: must be {limits}")
-    backbone, teacher_tokenizer = load_model(args.teacher or args.model, "--teacher")
-    for problem in task.held_out[:1]:
-        # Refuses now, not after the run has begun
-        encode(problem.prompt, None, teacher_tokenizer, "--teacher")
-    teacher = shard(Teacher(backbone.base_model), world, args.dtype)
-    if args.gradient_checkpointing:
-        teacher.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-    groups = [
-        {"params": teacher.lm.parameters()},
-        {"params": teacher.head.parameters(), "lr": 10 * args.teacher_lr},
-    ]
-    teacher_optimizer = torch.optim.AdamW(groups, lr=args.teacher_lr, weight_decay=0.0, fused=True)
-    # (prompt ids, observed value, predicted value, whether taken by chance)
-    window = deque(maxlen=args.window)
-    # </own>
+    curriculum = Curriculum(args, task, world)  # <own>
     policy = shard(Policy(lm), world, args.dtype)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(
         policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True
     )
-    both, optimizers = nn.ModuleList([policy, teacher]), [optimizer, teacher_optimizer]  # <own>
+    both = nn.ModuleList([policy, curriculum.teacher])  # <own>
+    optimizers = [optimizer, curriculum.optimizer]  # <own>
     run = Run(args, world, Path(__file__).stem, acted="chosen_over_mean")  # <own>
     stop = StopFlag()
     done = 0  # steps
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, both, optimizers, world)  # <own>
         engine.load_state_dict(state["engine"])
-        window.extend(state["window"])  # <own>
+        curriculum.load_state_dict(state)  # <own>
     engine.sync(policy)
     if args.eval_only:
         return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
@@ -415,37 +467,13 @@ def main(args: Args, world: World) -> None:
     for step in run.steps(done):
         means = Means()
 
-        # <own>
-        # Choice: K candidates for every slot of the batch. Each rank scores those of its own slots,
-        # then all choose for all slots alike, so that none takes a prompt that another has taken.
-        with run.clock("teacher"):
-            rng, K, B = random.Random(f"{args.seed}/{step}"), args.candidates, args.prompts_per_step
-            pool = [
-                [task.train(slot * K + k) for k in range(K)]
-                for slot in range((step - 1) * B, step * B)
-            ]  # [B, K]
-            mine = slice(world.rank * P, (world.rank + 1) * P)  # this rank's slots
-            asked = [
-                encode(p.prompt, None, teacher_tokenizer, "--teacher")
-                for candidates in pool[mine]
-                for p in candidates
-            ]
-            values = gather(teacher_values(args, teacher, asked, world), world).view(
-                -1, K
-            )  # [B, K]
-            # Uniform until there is a teacher
-            explore = args.explore if len(window) >= args.teacher_batch else 1.0
-            choice = select(
-                values, [[p.prompt for p in candidates] for candidates in pool], explore, rng
-            )
-            predicted = values[range(B), [k for k, _ in choice]].cpu()  # [B]
-        # </own>
+        # Choice: for each slot of the batch the candidate from which most can be learned.
+        with run.clock("teacher"):  # <own>
+            chosen = curriculum.choose(step)  # <own>
 
         # Rollout: this rank's P prompts, G responses each.
         with run.clock("rollout"):
-            problems = [
-                candidates[k] for candidates, (k, _) in zip(pool[mine], choice[mine])
-            ]  # <own>
+            problems = chosen[world.rank * P : (world.rank + 1) * P]  # <own>
             rollout = engine.generate(
                 [p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature
             )
@@ -458,35 +486,8 @@ def main(args: Args, world: World) -> None:
             rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
             rollout.advantages = advantages(rewards).flatten()  # [N]
 
-        # <own>
-        with run.clock("teacher"):
-            observed = gather(learning_value(rewards), world).cpu()  # [B]
-            prompts = [candidates[k].prompt for candidates, (k, _) in zip(pool, choice)]
-            ids = [encode(prompt, None, teacher_tokenizer, "--teacher") for prompt in prompts]
-            window.extend(
-                zip(ids, observed.tolist(), predicted.tolist(), (chance for _, chance in choice))
-            )
-            for _ in range(args.teacher_updates if len(window) >= args.teacher_batch else 0):
-                teach(args, teacher, teacher_optimizer, list(window), rng, world)
-        # The teacher is judged on random prompts, by what it said before they were tried. (What it
-        # chose itself is all alike: there the correlation is near 0 even for a good teacher.)
-        tried = [(f, y) for _, y, f, chance in window if chance][-args.teacher_batch :]
-        f, y = torch.tensor(tried).view(-1, 2).T  # [b], [b]
-        by_chance, idle = torch.tensor([chance for _, chance in choice]), observed == 0  # [B], [B]
-        means.add(
-            chosen_over_mean=(
-                ((predicted - values.cpu().mean(dim=1)) * ~by_chance).sum(),
-                (~by_chance).sum(),
-            ),
-            teacher_mean=(values.sum(), values.numel()),
-            teacher_mse=((f - y).square().sum(), len(f)),
-            teacher_rank_corr=(rank_correlation(f, y), len(f) > 1),
-            zero_groups_chosen=((idle & ~by_chance).sum(), (~by_chance).sum()),
-            zero_groups_uniform=((idle & by_chance).sum(), by_chance.sum()),
-            # Drawn evenly: 4.5
-            terms=(sum(len(p) // 2 for p in prompts), B * (task.name == "arithmetic")),
-        )
-        # </own>
+        with run.clock("teacher"):  # <own>
+            means.add(**curriculum.learn(rewards))  # <own>
 
         # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
         # from other kernels, and a ratio against them would mix two things: how far the policy
@@ -568,7 +569,7 @@ def main(args: Args, world: World) -> None:
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):
                 state = {"engine": engine.state_dict()}
-                state["window"] = list(window)  # <own>
+                state |= curriculum.state_dict()  # <own>
                 save_checkpoint(run.checkpoints, step, both, optimizers, state, world)  # <own>
         if stopping:
             break
