@@ -38,12 +38,13 @@ Differs from the paper in:
 
 Run it:
     torchrun maspo.py                                       # laptop, two minutes, no download
+    # the paper's model, data and batch; group and length are ours
     torchrun --nproc_per_node=8 maspo.py --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B \\
         --task dapo-math-17k --eval_task aime24 --prompts_per_step 512 --minibatches 16 \\
-        --max_new_tokens 8192 --lr 1e-6 --alpha 0.5 \\
-        --gradient_checkpointing            # the paper's model, data, batch; group and length ours
+        --max_new_tokens 8192 --lr 1e-6 --alpha 0.5 --gradient_checkpointing
+    # several nodes
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
-        maspo.py ...                                          # several nodes
+        maspo.py ...
 """
 
 from dataclasses import dataclass
