@@ -65,12 +65,12 @@ from typing import Literal
 
 from common.batch import Rollout  # <own>
 from common.checkpoint import load_checkpoint, save_checkpoint, save_model
-from common.data import Problem, Task, load_task  # <own>
+from common.data import Task, load_task  # <own>
 from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
 from common.distributed import BadInput, gather  # <own>
 from common.evaluation import evaluate
 from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
-from common.flags import Exponent  # <own>
+from common.flags import Exponent, Several  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, check_sampler, frozen_reference
 from common.logprobs import micro_batches, response_logprobs
@@ -134,7 +134,7 @@ class Args(Flags):
     boundary: str = ";"  # <own>
     """Text that ends a segment of a response: a token that ends in it is a place to branch (paper:
     `.`)."""
-    branches: Count = 8  # <own>
+    branches: Several = 8  # <own>
     """K: new endings from each pivot (paper)."""
     branch_weight: NonNegative = 1.0  # <own>
     """λ: weight of the branches' stream (paper)."""
@@ -200,10 +200,10 @@ def fit_success(feedback: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 class Branches:
-    """New endings for failed responses. In every step: `grow`, after the rewards, cuts, samples and
-    judges; `rows`, in the update, keeps each branch beside the response that it grew from.
+    """New endings for failed responses. In each step `grow`, after the rewards, cuts the failed
+    ones, samples and judges; `rows`, in the update, keeps every branch beside its parent.
 
-    Every rank branches from its own responses; what succeeds at which depth all learn together.
+    Each rank branches from its own responses; what succeeds at which depth all learn together.
     """
 
     def __init__(self, args: Args, engine: object, task: Task, tokenizer: object, world: World):
@@ -211,82 +211,73 @@ class Branches:
         ends = {i for i, text in enumerate(texts) if text.rstrip(" ").endswith(args.boundary)}
         if not args.boundary or not ends:
             raise BadInput(f"--boundary {args.boundary!r}: no token ends in it")
-        if args.branches < 2:
-            why = "must be 2 or more, they are compared with each other"
-            raise BadInput(f"--branches {args.branches}: {why}")
         self.args, self.engine, self.task, self.world = args, engine, task, world
         self.tokenizer, self.boundaries = tokenizer, ends
-        # (depth, some branch succeeded) of the latest pivots of all ranks
+        # Of the latest pivots, all ranks': (depth, whether some branch succeeded)
         self.feedback: deque[tuple[float, float]] = deque(maxlen=10_000)
 
-    def grow(
-        self, rollout: Rollout, rewards: Tensor, problems: list[Problem], first: int
-    ) -> Rollout:
-        """The rollout, behind its rows the branches that teach something. `rewards [P, G]`; `first`
-        is the number of the first of the P problems."""
+    def grow(self, rollout: Rollout, rewards: Tensor, problems: list, cursor: int) -> Rollout:
+        """The rollout with the branches that teach something behind its rows. `rewards [P, G]`;
+        `cursor` is the number of the first of the P problems."""
         args, world, K, G = self.args, self.world, self.args.branches, self.args.group_size
         # Each failed response is cut at one of its pivots, drawn from Q
-        self.failed = failed = (rewards.flatten() <= 0).nonzero()[:, 0]  # [F]: rows
-        self.fit = u, v = fit_success(list(self.feedback))
-        responses, prefixes, depths = rollout.response_ids(), [], []
+        failed = (rewards.flatten() <= 0).nonzero()[:, 0]  # [F]: rows
+        fit, responses, cuts = fit_success(list(self.feedback)), rollout.response_ids(), []
         for row in failed.tolist():
-            rng = Random(f"{args.seed}/{first * G + row}")  # each response's own: nothing to save
-            kept, depth = choose_pivot(responses[row], self.boundaries, u, v, args.depth_power, rng)
-            prefixes.append(responses[row][:kept])
-            depths.append(depth)
-        # K new endings from each pivot, all in one batch
+            rng = Random(f"{args.seed}/{cursor * G + row}")  # each response's own: nothing to save
+            cuts.append(choose_pivot(responses[row], self.boundaries, *fit, args.depth_power, rng))
+        prefixes = [responses[row][:kept] for row, (kept, _) in zip(failed.tolist(), cuts)]
+        # From each pivot K new endings, all sampled in one batch
         parents = [problems[row // G] for row in failed.tolist()]
         starts = [parent.prompt_ids for parent in parents]
         grown = self.engine.generate(starts, K, args.max_new_tokens, args.temperature, prefixes)
         texts = self.tokenizer.batch_decode(grown.response_ids(), skip_special_tokens=True)
         scores = self.task.judge(texts, [parent.answer for parent in parents for _ in range(K)])
-        self.outcome = torch.tensor(scores, device=world.device).view(len(failed), K)  # [F, K]
-        # Compared with siblings only, the parent is not one
-        grown.advantages = advantages(self.outcome).flatten()  # [F·K]
-        # What each row belongs to: the main row that it is or grew from, and its stream
+        outcome = torch.tensor(scores, device=world.device).view(len(failed), K)  # [F, K]
+        grown.advantages = advantages(outcome).flatten()  # [F·K]: over siblings, without the parent
+        # Which main row a row is or grew from, and its stream
         rollout.origin = torch.arange(len(rollout), device=world.device)  # [N]
-        rollout.branch = torch.zeros_like(rollout.advantages)  # [N]
         grown.origin = failed.repeat_interleave(K)  # [F·K]
+        rollout.branch = torch.zeros_like(rollout.advantages)  # [N]
         grown.branch = torch.ones_like(grown.advantages)  # [F·K]
-        # The regression is shown all pivots of all ranks
-        self.depths, self.saved = torch.tensor(depths), (self.outcome > 0).any(dim=1)  # [F], [F]
-        self.deep = torch.tensor([len(prefix) > 0 for prefix in prefixes], dtype=torch.bool)  # [F]
-        shown = (gather(x, world).tolist() for x in (self.depths, self.saved.float()))
-        self.feedback.extend(zip(*shown))
-        # Siblings all right or all wrong: nothing to learn
-        self.tokens, grown = grown.mask.sum(), grown.rows(grown.advantages.abs() > 1e-8)
+        # What the regression learns from
+        kept, depth = torch.tensor(cuts).view(-1, 2).T  # [F], [F]
+        saved = (outcome > 0).any(dim=1)  # [F]
+        self.feedback.extend(zip(*(gather(x, world).tolist() for x in (depth, saved.float()))))
+        self.latest = fit, failed, kept > 0, depth, saved, outcome, grown.mask.sum()
+        # Siblings all right or all wrong teach nothing
+        grown = grown.rows(grown.advantages.abs() > 1e-8)
         enough = global_sum({"rows": len(grown)}, world)["rows"] >= args.min_branches
         return Rollout.join(rollout, grown) if enough else rollout
 
     def rows(self, rollout: Rollout, first: int, count: int) -> tuple[Rollout, float]:
-        """A mini-batch, `count` main rows from `first` on and what grew from them, and its T_main /
-        T_branch over all ranks."""
-        inside = (first <= rollout.origin) & (rollout.origin < first + count)  # [rows]
-        minibatch = rollout.rows(inside)
-        lengths = minibatch.mask.sum(dim=1)  # [n]
-        streams = {"main": lengths @ (1 - minibatch.branch), "branch": lengths @ minibatch.branch}
+        """A mini-batch, `count` main rows from `first` on and what grew from them; and its
+        T_main / T_branch, over all ranks."""
+        minibatch = rollout.rows((first <= rollout.origin) & (rollout.origin < first + count))
+        lengths, branch = minibatch.mask.sum(dim=1), minibatch.branch  # [n], [n]
+        streams = {"main": lengths @ (1 - branch), "branch": lengths @ branch}
         streams = global_sum(streams, self.world)
         return minibatch, streams["main"] / max(1.0, streams["branch"])
 
     def statistics(self, rollout: Rollout, rewards: Tensor) -> dict[str, tuple]:
-        """Metrics of the latest growth, whose joined rows are `rollout`, as (sum, count) pairs."""
-        deep, saved, outcome, N = self.deep, self.saved, self.outcome, rewards.numel()
+        """Metrics of the latest growth as (sum, count) pairs; `rollout` has the branches in it."""
+        fit, failed, deep, depth, saved, outcome, tokens = self.latest  # deep: not at the root
+        (u, v), N = torch.tensor(fit, dtype=torch.float64), rewards.numel()
         wrong = (rewards <= 0).all(dim=1)  # [P]
-        rescued = wrong[(self.failed[saved] // self.args.group_size).unique()]  # a right branch
-        u, v = torch.tensor(self.fit, dtype=torch.float64)
+        rescued = wrong[(failed[saved] // self.args.group_size).unique()]
         found = {
-            "failed": (len(self.failed), N),
+            "failed": (len(failed), N),
             "pivots_root": ((~deep).sum(), len(deep)),
             "groups_rescued": (rescued.sum(), wrong.sum()),
-            "extra_tokens": (self.tokens, rollout.mask[:N].sum()),
-            "tokens": (self.tokens, None),  # added to the main stream's
+            "extra_tokens": (tokens, rollout.mask[:N].sum()),
+            "tokens": (tokens, None),  # added to the main stream's
             "branches_used": (len(rollout) - N, None),
             "fit_u": (u, v.isfinite()),
             "fit_v": (v, v.isfinite()),
         }
         # Histogram of the depths at which branches start, the root left out
         for quarter in (1, 2, 3, 4):
-            hit = deep & ((self.depths * 4).ceil() == quarter)  # [F]
+            hit = deep & ((depth * 4).ceil() == quarter)  # [F]
             found[f"pivots_quarter_{quarter}"] = (hit.sum(), deep.sum())
         for ending, at in (("", deep), ("_root", ~deep)):
             found[f"branch_reward{ending}"] = (outcome[at].sum(), outcome[at].numel())
@@ -344,9 +335,8 @@ def policy_loss(
     # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can
     # be brought back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    objective = (
-        objective * (1 + (args.branch_weight - 1) * branch)[:, None]
-    )  # [n, T]: λ on branches
+    weight = (1 + (args.branch_weight - 1) * branch)[:, None]  # [n, 1]: λ on branches
+    objective = objective * weight  # [n, T]
     out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
     cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
     stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
@@ -481,9 +471,7 @@ def main(args: Args, world: World) -> None:
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(
-            step, metrics
-        )  # before the checkpoint: a kill in between costs a line, written again
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs this line alone
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):

@@ -53,7 +53,6 @@ Run it:
         goldilocks.py ...
 """
 
-import math  # <own>
 from collections import deque  # <own>
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,18 +132,15 @@ class Args(Flags):
     candidates: Count = 16  # <own>
     """K: prompts that compete for each slot of the batch (ours)."""
     explore: Share = 0.1  # <own>
-    """η: share of slots that go to a random candidate: they keep the teacher's sample honest
-    (ours)."""
+    """η: share of slots given to a random candidate, to keep the teacher's sample honest (ours)."""
     window: Count = 2048  # <own>
-    """Latest (prompt, value) pairs the teacher learns from; older ones describe an older student
-    (ours)."""
+    """Latest prompts the teacher learns from; older ones tell of an older student (ours)."""
     teacher_batch: Count = 64  # <own>
-    """Pairs in one update of the teacher; selection begins when the window holds as many (ours)."""
+    """Prompts in one of its updates; selection begins when the window holds as many (ours)."""
     teacher_updates: Whole = 2  # <own>
     """Updates of the teacher per step (ours)."""
     teacher_lr: Positive = 1e-3  # <own>
-    """AdamW's learning rate of the teacher, ten times that for its head (ours; 1e-5 for a real
-    model)."""
+    """AdamW's rate for the teacher, ten times that for its head (ours; real models: 1e-5)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -169,8 +165,7 @@ class Teacher(nn.Module):
     def forward(self, sequences: Tensor, lengths: Tensor) -> Tensor:
         """`sequences [n, S]` right-padded, `lengths [n]` -> `[n]` in (0, 1/2)."""
         hidden = self.lm(input_ids=sequences, use_cache=False).last_hidden_state  # [n, S, H]
-        places = torch.arange(sequences.shape[1], device=sequences.device)  # [S]
-        real = places < lengths[:, None]  # [n, S]: no padding
+        real = torch.arange(hidden.shape[1], device=lengths.device) < lengths[:, None]  # [n, S]
         mean = (hidden * real[..., None]).sum(dim=1) / lengths[:, None]  # [n, H]
         return 0.5 * self.head(mean)[:, 0].float().sigmoid()  # the range of sqrt(p (1-p))
 
@@ -184,9 +179,7 @@ def learning_value(rewards: Tensor) -> Tensor:
     return (rewards - rewards[:, :1]).std(dim=1, correction=0)
 
 
-def select(
-    values: Tensor, candidates: list[list[str]], explore: float, rng: Random
-) -> list[tuple[int, bool]]:
+def select(values: Tensor, candidates: list[list], explore: float, rng: Random) -> list[tuple]:
     """For each slot (which candidate, whether by chance): the best of `values [B, K]`, or with
     probability `explore` any. No prompt is taken twice while its slot has another left."""
     chosen, taken = [], set()
@@ -206,17 +199,17 @@ def rank_correlation(a: Tensor, b: Tensor) -> float:
     constant."""
     if len(a) < 2:
         return 0.0
-    # How many values are below each one, less how many above: twice its rank, but for a constant
+    # Values below each less values above it: twice its rank, but for a constant
     ranks = [(x[:, None] - x).sign().double().sum(dim=1) for x in (a, b)]  # [n], [n]
     return torch.corrcoef(torch.stack(ranks))[0, 1].nan_to_num().item()
 
 
 class Curriculum:
-    """Which prompts the student gets. In every step: `choose`, before the rollout, asks the teacher
+    """Which prompts the student gets. In each step `choose`, before the rollout, asks the teacher
     for f(q) of all candidates; `learn`, after the rewards, shows it what the chosen ones taught.
 
     The ranks divide the teacher's work and share what comes of it: all see the same values, make
-    the same choice, keep the same window.
+    the same choice and keep the same window.
     """
 
     def __init__(self, args: Args, task: Task, world: World):
@@ -232,37 +225,37 @@ class Curriculum:
         head = {"params": self.teacher.head.parameters(), "lr": 10 * args.teacher_lr}
         groups = [{"params": self.teacher.lm.parameters()}, head]
         self.optimizer = torch.optim.AdamW(groups, lr=args.teacher_lr, weight_decay=0.0, fused=True)
-        # What was given: (prompt ids, observed value, predicted value, whether chosen by chance)
+        # The latest choices: (prompt ids, value observed, value predicted, whether by chance)
         self.window = deque(maxlen=args.window)
 
     def choose(self, step: int) -> list[Problem]:
-        """The step's problems for all ranks, one for each of the B slots: of K candidates the one
-        of the largest f(q), or, by exploration, any."""
-        args, world = self.args, self.world
-        B, K = args.prompts_per_step, args.candidates
+        """The problems of a step, all ranks', one for each of its B slots: of K candidates the one
+        with the largest f(q), or by chance any."""
+        args, B, K = self.args, self.args.prompts_per_step, self.args.candidates
+        P, rank = B // self.world.size, self.world.rank
         slots = range((step - 1) * B, step * B)
         pool = [[self.task.train(slot * K + k) for k in range(K)] for slot in slots]  # [B, K]
-        # Each rank scores the candidates of its own slots; then all choose for all slots alike, so
-        # that none takes a prompt that another has taken.
-        mine = slice(world.rank * B // world.size, (world.rank + 1) * B // world.size)
-        asked = self.encode([problem for candidates in pool[mine] for problem in candidates])
-        self.values = gather(self.predict(asked), world).view(-1, K).cpu()  # [B, K]
+        # Each rank asks about its own slots; then all choose for all slots alike, so that none
+        # takes a prompt that another has taken.
+        asked = [problem for slot in pool[rank * P : (rank + 1) * P] for problem in slot]
+        values = self.predict(self.encode(asked))  # [P·K]
+        self.values = gather(values, self.world).view(B, K).cpu()  # [B, K]
+        prompts = [[problem.prompt for problem in slot] for slot in pool]
         # Uniform until there is a teacher
         explore = args.explore if len(self.window) >= args.teacher_batch else 1.0
         self.rng = Random(f"{args.seed}/{step}")
-        prompts = [[problem.prompt for problem in candidates] for candidates in pool]
         choice = select(self.values, prompts, explore, self.rng)
         self.predicted = self.values[range(B), [k for k, _ in choice]]  # [B]
         self.by_chance = torch.tensor([chance for _, chance in choice])  # [B]
-        self.chosen = [candidates[k] for candidates, (k, _) in zip(pool, choice)]
+        self.chosen = [slot[k] for slot, (k, _) in zip(pool, choice)]
         return self.chosen
 
     def learn(self, rewards: Tensor) -> dict[str, tuple]:
-        """Rewards `[P, G]` of this rank's groups: all ranks' go into the window, and the teacher is
-        updated. Returns metrics."""
+        """From this rank's rewards `[P, G]`: what every rank's choices have taught goes into the
+        window, and the teacher is updated. Returns the step's metrics."""
         observed = gather(learning_value(rewards), self.world).cpu()  # [B]
-        ids, seen = self.encode(self.chosen), (observed, self.predicted, self.by_chance)
-        self.window.extend(zip(ids, *(column.tolist() for column in seen)))
+        ids, columns = self.encode(self.chosen), (observed, self.predicted, self.by_chance)
+        self.window.extend(zip(ids, *(column.tolist() for column in columns)))
         if len(self.window) >= self.args.teacher_batch:
             for _ in range(self.args.teacher_updates):
                 self.teach()
@@ -273,42 +266,42 @@ class Curriculum:
         return [encode(problem.prompt, None, self.tokenizer, "--teacher") for problem in problems]
 
     def predict(self, prompts: list[list[int]], targets: Tensor | None = None) -> Tensor:
-        """f(q) of this rank's prompts `[n]`. With `targets [n]` it also adds the gradient of
-        Σ (f - target)²."""
+        """f(q) of this rank's prompts `[n]`; with `targets [n]` it also adds the gradient of the
+        summed squared error."""
         none, values = [[]] * len(prompts), torch.zeros(len(prompts), device=self.world.device)
         # A batch without responses
         batch = Rollout.pack(prompts=prompts, tokens=none, logps=none, eos=[], device=values.device)
         for rows in micro_batches(batch, self.args.micro_tokens, self.world):
-            micro = batch.rows(rows)
+            micro, learning = batch.rows(rows), targets is not None
             sequences = micro.sequences[:, : micro.prompt_len.max()]  # [b, S]
-            with torch.set_grad_enabled(targets is not None):
-                found = self.teacher(sequences, micro.prompt_len)  # [b]
-            if targets is not None:
-                (found - targets[rows]).square().sum().backward()
-            values[rows] = found.detach()
+            with torch.set_grad_enabled(learning):
+                f = self.teacher(sequences, micro.prompt_len)  # [b]
+            if learning:
+                (f - targets[rows]).square().sum().backward()
+            values[rows] = f.detach()
         return values
 
     def teach(self) -> None:
-        """One update: the mean squared error on `--teacher_batch` random rows of the window, each
-        rank its share."""
-        args, world = self.args, self.world
-        share = self.rng.sample(self.window, args.teacher_batch)[world.rank :: world.size]
-        targets = torch.tensor([observed for _, observed, *_ in share], device=world.device)  # [n]
+        """One update: mean squared error on `--teacher_batch` random rows of the window, each rank
+        its share."""
+        n, world = self.args.teacher_batch, self.world
+        share = self.rng.sample(self.window, n)[world.rank :: world.size]
+        targets = torch.tensor([observed for _, observed, *_ in share], device=world.device)
         self.predict([ids for ids, *_ in share], targets)
-        scale_gradients(self.teacher, world.size / args.teacher_batch)
-        if math.isfinite(clip_gradients(self.teacher, args.grad_clip)):
+        scale_gradients(self.teacher, world.size / n)
+        if clip_gradients(self.teacher, self.args.grad_clip) < float("inf"):  # a number
             self.optimizer.step()
         self.optimizer.zero_grad()
 
     def statistics(self, observed: Tensor) -> dict[str, tuple]:
-        """The step's metrics as (sum, count) pairs, from the values `[B]` that the groups showed."""
+        """Metrics as (sum, count) pairs, from the values `[B]` that the choices proved to have."""
         chance, best, idle = self.by_chance, ~self.by_chance, observed == 0  # [B], [B], [B]
         above = self.predicted - self.values.mean(dim=1)  # [B]
         # The teacher is judged on random prompts, by what it said before they were tried. (What it
         # chose itself is all alike: there the correlation is near 0 even for a good teacher.)
         tried = [(f, y) for _, y, f, random in self.window if random][-self.args.teacher_batch :]
         f, y = torch.tensor(tried).view(-1, 2).T  # [b], [b]
-        terms = sum(len(problem.prompt) // 2 for problem in self.chosen)
+        terms = sum(len(problem.prompt) // 2 for problem in self.chosen)  # drawn evenly: 4.5 each
         return {
             "chosen_over_mean": ((above * best).sum(), best.sum()),
             "teacher_mean": (self.values.sum(), self.values.numel()),
@@ -316,7 +309,6 @@ class Curriculum:
             "teacher_rank_corr": (rank_correlation(f, y), len(f) > 1),
             "zero_groups_chosen": ((idle & best).sum(), best.sum()),
             "zero_groups_uniform": ((idle & chance).sum(), chance.sum()),
-            # Drawn evenly: 4.5
             "terms": (terms, len(self.chosen) * (self.task.name == "arithmetic")),
         }
 
@@ -494,9 +486,7 @@ def main(args: Args, world: World) -> None:
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(
-            step, metrics
-        )  # before the checkpoint: a kill in between costs a line, written again
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs this line alone
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):

@@ -78,7 +78,7 @@ def check_gradient_law(module: ModuleType) -> None:
 
 CHECKS = [*written_here(globals()), *grpo.CHECKS]
 SPREAD = "(rewards - rewards[:, :1]).std(dim=1, correction=0)"
-STD, TIES = "std(dim=1, correction=0)", " + (x[:, None] == x).double().sum(dim=1) / 2"
+STD, TIES = "std(dim=1, correction=0)", "(x[:, None] - x).sign().double().sum(dim=1)"
 MEAN = ".sum(dim=1) / lengths[:, None]"
 MUTANTS = {
     "p (1-p)": (STD, "var(dim=1, correction=0)"),
