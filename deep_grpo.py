@@ -284,13 +284,6 @@ class Branches:
             found[f"pivots_saved{ending}"] = (saved[at].sum(), at.sum())
         return found
 
-    def state_dict(self) -> dict:
-        """What a resumed run needs."""
-        return {"feedback": list(self.feedback)}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.feedback.extend(state["feedback"])
-
 
 # </own>
 # The metrics that show the mechanism at work; the first stays 0 while it does nothing.
@@ -370,7 +363,7 @@ def main(args: Args, world: World) -> None:
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
-        branches.load_state_dict(state)  # <own>
+        branches.feedback.extend(state["feedback"])  # <own>
     engine.sync(policy)
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
     run.start(task, done)
@@ -476,7 +469,7 @@ def main(args: Args, world: World) -> None:
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):
                 state = {"engine": engine.state_dict()}
-                state |= branches.state_dict()  # <own>
+                state["feedback"] = list(branches.feedback)  # <own>
                 save_checkpoint(run.checkpoints, step, policy, optimizer, state, world)
         if stopping:
             break

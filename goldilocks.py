@@ -243,7 +243,7 @@ class Curriculum:
         prompts = [[problem.prompt for problem in slot] for slot in pool]
         # Uniform until there is a teacher
         explore = args.explore if len(self.window) >= args.teacher_batch else 1.0
-        self.rng = Random(f"{args.seed}/{step}")
+        self.rng = Random(f"{args.seed}/{step}")  # each step's own: nothing to save
         choice = select(self.values, prompts, explore, self.rng)
         self.predicted = self.values[range(B), [k for k, _ in choice]]  # [B]
         self.by_chance = torch.tensor([chance for _, chance in choice])  # [B]
@@ -289,7 +289,7 @@ class Curriculum:
         targets = torch.tensor([observed for _, observed, *_ in share], device=world.device)
         self.predict([ids for ids, *_ in share], targets)
         scale_gradients(self.teacher, world.size / n)
-        if clip_gradients(self.teacher, self.args.grad_clip) < float("inf"):  # a number
+        if clip_gradients(self.teacher, self.args.grad_clip) < float("inf"):  # nor NaN
             self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -311,13 +311,6 @@ class Curriculum:
             "zero_groups_uniform": ((idle & chance).sum(), chance.sum()),
             "terms": (terms, len(self.chosen) * (self.task.name == "arithmetic")),
         }
-
-    def state_dict(self) -> dict:
-        """What a resumed run needs beside the teacher and its optimiser."""
-        return {"window": list(self.window)}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.window.extend(state["window"])
 
 
 # </own>
@@ -388,7 +381,7 @@ def main(args: Args, world: World) -> None:
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, both, optimizers, world)  # <own>
         engine.load_state_dict(state["engine"])
-        curriculum.load_state_dict(state)  # <own>
+        curriculum.window.extend(state["window"])  # <own>
     engine.sync(policy)
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
     run.start(task, done)
@@ -491,7 +484,7 @@ def main(args: Args, world: World) -> None:
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):
                 state = {"engine": engine.state_dict()}
-                state |= curriculum.state_dict()  # <own>
+                state["window"] = list(curriculum.window)  # <own>
                 save_checkpoint(run.checkpoints, step, both, optimizers, state, world)  # <own>
         if stopping:
             break
