@@ -12,7 +12,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
@@ -128,18 +133,15 @@ def read_share(checkpoint: Path, world: World) -> dict:
     return shares.get(world.rank, first)
 
 
-def load_checkpoint(
-    folder: Path, policy: nn.Module, optimizer: Optimizer, world: World
-) -> tuple[int, dict]:
-    """Restore the newest whole checkpoint in `folder` in place and return its step and this rank's
-    `state`."""
+def newest_whole(folder: Path, world: World, flag: str) -> tuple[Path, dict]:
+    """The newest undamaged checkpoint in `folder`, which `flag` asks for; this rank's part of it."""
     found, damaged = [checkpoints(folder)], []
     dist.broadcast_object_list(found)  # all ranks must take the same one
     for checkpoint in reversed(found[0]):
         try:
             # Damage takes many forms
             with together(world, RunStopped, f"{checkpoint.name} is damaged", Exception):
-                saved = read_share(checkpoint, world)
+                share = read_share(checkpoint, world)
             break
         except RunStopped as error:
             damaged.append(str(error))
@@ -149,9 +151,36 @@ def load_checkpoint(
             if damaged
             else f"checkpoint in {folder}"
         )
-        raise Refused(f"--resume: no {what}")
+        raise Refused(f"{flag}: no {what}")
     if damaged and world.rank == 0:
         print(f"{folder}: {'; '.join(damaged)}: going on from {checkpoint.name}", flush=True)
+    return checkpoint, share
+
+
+def load_weights(folder: Path, policy: nn.Module, world: World, flag: str) -> int:
+    """Give the policy the weights of the newest whole checkpoint in `folder`; return its step.
+
+    Whatever the algorithm and the number of ranks that wrote it.
+    """
+    checkpoint, _ = newest_whole(folder, world, flag)
+    weights, shards = get_model_state_dict(policy), dcp.FileSystemReader(checkpoint / "shards")
+    saved = shards.read_metadata().state_dict_metadata
+    # Of several models that were saved as one the policy is the first
+    first = "" if f"policy.{next(iter(weights))}" in saved else "0."
+    unfit = f"{flag}: {checkpoint} does not fit its model"
+    with together(world, Refused, unfit, dcp.api.CheckpointException):
+        named = {first + name: value for name, value in weights.items()}
+        dcp.load({"policy": named}, storage_reader=shards)
+    set_model_state_dict(policy, weights)
+    return step_of(checkpoint)
+
+
+def load_checkpoint(
+    folder: Path, policy: nn.Module, optimizer: Optimizer, world: World
+) -> tuple[int, dict]:
+    """Restore the newest whole checkpoint in `folder` in place and return its step and this rank's
+    `state`."""
+    checkpoint, saved = newest_whole(folder, world, "--resume")
     weights, moments = get_state_dict(policy, optimizer)
     with together(
         world, Refused, f"--resume: {checkpoint} does not fit --model", dcp.api.CheckpointException

@@ -23,11 +23,16 @@ from common.flags import broken_rule
 from common.tracking import Run
 
 
-def launch(main: Callable[[object, World], None], Args: type) -> None:
+def launch(
+    main: Callable[[object, World], None],
+    Args: type,
+    prepare: Callable[[object, World], None] | None = None,
+) -> None:
     """Parse the flags, join the ranks, run `main(args, world)`. Errors meant for people are one
     line on stderr.
 
-    Exit code 2 for bad input, 1 for a run that had to stop.
+    Exit code 2 for bad input, 1 for a run that had to stop. A program that trains nothing has its
+    own `prepare` in place of `check`.
     """
     # Every rank meets the same error: say it once
     first_rank = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -37,9 +42,7 @@ def launch(main: Callable[[object, World], None], Args: type) -> None:
     try:
         args = parse(Args, first_rank)
         world = setup()
-        check(args, world)
-        for line in without_effect(args, world) if first_rank else ():
-            print(line, flush=True)
+        (prepare or check)(args, world)
         try:
             main(args, world)
         finally:
@@ -135,6 +138,8 @@ def check(args: object, world: World) -> None:
         raise BadInput(f"--wandb {args.wandb}: needs the package (pip install wandb)")
     if args.dtype == "auto":
         args.dtype = "bfloat16" if world.device.type == "cuda" else "float32"
+    for line in without_effect(args, world) if world.rank == 0 else ():
+        print(line, flush=True)
 
 
 def without_effect(args: object, world: World) -> Iterator[str]:
