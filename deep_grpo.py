@@ -15,7 +15,6 @@ Gradient weight on ∇ log π_θ(y_t), before each stream's average:
     main: M r Â + β (π_ref/π_θ - 1),  branch: λ M r Â + β (π_ref/π_θ - 1),  a branch's prefix: 0
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
-
 Sampling more responses from the start finds more of what is found anyway. A failed response has
 often gone right for a while; K new endings from one of its own states search there, and beating
 one's siblings from the same state is a much sharper verdict than beating responses that share only
@@ -49,12 +48,13 @@ Differs from the paper in:
 Run it:
     torchrun deep_grpo.py                                   # laptop, a few minutes, no download
     torchrun deep_grpo.py --branch_weight 0 # the control: of branches only the KL term, β 1e-4
+    # the paper's batch and lengths, on all of MATH's training set
     torchrun --nproc_per_node=8 deep_grpo.py --model Qwen/Qwen2.5-Math-1.5B --task math \\
         --boundary . --prompts_per_step 64 --minibatches 1 --min_branches 128 \\
-        --max_new_tokens 3072 --lr 1e-6 \\
-        --gradient_checkpointing            # the paper's batch, lengths; all of MATH's training set
+        --max_new_tokens 3072 --lr 1e-6 --gradient_checkpointing
+    # several nodes
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
-        deep_grpo.py ...                                          # several nodes
+        deep_grpo.py ...
 """
 
 import random  # <own>

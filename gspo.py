@@ -10,11 +10,10 @@ Objective, for G responses y_i to one prompt, with one ratio s_i for each respon
     s_i = (π_θ(y_i) / π_old(y_i))^(1/|y_i|) = exp( 1/|y_i| Σ_t log π_θ(y_t)/π_old(y_t) )
 
 
-Gradient weight on ∇ log π_θ(y_t), the same for all tokens of y_i, before the average over them:
+Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mean over responses:
 
     M_i s_i Â_i / |y_i|
     M_i = 0 if (Â_i > 0 and s_i > 1+ε_high) or (Â_i < 0 and s_i < 1-ε_low), else 1
-
 
 The reward judges a whole response, so the ratio that corrects for its being off-policy should
 belong to the whole response too. GRPO's token ratios are single samples of an importance weight: in
@@ -37,13 +36,15 @@ Differs from the paper in:
 
 Run it:
     torchrun gspo.py                                        # laptop, two minutes, no download
+    # one node
     torchrun --nproc_per_node=8 gspo.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
         --eval_task aime24 --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 \\
-        --gradient_checkpointing                            # one node
+        --gradient_checkpointing
+    # several nodes; sizes are ours
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
         gspo.py --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime24 \\
         --prompts_per_step 256 --group_size 16 --lr 1e-6 --gradient_checkpointing \\
-        --max_new_tokens 8192 --tensor_parallel 8           # several; sizes are ours
+        --max_new_tokens 8192 --tensor_parallel 8
 """
 
 from dataclasses import dataclass

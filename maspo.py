@@ -38,12 +38,13 @@ Differs from the paper in:
 
 Run it:
     torchrun maspo.py                                       # laptop, two minutes, no download
+    # the paper's model, data and batch; group and length are ours
     torchrun --nproc_per_node=8 maspo.py --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B \\
         --task dapo-math-17k --eval_task aime24 --prompts_per_step 512 --minibatches 16 \\
-        --max_new_tokens 8192 --lr 1e-6 --alpha 0.5 \\
-        --gradient_checkpointing            # the paper's model, data, batch; group and length ours
+        --max_new_tokens 8192 --lr 1e-6 --alpha 0.5 --gradient_checkpointing
+    # several nodes
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
-        maspo.py ...                                          # several nodes
+        maspo.py ...
 """
 
 from dataclasses import dataclass
@@ -173,7 +174,7 @@ def policy_loss(
         gate = torch.where(outward, (-((ratio - 1) ** 2) / (2 * sigma**2)).exp(), 1.0)  # [n, T]: F
         up, down = (A > 0) * mask, (A < 0) * mask  # [n, T]
         cut = (A * (ratio - 1) > A.abs() * args.token_clip) * mask  # [n, T]: GRPO would cut these
-        pull = ratio * A.abs() * cut  # [n, T]: their weights, ungated
+        pull, kept = (x * ratio * A.abs() * cut for x in (1.0, gate))  # [n, T]: without, with gate
         rare, common = (old_p < 0.1) * mask, (old_p > 0.9) * mask  # [n, T]
     objective = gate * ratio * A  # [n, T]
     stats = {
@@ -181,7 +182,7 @@ def policy_loss(
         "gate_pos": ((gate * up).sum(), up.sum()),
         "gate_neg": ((gate * down).sum(), down.sum()),
         "grpo_cut_share": (cut.sum(), mask.sum()),
-        "kept_where_grpo_cuts": ((gate * pull).sum(), pull.sum()),
+        "kept_where_grpo_cuts": (kept.sum(), pull.sum()),
         "width_rare": ((sigma * rare).sum(), rare.sum()),
         "width_common": ((sigma * common).sum(), common.sum()),
     }

@@ -15,7 +15,6 @@ Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over respons
     M_t min(π_θ/μ, 5) Â
 
 
-
 The true objective is the expected reward of whole responses. The sum over tokens is its first-order
 approximation, exact where π_θ = μ and good while the two are close. Two things push them apart, and
 their product is the weight:
@@ -51,9 +50,10 @@ Differs from the paper in:
 Run it:
     torchrun minirl.py                                      # laptop, two minutes, no download
     torchrun minirl.py --model tiny-moe --routing_replay r3
+    # one node
     torchrun --nproc_per_node=8 minirl.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
         --eval_task aime25 --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 \\
-        --gradient_checkpointing                            # one node
+        --gradient_checkpointing
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
         minirl.py --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime25 \\
         --prompts_per_step 256 --group_size 16 --lr 1e-6 --gradient_checkpointing \\

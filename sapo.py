@@ -15,7 +15,6 @@ Gradient weight on ∇ log π_θ(y_t), before the two averages:
     r Â sech²(τ (r - 1) / 2)          which is Â at r = 1, for every τ
 
 
-
 GRPO's clip is a cliff: a token just inside counts fully, one just outside not at all. SAPO's gate,
 the sech² above, is a smooth hill: it falls as the ratio leaves 1, to either side, and no token is
 ever quite lost. With the r in front the weight still grows up to r = 2 (to 1.57 Â) before it falls.
@@ -37,13 +36,15 @@ Differs from the paper in:
 
 Run it:
     torchrun sapo.py                                        # laptop, two minutes, no download
+    # one node
     torchrun --nproc_per_node=8 sapo.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
         --eval_task aime25 --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 \\
-        --gradient_checkpointing                            # one node
+        --gradient_checkpointing
+    # several nodes; sizes are ours
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
         sapo.py --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime25 \\
         --prompts_per_step 256 --group_size 16 --lr 1e-6 --gradient_checkpointing \\
-        --max_new_tokens 8192 --tensor_parallel 8           # several; sizes are ours
+        --max_new_tokens 8192 --tensor_parallel 8
 """
 
 from dataclasses import dataclass

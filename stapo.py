@@ -52,12 +52,14 @@ Differs from the paper in:
 
 Run it:
     torchrun stapo.py                                       # laptop, two minutes, no download
+    # the paper's batch and lengths
     torchrun --nproc_per_node=8 stapo.py --model Qwen/Qwen3-8B-Base --task dapo-math-17k \\
         --eval_task aime24 --prompts_per_step 256 --group_size 8 --max_new_tokens 15360 --lr 1e-6 \\
         --warmup 10 --entropy_over rare --entropy_quantile 0.75 --gradient_checkpointing \\
-        --tensor_parallel 2                                 # the paper's batch and lengths
+        --tensor_parallel 2
+    # several nodes
     torchrun --nnodes=8 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
-        stapo.py ...                                          # several nodes
+        stapo.py ...
 """
 
 from dataclasses import dataclass

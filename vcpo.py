@@ -10,10 +10,9 @@ Objective, for B responses that the sampler's weights of k updates ago (μ) wrot
     g_i = ∇ Σ_t log π_θ(y_t),     ĝ_i = g_i/|y_i|
     lr_eff = lr sqrt(min(1, ρ/ρ_on)),     ρ = ESS/B,     ESS = (Σ w_i)² / Σ w_i²  over the batch
 
-Gradient weight on ∇ log π_θ(y_t), the same for all tokens of y_i, before the average over them:
+Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mean over responses:
 
     min(w_i, 8) Â_i / |y_i|          (never clipped; ESS sees the weights uncut)
-
 
 
 Asynchronous training learns from what older weights wrote. Importance weights make that right on
@@ -52,11 +51,13 @@ mean's in 27 of 40; off-policy in 16 (tests/test_vcpo.py).
 Run it:
     torchrun vcpo.py                                        # laptop, two minutes, no download
     torchrun vcpo.py --no_optimal_baseline --no_ess_scaling # same lag, weights cut at 8, no more
+    # the paper's batch, lag and lengths on MATH
     torchrun --nproc_per_node=8 vcpo.py --model Qwen/Qwen2.5-7B --task math --prompts_per_step 32 \\
         --group_size 16 --async --lag 10 --max_new_tokens 2048 --lr 1e-6 --weight_decay 0.1 \\
-        --gradient_checkpointing            # the paper's batch, lag and lengths on MATH
+        --gradient_checkpointing
+    # several nodes
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
-        vcpo.py ...                                          # several nodes
+        vcpo.py ...
 """
 
 import itertools  # <own>

@@ -4,7 +4,6 @@ somewhere."""
 import ast
 import fnmatch
 import importlib
-import json
 import re
 import runpy
 import sys
@@ -12,7 +11,6 @@ import sys
 import pytest
 import torch
 from adapters import ALGORITHMS
-from common.curves import draw_curves
 from common.launch import parse
 from conftest import ROOT
 from gpu.shapes import qwen3_1_7b
@@ -54,13 +52,6 @@ def test_the_readmes_commands_have_flags_that_exist(monkeypatch):
         flags = [flag.strip('"') for flag in flags]
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *flags])
         parse(importlib.import_module(name).Args)
-
-
-def test_the_readme_repeats_the_headers_commands_for_real_models():
-    joined = README.replace("\\\n", " ")
-    plain = [" ".join(line.split()) for line in joined.splitlines()]
-    for name in ALGORITHMS:
-        assert all(" ".join(words) in plain for words in memory.commands(name)), name
 
 
 def test_the_readmes_links_lead_somewhere():
@@ -176,8 +167,6 @@ tools.overhead x
 tools.overhead 0
 tools.memory grpo nope
 tools.weights nope
-common.curves
-common.curves none
 tools.make_tiny
 tools.make_tiny nope none
 tools.make_tiny tiny README.md
@@ -222,16 +211,6 @@ def test_what_is_no_finished_run_gives_no_results(name, text, tmp_path, monkeypa
     (tmp_path / name).write_text(text)
     said = refused(monkeypatch, capsys, "tools.results", tmp_path)
     assert f"{tmp_path} is no finished run" in said and name in said
-
-
-def test_curves_need_a_step(tmp_path, monkeypatch, capsys):
-    config = dict.fromkeys("algorithm acted ranks model task seed lr".split(), "x")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "metrics.jsonl").touch()
-    assert "nothing to draw yet" in refused(monkeypatch, capsys, "common.curves", tmp_path)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "greedy": 0.5}\n')
-    draw_curves(tmp_path)
-    assert (tmp_path / "curves.png").is_file()
 
 
 def test_memory_is_counted_for_the_shape_that_transformers_builds():

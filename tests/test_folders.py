@@ -450,7 +450,7 @@ def test_broken_files_of_a_run_are_one_line(name, run, refused, monkeypatch, cap
         message in refused(*SMALL, "--steps", 5, "--run_dir", run, "--resume")
         and tree(run) == before
     )
-    monkeypatch.setattr(sys, "argv", ["tracking.py", str(run)])
+    monkeypatch.setattr(sys, "argv", ["curves.py", str(run)])
     with pytest.raises(SystemExit) as stop, pytest.warns(RuntimeWarning):
         runpy.run_module("common.curves", run_name="__main__")
     said = capsys.readouterr().err
