@@ -12,12 +12,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
@@ -134,7 +130,7 @@ def read_share(checkpoint: Path, world: World) -> dict:
 
 
 def newest_whole(folder: Path, world: World, flag: str) -> tuple[Path, dict]:
-    """The newest undamaged checkpoint in `folder`, which `flag` asks for; this rank's part of it."""
+    """The newest undamaged checkpoint in `folder` (`flag` asked for it), and this rank's part."""
     found, damaged = [checkpoints(folder)], []
     dist.broadcast_object_list(found)  # all ranks must take the same one
     for checkpoint in reversed(found[0]):
@@ -170,8 +166,7 @@ def load_weights(folder: Path, policy: nn.Module, world: World, flag: str) -> in
     unfit = f"{flag}: {checkpoint} does not fit its model"
     with together(world, Refused, unfit, dcp.api.CheckpointException):
         named = {first + name: value for name, value in weights.items()}
-        dcp.load({"policy": named}, storage_reader=shards)
-    set_model_state_dict(policy, weights)
+        dcp.load({"policy": named}, storage_reader=shards)  # in place
     return step_of(checkpoint)
 
 

@@ -183,13 +183,12 @@ def main(args: Args, world: World) -> None:
         engine.sync(policy)
         del policy
     del lm
-    found = sum(len(one.problems) for one in sets)
-    Run.phase, hidden = "evaluate", world.rank > 0  # for messages about failures
-    Run.bar = tqdm(total=found * len(SETTINGS), disable=hidden, dynamic_ncols=True, unit="problem")
 
     def say(*lines: str) -> None:
-        for line in lines if world.rank == 0 else ():
-            tqdm.write(line)
+        """Print on rank 0, above the progress bar."""
+        with tqdm.external_write_mode():
+            for line in lines if world.rank == 0 else ():
+                print(line, flush=True)
 
     what = f"{name} after step {step}" if config else args.model
     say(f"{what}; {world.size} rank(s) on {world.device}, {args.dtype}", *remarks)
@@ -197,6 +196,9 @@ def main(args: Args, world: World) -> None:
     words = ["evaluation", name, *[f"step{step}"] * bool(config)]
     words += [re.sub(r"[^\w.-]+", "-", Path(one.name).stem) for one in sets]
     responses = Responses(folder, "-".join(words)[:150] + ".jsonl")
+    total, hidden = len(SETTINGS) * sum(len(one.problems) for one in sets), world.rank > 0
+    Run.bar = tqdm(total=total, disable=hidden, dynamic_ncols=True, unit="problem")
+    Run.phase = "evaluate"  # for messages about failures
     for one in sets:
         for temperature, top_p in SETTINGS:
             rows = measure(engine, one, temperature, top_p, tokenizer, args, world)
