@@ -53,10 +53,14 @@ class Task:
     held_out: list[Problem]
     judge: Callable[[list[str], list[str]], list[float]]
     dropped: int = 0  # rows whose prompt is longer than --max_prompt_tokens
-    sets: dict[str, list[Problem]] = field(default_factory=dict)  # what --eval_only measures
     fingerprint: str = ""  # of the local files it was read from: a resumed run must see the same
     # What the user should know of the data, a line each
     remarks: list[str] = field(default_factory=list)
+
+    @property
+    def killed(self) -> int:
+        """Answers so far that broke the judge's bounds; 0 for judges that count none."""
+        return getattr(self.judge, "killed", 0)
 
 
 # Where a set lives on the Hugging Face hub and how its rows read; `train` or `test` is "" where
@@ -110,48 +114,26 @@ HUB = {
 
 
 def load_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """The task that `--task` names, with `--eval_problems` held-out problems (from `--eval_task` if
-    given).
-
-    With `--eval_only` it has nothing to train on, but all problems of every set in `--eval_task`
-    (else the held-out).
-    """
-    specs = args.eval_task.split(",") if args.eval_task else []
-    if args.eval_only and specs:
-        rows = {spec: read_set(spec, args, "test", "--eval_task") for spec in specs}
-        task = Task(args.eval_task, None, [], MathJudge())
-        task.sets = {
-            spec: problems(found, args, tokenizer, "--eval_task " + spec)
-            for spec, found in rows.items()
-        }
-        task.remarks = [
-            line
-            for spec, found in task.sets.items()
-            for line in remarks_on(spec, found, task.judge)
-        ]
-    else:
-        task = training_task(args, tokenizer)
-        task.sets, specs = {task.name: task.held_out}, [args.task, *specs]
-    contents = [path.read_bytes() for spec in specs if (path := local_file(spec))]
-    task.fingerprint = hashlib.sha256(b"".join(contents)).hexdigest() if contents else ""
-    return task
-
-
-def training_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """The task to train on, by the kind of its name."""
-    if args.eval_task and (args.task == "arithmetic" or args.task.startswith("reasoning_gym:")):
+    """The task that `--task` names, by its kind, with `--eval_problems` held-out problems."""
+    own_judge = args.task == "arithmetic" or args.task.startswith("reasoning_gym:")
+    if args.eval_task and own_judge:
         raise BadInput(
             f"--eval_task {args.eval_task}: --task {args.task} has its own held-out problems and judge"
         )
     if "," in args.eval_task:
         raise BadInput(
-            f"--eval_task {args.eval_task}: several sets are for --eval_only, a training run takes one"
+            f"--eval_task {args.eval_task}: a run takes one set (tools.evaluate: several)"
         )
     if args.task == "arithmetic":
-        return arithmetic_task(args, tokenizer)
-    if args.task.startswith("reasoning_gym:"):
-        return reasoning_gym_task(args, tokenizer)
-    return dataset_task(args, tokenizer)
+        task = arithmetic_task(args, tokenizer)
+    elif own_judge:
+        task = reasoning_gym_task(args, tokenizer)
+    else:
+        task = dataset_task(args, tokenizer)
+    specs = (args.task, args.eval_task)
+    contents = [path.read_bytes() for spec in specs if (path := local_file(spec))]
+    task.fingerprint = hashlib.sha256(b"".join(contents)).hexdigest() if contents else ""
+    return task
 
 
 def room(args: object, tokenizer: PreTrainedTokenizerBase) -> tuple[int, str]:

@@ -1,30 +1,23 @@
-"""A run from the outside: command line, run folder, metrics, progress bar and summary."""
+"""What a run leaves behind: metrics, progress bar, curves and summary in its folder."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import io
-import itertools
 import json
 import math
-import os
 import re
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch import Tensor
 from tqdm import tqdm
 
 from common.curves import draw_curves
-from common.data import HUB
 from common.distributed import (
     CLOSING,
     BadInput,
@@ -33,10 +26,8 @@ from common.distributed import (
     World,
     first_line,
     global_sum,
-    setup,
     together,
 )
-from common.flags import broken_rule
 from common.folder import (
     ROWS,
     Claim,
@@ -48,150 +39,14 @@ from common.folder import (
     spelled_out,
     whole,
 )
-from common.rollout import Rollout
 
 # a file may clock others, too
 PHASES = ("rollout", "reward", "old_logp", "update", "sync", "evaluate", "save")
 MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
 FREE_ON_RESUME = set(
-    "steps run_dir resume save_every save_hf eval_every eval_samples eval_only wandb".split()
+    "acted steps run_dir resume save_every save_hf eval_every eval_samples wandb".split()
 )
 SHOWN = ("reward", "greedy", "ref_kl", "sampler_kl")  # on the progress bar
-
-
-def launch(main: Callable[[object, World], None], Args: type) -> None:
-    """Parse the flags, join the ranks, run `main(args, world)`. Errors meant for people are one
-    line on stderr.
-
-    Exit code 2 for bad input, 1 for a run that had to stop.
-    """
-    # Every rank meets the same error: say it once
-    first_rank = os.environ.get("LOCAL_RANK", "0") == "0"
-    world = None
-    with contextlib.suppress(AttributeError):  # a terminal that cannot show ε is no reason to stop
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        args = parse(Args, first_rank)
-        world = setup()
-        check(args, world)
-        try:
-            main(args, world)
-        finally:
-            if Run.bar is not None:
-                Run.bar.close()  # ends its line, before anything is said
-        dist.barrier()  # leave together: gloo may abort a rank whose peer is still busy
-    except (BadInput, RunStopped) as error:
-        # Mostly all ranks meet the same error: torchrun ends this one while it waits
-        if not first_rank:
-            time.sleep(2)
-        if first_rank or isinstance(error, BadInput) and not isinstance(error, Refused):
-            print(
-                f"{Path(sys.argv[0]).name}: error: {' '.join(str(error).splitlines())}",
-                file=sys.stderr,
-            )
-        sys.exit(2 if isinstance(error, BadInput) else 1)
-    except KeyboardInterrupt:  # before the first step; from there on StopFlag takes it
-        if first_rank:
-            print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except torch.OutOfMemoryError as error:
-        sampling = Run.phase in ("rollout", "evaluate", "branch", "sync")
-        lower = "--rollout_rows or --vllm_memory" if sampling else "--micro_tokens"
-        fall(f"out of memory in {Run.phase or 'set-up'} ({first_line(error)}): lower {lower}")
-    except RuntimeError as error:
-        if (
-            world is None
-            or world.size == 1
-            or not isinstance(error, dist.DistError)
-            and "gloo" not in str(error)
-        ):
-            raise
-        gone = (
-            f"rank {world.rank} lost contact to another rank in {Run.phase} ({first_line(error)})"
-        )
-        fall(f"{gone}: torchrun names the one that failed first; go on with --resume", wait=3.0)
-    finally:
-        while CLOSING:
-            CLOSING.pop()()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def fall(message: str, wait: float = 0.0) -> None:
-    """End this rank without a clean-up, which would wait for others: they may be gone, or still
-    computing.
-
-    After `wait` seconds, if torchrun is to see another rank fail first: it names the first one.
-    """
-    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
-    time.sleep(wait)
-    os._exit(1)
-
-
-def parse(Args: type, first_rank: bool = True) -> object:
-    """`Args` from the command line; tyro's boxed message for a wrong flag is folded into one
-    line."""
-    header, message = sys.modules[Args.__module__].__doc__.splitlines()[0], io.StringIO()
-    try:
-        with contextlib.redirect_stderr(message):
-            return tyro.cli(
-                Args, description=header, use_underscores=True, console_outputs=first_rank
-            )
-    except SystemExit as stop:
-        if stop.code != 2:
-            raise
-        #  is the box's title
-        lines = [line.strip(" │") for line in message.getvalue().splitlines()[1:]]  # [0]
-        parts = [
-            list(g)
-            for words, g in itertools.groupby(lines, lambda line: bool(line.strip("─-╰╯")))
-            if words
-        ]
-        # Only the first rank is told more
-        raise BadInput(" ".join(parts[0]) if parts else "wrong flags") from None
-
-
-def check(args: object, world: World) -> None:
-    """Refuse values with which no run makes sense, and divisions that would leave a rank without
-    its share."""
-    if wrong := broken_rule(args):
-        raise BadInput(wrong)
-    if args.group_size < 2 and not args.eval_only:
-        raise BadInput(
-            f"--group_size {args.group_size}: a group needs 2 responses or more to compare"
-        )
-    unit = world.size * args.minibatches
-    if args.prompts_per_step % unit and not args.eval_only:  # mini-batches are made of whole groups
-        raise BadInput(
-            f"--prompts_per_step {args.prompts_per_step}: not a multiple of ranks x --minibatches = {unit}"
-        )
-    if args.wandb and not importlib.util.find_spec("wandb"):
-        raise BadInput(f"--wandb {args.wandb}: needs the package (pip install wandb)")
-    if args.dtype == "auto":
-        args.dtype = "bfloat16" if world.device.type == "cuda" else "float32"
-
-
-def without_effect(args: object, world: World) -> Iterator[str]:
-    """A line for each flag that was set and does nothing beside the others."""
-    vllm = args.rollout == "vllm" or (args.rollout == "auto" and world.device.type == "cuda")
-    tasks = [] if args.eval_only and args.eval_task else [args.task]
-    kinds = {task.partition(":")[0] for task in (*tasks, *args.eval_task.split(",")) if task}
-    for idle, where, names in (
-        (not vllm, "with the hf engine", "vllm_memory vllm_sleep tensor_parallel"),
-        (vllm, "with vLLM", "rollout_rows"),
-        (kinds == {"arithmetic"}, "with --task arithmetic", "max_prompt_tokens"),
-        (kinds <= {"arithmetic", "reasoning_gym"}, f"with --task {args.task}", "instruction"),
-        (
-            kinds <= {"arithmetic", "reasoning_gym", *HUB},
-            "without a local file",
-            "prompt_column answer_column",
-        ),
-        (getattr(args, "beta", 0) == 0, "with --beta 0", "offload_reference"),
-        (args.eval_only, "with --eval_only", "save_hf wandb"),
-    ):
-        for flag in fields(args) if idle else ():
-            if flag.name in names.split() and getattr(args, flag.name) != flag.default:
-                yield f"--{flag.name} has no effect {where}"
 
 
 class Means:
@@ -236,13 +91,15 @@ class Run:
     phase = ""  # what is being done now, for messages about failures
     bar: tqdm | None = None
 
-    def __init__(self, args: object, world: World, algorithm: str, acted: str):
-        """`acted` names the metric that stays zero while the algorithm's own mechanism does
-        nothing.
+    def __init__(self, args: object, world: World, algorithm: str, acted: dict[str, str]):
+        """`acted`: metrics that show the algorithm at work, and their words for plots.
+
+        The first one stays 0 while the algorithm's own mechanism does nothing.
 
         Takes the run folder's lock, and changes nothing in it yet.
         """
-        self.args, self.world, self.algorithm, self.acted = args, world, algorithm, acted
+        self.args, self.world, self.algorithm = args, world, algorithm
+        self.acted = next(iter(acted)) if isinstance(acted, dict) else acted
         task = re.sub(r"[^\w.-]+", "-", Path(args.task).stem)
         self.folder = spelled_out(args.run_dir or f"runs/{algorithm}-{task}-s{args.seed}")
         self.checkpoints, self.metrics = self.folder / "checkpoints", self.folder / "metrics.jsonl"
@@ -253,9 +110,8 @@ class Run:
         with together(world, Refused, f"--run_dir {self.folder}: cannot be used"):
             if world.rank == 0:
                 self._check_same() if args.resume else holds_a_run(self.folder)
-                self.claim = Claim(self.folder, alone=not args.eval_only)
+                self.claim = Claim(self.folder)
                 CLOSING.append(self.claim.release)
-        self.say(*without_effect(args, world))
 
     def _check_same(self) -> None:
         """Bit-exact resume needs the same run: refuse another algorithm, other shapes, another
@@ -263,14 +119,13 @@ class Run:
         saved = saved_config(self.folder)
         if not saved:
             raise BadInput(f"--resume: no run in {self.folder}")
-        names = self.config.keys() - FREE_ON_RESUME
-        for name in sorted({"algorithm", "model"} if self.args.eval_only else names):
+        for name in sorted(self.config.keys() - FREE_ON_RESUME):
             if saved.get(name) != self.config[name]:
                 raise BadInput(
                     f"--resume: {self.folder} has {name} {saved.get(name)!r}, this run {self.config[name]!r}"
                 )
         lines = read_lines(self.metrics) if self.metrics.is_file() else []
-        if not self.args.eval_only and not any("greedy" in line for line in lines):
+        if not any("greedy" in line for line in lines):
             raise BadInput(f"--resume: {self.metrics} is missing or holds no measurement")
 
     def start(self, task: object, done: int) -> None:
@@ -388,7 +243,7 @@ class Run:
             shown = [name for name in (*SHOWN, self.acted, "tokens_per_s") if name in line]
             self.bar.set_postfix({name: f"{line[name]:.3g}" for name in shown}, refresh=False)
 
-    def healthy(self, norm: float, batch: Rollout) -> bool:
+    def healthy(self, norm: float, batch: object) -> bool:
         """Whether the gradient (its norm, the same on every rank) is a number: else the update must
         be skipped.
 
@@ -419,7 +274,7 @@ class Run:
     def finish(self, done: int) -> None:
         """Draw the curves; for a run that reached its last step also write summary.json and say
         what happened."""
-        killed = global_sum({"killed": getattr(self.task.judge, "killed", 0)}, self.world)["killed"]
+        killed = global_sum({"killed": self.task.killed}, self.world)["killed"]
         with together(self.world, RunStopped, f"cannot write the results to {self.folder}"):
             if self.world.rank == 0:
                 self.bar.close()

@@ -13,8 +13,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import common.distributed
-from common.tracking import Run, launch
+import common.checkpoint
+from common.launch import launch
+from common.tracking import Run
 
 SIGNALS = {
     "log": signal.SIGKILL,
@@ -53,8 +54,8 @@ def lose(self: Run, norm: float, batch: object) -> bool:
 
 
 Run.log, Run.healthy = log_and_kill, lose
-dcp_save = common.distributed.dcp.save
-common.distributed.dcp.save = save_and_kill
+dcp_save = common.checkpoint.dcp.save
+common.checkpoint.dcp.save = save_and_kill
 
 if __name__ == "__main__":
     launch(module.main, module.Args)

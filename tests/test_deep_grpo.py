@@ -2,218 +2,17 @@
 branches; mutants."""
 
 import math
-import random
-from dataclasses import replace
-from types import ModuleType
 
 import deep_grpo
 import pytest
 import torch
-from common.model import Policy, load_model
-from common.rollout import HFEngine, Rollout, response_logprobs
+from common.batch import Rollout
+from common.logprobs import Policy, response_logprobs
+from common.model import load_model
+from common.rollout import HFEngine
 from test_exactness import PROMPTS, gradients, stored_rollout
-from test_losses import FIXTURE, caught, loss_of, mutate, no_kl, toy_batch
+from tests.checks import loss_of
 from test_run import SMALL, metrics, run_here
-
-
-def check_fixture(module: ModuleType) -> None:
-    """Without branches: the token-mean of PPO's clipped objective, by TRL and others (their ε
-    0.2)."""
-    case, batch = FIXTURE["cases"]["bnpo_eps0.2_tokenmean"], toy_batch()
-    batch["logp"].requires_grad_()
-    loss, _ = loss_of(module, no_kl(module), **batch)
-    loss.backward()
-    assert abs(loss.item() - case["loss"]) < 1e-8
-    assert torch.allclose(
-        batch["logp"].grad, torch.tensor(case["grad"], dtype=torch.float64), rtol=0, atol=1e-8
-    )
-
-
-def check_streams(module: ModuleType) -> None:
-    """Each stream is averaged over its own tokens; λ weighs the branches' policy term and not their
-    KL."""
-    batch, branch = toy_batch(), torch.tensor([0.0, 1, 0, 0, 1, 0], dtype=torch.float64)
-    batch["logp"].requires_grad_()
-    batch["ref_logp"] = batch["logp"].detach() - 0.3 * batch["mask"]
-    args, mask, logp = (
-        replace(module.Args(), beta=0.1, branch_weight=0.7),
-        batch["mask"],
-        batch["logp"],
-    )
-    loss, _ = loss_of(module, args, **batch, branch=branch)
-    loss.backward()
-    A, ratio = batch["advantages"][:, None], (logp.detach() - batch["old_logp"]).exp()
-    alive = ~(((A > 0) & (ratio > 1.2)) | ((A < 0) & (ratio < 0.8)))
-    stream = 1 - 0.3 * branch[:, None]
-    tokens = torch.where(branch.bool()[:, None], mask[branch == 1].sum(), mask[branch == 0].sum())
-    weight = stream * alive * ratio * A + 0.1 * (math.exp(-0.3) - 1)
-    assert torch.allclose(-logp.grad, weight * mask / tokens, rtol=1e-9, atol=1e-15)
-
-
-def check_parts_add_up(module: ModuleType) -> None:
-    """Micro-batches, one of them branches only, with the mini-batch's T_main / T_branch: the
-    whole's loss."""
-    batch, branch = toy_batch(), torch.tensor([0.0, 1, 0, 0, 1, 0], dtype=torch.float64)
-    whole = loss_of(module, no_kl(module), **batch, branch=branch)[0]
-    tokens = batch["mask"].sum(1)
-    batch |= {"branch": branch, "rollout_logp": batch["old_logp"], "entropy": 0 * batch["mask"]}
-    balance = (tokens * (1 - branch)).sum() / (tokens * branch).sum()
-    parts = [
-        module.policy_loss(no_kl(module), **{k: v[rows] for k, v in batch.items()}, balance=balance)
-        for rows in ([0, 2], [1, 4], [3, 5])
-    ]
-    assert torch.isclose(sum(p[0] for p in parts) / sum(p[1] for p in parts), whole, rtol=1e-12)
-
-
-def check_advantages(module: ModuleType) -> None:
-    """Reward minus the mean of the row, nothing else."""
-    numbers = FIXTURE["advantages"]
-    rewards, expected = (
-        torch.tensor(numbers[name], dtype=torch.float64) for name in ("rewards", "mean_only")
-    )
-    assert torch.allclose(module.advantages(rewards), expected, rtol=0, atol=1e-12)
-
-
-def check_pivots(module: ModuleType) -> None:
-    """The root and every boundary but the response's last token."""
-    assert module.pivots([1, 2, 9, 3, 9, 4], {9}) == [0, 3, 5]
-    assert module.pivots([1, 9, 2, 9], {9}) == [0, 2]
-    assert module.pivots([1, 8, 2, 9, 3], {8, 9}) == [0, 2, 4] and module.pivots([4], {9}) == [0]
-
-
-def check_pivot_distribution(module: ModuleType) -> None:
-    """Q ∝ σ(u d + v) d^γ with d = (i+1)/(M+1), summing to 1; γ and the fit each matter."""
-    depth, q = module.pivot_distribution(3, -4.0, 1.0, 2.0)
-    d = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
-    expected = d**2 / (1 + torch.exp(4 * d - 1))
-    assert (
-        torch.allclose(depth, d)
-        and torch.allclose(q, expected / expected.sum())
-        and abs(q.sum() - 1) < 1e-12
-    )
-    assert torch.allclose(
-        module.pivot_distribution(4, 0.0, math.inf, 0.0)[1], torch.full((4,), 0.25).double()
-    )
-    assert module.pivot_distribution(1, -50.0, -50.0, 2.0)[1].item() == 1
-
-
-def check_choice_is_in_proportion(module: ModuleType) -> None:
-    """6000 draws for a response of four segments: counts within four standard deviations of Q."""
-    response, rng = [1, 9, 1, 1, 9, 1, 9, 2], random.Random(0)
-    _, q = module.pivot_distribution(4, -3.0, 2.0, 2.0)
-    draws = [module.choose_pivot(response, {9}, -3.0, 2.0, 2.0, rng) for _ in range(6000)]
-    for i, kept in enumerate((0, 2, 5, 7)):
-        count = sum(draw == (kept, (i + 1) / 5) for draw in draws)
-        assert abs(count - 6000 * q[i]) < 4 * (6000 * q[i] * (1 - q[i])) ** 0.5
-
-
-def simulated(n: int, u: float, v: float, seed: int = 0) -> list[tuple[float, float]]:
-    generator = torch.Generator().manual_seed(seed)
-    depth = torch.rand(n, generator=generator, dtype=torch.float64)
-    return list(
-        zip(
-            depth.tolist(),
-            torch.bernoulli(torch.sigmoid(u * depth + v), generator=generator).tolist(),
-        )
-    )
-
-
-def check_fit(module: ModuleType) -> None:
-    """Recovers known (u, v) from 10,000 pairs; equals LBFGS on the same objective; P = 1 before it
-    can be fitted."""
-    u, v = module.fit_success(simulated(10_000, -5.0, 3.0))
-    assert abs(u + 5) < 0.35 and abs(v - 3) < 0.25
-    for pairs in (
-        simulated(40, -5.0, 3.0),
-        simulated(400, 2.0, -1.0, 1),
-        [(0.5, 1.0)] * 3000 + [(0.4, 0.0)],
-    ):
-        depth, success = torch.tensor(pairs, dtype=torch.float64).T
-        found = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-        lbfgs = torch.optim.LBFGS(
-            [found], max_iter=500, tolerance_grad=1e-12, line_search_fn="strong_wolfe"
-        )
-
-        def objective(depth=depth, success=success, found=found, lbfgs=lbfgs) -> torch.Tensor:
-            lbfgs.zero_grad()
-            logits = found[0] * depth + found[1]
-            loss = torch.nn.functional.binary_cross_entropy_with_logits(
-                logits, success, reduction="sum"
-            )
-            (loss := loss + found[0] ** 2 / 2).backward()
-            return loss
-
-        lbfgs.step(objective)
-        assert torch.allclose(
-            torch.tensor(module.fit_success(pairs)).double(), found.detach(), rtol=1e-4, atol=1e-4
-        )
-    assert module.fit_success(simulated(10, -5.0, 3.0)) == (0.0, math.inf)
-    assert module.fit_success([(0.5, 1.0)] * 50) == (0.0, math.inf)
-
-
-CHECKS = (
-    *(check_fixture, check_streams, check_parts_add_up, check_advantages),
-    *(check_pivots, check_pivot_distribution, check_choice_is_in_proportion, check_fit),
-)
-MUTANTS = {
-    "sign": ("return -per_response.sum(), main_tokens", "return per_response.sum(), main_tokens"),
-    "one stream": ("(1 + (balance - 1) * branch)", "1.0"),
-    "branches in the main average": (
-        "return -per_response.sum(), main_tokens",
-        "return -per_response.sum(), mask.sum()",
-    ),
-    "λ ignored": ("(1 + (args.branch_weight - 1) * branch)", "(1 + 0 * branch)"),
-    "λ on main": (
-        "(1 + (args.branch_weight - 1) * branch)",
-        "(1 + (args.branch_weight - 1) * (1 - branch))",
-    ),
-    "λ on the KL": (
-        "args.beta * k3",
-        "args.beta * k3 * (1 + (args.branch_weight - 1) * branch)[:, None]",
-    ),
-    "sequence mean": (
-        "(objective * mask).sum(dim=1) *",
-        "(objective * mask).sum(dim=1) / mask.sum(dim=1) * main_tokens / len(mask) *",
-    ),
-    "no clip": ("torch.minimum(ratio * A, clipped * A)", "ratio * A"),
-    "std": ("return centred  #", "return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  #"),
-    "mean of the batch": ("rewards.mean(dim=1, keepdim=True)", "rewards.mean()"),
-    "the last segment too": (" and i < len(response)]", "]"),
-    "no root": ("return [0] + [i", "return [i"),
-    "boundary belongs to the next segment": (
-        "enumerate(response, 1) if",
-        "enumerate(response, 0) if",
-    ),
-    "root of depth 0": ("torch.arange(1, count + 1)", "torch.arange(count)"),
-    "depth of the wrong length": ("/ (count + 1)", "/ count"),
-    "no depth": ("* depth**depth_power", "* depth**0"),
-    "no estimate": ("torch.sigmoid(u * depth + v) *", "1.0 *"),
-    "always the likeliest": (
-        "rng.choices(range(len(cuts)), chances.tolist())[0]",
-        "int(chances.argmax())",
-    ),
-    "uniform pivot": (
-        "rng.choices(range(len(cuts)), chances.tolist())[0]",
-        "rng.randrange(len(cuts))",
-    ),
-    "penalty on the intercept": (
-        "torch.tensor([1.0, 0.0], dtype",
-        "torch.tensor([1.0, 1.0], dtype",
-    ),
-    "no penalty": ("torch.tensor([1.0, 0.0], dtype", "torch.tensor([0.0, 0.0], dtype"),
-    "one Newton step": ("range(30)", "range(1)"),
-    "fitted at once": ("len(feedback) <= 10", "len(feedback) <= 2"),
-}
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_deep_grpo(check):
-    check(deep_grpo)
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_caught(name):
-    assert caught(mutate(deep_grpo, *MUTANTS[name]), CHECKS)
 
 
 def test_the_prefix_gets_no_gradient(world):
@@ -340,7 +139,7 @@ def test_a_rank_without_failures_waits_for_the_other(tmp_path, command):
     same on both."""
     script = tmp_path / "lenient.py"
     script.write_text(
-        "import os, sys\nsys.path.insert(0, os.getcwd())\nimport deep_grpo\nfrom common.tracking import launch\n"
+        "import os, sys\nsys.path.insert(0, os.getcwd())\nimport deep_grpo\nfrom common.launch import launch\n"
         "load = deep_grpo.load_task\n"
         "def lenient(*arguments):\n    task = load(*arguments)\n    judge = task.judge\n"
         "    task.judge = lambda c, a: [1.0] * len(a) if os.environ['RANK'] == '1' else judge(c, a)\n    return task\n"

@@ -16,11 +16,12 @@ import common  # noqa: F401  (before torch)
 import pytest
 import torch
 from adapters import ALGORITHMS
+from common.batch import Rollout
 from common.data import Problem, Task
 from common.distributed import World, setup
 from common.model import load_model
 from common.reward import arithmetic_reward
-from common.rollout import HFEngine, Rollout
+from common.rollout import HFEngine
 from common.tiny import arithmetic
 
 PROMPTS = ["7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9=", "4+5*6=", "0*1+2-3=", "8*8=", "5-6+7*8-9="]

@@ -3,7 +3,7 @@ and is resumable."""
 
 import errno
 
-import common.distributed
+import common.checkpoint
 import grpo
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_a_full_disk_during_a_save(tmp_path, monkeypatch, capsys, where):
     """The second save fails: a line that says so, the first checkpoint whole, no partial one, and
     resume goes on."""
     flags = [*SMALL, "--steps", 4]
-    owner, name = (common.distributed.dcp, "save") if where == "shards" else (torch, "save")
+    owner, name = (common.checkpoint.dcp, "save") if where == "shards" else (torch, "save")
     save, saves = getattr(owner, name), []
 
     def full(*arguments: object, **keywords: object) -> None:
@@ -94,7 +94,7 @@ def test_out_of_memory_names_the_flag_to_lower(tmp_path, command, phase, flag):
     script = tmp_path / "out.py"
     script.write_text(
         f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport grpo, torch\nfrom common import rollout\n"
-        "from common.tracking import launch\n"
+        "from common.launch import launch\n"
         "def out(*arguments, **keywords): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 GiB')\n"
         + (
             "grpo.response_logprobs = out\n"
@@ -114,7 +114,7 @@ def test_a_lost_rank_ends_the_others_and_the_run_resumes(tmp_path, command):
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     flags = [*SMALL, "--save_every", 1, "--run_dir", tmp_path / "run"]
     lost = command(*ranks, "tests/driver.py", "grpo", "lost", 5, *flags, "--steps", 100)
-    assert lost.returncode != 0 and "common/tracking.py" not in lost.stderr, (
+    assert lost.returncode != 0 and "common/launch.py" not in lost.stderr, (
         lost.stderr
     )  # no traceback but torchrun's own
     assert "error: rank 0 lost contact to another rank in update" in lost.stderr

@@ -16,7 +16,7 @@ import types
 from dataclasses import replace
 from pathlib import Path
 
-import common.distributed
+import common.checkpoint
 import common.tracking
 import grpo
 import pytest
@@ -24,7 +24,7 @@ import torch
 from common.data import load_task
 from common.distributed import BadInput, StopFlag, World
 from common.folder import LOCK, Claim, append, as_lines, read_lines, spelled_out
-from common.tracking import parse, without_effect
+from common.launch import parse, without_effect
 from conftest import ROOT
 from test_run import SMALL, assert_same_run, metrics, run_here
 
@@ -200,7 +200,7 @@ def test_torchrun_on_a_folder_in_use_says_one_line(tmp_path, command):
     claim.release()
     assert run.returncode == 1 and "exitcode  : 2" in run.stderr, run.stderr
     assert (
-        run.stderr.count("another run writes there") == 1 and "common/tracking.py" not in run.stderr
+        run.stderr.count("another run writes there") == 1 and "common/launch.py" not in run.stderr
     )
 
 
@@ -394,7 +394,7 @@ def test_strays_are_ignored_and_kept_and_the_damaged_set_aside(run, monkeypatch)
     assert "step_000004" not in names
     assert run_here(monkeypatch, grpo.main, *flags, "--steps", 7) == 0
     assert all(stray.exists() for stray in strays)
-    assert [path.name for path in common.distributed.checkpoints(run / "checkpoints")] == [
+    assert [path.name for path in common.checkpoint.checkpoints(run / "checkpoints")] == [
         "step_000005",
         "step_000006",
         "step_000007",

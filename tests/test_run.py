@@ -16,7 +16,7 @@ import stapo
 import torch
 import torch.distributed as dist
 from adapters import ALGORITHMS
-from common.tracking import launch
+from common.launch import launch
 from conftest import ROOT
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config

@@ -9,9 +9,12 @@ import common  # noqa: F401  (before torch)
 import grpo
 import pytest
 import torch
-from common.distributed import CLOSING, RunStopped, save_model, setup, shard
-from common.model import EMBEDDED, Policy, load_model
-from common.rollout import VLLMEngine, all_logprobs, check_sampler, make_engine
+from common.checkpoint import save_model
+from common.distributed import CLOSING, RunStopped, setup, shard
+from common.logprobs import Policy, all_logprobs, check_sampler
+from common.model import EMBEDDED, load_model
+from common.rollout import make_engine
+from common.rollout_vllm import VLLMEngine
 from test_run import SMALL, metrics
 
 pytest.importorskip("vllm", reason="needs vLLM (README, Tests)")
@@ -148,7 +151,7 @@ def test_the_sampler_check_sees_weights_that_were_not_pushed(engine_of, world, m
 TRAP = """
 import sys, os
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-import conftest, test_vllm, common.rollout as rollout
+import conftest, test_vllm, common.rollout_vllm as rollout
 from vllm import _custom_ops
 model, trap = {model!r}, {trap!r}
 if trap == "packed linears":
@@ -159,7 +162,7 @@ else:
     rollout.repack_experts = lambda model: None
 world = conftest.setup()
 args = test_vllm.args_of(model=model)
-engine = rollout.make_engine(args, test_vllm.load_model(model)[0], world)
+engine = test_vllm.make_engine(args, test_vllm.load_model(model)[0], world)
 policy, tokenizer = test_vllm.moved(model)
 try:
     engine.sync(policy)

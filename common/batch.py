@@ -1,0 +1,111 @@
+"""The batch that every stage of a step hands on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+
+class Rollout:
+    """N = P·G sampled responses; row i answers prompt i // G. Every attribute is a tensor with N
+    rows.
+
+    sequences `[N, S]`      prompt, prefix and response, right-padded
+    prompt_len `[N]`        tokens before the sampled response (prefix included)
+    prefix_len `[N]`        how many of those belong to a given response prefix (0 unless the caller gave one)
+    tokens `[N, T]`         the sampled tokens, right-padded
+    mask `[N, T]`           1.0 on sampled tokens, the EOS that ended them included; 0.0 on padding
+    rollout_logp `[N, T]`   log μ(token) at the sampling temperature, as the sampler reports it
+    finished `[N]`          False where the length limit cut the response
+    sampler_experts `[N, S, layers, k]`, of a mixture of experts: where the sampler sent each token of `sequences`
+    The trainer attaches its own columns (old_logp, advantages, ...); `rows` selects from all of them. With a column
+    `replayed_experts`, like `sampler_experts`, its forward passes use that routing (`response_logprobs`).
+    """
+
+    ref_logp: Tensor | None = None  # log π_ref [N, T]; None where the objective has no KL term
+
+    def __init__(self, **columns: Tensor):
+        vars(self).update(columns)
+
+    @property
+    def ends(self) -> Tensor:
+        """`[N]`: tokens in each row of `sequences`."""
+        return self.prompt_len + self.mask.sum(1).long()
+
+    @classmethod
+    def pack(
+        cls,
+        *,
+        prompts: list[list[int]],
+        tokens: list[list[int]],
+        logps: list[list[float]],
+        eos: list[int],
+        device: object,
+        prefixes: list[list[int]] | None = None,
+        experts: list[Tensor] | None = None,
+    ) -> Rollout:
+        """The columns, from lists: prompts and prefixes P of them, tokens, log-probs and experts
+        one for each row."""
+        n = len(tokens) // max(1, len(prompts))
+        prompts = [prompt for prompt in prompts for _ in range(n)]  # P -> N
+        prefixes = (
+            [prefix for prefix in prefixes for _ in range(n)] if prefixes else [[]] * len(tokens)
+        )
+
+        def padded(rows: list, dtype: torch.dtype) -> Tensor:
+            rows = [torch.as_tensor(row, dtype=dtype) for row in rows] or [
+                torch.zeros(0, dtype=dtype)
+            ]
+            return pad_sequence(rows, batch_first=True)[: len(tokens)].to(device)
+
+        routed = {"sampler_experts": padded(experts, torch.int16)} if experts else {}
+        whole = {"dtype": torch.long, "device": device}
+        return cls(
+            sequences=padded([a + b + c for a, b, c in zip(prompts, prefixes, tokens)], torch.long),
+            prompt_len=torch.tensor([len(a) + len(b) for a, b in zip(prompts, prefixes)], **whole),
+            prefix_len=torch.tensor([len(prefix) for prefix in prefixes], **whole),
+            tokens=padded(tokens, torch.long),
+            mask=padded([[1.0] * len(row) for row in tokens], torch.float32),
+            rollout_logp=padded(logps, torch.float32),
+            finished=torch.tensor(
+                [bool(row) and row[-1] in eos for row in tokens], dtype=torch.bool, device=device
+            ),
+            **routed,
+        )
+
+    def rows(self, index: Tensor | slice) -> Rollout:
+        """The sub-batch of these rows."""
+        return Rollout(**{name: column[index] for name, column in vars(self).items()})
+
+    @classmethod
+    def join(cls, *parts: Rollout) -> Rollout:
+        """The rows of several batches as one batch, padded to the longest."""
+
+        def joined(columns: list[Tensor]) -> Tensor:
+            flat = columns[0].dim() == 1
+            return (
+                torch.cat(columns)
+                if flat
+                else pad_sequence([r for c in columns for r in c], batch_first=True)
+            )
+
+        parts = [part for part in parts if len(part)]  # without rows a batch may lack columns
+        return cls(
+            **{name: joined([getattr(part, name) for part in parts]) for name in vars(parts[0])}
+        )
+
+    def to(self, device: object) -> Rollout:
+        """The same batch on that device."""
+        return Rollout(**{name: column.to(device) for name, column in vars(self).items()})
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def response_ids(self) -> list[list[int]]:
+        """Per row the whole response: given prefix and sampled tokens."""
+        starts = self.prompt_len - self.prefix_len  # [N]
+        return [
+            row[a:b]
+            for row, a, b in zip(self.sequences.tolist(), starts.tolist(), self.ends.tolist())
+        ]

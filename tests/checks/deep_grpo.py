@@ -1,0 +1,175 @@
+"""DEEP-GRPO: the loss of two streams, pivots and their distribution, the regression."""
+
+import math
+import random
+from types import ModuleType
+
+import torch
+
+from . import (
+    advantages_match,
+    gradient_law,
+    loss_of,
+    matches,
+    no_kl,
+    terms,
+    toy_batch,
+    written_here,
+)
+
+BRANCH = torch.tensor([0.0, 1, 0, 0, 1, 0], dtype=torch.float64)  # of the toy batch
+
+
+def check_fixture(module: ModuleType) -> None:
+    """Without branches: the token-mean of PPO's clipped objective, by TRL and others (their ε
+    0.2)."""
+    matches(module, "bnpo_eps0.2_tokenmean")
+
+
+def check_streams(module: ModuleType) -> None:
+    """Each stream is averaged over its own tokens; λ weighs the branches' policy term and not their
+    KL."""
+    batch = toy_batch()
+    batch["ref_logp"] = batch["logp"] - 0.3 * batch["mask"]
+    mask, logp = batch["mask"], batch["logp"].requires_grad_()
+    args = no_kl(module, branch_weight=0.7)
+    args.beta = 0.1
+    loss_of(module, args, **batch, branch=BRANCH)[0].backward()
+    A, ratio = batch["advantages"][:, None], (logp.detach() - batch["old_logp"]).exp()
+    alive = ~(((A > 0) & (ratio > 1.2)) | ((A < 0) & (ratio < 0.8)))
+    stream = 1 - 0.3 * BRANCH[:, None]
+    tokens = torch.where(BRANCH.bool()[:, None], mask[BRANCH == 1].sum(), mask[BRANCH == 0].sum())
+    weight = stream * alive * ratio * A + 0.1 * (math.exp(-0.3) - 1)
+    assert torch.allclose(-logp.grad, weight * mask / tokens, rtol=1e-9, atol=1e-15)
+
+
+def check_parts_add_up(module: ModuleType) -> None:
+    """Micro-batches, one of them branches only, with the mini-batch's T_main / T_branch: the
+    whole's loss."""
+    batch, args = toy_batch() | {"branch": BRANCH}, no_kl(module)
+    whole = loss_of(module, args, **batch)[0]
+    tokens = batch["mask"].sum(1)
+    balance = (tokens * (1 - BRANCH)).sum() / (tokens * BRANCH).sum()
+    parts = [
+        terms(module, args, **{k: v[rows] for k, v in batch.items()}, balance=balance)
+        for rows in ([0, 2], [1, 4], [3, 5])
+    ]
+    assert torch.isclose(sum(p[0] for p in parts) / sum(p[1] for p in parts), whole, rtol=1e-12)
+
+
+def check_advantages(module: ModuleType) -> None:
+    """Reward minus the mean of the row, nothing else."""
+    advantages_match(module, "mean_only", 1e-12)
+
+
+def check_gradient_law(module: ModuleType) -> None:
+    """Without the division by the std the gradient's norm goes with p (1-p) itself."""
+    gradient_law(module, 1.0)
+
+
+def check_pivots(module: ModuleType) -> None:
+    """The root and every boundary but the response's last token."""
+    assert module.pivots([1, 2, 9, 3, 9, 4], {9}) == [0, 3, 5]
+    assert module.pivots([1, 9, 2, 9], {9}) == [0, 2]
+    assert module.pivots([1, 8, 2, 9, 3], {8, 9}) == [0, 2, 4]
+    assert module.pivots([4], {9}) == [0]
+
+
+def check_pivot_distribution(module: ModuleType) -> None:
+    """Q ∝ σ(u d + v) d^γ with d = (i+1)/(M+1), summing to 1; γ and the fit each matter."""
+    depth, q = module.pivot_distribution(3, -4.0, 1.0, 2.0)
+    d = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    expected = d**2 / (1 + torch.exp(4 * d - 1))
+    assert torch.allclose(depth, d) and torch.allclose(q, expected / expected.sum())
+    assert abs(q.sum() - 1) < 1e-12
+    uniform = module.pivot_distribution(4, 0.0, math.inf, 0.0)[1]
+    assert torch.allclose(uniform, torch.full((4,), 0.25).double())
+    assert module.pivot_distribution(1, -50.0, -50.0, 2.0)[1].item() == 1
+
+
+def check_choice_is_in_proportion(module: ModuleType) -> None:
+    """6000 draws for a response of four segments: counts within four standard deviations of Q."""
+    response, rng = [1, 9, 1, 1, 9, 1, 9, 2], random.Random(0)
+    _, q = module.pivot_distribution(4, -3.0, 2.0, 2.0)
+    draws = [module.choose_pivot(response, {9}, -3.0, 2.0, 2.0, rng) for _ in range(6000)]
+    for i, kept in enumerate((0, 2, 5, 7)):
+        count = sum(draw == (kept, (i + 1) / 5) for draw in draws)
+        assert abs(count - 6000 * q[i]) < 4 * (6000 * q[i] * (1 - q[i])) ** 0.5
+
+
+def simulated(n: int, u: float, v: float, seed: int = 0) -> list[tuple[float, float]]:
+    """n pairs (depth, success) with P(success) = σ(u d + v)."""
+    generator = torch.Generator().manual_seed(seed)
+    depth = torch.rand(n, generator=generator, dtype=torch.float64)
+    success = torch.bernoulli(torch.sigmoid(u * depth + v), generator=generator)
+    return list(zip(depth.tolist(), success.tolist()))
+
+
+def fitted(pairs: list[tuple[float, float]]) -> torch.Tensor:
+    """argmin of Σ log-loss + u²/2, by a library's optimiser."""
+    depth, success = torch.tensor(pairs, dtype=torch.float64).T
+    found = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    how = {"max_iter": 500, "tolerance_grad": 1e-12, "line_search_fn": "strong_wolfe"}
+    lbfgs = torch.optim.LBFGS([found], **how)
+    log_loss = torch.nn.functional.binary_cross_entropy_with_logits
+
+    def objective() -> torch.Tensor:
+        lbfgs.zero_grad()
+        loss = log_loss(found[0] * depth + found[1], success, reduction="sum") + found[0] ** 2 / 2
+        loss.backward()
+        return loss
+
+    lbfgs.step(objective)
+    return found.detach()
+
+
+def check_fit(module: ModuleType) -> None:
+    """Recovers known (u, v) from 10,000 pairs; equals LBFGS on the same objective; P = 1 before it
+    can be fitted."""
+    u, v = module.fit_success(simulated(10_000, -5.0, 3.0))
+    assert abs(u + 5) < 0.35 and abs(v - 3) < 0.25
+    lopsided = [(0.5, 1.0)] * 3000 + [(0.4, 0.0)]
+    for pairs in (simulated(40, -5.0, 3.0), simulated(400, 2.0, -1.0, 1), lopsided):
+        ours = torch.tensor(module.fit_success(pairs)).double()
+        assert torch.allclose(ours, fitted(pairs), rtol=1e-4, atol=1e-4)
+    assert module.fit_success(simulated(10, -5.0, 3.0)) == (0.0, math.inf)
+    assert module.fit_success([(0.5, 1.0)] * 50) == (0.0, math.inf)
+
+
+CHECKS = written_here(globals())
+RETURN = "return -per_response.sum(), main_tokens"
+LAMBDA = "(1 + (args.branch_weight - 1) * branch)"
+DRAW = "rng.choices(range(len(cuts)), chances.tolist())[0]"
+RIDGE = "torch.tensor([1.0, 0.0], dtype"
+SUM = "(objective * mask).sum(dim=1) *"
+MUTANTS = {
+    "sign": (RETURN, RETURN.replace("-per", "per")),
+    "one stream": ("(1 + (balance - 1) * branch)", "1.0"),
+    "branches in the main average": (RETURN, RETURN.replace("main_tokens", "mask.sum()")),
+    "λ ignored": (LAMBDA, "(1 + 0 * branch)"),
+    "λ on main": (LAMBDA, "(1 + (args.branch_weight - 1) * (1 - branch))"),
+    "λ on the KL": ("args.beta * k3", f"args.beta * k3 * {LAMBDA}[:, None]"),
+    "sequence mean": (
+        SUM,
+        "(objective * mask).sum(dim=1) / mask.sum(dim=1) * main_tokens / len(mask) *",
+    ),
+    "no clip": ("torch.minimum(ratio * A, clipped * A)", "ratio * A"),
+    "std": ("return centred  #", "return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  #"),
+    "mean of the batch": ("rewards.mean(dim=1, keepdim=True)", "rewards.mean()"),
+    "the last segment too": (" and i < len(response)]", "]"),
+    "no root": ("return [0] + [i", "return [i"),
+    "boundary belongs to the next segment": (
+        "enumerate(response, 1) if",
+        "enumerate(response, 0) if",
+    ),
+    "root of depth 0": ("torch.arange(1, count + 1)", "torch.arange(count)"),
+    "depth of the wrong length": ("/ (count + 1)", "/ count"),
+    "no depth": ("* depth**depth_power", "* depth**0"),
+    "no estimate": ("torch.sigmoid(u * depth + v) *", "1.0 *"),
+    "always the likeliest": (DRAW, "int(chances.argmax())"),
+    "uniform pivot": (DRAW, "rng.randrange(len(cuts))"),
+    "penalty on the intercept": (RIDGE, RIDGE.replace("1.0, 0.0", "1.0, 1.0")),
+    "no penalty": (RIDGE, RIDGE.replace("1.0, 0.0", "0.0, 0.0")),
+    "one Newton step": ("range(30)", "range(1)"),
+    "fitted at once": ("len(feedback) <= 10", "len(feedback) <= 2"),
+}

@@ -1,0 +1,98 @@
+"""Goldilocks: GRPO's loss, the choice of prompts, the teacher, and the law that says which prompts
+teach most."""
+
+import random
+from types import ModuleType
+
+import torch
+from common.model import load_model
+
+from . import gradient_law, grpo, written_here
+
+
+def check_learning_value(module: ModuleType) -> None:
+    """sqrt(p̂ (1-p̂)) with p̂ over the group; 0 for all right and all wrong, and for equal part
+    marks."""
+    rewards = [[1.0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0.5, 0.3, 0.2, 0.2]]
+    # Part marks: their standard deviation
+    expected = torch.tensor([3**0.5 / 4, 0.5, 0, 0, 0.015**0.5])
+    assert torch.allclose(module.learning_value(torch.tensor(rewards)), expected)
+    assert (module.learning_value(torch.full((1, 8), 0.7)) == 0).all()
+
+
+def check_select(module: ModuleType) -> None:
+    """ε = 0: the best candidate of each slot, but no prompt twice; where all are taken, the best
+    again."""
+    values = torch.tensor([[0.1, 0.4, 0.3], [0.5, 0.2, 0.1], [0.2, 0.3, 0.4], [0.3, 0.2, 0.1]])
+    prompts = [["a", "b", "c"], ["b", "c", "d"], ["e", "d", "c"], ["b", "b", "b"]]
+    chosen = module.select(values, prompts, 0.0, random.Random(0))
+    # B; c, since b is gone; d, since c is gone; b
+    assert chosen == [(1, False), (1, False), (1, False), (0, False)]
+
+
+def check_select_is_uniform_at_explore_1(module: ModuleType) -> None:
+    """ε = 1: every candidate equally often, whatever the values; ε in between: as large a share of
+    the slots."""
+    rng, values = random.Random(0), torch.arange(8.0).repeat(4000, 1)
+    prompts = [[f"{i}.{k}" for k in range(8)] for i in range(4000)]
+    drawn = torch.tensor([k for k, _ in module.select(values, prompts, 1.0, rng)])
+    counts = torch.bincount(drawn, minlength=8)
+    assert (counts - 500).abs().max() < 4 * (4000 / 8 * 7 / 8) ** 0.5  # four standard deviations
+    some = module.select(values, prompts, 0.25, rng)
+    share = sum(chance for _, chance in some) / 4000
+    assert abs(share - 0.25) < 0.03 and all(k == 7 for k, chance in some if not chance)
+
+
+def check_teacher_range_and_padding(module: ModuleType) -> None:
+    """Before it has learned every prompt is worth 1/4; with a trained head, padding changes
+    nothing, range (0, 1/2)."""
+    lm, tokenizer = load_model("tiny")
+    teacher = module.Teacher(lm.base_model)
+    short, long = (tokenizer(text)["input_ids"] for text in ("1+2=", "1+2=3;9"))
+    ids = torch.tensor([short + [5, 5, 5], long])
+    assert torch.equal(teacher(ids, torch.tensor([4, 7])), torch.full((2,), 0.25))
+    torch.nn.init.normal_(teacher.head.weight, generator=torch.Generator().manual_seed(0))
+    padded = teacher(ids, torch.tensor([4, 7]))[0]
+    alone = teacher(ids[:1, :4], torch.tensor([4]))[0]
+    assert torch.allclose(padded, alone, atol=1e-6) and abs(alone - 0.25) > 0.01
+    torch.nn.init.constant_(teacher.head.bias, 100.0)
+    assert torch.allclose(teacher(ids, torch.tensor([4, 7])), torch.tensor(0.5))
+
+
+def check_rank_correlation(module: ModuleType) -> None:
+    """Spearman's by hand: with ties, order alone counts; 0 where a side is constant."""
+    a = torch.tensor([1.0, 2, 3, 4, 5])
+    assert abs(module.rank_correlation(a, a.exp()) - 1) < 1e-12
+    assert abs(module.rank_correlation(a, -a) + 1) < 1e-12
+    # Ranks 1.5, 1.5, 3.5, 3.5, 5 against 1 to 5: covariance 9, variances 9 and 10
+    b = torch.tensor([0.0, 0, 1, 1, 2])
+    assert abs(module.rank_correlation(a, b) - 9 / 90**0.5) < 1e-12
+    assert module.rank_correlation(a, torch.ones(5)) == 0
+
+
+def check_gradient_law(module: ModuleType) -> None:
+    """The gradient's norm is sqrt(p (1-p)) times the distance of right from wrong answers' scores:
+    what `learning_value` estimates."""
+    gradient_law(module, 0.5)
+
+
+CHECKS = [*written_here(globals()), *grpo.CHECKS]
+SPREAD = "(rewards - rewards[:, :1]).std(dim=1, correction=0)"
+STD, TIES = "std(dim=1, correction=0)", " + (x[:, None] == x).double().sum(dim=1) / 2"
+MEAN = ".sum(dim=1) / lengths[:, None]"
+MUTANTS = {
+    "p (1-p)": (STD, "var(dim=1, correction=0)"),
+    "sample std": (STD, "std(dim=1)"),
+    "p": (SPREAD, "rewards.mean(dim=1)"),
+    "over the batch": (STD, "std(correction=0).expand(len(rewards))"),
+    "rounding for a difference": ("(rewards - rewards[:, :1]).std", "rewards.std"),
+    "the worst candidate": ("key=lambda k: -scores[k]", "key=lambda k: scores[k]"),
+    "no exploration": ("rng.random() < explore", "rng.random() < 0"),
+    "exploration among the best": ("rng.shuffle(order)", "order[:2] = rng.sample(order[:2], 2)"),
+    "a prompt twice": ("if prompts[k] not in taken", "if True"),
+    "mean over padding": ("(hidden * real[..., None])", "hidden"),
+    "mean over the padded length": (MEAN, ".sum(dim=1) / sequences.shape[1]"),
+    "range (0, 1)": ("return 0.5 * self.head", "return self.head"),
+    "random head": ("nn.init.zeros_(self.head.weight), ", ""),
+    "ties broken by place": (TIES, " + torch.arange(len(x)) / len(x)"),
+}

@@ -1,0 +1,100 @@
+"""MiniRL: the two roles of μ and π_old, sums over tokens, the paper's first-order claim."""
+
+import itertools
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import advantages_match, loss_of, no_kl, terms, two_responses, weight, written_here
+
+
+def check_weights(module: ModuleType) -> None:
+    """M min(π_θ/μ, 5) Â: the mask sees π_θ/π_old, the weight π_θ/μ."""
+    for old, mu, ratio, advantage in itertools.product(
+        (0.2, 0.4), (0.01, 0.1, 0.3), (0.7, 0.9, 1.2, 1.3), (1.0, -1.0)
+    ):
+        masked = (advantage > 0 and ratio > 1.27) or (advantage < 0 and ratio < 0.8)
+        expected = 0 if masked else min(old * ratio / mu, 5.0) * advantage
+        assert abs(weight(module, ratio, advantage, old, mu) - expected) < 1e-12
+        plain = 0 if masked else ratio * advantage
+        found = weight(module, ratio, advantage, old, mu, correct_mismatch=False)
+        assert abs(found - plain) < 1e-12
+
+
+def check_sums_tokens(module: ModuleType) -> None:
+    """A sum over tokens, a mean over responses; with length_norm a mean over tokens; padding counts
+    for nothing."""
+    batch = two_responses()
+    for flags, scale in (({}, 1.0), ({"length_norm": True}, batch["mask"].sum(1, keepdim=True))):
+        logp = batch["logp"].detach().requires_grad_()
+        loss_of(module, no_kl(module, clip_high=9.0, **flags), **batch | {"logp": logp})[
+            0
+        ].backward()
+        expected = -logp.detach().exp() * batch["advantages"][:, None] * batch["mask"] / scale / 2
+        assert torch.allclose(logp.grad, expected)
+
+
+def check_advantages(module: ModuleType) -> None:
+    """The reward minus the group's mean, nothing else."""
+    advantages_match(module, "mean_only", 1e-12)
+
+
+def check_first_order(module: ModuleType) -> None:
+    """The paper's claim, with every sequence enumerated: the surrogate's gradient under samples of
+    μ equals that of the expected reward where π_θ = μ, the gap grows with the distance, and
+    dividing by length breaks it at once."""
+    generator = torch.Generator().manual_seed(3)
+    V, T, double = 3, 3, {"dtype": torch.float64}
+    base, direction = (torch.randn(T, V + 1, V, generator=generator, **double) for _ in range(2))
+    every = [s for n in (1, 2, 3) for s in itertools.product(range(V), repeat=n)]
+    sequences = [s for s in every if 0 not in s[:-1] and (s[-1] == 0 or len(s) == T)]  # 0: EOS
+    rewards = torch.randn(len(sequences), generator=generator, **double)
+    mask = torch.tensor([[float(t < len(s)) for t in range(T)] for s in sequences], **double)
+    # The table's entry of every token: (position, the token before, the token); padding: any
+    entries = [[(t, s[t - 1] if t else V, s[t]) for t in range(len(s))] for s in sequences]
+    where = torch.tensor([e + [(0, 0, 0)] * (T - len(e)) for e in entries])
+
+    def logps(theta: Tensor) -> Tensor:
+        return theta.log_softmax(-1)[tuple(where.unbind(-1))] * mask  # [sequences, T]
+
+    mu = logps(base)
+    assert torch.isclose((mu.sum(1).exp()).sum(), torch.tensor(1.0, **double))
+
+    def gap(distance: float, **flags: bool) -> float:
+        theta = (base + distance * direction).requires_grad_()
+        truth = torch.autograd.grad((logps(theta).sum(1).exp() * rewards).sum(), theta)[0]
+        args = no_kl(module, clip_low=99.0, clip_high=99.0, is_cap=1e9, **flags)
+        weighted = mu.sum(1).exp() * rewards  # E over μ: each sequence counts with its probability
+        rest = {"old_logp": mu, "rollout_logp": mu, "advantages": weighted, "mask": mask}
+        ours = torch.autograd.grad(-terms(module, args, logp=logps(theta), **rest)[0], theta)[0]
+        return float((ours - truth).norm() / truth.norm())
+
+    gaps = [gap(distance) for distance in (0.0, 0.05, 0.1, 0.2, 0.4)]
+    assert gaps[0] < 1e-12 and gaps[-1] > 0.05
+    assert all(near < far for near, far in itertools.pairwise(gaps))
+    assert gap(0.0, length_norm=True) > 0.1
+
+
+CHECKS = written_here(globals())
+BEHAVIOUR = "rollout_logp if args.correct_mismatch else old_logp"
+RATIO = "ratio = (logp.detach() - old_logp).exp()"
+RETURN = "return -per_response.sum(), mask.new_tensor(len(mask))"
+MUTANTS = {
+    "mask from π_θ/μ": (RATIO, RATIO.replace("old_logp", "rollout_logp")),
+    "weight from π_old": (BEHAVIOUR, BEHAVIOUR.replace("rollout_logp", "old_logp")),
+    "no cap": (".clamp(max=args.is_cap)", ""),
+    "weight not detached": (
+        "uncapped = (logp.detach() - behaviour)",
+        "uncapped = (logp - behaviour)",
+    ),
+    "ratio in place of log π": ("~cut * weight * A * logp", "~cut * weight * A * logp.exp()"),
+    "half of the weight": ("~cut * weight", "~cut * 0.5 * weight", check_first_order),
+    "mask inverted": ("~cut * weight", "cut * weight"),
+    "no mask": ("~cut * weight", "weight"),
+    "length-normalised": ("if args.length_norm:", "if True:"),
+    "never length-normalised": ("if args.length_norm:", "if False:"),
+    "token-mean": (RETURN, "return -per_response.sum(), mask.sum()"),
+    "std": ("return centred  #", "return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  #"),
+    "sign": ("return -per_response.sum()", "return per_response.sum()"),
+}

@@ -1,0 +1,113 @@
+"""STAPO: its base objective, which tokens it silences, the entropy's quantile."""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import loss_of, matches, no_kl, terms, written_here
+
+
+def check_fixture(module: ModuleType) -> None:
+    """With its threshold at 0 it is its base objective: DAPO's."""
+    matches(module, "dapo_eps0.2_0.28_tokenmean", tau_p=0.0)
+
+
+def spurious_batch() -> dict[str, Tensor]:
+    """Rows: right, right, wrong. p and H of the tokens are chosen one by one."""
+    probs = [[0.001, 0.001, 0.5, 0.003], [0.0019, 0.9, 0.9, 0.9], [0.001, 0.001, 0.9, 0.9]]
+    entropy = [[0.1, 3.0, 0.2, 0.1], [0.3, 0.1, 0.1, 0.0], [0.1, 0.1, 2.8, 2.9]]
+    mask = [[1.0, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]]
+    columns = {"logp": probs, "entropy": entropy, "mask": mask, "advantages": [1.0, 0.5, -1.0]}
+    batch = {name: torch.tensor(x, dtype=torch.float64) for name, x in columns.items()}
+    batch["logp"] = batch["logp"].log()
+    return batch | {"old_logp": batch["logp"].clone()}
+
+
+def parts_of(batch: dict[str, Tensor]) -> list[Tensor]:
+    return [batch[name] for name in ("logp", "entropy", "advantages", "mask")]
+
+
+def check_silences_the_spurious(module: ModuleType) -> None:
+    """Rewarded, improbable and sure: (0,0) and (1,0). Not (0,1): unsure; (0,3): p over τ_p; row 2:
+    Â < 0. The mean is over the tokens left."""
+    batch = spurious_batch()
+    batch["logp"].requires_grad_()
+    loss, stats = loss_of(module, module.Args(), **batch)
+    loss.backward()
+    silent = torch.tensor([[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
+    kept = batch["mask"] * ~silent
+    assert torch.allclose(batch["logp"].grad, -batch["advantages"][:, None] * kept / kept.sum())
+    share, tokens = stats["silenced_share"]
+    assert stats["silenced"][0] == 2 and abs(float(share / tokens) - 2 / 11) < 1e-9
+    assert abs(float(stats["silenced_prob"][0] / 2) - 0.00145) < 1e-9
+    assert abs(float(stats["silenced_entropy"][0] / 2) - 0.2) < 1e-9
+
+
+def check_uses_the_current_policy(module: ModuleType) -> None:
+    """p is π_θ's, not π_old's: a token that has become likely is not silenced any more."""
+    batch = spurious_batch()
+    batch["logp"][0, 0] = -1.0
+    assert loss_of(module, module.Args(), **batch)[1]["silenced"][0] == 1
+
+
+def check_quantiles(module: ModuleType) -> None:
+    """τ_h is the 80% quantile over response tokens, padding excluded; version 4's is over rare
+    tokens of right ones."""
+    batch = spurious_batch()
+    everything = module.threshold_population(module.Args(), *parts_of(batch))
+    assert len(everything) == 11
+    threshold = module.entropy_threshold(module.Args(), everything)
+    assert torch.isclose(threshold, torch.quantile(batch["entropy"][batch["mask"].bool()], 0.8))
+    many = torch.arange(2**24 + 2).flip(0) / 2**24  # more than torch.quantile takes
+    assert abs(module.entropy_threshold(module.Args(), many) - 0.8) < 1e-4
+    four = no_kl(module, entropy_over="rare", entropy_quantile=0.75)
+    rare = module.threshold_population(four, *parts_of(batch))
+    assert sorted(rare.tolist()) == [0.1, 0.3, 3.0]  # (0,0), (1,0), (0,1)
+    stats = loss_of(module, four, **batch)[1]
+    assert stats["silenced"][0] == 2  # the 75% quantile of these three is 1.65
+    none = no_kl(module, entropy_over="rare", tau_p=0.0)
+    assert loss_of(module, none, **batch)[1]["silenced"][0] == 0
+
+
+def check_is_exact_in_parts(module: ModuleType) -> None:
+    """With τ_h of the whole mini-batch, sums over any parts give the whole's loss; a part's own τ_h
+    would not."""
+    batch, args = spurious_batch(), module.Args()
+    population = module.threshold_population(args, *parts_of(batch))
+    threshold = module.entropy_threshold(args, population)
+    whole = terms(module, args, **batch)
+    rows = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(3)]
+    split = [terms(module, args, **row, threshold=threshold) for row in rows]
+    assert torch.isclose(sum(s[0] for s in split), whole[0])
+    assert sum(s[1] for s in split) == whole[1]
+    assert sum(terms(module, args, **row)[1] for row in rows) != whole[1]
+
+
+CHECKS = written_here(globals())
+RARE = "(advantages[:, None] > 0) & (logp.detach"
+QUANTILE = "numpy.quantile(values, args.entropy_quantile"
+SPURIOUS = "spurious_tokens(args, logp, entropy, advantages, mask, threshold)  # [n, T]"
+CLAMP = "ratio.clamp(1 - args.clip_low, 1 + args.clip_high)"
+RETURN = "return -(objective * kept).sum(), kept.sum()"
+MUTANTS = {
+    "negative advantages silenced too": (RARE, RARE.replace(">", "!=")),
+    "only negative ones": (RARE, RARE.replace(">", "<")),
+    "entropy ignored": (" & sure & mask", " & mask"),
+    "entropy the wrong way round": ("entropy < threshold -", "entropy > threshold -"),
+    "probability the wrong way round": (
+        "(logp.detach().exp() < args.tau_p)",
+        "(logp.detach().exp() > args.tau_p)",
+    ),
+    "the lowest 20%": (QUANTILE, QUANTILE.replace("args", "1 - args")),
+    "version 4: likely tokens in the quantile": (" & (logp.exp() < args.tau_p)\n", "\n"),
+    "version 4: wrong responses in the quantile": ("chosen & (advantages[:, None] > 0)", "chosen"),
+    "version 4's rule is the other": ('args.entropy_over == "rare"', 'args.entropy_over == "all"'),
+    "padding in the quantile": ("chosen = mask.bool()", "chosen = torch.ones_like(mask).bool()"),
+    "all tokens in the denominator": (RETURN, RETURN.replace("kept.sum()", "mask.sum()")),
+    "π_old for π_θ": (SPURIOUS, SPURIOUS.replace("logp", "old_logp")),
+    "own threshold in every part": ("if threshold is None:", "if True:"),
+    "symmetric clip": (CLAMP, CLAMP.replace("clip_high", "clip_low")),
+    "max for min": ("torch.minimum", "torch.maximum"),
+    "sign": ("return -(objective * kept)", "return (objective * kept)"),
+}

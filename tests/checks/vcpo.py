@@ -1,0 +1,163 @@
+"""VCPO: the loss, the baseline of least variance, the effective sample size in log space."""
+
+import itertools
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import advantages_match, loss_of, written_here
+
+
+def batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.tensor([[1.0, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]], dtype=torch.float64)
+    logp, rollout_logp = (
+        -torch.rand(3, 4, generator=generator, dtype=torch.float64) * mask for _ in range(2)
+    )
+    advantages = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
+    columns = {"logp": logp, "old_logp": 0 * logp, "rollout_logp": rollout_logp}
+    return columns | {"advantages": advantages, "mask": mask}
+
+
+def check_weights(module: ModuleType) -> None:
+    """min(w, 8) Â / |y| / B with w of the whole response against μ, for small, large and absurd
+    weights."""
+    for shift in (0.0, 0.3, 2.0, 300.0, -300.0):
+        tensors = batch()
+        tensors["rollout_logp"] = tensors["rollout_logp"] - shift * tensors["mask"]
+        logp = tensors["logp"].requires_grad_()
+        loss, stats = loss_of(module, module.Args(), **tensors)
+        loss.backward()
+        log_w = ((logp.detach() - tensors["rollout_logp"]) * tensors["mask"]).sum(1).clamp(-20, 20)
+        weight = log_w.exp().clamp(max=8.0) * tensors["advantages"] / tensors["mask"].sum(1) / 3
+        assert torch.allclose(-logp.grad, weight[:, None] * tensors["mask"], rtol=1e-9, atol=0)
+        assert torch.isclose(stats["weight_max"][0], log_w.exp().max())
+
+
+def check_advantages(module: ModuleType) -> None:
+    """z-scores with the population's standard deviation, 0 for a group of equal rewards (the
+    fixture adds 1e-6 to the std)."""
+    advantages_match(module, "ddof0_eps1e-6", 2e-5)
+
+
+def check_baseline(module: ModuleType) -> None:
+    """Equal weights and norms: the group mean, a shift of 0. Otherwise Σ w²|g|² Â / Σ w²|g|², at
+    any magnitude."""
+    advantages = module.advantages(torch.tensor([[1.0, 0, 0, 1, 0]], dtype=torch.float64))[0]
+    same = torch.full((5,), 3.7, dtype=torch.float64)
+    assert abs(module.baseline_shift(same, same, advantages)) < 1e-12
+    log_w = torch.tensor([0.1, -0.5, 0.3, 0.0, 1.0], dtype=torch.float64)
+    norms = torch.tensor([1.0, 2.0, 0.5, 3.0, 1.5], dtype=torch.float64)
+    weight = log_w.exp() ** 2 * norms**2
+    expected = (weight * advantages).sum() / weight.sum()
+    assert torch.isclose(module.baseline_shift(log_w, norms, advantages), expected)
+    assert module.baseline_shift(400 * log_w, norms, advantages).isfinite()
+
+
+def check_baseline_has_the_least_variance(module: ModuleType) -> None:
+    """One-token answers, enumerated, and uncapped weights: the variance of w g (R - b) over μ is
+    least at b, compared with a grid of others. (The loss's own estimate is another:
+    check_what_the_baseline_is_best_for.)"""
+    generator = torch.Generator().manual_seed(1)
+    theta, moved = (torch.randn(6, generator=generator, dtype=torch.float64) for _ in range(2))
+    rewards = torch.tensor([1.0, 0, 0, 1, 0, 1], dtype=torch.float64)
+    mu, pi = theta.log_softmax(0), (theta + 0.5 * moved).log_softmax(0)
+    gradients = torch.eye(6, dtype=torch.float64) - pi.exp()  # ∇_θ log π(a), a row each
+    norms, w = gradients.norm(dim=1), (pi - mu).exp()
+    # An outcome stands in the "group" as often as μ draws it: fold that into the weight
+    best = module.baseline_shift(pi - mu + mu / 2, norms, rewards)
+
+    def variance(b: Tensor) -> float:
+        estimate = (w * (rewards - b))[:, None] * gradients
+        mean = mu.exp() @ estimate
+        return float(mu.exp() @ estimate.square().sum(1) - mean.square().sum())
+
+    others = [variance(best + delta) for delta in (-0.3, -0.1, -0.03, 0.03, 0.1, 0.3)]
+    assert variance(best) < min(others) and variance(best) < variance(mu.exp() @ rewards)
+
+
+def check_ess(module: ModuleType) -> None:
+    """1 on-policy, (Σw)²/(B Σw²) in general, finite for log weights of ±500, where the plain
+    formula gives NaN."""
+    assert torch.isclose(module.ess_ratio(torch.zeros(64)), torch.tensor(1.0))
+    log_w = torch.tensor([0.5, -1.0, 0.1, 2.0], dtype=torch.float64)
+    w = log_w.exp()
+    assert torch.isclose(module.ess_ratio(log_w), w.sum() ** 2 / (w**2).sum() / 4)
+    extreme = torch.tensor([500.0, -500.0, 0.0, 499.0])
+    assert 0.25 < module.ess_ratio(extreme) < 0.5
+    assert torch.isclose(module.ess_ratio(extreme - 700), module.ess_ratio(extreme), rtol=1e-4)
+    released = extreme.exp().sum() ** 2 / (extreme.exp().square().sum() + 1e-8) / 4
+    # No damping at all, exactly when it is needed
+    assert released.isnan() and min(1.0, released.item()) == 1.0
+
+
+def check_what_the_baseline_is_best_for(module: ModuleType) -> None:
+    """All answers of up to three tokens, enumerated; 40 random tasks. b is the best baseline of w
+    g, whose mean is 0, not of the loss's min(w, 8) g/|y|: there it is worse than the group mean in
+    27 of 40 on-policy, in 16 off-policy."""
+    V, T, double = 3, 3, {"dtype": torch.float64}
+    every = [s for n in (1, 2, 3) for s in itertools.product(range(V), repeat=n)]
+    answers = [s for s in every if 0 not in s[:-1] and (s[-1] == 0 or len(s) == T)]  # 0 ends one
+    lengths = torch.tensor([[float(len(s))] for s in answers], **double)
+    # The table's entry of every token: (position, the token before, the token); padding: any
+    entries = [[(t, s[t - 1] if t else V, s[t]) for t in range(len(s))] for s in answers]
+    where = torch.tensor([e + [(0, 0, 0)] * (T - len(e)) for e in entries]).unbind(-1)
+    mask = torch.arange(T) < lengths
+
+    def logps(theta: Tensor) -> Tensor:
+        return (theta.log_softmax(-1)[where] * mask).sum(1)  # [answers]
+
+    def excess(seed: int, distance: float) -> tuple[float, float, float]:
+        """Variance over the least one possible: of w g with b, of the loss's gradient with b and
+        with the mean."""
+        generator = torch.Generator().manual_seed(seed)
+        base, moved = (torch.randn(T, V + 1, V, generator=generator, **double) for _ in range(2))
+        half = torch.full((len(answers),), 0.5, **double)
+        rewards = torch.bernoulli(half, generator=generator)
+        theta = base + distance * moved
+        log_mu, log_w = logps(base), logps(theta) - logps(base)
+        mu = log_mu.exp()  # [answers]
+        g = torch.autograd.functional.jacobian(logps, theta).flatten(1)  # [answers, parameters]
+        b, found = module.baseline_shift(log_w + log_mu / 2, g.norm(dim=1), rewards), []
+        truncated = module.truncated(module.Args(), log_w)
+        for h in (log_w.exp()[:, None] * g, truncated[:, None] * g / lengths):
+
+            def variance(baseline: Tensor, h: Tensor = h) -> Tensor:
+                estimate = (rewards - baseline)[:, None] * h
+                return mu @ estimate.square().sum(1) - (mu @ estimate).square().sum()
+
+            mean, square = mu @ h, mu * h.square().sum(1)
+            best = (square @ rewards - (mu * rewards) @ h @ mean) / (square.sum() - mean @ mean)
+            found += [float(variance(baseline) / variance(best)) for baseline in (b, mu @ rewards)]
+        return found[0], found[2], found[3]
+
+    for distance, worse in ((0.0, 20), (0.5, 10)):
+        plain, ours, mean = torch.tensor([excess(seed, distance) for seed in range(40)]).T
+        assert (plain - 1).abs().max() < 1e-6
+        assert ours.median() > 1.1 and (ours > mean).sum() > worse
+
+
+CHECKS = written_here(globals())
+LOG_WEIGHT = "((logp.detach() - rollout_logp) * mask)"
+AVERAGE = "(logp * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)"
+HEAVY = "2 * log_w + 2 * norms.clamp(min=1e-30).log()"
+ESS = "(2 * log_w.logsumexp(0) - (2 * log_w).logsumexp(0)).exp()"
+MUTANTS = {
+    "mean for sum in the weight": (f"{LOG_WEIGHT}.sum(dim=1)", f"{LOG_WEIGHT}.mean(dim=1)"),
+    "π_old for μ": (
+        "log_w = log_weight(logp, rollout_logp, mask)  # [n]",
+        "log_w = log_weight(logp, old_logp, mask)  # [n]",
+    ),
+    "no cap": (".exp().clamp(max=args.is_cap)", ".exp()"),
+    "no clamp of the log": ("log_w.clamp(-20, 20)", "log_w"),
+    "weight not detached": (LOG_WEIGHT, "((logp - rollout_logp) * mask)"),
+    "sum over tokens": (AVERAGE, "(logp * mask).sum(dim=1)"),
+    "sign": ("return -(weight", "return (weight"),
+    "sample std": (", correction=0)", ")"),
+    "w⁴, near to what was released": ("2 * log_w + 2 * norms", "4 * log_w + 2 * norms"),
+    "norms ignored": (HEAVY, "2 * log_w + 0 * norms"),
+    "weights ignored": ("2 * log_w + 2 * norms", "0 * log_w + 2 * norms"),
+    "ESS in plain space": (ESS, "(log_w.exp().sum() ** 2 / log_w.exp().square().sum())"),
+    "ESS not divided by B": (".exp() / len(log_w)", ".exp()"),
+}
