@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -61,36 +62,40 @@ def holds_a_run(folder: Path) -> bool:
 class Claim:
     """The right to write to a folder, which is made if need be, and unmade if it stays empty.
 
-    One process at a time has it: the kernel gives the lock back when its holder ends, however.
+    `alone`: one process at a time. The kernel gives the lock back when its holder ends, however.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, alone: bool = True):
         self.folder, self.lock = folder, None
         self.made = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            while not self._holds():  # the last holder may have removed the file in between
+            if alone:
                 self._take()
-            os.ftruncate(self.lock, 0)
-            os.write(self.lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            else:  # fails now, not when there is something to lose
+                tempfile.NamedTemporaryFile(dir=folder).close()
         except (BadInput, OSError):
             self.release()
             raise
 
     def _take(self) -> None:
-        self._close()
-        # Python hands no file on: no child keeps the lock.
-        self.lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(self.lock, 300).decode(errors="replace") or "just starting"
-            self._close()  # the file stays: it is not ours
-            what = f"another run writes there ({holder})"
-            raise BadInput(f"--run_dir {self.folder}: {what}") from None
-        except OSError as error:  # some network file systems
-            what = f"cannot be locked ({first_line(error)}): see that no other run writes there"
-            print(f"{self.folder} {what}")
+        while not self._holds():  # the last holder may have removed the file in between
+            self._close()
+            # Python hands no file on: no child keeps the lock.
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            self.lock = os.open(self.folder / LOCK, flags, 0o666)
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.read(self.lock, 300).decode(errors="replace") or "just starting"
+                self._close()  # the file stays: it is not ours
+                what = f"another run writes there ({holder})"
+                raise BadInput(f"--run_dir {self.folder}: {what}") from None
+            except OSError as error:  # some network file systems
+                what = f"cannot be locked ({first_line(error)}): see that no other run writes there"
+                print(f"{self.folder} {what}")
+        os.ftruncate(self.lock, 0)
+        os.write(self.lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
     def _holds(self) -> bool:
         """Whether the lock file in the folder is the one that is open here."""

@@ -133,8 +133,8 @@ class Run:
             import wandb
 
             name = self.folder.name
-            with blame(f"--wandb {a.wandb}"):  # no network, no login: it raises many kinds
-                options = {"name": name, "id": name, "config": self.config, "resume": "allow"}
+            options = {"name": name, "id": name, "config": self.config, "resume": "allow"}
+            with blame(f"--wandb {a.wandb}: does not start"):  # no network, no login
                 self.wandb = wandb.init(project=a.wandb, **options)
         if not a.resume and holds_a_run(self.folder):
             aside = self.claim.renew(self._write_config)
