@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
 from torch.optim import Optimizer
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.distributed import Refused, RunStopped, World, full_parameters, together
 
@@ -169,9 +169,7 @@ def load_checkpoint(
     return step_of(checkpoint), saved["state"]
 
 
-def save_model(
-    policy: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path, world: World
-) -> None:
+def save_model(policy: nn.Module, tokenizer: Tokenizer, folder: Path, world: World) -> None:
     """Write the model in the Hugging Face format: loadable by transformers, vLLM, and `--model`."""
     weights = {}
     for name, full in full_parameters(policy):  # all ranks gather, the first one keeps

@@ -54,8 +54,7 @@ def holds_a_run(folder: Path) -> bool:
     strange = [name for name in sorted(names) if not name.startswith("evaluation-")]
     strange = [name for name in strange if not name.endswith(".partial")]
     if strange and not saved_config(folder):
-        what = f"holds {strange[0]} and no run, give a new or an empty folder"
-        raise BadInput(f"--run_dir {folder}: {what}")
+        raise BadInput(f"--run_dir {folder}: holds {strange[0]} and no run, give an empty folder")
     return bool(names)
 
 
@@ -89,11 +88,10 @@ class Claim:
             except BlockingIOError:
                 holder = os.read(self.lock, 300).decode(errors="replace") or "just starting"
                 self._close()  # the file stays: it is not ours
-                what = f"another run writes there ({holder})"
-                raise BadInput(f"--run_dir {self.folder}: {what}") from None
+                wrong = f"--run_dir {self.folder}: another run writes there ({holder})"
+                raise BadInput(wrong) from None
             except OSError as error:  # some network file systems
-                what = f"cannot be locked ({first_line(error)}): see that no other run writes there"
-                print(f"{self.folder} {what}")
+                print(f"{self.folder}: no lock ({first_line(error)}), keep other runs out of it")
         os.ftruncate(self.lock, 0)
         os.write(self.lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
@@ -112,15 +110,13 @@ class Claim:
     def hold(self) -> None:
         """Stop if the folder was swapped: what is written now would be in another's."""
         if not self._holds():
-            what = "was moved or replaced under this run: nothing more is written to it"
-            raise RunStopped(f"{self.folder} {what}")
+            raise RunStopped(f"{self.folder} was moved or replaced under this run: it stops")
 
     def renew(self, fill: Callable[[Path], None]) -> Path:
         """Move the folder aside, to NAME.1 or the next number; a `fill`ed one takes its place."""
         here, name = self.folder, self.folder.name
         if Path.cwd().is_relative_to(here.resolve()):
-            what = "holds an earlier run, which is not moved from under the shell"
-            raise BadInput(f"--run_dir {here}: {what}")
+            raise BadInput(f"--run_dir {here}: its run is not moved from under the shell")
         new = Claim(here.with_name(f".{name}.{os.getpid()}"))
         try:
             fill(new.folder)
