@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
-from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -114,7 +114,7 @@ def read_share(checkpoint: Path, world: World) -> dict:
 
 
 def newest_whole(folder: Path, world: World, flag: str) -> tuple[Path, dict]:
-    """The newest undamaged checkpoint in `folder`, which `flag` asks for, and this rank's share."""
+    """The newest undamaged checkpoint in `folder`, for which `flag` asks, and this rank's share."""
     found, damaged = [checkpoints(folder)], []
     dist.broadcast_object_list(found)  # all ranks must take the same one
     for checkpoint in reversed(found[0]):
@@ -134,20 +134,18 @@ def newest_whole(folder: Path, world: World, flag: str) -> tuple[Path, dict]:
 
 
 def load_weights(folder: Path, policy: nn.Module, world: World, flag: str) -> int:
-    """Give the policy the weights of the newest whole checkpoint in `folder`; returns its step.
+    """Give the policy the weights of the newest whole checkpoint; returns its step.
 
-    Whatever the algorithm and the number of ranks that wrote it.
+    Any algorithm may have written it, on any number of ranks.
     """
     checkpoint, _ = newest_whole(folder, world, flag)
     weights, shards = get_model_state_dict(policy), dcp.FileSystemReader(checkpoint / "shards")
-    saved = shards.read_metadata().state_dict_metadata
     # Of several models that were saved as one the policy is the first.
-    first = "" if f"policy.{next(iter(weights))}" in saved else "0."
-    named = {first + name: value for name, value in weights.items()}
+    alone = f"policy.{next(iter(weights))}" in shards.read_metadata().state_dict_metadata
+    named = weights if alone else {f"0.{name}": value for name, value in weights.items()}
     what = f"{flag}: {checkpoint} does not fit its model"
     with together(world, Refused, what, CheckpointException):
-        dcp.load({"policy": named}, storage_reader=shards)
-    set_model_state_dict(policy, weights)
+        dcp.load({"policy": named}, storage_reader=shards)  # in place
     return step_of(checkpoint)
 
 

@@ -20,15 +20,14 @@ from common.distributed import CLOSING, BadInput, Refused, RunStopped, World, fi
 from common.flags import broken_rule
 from common.tracking import Run
 
+Stage = Callable[[object, World], None]  # of the flags and the ranks
 
-Program = Callable[[object, World], None]
 
-
-def launch(main: Program, Args: type, prepare: Program | None = None) -> None:
+def launch(main: Stage, Args: type, prepare: Stage | None = None) -> None:
     """Parse the flags, join the ranks, run `main(args, world)`.
 
     Errors meant for people are one line on stderr: exit code 2 for bad input, 1 for a run that had
-    to stop. A program that trains nothing has its own `prepare` in place of `check`.
+    to stop. A program that does not train has a `prepare(args, world)` in place of `check`.
     """
     # Every rank meets the same error: say it once.
     first_rank, world = os.environ.get("LOCAL_RANK", "0") == "0", None
