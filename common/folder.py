@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -61,18 +60,15 @@ def holds_a_run(folder: Path) -> bool:
 class Claim:
     """The right to write to a folder, which is made if need be, and unmade if it stays empty.
 
-    `alone`: one process at a time. The kernel gives the lock back when its holder ends, however.
+    One process at a time has it: the kernel gives the lock back when its holder ends, however.
     """
 
-    def __init__(self, folder: Path, alone: bool = True):
+    def __init__(self, folder: Path):
         self.folder, self.lock = folder, None
         self.made = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if alone:
-                self._take()
-            else:  # fails now, not when there is something to lose
-                tempfile.NamedTemporaryFile(dir=folder).close()
+            self._take()
         except (BadInput, OSError):
             self.release()
             raise

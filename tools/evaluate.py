@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from common.checkpoint import load_weights
+from common.checkpoint import newest_whole, step_of
 from common.data import Problem, load_task, problems, read_set, remarks_on
 from common.distributed import CLOSING, BadInput, Refused, RunStopped, World
 from common.distributed import first_line, global_sum, shard, together
@@ -37,8 +37,11 @@ from common.rollout import make_engine
 from common.tracking import Run
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import tyro
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -173,6 +176,22 @@ def load_sets(
         if dropped := len(rows) - len(found):
             remarks.append(f"{spec}: {dropped} of {len(rows)} prompts too long, dropped")
     return sets, remarks
+
+
+def load_weights(folder: Path, policy: nn.Module, world: World, flag: str) -> int:
+    """Give the policy the weights of the newest whole checkpoint; returns its step.
+
+    Any algorithm may have written it, on any number of ranks.
+    """
+    checkpoint, _ = newest_whole(folder, world, flag)
+    weights, shards = get_model_state_dict(policy), dcp.FileSystemReader(checkpoint / "shards")
+    # Of several models that were saved as one the policy is the first.
+    alone = f"policy.{next(iter(weights))}" in shards.read_metadata().state_dict_metadata
+    named = weights if alone else {f"0.{name}": value for name, value in weights.items()}
+    what = f"{flag}: {checkpoint} does not fit its model"
+    with together(world, Refused, what, CheckpointException):
+        dcp.load({"policy": named}, storage_reader=shards)  # in place
+    return step_of(checkpoint)
 
 
 def main(args: Args, world: World) -> None:
