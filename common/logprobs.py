@@ -14,6 +14,7 @@ from common.distributed import RunStopped, World, global_sum, shard
 from common.routing import Routing
 
 BLOCK_ELEMENTS = 2**26  # logits made at once: 256 MB in float32, whatever the vocabulary
+Pair = tuple[Tensor, Tensor]
 # What a forward and backward pass costs whatever its size, in tokens (embedded model: 150 to 300).
 PASS_TOKENS = 256
 
@@ -29,9 +30,7 @@ class Policy(nn.Module):
         super().__init__()
         self.lm, self.routing = lm, Routing(lm)
 
-    def forward(
-        self, sequences: Tensor, predicts: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, sequences: Tensor, predicts: Tensor, temperature: float) -> Pair:
         """Of each NEXT token that `predicts [n, S]` asks for, along `sequences [n, S]`: two `[M]`.
 
         Sequences are right-padded: with causal attention no real token ever sees a pad, and no
@@ -43,9 +42,7 @@ class Policy(nn.Module):
         return token_logprobs(hidden, self.lm.lm_head.weight, targets, temperature)
 
 
-def token_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
+def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Pair:
     """log softmax(hidden @ weight.T / temperature)[targets], and that softmax's entropy.
 
     hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, entropy `[M]` (nats, without
@@ -74,7 +71,7 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: object, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Pair:
         ctx.save_for_backward(hidden, weight, targets)
         ctx.temperature = temperature
         logp = torch.empty(len(hidden), device=hidden.device)  # [M]
@@ -143,9 +140,7 @@ def micro_batches(batch: Rollout, max_tokens: int, world: World) -> list[Tensor]
     return [torch.tensor(rows, dtype=torch.long, device=batch.tokens.device) for rows in micros]
 
 
-def response_logprobs(
-    policy: nn.Module, batch: Rollout, temperature: float
-) -> tuple[Tensor, Tensor]:
+def response_logprobs(policy: nn.Module, batch: Rollout, temperature: float) -> Pair:
     """log π(token) and entropy of every sampled token: two `[n, T]`, zero on padding."""
     blank, where = torch.zeros_like(batch.mask), batch.mask.bool()  # [n, T]
     if len(batch) == 0:  # other ranks have rows left and wait for our part of FSDP's collectives
@@ -165,9 +160,7 @@ def response_logprobs(
 
 
 @torch.no_grad()
-def all_logprobs(
-    policy: nn.Module, batch: Rollout, args: object, world: World
-) -> tuple[Tensor, Tensor]:
+def all_logprobs(policy: nn.Module, batch: Rollout, args: object, world: World) -> Pair:
     """`response_logprobs` of a whole batch without gradient, in micro-batches: two `[N, T]`.
 
     With a mixture of experts the batch gets a column `trainer_experts`, like the sampler's.
