@@ -8,22 +8,22 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 class Rollout:
-    """N = P·G sampled responses; row i answers prompt i // G. Every attribute is a tensor with N
-    rows.
+    """N = P·G sampled responses; row i answers prompt i // G. Every column is a tensor of N rows.
 
     sequences `[N, S]`      prompt, prefix and response, right-padded
     prompt_len `[N]`        tokens before the sampled response (prefix included)
-    prefix_len `[N]`        how many of those belong to a given response prefix (0 unless the caller gave one)
+    prefix_len `[N]`        how many of those are a given response prefix (0 where none was given)
     tokens `[N, T]`         the sampled tokens, right-padded
     mask `[N, T]`           1.0 on sampled tokens, the EOS that ended them included; 0.0 on padding
     rollout_logp `[N, T]`   log μ(token) at the sampling temperature, as the sampler reports it
     finished `[N]`          False where the length limit cut the response
-    sampler_experts `[N, S, layers, k]`, of a mixture of experts: where the sampler sent each token of `sequences`
-    The trainer attaches its own columns (old_logp, advantages, ...); `rows` selects from all of them. With a column
-    `replayed_experts`, like `sampler_experts`, its forward passes use that routing (`response_logprobs`).
+    sampler_experts `[N, S, layers, k]`  of a mixture of experts: where the sampler sent each token
+
+    The trainer attaches its own columns (old_logp, advantages, ...). With a column
+    `replayed_experts`, like `sampler_experts`, its forward passes use that routing.
     """
 
-    ref_logp: Tensor | None = None  # log π_ref [N, T]; None where the objective has no KL term
+    ref_logp: Tensor | None = None  # log π_ref `[N, T]`; None where the objective has no KL term
 
     def __init__(self, **columns: Tensor):
         vars(self).update(columns)
@@ -45,33 +45,26 @@ class Rollout:
         prefixes: list[list[int]] | None = None,
         experts: list[Tensor] | None = None,
     ) -> Rollout:
-        """The columns, from lists: prompts and prefixes P of them, tokens, log-probs and experts
-        one for each row."""
-        n = len(tokens) // max(1, len(prompts))
-        prompts = [prompt for prompt in prompts for _ in range(n)]  # P -> N
-        prefixes = (
-            [prefix for prefix in prefixes for _ in range(n)] if prefixes else [[]] * len(tokens)
-        )
+        """The columns from lists: a prompt and prefix for each group, all else for each row."""
+        n, prefixes = len(tokens) // max(1, len(prompts)), prefixes or [[]] * len(prompts)
+        given = [pair for pair in zip(prompts, prefixes) for _ in range(n)]  # P -> N
 
         def padded(rows: list, dtype: torch.dtype) -> Tensor:
-            rows = [torch.as_tensor(row, dtype=dtype) for row in rows] or [
-                torch.zeros(0, dtype=dtype)
-            ]
-            return pad_sequence(rows, batch_first=True)[: len(tokens)].to(device)
+            tensors = [torch.as_tensor(row, dtype=dtype) for row in rows or [[]]]
+            return pad_sequence(tensors, batch_first=True)[: len(rows)].to(device)
 
-        routed = {"sampler_experts": padded(experts, torch.int16)} if experts else {}
-        whole = {"dtype": torch.long, "device": device}
+        columns = {"sampler_experts": padded(experts, torch.int16)} if experts else {}
+        sequences = [a + b + c for (a, b), c in zip(given, tokens)]
+        ended = [bool(row) and row[-1] in eos for row in tokens]
         return cls(
-            sequences=padded([a + b + c for a, b, c in zip(prompts, prefixes, tokens)], torch.long),
-            prompt_len=torch.tensor([len(a) + len(b) for a, b in zip(prompts, prefixes)], **whole),
-            prefix_len=torch.tensor([len(prefix) for prefix in prefixes], **whole),
+            sequences=padded(sequences, torch.long),
+            prompt_len=torch.tensor([len(a + b) for a, b in given], dtype=torch.long).to(device),
+            prefix_len=torch.tensor([len(b) for _, b in given], dtype=torch.long).to(device),
             tokens=padded(tokens, torch.long),
             mask=padded([[1.0] * len(row) for row in tokens], torch.float32),
             rollout_logp=padded(logps, torch.float32),
-            finished=torch.tensor(
-                [bool(row) and row[-1] in eos for row in tokens], dtype=torch.bool, device=device
-            ),
-            **routed,
+            finished=torch.tensor(ended, dtype=torch.bool).to(device),
+            **columns,
         )
 
     def rows(self, index: Tensor | slice) -> Rollout:
@@ -83,17 +76,12 @@ class Rollout:
         """The rows of several batches as one batch, padded to the longest."""
 
         def joined(columns: list[Tensor]) -> Tensor:
-            flat = columns[0].dim() == 1
-            return (
-                torch.cat(columns)
-                if flat
-                else pad_sequence([r for c in columns for r in c], batch_first=True)
-            )
+            if columns[0].dim() == 1:
+                return torch.cat(columns)
+            return pad_sequence([row for column in columns for row in column], batch_first=True)
 
-        parts = [part for part in parts if len(part)]  # without rows a batch may lack columns
-        return cls(
-            **{name: joined([getattr(part, name) for part in parts]) for name in vars(parts[0])}
-        )
+        parts = [vars(part) for part in parts if len(part)]  # without rows a batch may lack columns
+        return cls(**{name: joined([part[name] for part in parts]) for name in parts[0]})
 
     def to(self, device: object) -> Rollout:
         """The same batch on that device."""
@@ -104,8 +92,5 @@ class Rollout:
 
     def response_ids(self) -> list[list[int]]:
         """Per row the whole response: given prefix and sampled tokens."""
-        starts = self.prompt_len - self.prefix_len  # [N]
-        return [
-            row[a:b]
-            for row, a, b in zip(self.sequences.tolist(), starts.tolist(), self.ends.tolist())
-        ]
+        starts, ends = (self.prompt_len - self.prefix_len).tolist(), self.ends.tolist()
+        return [row[a:b] for row, a, b in zip(self.sequences.tolist(), starts, ends)]

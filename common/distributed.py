@@ -31,6 +31,27 @@ class RunStopped(RuntimeError):
     """Going on would train on wrong numbers: shown as one line, exit code 1."""
 
 
+@contextlib.contextmanager
+def blame(what: str, kind: type[Exception] = BadInput) -> Iterator[None]:
+    """Any error inside becomes one line for people: "`what` (its first line)".
+
+    For other people's code, which raises many kinds: file formats, tokenizers, hub clients.
+    """
+    try:
+        yield
+    except (BadInput, RunStopped):
+        raise
+    except Exception as error:
+        raise kind(f"{what} ({first_line(error)})") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or of its cause's: what fits into one line."""
+    if isinstance(error, CheckpointException):
+        error, _ = next(iter(error.failures.values()))
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 @dataclass
 class World:
     """Who this process is among the ranks, and the device it computes on."""
@@ -45,47 +66,38 @@ def setup() -> World:
     size, alone = from_environment("WORLD_SIZE", 1, least=1), "MASTER_PORT" not in os.environ
     rank, local_rank = from_environment("RANK", 0, most=size - 1), from_environment("LOCAL_RANK", 0)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank)}
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    host = os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if alone and size > 1:
-        raise BadInput(
-            f"WORLD_SIZE {size} in the environment, but no MASTER_PORT: start several ranks with torchrun"
-        )
+        raise BadInput(f"WORLD_SIZE={size}, but no MASTER_PORT: start several ranks with torchrun")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-        # More only pays above 10M parameters
+        # More only pays above 10M parameters.
         torch.set_num_threads(from_environment("OMP_NUM_THREADS", 1, least=1))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if alone:  # a store inside this process, no port to collide on
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return World(rank, size, device)
     port = from_environment("MASTER_PORT", 0, least=1, most=65535)
-    try:
-        # Ranks may sample for very different times
+    with blame(f"ranks cannot meet at {host}:{port}", RunStopped):
+        # Ranks may sample for very different times: the usual half hour may be too short.
         dist.init_process_group(backend, timeout=timedelta(hours=1))
-    except (RuntimeError, ValueError) as error:
-        raise RunStopped(
-            f"ranks cannot meet at {os.environ['MASTER_ADDR']}:{port} ({first_line(error)})"
-        ) from error
     return World(rank, size, device)
 
 
 def from_environment(name: str, default: int, least: int = 0, most: int = 2**31) -> int:
-    """A whole number that the launcher or the user put into the environment (of OpenMP's list the
-    first)."""
+    """A whole number that the launcher or the user set (of OpenMP's list the first)."""
     text = os.environ.get(name, "").split(",")[0] or str(default)
-    if not text.isdecimal() or not least <= int(text) <= most:
-        raise BadInput(
-            f"{name}={os.environ[name]} in the environment: must be a number from {least} to {most}"
-        )
-    return int(text)
+    if text.isdecimal() and least <= int(text) <= most:
+        return int(text)
+    wrong = f"{name}={os.environ[name]} in the environment"
+    raise BadInput(f"{wrong}: must be a number from {least} to {most}")
 
 
 def shard(policy: nn.Module, world: World, dtype: str, offload: bool = False) -> nn.Module:
-    """FSDP2 in place: every decoder layer a unit, the rest (embedding, final norm, head) the
-    root's.
+    """FSDP2 in place: each decoder layer a unit, the rest (embedding, last norm, head) the root's.
 
     Master weights, gradients and their sums over ranks stay float32; with dtype bfloat16 the
     forward and backward passes run on bfloat16 copies. Every unit gives its gathered copy back
@@ -96,13 +108,9 @@ def shard(policy: nn.Module, world: World, dtype: str, offload: bool = False) ->
     """
     if world.size == 1 and dtype == "float32" and not offload:
         return policy.to(world.device)
-    precision = (
-        MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        if dtype == "bfloat16"
-        else MixedPrecisionPolicy()
-    )
-    mesh = init_device_mesh(world.device.type, (world.size,))
-    how = {"mesh": mesh, "mp_policy": precision, "reshard_after_forward": True}
+    cast = (torch.bfloat16, torch.float32) if dtype == "bfloat16" else ()
+    how = {"mp_policy": MixedPrecisionPolicy(*cast), "reshard_after_forward": True}
+    how["mesh"] = init_device_mesh(world.device.type, (world.size,))
     if offload and world.device.type == "cuda":
         how["offload_policy"] = CPUOffloadPolicy()
     for layer in policy.lm.base_model.layers:
@@ -111,21 +119,25 @@ def shard(policy: nn.Module, world: World, dtype: str, offload: bool = False) ->
 
 
 def full_parameters(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name as in the Hugging Face model, whole tensor), one at a time. All ranks must iterate
-    together."""
+    """(name as in the Hugging Face model, whole tensor), one at a time; all ranks together."""
     for name, parameter in policy.lm.named_parameters():
-        full = parameter.detach()
-        yield name, full.full_tensor() if isinstance(full, DTensor) else full
+        yield name, whole_tensor(parameter.detach())
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """The tensor itself, put together from its shards if it has any; all ranks together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def global_sum(values: dict[str, float | Tensor], world: World) -> dict[str, float]:
-    """Each entry summed over all ranks, in float64; entries named `*_max` take the maximum. Same
-    keys on every rank."""
+    """Each entry summed over all ranks in float64, or the maximum of one named `*_max`.
+
+    Every rank gives the same keys.
+    """
     names = sorted(values, key=lambda name: (name.endswith("_max"), name))
     split = sum(not name.endswith("_max") for name in names)
-    flat = torch.stack(
-        [torch.as_tensor(values[name], dtype=torch.float64, device=world.device) for name in names]
-    )
+    own = {"dtype": torch.float64, "device": world.device}
+    flat = torch.stack([torch.as_tensor(values[name], **own) for name in names])
     for part, operation in ((flat[:split], dist.ReduceOp.SUM), (flat[split:], dist.ReduceOp.MAX)):
         if len(part) and world.size > 1:
             dist.all_reduce(part, op=operation)
@@ -133,8 +145,7 @@ def global_sum(values: dict[str, float | Tensor], world: World) -> dict[str, flo
 
 
 def gather(values: Tensor, world: World) -> Tensor:
-    """The ranks' vectors, of any lengths, end to end in rank order; the same on every rank. For
-    small ones."""
+    """The ranks' vectors, of any lengths, end to end in rank order, on every rank; small ones."""
     parts = [None] * world.size
     dist.all_gather_object(parts, values.cpu())
     return torch.cat(parts).to(values.device)
@@ -144,8 +155,10 @@ def gather(values: Tensor, world: World) -> Tensor:
 def together(
     world: World, kind: type[Exception], what: str, *also: type[BaseException]
 ) -> Iterator[None]:
-    """Work on files inside: where it fails on any rank (OSError or `also`), all raise `kind`,
-    "`what` (the cause)"."""
+    """Work on files inside; where it fails on one rank, all raise `kind`: "`what` (the cause)".
+
+    To fail is to raise an OSError or one of `also`.
+    """
     failure = ""
     try:
         yield
@@ -161,28 +174,24 @@ def together(
 
 
 def scale_gradients(policy: nn.Module, factor: float) -> None:
-    """Multiply every gradient by `factor`: turns accumulated sums into the mean that the objective
-    asks for."""
+    """Multiply every gradient by `factor`: sums become the mean that the objective asks for."""
     for parameter in policy.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(factor)
 
 
 def clip_gradients(policy: nn.Module, max_norm: float) -> float:
-    """Scale the whole gradient, over all shards, to norm `max_norm` at most; return its norm
-    before."""
-    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+    """Scale the gradient, over all shards, to norm `max_norm` at most; returns its norm before."""
+    return whole_tensor(torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm)).item()
 
 
 class StopFlag:
-    """SIGINT, SIGTERM and SIGHUP finish the current step instead of tearing it apart; a second one
-    kills as usual."""
+    """SIGINT, SIGTERM and SIGHUP finish the current step; a second one kills as usual."""
 
     def __init__(self):
         self.raised = False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # Nohup: the user said to go on
+            # Under nohup the user said to go on.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._raise)
 
@@ -190,19 +199,9 @@ class StopFlag:
         self.raised = True
         signal.signal(number, signal.SIG_DFL)
         for output in (1, 2) if number == signal.SIGHUP else ():
-            # The terminal is gone: to write to it would be an error
-            if stat.S_ISCHR(os.fstat(output).st_mode):
+            if stat.S_ISCHR(os.fstat(output).st_mode):  # the terminal is gone: writing would fail
                 os.dup2(os.open(os.devnull, os.O_WRONLY), output)
 
     def anywhere(self, world: World) -> bool:
-        """True on all ranks as soon as one of them was signalled: they must leave the loop at the
-        same step."""
+        """True on all ranks once one was signalled: they must leave the loop at the same step."""
         return global_sum({"stop_max": float(self.raised)}, world)["stop_max"] > 0
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or of its cause's: what fits into an error of one
-    line."""
-    if isinstance(error, CheckpointException):
-        error, _ = next(iter(error.failures.values()))
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

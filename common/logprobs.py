@@ -1,6 +1,6 @@
-"""The trainer's log-probabilities: a policy's forward pass that never holds a full [N, T, V] tensor.
+"""Log-probabilities of the sampled tokens as the trainer computes them, in micro-batches.
 
-In micro-batches of rows of similar length, and held to what the sampler reported.
+No `[N, T, V]` tensor is ever held, and what the sampler reported is checked against them.
 """
 
 import copy
@@ -13,15 +13,13 @@ from common.batch import Rollout
 from common.distributed import RunStopped, World, global_sum, shard
 from common.routing import Routing
 
-# Logits that token_logprobs makes at once: 256 MB in float32, whatever the vocabulary
-BLOCK_ELEMENTS = 2**26
-# What a forward and backward pass costs whatever its size, in tokens (embedded model: 150 to 300)
+BLOCK_ELEMENTS = 2**26  # logits made at once: 256 MB in float32, whatever the vocabulary
+# What a forward and backward pass costs whatever its size, in tokens (embedded model: 150 to 300).
 PASS_TOKENS = 256
 
 
 class Policy(nn.Module):
-    """A causal language model seen as a policy: token ids in, log π(token) and entropy of the asked
-    positions out.
+    """A causal language model as a policy: token ids in, log π(token) and entropy out.
 
     The output head runs inside this module's forward, so that FSDP has gathered its weight when we
     use it by hand.
@@ -34,26 +32,24 @@ class Policy(nn.Module):
     def forward(
         self, sequences: Tensor, predicts: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """`sequences [n, S]` right-padded, `predicts [n, S]` true where the NEXT token is wanted ->
-        two `[M]` vectors.
+        """Of each NEXT token that `predicts [n, S]` asks for, along `sequences [n, S]`: two `[M]`.
 
-        With right padding and causal attention no real token ever sees a pad: no attention mask is
-        needed.
+        Sequences are right-padded: with causal attention no real token ever sees a pad, and no
+        attention mask is needed.
         """
-        hidden = self.lm.base_model(
-            input_ids=sequences, use_cache=False
-        ).last_hidden_state  # [n, S, H]
+        output = self.lm.base_model(input_ids=sequences, use_cache=False)
+        hidden = output.last_hidden_state[predicts]  # [M, H]
         targets = sequences.roll(-1, dims=1)[predicts]  # [M]
-        return token_logprobs(hidden[predicts], self.lm.lm_head.weight, targets, temperature)
+        return token_logprobs(hidden, self.lm.lm_head.weight, targets, temperature)
 
 
 def token_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden @ weight.T / temperature)[targets], and the entropy of that softmax (nats,
-    no gradient).
+    """log softmax(hidden @ weight.T / temperature)[targets], and that softmax's entropy.
 
-    hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, entropy `[M]`, float32.
+    hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, entropy `[M]` (nats, without
+    gradient), both float32.
     """
     return TokenLogprobs.apply(hidden, weight, targets, temperature)
 
@@ -92,13 +88,11 @@ class TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight, targets)
         ctx.temperature = temperature
-        logp, entropy = (
-            torch.empty(len(hidden), device=hidden.device) for _ in range(2)
-        )  # [M], [M]
+        logp = torch.empty(len(hidden), device=hidden.device)  # [M]
+        entropy = torch.empty_like(logp)  # [M]
         for rows in TokenLogprobs.blocks(hidden, weight):
-            logprobs = TokenLogprobs.logits(hidden[rows], weight, temperature).log_softmax(
-                -1
-            )  # [b, V]
+            logits = TokenLogprobs.logits(hidden[rows], weight, temperature)  # [b, V]
+            logprobs = logits.log_softmax(-1)  # [b, V]
             logp[rows] = logprobs.gather(-1, targets[rows, None])[:, 0]
             entropy[rows] = -torch.linalg.vecdot(logprobs.exp(), logprobs)
         ctx.mark_non_differentiable(entropy)
@@ -108,8 +102,7 @@ class TokenLogprobs(torch.autograd.Function):
     def backward(ctx: object, d_logp: Tensor, _: None) -> tuple[Tensor, Tensor, None, None]:
         hidden, weight, targets = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)  # [M, H]
-        # Summed over blocks in float32: in bfloat16 every block's sum would round what came before
-        # it.
+        # Summed over blocks in float32: in bfloat16 every block would round what came before it.
         d_weight = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]
         for rows in TokenLogprobs.blocks(hidden, weight):
             given = hidden[rows], weight, targets[rows], d_logp[rows], ctx.temperature
@@ -131,8 +124,7 @@ def frozen_reference(args: object, lm: PreTrainedModel, world: World) -> Policy 
 
 
 def micro_batches(batch: Rollout, max_tokens: int, world: World) -> list[Tensor]:
-    """Row indices of micro-batches of at most `max_tokens` padded tokens, rows of similar length
-    together.
+    """Row indices of micro-batches of at most `max_tokens` padded tokens, of similar lengths.
 
     The division that costs least, by dynamic programming: a pass costs its padded tokens and
     PASS_TOKENS more. Every rank gets the same number of them, since FSDP's forward and backward
@@ -140,14 +132,13 @@ def micro_batches(batch: Rollout, max_tokens: int, world: World) -> list[Tensor]
     """
     lengths = batch.ends.tolist()
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    # For the `end` shortest rows: least cost, and where the last of their micro-batches starts
+    # For the `end` shortest rows: least cost, and where the last of their micro-batches starts.
     least = [(0, 0)]
     for end in range(1, len(order) + 1):
         longest = lengths[order[end - 1]]
         fit = max(1, min(end, max_tokens // longest))  # rows of this length in one micro-batch
-        least.append(
-            min((least[i][0] + PASS_TOKENS + (end - i) * longest, i) for i in range(end - fit, end))
-        )
+        starts = range(end - fit, end)
+        least.append(min((least[i][0] + PASS_TOKENS + (end - i) * longest, i) for i in starts))
     micros, end = [], len(order)
     while end:  # the longest rows come first: too little memory shows early
         micros.append(order[least[end][1] : end])
@@ -161,79 +152,65 @@ def micro_batches(batch: Rollout, max_tokens: int, world: World) -> list[Tensor]
 
 
 def response_logprobs(
-    policy: torch.nn.Module, batch: Rollout, temperature: float
+    policy: nn.Module, batch: Rollout, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """log π(token) and entropy of every sampled token under `policy`: two `[n, T]`, zero on
-    padding."""
+    """log π(token) and entropy of every sampled token: two `[n, T]`, zero on padding."""
     blank, where = torch.zeros_like(batch.mask), batch.mask.bool()  # [n, T]
-    # Other ranks have rows left and wait for this one's part of FSDP's collectives
-    if len(batch) == 0:
-        pair = torch.zeros(1, 2, dtype=torch.long, device=blank.device)
+    if len(batch) == 0:  # other ranks have rows left and wait for our part of FSDP's collectives
+        pair = torch.zeros(1, 2, dtype=torch.long, device=blank.device)  # [1, 2]
         policy.routing.replay = None
-        logp, entropy = policy(
-            pair, torch.tensor([[True, False]], device=blank.device), temperature
-        )
+        logp, _ = policy(pair, torch.tensor([[True, False]], device=blank.device), temperature)
         return blank.masked_scatter(where, logp), blank
     sequences = batch.sequences[:, : batch.ends.max()]  # [n, S]
-    column = torch.arange(sequences.shape[1], device=sequences.device)  # [S]
-    predicts = (column >= batch.prompt_len[:, None] - 1) & (
-        column < batch.ends[:, None] - 1
-    )  # [n, S]
+    after = torch.arange(1, sequences.shape[1] + 1, device=sequences.device)  # [S]: next columns
+    predicts = (after >= batch.prompt_len[:, None]) & (after < batch.ends[:, None])  # [n, S]
     replayed = getattr(batch, "replayed_experts", None)  # [n, S, layers, k]
-    policy.routing.replay = (
-        None if replayed is None else replayed[:, : sequences.shape[1]].flatten(0, 1)
-    )
+    if replayed is not None:
+        replayed = replayed[:, : sequences.shape[1]].flatten(0, 1)  # [n·S, layers, k]
+    policy.routing.replay = replayed
     logp, entropy = policy(sequences, predicts, temperature)  # [M], [M]
     return blank.masked_scatter(where, logp), blank.masked_scatter(where, entropy)
 
 
 @torch.no_grad()
 def all_logprobs(
-    policy: torch.nn.Module, batch: Rollout, args: object, world: World
+    policy: nn.Module, batch: Rollout, args: object, world: World
 ) -> tuple[Tensor, Tensor]:
     """`response_logprobs` of a whole batch without gradient, in micro-batches: two `[N, T]`.
 
     With a mixture of experts the batch gets a column `trainer_experts`, like the sampler's.
     """
-    logp, entropy = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)  # [N, T]
-    routed = []  # of each micro-batch
-    micros = micro_batches(batch, args.micro_tokens, world)
-    for rows in micros:
+    logp, entropy, routed = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask), None
+    for rows in micro_batches(batch, args.micro_tokens, world):
         logp[rows], entropy[rows] = response_logprobs(policy, batch.rows(rows), args.temperature)
-        if policy.routing.active:
-            recorded = policy.routing.recorded()  # [n·S, layers, k]
-            routed.append(
-                recorded.unflatten(0, (len(rows), -1)) if len(rows) else recorded[None, :0]
-            )
-    if routed:
-        batch.trainer_experts = routed[0].new_zeros(
-            *batch.sequences.shape, *routed[0].shape[2:]
-        )  # [N, S, layers, k]
-        for rows, part in zip(micros, routed):  # [n, S, layers, k]
-            batch.trainer_experts[rows, : part.shape[1]] = part
+        if policy.routing.active and len(rows):
+            part = policy.routing.recorded().unflatten(0, (len(rows), -1))  # [n, S, layers, k]
+            if routed is None:
+                routed = part.new_zeros(*batch.sequences.shape, *part.shape[2:])
+            routed[rows, : part.shape[1]] = part
+    if routed is not None:
+        batch.trainer_experts = routed  # [N, S, layers, k]
     return logp, entropy
 
 
 def check_sampler(batch: Rollout, args: object, world: World) -> dict[str, float]:
-    """Compare the sampler's log-probs with the trainer's on the sampled tokens: the same weights
-    must give the same.
+    """Compare the sampler's log-probs with the trainer's: the same weights must give the same.
 
-    Returns KL(μ ‖ π_old) by the k3 estimator and the mean |log π_old - log μ|; raises when the
-    latter is beyond the tolerance, since every ratio of the run would then be wrong without a word.
+    Returns KL(μ ‖ π_old) by the k3 estimator and the mean |log π_old - log μ|; raises where the
+    latter is beyond the tolerance: every ratio of the run would be wrong without a word.
     """
     precision = {args.dtype, args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype}
-    tolerance = args.sampler_tolerance or (
-        0.1 if "float8" in precision else 0.05 if "bfloat16" in precision else 1e-3
-    )
+    usual = 0.1 if "float8" in precision else 0.05 if "bfloat16" in precision else 1e-3
+    tolerance = args.sampler_tolerance or usual
     gap = (batch.old_logp - batch.rollout_logp) * batch.mask  # [N, T]
-    # Expm1, or rounding would drown the gaps of 1e-6 that are usual here
-    k3 = gap.expm1() - gap  # [N, T]
+    k3 = gap.expm1() - gap  # [N, T]: by expm1, or rounding would drown the usual gaps of 1e-6
     sums = global_sum({"kl": k3.sum(), "gap": gap.abs().sum(), "tokens": batch.mask.sum()}, world)
     mean = sums["gap"] / sums["tokens"]
-    if not mean <= tolerance:
+    if not mean <= tolerance:  # true for NaN
         raise RunStopped(
-            f"sampler and trainer disagree: mean |log π_old - log μ| is {mean:.2g}, tolerance {tolerance:.2g}. Usual "
-            "causes: weights not synced after the last update, a temperature or top-p that only one side applies, "
-            "token ids re-encoded from text, a lower precision on one side (then raise --sampler_tolerance)."
+            f"sampler and trainer disagree: mean |log π_old - log μ| is {mean:.2g}, tolerance "
+            f"{tolerance:.2g}. Usual causes: weights not synced after the last update, a "
+            "temperature or top-p that only one side applies, token ids re-encoded from text, a "
+            "lower precision on one side (then raise --sampler_tolerance)."
         )
     return {"sampler_kl": sums["kl"] / sums["tokens"], "sampler_gap": mean}

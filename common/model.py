@@ -6,67 +6,54 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from common.distributed import BadInput
 
 logging.disable_progress_bar()  # the run has its own
-
-EMBEDDED = {
-    "tiny": Path(__file__).parent / "tiny" / "model",
-    "tiny-moe": Path(__file__).parent / "tiny" / "model-moe",
-}
+TINY = Path(__file__).parent / "tiny"
+EMBEDDED = {"tiny": TINY / "model", "tiny-moe": TINY / "model-moe"}
 
 
 def load_model(name: str, flag: str = "--model") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model (float32 on the CPU, attention by sdpa) and tokenizer, by hub name, local folder, or
-    `tiny`.
+    """Model (float32, on the CPU, attention by sdpa) and tokenizer, by hub name, folder or `tiny`.
 
     Weights are loaded in float32 because they are the optimiser's master copy: at lr 1e-6 an update
     is smaller than the spacing of bfloat16 numbers and would round to nothing. The forward pass
-    casts down (see `distributed.shard`).
+    casts down (see `distributed.shard`). `flag` is named where something is wrong with them.
     """
-    source, close = Path(EMBEDDED.get(name, name)), difflib.get_close_matches(name, EMBEDDED, 1)
+    source = Path(EMBEDDED.get(name, name))
     local = bool(name) and source.is_dir()
-    # Not a hub name either: do not ask the network
-    if not local and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
+    if not local and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):  # no hub name: do not ask there
+        close = difflib.get_close_matches(name, EMBEDDED, 1)
         known = f"use a folder, a hub name (owner/name), {' or '.join(EMBEDDED)}"
-        raise BadInput(
-            f"{flag} {name!r}: no such folder; {f'did you mean {close[0]}?' if close else known}"
-        )
+        advice = f"did you mean {close[0]}?" if close else known
+        raise BadInput(f"{flag} {name!r}: no such folder; {advice}")
     if local and not (any(source.glob("*.safetensors")) and (source / "config.json").is_file()):
         raise BadInput(f"{flag} {name}: the folder holds no config.json with *.safetensors weights")
     logging.set_verbosity_error()  # what transformers only warns about is refused by check_weights
-    options = {
-        "attn_implementation": "sdpa",
-        "output_loading_info": True,
-        "ignore_mismatched_sizes": True,
-    }
+    options = {"attn_implementation": "sdpa", "dtype": torch.float32}
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-        # Where none is, one is made up
+        # Where there is none, transformers makes up one with special tokens alone.
         if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
             raise ValueError("no tokenizer")
-        lm, report = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
+        lm, report = AutoModelForCausalLM.from_pretrained(source, **options)
         check_weights(lm, report)
-    # Transformers, safetensors, tokenizers and the hub's client raise many kinds
-    except Exception as error:
+    except Exception as error:  # transformers, safetensors, tokenizers, the hub's client: any kind
         where = "cannot be loaded" if local else "not a folder, and not loadable from the hub"
         reason = " ".join(str(error).split())[:240] or type(error).__name__
         raise BadInput(f"{flag} {name}: {where} ({reason})") from error
     lm.generation_config.eos_token_id = sorted(eos_ids(lm, tokenizer))
+    # The tokenizer's own limit is often another model's or none.
     positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
-    # Its own is often another model's or none
     tokenizer.model_max_length = positions or tokenizer.model_max_length
-    # Tokens beyond have no meaning to this model
+    # Tokens beyond have no meaning to this model.
     tokenizer.embedded = lm.get_input_embeddings().num_embeddings
-    # Dropout would make the trainer's log-probs another policy's than the sampler's
+    # Dropout would make the trainer's log-probs another policy's than the sampler's.
     for module in lm.modules():
         for attribute in ("p", "attention_dropout", "dropout", "hidden_dropout"):
             if isinstance(getattr(module, attribute, None), float):
@@ -75,39 +62,28 @@ def load_model(name: str, flag: str = "--model") -> tuple[PreTrainedModel, PreTr
 
 
 def check_weights(lm: PreTrainedModel, report: dict) -> None:
-    """Refuse weights that are not those of `config.json`: transformers fills what is missing with
-    random numbers."""
-    wrong = [
-        f"{key} is {tuple(found)}, not {tuple(own)}"
-        for key, found, own in sorted(report["mismatched_keys"])
-    ]
+    """Refuse weights that do not fit `config.json`: transformers makes up what is missing."""
+    mismatched = sorted(report["mismatched_keys"])
+    wrong = [f"{key} is {tuple(found)}, not {tuple(own)}" for key, found, own in mismatched]
     wrong += [f"{key} is missing" for key in sorted(report["missing_keys"])]
-    # A vision tower's weights may be left over, but none of the language model's layers and no
-    # classifier.
-    extra = ("model.layers.", "score.", "classifier.")
-    wrong += [
-        f"{key} has no place" for key in sorted(report["unexpected_keys"]) if key.startswith(extra)
-    ]
+    # A vision tower's weights may be left over, but no layer of the language model, no classifier.
+    parts = ("model.layers.", "score.", "classifier.")
+    extra = sorted(key for key in report["unexpected_keys"] if key.startswith(parts))
+    wrong += [f"{key} has no place" for key in extra]
     if wrong:
         raise ValueError(f"{len(wrong)} weights do not fit its config.json, first: {wrong[0]}")
     head = getattr(lm, "lm_head", None)
-    # `Policy.forward` uses its weight alone
-    if not isinstance(head, nn.Linear) or head.bias is not None:
+    if not isinstance(head, nn.Linear) or head.bias is not None:  # Policy uses its weight alone
         raise ValueError(f"{type(lm).__name__} has no output head lm_head without a bias")
 
 
 def eos_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Every token id that ends a response: chat models often have one in the tokenizer and more in
-    the config."""
+    """Every token id that ends a response: the tokenizer's, and a chat model's config has more."""
     declared = lm.generation_config.eos_token_id
     ids = [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
     if not all(isinstance(one, int | None) for one in ids):
-        raise BadInput(
-            f"--model: generation_config.json names an EOS token that is no number ({declared})"
-        )
-    ids = set(ids) - {None}
-    if not ids:
-        raise BadInput(
-            "--model: neither its tokenizer nor its generation config names an EOS token"
-        )
-    return ids
+        wrong = f"names an EOS token that is no number ({declared})"
+        raise BadInput(f"--model: generation_config.json {wrong}")
+    if ids == [None] * len(ids):
+        raise BadInput("--model: neither tokenizer nor generation config names an EOS token")
+    return set(ids) - {None}

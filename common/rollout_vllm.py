@@ -1,7 +1,5 @@
 """Sampling with vLLM inside the trainer's process: every call to it is here."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator
@@ -18,62 +16,51 @@ from common.routing import why_not_replayed
 
 
 class VLLMEngine:
-    """Samples with vLLM inside the trainer's process: an engine for each rank, or one for
-    `--tensor_parallel` ranks.
+    """Samples with vLLM: an engine for each rank, or one for `--tensor_parallel` ranks.
 
-    Every call to vLLM is in this class. Its weights are replaced in place after each update, so
-    that CUDA graphs and the KV cache's memory stay; only the cached keys and values, which old
-    weights made, are thrown away.
+    Its weights are replaced in place after each update, so that CUDA graphs and the KV cache's
+    memory stay; only the cached keys and values, which old weights made, are thrown away.
     """
 
     def __init__(self, args: object, lm: PreTrainedModel, world: World):
-        cpu = world.device.type == "cpu"
+        cpu, ranks = world.device.type == "cpu", args.tensor_parallel
         dtype = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype
         if cpu and (dtype == "float8" or args.vllm_sleep):
             raise BadInput("--rollout vllm: --rollout_dtype float8 and --vllm_sleep need a GPU")
-        if world.size % args.tensor_parallel:
-            raise BadInput(
-                f"--tensor_parallel {args.tensor_parallel}: does not divide the {world.size} ranks"
-            )
-        # In this process, where weights are handed over without a copy. On a CPU: do not pin all
-        # ranks to one core.
+        if world.size % ranks:
+            raise BadInput(f"--tensor_parallel {ranks}: does not divide the {world.size} ranks")
+        # In this process, where weights are handed over without a copy.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-        os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if cpu else {}
+        os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if cpu else {}  # not all to one core
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         try:
             import vllm
         except ImportError as error:
-            raise BadInput(
-                "--rollout vllm: needs the package (pip install -r requirements.txt), or use --rollout hf"
-            ) from error
+            advice = "needs the package (pip install -r requirements.txt), or use --rollout hf"
+            raise BadInput(f"--rollout vllm: {advice}") from error
         self.SamplingParams, self.world, self.cpu, self.calls = vllm.SamplingParams, world, cpu, 0
         self.eos, self.sleeps = lm.generation_config.eos_token_id, args.vllm_sleep
-        # Else vLLM does not
-        self.reports_experts = not why_not_replayed(lm) and not cpu and args.tensor_parallel == 1
-        # Neighbouring ranks share an engine, as vLLM groups them; a rank's seed differs from those
-        # of other engines.
-        self.seed = args.seed * 100_003 + world.rank // args.tensor_parallel
-        groups = torch.arange(world.size).view(-1, args.tensor_parallel).tolist()
-        self.group = [dist.new_group(ranks, backend="gloo") for ranks in groups][
-            world.rank // args.tensor_parallel
-        ]
+        self.reports_experts = not why_not_replayed(lm) and not cpu and ranks == 1
+        # Neighbouring ranks share an engine, as vLLM groups them; each engine has another seed.
+        self.seed = args.seed * 100_003 + world.rank // ranks
+        groups = torch.arange(world.size).view(-1, ranks).tolist()
+        groups = [dist.new_group(group, backend="gloo") for group in groups]
+        self.group = groups[world.rank // ranks]
         options = {"gpu_memory_utilization": args.vllm_memory, "enable_sleep_mode": args.vllm_sleep}
-        # For --routing_replay r3; a batch scheduled ahead would outlive the cache's reset
-        if self.reports_experts:
+        if self.reports_experts:  # for --routing_replay r3
+            # A batch scheduled ahead would outlive the cache's reset.
             options |= {"enable_return_routed_experts": True, "async_scheduling": False}
-        # Not the router; and Triton's experts, as others leave CUDA graphs stale after a push
         if dtype == "float8":
+            # Triton's experts, as others leave CUDA graphs stale after a push; not the router.
             options |= {"quantization": "fp8_per_channel", "moe_backend": "triton"}
             options |= {"quantization_config": {"ignore": [r"re:.*\.mlp\.gate$"]}}
         if cpu:
-            from vllm import _custom_ops
+            from vllm import _custom_ops as kernels
 
             # By default linear weights are packed at load, and a later push misses what is tied to
             # them (the head).
-            assert hasattr(_custom_ops, "_supports_onednn"), (
-                "this vLLM packs its CPU weights in another way"
-            )
-            _custom_ops._supports_onednn = False
+            assert hasattr(kernels, "_supports_onednn"), "vLLM packs its CPU weights in another way"
+            kernels._supports_onednn = False
             options = {"kv_cache_memory_bytes": 2**28, "enforce_eager": True}
         longest = args.max_prompt_tokens + args.max_new_tokens
         self.llm = vllm.LLM(
@@ -81,17 +68,15 @@ class VLLMEngine:
             skip_tokenizer_init=True,  # token ids in, token ids out
             dtype="bfloat16" if dtype == "float8" else dtype,
             distributed_executor_backend="external_launcher",  # these ranks are the workers
-            tensor_parallel_size=args.tensor_parallel,
+            tensor_parallel_size=ranks,
             seed=self.seed % 2**32,
             max_model_len=min(longest, lm.config.max_position_embeddings),
-            # Of softmax(logits / temperature); the default is before temperature
-            logprobs_mode="processed_logprobs",
+            logprobs_mode="processed_logprobs",  # after temperature; the default is before it
             use_tqdm_on_load=False,
-            # No top-p, top-k or penalty out of the model's own generation config
-            generation_config="vllm",
+            generation_config="vllm",  # no top-p, top-k or penalty out of the model's own
             **options,
         )
-        # VLLM keeps to it, so we must
+        # vLLM keeps to this stream, so we must.
         self.stream = None if cpu else torch.cuda.current_stream(world.device)
         CLOSING.append(self.llm.llm_engine.engine_core.shutdown)
         if self.sleeps:
@@ -119,16 +104,14 @@ class VLLMEngine:
 
     def sync(self, policy: torch.nn.Module) -> None:
         """Push the trainer's weights into the engine, one whole tensor at a time."""
+        weights = {"weights_iterator": checkpoint_parameters(policy)}
         with self._awake("weights"):
-            self.llm.collective_rpc(
-                "reload_weights", kwargs={"weights_iterator": checkpoint_parameters(policy)}
-            )
+            self.llm.collective_rpc("reload_weights", kwargs=weights)
             if self.cpu:
                 self.llm.apply_model(repack_experts)
             if not self.llm.reset_prefix_cache():
-                raise RunStopped(
-                    "vLLM did not drop its prefix cache: keys and values of old weights would be used"
-                )
+                what = "keys and values of old weights would be used"
+                raise RunStopped(f"vLLM did not drop its prefix cache: {what}")
 
     def state_dict(self) -> dict:
         return {"calls": self.calls}
@@ -145,59 +128,42 @@ class VLLMEngine:
         prefixes: list[list[int]] | None = None,
         top_p: float = 1.0,
     ) -> Rollout:
-        """As `HFEngine.generate`. Ranks that share an engine call it together, each with its own
-        prompts."""
+        """As `HFEngine.generate`; ranks that share an engine call it together, each for its own."""
         prefixes = prefixes or [[] for _ in prompts]
-        # By rank of the group: its prompts and prefixes
-        asked = [None] * dist.get_world_size(self.group)
+        asked = [None] * dist.get_world_size(self.group)  # by rank: its prompts and prefixes
         dist.all_gather_object(asked, list(zip(prompts, prefixes)), group=self.group)
-        common = {
-            "n": n,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": 0,
-            "logprobs": 0,
-            "flat_logprobs": True,
-        }
-        common |= {"stop_token_ids": self.eos, "detokenize": False}
-        requests = [
-            {"prompt_token_ids": prompt + prefix} for part in asked for prompt, prefix in part
-        ]
-        budgets = [limit - len(prefix) for part in asked for _, prefix in part]
-        # a seed for each request (its n responses take the next ones): a resumed run draws the same
+        pairs = [pair for part in asked for pair in part]
+        requests = [{"prompt_token_ids": prompt + prefix} for prompt, prefix in pairs]
+        how = {"n": n, "temperature": temperature, "top_p": top_p, "top_k": 0}
+        how |= {"logprobs": 0, "flat_logprobs": True}  # 0: of the sampled token alone
+        how |= {"stop_token_ids": self.eos, "detokenize": False}
+        # A seed for each request (its n responses take the next ones): a resumed run draws alike.
         self.calls += 1
         first_seed = (self.seed * 1_000_003 + self.calls) * 1_000_003
         seeds = range(first_seed, first_seed + n * len(requests), n)
         sampling = [
-            self.SamplingParams(max_tokens=b, seed=s % 2**62, **common)
-            for b, s in zip(budgets, seeds)
+            self.SamplingParams(max_tokens=limit - len(prefix), seed=seed % 2**62, **how)
+            for (_, prefix), seed in zip(pairs, seeds)
         ]
         with self._awake():
             answers = self.llm.generate(requests, sampling, use_tqdm=False) if requests else []
         first = sum(len(part) for part in asked[: dist.get_rank(self.group)])
-        outputs = [
-            out for answer in answers[first : first + len(prompts)] for out in answer.outputs
-        ]
-        tokens = [list(out.token_ids) for out in outputs]
-        experts = (
-            [torch.as_tensor(out.routed_experts) for out in outputs] if self.reports_experts else []
-        )
-        for row, seen in enumerate(experts):  # the last token is never fed back: its place stays 0
+        mine = answers[first : first + len(prompts)]
+        outputs = [output for answer in mine for output in answer.outputs]
+        tokens = [list(output.token_ids) for output in outputs]
+        logps = [output.logprobs.logprobs for output in outputs]
+        experts = []
+        for row, output in enumerate(outputs if self.reports_experts else []):
+            seen = torch.as_tensor(output.routed_experts)
+            # The last token is never fed back: its place stays 0.
             whole = len(prompts[row // n]) + len(prefixes[row // n]) + len(tokens[row])
-            experts[row] = torch.cat([seen, seen.new_zeros(whole - len(seen), *seen.shape[1:])])
-        logps = [out.logprobs.logprobs for out in outputs]  # logprobs=0: of the sampled token alone
-        how = {
-            "prompts": prompts,
-            "prefixes": prefixes,
-            "eos": self.eos,
-            "device": self.world.device,
-        }
-        return Rollout.pack(tokens=tokens, logps=logps, experts=experts, **how)
+            experts.append(torch.cat([seen, seen.new_zeros(whole - len(seen), *seen.shape[1:])]))
+        how = {"prefixes": prefixes, "eos": self.eos, "device": self.world.device}
+        return Rollout.pack(prompts=prompts, tokens=tokens, logps=logps, experts=experts, **how)
 
 
 def checkpoint_parameters(policy: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """`full_parameters` by the names of published checkpoints, which have each expert's matrices on
-    their own."""
+    """`full_parameters` by the names of published checkpoints, where each expert has its own."""
     for name, full in full_parameters(policy):
         if name.endswith(".experts.gate_up_proj"):  # [experts, 2·I, H]
             for i, (gate, up) in enumerate(expert.chunk(2) for expert in full):
@@ -211,8 +177,7 @@ def checkpoint_parameters(policy: torch.nn.Module) -> Iterator[tuple[str, Tensor
 
 
 def repack_experts(model: torch.nn.Module) -> None:
-    """On a CPU vLLM packs experts' weights when it first loads them, and leaves pushed ones
-    unpacked: wrong outputs."""
+    """On a CPU vLLM packs experts' weights at the first load alone: pushed ones need it again."""
     for layer in model.modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
         if kernel is not None:

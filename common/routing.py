@@ -1,4 +1,7 @@
-"""Which experts a mixture-of-experts model sends each token to: recorded, and replayed (minirl)."""
+"""Which experts a mixture-of-experts model sends each token to: recorded, and replayed.
+
+One algorithm's mechanism (minirl's routing replay) in `common`, for both engines and the trainer.
+"""
 
 import copy
 from collections.abc import Callable
@@ -9,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-# Tests/test_routing.py has more
+# For people; tests/test_routing.py has more.
 FAMILIES = "Qwen3-MoE, Qwen3.5-MoE, OLMoE, Mixtral, GPT-OSS, Granite-MoE"
 
 
@@ -19,12 +22,11 @@ def routers(lm: PreTrainedModel) -> list[nn.Module]:
 
 
 class Selection(TorchFunctionMode):
-    """Within it `torch.topk` takes the experts `given` `[tokens, k]`, if any, not the best; `seen`
-    lists what it took.
+    """Within it `torch.topk` takes the experts `given` `[tokens, k]`, if any, not the best.
 
     A router computes scores, takes the top k, and derives the experts' weights from those.
     Replacing only the choice leaves the rest, softmax or sigmoid, before or after the top k, to the
-    model's own code, and the gradient too.
+    model's own code, and the gradient too. `seen` lists what was taken.
     """
 
     def __init__(self, given: Tensor | None = None):
@@ -44,8 +46,7 @@ class Selection(TorchFunctionMode):
 
 
 class Routing:
-    """Records which experts a mixture-of-experts model sends each token to, and can replay a
-    recorded choice.
+    """Records which experts a model sends each token to, and can replay a recorded choice.
 
     Replay fixes the selection only: the experts' weights come from the current scores at the
     recorded indices, so that the router keeps its gradient. Where the model has no experts, or a
@@ -56,8 +57,7 @@ class Routing:
     def __init__(self, lm: PreTrainedModel):
         self.why_not = why_not_replayed(lm)
         self.active = not self.why_not
-        # Of the last forward pass, a layer each: [tokens, k]
-        self.last: list[Tensor] = [None] * len(routers(lm))
+        self.last: dict[int, Tensor] = {}  # by layer, of the last forward pass: [tokens, k]
         self.replay: Tensor | None = None  # [tokens, layers, k], for the forward passes to come
         for layer, router in enumerate(routers(lm) if self.active else []):
             router.forward = partial(self._choose, layer, router.forward)
@@ -71,7 +71,7 @@ class Routing:
 
     def recorded(self) -> Tensor:
         """The last forward pass's choices, `[tokens, layers, k]`, in row order of its inputs."""
-        return torch.stack(self.last, dim=1).to(torch.int16)
+        return torch.stack([self.last[layer] for layer in sorted(self.last)], 1).to(torch.int16)
 
 
 def why_not_replayed(lm: PreTrainedModel) -> str:
@@ -83,25 +83,23 @@ def why_not_replayed(lm: PreTrainedModel) -> str:
 
 
 def replayable(router: nn.Module, width: int) -> bool:
-    """Whether a copy of `router`, on random numbers, follows a replayed choice, and gives the same
-    for its own one."""
+    """Whether a copy of `router`, on random numbers, follows the choices that it is given."""
     generator = torch.Generator().manual_seed(0)  # the run's own random numbers stay as they are
-    # Whatever the original's device and precision
+    # Whatever the original's device and precision.
     probe = copy.deepcopy(router).to_empty(device="cpu").float().eval()
     for values in filter(torch.is_floating_point, (*probe.parameters(), *probe.buffers())):
         values.data = torch.randn(values.shape, generator=generator)
     hidden, given, outputs = torch.randn(8, width, generator=generator), None, []  # [tokens, H]
     try:
         with torch.no_grad():
-            # Freely; its own choice replayed; each token's choice given to the next token
+            # Freely; its own choice replayed; each token's choice given to the next token.
             for step in range(3):
                 with Selection(given) as selection:
                     outputs.append(probe(hidden.clone()))
-                # a router that chooses groups first, or by sorting, cannot be replayed
+                # A router that chooses groups first, or by sorting, cannot be replayed.
                 (chosen,) = selection.seen
                 given = chosen if step == 0 else chosen.roll(1, dims=0)
     except Exception:  # another's code, called with what may not be enough
         return False
-    return all(map(torch.equal, outputs[0], outputs[1])) and any(
-        torch.equal(part, chosen) for part in outputs[2]
-    )
+    free, same, moved = outputs
+    return all(map(torch.equal, free, same)) and any(torch.equal(x, chosen) for x in moved)
