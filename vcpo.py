@@ -63,6 +63,7 @@ Run it:
 from collections import deque  # <own>
 from concurrent.futures import Future, ThreadPoolExecutor  # <own>
 from dataclasses import dataclass
+from functools import partial  # <own>
 from pathlib import Path
 from typing import Annotated, Literal  # <own>
 
@@ -161,8 +162,7 @@ def advantages(rewards: Tensor) -> Tensor:
 
 # <own>
 def log_weight(logp: Tensor, rollout_logp: Tensor, mask: Tensor) -> Tensor:
-    """log w `[n]` of whole responses, each a product over its tokens `[n, T]`: a sum of logarithms,
-    not a mean."""
+    """log w of whole responses `[n]`: the sum over their tokens `[n, T]`, not the mean."""
     return ((logp.detach() - rollout_logp) * mask).sum(dim=1)
 
 
@@ -171,8 +171,13 @@ def truncated(args: Args, log_w: Tensor) -> Tensor:
     return log_w.clamp(-20, 20).exp().clamp(max=args.is_cap)
 
 
+def ess_ratio(log_w: Tensor) -> Tensor:
+    """ρ = ESS/B = (Σ w)² / (B Σ w²) of the weights' logarithms `[B]`, finite for any of them."""
+    return (2 * log_w.logsumexp(0) - (2 * log_w).logsumexp(0)).exp() / len(log_w)
+
+
 def baseline_shift(log_w: Tensor, norms: Tensor, advantages: Tensor) -> Tensor:
-    """The baseline b of a group, in units of its advantages: Σ w²|g|² Â / Σ w²|g|²; of all `[..., G]`.
+    """b of a group, in units of its advantages: Σ w²|g|² Â / Σ w²|g|²; `[..., G]` -> `[...]`.
 
     (R - b)/std = Â - this, since Â is (R - mean)/std. In log space: w² alone overflows after a
     hundred tokens.
@@ -181,85 +186,72 @@ def baseline_shift(log_w: Tensor, norms: Tensor, advantages: Tensor) -> Tensor:
     return (share * advantages).sum(dim=-1)
 
 
-def ess_ratio(log_w: Tensor) -> Tensor:
-    """ρ = ESS/B = (Σ w)² / (B Σ w²) of the weights' logarithms `[B]`, in log space: finite for any
-    of them."""
-    return (2 * log_w.logsumexp(0) - (2 * log_w).logsumexp(0)).exp() / len(log_w)
-
-
 def baseline_shifts(args: Args, policy: Policy, batch: Rollout, world: World) -> Tensor:
-    """`baseline_shift` of each response's group `[n]`, with the weights that the update starts from.
-    All ranks call it together."""
-    groups = batch.advantages.view(-1, args.group_size)  # [P, G]
-    shifts = torch.zeros_like(groups)  # [P, G]
+    """`baseline_shift` of every response's group `[n]`; all ranks call it together."""
+    A = batch.advantages.view(-1, args.group_size)  # [P, G]
+    shifts, unequal = torch.zeros_like(A), (A != 0).any(dim=1)  # [P, G], [P]
     if args.optimal_baseline:
-        open_ = (groups != 0).any(dim=1)  # [P]: where all are equal b is 0, whatever the norms
-        some = batch.rows(open_.repeat_interleave(args.group_size))
-        logp, norms = gradient_norms(policy, some, args, world)  # [n, T], [n]
-        log_w = log_weight(logp, some.rollout_logp, some.mask)  # [n]
-        columns = (x.view(-1, args.group_size) for x in (log_w, norms, some.advantages))  # [P, G]
-        shifts[open_] = baseline_shift(*columns)[:, None]
+        # Where all rewards are equal b is their mean, whatever the norms
+        part = batch.rows(unequal.repeat_interleave(args.group_size))
+        logp, norms = gradient_norms(policy, part, args, world)  # [n, T], [n]
+        log_w = log_weight(logp, part.rollout_logp, part.mask)  # [n]
+        log_w, norms = log_w.view(-1, A.shape[1]), norms.view(-1, A.shape[1])  # [p, G]
+        shifts[unequal] = baseline_shift(log_w, norms, A[unequal])[:, None]
     return shifts.flatten()
 
 
 class Stale:
-    """Batches that wait until they are `lag` updates old, as they are in an asynchronous system.
+    """Batches that wait until they are `lag` updates old, as in an asynchronous system.
 
-    With `--async` one of the lag's batches is not in the queue but being sampled, beside the
-    update; where an evaluation follows, which needs the engine, the next one is sampled in turn.
+    With `--async` one of them is not in the queue but being sampled, beside the update.
     """
 
-    def __init__(self, args: Args, engine: object, world: World):
-        self.args, self.engine, self.world = args, engine, world
-        self.queue: deque[Rollout] = deque()  # sampled, waiting to be trained on
-        self.held = args.lag - args.asynchronous  # batches in it
-        self.ahead: Future | None = None  # the rollout that is being sampled beside the update
+    def __init__(self, engine: object, run: Run):
+        args, self.world, on = run.args, run.world, run.world.device
+        self.args, limits = args, {"n": args.group_size, "limit": args.max_new_tokens}
+        self.generate = partial(engine.generate, temperature=args.temperature, **limits)
+        self.queue: deque[Rollout] = deque()
+        self.held = args.lag - args.asynchronous  # batches in it, once it is full
+        self.ahead: Future | None = None  # the rollout that is sampled beside the update
         if not 0 <= self.held <= args.lag < args.steps:
-            limits = f"must be {int(args.asynchronous)} or more, and below --steps {args.steps}"
-            raise BadInput(f"--lag {args.lag}: {limits}")
-        # Two users of NCCL, or of memory, at once
+            least = f"must be {int(args.asynchronous)} or more, and below --steps {args.steps}"
+            raise BadInput(f"--lag {args.lag}: {least}")
         if args.asynchronous and (args.tensor_parallel > 1 or args.vllm_sleep):
+            # Two users of NCCL, or of memory, at once
             raise BadInput("--async: not together with --tensor_parallel or --vllm_sleep")
         self.thread = ThreadPoolExecutor(1)
         CLOSING.append(self.thread.shutdown)
-        if args.asynchronous and world.device.type == "cuda":
-            # A new thread starts on the first GPU
-            self.thread.submit(torch.cuda.set_device, world.device).result()
+        if args.asynchronous and on.type == "cuda":
+            self.thread.submit(torch.cuda.set_device, on).result()  # a thread starts on GPU 0
             torch.cuda.synchronize()  # what is under way belongs to the old stream
             # The trainer's own: kernels of one stream would take turns
             torch.cuda.set_stream(torch.cuda.Stream())
-
-    def _generate(self, prompts: list[list[int]]) -> Rollout:
-        a = self.args
-        return self.engine.generate(prompts, a.group_size, a.max_new_tokens, a.temperature)
+        elif args.asynchronous:
+            run.say("--async on a CPU: it shows the staleness, not the speed-up")
 
     def sample(self, prompts: list[list[int]]) -> Rollout:
-        """This step's rollout: sampled now, or the one sampled ahead."""
+        """This step's rollout: the one sampled ahead, if there is one."""
         self.was_ahead = self.ahead is not None
-        rollout = self.ahead.result() if self.ahead else self._generate(prompts)
-        self.ahead = None
+        rollout, self.ahead = self.ahead.result() if self.ahead else self.generate(prompts), None
         return rollout
 
     def next(self, rollout: Rollout, step: int) -> Rollout | None:
-        """The batch that is due in this step, in exchange for the one just sampled; None while the
-        queue fills."""
-        self.number = max(1, step - self.held)  # of the batch due, from 1 on
+        """The batch that is due in this step, its `number` from 1 on and `age` in updates; None
+        while the queue fills. `rollout` takes its place at the end."""
+        self.number = max(1, step - self.held)
         rollout.version = torch.full((len(rollout),), self.number - 1 - self.was_ahead)  # [N]
         self.queue.append(rollout)
-        return self.queue.popleft() if len(self.queue) > self.held else None
+        if len(self.queue) <= self.held:
+            return None
+        due = self.queue.popleft()
+        self.age = (self.number - 1 - due.version[0].item()) * self.args.minibatches
+        return due
 
-    def age(self, batch: Rollout) -> int:
-        """Updates between a batch's sampling and this step."""
-        return (self.number - 1 - batch.version[0].item()) * self.args.minibatches
-
-    def overlaps(self, step: int) -> bool:
-        """Whether the next step's rollout is to be sampled beside this step's update."""
-        a = self.args
-        return a.asynchronous and step % a.eval_every != 0 and step < a.steps
-
-    def sample_ahead(self, prompts: list[list[int]]) -> None:
-        """Start sampling the next step's rollout."""
-        self.ahead = self.thread.submit(self._generate, prompts)
+    def sample_ahead(self, prompts: list[list[int]], step: int) -> None:
+        """With `--async`: start on the next step's rollout, unless an evaluation comes first, which
+        needs the engine."""
+        if self.args.asynchronous and step % self.args.eval_every and step < self.args.steps:
+            self.ahead = self.thread.submit(self.generate, prompts)
 
     def wait(self) -> None:
         """Return when nothing is being sampled: the engine may be given new weights."""
@@ -271,11 +263,11 @@ class Stale:
         return {"queue": [vars(waiting) for waiting in self.queue], "ahead": ahead}
 
     def load_state_dict(self, state: dict) -> None:
-        device = self.world.device
-        self.queue.extend(Rollout(**columns).to(device) for columns in state["queue"])
+        on = self.world.device
+        self.queue.extend(Rollout(**columns).to(on) for columns in state["queue"])
         if state["ahead"]:
             self.ahead = Future()
-            self.ahead.set_result(Rollout(**state["ahead"]).to(device))
+            self.ahead.set_result(Rollout(**state["ahead"]).to(on))
 
 
 # </own>
@@ -333,7 +325,7 @@ def main(args: Args, world: World) -> None:
     run = Run(args, world, Path(__file__).stem, ACTED)
     stop = StopFlag()
     done = 0  # steps
-    stale = Stale(args, engine, world)  # <own>
+    stale = Stale(engine, run)  # <own>
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
@@ -341,12 +333,8 @@ def main(args: Args, world: World) -> None:
     engine.sync(policy)
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
     run.start(task, done)
-    # <own>
-    if args.asynchronous and world.device.type == "cpu":
-        run.say("--async on a CPU: it shows the staleness, not the speed-up")
-    if args.optimal_baseline and (part := strange_part(policy)):
-        run.say(f"no batched gradient norms for {part}: one response at a time, ranks in turn")
-    # </own>
+    if args.optimal_baseline and (part := strange_part(policy)):  # <own>
+        run.say(f"no gradient norms in one pass for {part}: one response at a time")  # <own>
     if done == 0:
         with run.clock("evaluate"):
             before = evaluate(engine, task, tokenizer, args, world)
@@ -381,17 +369,16 @@ def main(args: Args, world: World) -> None:
                 rollout.ref_logp, _ = all_logprobs(reference, rollout, args, world)  # [N, T]
             sampler = {} if stale.was_ahead else check_sampler(rollout, args, world)  # <own>
 
-        # <own>
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
-        # fills none is: the step trains on nothing and logs what it sampled.
+        # fills there is none: the step trains on nothing and logs what it sampled.
+        # <own>
         rollout.rewards = rewards.flatten()  # [N]
         due = stale.next(rollout, step)
         if due:
             rollout, rewards = due, due.rewards.view(P, G)  # [P, G]
-            means.add(lag=(stale.age(due), 1))
-        if due and stale.overlaps(step):
+            means.add(lag=(stale.age, 1))
             following = [task.train(cursor + args.prompts_per_step + i) for i in range(P)]
-            stale.sample_ahead([problem.prompt_ids for problem in following])
+            stale.sample_ahead([problem.prompt_ids for problem in following], step)
         # </own>
 
         # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as

@@ -157,7 +157,8 @@ def linear_part(module: nn.Linear, x: Tensor, d: Tensor) -> Tensor:
     else:
         rows = max(1, BLOCK_ELEMENTS // (inner * outer))
         gradients = (d.mT @ x for x, d in zip(x.split(rows), d.split(rows)))  # [r, O, I]
-        found = torch.cat([g.float().square().sum((1, 2)) for g in gradients])
+        norm = partial(torch.linalg.vector_norm, dim=(1, 2), dtype=torch.float32)
+        found = torch.cat([norm(gradient) for gradient in gradients]).square()
     return found if module.bias is None else found + d.float().sum(1).square().sum(1)
 
 
