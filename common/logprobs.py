@@ -64,6 +64,17 @@ class TokenLogprobs(torch.autograd.Function):
         return (hidden @ weight.T).float() / temperature
 
     @staticmethod
+    def d_logits(
+        hidden: Tensor, weight: Tensor, targets: Tensor, d_logp: Tensor, temperature: float
+    ) -> Tensor:
+        """`[b, V]`, in the weight's precision: d log p(target) / d logits = 1{target} - p, times
+        `d_logp`."""
+        p = TokenLogprobs.logits(hidden, weight, temperature).softmax(-1)  # [b, V]
+        d_logits = p.mul_(-d_logp[..., None])  # [b, V]
+        d_logits.scatter_add_(-1, targets[..., None], d_logp[..., None])
+        return (d_logits / temperature).to(weight.dtype)
+
+    @staticmethod
     def blocks(hidden: Tensor, weight: Tensor) -> list[slice]:
         rows = max(1, BLOCK_ELEMENTS // len(weight))
         return [slice(start, start + rows) for start in range(0, len(hidden), rows)]
@@ -91,11 +102,8 @@ class TokenLogprobs(torch.autograd.Function):
         # Summed over blocks in float32: in bfloat16 every block would round what came before it.
         d_weight = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]
         for rows in TokenLogprobs.blocks(hidden, weight):
-            p = TokenLogprobs.logits(hidden[rows], weight, ctx.temperature).softmax(-1)  # [b, V]
-            # d log p(target) / d logits = 1{target} - p
-            d_logits = p.mul_(-d_logp[rows, None])  # [b, V]
-            d_logits.scatter_add_(1, targets[rows, None], d_logp[rows, None])
-            d_logits = (d_logits / ctx.temperature).to(weight.dtype)  # [b, V]
+            given = hidden[rows], weight, targets[rows], d_logp[rows], ctx.temperature
+            d_logits = TokenLogprobs.d_logits(*given)  # [b, V]
             d_hidden[rows] = d_logits @ weight
             d_weight += d_logits.T @ hidden[rows]
         return d_hidden, d_weight.to(weight.dtype), None, None
