@@ -11,11 +11,12 @@ import sys
 
 import pytest
 import torch
-from adapters import ALGORITHMS
 from common import tracking
 from common.tracking import parse
-from conftest import ROOT
-from gpu.shapes import qwen3_1_7b
+
+from tests.adapters import ALGORITHMS
+from tests.gpu.shapes import qwen3_1_7b
+from tests.helpers import ROOT
 
 sys.path.append(str(ROOT / "docs"))
 import memory

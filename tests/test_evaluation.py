@@ -9,7 +9,8 @@ import grpo
 import pytest
 import torch
 from common.evaluation import DECODING, bootstrap, pass_at_k, table
-from test_run import SMALL, run_here
+
+from tests.helpers import SMALL, command, run_here
 
 
 @pytest.mark.parametrize("n", [1, 4, 6])
@@ -163,17 +164,10 @@ def test_bad_sets_are_refused(tmp_path, monkeypatch, capsys, words, sets, messag
     assert message in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
-def test_two_ranks_share_the_problems(tmp_path, command):
+def test_two_ranks_share_the_problems(tmp_path):
     """Every problem once, whichever rank measured it; one table."""
-    ranks = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "grpo.py",
-        "--eval_only",
-    ]
-    run = command(*ranks, "--eval_problems", 7, "--eval_samples", 1, "--run_dir", tmp_path / "run")
+    flags = ["--eval_only", "--eval_problems", 7, "--eval_samples", 1]
+    run = command("grpo", *flags, "--run_dir", tmp_path / "run", ranks=2)
     assert run.returncode == 0 and run.stdout.count("| arithmetic |") == 2, run.stderr[-2000:]
     rows = [
         json.loads(line)

@@ -7,15 +7,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import grpo
 import pytest
 import torch
 from common import model as model_module
 from common.data import encode
 from common.distributed import BadInput, shard
 from common.model import EMBEDDED, Policy, eos_ids, load_model, token_logprobs
-from conftest import ROOT
 from safetensors.torch import load_file, save_file
-from test_run import SMALL, run_here
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
@@ -27,7 +26,7 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-import grpo
+from tests.helpers import ROOT, SMALL, run_here
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

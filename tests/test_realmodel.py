@@ -16,7 +16,8 @@ def test_a_real_model_learns_and_resumes(tmp_path, monkeypatch):
     """SmolLM2-135M on one-digit sums: chat template, text reward, sampler check; 8 steps, then 2
     after a resume."""
     import grpo
-    from test_run import metrics, run_here
+
+    from tests.helpers import metrics, run_here
 
     monkeypatch.setenv("OMP_NUM_THREADS", str(os.cpu_count()))
     flags = [

@@ -5,14 +5,15 @@ import os
 import sys
 from pathlib import Path
 
-import common  # noqa: F401  (before torch)
+import common
 import grpo
 import pytest
 import torch
 from common.distributed import CLOSING, RunStopped, save_model, setup, shard
 from common.model import EMBEDDED, Policy, load_model
 from common.rollout import VLLMEngine, all_logprobs, check_sampler, make_engine
-from test_run import SMALL, metrics
+
+from tests.helpers import SMALL, metrics
 
 pytest.importorskip("vllm", reason="needs vLLM (README, Tests)")
 PROMPTS = ["7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9="]

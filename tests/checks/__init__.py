@@ -16,7 +16,7 @@ from inspect import signature
 from pathlib import Path
 from types import ModuleType
 
-import common  # noqa: F401  (before torch)
+import common
 import torch
 from torch import Tensor
 
@@ -35,7 +35,7 @@ def written_here(namespace: dict) -> list[Callable]:
     return [f for f in ours if f.__module__ == namespace["__name__"]]
 
 
-def damaged(path: Path, old: str, new: str) -> str:
+def replaced(path: Path, old: str, new: str) -> str:
     """A file's text with `old`, which must stand there once, replaced; line breaks inside it are no
     matter, so that a formatter may move them."""
     source, tokens = path.read_text(), re.findall(r"\w+|\s+|.", old.strip())
@@ -49,7 +49,7 @@ def damaged(path: Path, old: str, new: str) -> str:
 
 def mutate(module: ModuleType, old: str, new: str) -> ModuleType:
     """The module with one piece of its source replaced."""
-    source = damaged(Path(module.__file__), old, new)
+    source = replaced(Path(module.__file__), old, new)
     mutant = ModuleType(f"{module.__name__}_mutant")
     sys.modules[mutant.__name__] = mutant  # dataclasses look their module up
     mutant.__file__ = module.__file__
