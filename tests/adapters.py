@@ -3,7 +3,7 @@
 import importlib
 from dataclasses import replace
 
-import common
+import common  # noqa: F401  (before torch)
 from common.reward import MathJudge, arithmetic_reward
 from tools.marks import ROOT, algorithms
 from torch import Tensor

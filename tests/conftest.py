@@ -1,4 +1,4 @@
-"""Shared fixtures. Files are imported from the repository's root, which pytest puts into the path."""
+"""Shared fixtures."""
 
 import os
 
@@ -6,7 +6,7 @@ import pytest
 
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
-import common
+import common  # noqa: F401  (before torch)
 import grpo
 import torch
 import torch.distributed as dist

@@ -3,8 +3,8 @@
 
 MOMENT `log` kills right after step STEP's metrics were written; `save` between the writing of the
 STEPth checkpoint and its renaming; `term`, `int`, `hup` send that signal at step STEP; `lost` kills
-rank 1 alone in the middle of update STEP. An Event in its place is set at step STEP, and the process
-then waits, alive, to be killed.
+rank 1 alone in the middle of update STEP. An Event in its place is set at step STEP, and the
+process then waits, alive, to be killed.
 """
 
 import importlib

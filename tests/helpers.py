@@ -2,9 +2,8 @@
 warm server, and what they leave behind.
 
 `run_here` is `python FILE FLAGS` in this process, where a test can patch things. `forked` calls a
-function in fresh processes, `command` runs a file's command line there: each is forked from one server
-that has imported torch, transformers and all algorithm files, so it starts in a twentieth of a second
-and is a process of its own: it can be killed, and several are ranks.
+function in fresh processes, `command` runs a file's command line there: each is forked from a
+server that has imported torch, transformers and all algorithm files, and starts at once. It is a process of its own: it can be killed, and several are ranks.
 """
 
 import importlib
@@ -21,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import common
+import common  # noqa: F401  (before torch)
 import torch
 from common.tracking import launch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -84,7 +83,7 @@ class Ended:
 
 
 class Forked:
-    """Processes that call `job(*arguments)`, one for each rank. `environment` is added to theirs."""
+    """Processes that call `job(*arguments)`, one for each rank; `environment` is added to theirs."""
 
     def __init__(self, job: Callable, *arguments: object, ranks: int = 1, **environment: str):
         context = multiprocessing.get_context("forkserver")

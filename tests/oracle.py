@@ -25,7 +25,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import common
+import common  # noqa: F401  (before torch)
 import numpy
 import pytest
 import torch
@@ -45,8 +45,9 @@ VOCABULARY = ["<pad>", "<eos>", *"0123456789+-*=;#"]
 EOS, LIMIT, T = 1, 40, 0.7
 P, G, M, K = 8, 4, 2, 2  # prompts, responses, mini-batches a step; branches from a pivot
 SAMPLES = 2  # sampled responses to a held-out problem
-TRAIN = """7*8-9+6= 1+2= 3*3*3= 9-9= 4+5*6= 0*1+2-3= 8*8= 5-6+7*8= 2+2-1= 6*7= 5*5-5= 9+9+9= 3-8= 1*2*3*4= 7+0= 8-2*3=
-    4*4= 6-6+6= 2*9-1= 5+5= 7*7-7= 1-2-3= 9*8+7= 3+4= 8+8*2= 0-1= 6*6*6= 2+3-4= 9*9= 1+1*1=""".split()
+TRAIN = """7*8-9+6= 1+2= 3*3*3= 9-9= 4+5*6= 0*1+2-3= 8*8= 5-6+7*8= 2+2-1= 6*7= 5*5-5= 9+9+9= 3-8=
+    1*2*3*4= 7+0= 8-2*3= 4*4= 6-6+6= 2*9-1= 5+5= 7*7-7= 1-2-3= 9*8+7= 3+4= 8+8*2= 0-1= 6*6*6=
+    2+3-4= 9*9= 1+1*1=""".split()
 HELD_OUT = "2*2= 5-7+1= 8*9-4= 3+3= 6*5+4*3=".split()
 
 
@@ -292,7 +293,9 @@ def task() -> tuple[Task, list[int]]:
         asked.append(index)
         return problem(TRAIN[index % len(TRAIN)])
 
-    judge = lambda texts, answers: [reward(t, a) for t, a in zip(texts, answers)]
+    def judge(texts: list[str], answers: list[str]) -> list[float]:
+        return [reward(text, answer) for text, answer in zip(texts, answers)]
+
     return Task("arithmetic", train, [problem(prompt) for prompt in HELD_OUT], judge), asked
 
 

@@ -3,7 +3,7 @@
 import zlib
 from pathlib import Path
 
-import common
+import common  # noqa: F401  (before torch)
 import torch
 from common.data import Problem, Task
 from common.distributed import World

@@ -448,7 +448,8 @@ def test_a_model_that_cannot_read_the_task_is_named(tmp_path, tiny):
 GYM = """
 class Rows:
     def __getitem__(self, index):
-        return {"question": "?" * (300 if index % 10 == 9 else 1) + str(index), "answer": str(index), "metadata": {}}
+        question = "?" * (300 if index % 10 == 9 else 1) + str(index)
+        return {"question": question, "answer": str(index), "metadata": {}}
     def score_answer(self, answer, entry):
         if answer == "raise":
             raise RuntimeError
@@ -471,7 +472,8 @@ def test_reasoning_gym(tmp_path, monkeypatch):
     (tmp_path / "reasoning_gym").mkdir()
     (tmp_path / "reasoning_gym/__init__.py").write_text(GYM)
     (tmp_path / "reasoning_gym/utils.py").write_text(
-        "def extract_answer(text):\n    return text.partition('<answer>')[2].partition('</answer>')[0] or None\n"
+        "def extract_answer(text):\n"
+        "    return text.partition('<answer>')[2].partition('</answer>')[0] or None\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     spec = importlib.util.spec_from_file_location(

@@ -647,7 +647,8 @@ def test_ctrl_c_during_the_imports(program, tmp_path):
     died = started(
         "-c",
         f"import sys; sys.modules['__main__'].__file__ = {str(main)!r}\nimport common, signal\n"
-        "try:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n    print('alive')",
+        "try:\n    signal.raise_signal(signal.SIGINT)\n"
+        "except KeyboardInterrupt:\n    print('alive')",
     )
     killed = (-signal.SIGINT, "", "interrupted\n")
     assert (died.returncode, died.stdout, died.stderr) == (

@@ -30,8 +30,8 @@ def test_a_real_model_learns_and_resumes(tmp_path, monkeypatch):
         "--run_dir",
         tmp_path / "run",
     ]
-    flags += "--prompts_per_step 8 --minibatches 2 --max_new_tokens 24 --lr 1e-5 --eval_problems 16".split()
-    flags += "--eval_samples 1 --eval_every 100".split()
+    flags += "--prompts_per_step 8 --minibatches 2 --max_new_tokens 24 --lr 1e-5".split()
+    flags += "--eval_problems 16 --eval_samples 1 --eval_every 100".split()
     assert run_here(monkeypatch, grpo.main, *flags, "--steps", 8) == 0
     assert run_here(monkeypatch, grpo.main, *flags, "--steps", 10, "--resume") == 0
     lines = metrics(tmp_path / "run")

@@ -388,7 +388,7 @@ def resized(folder: Path) -> None:
 
 
 def test_two_ranks_do_the_same_work(tmp_path, monkeypatch):
-    """Two gloo ranks: the same prompts, one run folder, resume included; one rank may evaluate it."""
+    """Two gloo ranks: the same prompts, one run folder, resume too; one rank may evaluate it."""
     for extra in (["--steps", 2], ["--steps", 4, "--resume"]):
         run = command("grpo", *SMALL, *extra, "--run_dir", tmp_path / "run", ranks=2)
         assert run.returncode == 0, run.stderr[-3000:]

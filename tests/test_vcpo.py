@@ -1,4 +1,4 @@
-"""VCPO in a run: exact per-response gradients, the queue and its lag, sampling beside the update."""
+"""VCPO in a run: exact per-response gradients, the queue's lag, sampling beside the update."""
 
 import json
 import signal

@@ -16,7 +16,7 @@ from inspect import signature
 from pathlib import Path
 from types import ModuleType
 
-import common
+import common  # noqa: F401  (before torch)
 import torch
 from torch import Tensor
 

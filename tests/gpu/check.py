@@ -22,13 +22,13 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ |= {"HF_HUB_OFFLINE": "1"}
 
-import common
-import torch
-from common.distributed import World, setup, shard
-from common.model import Policy, load_model, token_logprobs
-from common.rollout import HFEngine, Rollout, all_logprobs, response_logprobs
-from gpu.shapes import qwen3_1_7b
-from torch import Tensor
+import common  # noqa: E402, F401  (before torch)
+import torch  # noqa: E402
+from common.distributed import World, setup, shard  # noqa: E402
+from common.model import Policy, load_model, token_logprobs  # noqa: E402
+from common.rollout import HFEngine, Rollout, all_logprobs, response_logprobs  # noqa: E402
+from gpu.shapes import qwen3_1_7b  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 SECONDS = 240  # for a short run
 # FLOP/s, without sparsity
