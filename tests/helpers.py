@@ -3,7 +3,8 @@ warm server, and what they leave behind.
 
 `run_here` is `python FILE FLAGS` in this process, where a test can patch things. `forked` calls a
 function in fresh processes, `command` runs a file's command line there: each is forked from a
-server that has imported torch, transformers and all algorithm files, and starts at once. It is a process of its own: it can be killed, and several are ranks.
+server that has imported torch, transformers and all algorithm files, and starts at once. It is a
+process of its own: it can be killed, and several are ranks.
 """
 
 import importlib
@@ -36,7 +37,7 @@ MORE = {"vcpo": ["--lag", 1], "goldilocks": "--candidates 4 --teacher_batch 8 --
 SECONDS = 240  # after which a process that does not end is killed
 
 
-def module(algorithm: str) -> object:
+def module_of(algorithm: str) -> object:
     """An algorithm file, imported, by its stem."""
     return importlib.import_module(MODULES[algorithm])
 
@@ -83,7 +84,7 @@ class Ended:
 
 
 class Forked:
-    """Processes that call `job(*arguments)`, one for each rank; `environment` is added to theirs."""
+    """Processes that call `job(*arguments)`, one per rank; `environment` is added to theirs."""
 
     def __init__(self, job: Callable, *arguments: object, ranks: int = 1, **environment: str):
         context = multiprocessing.get_context("forkserver")
@@ -91,14 +92,14 @@ class Forked:
         late = "matplotlib.pyplot transformers.models.qwen3.modeling_qwen3 pyparsing.testing"
         late += " transformers.models.qwen3_moe.modeling_qwen3_moe torch.distributed.checkpoint"
         context.set_forkserver_preload(["common", *MODULES.values(), *late.split(), "tests.oracle"])
-        self.said = Path(tempfile.mkdtemp())
+        self.said = tempfile.TemporaryDirectory()
         if ranks > 1:
             with socket.create_server(("127.0.0.1", 0)) as probe:
                 environment["MASTER_PORT"] = str(probe.getsockname()[1])
         self.processes = []
         for rank in map(str, range(ranks)):
             own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(ranks)} if ranks > 1 else {}
-            call = (self.said, environment | own, job, arguments)
+            call = (Path(self.said.name), environment | own, job, arguments)
             self.processes.append(context.Process(target=child, args=call, daemon=True))
             self.processes[-1].start()
 
@@ -115,7 +116,8 @@ class Forked:
                     process.kill()
         for process in self.processes:
             process.join()
-        texts = [(self.said / name).read_text() for name in ("stdout", "stderr")]
+        texts = [Path(self.said.name, name).read_text() for name in ("stdout", "stderr")]
+        self.said.cleanup()
         return Ended([process.exitcode for process in self.processes], *texts)
 
 

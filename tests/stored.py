@@ -12,7 +12,7 @@ from common.reward import arithmetic_reward
 from common.rollout import HFEngine, Rollout
 from common.tiny import arithmetic
 
-from tests.helpers import module as algorithm_module
+from tests.helpers import module_of
 
 PROMPTS = ["7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9=", "4+5*6=", "0*1+2-3=", "8*8=", "5-6+7*8-9="]
 G = 4
@@ -70,7 +70,7 @@ def gradients(
 ) -> torch.Tensor:
     """Each mini-batch's gradient, before clipping, of the file's own `main` on a stored rollout; lr
     is next to 0."""
-    module = algorithm_module(name)
+    module = module_of(name)
     recompute, norm = module.all_logprobs, module.clip_gradients
     encode = load_model("tiny")[1]
     problems = [

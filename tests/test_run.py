@@ -25,7 +25,7 @@ from tests.helpers import (
     assert_same_run,
     command,
     metrics,
-    module,
+    module_of,
     run_here,
     started,
 )
@@ -38,7 +38,7 @@ STEPS = {"vcpo": 35, "goldilocks": 20}
 def test_resume_after_a_kill_is_bit_exact(algorithm, tmp_path, monkeypatch):
     """6 steps at once, against 6 steps with a SIGKILL after the 5th (checkpoint at 4): weights,
     moments, metrics."""
-    flags, main = [*SMALL, *MORE.get(algorithm, []), "--steps", 6], module(algorithm).main
+    flags, main = [*SMALL, *MORE.get(algorithm, []), "--steps", 6], module_of(algorithm).main
     assert run_here(monkeypatch, main, *flags, "--run_dir", tmp_path / "whole") == 0
     if algorithm == "grpo":  # one for the others from the very beginning: a real `python grpo.py`
         killed = started(
@@ -113,7 +113,7 @@ def learn(tmp_path: Path, monkeypatch, main, *flags: object) -> dict:
 def test_a_short_run_learns(algorithm, tmp_path, monkeypatch, capsys):
     """16 default steps: greedy from 0.34 to at least 0.85, longer responses, and the run folder is
     complete."""
-    result = learn(tmp_path, monkeypatch, module(algorithm).main)
+    result = learn(tmp_path, monkeypatch, module_of(algorithm).main)
     assert result["greedy_before"] < 0.5 and result["greedy_after"] > 0.85
     assert result["sampled_after"] > result["sampled_before"] + 0.08
     lengths = [line["response_len"] for line in result["metrics"][1:]]
@@ -281,7 +281,7 @@ OUT_OF_RANGE = [
     ids=[" ".join(x[:2])[:40] for x in OUT_OF_RANGE],
 )
 def test_every_file_checks_its_own_flags(algorithm, flags, message, tmp_path, monkeypatch, capsys):
-    main = module(algorithm).main
+    main = module_of(algorithm).main
     assert run_here(monkeypatch, main, *flags.split(), "--run_dir", tmp_path / "run") == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert message in said and not (tmp_path / "run").exists()
