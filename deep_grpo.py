@@ -3,17 +3,16 @@
 Guo et al., "Deep Dense Exploration for LLM Reinforcement Learning via Pivot-Driven Resampling",
 2026, arXiv 2602.14169.
 
-Objective, token-means over two streams, the main responses and the branches, with r = π_θ(y_t) /
-π_old(y_t):
+Objective, token-means over main responses and over branches, with r = π_θ(y_t) / π_old(y_t):
 
-    J = 1/T_main Σ_main l_t + λ 1/T_branch Σ_branch l_t - β (mean k3 over main + mean k3 over branches)
-    l_t = min(r Â, clip(r, 1-ε, 1+ε) Â)
-    Â of a main response:  R - mean R of its group's G responses;   Â of a branch:  R - mean R of its K siblings
-    a failed response is cut after segment i:  Q(i) ∝ σ(u d_i + v) d_i^γ,     d_i = (i+1) / (segments + 1),  i >= 0
+    J = 1/T_main Σ_main l + λ 1/T_branch Σ_branch l - β (mean k3 over main + mean k3 over branches)
+    l = min(r Â, clip(r, 1-ε, 1+ε) Â)
+    Â = R - mean R,   of a main response over its group of G, of a branch over its K siblings
+    a failed response is cut after segment i:  Q(i) ∝ σ(u d_i + v) d_i^γ,   d_i = (i+1)/(segments+1)
 
 Gradient weight on ∇ log π_θ(y_t), before each stream's average:
 
-    main: M r Â + β (π_ref/π_θ - 1),   branch: λ M r Â + β (π_ref/π_θ - 1),   prefix of a branch: 0
+    main: M r Â + β (π_ref/π_θ - 1),  branch: λ M r Â + β (π_ref/π_θ - 1),  a branch's prefix: 0
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
 Sampling more responses from the start finds more of what is found anyway. A failed response has
@@ -47,62 +46,45 @@ Differs from the paper in:
    token ".".
 
 Run it:
-    torchrun deep_grpo.py                               # laptop: embedded model and task, a few minutes, no download
-    torchrun deep_grpo.py --branch_weight 0             # the control: branches keep their KL term, β 1e-4, alone
-    torchrun --nproc_per_node=8 deep_grpo.py --model Qwen/Qwen2.5-Math-1.5B --task math --boundary . \\
-        --prompts_per_step 64 --minibatches 1 --min_branches 128 --max_new_tokens 3072 --lr 1e-6 \\
-        --gradient_checkpointing                # the paper's batch and lengths, on all of MATH's training set
-    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 deep_grpo.py ...  # several
+    torchrun deep_grpo.py                                   # laptop, a few minutes, no download
+    torchrun deep_grpo.py --branch_weight 0 # the control: of branches only the KL term, β 1e-4
+    # the paper's batch and lengths, on all of MATH's training set
+    torchrun --nproc_per_node=8 deep_grpo.py --model Qwen/Qwen2.5-Math-1.5B --task math \\
+        --boundary . --prompts_per_step 64 --minibatches 1 --min_branches 128 \\
+        --max_new_tokens 3072 --lr 1e-6 --gradient_checkpointing
+    # several nodes
+    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
+        deep_grpo.py ...
 """
 
-import copy  # <own>
 import random  # <own>
 from collections import deque  # <own>
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import common  # noqa: F401  (before torch: it sets how OpenMP waits)
-import torch
+from common.batch import Rollout  # <own>
+from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.data import load_task
-from common.distributed import (
-    BadInput,  # <own>
-    StopFlag,
-    World,
-    clip_gradients,
-    gather,  # <own>
-    global_sum,
-    load_checkpoint,
-    save_checkpoint,
-    save_model,
-    scale_gradients,
-    shard,
-)
-from common.evaluation import benchmark, evaluate
-from common.flags import Betas, Count, NonNegative, Part, Positive, Seed, Temperature, Whole
+from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
+from common.distributed import BadInput, gather  # <own>
+from common.evaluation import evaluate
+from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.flags import Exponent  # <own>
-from common.model import Policy, load_model
-from common.rollout import Rollout  # <own>
-from common.rollout import (
-    all_logprobs,
-    check_sampler,
-    make_engine,
-    micro_batches,
-    response_logprobs,
-)
-from common.tracking import Means, Run, launch
+from common.launch import launch
+from common.logprobs import Policy, all_logprobs, check_sampler, frozen_reference
+from common.logprobs import micro_batches, response_logprobs
+from common.model import load_model
+from common.rollout import make_engine
+from common.tracking import Means, Run
+import torch
 from torch import Tensor
 
 
 @dataclass
-class Args:
+class Args(Flags):
     model: str = "tiny"
     """Hub name, local folder, or `tiny`, the embedded model."""
-    task: str = "arithmetic"
-    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or
-    reasoning_gym:<name>."""
-    seed: Seed = 1
-    """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     steps: Count = 150
     """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
     prompts_per_step: Count = 16
@@ -125,28 +107,8 @@ class Args:
     """Steps between two checkpoints (ours)."""
     save_hf: bool = False
     """Write the final model in the Hugging Face format, to `model` in the run folder."""
-    eval_only: bool = False
-    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest
-    checkpoint."""
     resume: bool = False
     """Go on from the newest checkpoint in the run folder, to the bit."""
-    run_dir: str = ""
-    """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
-    rollout: Literal["auto", "vllm", "hf"] = "auto"
-    """Sampling engine in this process: vLLM or transformers (auto: vllm on GPUs, else hf)."""
-    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
-    """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
-    rollout_rows: Count = 1024
-    """Responses the hf engine decodes at once: lower it when the KV cache does not fit (ours)."""
-    vllm_memory: Part = 0.3
-    """Share of each GPU's memory that vLLM takes, weights included (ours)."""
-    vllm_sleep: bool = False
-    """Park vLLM's weights on the CPU while the trainer computes."""
-    tensor_parallel: Count = 1
-    """Neighbouring ranks that share one vLLM engine."""
-    sampler_tolerance: NonNegative = 0.0
-    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16
-    0.05, float8 0.1)."""
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 5
@@ -163,31 +125,12 @@ class Args:
     are float32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
-    eval_task: str = ""
-    """Set to measure on, or several with --eval_only (default: the task's own test split, or
-    problems held back)."""
-    eval_problems: Count = 256
-    """Held-out problems (ours)."""
-    eval_samples: Count = 4
-    """Sampled responses to each held-out problem, beside the greedy one (ours)."""
-    max_prompt_tokens: Count = 1024
-    """Longer prompts are dropped at load (ours)."""
-    instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
-    """Appended to every text prompt."""
-    prompt_column: str = "prompt"
-    """Column of a local file that holds the prompt."""
-    answer_column: str = "answer"
-    """Column of a local file that holds the reference answer."""
-    wandb: str = ""
-    """Weights & Biases project to log to as well (needs the package)."""
     clip_low: NonNegative = 0.2
     """ε below 1 (ours: DeepSeekMath gives none, PPO's value)."""
     clip_high: NonNegative = 0.2
     """ε above 1 (ours; DAPO and STAPO widen it to 0.28)."""
     beta: NonNegative = 1e-4  # <own>
     """β of the KL term; 0 loads no reference model (paper)."""
-    offload_reference: bool = False  # <own>
-    """Keep the reference model's shards in CPU memory."""
     boundary: str = ";"  # <own>
     """Text that ends a segment of a response: a token that ends in it is a place to branch (paper:
     `.`)."""
@@ -203,10 +146,9 @@ class Args:
 
 def advantages(rewards: Tensor) -> Tensor:
     """Mean-centred: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [0.75, -0.25, -0.25, -0.25]."""
-    # Equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
+    # Equal rewards become exactly 0 first: the mean of eight 0.3 is not quite 0.3.
     rewards = rewards - rewards[:, :1]  # [P, G]
-    # The group's mean is the baseline
-    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
     return centred  # <own>
 
 
@@ -268,16 +210,26 @@ def fit_success(feedback: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 # </own>
+# The metrics that show the mechanism at work; the first stays 0 while it does nothing.
+# <own>
+ACTED = {
+    "branches_used": "branches in the batch",
+    "groups_rescued": "failed groups saved by a branch (share)",
+    "extra_tokens": "tokens of branches per main token",
+}
+# </own>
+
+
 def policy_loss(
     args: Args,
     *,
     logp: Tensor,
     old_logp: Tensor,
     rollout_logp: Tensor,
+    ref_logp: Tensor | None,
     entropy: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    ref_logp: Tensor | None = None,  # <own>
     branch: Tensor | None = None,  # <own>
     balance: float | None = None,  # <own>
 ) -> tuple[Tensor, Tensor, dict]:
@@ -295,33 +247,26 @@ def policy_loss(
     main_tokens, branch_tokens = lengths @ (1 - branch), lengths @ branch  # [], []
     if balance is None:
         balance = main_tokens / branch_tokens.clamp(min=1)
-    # </own>
-    # <own>
-    # R, 1 (but for rounding) until this rollout's first optimiser step
-    ratio = (logp - old_logp).exp()  # [n, T]
+    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 until the first optimiser step of a rollout
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can
     # be brought back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    # Λ on branches  # <own>
-    objective = objective * (1 + (args.branch_weight - 1) * branch)[:, None]  # [n, T]  # <own>
-    # M = 0
-    cut = ((A > 0) & (ratio > 1 + args.clip_high)) | (
-        (A < 0) & (ratio < 1 - args.clip_low)
-    )  # [n, T]
+    objective = (
+        objective * (1 + (args.branch_weight - 1) * branch)[:, None]
+    )  # [n, T]: λ on branches
+    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
+    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
     stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
     if args.beta > 0:
-        # log(π_ref/π_θ), in this direction; reversed it estimates another KL
-        log_ref_ratio = ref_logp - logp  # [n, T]
+        log_ref_ratio = ref_logp - logp  # [n, T]: in this direction; reversed it is another KL
         k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
         objective = objective - args.beta * k3  # [n, T]
         stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
-    # <own>
     # The caller divides by T_main; times T_main / T_branch first, the branches are averaged over
     # their own tokens.
     per_response = (objective * mask).sum(dim=1) * (1 + (balance - 1) * branch)  # [n]
     return -per_response.sum(), main_tokens, stats
-    # </own>
     # </own>
 
 
@@ -330,18 +275,13 @@ def main(args: Args, world: World) -> None:
     lm, tokenizer = load_model(args.model)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
-    if args.beta > 0:  # <own>
-        reference = shard(
-            Policy(copy.deepcopy(lm)), world, args.dtype, args.offload_reference
-        ).requires_grad_(False)
-    # </own>
+    reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
     policy = shard(Policy(lm), world, args.dtype)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True
-    )
-    run = Run(args, world, Path(__file__).stem, acted="branches_used")  # <own>
+    decay = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
+    run = Run(args, world, Path(__file__).stem, ACTED)
     stop = StopFlag()
     done = 0  # steps
     # <own>
@@ -363,10 +303,7 @@ def main(args: Args, world: World) -> None:
         engine.load_state_dict(state["engine"])
         feedback.extend(state["feedback"])  # <own>
     engine.sync(policy)
-    if args.eval_only:
-        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
-    # P: this rank's share of the prompts
-    P, G = args.prompts_per_step // world.size, args.group_size
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
     run.start(task, done)
     if done == 0:
         with run.clock("evaluate"):
@@ -381,9 +318,8 @@ def main(args: Args, world: World) -> None:
         with run.clock("rollout"):
             cursor = (step - 1) * args.prompts_per_step + world.rank * P
             problems = [task.train(cursor + i) for i in range(P)]
-            rollout = engine.generate(
-                [p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature
-            )
+            prompts = [problem.prompt_ids for problem in problems]
+            rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)
             N = len(rollout)  # P·G rows, a group's G rows side by side
 
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
@@ -440,9 +376,8 @@ def main(args: Args, world: World) -> None:
         # moved, and how the engines differ (minirl.py is about that).
         with run.clock("old_logp"):
             rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
-            if args.beta > 0:  # <own>
+            if reference:
                 rollout.ref_logp, _ = all_logprobs(reference, rollout, args, world)  # [N, T]
-            # </own>
             sampler = check_sampler(rollout, args, world)
 
         # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as
@@ -466,40 +401,34 @@ def main(args: Args, world: World) -> None:
                 denominator = 0.0
                 for rows in micro_batches(minibatch, args.micro_tokens, world):
                     micro = minibatch.rows(rows)
-                    logp, entropy = response_logprobs(
-                        policy, micro, args.temperature
-                    )  # [n, T], [n, T]
+                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
                     loss, count, stats = policy_loss(
                         args,
                         logp=logp,
                         old_logp=micro.old_logp,
                         rollout_logp=micro.rollout_logp,
+                        ref_logp=micro.ref_logp,
                         entropy=entropy,
                         advantages=micro.advantages,
                         mask=micro.mask,
-                        ref_logp=micro.ref_logp if args.beta > 0 else None,  # <own>
                         branch=micro.branch,  # <own>
                         balance=streams["main"] / max(1.0, streams["branch"]),  # <own>
                     )
                     loss.backward()  # sums: gradients add up over micro-batches
                     denominator = denominator + count
-                    means.add(
-                        loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats
-                    )
+                    means.add(loss=(loss, count), **stats)
+                    means.add(entropy=(entropy.sum(), micro.mask.sum()))
                 # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their
                 # number it is the sum over all ranks; divided by what they counted together, the
                 # mean that the objective asks for.
-                scale_gradients(
-                    policy, world.size / global_sum({"count": denominator}, world)["count"]
-                )
+                denominator = global_sum({"count": denominator}, world)["count"]
+                scale_gradients(policy, world.size / denominator)
                 norm = clip_gradients(policy, args.grad_clip)
-                # Not NaN, not infinite: one such step would end the run
+                # Neither NaN nor infinite: one such step would end the run. All ranks skip together
+                # (their shares add up to one).
                 healthy = run.healthy(norm, minibatch)
-                # All ranks skip together: their shares add up to one.
-                means.add(
-                    grad_norm=(norm if healthy else 0.0, healthy),
-                    skipped=((not healthy) / world.size, None),
-                )
+                means.add(grad_norm=(norm if healthy else 0.0, healthy))
+                means.add(skipped=((not healthy) / world.size, None))
                 if healthy:
                     optimizer.step()
                 optimizer.zero_grad()
@@ -532,21 +461,20 @@ def main(args: Args, world: World) -> None:
         # </own>
         means.add(
             reward=(rewards.sum(), N),
-            # All equal: no reward gradient
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient
             response_len=(tokens, N),
             truncated=((~rollout.finished[:N]).sum(), N),  # <own>
             tokens=(tokens + branch_tokens, None),  # <own>
-            # Answers so far that broke the judge's bounds
-            judge_killed=(getattr(task.judge, "killed", 0), None),
+            judge_killed=(task.killed, None),  # answers so far that broke the judge's bounds
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         metrics |= {"fit_u": u, "fit_v": v} if v < float("inf") else {}  # <own>
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
-        # Before the checkpoint: a kill in between costs a line that will be written again
-        run.log(step, metrics)
+        run.log(
+            step, metrics
+        )  # before the checkpoint: a kill in between costs a line, written again
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):

@@ -3,30 +3,31 @@
 Mahrooghi, Lotfi, Abbe (EPFL, Apple), "Goldilocks RL: Tuning Task Difficulty to Escape Sparse
 Rewards for Reasoning", 2026, arXiv 2602.14868.
 
-The student's objective on the prompts q it is given is GRPO's:
+Objective, GRPO's, on prompts q that a teacher f chooses, each as the best of K candidates:
 
-    J = 1/G Σ_i 1/|y_i| Σ_t { min(r Â_i, clip(r, 1-ε, 1+ε) Â_i) - β k3 },     Â_i = (R_i - mean R) / std R
-
-New is which prompts those are. With p the student's chance to solve q, for rewards 0 or 1,
-on-policy, with a group without end and β = 0,
-
-    |∇J_q| = sqrt(p (1-p)) · | E[ĝ | right] - E[ĝ | wrong] |,     ĝ = ∇ log π(y) / |y|     (without std: p (1-p) · ...)
-
-The first factor is 0 for a prompt always or never solved, and largest at p = 1/2. (The second
-depends on p, too: the product need not peak there. If k equal steps must all succeed it does at p =
-0.38 for k = 2, at 0.22 for k = 30.) The teacher predicts the first factor from the text alone, by
-squared error on sqrt(p̂ (1-p̂)) of the student's own groups:
-
-    f(q) = 1/2 σ(u · mean_t h_t(q) + v),     h: last hidden states of a causal language model
+    J = 1/G Σ_i 1/|y_i| Σ_t { min(r Â_i, clip(r, 1-ε, 1+ε) Â_i) - β k3 }
+    Â_i = (R_i - mean R) / std R
+    q = argmax f over K candidates,     f(q) = 1/2 σ(u · mean_t h_t(q) + v)
+    f is fitted to sqrt(p̂ (1-p̂)),     p̂ the share of right answers in q's own group
 
 Gradient weight on ∇ log π_θ(y_t), before the two averages:
 
-    M r Â + β (π_ref/π_θ - 1),     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
+    M r Â + β (π_ref/π_θ - 1)
+    M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
+
+Why that is what f predicts: with p the student's chance to solve q, for rewards 0 or 1, on-policy,
+with a group without end and β = 0,
+
+    |∇J_q| = sqrt(p (1-p)) · | E[ĝ | right] - E[ĝ | wrong] |,     ĝ = ∇ log π(y) / |y|
+
+(without std: p (1-p) · ...). The first factor is 0 for a prompt always or never solved, and largest
+at p = 1/2. (The second depends on p, too: the product need not peak there. If k equal steps must
+all succeed it does at p = 0.38 for k = 2, at 0.22 for k = 30.) The teacher predicts the first from
+the text alone, by the last hidden states h_t of a causal language model, with squared error.
 
 For each slot of the batch K candidates are drawn and the one of the largest f(q) is taken, or with
 probability η a random one. No prompt needs a history: the teacher can judge one that was never
 tried.
-
 Differs from grpo.py in:
 1. The choice of prompts, before the rollout; the teacher's update, after the rewards. The teacher
    is a second model with an optimiser of its own, sharded over the ranks and saved like the policy.
@@ -41,14 +42,17 @@ Differs from the paper in:
    come back.
 
 Run it:
-    torchrun goldilocks.py                              # laptop: embedded model and task, two minutes, no download
-    torchrun goldilocks.py --explore 1                  # the same with prompts drawn uniformly
-    torchrun --nproc_per_node=8 goldilocks.py --model Qwen/Qwen2.5-1.5B --task math --teacher_lr 1e-5 \\
-        --prompts_per_step 64 --group_size 16 --max_new_tokens 2048 --lr 1e-6 --gradient_checkpointing       # one node
-    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 goldilocks.py ... # several
+    torchrun goldilocks.py                                  # laptop, two minutes, no download
+    torchrun goldilocks.py --explore 1                      # the same, prompts drawn uniformly
+    # one node
+    torchrun --nproc_per_node=8 goldilocks.py --model Qwen/Qwen2.5-1.5B --task math \\
+        --teacher_lr 1e-5 --prompts_per_step 64 --group_size 16 --max_new_tokens 2048 --lr 1e-6 \\
+        --gradient_checkpointing
+    # several nodes
+    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
+        goldilocks.py ...
 """
 
-import copy  # <own>
 import math  # <own>
 import random  # <own>
 from collections import deque  # <own>
@@ -56,47 +60,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import common  # noqa: F401  (before torch: it sets how OpenMP waits)
-import torch
+from common.batch import Rollout  # <own>
+from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.data import encode, load_task  # <own>
-from common.distributed import (
-    BadInput,  # <own>
-    StopFlag,
-    World,
-    clip_gradients,
-    gather,  # <own>
-    global_sum,
-    load_checkpoint,
-    save_checkpoint,
-    save_model,
-    scale_gradients,
-    shard,
-)
-from common.evaluation import benchmark, evaluate
-from common.flags import Betas, Count, NonNegative, Part, Positive, Seed, Temperature, Whole
+from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
+from common.distributed import BadInput, gather  # <own>
+from common.evaluation import evaluate
+from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.flags import Share  # <own>
-from common.model import Policy, load_model
-from common.rollout import Rollout  # <own>
-from common.rollout import (
-    all_logprobs,
-    check_sampler,
-    make_engine,
-    micro_batches,
-    response_logprobs,
-)
-from common.tracking import Means, Run, launch
+from common.launch import launch
+from common.logprobs import Policy, all_logprobs, check_sampler, frozen_reference
+from common.logprobs import micro_batches, response_logprobs
+from common.model import load_model
+from common.rollout import make_engine
+from common.tracking import Means, Run
+import torch
 from torch import Tensor, nn  # <own>
 
 
 @dataclass
-class Args:
+class Args(Flags):
     model: str = "tiny"
     """Hub name, local folder, or `tiny`, the embedded model."""
-    task: str = "arithmetic"
-    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or
-    reasoning_gym:<name>."""
-    seed: Seed = 1
-    """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     steps: Count = 150
     """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
     prompts_per_step: Count = 16
@@ -119,28 +104,8 @@ class Args:
     """Steps between two checkpoints (ours)."""
     save_hf: bool = False
     """Write the final model in the Hugging Face format, to `model` in the run folder."""
-    eval_only: bool = False
-    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest
-    checkpoint."""
     resume: bool = False
     """Go on from the newest checkpoint in the run folder, to the bit."""
-    run_dir: str = ""
-    """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
-    rollout: Literal["auto", "vllm", "hf"] = "auto"
-    """Sampling engine in this process: vLLM or transformers (auto: vllm on GPUs, else hf)."""
-    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
-    """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
-    rollout_rows: Count = 1024
-    """Responses the hf engine decodes at once: lower it when the KV cache does not fit (ours)."""
-    vllm_memory: Part = 0.3
-    """Share of each GPU's memory that vLLM takes, weights included (ours)."""
-    vllm_sleep: bool = False
-    """Park vLLM's weights on the CPU while the trainer computes."""
-    tensor_parallel: Count = 1
-    """Neighbouring ranks that share one vLLM engine."""
-    sampler_tolerance: NonNegative = 0.0
-    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16
-    0.05, float8 0.1)."""
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 5
@@ -157,31 +122,12 @@ class Args:
     are float32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
-    eval_task: str = ""
-    """Set to measure on, or several with --eval_only (default: the task's own test split, or
-    problems held back)."""
-    eval_problems: Count = 256
-    """Held-out problems (ours)."""
-    eval_samples: Count = 4
-    """Sampled responses to each held-out problem, beside the greedy one (ours)."""
-    max_prompt_tokens: Count = 1024
-    """Longer prompts are dropped at load (ours)."""
-    instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
-    """Appended to every text prompt."""
-    prompt_column: str = "prompt"
-    """Column of a local file that holds the prompt."""
-    answer_column: str = "answer"
-    """Column of a local file that holds the reference answer."""
-    wandb: str = ""
-    """Weights & Biases project to log to as well (needs the package)."""
     clip_low: NonNegative = 0.2
     """ε below 1 (ours: DeepSeekMath gives none, PPO's value)."""
     clip_high: NonNegative = 0.2
     """ε above 1 (ours; DAPO and STAPO widen it to 0.28)."""
     beta: NonNegative = 0.01  # <own>
     """β of the KL term; 0 loads no reference model (ours; DeepSeekMath: 0.04, R1: 0.001)."""
-    offload_reference: bool = False  # <own>
-    """Keep the reference model's shards in CPU memory."""
     teacher: str = ""  # <own>
     """Model whose backbone the teacher starts from: hub name or folder (default: the student's)."""
     candidates: Count = 16  # <own>
@@ -203,10 +149,9 @@ class Args:
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    # Equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
+    # Equal rewards become exactly 0 first: the mean of eight 0.3 is not quite 0.3.
     rewards = rewards - rewards[:, :1]  # [P, G]
-    # The group's mean is the baseline
-    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
     # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
     # about the reward. The 1e-6 only keeps 0/0 away.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
@@ -317,16 +262,26 @@ def rank_correlation(a: Tensor, b: Tensor) -> float:
 
 
 # </own>
+# The metrics that show the mechanism at work; the first stays 0 while it does nothing.
+# <own>
+ACTED = {
+    "chosen_over_mean": "score of the prompts chosen, above the candidates' mean",
+    "zero_groups_chosen": "chosen groups without gradient (share)",
+    "zero_groups_uniform": "random groups without gradient (share)",
+}
+# </own>
+
+
 def policy_loss(
     args: Args,
     *,
     logp: Tensor,
     old_logp: Tensor,
     rollout_logp: Tensor,
+    ref_logp: Tensor | None,
     entropy: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    ref_logp: Tensor | None = None,  # <own>
 ) -> tuple[Tensor, Tensor, dict]:
     """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
 
@@ -336,20 +291,16 @@ def policy_loss(
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    # R, 1 (but for rounding) until this rollout's first optimiser step
-    ratio = (logp - old_logp).exp()  # [n, T]
+    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 until the first optimiser step of a rollout
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can
     # be brought back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    # M = 0
-    cut = ((A > 0) & (ratio > 1 + args.clip_high)) | (
-        (A < 0) & (ratio < 1 - args.clip_low)
-    )  # [n, T]
+    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
+    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
     stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
     if args.beta > 0:
-        # log(π_ref/π_θ), in this direction; reversed it estimates another KL
-        log_ref_ratio = ref_logp - logp  # [n, T]
+        log_ref_ratio = ref_logp - logp  # [n, T]: in this direction; reversed it is another KL
         k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
         objective = objective - args.beta * k3  # [n, T]
         stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
@@ -363,11 +314,7 @@ def main(args: Args, world: World) -> None:
     lm, tokenizer = load_model(args.model)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
-    if args.beta > 0:  # <own>
-        reference = shard(
-            Policy(copy.deepcopy(lm)), world, args.dtype, args.offload_reference
-        ).requires_grad_(False)
-    # </own>
+    reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
     # <own>
     if args.teacher_batch % world.size or args.teacher_batch > args.window:
         limits = f"a multiple of the {world.size} ranks, and at most --window {args.window}"
@@ -390,11 +337,10 @@ def main(args: Args, world: World) -> None:
     policy = shard(Policy(lm), world, args.dtype)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True
-    )
+    decay = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
     both, optimizers = nn.ModuleList([policy, teacher]), [optimizer, teacher_optimizer]  # <own>
-    run = Run(args, world, Path(__file__).stem, acted="chosen_over_mean")  # <own>
+    run = Run(args, world, Path(__file__).stem, ACTED)
     stop = StopFlag()
     done = 0  # steps
     if args.resume:
@@ -402,10 +348,7 @@ def main(args: Args, world: World) -> None:
         engine.load_state_dict(state["engine"])
         window.extend(state["window"])  # <own>
     engine.sync(policy)
-    if args.eval_only:
-        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
-    # P: this rank's share of the prompts
-    P, G = args.prompts_per_step // world.size, args.group_size
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
     run.start(task, done)
     if done == 0:
         with run.clock("evaluate"):
@@ -446,9 +389,8 @@ def main(args: Args, world: World) -> None:
             problems = [
                 candidates[k] for candidates, (k, _) in zip(pool[mine], choice[mine])
             ]  # <own>
-            rollout = engine.generate(
-                [p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature
-            )
+            prompts = [problem.prompt_ids for problem in problems]
+            rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)
             N = len(rollout)  # P·G rows, a group's G rows side by side
 
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
@@ -493,9 +435,8 @@ def main(args: Args, world: World) -> None:
         # moved, and how the engines differ (minirl.py is about that).
         with run.clock("old_logp"):
             rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
-            if args.beta > 0:  # <own>
+            if reference:
                 rollout.ref_logp, _ = all_logprobs(reference, rollout, args, world)  # [N, T]
-            # </own>
             sampler = check_sampler(rollout, args, world)
 
         # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as
@@ -508,38 +449,32 @@ def main(args: Args, world: World) -> None:
                 denominator = 0.0
                 for rows in micro_batches(minibatch, args.micro_tokens, world):
                     micro = minibatch.rows(rows)
-                    logp, entropy = response_logprobs(
-                        policy, micro, args.temperature
-                    )  # [n, T], [n, T]
+                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
                     loss, count, stats = policy_loss(
                         args,
                         logp=logp,
                         old_logp=micro.old_logp,
                         rollout_logp=micro.rollout_logp,
+                        ref_logp=micro.ref_logp,
                         entropy=entropy,
                         advantages=micro.advantages,
                         mask=micro.mask,
-                        ref_logp=micro.ref_logp if args.beta > 0 else None,  # <own>
                     )
                     loss.backward()  # sums: gradients add up over micro-batches
                     denominator = denominator + count
-                    means.add(
-                        loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats
-                    )
+                    means.add(loss=(loss, count), **stats)
+                    means.add(entropy=(entropy.sum(), micro.mask.sum()))
                 # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their
                 # number it is the sum over all ranks; divided by what they counted together, the
                 # mean that the objective asks for.
-                scale_gradients(
-                    policy, world.size / global_sum({"count": denominator}, world)["count"]
-                )
+                denominator = global_sum({"count": denominator}, world)["count"]
+                scale_gradients(policy, world.size / denominator)
                 norm = clip_gradients(policy, args.grad_clip)
-                # Not NaN, not infinite: one such step would end the run
+                # Neither NaN nor infinite: one such step would end the run. All ranks skip together
+                # (their shares add up to one).
                 healthy = run.healthy(norm, minibatch)
-                # All ranks skip together: their shares add up to one.
-                means.add(
-                    grad_norm=(norm if healthy else 0.0, healthy),
-                    skipped=((not healthy) / world.size, None),
-                )
+                means.add(grad_norm=(norm if healthy else 0.0, healthy))
+                means.add(skipped=((not healthy) / world.size, None))
                 if healthy:
                     optimizer.step()
                 optimizer.zero_grad()
@@ -550,20 +485,19 @@ def main(args: Args, world: World) -> None:
         tokens = rollout.mask.sum()
         means.add(
             reward=(rewards.sum(), N),
-            # All equal: no reward gradient
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
             tokens=(tokens, None),
-            # Answers so far that broke the judge's bounds
-            judge_killed=(getattr(task.judge, "killed", 0), None),
+            judge_killed=(task.killed, None),  # answers so far that broke the judge's bounds
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
-        # Before the checkpoint: a kill in between costs a line that will be written again
-        run.log(step, metrics)
+        run.log(
+            step, metrics
+        )  # before the checkpoint: a kill in between costs a line, written again
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):

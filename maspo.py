@@ -1,20 +1,21 @@
 """MASPO: Mass-Adaptive Soft Policy Optimization.
 
 Fu et al. (Meituan), "MASPO: Unifying Gradient Utilization, Probability Mass, and Signal Reliability
-for Robust and Sample-Efficient LLM Reasoning", 2026, arXiv 2602.17550; formulas and constants as in
-the authors' code (github FlyTune/MASPO-RL).
+for Robust and Sample-Efficient LLM Reasoning", 2026, arXiv 2602.17550.
 
-Objective, over all response tokens of a mini-batch, with r = π_θ(y_t) / π_old(y_t) for each token:
+Objective, over all response tokens y_t of a mini-batch, with r = π_θ(y_t) / π_old(y_t):
 
     J = 1/Σ|y_i| Σ_i Σ_t sg[F] r Â_i,     Â_i = (R_i - mean R) / std R
-    F = exp(-(r - 1)² / 2σ²) where the update goes further out (Â > 0 and r > 1, or Â < 0 and r < 1), else 1
-    σ = m (1 + β_pos Â) for Â > 0,  m / (1 - β_neg Â) for Â < 0  (the factor within [0.1, 10]);  m = σ_base / π_old^α,
-    within [σ_base, σ_high]
+    F = exp(-(r - 1)² / 2σ²)  where Â > 0 and r > 1, or Â < 0 and r < 1 (further out),  else 1
+    σ = m (1 + β_pos Â)  for Â > 0,   m / (1 - β_neg Â)  for Â < 0   (the factor within [0.1, 10])
+    m = σ_base / π_old^α   within [σ_base, σ_high]
 
 Gradient weight on ∇ log π_θ(y_t), before the average over the mini-batch's tokens:
 
     F r Â          (F detached: it dims the gradient, it is not something to climb)
 
+
+Formulas and constants are those of the authors' code (github FlyTune/MASPO-RL).
 Three answers to three faults of GRPO's clip. The soft gate: a clipped token's gradient is dimmed,
 not thrown away. The mass-adaptive width: at probability 0.01 a ratio of 1.5 moves half a percent of
 probability mass, at 0.9 it is impossible; one ε for both starves rare tokens, so σ grows as π_old
@@ -36,54 +37,39 @@ Differs from the paper in:
    weight would be Â r F (1 - r (r - 1) / σ²), which turns negative beyond r = 1.618 (σ = 1).
 
 Run it:
-    torchrun maspo.py                                   # laptop: embedded model and task, two minutes, no download
-    torchrun --nproc_per_node=8 maspo.py --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --task dapo-math-17k \\
-        --eval_task aime24 --prompts_per_step 512 --minibatches 16 --max_new_tokens 8192 --lr 1e-6 --alpha 0.5 \\
-        --gradient_checkpointing                            # the paper's model, data and batch; group and length ours
-    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 maspo.py ...     # several
+    torchrun maspo.py                                       # laptop, two minutes, no download
+    # the paper's model, data and batch; group and length are ours
+    torchrun --nproc_per_node=8 maspo.py --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B \\
+        --task dapo-math-17k --eval_task aime24 --prompts_per_step 512 --minibatches 16 \\
+        --max_new_tokens 8192 --lr 1e-6 --alpha 0.5 --gradient_checkpointing
+    # several nodes
+    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
+        maspo.py ...
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import common  # noqa: F401  (before torch: it sets how OpenMP waits)
-import torch
+from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.data import load_task
-from common.distributed import (
-    StopFlag,
-    World,
-    clip_gradients,
-    global_sum,
-    load_checkpoint,
-    save_checkpoint,
-    save_model,
-    scale_gradients,
-    shard,
-)
-from common.evaluation import benchmark, evaluate
-from common.flags import Betas, Count, NonNegative, Part, Positive, Seed, Temperature, Whole
-from common.model import Policy, load_model
-from common.rollout import (
-    all_logprobs,
-    check_sampler,
-    make_engine,
-    micro_batches,
-    response_logprobs,
-)
-from common.tracking import Means, Run, launch
+from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
+from common.evaluation import evaluate
+from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.launch import launch
+from common.logprobs import Policy, all_logprobs, check_sampler, frozen_reference
+from common.logprobs import micro_batches, response_logprobs
+from common.model import load_model
+from common.rollout import make_engine
+from common.tracking import Means, Run
+import torch
 from torch import Tensor
 
 
 @dataclass
-class Args:
+class Args(Flags):
     model: str = "tiny"
     """Hub name, local folder, or `tiny`, the embedded model."""
-    task: str = "arithmetic"
-    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or
-    reasoning_gym:<name>."""
-    seed: Seed = 1
-    """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     steps: Count = 150
     """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
     prompts_per_step: Count = 16
@@ -106,28 +92,8 @@ class Args:
     """Steps between two checkpoints (ours)."""
     save_hf: bool = False
     """Write the final model in the Hugging Face format, to `model` in the run folder."""
-    eval_only: bool = False
-    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest
-    checkpoint."""
     resume: bool = False
     """Go on from the newest checkpoint in the run folder, to the bit."""
-    run_dir: str = ""
-    """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
-    rollout: Literal["auto", "vllm", "hf"] = "auto"
-    """Sampling engine in this process: vLLM or transformers (auto: vllm on GPUs, else hf)."""
-    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
-    """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
-    rollout_rows: Count = 1024
-    """Responses the hf engine decodes at once: lower it when the KV cache does not fit (ours)."""
-    vllm_memory: Part = 0.3
-    """Share of each GPU's memory that vLLM takes, weights included (ours)."""
-    vllm_sleep: bool = False
-    """Park vLLM's weights on the CPU while the trainer computes."""
-    tensor_parallel: Count = 1
-    """Neighbouring ranks that share one vLLM engine."""
-    sampler_tolerance: NonNegative = 0.0
-    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16
-    0.05, float8 0.1)."""
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 5
@@ -144,23 +110,6 @@ class Args:
     are float32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
-    eval_task: str = ""
-    """Set to measure on, or several with --eval_only (default: the task's own test split, or
-    problems held back)."""
-    eval_problems: Count = 256
-    """Held-out problems (ours)."""
-    eval_samples: Count = 4
-    """Sampled responses to each held-out problem, beside the greedy one (ours)."""
-    max_prompt_tokens: Count = 1024
-    """Longer prompts are dropped at load (ours)."""
-    instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
-    """Appended to every text prompt."""
-    prompt_column: str = "prompt"
-    """Column of a local file that holds the prompt."""
-    answer_column: str = "answer"
-    """Column of a local file that holds the reference answer."""
-    wandb: str = ""
-    """Weights & Biases project to log to as well (needs the package)."""
     sigma_base: Positive = 1.0  # <own>
     """Width of the gate for a token of probability 1 (authors' code; 1 to 3 recommended)."""
     sigma_high: Positive = 10.0  # <own>
@@ -177,13 +126,22 @@ class Args:
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    # Equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
+    # Equal rewards become exactly 0 first: the mean of eight 0.3 is not quite 0.3.
     rewards = rewards - rewards[:, :1]  # [P, G]
-    # The group's mean is the baseline
-    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
     # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
     # about the reward. The 1e-6 only keeps 0/0 away.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
+
+
+# The metrics that show the mechanism at work; the first stays 0 while it does nothing.
+# <own>
+ACTED = {
+    "gate_closed": "how far the gate is closed (0 to 1)",
+    "grpo_cut_share": "tokens that GRPO would cut (share)",
+    "kept_where_grpo_cuts": "weight kept of those (share)",
+}
+# </own>
 
 
 def policy_loss(
@@ -192,6 +150,7 @@ def policy_loss(
     logp: Tensor,
     old_logp: Tensor,
     rollout_logp: Tensor,
+    ref_logp: Tensor | None,
     entropy: Tensor,
     advantages: Tensor,
     mask: Tensor,
@@ -204,24 +163,18 @@ def policy_loss(
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    # R, 1 (but for rounding) until this rollout's first optimiser step
-    ratio = (logp - old_logp).exp()  # [n, T]
+    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 until the first optimiser step of a rollout
     with torch.no_grad():
         old_p = old_logp.exp()  # [n, T]: the mass a token had
-        # M
-        width = (args.sigma_base / old_p**args.alpha).clamp(
-            args.sigma_base, args.sigma_high
-        )  # [n, T]
-        risk = torch.where(A > 0, 1 + args.beta_pos * A, 1 / (1 - args.beta_neg * A)).clamp(
-            0.1, 10
-        )  # [n, 1]
-        sigma = width * risk  # [n, T]
-        # Further away from π_old; the way back is never gated
-        outward = (A * (ratio - 1)) > 0  # [n, T]
+        width = args.sigma_base / old_p**args.alpha  # [n, T]
+        width = width.clamp(args.sigma_base, args.sigma_high)  # [n, T]: m
+        risk = torch.where(A > 0, 1 + args.beta_pos * A, 1 / (1 - args.beta_neg * A))  # [n, 1]
+        sigma = width * risk.clamp(0.1, 10)  # [n, T]
+        outward = A * (ratio - 1) > 0  # [n, T]: away from π_old; the way back is never gated
         gate = torch.where(outward, (-((ratio - 1) ** 2) / (2 * sigma**2)).exp(), 1.0)  # [n, T]: F
         up, down = (A > 0) * mask, (A < 0) * mask  # [n, T]
-        # Where GRPO's gradient would be zero
-        cut = (A * (ratio - 1) > A.abs() * args.token_clip) * mask  # [n, T]
+        cut = (A * (ratio - 1) > A.abs() * args.token_clip) * mask  # [n, T]: GRPO would cut these
+        pull, kept = (x * ratio * A.abs() * cut for x in (1.0, gate))  # [n, T]: without, with gate
         rare, common = (old_p < 0.1) * mask, (old_p > 0.9) * mask  # [n, T]
     objective = gate * ratio * A  # [n, T]
     stats = {
@@ -229,15 +182,11 @@ def policy_loss(
         "gate_pos": ((gate * up).sum(), up.sum()),
         "gate_neg": ((gate * down).sum(), down.sum()),
         "grpo_cut_share": (cut.sum(), mask.sum()),
-        "kept_where_grpo_cuts": (
-            (gate * ratio.detach() * A.abs() * cut).sum(),
-            (ratio.detach() * A.abs() * cut).sum(),
-        ),
+        "kept_where_grpo_cuts": (kept.sum(), pull.sum()),
         "width_rare": ((sigma * rare).sum(), rare.sum()),
         "width_common": ((sigma * common).sum(), common.sum()),
     }
-    # Token-mean: every token of the mini-batch counts the same
-    return -(objective * mask).sum(), mask.sum(), stats
+    return -(objective * mask).sum(), mask.sum(), stats  # token-mean: all count the same
     # </own>
 
 
@@ -246,23 +195,20 @@ def main(args: Args, world: World) -> None:
     lm, tokenizer = load_model(args.model)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
+    reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
     policy = shard(Policy(lm), world, args.dtype)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True
-    )
-    run = Run(args, world, Path(__file__).stem, acted="gate_closed")  # <own>
+    decay = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
+    run = Run(args, world, Path(__file__).stem, ACTED)
     stop = StopFlag()
     done = 0  # steps
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
     engine.sync(policy)
-    if args.eval_only:
-        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
-    # P: this rank's share of the prompts
-    P, G = args.prompts_per_step // world.size, args.group_size
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
     run.start(task, done)
     if done == 0:
         with run.clock("evaluate"):
@@ -277,9 +223,8 @@ def main(args: Args, world: World) -> None:
         with run.clock("rollout"):
             cursor = (step - 1) * args.prompts_per_step + world.rank * P
             problems = [task.train(cursor + i) for i in range(P)]
-            rollout = engine.generate(
-                [p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature
-            )
+            prompts = [problem.prompt_ids for problem in problems]
+            rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)
             N = len(rollout)  # P·G rows, a group's G rows side by side
 
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
@@ -294,6 +239,8 @@ def main(args: Args, world: World) -> None:
         # moved, and how the engines differ (minirl.py is about that).
         with run.clock("old_logp"):
             rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
+            if reference:
+                rollout.ref_logp, _ = all_logprobs(reference, rollout, args, world)  # [N, T]
             sampler = check_sampler(rollout, args, world)
 
         # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as
@@ -306,37 +253,32 @@ def main(args: Args, world: World) -> None:
                 denominator = 0.0
                 for rows in micro_batches(minibatch, args.micro_tokens, world):
                     micro = minibatch.rows(rows)
-                    logp, entropy = response_logprobs(
-                        policy, micro, args.temperature
-                    )  # [n, T], [n, T]
+                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
                     loss, count, stats = policy_loss(
                         args,
                         logp=logp,
                         old_logp=micro.old_logp,
                         rollout_logp=micro.rollout_logp,
+                        ref_logp=micro.ref_logp,
                         entropy=entropy,
                         advantages=micro.advantages,
                         mask=micro.mask,
                     )
                     loss.backward()  # sums: gradients add up over micro-batches
                     denominator = denominator + count
-                    means.add(
-                        loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats
-                    )
+                    means.add(loss=(loss, count), **stats)
+                    means.add(entropy=(entropy.sum(), micro.mask.sum()))
                 # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their
                 # number it is the sum over all ranks; divided by what they counted together, the
                 # mean that the objective asks for.
-                scale_gradients(
-                    policy, world.size / global_sum({"count": denominator}, world)["count"]
-                )
+                denominator = global_sum({"count": denominator}, world)["count"]
+                scale_gradients(policy, world.size / denominator)
                 norm = clip_gradients(policy, args.grad_clip)
-                # Not NaN, not infinite: one such step would end the run
+                # Neither NaN nor infinite: one such step would end the run. All ranks skip together
+                # (their shares add up to one).
                 healthy = run.healthy(norm, minibatch)
-                # All ranks skip together: their shares add up to one.
-                means.add(
-                    grad_norm=(norm if healthy else 0.0, healthy),
-                    skipped=((not healthy) / world.size, None),
-                )
+                means.add(grad_norm=(norm if healthy else 0.0, healthy))
+                means.add(skipped=((not healthy) / world.size, None))
                 if healthy:
                     optimizer.step()
                 optimizer.zero_grad()
@@ -347,20 +289,17 @@ def main(args: Args, world: World) -> None:
         tokens = rollout.mask.sum()
         means.add(
             reward=(rewards.sum(), N),
-            # All equal: no reward gradient
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
             tokens=(tokens, None),
-            # Answers so far that broke the judge's bounds
-            judge_killed=(getattr(task.judge, "killed", 0), None),
+            judge_killed=(task.killed, None),  # answers so far that broke the judge's bounds
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
-        # Before the checkpoint: a kill in between costs a line that will be written again
-        run.log(step, metrics)
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs this line alone
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):

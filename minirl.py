@@ -1,22 +1,26 @@
 """MiniRL: the first-order view of policy gradients, with its two discrepancies in plain sight.
 
-Qwen team, "Stabilizing Reinforcement Learning with LLMs: Formulation and Practices", 2025, arXiv
-2512.01374.
+Qwen team, "Stabilizing Reinforcement Learning with LLMs: Formulation and Practices",
+2025, arXiv 2512.01374.
 
 Objective, for responses y sampled by the inference engine, whose probabilities are μ:
 
-    J = E_y~μ [ Σ_t M_t sg[min(π_θ(y_t)/μ(y_t), 5)] Â log π_θ(y_t) ],     Â = R - mean R  (of the group; no std)
-    M_t = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1,     r = π_θ(y_t)/π_old(y_t)
+    J = E_y~μ [ Σ_t M_t sg[min(π_θ(y_t)/μ(y_t), 5)] Â log π_θ(y_t) ]
+    Â = R - mean R  (of the group; no std),     r = π_θ(y_t)/π_old(y_t)
+    M_t = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
+
 
 Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over responses:
 
     M_t min(π_θ/μ, 5) Â
 
+
 The true objective is the expected reward of whole responses. The sum over tokens is its first-order
 approximation, exact where π_θ = μ and good while the two are close. Two things push them apart, and
 their product is the weight:
 
-    π_θ/μ  =  π_old/μ (train-inference discrepancy: same weights, other numerics)  x  π_θ/π_old (staleness)
+    π_θ/μ  =  π_old/μ  (train-inference discrepancy: same weights, other numerics)
+              x  π_θ/π_old  (staleness)
 
 The weight corrects for both, the mask stops a token whose staleness alone has gone too far. Mixing
 the two up (masking on π_θ/μ, or weighting by r) is the usual mistake. Dividing by the response's
@@ -44,59 +48,43 @@ Differs from the paper in:
    scale, not this one.
 
 Run it:
-    torchrun minirl.py                                  # laptop: embedded model and task, two minutes, no download
+    torchrun minirl.py                                      # laptop, two minutes, no download
     torchrun minirl.py --model tiny-moe --routing_replay r3
-    torchrun --nproc_per_node=8 minirl.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k --eval_task aime25 \\
-        --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 --gradient_checkpointing       # one node
-    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 minirl.py \\
-        --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime25 --prompts_per_step 256 --lr 1e-6 \\
-        --group_size 16 --max_new_tokens 30720 --routing_replay r3 --gradient_checkpointing --vllm_sleep \\
-        --vllm_memory 0.65
+    # one node
+    torchrun --nproc_per_node=8 minirl.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
+        --eval_task aime25 --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 \\
+        --gradient_checkpointing
+    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
+        minirl.py --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime25 \\
+        --prompts_per_step 256 --group_size 16 --lr 1e-6 --gradient_checkpointing \\
+        --max_new_tokens 30720 --routing_replay r3 --vllm_sleep --vllm_memory 0.65
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import common  # noqa: F401  (before torch: it sets how OpenMP waits)
-import torch
+from common.batch import Rollout  # <own>
+from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.data import load_task
-from common.distributed import (
-    BadInput,  # <own>
-    StopFlag,
-    World,
-    clip_gradients,
-    global_sum,
-    load_checkpoint,
-    save_checkpoint,
-    save_model,
-    scale_gradients,
-    shard,
-)
-from common.evaluation import benchmark, evaluate
-from common.flags import Betas, Count, NonNegative, Part, Positive, Seed, Temperature, Whole
-from common.model import Policy, load_model
-from common.rollout import Rollout  # <own>
-from common.rollout import (
-    all_logprobs,
-    check_sampler,
-    make_engine,
-    micro_batches,
-    response_logprobs,
-)
-from common.tracking import Means, Run, launch
+from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
+from common.distributed import BadInput  # <own>
+from common.evaluation import evaluate
+from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.launch import launch
+from common.logprobs import Policy, all_logprobs, check_sampler, frozen_reference
+from common.logprobs import micro_batches, response_logprobs
+from common.model import load_model
+from common.rollout import make_engine
+from common.tracking import Means, Run
+import torch
 from torch import Tensor
 
 
 @dataclass
-class Args:
+class Args(Flags):
     model: str = "tiny"
     """Hub name, local folder, or `tiny`, the embedded model."""
-    task: str = "arithmetic"
-    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or
-    reasoning_gym:<name>."""
-    seed: Seed = 1
-    """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     steps: Count = 150
     """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
     prompts_per_step: Count = 16
@@ -119,28 +107,8 @@ class Args:
     """Steps between two checkpoints (ours)."""
     save_hf: bool = False
     """Write the final model in the Hugging Face format, to `model` in the run folder."""
-    eval_only: bool = False
-    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest
-    checkpoint."""
     resume: bool = False
     """Go on from the newest checkpoint in the run folder, to the bit."""
-    run_dir: str = ""
-    """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
-    rollout: Literal["auto", "vllm", "hf"] = "auto"
-    """Sampling engine in this process: vLLM or transformers (auto: vllm on GPUs, else hf)."""
-    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "float8"  # <own>
-    """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
-    rollout_rows: Count = 1024
-    """Responses the hf engine decodes at once: lower it when the KV cache does not fit (ours)."""
-    vllm_memory: Part = 0.3
-    """Share of each GPU's memory that vLLM takes, weights included (ours)."""
-    vllm_sleep: bool = False
-    """Park vLLM's weights on the CPU while the trainer computes."""
-    tensor_parallel: Count = 1
-    """Neighbouring ranks that share one vLLM engine."""
-    sampler_tolerance: NonNegative = 0.0
-    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16
-    0.05, float8 0.1)."""
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 5
@@ -157,23 +125,8 @@ class Args:
     are float32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
-    eval_task: str = ""
-    """Set to measure on, or several with --eval_only (default: the task's own test split, or
-    problems held back)."""
-    eval_problems: Count = 256
-    """Held-out problems (ours)."""
-    eval_samples: Count = 4
-    """Sampled responses to each held-out problem, beside the greedy one (ours)."""
-    max_prompt_tokens: Count = 1024
-    """Longer prompts are dropped at load (ours)."""
-    instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
-    """Appended to every text prompt."""
-    prompt_column: str = "prompt"
-    """Column of a local file that holds the prompt."""
-    answer_column: str = "answer"
-    """Column of a local file that holds the reference answer."""
-    wandb: str = ""
-    """Weights & Biases project to log to as well (needs the package)."""
+    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "float8"  # <own>
+    """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
     clip_low: NonNegative = 0.2
     """ε below 1, of the mask (paper)."""
     clip_high: NonNegative = 0.27  # <own>
@@ -190,12 +143,10 @@ class Args:
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Reward over the group's mean: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [0.75, -0.25,
-    -0.25, -0.25]."""
-    # Equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
+    """Reward over the group's mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
+    # Equal rewards become exactly 0 first: the mean of eight 0.3 is not quite 0.3.
     rewards = rewards - rewards[:, :1]  # [P, G]
-    # The group's mean is the baseline
-    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
     # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
     # about the reward.
     return centred  # no std: dividing by it would weight prompts by their difficulty  # <own>
@@ -206,19 +157,28 @@ def experts_differ(batch: Rollout) -> tuple[Tensor, Tensor]:
     """(tokens that sampler and trainer sent to different experts in some layer, tokens)."""
     column = torch.arange(batch.sequences.shape[1], device=batch.mask.device)  # [S]
     fed = column < batch.ends[:, None] - 1  # [N, S]: the last token never is
-    sampler, trainer = (
-        x.sort(dim=-1).values for x in (batch.sampler_experts, batch.trainer_experts)
-    )
+    sampler = batch.sampler_experts.sort(dim=-1).values  # [N, S, layers, k]
+    trainer = batch.trainer_experts.sort(dim=-1).values  # [N, S, layers, k]
     return ((sampler != trainer).flatten(2).any(dim=2) & fed).sum(), fed.sum()
 
 
 # </own>
+# The metrics that show the mechanism at work; the first stays 0 while it does nothing.
+# <own>
+ACTED = {
+    "masked_share": "tokens masked (share)",
+    "weight_max": "largest weight π_θ/μ, before its cap",
+}
+# </own>
+
+
 def policy_loss(
     args: Args,
     *,
     logp: Tensor,
     old_logp: Tensor,
     rollout_logp: Tensor,
+    ref_logp: Tensor | None,
     entropy: Tensor,
     advantages: Tensor,
     mask: Tensor,
@@ -235,13 +195,10 @@ def policy_loss(
     uncapped = (logp.detach() - behaviour).exp()  # [n, T]: π_θ/μ
     weight = uncapped.clamp(max=args.is_cap)  # [n, T]: a number, no gradient
     ratio = (logp.detach() - old_logp).exp()  # [n, T]: r, for the mask only
-    # M = 0
-    cut = ((A > 0) & (ratio > 1 + args.clip_high)) | (
-        (A < 0) & (ratio < 1 - args.clip_low)
-    )  # [n, T]
+    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
+    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
     objective = ~cut * weight * A * logp  # [n, T]: the gradient comes from log π_θ alone
-    # a sum, since the reward belongs to the whole response
-    per_response = (objective * mask).sum(dim=1)  # [n]
+    per_response = (objective * mask).sum(dim=1)  # [n]: a sum, the reward is the whole response's
     if args.length_norm:
         per_response = per_response / mask.sum(dim=1).clamp(min=1)  # [n]
     stats = {
@@ -258,33 +215,27 @@ def main(args: Args, world: World) -> None:
     lm, tokenizer = load_model(args.model)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
+    reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
     policy = shard(Policy(lm), world, args.dtype)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True
-    )
-    run = Run(args, world, Path(__file__).stem, acted="masked_share")  # <own>
+    decay = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
+    run = Run(args, world, Path(__file__).stem, ACTED)
     stop = StopFlag()
     done = 0  # steps
     # <own>
+    replay = f"--routing_replay {args.routing_replay}"
     if args.routing_replay != "none" and not policy.routing.active:
-        raise BadInput(
-            f"--routing_replay {args.routing_replay}: {args.model} {policy.routing.why_not}"
-        )
+        raise BadInput(f"{replay}: {args.model} {policy.routing.why_not}")
     if args.routing_replay == "r3" and not engine.reports_experts:
-        raise BadInput(
-            "--routing_replay r3: vLLM reports experts only on a GPU, without --tensor_parallel"
-        )
+        raise BadInput(f"{replay}: vLLM reports experts only on a GPU, without --tensor_parallel")
     # </own>
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
     engine.sync(policy)
-    if args.eval_only:
-        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
-    # P: this rank's share of the prompts
-    P, G = args.prompts_per_step // world.size, args.group_size
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
     run.start(task, done)
     if done == 0:
         with run.clock("evaluate"):
@@ -299,9 +250,8 @@ def main(args: Args, world: World) -> None:
         with run.clock("rollout"):
             cursor = (step - 1) * args.prompts_per_step + world.rank * P
             problems = [task.train(cursor + i) for i in range(P)]
-            rollout = engine.generate(
-                [p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature
-            )
+            prompts = [problem.prompt_ids for problem in problems]
+            rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)
             N = len(rollout)  # P·G rows, a group's G rows side by side
 
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
@@ -315,18 +265,17 @@ def main(args: Args, world: World) -> None:
         # from other kernels, and a ratio against them would mix two things: how far the policy
         # moved, and how the engines differ (minirl.py is about that).
         with run.clock("old_logp"):
-            # <own>
-            if args.routing_replay == "r3":
-                rollout.replayed_experts = rollout.sampler_experts  # in π_old's own evaluation, too
-            # </own>
+            if args.routing_replay == "r3":  # in π_old's own evaluation, too  # <own>
+                rollout.replayed_experts = rollout.sampler_experts  # <own>
             rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
             # <own>
-            if args.routing_replay == "r2":
-                # At the first mini-batch this changes nothing
+            if args.routing_replay == "r2":  # at the first mini-batch this changes nothing
                 rollout.replayed_experts = rollout.trainer_experts
             if engine.reports_experts:
                 means.add(experts_differ=experts_differ(rollout))
             # </own>
+            if reference:
+                rollout.ref_logp, _ = all_logprobs(reference, rollout, args, world)  # [N, T]
             sampler = check_sampler(rollout, args, world)
 
         # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as
@@ -339,37 +288,32 @@ def main(args: Args, world: World) -> None:
                 denominator = 0.0
                 for rows in micro_batches(minibatch, args.micro_tokens, world):
                     micro = minibatch.rows(rows)
-                    logp, entropy = response_logprobs(
-                        policy, micro, args.temperature
-                    )  # [n, T], [n, T]
+                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
                     loss, count, stats = policy_loss(
                         args,
                         logp=logp,
                         old_logp=micro.old_logp,
                         rollout_logp=micro.rollout_logp,
+                        ref_logp=micro.ref_logp,
                         entropy=entropy,
                         advantages=micro.advantages,
                         mask=micro.mask,
                     )
                     loss.backward()  # sums: gradients add up over micro-batches
                     denominator = denominator + count
-                    means.add(
-                        loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats
-                    )
+                    means.add(loss=(loss, count), **stats)
+                    means.add(entropy=(entropy.sum(), micro.mask.sum()))
                 # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their
                 # number it is the sum over all ranks; divided by what they counted together, the
                 # mean that the objective asks for.
-                scale_gradients(
-                    policy, world.size / global_sum({"count": denominator}, world)["count"]
-                )
+                denominator = global_sum({"count": denominator}, world)["count"]
+                scale_gradients(policy, world.size / denominator)
                 norm = clip_gradients(policy, args.grad_clip)
-                # Not NaN, not infinite: one such step would end the run
+                # Neither NaN nor infinite: one such step would end the run. All ranks skip together
+                # (their shares add up to one).
                 healthy = run.healthy(norm, minibatch)
-                # All ranks skip together: their shares add up to one.
-                means.add(
-                    grad_norm=(norm if healthy else 0.0, healthy),
-                    skipped=((not healthy) / world.size, None),
-                )
+                means.add(grad_norm=(norm if healthy else 0.0, healthy))
+                means.add(skipped=((not healthy) / world.size, None))
                 if healthy:
                     optimizer.step()
                 optimizer.zero_grad()
@@ -380,20 +324,17 @@ def main(args: Args, world: World) -> None:
         tokens = rollout.mask.sum()
         means.add(
             reward=(rewards.sum(), N),
-            # All equal: no reward gradient
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
             tokens=(tokens, None),
-            # Answers so far that broke the judge's bounds
-            judge_killed=(getattr(task.judge, "killed", 0), None),
+            judge_killed=(task.killed, None),  # answers so far that broke the judge's bounds
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
-        # Before the checkpoint: a kill in between costs a line that will be written again
-        run.log(step, metrics)
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs this line alone
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):

@@ -3,22 +3,28 @@
 Liu et al. (Tsinghua, DiDi), "STAPO: Stabilizing Reinforcement Learning for LLMs by Silencing Rare
 Spurious Tokens", 2026, arXiv 2602.15620.
 
-Objective, over all response tokens of a mini-batch, with r = π_θ(y_t) / π_old(y_t) for each token:
+Objective, over all response tokens y_t of a mini-batch, with r = π_θ(y_t) / π_old(y_t):
 
-    J = 1/(Σ_i Σ_t I) Σ_i Σ_t I min(r Â_i, clip(r, 1-ε_low, 1+ε_high) Â_i),     Â_i = (R_i - mean R) / std R
-    I = 0 if Â_i > 0 and π_θ(y_t) < τ_p and H_t < τ_h, else 1          (both from the current policy, no gradient)
+    J = 1/(Σ_i Σ_t I) Σ_i Σ_t I min(r Â_i, clip(r, 1-ε_low, 1+ε_high) Â_i)
+    Â_i = (R_i - mean R) / std R
+    I = 0 if Â_i > 0 and π_θ(y_t) < τ_p and H_t < τ_h, else 1    (both of π_θ now, no gradient)
+
 
 Gradient weight on ∇ log π_θ(y_t), before the average over the tokens left:
 
-    I M r Â,     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
+    I M r Â
+    M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
+H_t is the entropy of π_θ where y_t was drawn, τ_h a quantile of it over the mini-batch.
 A spurious token is one that the model itself found very unlikely, at a place where it was sure of
 another, in a response that was right all the same: it did not help, yet it is rewarded with the
 response. And it pulls hardest. Theorem 3.1, for the gradient with respect to the logits a, with c
 the weight above:
 
-    |∇_a J|² = c² (1 - 2 π(y_t) + Σ_v π(v)²),  between  c² (1 - 2π + e^-H)  and  c² (2 - 2π - C_V H²),
-    C_V = (V - 1) / (V ln² V)                                (V: vocabulary; a pair of bounds, not a proportionality)
+    |∇_a J|² = c² (1 - 2 π(y_t) + Σ_v π(v)²)
+    c² (1 - 2π + e^-H)  <=  |∇_a J|²  <=  c² (2 - 2π - C_V H²),     C_V = (V - 1) / (V ln² V)
+
+(V: vocabulary; a pair of bounds, not a proportionality),
 
 so low probability together with low entropy means the largest norms. About one token in ten
 thousand, the authors find, is enough to wreck a run; silencing it loses no signal.
@@ -45,58 +51,44 @@ Differs from the paper in:
    gradient, and not in version 4's quantile either.
 
 Run it:
-    torchrun stapo.py                                   # laptop: embedded model and task, two minutes, no download
-    torchrun --nproc_per_node=8 stapo.py --model Qwen/Qwen3-8B-Base --task dapo-math-17k --eval_task aime24 \\
-        --prompts_per_step 256 --group_size 8 --max_new_tokens 15360 --lr 1e-6 --warmup 10 --entropy_over rare \\
-        --entropy_quantile 0.75 --gradient_checkpointing --tensor_parallel 2        # the paper's batch and lengths
-    torchrun --nnodes=8 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 stapo.py ...     # several
+    torchrun stapo.py                                       # laptop, two minutes, no download
+    # the paper's batch and lengths
+    torchrun --nproc_per_node=8 stapo.py --model Qwen/Qwen3-8B-Base --task dapo-math-17k \\
+        --eval_task aime24 --prompts_per_step 256 --group_size 8 --max_new_tokens 15360 --lr 1e-6 \\
+        --warmup 10 --entropy_over rare --entropy_quantile 0.75 --gradient_checkpointing \\
+        --tensor_parallel 2
+    # several nodes
+    torchrun --nnodes=8 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
+        stapo.py ...
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import common  # noqa: F401  (before torch: it sets how OpenMP waits)
+from common.batch import Rollout  # <own>
+from common.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.data import load_task
+from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
+from common.distributed import gather  # <own>
+from common.evaluation import evaluate
+from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.flags import Share  # <own>
+from common.launch import launch
+from common.logprobs import Policy, all_logprobs, check_sampler, frozen_reference
+from common.logprobs import micro_batches, response_logprobs
+from common.model import load_model
+from common.rollout import make_engine
+from common.tracking import Means, Run
 import numpy  # <own>
 import torch
-from common.data import load_task
-from common.distributed import (
-    StopFlag,
-    World,
-    clip_gradients,
-    gather,  # <own>
-    global_sum,
-    load_checkpoint,
-    save_checkpoint,
-    save_model,
-    scale_gradients,
-    shard,
-)
-from common.evaluation import benchmark, evaluate
-from common.flags import Betas, Count, NonNegative, Part, Positive, Seed, Temperature, Whole
-from common.flags import Share  # <own>
-from common.model import Policy, load_model
-from common.rollout import Rollout  # <own>
-from common.rollout import (
-    all_logprobs,
-    check_sampler,
-    make_engine,
-    micro_batches,
-    response_logprobs,
-)
-from common.tracking import Means, Run, launch
 from torch import Tensor
 
 
 @dataclass
-class Args:
+class Args(Flags):
     model: str = "tiny"
     """Hub name, local folder, or `tiny`, the embedded model."""
-    task: str = "arithmetic"
-    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or
-    reasoning_gym:<name>."""
-    seed: Seed = 1
-    """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     steps: Count = 150
     """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
     prompts_per_step: Count = 16
@@ -119,28 +111,8 @@ class Args:
     """Steps between two checkpoints (ours)."""
     save_hf: bool = False
     """Write the final model in the Hugging Face format, to `model` in the run folder."""
-    eval_only: bool = False
-    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest
-    checkpoint."""
     resume: bool = False
     """Go on from the newest checkpoint in the run folder, to the bit."""
-    run_dir: str = ""
-    """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
-    rollout: Literal["auto", "vllm", "hf"] = "auto"
-    """Sampling engine in this process: vLLM or transformers (auto: vllm on GPUs, else hf)."""
-    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
-    """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
-    rollout_rows: Count = 1024
-    """Responses the hf engine decodes at once: lower it when the KV cache does not fit (ours)."""
-    vllm_memory: Part = 0.3
-    """Share of each GPU's memory that vLLM takes, weights included (ours)."""
-    vllm_sleep: bool = False
-    """Park vLLM's weights on the CPU while the trainer computes."""
-    tensor_parallel: Count = 1
-    """Neighbouring ranks that share one vLLM engine."""
-    sampler_tolerance: NonNegative = 0.0
-    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16
-    0.05, float8 0.1)."""
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 5
@@ -157,23 +129,6 @@ class Args:
     are float32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
-    eval_task: str = ""
-    """Set to measure on, or several with --eval_only (default: the task's own test split, or
-    problems held back)."""
-    eval_problems: Count = 256
-    """Held-out problems (ours)."""
-    eval_samples: Count = 4
-    """Sampled responses to each held-out problem, beside the greedy one (ours)."""
-    max_prompt_tokens: Count = 1024
-    """Longer prompts are dropped at load (ours)."""
-    instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
-    """Appended to every text prompt."""
-    prompt_column: str = "prompt"
-    """Column of a local file that holds the prompt."""
-    answer_column: str = "answer"
-    """Column of a local file that holds the reference answer."""
-    wandb: str = ""
-    """Weights & Biases project to log to as well (needs the package)."""
     clip_low: NonNegative = 0.2
     """ε below 1 (paper)."""
     clip_high: NonNegative = 0.28  # <own>
@@ -190,10 +145,9 @@ class Args:
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    # Equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
+    # Equal rewards become exactly 0 first: the mean of eight 0.3 is not quite 0.3.
     rewards = rewards - rewards[:, :1]  # [P, G]
-    # The group's mean is the baseline
-    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
     # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
     # about the reward. The 1e-6 only keeps 0/0 away.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
@@ -211,30 +165,56 @@ def threshold_population(
 
 
 def entropy_threshold(args: Args, population: Tensor) -> Tensor:
-    """τ_h; below every entropy where there is no candidate. (numpy: torch.quantile takes at most
-    2^24 numbers.)"""
+    """τ_h; below every entropy where there is no candidate."""
     if len(population) == 0:
         return population.new_tensor(-1.0)
-    return population.new_tensor(numpy.quantile(population.cpu().numpy(), args.entropy_quantile))
+    values = population.cpu().numpy()  # torch.quantile takes at most 2^24 numbers
+    return population.new_tensor(numpy.quantile(values, args.entropy_quantile))
 
 
 def spurious_tokens(
     args: Args, logp: Tensor, entropy: Tensor, advantages: Tensor, mask: Tensor, threshold: Tensor
 ) -> Tensor:
-    """True `[n, T]` on the tokens to silence: rewarded, improbable, and where the policy was sure.
-    Never if Â <= 0."""
-    # Siblings begin in the same state; rounding must not part such equals
-    sure = entropy < threshold - 1e-5  # [n, T]
+    """True `[n, T]` on the tokens to silence: rewarded (Â > 0), improbable, the policy was sure."""
+    sure = (
+        entropy < threshold - 1e-5
+    )  # [n, T]: siblings begin alike, and rounding must not part them
     return (advantages[:, None] > 0) & (logp.detach().exp() < args.tau_p) & sure & mask.bool()
 
 
+def examples(
+    args: Args, now: tuple, batch: Rollout, threshold: Tensor, tokenizer: object, step: int
+) -> list[dict]:
+    """The silenced tokens and the text around them, for the run folder: one wants to see them."""
+    (logp, entropy), rows = now, []  # [n, T], [n, T]
+    found = spurious_tokens(args, logp, entropy, batch.advantages, batch.mask, threshold)  # [n, T]
+    for i, t in found.nonzero().tolist():
+        ids, place = batch.sequences[i, : batch.ends[i]].tolist(), int(batch.prompt_len[i]) + t
+        parts = {"before": ids[:place], "token": ids[place : place + 1], "after": ids[place + 1 :]}
+        texts = {name: tokenizer.decode(part) for name, part in parts.items()}
+        numbers = {"prob": logp[i, t].exp().item(), "entropy": entropy[i, t].item()}
+        rows.append({"step": step} | texts | numbers)
+    return rows
+
+
 # </own>
+# The metrics that show the mechanism at work; the first stays 0 while it does nothing.
+# <own>
+ACTED = {
+    "silenced_share": "tokens silenced (share)",
+    "silenced_prob": "their probability",
+    "silenced_entropy": "entropy where they stood (nats)",
+}
+# </own>
+
+
 def policy_loss(
     args: Args,
     *,
     logp: Tensor,
     old_logp: Tensor,
     rollout_logp: Tensor,
+    ref_logp: Tensor | None,
     entropy: Tensor,
     advantages: Tensor,
     mask: Tensor,
@@ -248,18 +228,14 @@ def policy_loss(
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    # R, 1 (but for rounding) until this rollout's first optimiser step
-    ratio = (logp - old_logp).exp()  # [n, T]
+    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 until the first optimiser step of a rollout
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    # M = 0
-    cut = ((A > 0) & (ratio > 1 + args.clip_high)) | (
-        (A < 0) & (ratio < 1 - args.clip_low)
-    )  # [n, T]
+    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
+    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
     if threshold is None:
-        threshold = entropy_threshold(
-            args, threshold_population(args, logp, entropy, advantages, mask)
-        )
+        pool = threshold_population(args, logp, entropy, advantages, mask)  # [M]
+        threshold = entropy_threshold(args, pool)  # []
     spurious = spurious_tokens(args, logp, entropy, advantages, mask, threshold)  # [n, T]
     kept = mask * ~spurious  # [n, T]: I
     stats = {
@@ -273,52 +249,25 @@ def policy_loss(
     # </own>
 
 
-# <own>
-def examples(
-    args: Args, now: tuple, batch: Rollout, threshold: Tensor, tokenizer: object, step: int
-) -> list[dict]:
-    """The silenced tokens with the text around them, for the run folder: a reader wants to see
-    one."""
-    logp, entropy = now  # [n, T], [n, T]
-    rows = []
-    for i, t in (
-        spurious_tokens(args, logp, entropy, batch.advantages, batch.mask, threshold)
-        .nonzero()
-        .tolist()
-    ):
-        ids = batch.sequences[i, : batch.ends[i]].tolist()
-        place = int(batch.prompt_len[i]) + t
-        before, token, after = map(
-            tokenizer.decode, (ids[:place], ids[place : place + 1], ids[place + 1 :])
-        )
-        row = {"step": step, "before": before, "token": token, "after": after}
-        rows.append(row | {"prob": logp[i, t].exp().item(), "entropy": entropy[i, t].item()})
-    return rows
-
-
-# </own>
 def main(args: Args, world: World) -> None:
     """The whole training loop."""
     lm, tokenizer = load_model(args.model)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
+    reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
     policy = shard(Policy(lm), world, args.dtype)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True
-    )
-    run = Run(args, world, Path(__file__).stem, acted="silenced_share")  # <own>
+    decay = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
+    run = Run(args, world, Path(__file__).stem, ACTED)
     stop = StopFlag()
     done = 0  # steps
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
     engine.sync(policy)
-    if args.eval_only:
-        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
-    # P: this rank's share of the prompts
-    P, G = args.prompts_per_step // world.size, args.group_size
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
     run.start(task, done)
     if done == 0:
         with run.clock("evaluate"):
@@ -333,9 +282,8 @@ def main(args: Args, world: World) -> None:
         with run.clock("rollout"):
             cursor = (step - 1) * args.prompts_per_step + world.rank * P
             problems = [task.train(cursor + i) for i in range(P)]
-            rollout = engine.generate(
-                [p.prompt_ids for p in problems], G, args.max_new_tokens, args.temperature
-            )
+            prompts = [problem.prompt_ids for problem in problems]
+            rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)
             N = len(rollout)  # P·G rows, a group's G rows side by side
 
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
@@ -350,6 +298,8 @@ def main(args: Args, world: World) -> None:
         # moved, and how the engines differ (minirl.py is about that).
         with run.clock("old_logp"):
             rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
+            if reference:
+                rollout.ref_logp, _ = all_logprobs(reference, rollout, args, world)  # [N, T]
             sampler = check_sampler(rollout, args, world)
 
         # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as
@@ -359,27 +309,24 @@ def main(args: Args, world: World) -> None:
                 group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
             for first in range(0, N, N // args.minibatches):
                 minibatch = rollout.rows(slice(first, first + N // args.minibatches))
-                # The current policy's p and H of the whole mini-batch, on all ranks: τ_h before the
-                # first gradient.
-                now = all_logprobs(policy, minibatch, args, world)  # <own>
-                population = threshold_population(
-                    args, *now, minibatch.advantages, minibatch.mask
-                )  # [M]  # <own>
-                threshold = entropy_threshold(args, gather(population, world))  # <own>
-                run.note(
-                    "silenced.jsonl", examples(args, now, minibatch, threshold, tokenizer, step)
-                )  # <own>
+                # <own>
+                # p and H of the whole mini-batch under π_θ, on all ranks: τ_h before any gradient.
+                now = all_logprobs(policy, minibatch, args, world)  # [m, T], [m, T]
+                pool = threshold_population(args, *now, minibatch.advantages, minibatch.mask)  # [M]
+                threshold = entropy_threshold(args, gather(pool, world))  # []
+                silenced = examples(args, now, minibatch, threshold, tokenizer, step)
+                run.note("silenced.jsonl", silenced)
+                # </own>
                 denominator = 0.0
                 for rows in micro_batches(minibatch, args.micro_tokens, world):
                     micro = minibatch.rows(rows)
-                    logp, entropy = response_logprobs(
-                        policy, micro, args.temperature
-                    )  # [n, T], [n, T]
+                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
                     loss, count, stats = policy_loss(
                         args,
                         logp=logp,
                         old_logp=micro.old_logp,
                         rollout_logp=micro.rollout_logp,
+                        ref_logp=micro.ref_logp,
                         entropy=entropy,
                         advantages=micro.advantages,
                         mask=micro.mask,
@@ -387,23 +334,19 @@ def main(args: Args, world: World) -> None:
                     )
                     loss.backward()  # sums: gradients add up over micro-batches
                     denominator = denominator + count
-                    means.add(
-                        loss=(loss, count), entropy=(entropy.sum(), micro.mask.sum()), **stats
-                    )
+                    means.add(loss=(loss, count), **stats)
+                    means.add(entropy=(entropy.sum(), micro.mask.sum()))
                 # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their
                 # number it is the sum over all ranks; divided by what they counted together, the
                 # mean that the objective asks for.
-                scale_gradients(
-                    policy, world.size / global_sum({"count": denominator}, world)["count"]
-                )
+                denominator = global_sum({"count": denominator}, world)["count"]
+                scale_gradients(policy, world.size / denominator)
                 norm = clip_gradients(policy, args.grad_clip)
-                # Not NaN, not infinite: one such step would end the run
+                # Neither NaN nor infinite: one such step would end the run. All ranks skip together
+                # (their shares add up to one).
                 healthy = run.healthy(norm, minibatch)
-                # All ranks skip together: their shares add up to one.
-                means.add(
-                    grad_norm=(norm if healthy else 0.0, healthy),
-                    skipped=((not healthy) / world.size, None),
-                )
+                means.add(grad_norm=(norm if healthy else 0.0, healthy))
+                means.add(skipped=((not healthy) / world.size, None))
                 if healthy:
                     optimizer.step()
                 optimizer.zero_grad()
@@ -414,20 +357,17 @@ def main(args: Args, world: World) -> None:
         tokens = rollout.mask.sum()
         means.add(
             reward=(rewards.sum(), N),
-            # All equal: no reward gradient
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
             tokens=(tokens, None),
-            # Answers so far that broke the judge's bounds
-            judge_killed=(getattr(task.judge, "killed", 0), None),
+            judge_killed=(task.killed, None),  # answers so far that broke the judge's bounds
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
-        # Before the checkpoint: a kill in between costs a line that will be written again
-        run.log(step, metrics)
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs this line alone
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):

@@ -1,17 +1,19 @@
 """VCPO: Variance-Controlled Policy Optimization.
 
-Huang et al. (MIT, NVIDIA), "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs", 2026,
-arXiv 2602.17616.
+Huang et al. (MIT, NVIDIA), "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs",
+2026, arXiv 2602.17616.
 
 Objective, for B responses that the sampler's weights of k updates ago (μ) wrote:
 
-    J = 1/B Σ_i sg[min(w_i, 8)] Â_i 1/|y_i| Σ_t log π_θ(y_t),     w_i = Π_t π_θ(y_t)/μ(y_t),     Â_i = (R_i - b) / std R
-    b = Σ w_i² |g_i|² R_i / Σ w_i² |g_i|²  over the prompt's group,     g_i = ∇ Σ_t log π_θ(y_t),  ĝ_i = g_i/|y_i|
-    lr_eff = lr sqrt(min(1, ρ/ρ_on)),     ρ = ESS/B,     ESS = (Σ w_i)² / Σ w_i²  over the whole batch, w untruncated
+    J = 1/B Σ_i sg[min(w_i, 8)] Â_i 1/|y_i| Σ_t log π_θ(y_t),     w_i = Π_t π_θ(y_t)/μ(y_t)
+    Â_i = (R_i - b) / std R,     b = Σ w_i² |g_i|² R_i / Σ w_i² |g_i|²  over the prompt's group
+    g_i = ∇ Σ_t log π_θ(y_t),     ĝ_i = g_i/|y_i|
+    lr_eff = lr sqrt(min(1, ρ/ρ_on)),     ρ = ESS/B,     ESS = (Σ w_i)² / Σ w_i²  over the batch
 
-Gradient weight on ∇ log π_θ(y_t):
+Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mean over responses:
 
-    min(w_i, 8) Â_i / |y_i|,  the same for every token of a response, before the average over responses; never clipped
+    min(w_i, 8) Â_i / |y_i|          (never clipped; ESS sees the weights uncut)
+
 
 Asynchronous training learns from what older weights wrote. Importance weights make that right on
 average and wild in the single case: a few responses with a large w carry the whole step. ESS counts
@@ -47,12 +49,15 @@ is a fifth above the least one possible on-policy (in the median of 40), and abo
 mean's in 27 of 40; off-policy in 16 (tests/test_vcpo.py).
 
 Run it:
-    torchrun vcpo.py                                    # laptop: embedded model and task, no download
-    torchrun vcpo.py --no_optimal_baseline --no_ess_scaling    # the same staleness, weights cut at 8 and no more
-    torchrun --nproc_per_node=8 vcpo.py --model Qwen/Qwen2.5-7B --task math --prompts_per_step 32 --group_size 16 \\
-        --async --lag 10 --max_new_tokens 2048 --lr 1e-6 --weight_decay 0.1 \\
-        --gradient_checkpointing                                      # the paper's batch, lag and lengths on MATH
-    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 vcpo.py ...      # several
+    torchrun vcpo.py                                        # laptop, two minutes, no download
+    torchrun vcpo.py --no_optimal_baseline --no_ess_scaling # same lag, weights cut at 8, no more
+    # the paper's batch, lag and lengths on MATH
+    torchrun --nproc_per_node=8 vcpo.py --model Qwen/Qwen2.5-7B --task math --prompts_per_step 32 \\
+        --group_size 16 --async --lag 10 --max_new_tokens 2048 --lr 1e-6 --weight_decay 0.1 \\
+        --gradient_checkpointing
+    # several nodes
+    torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
+        vcpo.py ...
 """
 
 import itertools  # <own>
@@ -62,41 +67,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal  # <own>
 
-import common  # noqa: F401  (before torch: it sets how OpenMP waits)
+from common.batch import Rollout  # <own>
+from common.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.data import load_task
+from common.distributed import StopFlag, World, clip_gradients, scale_gradients, shard  # <own>
+from common.distributed import CLOSING, BadInput, gather  # <own>
+from common.evaluation import evaluate
+from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.launch import launch
+from common.logprobs import Policy, all_logprobs, check_sampler, frozen_reference
+from common.logprobs import response_logprobs  # <own>
+from common.model import load_model
+from common.rollout import make_engine
+from common.tracking import Means, Run
 import torch
 import tyro  # <own>
-from common.data import load_task
-from common.distributed import (
-    CLOSING,  # <own>
-    BadInput,  # <own>
-    StopFlag,
-    World,
-    clip_gradients,
-    gather,  # <own>
-    load_checkpoint,
-    save_checkpoint,
-    save_model,
-    scale_gradients,
-    shard,
-)
-from common.evaluation import benchmark, evaluate
-from common.flags import Betas, Count, NonNegative, Part, Positive, Seed, Temperature, Whole
-from common.model import Policy, load_model
-from common.rollout import Rollout  # <own>
-from common.rollout import all_logprobs, check_sampler, make_engine, response_logprobs  # <own>
-from common.tracking import Means, Run, launch
 from torch import Tensor
 
 
 @dataclass
-class Args:
+class Args(Flags):
     model: str = "tiny"
     """Hub name, local folder, or `tiny`, the embedded model."""
-    task: str = "arithmetic"
-    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or
-    reasoning_gym:<name>."""
-    seed: Seed = 1
-    """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     steps: Count = 150
     """Rollouts, all but the first `lag` followed by `minibatches` optimiser steps (ours)."""  # <own>
     prompts_per_step: Count = 8  # <own>
@@ -118,28 +110,8 @@ class Args:
     """Steps between two checkpoints (ours)."""
     save_hf: bool = False
     """Write the final model in the Hugging Face format, to `model` in the run folder."""
-    eval_only: bool = False
-    """Train nothing: measure every set of --eval_task (comma-separated), with --resume the newest
-    checkpoint."""
     resume: bool = False
     """Go on from the newest checkpoint in the run folder, to the bit."""
-    run_dir: str = ""
-    """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
-    rollout: Literal["auto", "vllm", "hf"] = "auto"
-    """Sampling engine in this process: vLLM or transformers (auto: vllm on GPUs, else hf)."""
-    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
-    """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
-    rollout_rows: Count = 1024
-    """Responses the hf engine decodes at once: lower it when the KV cache does not fit (ours)."""
-    vllm_memory: Part = 0.3
-    """Share of each GPU's memory that vLLM takes, weights included (ours)."""
-    vllm_sleep: bool = False
-    """Park vLLM's weights on the CPU while the trainer computes."""
-    tensor_parallel: Count = 1
-    """Neighbouring ranks that share one vLLM engine."""
-    sampler_tolerance: NonNegative = 0.0
-    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16
-    0.05, float8 0.1)."""
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 0  # <own>
@@ -156,23 +128,6 @@ class Args:
     are float32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
-    eval_task: str = ""
-    """Set to measure on, or several with --eval_only (default: the task's own test split, or
-    problems held back)."""
-    eval_problems: Count = 256
-    """Held-out problems (ours)."""
-    eval_samples: Count = 4
-    """Sampled responses to each held-out problem, beside the greedy one (ours)."""
-    max_prompt_tokens: Count = 1024
-    """Longer prompts are dropped at load (ours)."""
-    instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
-    """Appended to every text prompt."""
-    prompt_column: str = "prompt"
-    """Column of a local file that holds the prompt."""
-    answer_column: str = "answer"
-    """Column of a local file that holds the reference answer."""
-    wandb: str = ""
-    """Weights & Biases project to log to as well (needs the package)."""
     lag: Whole = 8  # <own>
     """k: batches trained on between a batch's sampling and its own training (paper: 12 on GSM8K, 10
     on MATH)."""
@@ -292,6 +247,16 @@ def add_group_gradient(
 
 
 # </own>
+# The metrics that show the mechanism at work; the first stays 0 while it does nothing.
+# <own>
+ACTED = {
+    "lr_damping": "how far the step is shortened (share)",
+    "ess_ratio": "effective sample size (share of the batch)",
+    "weight_max": "largest weight of a response, uncut",
+}
+# </own>
+
+
 def policy_loss(
     args: Args,
     *,
@@ -329,10 +294,9 @@ def main(args: Args, world: World) -> None:
     policy = shard(Policy(lm), world, args.dtype)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), args.lr, args.betas, weight_decay=args.weight_decay, fused=True
-    )
-    run = Run(args, world, Path(__file__).stem, acted="lr_damping")  # <own>
+    decay = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
+    run = Run(args, world, Path(__file__).stem, ACTED)
     stop = StopFlag()
     done = 0  # steps
     # <own>
@@ -371,8 +335,6 @@ def main(args: Args, world: World) -> None:
             ahead.set_result(Rollout(**state["ahead"]).to(world.device))
         # </own>
     engine.sync(policy)
-    if args.eval_only:
-        return run.say(benchmark(engine, task, tokenizer, args, world, run.folder, done))
     # P: this rank's share of the prompts
     P, G = args.prompts_per_step // world.size, args.group_size
     run.start(task, done)

@@ -1,5 +1,24 @@
-"""What all nine algorithm files share, and no more. Import it before torch: see what it sets
-below."""
+"""What all algorithm files share, and no more; imported before torch, for what it sets below.
+
+Who follows `grpo.py` through a step reads four rooms, in this order:
+    batch        the rollout that every stage of a step hands on
+    rollout      prompts in, sampled responses and their log-probabilities out
+    logprobs     the trainer's log-probabilities of the same tokens
+    reward       the judges (its first page: the sandbox below is plumbing)
+The others are plumbing, which need not be read to understand an algorithm:
+    launch       command line to `main`, and errors that are one line
+    flags        the flags that only this folder reads, and what numbers may be
+    distributed  ranks: sharding, exact sums, gradients, stops
+    checkpoint   saving and resuming to the bit
+    model        loading weights and tokenizer
+    routing      mixtures of experts: recording and replaying their choice (minirl)
+    rollout_vllm the vLLM engine
+    data         tasks: where problems come from (tiny/: the embedded one, and its models)
+    evaluation   the two accuracies of a run
+    tracking     metrics, messages, summary
+    curves       metrics.jsonl -> curves.png
+    folder       one run at a time in a folder, files that are whole or not there
+"""
 
 import os
 import signal
@@ -23,12 +42,9 @@ def _end(number: int, frame: object) -> None:
     signal.raise_signal(number)
 
 
-# Only where an algorithm file is the program: notebooks, pytest and other scripts keep their own
-# way.
-_root, _program = (
-    os.path.dirname(os.path.dirname(__file__)),
-    getattr(sys.modules["__main__"], "__file__", ""),
-)
-_ours = os.path.dirname(os.path.abspath(_program or "")) in (_root, os.path.join(_root, "variants"))
-if _program and _ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+# Only where an algorithm file is the program: notebooks, pytest and others keep their own way.
+_root = os.path.dirname(os.path.dirname(__file__))
+_program = os.path.abspath(getattr(sys.modules["__main__"], "__file__", None) or "")
+_ours = os.path.dirname(_program) in (_root, os.path.join(_root, "variants"))
+if _ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, _end)

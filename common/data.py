@@ -5,31 +5,29 @@ The data cursor is therefore one integer, the same for any number of ranks, and 
 what the uninterrupted one would have.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
 import os
 import random
 import re
-from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from common.distributed import BadInput, first_line
+from common.distributed import BadInput, blame, first_line
 from common.reward import GYM_SIZE, MathJudge, arithmetic_reward, final_answer, gym_rows
 from common.tiny import arithmetic
 
 MOST_HELD_OUT = 100_000  # arithmetic problems: to draw and measure more would take hours
 PLAIN_PROMPT = "Question: {prompt}\nAnswer:"  # for tokenizers without a chat template
-# Of a prompt to a token at the most: a longer one is too long without being tokenised
-CHARACTERS = 100
+GYM_PROMPT = "{question}\nGive the final answer between <answer> and </answer>."
+CHARACTERS = 100  # of a prompt to a token, at the most: a longer prompt is not even tokenised
 CHECKED = 32  # references that the judge is tried on before the run
 PLAIN_NUMBER = re.compile(r"-?\d{1,100}([./]\d{1,100})?")  # a reference that needs no trying
 
@@ -45,25 +43,233 @@ class Problem:
 
 @dataclass
 class Task:
-    """`train(i)`: the i-th training problem; `held_out`: problems never trained on;
-    `judge(completions, answers)`."""
+    """`train(i)`: the i-th training problem; `held_out`: problems that are never trained on."""
 
     name: str
     train: Callable[[int], Problem]
     held_out: list[Problem]
-    judge: Callable[[list[str], list[str]], list[float]]
+    judge: Callable[[list[str], list[str]], list[float]]  # (completions, answers) -> rewards
     dropped: int = 0  # rows whose prompt is longer than --max_prompt_tokens
-    sets: dict[str, list[Problem]] = field(default_factory=dict)  # what --eval_only measures
     fingerprint: str = ""  # of the local files it was read from: a resumed run must see the same
-    # What the user should know of the data, a line each
-    remarks: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)  # on the data, for the user, a line each
+
+    @property
+    def killed(self) -> int:
+        """Answers so far that broke the judge's bounds; 0 for judges that count none."""
+        return getattr(self.judge, "killed", 0)
 
 
-# Where a set lives on the Hugging Face hub and how its rows read; `train` or `test` is "" where
-# there is no such split.
-HubSet = namedtuple(
-    "HubSet", "path config train test prompt answer extract", defaults=[lambda answer: answer]
-)
+def load_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """The task that `--task` names, by its kind, with `--eval_problems` held-out problems."""
+    gym = args.task.startswith("reasoning_gym:")
+    if args.eval_task and (gym or args.task == "arithmetic"):
+        wrong = f"--task {args.task} has its own held-out problems and judge"
+        raise BadInput(f"--eval_task {args.eval_task}: {wrong}")
+    if "," in args.eval_task:
+        wrong = "several sets are for tools.evaluate, a run takes one"
+        raise BadInput(f"--eval_task {args.eval_task}: {wrong}")
+    if args.task == "arithmetic":
+        return arithmetic_task(args, tokenizer)
+    return reasoning_gym_task(args, tokenizer) if gym else dataset_task(args, tokenizer)
+
+
+# Where the prompts come from
+
+
+def arithmetic_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """The embedded task; held-out problems are the same for every seed: runs can be compared."""
+
+    def problem(prompt: str) -> Problem:
+        return Problem(prompt, arithmetic.work(prompt)[1], encode(prompt, None, tokenizer))
+
+    def train(index: int) -> Problem:
+        rng = random.Random(f"train/{args.seed}/{index}")
+        while arithmetic.held_out(prompt := arithmetic.draw(rng)):
+            pass
+        return problem(prompt)
+
+    def judge(completions: list[str], answers: list[str]) -> list[float]:
+        return list(map(arithmetic_reward, completions, answers))
+
+    (most, limits), longest = room(args, tokenizer), len(problem(arithmetic.LONGEST).prompt_ids)
+    if longest > most:
+        raise BadInput(f"--task arithmetic: its longest prompt has {longest} tokens; {limits}")
+    if args.eval_problems > MOST_HELD_OUT:
+        raise BadInput(f"--eval_problems {args.eval_problems}: at most {MOST_HELD_OUT}")
+    rng, chosen = random.Random("held-out"), {}
+    for _ in slowly(range(args.eval_problems), "drawing held-out problems"):
+        while not arithmetic.held_out(prompt := arithmetic.draw(rng)) or prompt in chosen:
+            pass
+        chosen[prompt] = problem(prompt)  # a dict: no problem twice, and the order is kept
+    return Task("arithmetic", train, list(chosen.values()), judge)
+
+
+def reasoning_gym_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """A procedural set of the `reasoning-gym` package, scored by its own function.
+
+    Held out is its second half, from the end; where a prompt is too long, another one of the same
+    half takes its place.
+    """
+    name, half = args.task.removeprefix("reasoning_gym:"), GYM_SIZE // 2
+    most, limits = room(args, tokenizer)
+    if args.eval_problems > half:
+        raise BadInput(f"--eval_problems {args.eval_problems}: --task {args.task} has {half}")
+    try:
+        rows = gym_rows(name)
+        rows[0]
+    except Exception as error:  # each set checks its configuration in its own way
+        missing = "needs the package (pip install reasoning-gym)"
+        why = missing if isinstance(error, ImportError) else first_line(error)
+        raise BadInput(f"--task {args.task}: {why}") from error
+
+    @lru_cache(1024)
+    def problem(index: int) -> Problem:
+        start, rng, place = index // half * half, random.Random(index), index
+        for _ in range(100):
+            question = GYM_PROMPT.format(question=rows[place]["question"])
+            if len(ids := encode(question, "", tokenizer)) <= most:
+                return Problem(question, str(place), ids)
+            place = start + rng.randrange(half)
+        raise BadInput(f"--task {args.task}: hardly a prompt fits; {limits}")
+
+    numbers = slowly(range(args.eval_problems), "drawing held-out problems")
+    held_out = [problem(GYM_SIZE - 1 - i) for i in numbers]
+    offset = random.Random(args.seed).randrange(half)
+    train = lambda i: problem((offset + i) % half)  # noqa: E731
+    return Task(args.task, train, held_out, MathJudge(gym=name))
+
+
+def dataset_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """A finite set as an endless stream of seeded shuffles.
+
+    Without a test split, up to a quarter of it is held back. A prompt that is held out is never
+    trained on, in whatever row it stands.
+    """
+    spec, judge = args.eval_task or args.task, MathJudge()
+    files = [path for path in map(local_file, (args.task, args.eval_task)) if path]
+    if len(files) == 2 and len(set(map(os.path.realpath, files))) == 1:
+        wrong = "is the training file; left out, a part of that is held back"
+        raise BadInput(f"--eval_task {spec}: {wrong}")
+    rows = read_set(args.task, args, "train")
+    train_set = problems(rows, args, tokenizer, f"--task {args.task}")
+    remarks = remarks_on(args.task, train_set, judge)
+    rng = random.Random("held-out")  # the same for every seed
+    own_split = spec != args.task or (spec in HUB and HUB[spec].test)
+    if own_split:
+        found = read_set(spec, args, "test", "--eval_task")
+        held_out = problems(found, args, tokenizer, f"--eval_task {spec}")
+        remarks += remarks_on(spec, held_out, judge) if args.eval_task else []
+        never = {problem.prompt for problem in held_out}
+        held_out = rng.sample(held_out, min(args.eval_problems, len(held_out)))
+    else:
+        rng.shuffle(train_set)
+        distinct = list({problem.prompt: problem for problem in train_set}.values())
+        held_out = distinct[: min(args.eval_problems, max(1, len(distinct) // 4))]
+        never = {problem.prompt for problem in held_out}
+        if len(held_out) < args.eval_problems:
+            what = "problems are held out (a quarter), not --eval_problems"
+            remarks.append(f"{len(held_out)} of {len(distinct)} {what}")
+    kept = [problem for problem in train_set if problem.prompt not in never]
+    if not kept:
+        wrong = f"no training problem left of {len(rows)}: the prompts are all held out"
+        raise BadInput(f"--task {args.task}: {wrong}")
+    lost = len(train_set) - len(kept)
+    if lost > (0 if own_split else len(held_out)):
+        remarks.append(f"{lost} rows have a prompt that is held out and are not trained on")
+
+    @lru_cache(2)
+    def epoch(number: int) -> list[int]:
+        return random.Random(f"epoch/{args.seed}/{number}").sample(range(len(kept)), len(kept))
+
+    def train(index: int) -> Problem:
+        number, place = divmod(index, len(kept))
+        return kept[epoch(number)[place]]
+
+    contents, dropped = b"".join(file.read_bytes() for file in files), len(rows) - len(train_set)
+    fingerprint = hashlib.sha256(contents).hexdigest() if files else ""
+    return Task(args.task, train, held_out, judge, dropped, fingerprint, remarks)
+
+
+def remarks_on(spec: str, found: list[Problem], judge: MathJudge) -> list[str]:
+    """What to say of prompts that come again, and of references that no response can match.
+
+    The judge is tried on a sample of those references that are no plain numbers: all could take
+    hours.
+    """
+    answers, remarks = {}, []
+    for problem in found:
+        answers.setdefault(problem.prompt, set()).add(problem.answer)
+    several = f"{sum(len(given) > 1 for given in answers.values())} prompts have several answers"
+    if again := len(found) - len(answers):
+        remarks.append(f"{spec}: {again} of {len(found)} rows repeat a prompt; {several}")
+    if own := sum(problem.answer == problem.prompt.strip() for problem in found):
+        remarks.append(f"{spec}: {own} rows have their own prompt as the answer")
+    odd = sorted({p.answer for p in found if not PLAIN_NUMBER.fullmatch(p.answer)})
+    tried = random.Random("tried").sample(odd, min(CHECKED, len(odd)))
+    scores = judge([rf"\boxed{{{answer}}}" for answer in tried], tried)
+    judge.killed = 0  # it counts the model's answers
+    if wrong := [answer for answer, score in zip(tried, scores) if score < 1]:
+        sample = f"{len(tried)} references tried (of {len(odd)} that are no plain numbers)"
+        what = f"cannot be matched by any response, {wrong[0][:40]!r} for one"
+        remarks.append(f"{spec}: {len(wrong)} of {sample} {what}")
+    return remarks
+
+
+# How a prompt becomes tokens
+
+
+def problems(
+    rows: list[tuple], args: object, tokenizer: PreTrainedTokenizerBase, flag: str
+) -> list[Problem]:
+    """Rows as problems, without those whose prompt is too long."""
+    (most, limits), found = room(args, tokenizer), []
+    for prompt, answer in slowly(rows, "tokenising"):
+        if len(prompt) <= CHARACTERS * most:
+            ids = encode(prompt, args.instruction, tokenizer)
+            found += [Problem(prompt, answer, ids)] if len(ids) <= most else []
+    if not found:
+        left = f"no problem left of {len(rows)}; {limits}"
+        raise BadInput(f"{flag}: {left if rows else 'holds no problem'}")
+    return found
+
+
+def room(args: object, tokenizer: PreTrainedTokenizerBase) -> tuple[int, str]:
+    """Tokens that a prompt may have, so that its response fits too; and that in words."""
+    positions = min(getattr(tokenizer, "model_max_length", math.inf), 10**9)
+    words = f"a prompt may have --max_prompt_tokens {args.max_prompt_tokens} tokens, and the "
+    words += f"model's {positions} positions less --max_new_tokens {args.max_new_tokens}"
+    return min(args.max_prompt_tokens, positions - args.max_new_tokens), words
+
+
+def encode(
+    prompt: str, instruction: str | None, tokenizer: PreTrainedTokenizerBase, flag: str = "--model"
+) -> list[int]:
+    """Prompt and instruction as token ids, through the tokenizer's chat template or PLAIN_PROMPT.
+
+    With `instruction` None the bare prompt. `flag` names the model in messages.
+    """
+    text, options = f"{prompt} {instruction or ''}".strip(), {}
+    with blame(f"{flag}: its tokenizer cannot write the prompt {text[:40]!r}"):
+        if instruction is not None and tokenizer.chat_template:
+            chat = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            options = {"add_special_tokens": False}  # the template wrote its special tokens already
+        elif instruction is not None:
+            text = PLAIN_PROMPT.format(prompt=text)
+        ids = tokenizer(text, **options)["input_ids"]
+        if not ids:
+            raise ValueError("no token left")
+        if max(ids) >= getattr(tokenizer, "embedded", math.inf):
+            raise ValueError(f"it has tokens of which the model has no embedding: {max(ids)}")
+        return ids
+
+
+def slowly(things: Iterable, what: str) -> Iterable:
+    """The same things, behind a progress bar on rank 0 if it takes more than some seconds."""
+    return tqdm(things, what, leave=False, delay=3, disable=os.environ.get("RANK", "0") != "0")
+
+
+# Sets of problems: on the hub, or in a file
 
 
 def after_hashes(solution: str) -> str:
@@ -89,351 +295,82 @@ def listed(answers: list[str]) -> str:
     return ", ".join(answer.strip().strip("$") for answer in answers)
 
 
+class HubSet(NamedTuple):
+    """Where a set lives on the hub, and its columns; a split that it has not is ""."""
+
+    path: str
+    prompt: str
+    answer: str
+    train: str = ""
+    test: str = "test"
+    config: str | None = None
+    extract: Callable[[object], object] = lambda answer: answer
+
+
+MATH, DAPO = "DigitalLearningGmbH/MATH-lighteval", "open-r1/DAPO-Math-17k-Processed"
+OLYMPIAD = "math-ai/olympiadbench"
 HUB = {
-    "gsm8k": HubSet("openai/gsm8k", "main", "train", "test", "question", "answer", after_hashes),
-    "math": HubSet(
-        "DigitalLearningGmbH/MATH-lighteval", None, "train", "test", "problem", "solution", boxed
-    ),
-    "dapo-math-17k": HubSet(
-        "open-r1/DAPO-Math-17k-Processed", "en", "train", "", "prompt", "solution"
-    ),
-    # "025" is 25
-    "aime24": HubSet("HuggingFaceH4/aime_2024", None, "train", "", "problem", "answer", int),
-    "aime25": HubSet("math-ai/aime25", None, "", "test", "problem", "answer", int),
-    "amc23": HubSet("math-ai/amc23", None, "", "test", "question", "answer"),
-    "math500": HubSet("HuggingFaceH4/MATH-500", None, "", "test", "problem", "answer"),
-    "minerva": HubSet("math-ai/minervamath", None, "", "test", "question", "answer"),
-    "olympiadbench": HubSet(
-        "math-ai/olympiadbench", None, "", "test", "question", "final_answer", listed
-    ),
+    "gsm8k": HubSet("openai/gsm8k", "question", "answer", "train", "test", "main", after_hashes),
+    "math": HubSet(MATH, "problem", "solution", "train", extract=boxed),
+    "dapo-math-17k": HubSet(DAPO, "prompt", "solution", "train", "", "en"),
+    # "025" is 25.
+    "aime24": HubSet("HuggingFaceH4/aime_2024", "problem", "answer", "train", "", extract=int),
+    "aime25": HubSet("math-ai/aime25", "problem", "answer", extract=int),
+    "amc23": HubSet("math-ai/amc23", "question", "answer"),
+    "math500": HubSet("HuggingFaceH4/MATH-500", "problem", "answer"),
+    "minerva": HubSet("math-ai/minervamath", "question", "answer"),
+    "olympiadbench": HubSet(OLYMPIAD, "question", "final_answer", extract=listed),
 }
 
 
-def load_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """The task that `--task` names, with `--eval_problems` held-out problems (from `--eval_task` if
-    given).
-
-    With `--eval_only` it has nothing to train on, but all problems of every set in `--eval_task`
-    (else the held-out).
-    """
-    specs = args.eval_task.split(",") if args.eval_task else []
-    if args.eval_only and specs:
-        rows = {spec: read_set(spec, args, "test", "--eval_task") for spec in specs}
-        task = Task(args.eval_task, None, [], MathJudge())
-        task.sets = {
-            spec: problems(found, args, tokenizer, "--eval_task " + spec)
-            for spec, found in rows.items()
-        }
-        task.remarks = [
-            line
-            for spec, found in task.sets.items()
-            for line in remarks_on(spec, found, task.judge)
-        ]
-    else:
-        task = training_task(args, tokenizer)
-        task.sets, specs = {task.name: task.held_out}, [args.task, *specs]
-    contents = [path.read_bytes() for spec in specs if (path := local_file(spec))]
-    task.fingerprint = hashlib.sha256(b"".join(contents)).hexdigest() if contents else ""
-    return task
-
-
-def training_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """The task to train on, by the kind of its name."""
-    if args.eval_task and (args.task == "arithmetic" or args.task.startswith("reasoning_gym:")):
-        raise BadInput(
-            f"--eval_task {args.eval_task}: --task {args.task} has its own held-out problems and judge"
-        )
-    if "," in args.eval_task:
-        raise BadInput(
-            f"--eval_task {args.eval_task}: several sets are for --eval_only, a training run takes one"
-        )
-    if args.task == "arithmetic":
-        return arithmetic_task(args, tokenizer)
-    if args.task.startswith("reasoning_gym:"):
-        return reasoning_gym_task(args, tokenizer)
-    return dataset_task(args, tokenizer)
-
-
-def room(args: object, tokenizer: PreTrainedTokenizerBase) -> tuple[int, str]:
-    """Tokens that a prompt may have, so that the response fits into the model's positions too; and
-    that in words."""
-    positions = min(getattr(tokenizer, "model_max_length", math.inf), 10**9)
-    words = f"{positions} positions less --max_new_tokens {args.max_new_tokens}"
-    words = f"a prompt may have --max_prompt_tokens {args.max_prompt_tokens} tokens, and the model's {words}"
-    return min(args.max_prompt_tokens, positions - args.max_new_tokens), words
-
-
-def slowly(things: Iterable, what: str) -> Iterable:
-    """The same things, behind a progress bar on rank 0 if it takes more than some seconds."""
-    return tqdm(things, what, leave=False, delay=3, disable=os.environ.get("RANK", "0") != "0")
-
-
-def arithmetic_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """The embedded task. Its held-out problems are the same for every seed, so that runs can be
-    compared."""
-
-    def problem(prompt: str) -> Problem:
-        return Problem(prompt, arithmetic.work(prompt)[1], encode(prompt, None, tokenizer))
-
-    def train(index: int) -> Problem:
-        rng = random.Random(f"train/{args.seed}/{index}")
-        while arithmetic.held_out(prompt := arithmetic.draw(rng)):
-            pass
-        return problem(prompt)
-
-    (most, limits), longest = room(args, tokenizer), len(problem(arithmetic.LONGEST).prompt_ids)
-    if longest > most:
-        raise BadInput(f"--task arithmetic: its longest prompt has {longest} tokens; {limits}")
-    if args.eval_problems > MOST_HELD_OUT:
-        raise BadInput(
-            f"--eval_problems {args.eval_problems}: at most {MOST_HELD_OUT}, more would take hours"
-        )
-    rng, chosen = random.Random("held-out"), {}
-    for _ in slowly(range(args.eval_problems), "drawing held-out problems"):
-        while not arithmetic.held_out(prompt := arithmetic.draw(rng)) or prompt in chosen:
-            pass
-        chosen[prompt] = problem(prompt)  # a dict: no problem twice, and the order is kept
-    return Task(
-        "arithmetic", train, list(chosen.values()), lambda c, a: list(map(arithmetic_reward, c, a))
-    )
-
-
-def reasoning_gym_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """A procedural set of the `reasoning-gym` package, scored by its own function (which may give
-    part marks).
-
-    Held out is its second half, from the end; where a prompt is too long, another one of the same
-    half takes its place.
-    """
-    name, half, (most, limits) = (
-        args.task.removeprefix("reasoning_gym:"),
-        GYM_SIZE // 2,
-        room(args, tokenizer),
-    )
-    if args.eval_problems > half:
-        raise BadInput(f"--eval_problems {args.eval_problems}: --task {args.task} has {half}")
-    try:
-        rows = gym_rows(name)
-        rows[0]
-    except ImportError as error:
-        raise BadInput(
-            f"--task {args.task}: needs the package (pip install reasoning-gym)"
-        ) from error
-    except Exception as error:  # each set checks its configuration in its own way
-        raise BadInput(f"--task {args.task}: {first_line(error)}") from error
-
-    def problem(index: int) -> Problem:
-        start, rng = index // half * half, random.Random(index)
-        for _ in range(100):
-            question = (
-                rows[index]["question"] + "\nGive the final answer between <answer> and </answer>."
-            )
-            if len(ids := encode(question, "", tokenizer)) <= most:
-                return Problem(question, str(index), ids)
-            index = start + rng.randrange(half)
-        raise BadInput(f"--task {args.task}: hardly a prompt fits; {limits}")
-
-    held_out = [
-        problem(GYM_SIZE - 1 - i)
-        for i in slowly(range(args.eval_problems), "drawing held-out problems")
-    ]
-    offset = random.Random(args.seed).randrange(half)
-    return Task(
-        args.task,
-        lru_cache(1024)(lambda i: problem((offset + i) % half)),
-        held_out,
-        MathJudge(gym=name),
-    )
-
-
-def dataset_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """A finite set: an endless stream of seeded shuffles. Without a test split, up to a quarter of
-    it is held back.
-
-    A prompt that is held out is never trained on, in whatever row it stands.
-    """
-    # The same for every seed
-    spec, judge, rng = args.eval_task or args.task, MathJudge(), random.Random("held-out")
-    train_file, eval_file = (
-        path and os.path.realpath(path) for path in map(local_file, (args.task, args.eval_task))
-    )
-    if train_file and train_file == eval_file:
-        raise BadInput(
-            f"--eval_task {spec}: is the training file; left out, a part of that is held back"
-        )
-    rows = read_set(args.task, args, "train")
-    train_set = problems(rows, args, tokenizer, "--task " + args.task)
-    remarks = remarks_on(args.task, train_set, judge)
-    own_split = spec != args.task or (spec in HUB and HUB[spec].test)
-    if own_split:
-        held_out = problems(
-            read_set(spec, args, "test", "--eval_task"), args, tokenizer, "--eval_task " + spec
-        )
-        remarks += remarks_on(spec, held_out, judge) if args.eval_task else []
-        never = {problem.prompt for problem in held_out}
-        held_out = rng.sample(held_out, min(args.eval_problems, len(held_out)))
-    else:
-        rng.shuffle(train_set)
-        distinct = list({problem.prompt: problem for problem in train_set}.values())
-        held_out = distinct[: min(args.eval_problems, max(1, len(distinct) // 4))]
-        never = {problem.prompt for problem in held_out}
-        if len(held_out) < args.eval_problems:
-            remarks.append(
-                f"{len(held_out)} of {len(distinct)} problems are held out (a quarter), not --eval_problems"
-            )
-    kept = [problem for problem in train_set if problem.prompt not in never]
-    if not kept:
-        raise BadInput(
-            f"--task {args.task}: no training problem left of {len(rows)}: the prompts are all held out"
-        )
-    if len(train_set) - len(kept) > (0 if own_split else len(held_out)):
-        remarks.append(
-            f"{len(train_set) - len(kept)} rows have a prompt that is held out and are not trained on"
-        )
-
-    @lru_cache(2)
-    def epoch(number: int) -> list[int]:
-        return random.Random(f"epoch/{args.seed}/{number}").sample(range(len(kept)), len(kept))
-
-    def train(index: int) -> Problem:
-        number, place = divmod(index, len(kept))
-        return kept[epoch(number)[place]]
-
-    return Task(args.task, train, held_out, judge, len(rows) - len(train_set), remarks=remarks)
-
-
-def remarks_on(spec: str, found: list[Problem], judge: MathJudge) -> list[str]:
-    """What to say of prompts that come again, and of references that no response can match.
-
-    The judge is tried on a sample of those references that are no plain numbers: all could take
-    hours.
-    """
-    answers = {}
-    for problem in found:
-        answers.setdefault(problem.prompt, set()).add(problem.answer)
-    remarks, several = [], sum(len(given) > 1 for given in answers.values())
-    if again := len(found) - len(answers):
-        remarks.append(
-            f"{spec}: {again} of {len(found)} rows repeat a prompt; {several} prompts have several answers"
-        )
-    if own := sum(problem.answer == problem.prompt.strip() for problem in found):
-        remarks.append(f"{spec}: {own} rows have their own prompt as the answer")
-    odd = sorted(
-        {problem.answer for problem in found if not PLAIN_NUMBER.fullmatch(problem.answer)}
-    )
-    tried = random.Random("tried").sample(odd, min(CHECKED, len(odd)))
-    scores = judge([rf"\boxed{{{answer}}}" for answer in tried], tried)
-    judge.killed = 0  # it counts the model's answers
-    if wrong := [answer for answer, score in zip(tried, scores) if score < 1]:
-        sample = f"{len(wrong)} of {len(tried)} references tried (of {len(odd)} that are no plain numbers)"
-        remarks.append(
-            f"{spec}: {sample} cannot be matched by any response, {wrong[0][:40]!r} for one"
-        )
-    return remarks
-
-
-def problems(
-    rows: list[tuple], args: object, tokenizer: PreTrainedTokenizerBase, flag: str
-) -> list[Problem]:
-    """Rows as problems, without those whose prompt is too long."""
-    (most, limits), found = room(args, tokenizer), []
-    for prompt, answer in slowly(rows, "tokenising"):
-        if len(prompt) <= CHARACTERS * most:
-            ids = encode(prompt, args.instruction, tokenizer)
-            found += [Problem(prompt, answer, ids)] if len(ids) <= most else []
-    if not found:
-        raise BadInput(
-            f"{flag}: {f'no problem left of {len(rows)}; {limits}' if rows else 'holds no problem'}"
-        )
-    return found
-
-
-def encode(
-    prompt: str, instruction: str | None, tokenizer: PreTrainedTokenizerBase, flag: str = "--model"
-) -> list[int]:
-    """Prompt and instruction as token ids: through the chat template if the tokenizer has one, else
-    PLAIN_PROMPT.
-
-    With `instruction` None the bare prompt. `flag` names the model in messages.
-    """
-    text, options = f"{prompt} {instruction or ''}".strip(), {}
-    try:
-        if instruction is not None and tokenizer.chat_template:
-            chat = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-            options = {"add_special_tokens": False}  # the template wrote its special tokens already
-        elif instruction is not None:
-            text = PLAIN_PROMPT.format(prompt=text)
-        ids = tokenizer(text, **options)["input_ids"]
-        if not ids or max(ids) >= getattr(tokenizer, "embedded", math.inf):
-            raise ValueError(
-                f"it has tokens of which the model has no embedding: {max(ids)}"
-                if ids
-                else "no token left"
-            )
-        return ids
-    except Exception as error:  # `tokenizers` and chat templates raise no narrower kind
-        raise BadInput(
-            f"{flag}: its tokenizer cannot write the prompt {text[:40]!r} ({first_line(error)})"
-        ) from error
-
-
 def local_file(spec: str) -> Path | None:
-    """The file that `spec` names, alone (`my.jsonl`) or after a hub set whose columns it has
-    (`gsm8k:my.jsonl`)."""
+    """The file that `spec` names, alone (`my.jsonl`) or after the hub set whose columns it has."""
     name, _, path = spec.partition(":")
     file = Path(path if name in HUB else spec)
     return file if file.suffix in (".jsonl", ".parquet") else None
 
 
 def read_set(spec: str, args: object, split: str, flag: str = "--task") -> list[tuple[str, str]]:
-    """(prompt, answer) of every row that `spec` names: a hub short name (`gsm8k`) or a local file
-    (columns by flag).
+    """(prompt, answer) of every row of `spec`: a hub name (`gsm8k`) or a file (columns by flag).
 
     Of a set without a split of its own for tests, "test" takes all rows.
     """
     path, name = local_file(spec), spec.partition(":")[0]
-    columns = HUB.get(name) or HubSet("", None, "", "", args.prompt_column, args.answer_column)
+    columns = HUB.get(name) or HubSet("", args.prompt_column, args.answer_column)
     if path is None and spec not in HUB:
         more = "arithmetic, reasoning_gym:<name>, " if flag == "--task" else ""
-        raise BadInput(
-            f"{flag} {spec}: unknown, use one of {more}a .jsonl or .parquet file, {', '.join(HUB)}"
-        )
+        known = f"{more}a .jsonl or .parquet file, {', '.join(HUB)}"
+        raise BadInput(f"{flag} {spec}: unknown, use one of {known}")
     if path is None and split == "train" and not columns.train:
         raise BadInput(f"--task {spec}: has no training split, use it as --eval_task")
     if columns.prompt == columns.answer:
         raise BadInput(f"--answer_column {columns.answer}: is the --prompt_column, too")
-    rows = hub_rows(
-        name, columns, columns.test or columns.train if split == "test" else columns.train, flag
-    )
-    pairs = []
-    for where, row in slowly(file_rows(path, flag) if path else rows, f"reading {spec}"):
-        if not isinstance(row, dict) or not {columns.prompt, columns.answer} <= row.keys():
-            flags = ("", "") if name in HUB else (" (--prompt_column)", " (--answer_column)")
-            wanted = f"{columns.prompt!r}{flags[0]} and {columns.answer!r}{flags[1]}"
-            raise BadInput(f"{where}: needs the columns {wanted}")
-        prompt, answer = row[columns.prompt], row[columns.answer]
-        try:
-            answer = as_text(columns.extract(answer)) if answer is not None else ""
-        except (ValueError, TypeError, AttributeError, OverflowError) as error:
-            raise BadInput(
-                f"{where}: {columns.answer!r} cannot be read as an answer ({first_line(error)})"
-            ) from error
-        if not isinstance(prompt, str) or not prompt.strip() or not answer:
-            raise BadInput(
-                f"{where}: {columns.prompt!r} must be a text and {columns.answer!r} must not be empty"
-            )
-        pairs.append((prompt, answer))
-    return pairs
+    split = columns.test or columns.train if split == "test" else columns.train
+    rows = file_rows(path, flag) if path else hub_rows(name, columns, split, flag)
+    return [pair(row, columns, where) for where, row in slowly(rows, f"reading {spec}")]
+
+
+def pair(row: object, columns: HubSet, where: str) -> tuple[str, str]:
+    """A row's prompt and reference answer; `where` it stands, for messages."""
+    if not isinstance(row, dict) or not {columns.prompt, columns.answer} <= row.keys():
+        flags = ("", "") if columns.path else (" (--prompt_column)", " (--answer_column)")
+        wanted = f"{columns.prompt!r}{flags[0]} and {columns.answer!r}{flags[1]}"
+        raise BadInput(f"{where}: needs the columns {wanted}")
+    prompt, answer = row[columns.prompt], row[columns.answer]
+    with blame(f"{where}: {columns.answer!r} cannot be read as an answer"):
+        answer = "" if answer is None else as_text(columns.extract(answer))
+    if not isinstance(prompt, str) or not prompt.strip() or not answer:
+        wrong = f"{columns.prompt!r} must be a text and {columns.answer!r} must not be empty"
+        raise BadInput(f"{where}: {wrong}")
+    return prompt, answer
 
 
 def as_text(answer: object) -> str:
     """A reference as text: AMC's 27.0 is 27; what no response could equal is refused."""
-    if isinstance(answer, bool) or not isinstance(answer, (str, int, float)) or answer != answer:
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer != answer:
         raise TypeError(f"{str(answer)[:40]} is neither a text nor a number")
-    return str(
-        int(answer) if isinstance(answer, float) and answer == int(answer) else answer
-    ).strip()
+    whole = isinstance(answer, float) and answer == int(answer)
+    return str(int(answer) if whole else answer).strip()
 
 
 def file_rows(path: Path, flag: str) -> Iterator[tuple[str, object]]:
@@ -448,29 +385,23 @@ def file_rows(path: Path, flag: str) -> Iterator[tuple[str, object]]:
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
-        try:
+        with blame(f"{path}: not a parquet file"):
             rows = pyarrow.parquet.read_table(pyarrow.BufferReader(data)).to_pylist()
-        except Exception as error:  # pyarrow's own kinds
-            raise BadInput(f"{path}: not a parquet file ({first_line(error)})") from error
         yield from ((f"{path}:row {number}", row) for number, row in enumerate(rows, 1))
         return
     for number, line in enumerate(data.splitlines(), 1):
-        if line.strip():
-            try:
-                yield (
-                    f"{path}:{number}",
-                    json.loads(line.decode("utf-8-sig"), object_pairs_hook=without_repeats),
-                )
-            except (ValueError, RecursionError) as error:
-                # UTF-16 has a zero byte in each letter
-                coded = isinstance(error, UnicodeDecodeError) or b"\0" in line
-                wrong = "not text in UTF-8, save it as such" if coded else "not a JSON object"
-                raise BadInput(f"{path}:{number}: {wrong} ({first_line(error)})") from error
+        with blame(f"{path}:{number}: not text in UTF-8, save it as such"):
+            if b"\0" in line:
+                raise ValueError("a zero byte: UTF-16 has one in each letter")
+            text = line.decode("utf-8-sig")
+        if text.strip():
+            with blame(f"{path}:{number}: not a JSON object"):
+                row = json.loads(text, object_pairs_hook=without_repeats)
+            yield f"{path}:{number}", row
 
 
 def without_repeats(pairs: list[tuple[str, object]]) -> dict:
-    """A JSON object's keys and values; of a key that stands there twice json would silently take
-    the last."""
+    """A JSON object; a key that stands there twice is refused: json would take the last."""
     row = dict(pairs)
     if len(row) < len(pairs):
         raise ValueError("a key stands there twice")
@@ -481,12 +412,7 @@ def hub_rows(name: str, columns: HubSet, split: str, flag: str) -> Iterator[tupl
     """("name:row n", row) of a hub set, downloaded or from the local cache."""
     import datasets
 
-    try:
+    # Offline, renamed, gated: the library and its HTTP client raise many kinds.
+    with blame(f"{flag} {name}: cannot load {columns.path}, use a local copy, {name}:<file>"):
         rows = datasets.load_dataset(columns.path, columns.config, split=split)
-    # Offline, renamed, gated: `datasets` and its HTTP client raise many kinds
-    except Exception as error:
-        local = f"for a local copy use {flag} {name}:<file>"
-        raise BadInput(
-            f"{flag} {name}: cannot load {columns.path} ({first_line(error)}); {local}"
-        ) from error
     yield from ((f"{name}:row {number}", row) for number, row in enumerate(rows, 1))

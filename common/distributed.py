@@ -1,33 +1,21 @@
-"""Ranks: set-up from torchrun's environment, FSDP2 sharding, exact global sums, checkpoints, clean
-stops."""
+"""Ranks: set-up from torchrun's environment, FSDP2 sharding, exact global sums, clean stops."""
 
 import contextlib
-import hashlib
 import os
-import random
-import re
-import shutil
 import signal
 import stat
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from transformers import PreTrainedTokenizerBase
 
-KEEP_CHECKPOINTS = 3
 CLOSING: list[Callable[[], None]] = []  # what must be shut down before the process group is
 
 
@@ -41,6 +29,27 @@ class Refused(BadInput):
 
 class RunStopped(RuntimeError):
     """Going on would train on wrong numbers: shown as one line, exit code 1."""
+
+
+@contextlib.contextmanager
+def blame(what: str, kind: type[Exception] = BadInput) -> Iterator[None]:
+    """Any error inside becomes one line for people: "`what` (its first line)".
+
+    For other people's code, which raises many kinds: file formats, tokenizers, hub clients.
+    """
+    try:
+        yield
+    except (BadInput, RunStopped):
+        raise
+    except Exception as error:
+        raise kind(f"{what} ({first_line(error)})") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message, or of its cause's: what fits into one line."""
+    if isinstance(error, CheckpointException):
+        error, _ = next(iter(error.failures.values()))
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @dataclass
@@ -57,47 +66,38 @@ def setup() -> World:
     size, alone = from_environment("WORLD_SIZE", 1, least=1), "MASTER_PORT" not in os.environ
     rank, local_rank = from_environment("RANK", 0, most=size - 1), from_environment("LOCAL_RANK", 0)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank)}
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    host = os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if alone and size > 1:
-        raise BadInput(
-            f"WORLD_SIZE {size} in the environment, but no MASTER_PORT: start several ranks with torchrun"
-        )
+        raise BadInput(f"WORLD_SIZE={size}, but no MASTER_PORT: start several ranks with torchrun")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-        # More only pays above 10M parameters
+        # More only pays above 10M parameters.
         torch.set_num_threads(from_environment("OMP_NUM_THREADS", 1, least=1))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if alone:  # a store inside this process, no port to collide on
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return World(rank, size, device)
     port = from_environment("MASTER_PORT", 0, least=1, most=65535)
-    try:
-        # Ranks may sample for very different times
+    with blame(f"ranks cannot meet at {host}:{port}", RunStopped):
+        # Ranks may sample for very different times: the usual half hour may be too short.
         dist.init_process_group(backend, timeout=timedelta(hours=1))
-    except (RuntimeError, ValueError) as error:
-        raise RunStopped(
-            f"ranks cannot meet at {os.environ['MASTER_ADDR']}:{port} ({first_line(error)})"
-        ) from error
     return World(rank, size, device)
 
 
 def from_environment(name: str, default: int, least: int = 0, most: int = 2**31) -> int:
-    """A whole number that the launcher or the user put into the environment (of OpenMP's list the
-    first)."""
+    """A whole number that the launcher or the user set (of OpenMP's list the first)."""
     text = os.environ.get(name, "").split(",")[0] or str(default)
-    if not text.isdecimal() or not least <= int(text) <= most:
-        raise BadInput(
-            f"{name}={os.environ[name]} in the environment: must be a number from {least} to {most}"
-        )
-    return int(text)
+    if text.isdecimal() and least <= int(text) <= most:
+        return int(text)
+    wrong = f"{name}={os.environ[name]} in the environment"
+    raise BadInput(f"{wrong}: must be a number from {least} to {most}")
 
 
 def shard(policy: nn.Module, world: World, dtype: str, offload: bool = False) -> nn.Module:
-    """FSDP2 in place: every decoder layer a unit, the rest (embedding, final norm, head) the
-    root's.
+    """FSDP2 in place: each decoder layer a unit, the rest (embedding, last norm, head) the root's.
 
     Master weights, gradients and their sums over ranks stay float32; with dtype bfloat16 the
     forward and backward passes run on bfloat16 copies. Every unit gives its gathered copy back
@@ -108,13 +108,9 @@ def shard(policy: nn.Module, world: World, dtype: str, offload: bool = False) ->
     """
     if world.size == 1 and dtype == "float32" and not offload:
         return policy.to(world.device)
-    precision = (
-        MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        if dtype == "bfloat16"
-        else MixedPrecisionPolicy()
-    )
-    mesh = init_device_mesh(world.device.type, (world.size,))
-    how = {"mesh": mesh, "mp_policy": precision, "reshard_after_forward": True}
+    cast = (torch.bfloat16, torch.float32) if dtype == "bfloat16" else ()
+    how = {"mp_policy": MixedPrecisionPolicy(*cast), "reshard_after_forward": True}
+    how["mesh"] = init_device_mesh(world.device.type, (world.size,))
     if offload and world.device.type == "cuda":
         how["offload_policy"] = CPUOffloadPolicy()
     for layer in policy.lm.base_model.layers:
@@ -123,21 +119,25 @@ def shard(policy: nn.Module, world: World, dtype: str, offload: bool = False) ->
 
 
 def full_parameters(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name as in the Hugging Face model, whole tensor), one at a time. All ranks must iterate
-    together."""
+    """(name as in the Hugging Face model, whole tensor), one at a time; all ranks together."""
     for name, parameter in policy.lm.named_parameters():
-        full = parameter.detach()
-        yield name, full.full_tensor() if isinstance(full, DTensor) else full
+        yield name, whole_tensor(parameter.detach())
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """The tensor itself, put together from its shards if it has any; all ranks together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def global_sum(values: dict[str, float | Tensor], world: World) -> dict[str, float]:
-    """Each entry summed over all ranks, in float64; entries named `*_max` take the maximum. Same
-    keys on every rank."""
+    """Each entry summed over all ranks in float64, or the maximum of one named `*_max`.
+
+    Every rank gives the same keys.
+    """
     names = sorted(values, key=lambda name: (name.endswith("_max"), name))
     split = sum(not name.endswith("_max") for name in names)
-    flat = torch.stack(
-        [torch.as_tensor(values[name], dtype=torch.float64, device=world.device) for name in names]
-    )
+    own = {"dtype": torch.float64, "device": world.device}
+    flat = torch.stack([torch.as_tensor(values[name], **own) for name in names])
     for part, operation in ((flat[:split], dist.ReduceOp.SUM), (flat[split:], dist.ReduceOp.MAX)):
         if len(part) and world.size > 1:
             dist.all_reduce(part, op=operation)
@@ -145,8 +145,7 @@ def global_sum(values: dict[str, float | Tensor], world: World) -> dict[str, flo
 
 
 def gather(values: Tensor, world: World) -> Tensor:
-    """The ranks' vectors, of any lengths, end to end in rank order; the same on every rank. For
-    small ones."""
+    """The ranks' vectors, of any lengths, end to end in rank order, on every rank; small ones."""
     parts = [None] * world.size
     dist.all_gather_object(parts, values.cpu())
     return torch.cat(parts).to(values.device)
@@ -156,8 +155,10 @@ def gather(values: Tensor, world: World) -> Tensor:
 def together(
     world: World, kind: type[Exception], what: str, *also: type[BaseException]
 ) -> Iterator[None]:
-    """Work on files inside: where it fails on any rank (OSError or `also`), all raise `kind`,
-    "`what` (the cause)"."""
+    """Work on files inside; where it fails on one rank, all raise `kind`: "`what` (the cause)".
+
+    To fail is to raise an OSError or one of `also`.
+    """
     failure = ""
     try:
         yield
@@ -173,28 +174,24 @@ def together(
 
 
 def scale_gradients(policy: nn.Module, factor: float) -> None:
-    """Multiply every gradient by `factor`: turns accumulated sums into the mean that the objective
-    asks for."""
+    """Multiply every gradient by `factor`: sums become the mean that the objective asks for."""
     for parameter in policy.parameters():
         if parameter.grad is not None:
             parameter.grad.mul_(factor)
 
 
 def clip_gradients(policy: nn.Module, max_norm: float) -> float:
-    """Scale the whole gradient, over all shards, to norm `max_norm` at most; return its norm
-    before."""
-    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+    """Scale the gradient, over all shards, to norm `max_norm` at most; returns its norm before."""
+    return whole_tensor(torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm)).item()
 
 
 class StopFlag:
-    """SIGINT, SIGTERM and SIGHUP finish the current step instead of tearing it apart; a second one
-    kills as usual."""
+    """SIGINT, SIGTERM and SIGHUP finish the current step; a second one kills as usual."""
 
     def __init__(self):
         self.raised = False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # Nohup: the user said to go on
+            # Under nohup the user said to go on.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._raise)
 
@@ -202,183 +199,9 @@ class StopFlag:
         self.raised = True
         signal.signal(number, signal.SIG_DFL)
         for output in (1, 2) if number == signal.SIGHUP else ():
-            # The terminal is gone: to write to it would be an error
-            if stat.S_ISCHR(os.fstat(output).st_mode):
+            if stat.S_ISCHR(os.fstat(output).st_mode):  # the terminal is gone: writing would fail
                 os.dup2(os.open(os.devnull, os.O_WRONLY), output)
 
     def anywhere(self, world: World) -> bool:
-        """True on all ranks as soon as one of them was signalled: they must leave the loop at the
-        same step."""
+        """True on all ranks once one was signalled: they must leave the loop at the same step."""
         return global_sum({"stop_max": float(self.raised)}, world)["stop_max"] > 0
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, oldest first; what has another name is none of ours."""
-    found = [
-        path
-        for path in folder.glob("step_*")
-        if re.fullmatch("step_[0-9]{6,}", path.name) and path.is_dir()
-    ]
-    return sorted(found, key=step_of)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint's name tells."""
-    return int(checkpoint.name.removeprefix("step_"))
-
-
-def checksum(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def save_checkpoint(
-    folder: Path, step: int, policy: nn.Module, optimizer: Optimizer, state: dict, world: World
-) -> None:
-    """Write `folder/step_<n>`: sharded weights and optimiser, and for each rank its RNGs, `state`
-    and checksums.
-
-    Written under a temporary name and renamed when complete, so that a kill at any moment leaves
-    the older ones usable.
-    """
-    final, partial = folder / f"step_{step:06d}", folder / "partial"
-    advice = "checkpoints before it are whole: mend that and go on with --resume"
-    with together(world, RunStopped, f"cannot save {final}; {advice}"):
-        if world.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-    unused = [one for one in optimizers if not one.state]
-    weights, moments = get_state_dict(policy, optimizer)
-    for values in (values for one in unused for values in one.state.values()):
-        # get_state_dict lets an optimiser that never stepped take an empty step: undo its count
-        values["step"].zero_()
-    generators = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if world.device.type == "cuda":
-        generators["cuda"] = torch.cuda.get_rng_state()
-    try:
-        # A full disk reaches us as any of these.
-        with together(
-            world,
-            RunStopped,
-            f"cannot save {final}; {advice}",
-            RuntimeError,
-            dcp.api.CheckpointException,
-        ):
-            dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=partial / "shards")
-            own = [
-                *(partial / "shards").glob(f"__{world.rank}_*"),
-                *[partial / "shards/.metadata"][world.rank :],
-            ]
-            share = {"generators": generators, "state": state, "ranks": world.size}
-            torch.save(
-                share | {"sums": {path.name: checksum(path) for path in own}},
-                partial / f"rank{world.rank}.pt",
-            )
-    except RunStopped:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    with together(world, RunStopped, f"cannot save {final}; {advice}"):
-        if world.rank == 0:
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
-            kept = checkpoints(folder)
-            # Found damaged on --resume: no later resume shall meet it
-            for newer in kept[kept.index(final) + 1 :]:
-                newer.rename(
-                    next(
-                        p
-                        for i in range(99)
-                        if not (p := folder / f"damaged{i}_{newer.name}").exists()
-                    )
-                )
-            for old in kept[: kept.index(final) + 1][:-KEEP_CHECKPOINTS]:
-                shutil.rmtree(old)
-
-
-def read_share(checkpoint: Path, world: World) -> dict:
-    """What this rank saved, after its files have been held to their checksums. Any kind of error:
-    they are damaged.
-
-    In an evaluation by other ranks than saved, they divide the files; one beyond their number gets
-    the first share.
-    """
-
-    def read(rank: int) -> dict:
-        with zipfile.ZipFile(checkpoint / f"rank{rank}.pt") as archive:
-            if archive.testzip():
-                raise ValueError(f"rank{rank}.pt is not what was saved")
-        return torch.load(checkpoint / f"rank{rank}.pt", weights_only=True, map_location="cpu")
-
-    first = read(0)
-    shares = {rank: read(rank) for rank in range(world.rank, first["ranks"], world.size)}
-    for name, total in (pair for share in shares.values() for pair in share["sums"].items()):
-        if checksum(checkpoint / "shards" / name) != total:
-            raise ValueError(f"shards/{name} is not what was saved")
-    return shares.get(world.rank, first)
-
-
-def load_checkpoint(
-    folder: Path, policy: nn.Module, optimizer: Optimizer, world: World
-) -> tuple[int, dict]:
-    """Restore the newest whole checkpoint in `folder` in place and return its step and this rank's
-    `state`."""
-    found, damaged = [checkpoints(folder)], []
-    dist.broadcast_object_list(found)  # all ranks must take the same one
-    for checkpoint in reversed(found[0]):
-        try:
-            # Damage takes many forms
-            with together(world, RunStopped, f"{checkpoint.name} is damaged", Exception):
-                saved = read_share(checkpoint, world)
-            break
-        except RunStopped as error:
-            damaged.append(str(error))
-    else:
-        what = (
-            f"whole checkpoint in {folder}: {'; '.join(damaged)}"
-            if damaged
-            else f"checkpoint in {folder}"
-        )
-        raise Refused(f"--resume: no {what}")
-    if damaged and world.rank == 0:
-        print(f"{folder}: {'; '.join(damaged)}: going on from {checkpoint.name}", flush=True)
-    weights, moments = get_state_dict(policy, optimizer)
-    with together(
-        world, Refused, f"--resume: {checkpoint} does not fit --model", dcp.api.CheckpointException
-    ):
-        dcp.load({"policy": weights, "optimizer": moments}, checkpoint_id=checkpoint / "shards")
-    set_state_dict(policy, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    random.setstate(saved["generators"]["python"])
-    torch.set_rng_state(saved["generators"]["torch"])
-    if "cuda" in saved["generators"] and world.device.type == "cuda":
-        torch.cuda.set_rng_state(saved["generators"]["cuda"])
-    return step_of(checkpoint), saved["state"]
-
-
-def save_model(
-    policy: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path, world: World
-) -> None:
-    """Write the model in the Hugging Face format: loadable by transformers, vLLM, and `--model`."""
-    weights = {}
-    for name, full in full_parameters(policy):  # all ranks gather, the first one keeps
-        if world.rank == 0:
-            weights[name] = full.cpu()
-    if world.rank == 0:
-        tied = policy.lm.get_output_embeddings().weight is policy.lm.get_input_embeddings().weight
-        if tied:
-            weights["lm_head.weight"] = weights[
-                next(name for name in weights if name.endswith("embed_tokens.weight"))
-            ]
-    with together(world, RunStopped, f"cannot write {folder}", SafetensorError):
-        if world.rank == 0:
-            policy.lm.save_pretrained(folder, state_dict=weights)
-            tokenizer.save_pretrained(folder)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or of its cause's: what fits into an error of one
-    line."""
-    if isinstance(error, dcp.api.CheckpointException):
-        error, _ = next(iter(error.failures.values()))
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,13 +1,13 @@
-"""Kinds of numbers that a flag can be. A value that breaks its kind's rule ends the run before it
-begins.
+"""Command-line flags: the kinds of numbers that one can be, and those that only `common` reads.
 
-An algorithm file declares a flag by its kind (`lr: Positive = 3e-4`); `broken_rule` holds the
-values to it.
+An algorithm file declares the flags that it reads itself, each by its kind (`lr: Positive = 3e-4`),
+and inherits the others: `class Args(Flags)`. A value that breaks the rule of its kind ends the run
+before it begins.
 """
 
 from collections.abc import Callable
-from typing import Annotated, NamedTuple, get_type_hints
-
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple, get_type_hints
 
 LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 3e38  # of a tensor's sizes, and of float32
 
@@ -25,21 +25,65 @@ Seed = Whole
 Positive = Annotated[float, Rule("a number above 0", lambda x: x > 0)]
 NonNegative = Annotated[float, Rule("0 or more", lambda x: x >= 0)]
 Share = Annotated[float, Rule("from 0 to 1", lambda x: 0 <= x <= 1)]
-# a share that must not be nothing
-Part = Annotated[float, Rule("above 0 and at most 1", lambda x: 0 < x <= 1)]
+Part = Annotated[float, Rule("above 0 and at most 1", lambda x: 0 < x <= 1)]  # not nothing
 # Beyond these a softmax is all one token, or all tokens alike.
 Temperature = Annotated[float, Rule("from 0.01 to 100", lambda x: 0.01 <= x <= 100)]
 Exponent = Annotated[float, Rule("from 0 to 100", lambda x: 0 <= x <= 100)]
 Betas = Annotated[tuple[float, float], Rule("from 0 to below 1", lambda x: 0 <= x < 1)]
 
 
+@dataclass
+class Flags:
+    """What only `common` reads; the same in every file."""
+
+    task: str = "arithmetic"
+    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or
+    reasoning_gym:<name>."""
+    seed: Seed = 1
+    """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
+    run_dir: str = ""
+    """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
+    rollout: Literal["auto", "vllm", "hf"] = "auto"
+    """Sampling engine in this process: vLLM or transformers (auto: vllm on GPUs, else hf)."""
+    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
+    """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
+    rollout_rows: Count = 1024
+    """Responses the hf engine decodes at once: lower it when the KV cache does not fit (ours)."""
+    vllm_memory: Part = 0.3
+    """Share of each GPU's memory that vLLM takes, weights included (ours)."""
+    vllm_sleep: bool = False
+    """Park vLLM's weights on the CPU while the trainer computes."""
+    tensor_parallel: Count = 1
+    """Neighbouring ranks that share one vLLM engine."""
+    sampler_tolerance: NonNegative = 0.0
+    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16
+    0.05, float8 0.1)."""
+    eval_task: str = ""
+    """Set to measure on (default: the task's own test split, or problems held back)."""
+    eval_problems: Count = 256
+    """Held-out problems (ours)."""
+    eval_samples: Count = 4
+    """Sampled responses to each held-out problem, beside the greedy one (ours)."""
+    max_prompt_tokens: Count = 1024
+    """Longer prompts are dropped at load (ours)."""
+    instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
+    """Appended to every text prompt."""
+    prompt_column: str = "prompt"
+    """Column of a local file that holds the prompt."""
+    answer_column: str = "answer"
+    """Column of a local file that holds the reference answer."""
+    wandb: str = ""
+    """Weights & Biases project to log to as well (needs the package)."""
+    offload_reference: bool = False
+    """Keep the shards of π_ref in CPU memory, where the objective has a KL term."""
+
+
 def broken_rule(args: object) -> str:
-    """What is wrong with the first flag whose value breaks the rule of its kind; "" if none
-    does."""
+    """What is wrong with the first flag that breaks the rule of its kind; "" if none does."""
     for name, kind in get_type_hints(type(args), include_extras=True).items():
         value = getattr(args, name)
-        for rule in (
-            extra for extra in getattr(kind, "__metadata__", ()) if isinstance(extra, Rule)
+        for rule in filter(
+            lambda extra: isinstance(extra, Rule), getattr(kind, "__metadata__", ())
         ):
             for number in value if isinstance(value, tuple) else (value,):
                 if abs(number) > (LARGEST_INT if isinstance(number, int) else LARGEST_FLOAT):

@@ -8,143 +8,120 @@ import json
 import os
 import shutil
 import socket
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from common.distributed import BadInput, RunStopped, first_line
+from common.distributed import BadInput, RunStopped, blame, first_line
 
 LOCK = "run.lock"
-# What a run writes line by line, and cuts back on resume
-ROWS = ("metrics.jsonl", "silenced.jsonl")
+ROWS = ("metrics.jsonl", "silenced.jsonl")  # written line by line, and cut back on resume
 OURS = set("algorithm acted ranks model task seed lr".split())  # what every run's config.json has
 
 
 def spelled_out(path: str) -> Path:
-    """`path` with `~`, `.`, `..` and a link at its end followed: a folder that has a name and can
-    be moved."""
+    """`path` with `~`, `.`, `..` and a link at its end followed: a folder that can be moved."""
     folder = Path(os.path.expanduser(path))
     if str(folder).startswith("~"):
         raise BadInput(f"--run_dir {path}: no such user")
-    return (
-        Path(os.path.realpath(folder))
-        if os.path.islink(folder) or folder.name in ("", "..")
-        else folder
-    )
+    nameless = os.path.islink(folder) or folder.name in ("", "..")
+    return Path(os.path.realpath(folder)) if nameless else folder
 
 
 def saved_config(folder: Path) -> dict:
-    """config.json of the run in `folder`; empty where there is none, or only another program's."""
+    """config.json of the run in `folder`; empty where there is none, or another program's."""
     path = folder / "config.json"
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise BadInput(f"{path}: damaged, no JSON ({first_line(error)})") from error
+    text = path.read_bytes() if path.is_file() else b"{}"
+    with blame(f"{path}: damaged, no JSON"):
+        config = json.loads(text)
     return config if isinstance(config, dict) and config.keys() >= OURS else {}
 
 
 def inside_a_run(folder: Path) -> Path | None:
     """The run that `folder` would lie in, and be moved or deleted with."""
     for parent in folder.absolute().parents:
-        # Another's file, or a folder that is not for us to read
+        # A damaged file, or one that is not for us to read, makes no run.
         with contextlib.suppress(BadInput, OSError):
             if saved_config(parent):
                 return parent
 
 
 def holds_a_run(folder: Path) -> bool:
-    """Whether there is a run in `folder`, to be moved aside; what is neither that nor empty is the
-    user's: refused."""
+    """Whether there is a run in `folder`, to be moved aside; the user's own files are refused."""
     if outer := inside_a_run(folder):
         raise BadInput(f"--run_dir {folder}: lies inside the run {outer}, give a folder beside it")
     names = {path.name for path in folder.iterdir()} - {LOCK} if folder.exists() else set()
-    strange = sorted(
-        name
-        for name in names
-        if not name.startswith("evaluation-") and not name.endswith(".partial")
-    )
+    strange = [name for name in sorted(names) if not name.startswith("evaluation-")]
+    strange = [name for name in strange if not name.endswith(".partial")]
     if strange and not saved_config(folder):
-        raise BadInput(
-            f"--run_dir {folder}: holds {strange[0]} and no run, give a new or an empty folder"
-        )
+        what = f"holds {strange[0]} and no run, give a new or an empty folder"
+        raise BadInput(f"--run_dir {folder}: {what}")
     return bool(names)
 
 
 class Claim:
-    """The right to write to a folder, which is made if need be and unmade if nothing comes of it.
+    """The right to write to a folder, which is made if need be, and unmade if it stays empty.
 
-    `alone`: one process at a time. The kernel gives the lock back when its holder ends, however it
-    ends.
+    One process at a time has it: the kernel gives the lock back when its holder ends, however.
     """
 
-    def __init__(self, folder: Path, alone: bool = True):
+    def __init__(self, folder: Path):
         self.folder, self.lock = folder, None
         self.made = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if alone:
+            while not self._holds():  # the last holder may have removed the file in between
                 self._take()
-            else:
-                # Fails now, not when there is something to lose
-                tempfile.NamedTemporaryFile(dir=folder).close()
+            os.ftruncate(self.lock, 0)
+            os.write(self.lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
         except (BadInput, OSError):
             self.release()
             raise
 
     def _take(self) -> None:
-        path = self.folder / LOCK
-        while True:
-            lock = os.open(
-                path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666
-            )  # Python hands no file on: no child keeps the lock
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.read(lock, 300).decode(errors="replace") or "just starting"
-                os.close(lock)
-                raise BadInput(
-                    f"--run_dir {self.folder}: another run writes there ({holder})"
-                ) from None
-            except OSError as error:  # some network file systems
-                print(
-                    f"{self.folder} cannot be locked ({first_line(error)}): see that no other run writes there"
-                )
-            if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
-                break
-            os.close(lock)  # of a file that its last holder has just removed
-        os.ftruncate(lock, 0)
-        os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
-        self.lock = lock
+        self._close()
+        # Python hands no file on: no child keeps the lock.
+        self.lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(self.lock, 300).decode(errors="replace") or "just starting"
+            self._close()  # the file stays: it is not ours
+            what = f"another run writes there ({holder})"
+            raise BadInput(f"--run_dir {self.folder}: {what}") from None
+        except OSError as error:  # some network file systems
+            what = f"cannot be locked ({first_line(error)}): see that no other run writes there"
+            print(f"{self.folder} {what}")
+
+    def _holds(self) -> bool:
+        """Whether the lock file in the folder is the one that is open here."""
+        with contextlib.suppress(OSError):
+            there = os.stat(self.folder / LOCK)
+            return self.lock is not None and os.path.samestat(os.fstat(self.lock), there)
+        return False
+
+    def _close(self) -> None:
+        if self.lock is not None:
+            os.close(self.lock)
+        self.lock = None
 
     def hold(self) -> None:
-        """Stop if the folder is not the one that was claimed any more: what is written now would be
-        in another's."""
-        with contextlib.suppress(OSError):
-            if self.lock is None or os.path.samestat(
-                os.fstat(self.lock), (self.folder / LOCK).stat()
-            ):
-                return
-        raise RunStopped(
-            f"{self.folder} was moved or replaced under this run: nothing more is written to it"
-        )
+        """Stop if the folder was swapped: what is written now would be in another's."""
+        if not self._holds():
+            what = "was moved or replaced under this run: nothing more is written to it"
+            raise RunStopped(f"{self.folder} {what}")
 
     def renew(self, fill: Callable[[Path], None]) -> Path:
-        """Move the folder aside, to NAME.1 or the next number, and put one in its place that `fill`
-        has filled."""
-        if Path.cwd().is_relative_to(self.folder.resolve()):
-            raise BadInput(
-                f"--run_dir {self.folder}: holds an earlier run, which is not moved from under the shell"
-            )
-        new = Claim(self.folder.with_name(f".{self.folder.name}.{os.getpid()}"))
+        """Move the folder aside, to NAME.1 or the next number; a `fill`ed one takes its place."""
+        here, name = self.folder, self.folder.name
+        if Path.cwd().is_relative_to(here.resolve()):
+            what = "holds an earlier run, which is not moved from under the shell"
+            raise BadInput(f"--run_dir {here}: {what}")
+        new = Claim(here.with_name(f".{name}.{os.getpid()}"))
         try:
             fill(new.folder)
-            numbered = (
-                self.folder.with_name(f"{self.folder.name}.{i}") for i in itertools.count(1)
-            )
-            aside = self.folder.rename(next(path for path in numbered if not path.exists()))
-            new.folder.rename(self.folder)
+            numbered = (here.with_name(f"{name}.{i}") for i in itertools.count(1))
+            aside = here.rename(next(path for path in numbered if not path.exists()))
+            new.folder.rename(here)
         except OSError:
             shutil.rmtree(new.folder)
             raise
@@ -155,22 +132,18 @@ class Claim:
     def release(self) -> None:
         """Let others in; of the folders made here, those that are empty go."""
         with contextlib.suppress(OSError):
-            if self.lock is not None and os.path.samestat(
-                os.fstat(self.lock), (self.folder / LOCK).stat()
-            ):
-                (self.folder / LOCK).unlink()  # still ours: not if someone moved the folder away
-        if self.lock is not None:
-            os.close(self.lock)
+            if self._holds():  # not if someone moved the folder away
+                (self.folder / LOCK).unlink()
+        self._close()
         for path in self.made:
             with contextlib.suppress(OSError):
                 path.rmdir()
-        self.lock, self.made = None, []
+        self.made = []
 
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A path to write to, which becomes `path` when all is written and is gone if anything
-    fails."""
+    """A path to write to, which becomes `path` when all is written, and is gone if that fails."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         yield partial
@@ -196,17 +169,11 @@ def append(path: Path, rows: list[dict]) -> None:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The rows of a JSON-lines file of a run; a last one cut short by a kill, or still being
-    written, is dropped."""
+    """The rows of a run's JSON-lines file, but for a last one cut short by a kill."""
     rows, lines = [], path.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
-        try:
+        damaged = blame(f"{path}:{number}: damaged, repair or remove the line")
+        with damaged if number < len(lines) else contextlib.suppress(Exception):
             row = json.loads(line)
             rows.append(row | {"step": int(row["step"])})
-        # No JSON, no object, or one without a step
-        except (ValueError, TypeError, KeyError) as error:
-            if number < len(lines):
-                raise BadInput(
-                    f"{path}:{number}: damaged ({first_line(error)}): repair or remove the line"
-                ) from error
     return rows

@@ -1,5 +1,4 @@
-"""Judging answers: exact match for the arithmetic task, math-verify for text mathematics,
-reasoning-gym for its tasks.
+"""Judges: exact match for arithmetic, math-verify for mathematics, reasoning-gym for its tasks.
 
 The two libraries run sympy on whatever the model wrote, which can hang, take all memory or raise.
 Each answer is so judged in a worker process under bounds that the kernel enforces: an alarm kills
@@ -13,8 +12,11 @@ from __future__ import annotations
 import json
 import os
 import queue
+import resource
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,15 +27,13 @@ TAIL = 2000  # characters searched for an answer that is not boxed
 
 
 def arithmetic_reward(completion: str, answer: str) -> float:
-    """1.0 if what follows the last `#` is exactly the answer. No `#`, no reward; a substring is not
-    enough."""
+    """1.0 if what follows the last `#` is exactly the answer; a substring is not enough."""
     _, mark, final = completion.rpartition("#")
     return float(mark == "#" and final == answer)
 
 
 def final_answer(completion: str) -> str:
-    """The last \\boxed{...} with its braces balanced; "" if it never closes; the end of the text if
-    there is no box.
+    """The last \\boxed{...}, braces balanced, or "" if it never closes; without a box, the end.
 
     Only the last box counts: a response that boxes every candidate must not be paid for one of
     them.
@@ -49,43 +49,33 @@ def final_answer(completion: str) -> str:
     return ""
 
 
-def gym_rows(name: str) -> object:
-    """The problems of a reasoning-gym set, by index; the same ones in every process."""
-    import reasoning_gym
-
-    return reasoning_gym.create_dataset(name, size=GYM_SIZE, seed=0)
-
-
 class MathJudge:
-    """Scores text answers with math-verify in worker processes; `killed` counts the answers that
-    broke their bounds.
+    """Scores text answers with math-verify in worker processes.
 
     With `gym` it scores by that reasoning-gym set's own function, which may give part marks; the
-    reference answers are then the problems' indices.
+    reference answers are then the problems' indices. `killed` counts the answers that broke their
+    bounds of `seconds` and `memory` (bytes).
     """
 
     def __init__(
         self, workers: int = 0, seconds: float = SECONDS, memory: int = MEMORY, gym: str = ""
     ):
         self.limits, self.gym, self.killed = (seconds, memory), gym, 0
+        cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        workers = workers or min(8, max(1, cores))
         self.idle: queue.Queue[subprocess.Popen | None] = queue.Queue()
-        workers = workers or min(
-            8, max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        )
         for _ in range(workers):
             self.idle.put(None)  # started when first needed
         self.threads = ThreadPoolExecutor(workers)
 
     def __call__(self, completions: list[str], answers: list[str]) -> list[float]:
-        """1.0 where the completion's final answer equals the reference, else 0.0 (or part
-        marks)."""
+        """1.0 where the final answer equals the reference, else 0.0 (or part marks)."""
         return list(self.threads.map(self._judge, completions, answers))
 
     def _judge(self, completion: str, answer: str) -> float:
         worker, verdict = self.idle.get(), ""
         try:
-            if worker is None:
-                worker = self._start()
+            worker = worker or self._start()
             text = completion if self.gym else final_answer(completion)
             worker.stdin.write(json.dumps([text, answer]) + "\n")
             worker.stdin.flush()
@@ -93,7 +83,7 @@ class MathJudge:
         except BrokenPipeError:
             pass
         finally:
-            if worker is not None and not verdict:  # the kernel ended it
+            if worker and not verdict:  # the kernel ended it
                 self.killed += 1
                 worker.kill()
                 worker.wait()
@@ -102,26 +92,18 @@ class MathJudge:
         return float(verdict or 0)
 
     def _start(self) -> subprocess.Popen:
+        words = [*map(str, self.limits), self.gym, str(START_SECONDS)]
         worker = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "common.reward",
-                *map(str, self.limits),
-                self.gym,
-                str(START_SECONDS),
-            ],
+            [sys.executable, "-m", "common.reward", *words],
             cwd=Path(__file__).parent.parent,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            # Ctrl-C is for the trainer, which finishes its step and still needs its judge
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C: the trainer finishes its step and needs its judge
         )
         if worker.stdout.readline() != "ready\n":
-            # Not above: it imports torch, which a worker does without
-            from common.distributed import RunStopped
+            from common.distributed import RunStopped  # imports torch: a worker does without
 
             worker.kill()
             reason = f"exit code {worker.wait()}: is its package installed, is memory left?"
@@ -132,8 +114,7 @@ class MathJudge:
         """End the workers."""
         self.threads.shutdown()
         while not self.idle.empty():
-            worker = self.idle.get()
-            if worker is not None:
+            if worker := self.idle.get():
                 worker.stdin.close()
                 worker.wait()
                 worker.stdout.close()
@@ -141,26 +122,10 @@ class MathJudge:
 
 def worker(seconds: float, memory: int, gym: str, start_seconds: float) -> None:
     """Judge [answer, reference] lines from stdin until it closes; print a score for each."""
-    import resource
-    import signal
-
-    # Whatever a library prints must not pass for a verdict
-    verdicts, sys.stdout = sys.stdout, sys.stderr
-    # SIGALRM's default action: the kernel ends this process
+    verdicts, sys.stdout = sys.stdout, sys.stderr  # what a library prints must not pass for one
+    # SIGALRM's default action: the kernel ends this process.
     signal.setitimer(signal.ITIMER_REAL, start_seconds)
-    if gym:
-        rows = gym_rows(gym)
-        from reasoning_gym.utils import extract_answer
-
-        def score(answer: str, reference: str) -> float:
-            return rows.score_answer(answer=extract_answer(answer), entry=rows[int(reference)])
-    else:
-        from math_verify import parse, verify
-
-        def score(answer: str, reference: str) -> float:
-            gold = parse(f"${reference}$", parsing_timeout=None)
-            return verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None)
-
+    score = gym_score(gym) if gym else math_score()
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.setitimer(signal.ITIMER_REAL, 0)
@@ -173,6 +138,32 @@ def worker(seconds: float, memory: int, gym: str, start_seconds: float) -> None:
             points = 0.0
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(points, file=verdicts, flush=True)
+
+
+def math_score() -> Callable[[str, str], bool]:
+    """math-verify's comparison of an answer with a reference."""
+    from math_verify import parse, verify
+
+    def score(answer: str, reference: str) -> bool:
+        gold = parse(f"${reference}$", parsing_timeout=None)
+        return verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None)
+
+    return score
+
+
+def gym_score(name: str) -> Callable[[str, str], float]:
+    """A reasoning-gym set's own score of an answer to the problem with that index."""
+    from reasoning_gym.utils import extract_answer
+
+    rows = gym_rows(name)
+    return lambda answer, index: rows.score_answer(extract_answer(answer), rows[int(index)])
+
+
+def gym_rows(name: str) -> object:
+    """The problems of a reasoning-gym set, by index; the same ones in every process."""
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(name, size=GYM_SIZE, seed=0)
 
 
 if __name__ == "__main__":

@@ -1,222 +1,51 @@
-"""A run from the outside: command line, run folder, metrics, progress bar, curves and summary."""
-
-from __future__ import annotations
+"""What a run leaves behind: metrics, progress bar, curves and summary in its folder."""
 
 import contextlib
-import importlib.util
-import io
-import itertools
 import json
 import math
-import os
 import re
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch import Tensor
 from tqdm import tqdm
 
-from common.data import HUB
-from common.distributed import (
-    CLOSING,
-    BadInput,
-    Refused,
-    RunStopped,
-    World,
-    first_line,
-    global_sum,
-    setup,
-    together,
-)
-from common.flags import broken_rule
-from common.folder import (
-    ROWS,
-    Claim,
-    append,
-    as_lines,
-    holds_a_run,
-    read_lines,
-    saved_config,
-    spelled_out,
-    whole,
-)
-from common.rollout import Rollout
+from common.curves import draw_curves
+from common.distributed import CLOSING, BadInput, Refused, RunStopped, World
+from common.distributed import blame, global_sum, together
+from common.folder import ROWS, Claim, append, as_lines, holds_a_run, read_lines, saved_config
+from common.folder import spelled_out, whole
 
-# a file may clock others, too
+# A file may clock others, too.
 PHASES = ("rollout", "reward", "old_logp", "update", "sync", "evaluate", "save")
 MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
-FREE_ON_RESUME = set(
-    "steps run_dir resume save_every save_hf eval_every eval_samples eval_only wandb".split()
-)
+FREE_ON_RESUME = set("acted steps run_dir resume save_every save_hf eval_every".split())
+FREE_ON_RESUME |= {"eval_samples", "wandb"}
 SHOWN = ("reward", "greedy", "ref_kl", "sampler_kl")  # on the progress bar
 
 
-def launch(main: Callable[[object, World], None], Args: type) -> None:
-    """Parse the flags, join the ranks, run `main(args, world)`. Errors meant for people are one
-    line on stderr.
-
-    Exit code 2 for bad input, 1 for a run that had to stop.
-    """
-    # Every rank meets the same error: say it once
-    first_rank = os.environ.get("LOCAL_RANK", "0") == "0"
-    world = None
-    with contextlib.suppress(AttributeError):  # a terminal that cannot show ε is no reason to stop
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        args = parse(Args, first_rank)
-        world = setup()
-        check(args, world)
-        try:
-            main(args, world)
-        finally:
-            if Run.bar is not None:
-                Run.bar.close()  # ends its line, before anything is said
-        dist.barrier()  # leave together: gloo may abort a rank whose peer is still busy
-    except (BadInput, RunStopped) as error:
-        # Mostly all ranks meet the same error: torchrun ends this one while it waits
-        if not first_rank:
-            time.sleep(2)
-        if first_rank or isinstance(error, BadInput) and not isinstance(error, Refused):
-            print(
-                f"{Path(sys.argv[0]).name}: error: {' '.join(str(error).splitlines())}",
-                file=sys.stderr,
-            )
-        sys.exit(2 if isinstance(error, BadInput) else 1)
-    except KeyboardInterrupt:  # before the first step; from there on StopFlag takes it
-        if first_rank:
-            print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except torch.OutOfMemoryError as error:
-        sampling = Run.phase in ("rollout", "evaluate", "branch", "sync")
-        lower = "--rollout_rows or --vllm_memory" if sampling else "--micro_tokens"
-        fall(f"out of memory in {Run.phase or 'set-up'} ({first_line(error)}): lower {lower}")
-    except RuntimeError as error:
-        if (
-            world is None
-            or world.size == 1
-            or not isinstance(error, dist.DistError)
-            and "gloo" not in str(error)
-        ):
-            raise
-        gone = (
-            f"rank {world.rank} lost contact to another rank in {Run.phase} ({first_line(error)})"
-        )
-        fall(f"{gone}: torchrun names the one that failed first; go on with --resume", wait=3.0)
-    finally:
-        while CLOSING:
-            CLOSING.pop()()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def fall(message: str, wait: float = 0.0) -> None:
-    """End this rank without a clean-up, which would wait for others: they may be gone, or still
-    computing.
-
-    After `wait` seconds, if torchrun is to see another rank fail first: it names the first one.
-    """
-    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
-    time.sleep(wait)
-    os._exit(1)
-
-
-def parse(Args: type, first_rank: bool = True) -> object:
-    """`Args` from the command line; tyro's boxed message for a wrong flag is folded into one
-    line."""
-    header, message = sys.modules[Args.__module__].__doc__.splitlines()[0], io.StringIO()
-    try:
-        with contextlib.redirect_stderr(message):
-            return tyro.cli(
-                Args, description=header, use_underscores=True, console_outputs=first_rank
-            )
-    except SystemExit as stop:
-        if stop.code != 2:
-            raise
-        #  is the box's title
-        lines = [line.strip(" │") for line in message.getvalue().splitlines()[1:]]  # [0]
-        parts = [
-            list(g)
-            for words, g in itertools.groupby(lines, lambda line: bool(line.strip("─-╰╯")))
-            if words
-        ]
-        # Only the first rank is told more
-        raise BadInput(" ".join(parts[0]) if parts else "wrong flags") from None
-
-
-def check(args: object, world: World) -> None:
-    """Refuse values with which no run makes sense, and divisions that would leave a rank without
-    its share."""
-    if wrong := broken_rule(args):
-        raise BadInput(wrong)
-    if args.group_size < 2 and not args.eval_only:
-        raise BadInput(
-            f"--group_size {args.group_size}: a group needs 2 responses or more to compare"
-        )
-    unit = world.size * args.minibatches
-    if args.prompts_per_step % unit and not args.eval_only:  # mini-batches are made of whole groups
-        raise BadInput(
-            f"--prompts_per_step {args.prompts_per_step}: not a multiple of ranks x --minibatches = {unit}"
-        )
-    if args.wandb and not importlib.util.find_spec("wandb"):
-        raise BadInput(f"--wandb {args.wandb}: needs the package (pip install wandb)")
-    if args.dtype == "auto":
-        args.dtype = "bfloat16" if world.device.type == "cuda" else "float32"
-
-
-def without_effect(args: object, world: World) -> Iterator[str]:
-    """A line for each flag that was set and does nothing beside the others."""
-    vllm = args.rollout == "vllm" or (args.rollout == "auto" and world.device.type == "cuda")
-    tasks = [] if args.eval_only and args.eval_task else [args.task]
-    kinds = {task.partition(":")[0] for task in (*tasks, *args.eval_task.split(",")) if task}
-    for idle, where, names in (
-        (not vllm, "with the hf engine", "vllm_memory vllm_sleep tensor_parallel"),
-        (vllm, "with vLLM", "rollout_rows"),
-        (kinds == {"arithmetic"}, "with --task arithmetic", "max_prompt_tokens"),
-        (kinds <= {"arithmetic", "reasoning_gym"}, f"with --task {args.task}", "instruction"),
-        (
-            kinds <= {"arithmetic", "reasoning_gym", *HUB},
-            "without a local file",
-            "prompt_column answer_column",
-        ),
-        (getattr(args, "beta", 0) == 0, "with --beta 0", "offload_reference"),
-        (args.eval_only, "with --eval_only", "save_hf wandb"),
-    ):
-        for flag in fields(args) if idle else ():
-            if flag.name in names.split() and getattr(args, flag.name) != flag.default:
-                yield f"--{flag.name} has no effect {where}"
-
-
 class Means:
-    """Metrics of one step as (sum, count) pairs: the exact mean for any number of micro-batches and
-    ranks.
+    """Metrics of a step as (sum, count): exact means over any micro-batches and ranks.
 
     A count of None leaves the sum as it is; a name that ends in `_max` takes the maximum instead.
     Where nothing was counted there is no mean, and the metric is left out of the step.
     """
 
     def __init__(self):
-        self.sums, self.counts, self.plain = (
-            defaultdict(lambda: torch.tensor(0.0)),
-            defaultdict(float),
-            set(),
-        )
+        self.sums = defaultdict(lambda: torch.tensor(0.0))
+        self.counts, self.plain = defaultdict(float), set()
 
     def add(self, **pairs: tuple[Tensor | float, Tensor | float | None]) -> None:
         for name, (total, count) in pairs.items():
-            value = (
-                total.detach().double() if isinstance(total, Tensor) else torch.tensor(float(total))
-            )
-            largest = name.endswith("_max")
-            self.sums[name] = (
-                torch.maximum(self.sums[name], value) if largest else self.sums[name] + value
-            )
+            number = not isinstance(total, Tensor)
+            value = torch.tensor(float(total)) if number else total.detach().double()
+            combine = torch.maximum if name.endswith("_max") else torch.add
+            self.sums[name] = combine(self.sums[name], value)
             self.counts[name] = self.counts[name] + (0.0 if count is None else count)
             if count is None:
                 self.plain.add(name)
@@ -229,104 +58,87 @@ class Means:
 
 
 class Run:
-    """The run folder: config.json, metrics.jsonl (a line a step), curves.png, summary.json,
-    checkpoints/."""
+    """The run folder: config.json, metrics.jsonl, curves.png, summary.json, checkpoints/."""
 
     phase = ""  # what is being done now, for messages about failures
     bar: tqdm | None = None
 
-    def __init__(self, args: object, world: World, algorithm: str, acted: str):
-        """`acted` names the metric that stays zero while the algorithm's own mechanism does
-        nothing.
+    def __init__(self, args: object, world: World, algorithm: str, acted: dict[str, str]):
+        """`acted`: metrics that show the algorithm at work, and their words for plots.
 
-        Takes the run folder's lock, and changes nothing in it yet.
+        The first one stays 0 while the algorithm's own mechanism does nothing. Takes the run
+        folder's lock, and changes nothing in it yet.
         """
-        self.args, self.world, self.algorithm, self.acted = args, world, algorithm, acted
+        self.args, self.world, self.algorithm = args, world, algorithm
+        self.acted = next(iter(acted))
         task = re.sub(r"[^\w.-]+", "-", Path(args.task).stem)
         self.folder = spelled_out(args.run_dir or f"runs/{algorithm}-{task}-s{args.seed}")
         self.checkpoints, self.metrics = self.folder / "checkpoints", self.folder / "metrics.jsonl"
-        self.seconds, self.started = defaultdict(float), time.perf_counter()
+        self.seconds, self.started = dict.fromkeys(PHASES, 0.0), time.perf_counter()
         self.wandb, self.skipped = None, 0
         config = asdict(args) | {"algorithm": algorithm, "acted": acted, "ranks": world.size}
         self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
         with together(world, Refused, f"--run_dir {self.folder}: cannot be used"):
             if world.rank == 0:
                 self._check_same() if args.resume else holds_a_run(self.folder)
-                self.claim = Claim(self.folder, alone=not args.eval_only)
+                self.claim = Claim(self.folder)
                 CLOSING.append(self.claim.release)
-        self.say(*without_effect(args, world))
 
     def _check_same(self) -> None:
-        """Bit-exact resume needs the same run: refuse another algorithm, other shapes, another
-        number of ranks."""
-        saved = saved_config(self.folder)
+        """Bit-exact resume needs the same run: the same algorithm, shapes, number of ranks."""
+        saved, own = saved_config(self.folder), self.config
         if not saved:
             raise BadInput(f"--resume: no run in {self.folder}")
-        names = self.config.keys() - FREE_ON_RESUME
-        for name in sorted({"algorithm", "model"} if self.args.eval_only else names):
-            if saved.get(name) != self.config[name]:
-                raise BadInput(
-                    f"--resume: {self.folder} has {name} {saved.get(name)!r}, this run {self.config[name]!r}"
-                )
+        for name in sorted(own.keys() - FREE_ON_RESUME):
+            if saved.get(name) != own[name]:
+                wrong = f"has {name} {saved.get(name)!r}, this run {own[name]!r}"
+                raise BadInput(f"--resume: {self.folder} {wrong}")
         lines = read_lines(self.metrics) if self.metrics.is_file() else []
-        if not self.args.eval_only and not any("greedy" in line for line in lines):
+        if not any("greedy" in line for line in lines):
             raise BadInput(f"--resume: {self.metrics} is missing or holds no measurement")
 
     def start(self, task: object, done: int) -> None:
-        """Make the run folder, now that nothing can be wrong with the input any more, and say what
-        will happen."""
-        a, n = self.args, self.args.prompts_per_step * self.args.group_size
-        self.task, self.begun = task, done
+        """Make the run folder, now that all input is known to be right, and say what comes."""
+        a, self.task, self.begun = self.args, task, done
         self.config["data"] = task.fingerprint
         dist.barrier()  # every rank has read what it resumes from before the first one writes
         with together(self.world, Refused, f"--run_dir {self.folder}: cannot be written to"):
             if self.world.rank == 0:
                 self._open(done)
-        self.say(
-            f"{self.algorithm}: {a.model} on {task.name}; {self.world.size} rank(s) on {self.world.device}, {a.dtype}",
-            f"steps {done + 1} to {a.steps}, each {a.prompts_per_step} prompts x {a.group_size} responses = {n}, "
-            f"{a.minibatches} mini-batch(es); {len(task.held_out)} held-out problems every {a.eval_every} steps"
-            if done < a.steps
-            else f"all {done} steps are done: to go on, give more --steps",
-            f"results in {self.folder}"
-            + (f"; {task.dropped} prompts too long, dropped" if task.dropped else ""),
-            *task.remarks,
-        )
+        ranks = f"{self.world.size} rank(s) on {self.world.device}"
+        self.say(f"{self.algorithm}: {a.model} on {task.name}; {ranks}, {a.dtype}")
+        rows = a.prompts_per_step * a.group_size
+        batch = f"{a.prompts_per_step} prompts x {a.group_size} responses = {rows}"
+        held_out = f"{len(task.held_out)} held-out problems every {a.eval_every} steps"
+        plan = f"steps {done + 1} to {a.steps}, each {batch}, {a.minibatches} mini-batch(es)"
+        idle = f"all {done} steps are done: to go on, give more --steps"
+        self.say(f"{plan}; {held_out}" if done < a.steps else idle)
+        dropped = f"; {task.dropped} prompts too long, dropped" if task.dropped else ""
+        self.say(f"results in {self.folder}{dropped}", *task.remarks)
 
     def _open(self, done: int) -> None:
-        """Refuse what only now can be known, then write: config.json, and the metrics up to step
-        `done`."""
+        """Refuse what only now can be known, then write config.json and metrics up to `done`."""
         a, kept = self.args, {}
         if a.resume:
             if saved_config(self.folder).get("data", self.config["data"]) != self.config["data"]:
-                raise BadInput(
-                    f"--resume: the file behind --task {a.task} changed since {self.folder} was started"
-                )
+                what = f"the file behind --task {a.task} changed since {self.folder} was started"
+                raise BadInput(f"--resume: {what}")
             if done > a.steps:
                 raise BadInput(f"--steps {a.steps}: {self.folder} is at step {done} already")
-            paths = (self.folder / name for name in ROWS)
-            kept = {
-                path: [row for row in read_lines(path) if row["step"] <= done]
-                for path in paths
-                if path.exists()
-            }
+            for path in filter(Path.exists, (self.folder / name for name in ROWS)):
+                kept[path] = [row for row in read_lines(path) if row["step"] <= done]
             for row in kept[self.metrics][-1:] if hasattr(self.task.judge, "killed") else ():
-                # It counts over the whole run
-                self.task.judge.killed += int(row.get("judge_killed") or 0)
+                self.task.judge.killed += int(row.get("judge_killed") or 0)  # of the whole run
         if a.wandb:
             import wandb
 
             name = self.folder.name
-            try:
-                self.wandb = wandb.init(
-                    project=a.wandb, name=name, id=name, config=self.config, resume="allow"
-                )
-            except Exception as error:  # no network, no login: it raises many kinds
-                raise BadInput(f"--wandb {a.wandb}: {first_line(error)}") from error
+            with blame(f"--wandb {a.wandb}"):  # no network, no login: it raises many kinds
+                options = {"name": name, "id": name, "config": self.config, "resume": "allow"}
+                self.wandb = wandb.init(project=a.wandb, **options)
         if not a.resume and holds_a_run(self.folder):
-            print(
-                f"an earlier run was in {self.folder}: moved to {self.claim.renew(self._write_config)}"
-            )
+            aside = self.claim.renew(self._write_config)
+            print(f"an earlier run was in {self.folder}: moved to {aside}")
         else:
             self._write_config(self.folder)
         self.checkpoints.mkdir(exist_ok=True)
@@ -345,10 +157,8 @@ class Run:
 
     def steps(self, done: int) -> Iterator[int]:
         """Step numbers from `done` + 1 to `--steps`, behind a progress bar on rank 0."""
-        hidden = self.world.rank > 0
-        Run.bar = tqdm(
-            total=self.args.steps, initial=done, disable=hidden, dynamic_ncols=True, unit="step"
-        )
+        look = {"disable": self.world.rank > 0, "dynamic_ncols": True, "unit": "step"}
+        Run.bar = tqdm(total=self.args.steps, initial=done, **look)
         for step in range(done + 1, self.args.steps + 1):
             yield step
             self.bar.update()
@@ -358,28 +168,22 @@ class Run:
         """Count the time inside towards `phase`."""
         start, Run.phase = self._now(), phase
         yield
-        self.seconds[phase] += self._now() - start
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + self._now() - start
 
     def _now(self) -> float:
         if self.world.device.type == "cuda":
-            # Kernels run behind the host's back: without this their time lands elsewhere
+            # Kernels run behind the host's back: without this their time lands elsewhere.
             torch.cuda.synchronize()
         return time.perf_counter()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Append the step's line to metrics.jsonl (flushed) and show it on the progress bar."""
+        """Append the step's line to metrics.jsonl and show it on the progress bar."""
         seconds = self._now() - self.started
-        line = (
-            {"step": step}
-            | metrics
-            | {"tokens_per_s": metrics.get("tokens", 0) / seconds, "seconds": seconds}
-        )
-        line |= {
-            f"seconds_{phase}": self.seconds[phase]
-            for phase in dict.fromkeys([*PHASES, *self.seconds])
-        }
+        line = {"step": step} | metrics
+        line |= {"tokens_per_s": metrics.get("tokens", 0) / seconds, "seconds": seconds}
+        line |= {f"seconds_{phase}": spent for phase, spent in self.seconds.items()}
         self.started += seconds
-        self.seconds.clear()
+        self.seconds = dict.fromkeys(PHASES, 0.0)
         self.note(self.metrics.name, [line])
         if self.wandb:
             self.wandb.log(line, step=step)
@@ -387,28 +191,28 @@ class Run:
             shown = [name for name in (*SHOWN, self.acted, "tokens_per_s") if name in line]
             self.bar.set_postfix({name: f"{line[name]:.3g}" for name in shown}, refresh=False)
 
-    def healthy(self, norm: float, batch: Rollout) -> bool:
-        """Whether the gradient (its norm, the same on every rank) is a number: else the update must
-        be skipped.
+    def healthy(self, norm: float, batch: object) -> bool:
+        """Whether the gradient is a number (its norm, the same on every rank), or to be skipped.
 
-        The batch is left in the run folder; after MOST_SKIPPED in a row the run stops.
+        The batch that is skipped is left in the run folder; after MOST_SKIPPED in a row the run
+        stops.
         """
         self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
         if self.skipped:
             path = self.folder / f"bad_batch_rank{self.world.rank}.pt"
-            # a full disk: go on, or stop, for the better reason
+            # A full disk: go on, or stop, for the better reason.
             with contextlib.suppress(OSError, RuntimeError):
                 torch.save(vars(batch), path)
             if self.skipped == MOST_SKIPPED:
                 raise RunStopped(
-                    f"{MOST_SKIPPED} gradients in a row were NaN or infinite, none was applied; the last batch is in "
-                    f"{path}. Usual causes: a learning rate, weight or penalty far too large, a mask or length of 0."
+                    f"{MOST_SKIPPED} gradients in a row were NaN or infinite, none was applied; "
+                    f"the last batch is in {path}. Usual causes: a learning rate, weight or "
+                    "penalty far too large, a mask or length of 0."
                 )
         return not self.skipped
 
     def note(self, name: str, rows: list[dict]) -> None:
-        """Append rows to a JSON-lines file of the run folder, on rank 0. All ranks call it
-        together."""
+        """Append rows to a JSON-lines file of the run folder, on rank 0; all ranks call it."""
         what = f"cannot write {self.folder / name}: mend that and go on with --resume"
         with together(self.world, RunStopped, what):
             if rows and self.world.rank == 0:
@@ -416,118 +220,51 @@ class Run:
                 append(self.folder / name, rows)
 
     def finish(self, done: int) -> None:
-        """Draw the curves; for a run that reached its last step also write summary.json and say
-        what happened."""
-        killed = global_sum({"killed": getattr(self.task.judge, "killed", 0)}, self.world)["killed"]
+        """Draw the curves; after the last step also write summary.json and say what happened."""
+        killed = global_sum({"killed": self.task.killed}, self.world)["killed"]
         with together(self.world, RunStopped, f"cannot write the results to {self.folder}"):
             if self.world.rank == 0:
                 self.bar.close()
                 self.claim.hold()
-                self._conclude(done, killed)
+                if killed:
+                    what = "answers broke the judge's time or memory bounds: scored 0"
+                    self.say(f"\n{killed:.0f} {what}")
+                self._conclude(done)
                 self.claim.release()
 
-    def _conclude(self, done: int, killed: float) -> None:
-        if killed:
-            self.say(f"\n{killed:.0f} answers broke the judge's time or memory bounds: scored 0")
+    def _conclude(self, done: int) -> None:
         history, curves = read_lines(self.metrics), draw_curves(self.folder)
         if done < self.args.steps:
             self.say(f"stopped after step {done} of {self.args.steps}, saved: go on with --resume")
             return
         evaluated = [line for line in history if "greedy" in line]
         first, last = evaluated[0], evaluated[-1]
-        summary = {f"{how}_before": first[how] for how in ("greedy", "sampled")}
-        summary |= {f"{how}_after": last[how] for how in ("greedy", "sampled")}
-        summary["seconds"] = total = (
-            sum(line["seconds"] for line in history) + self._now() - self.started
-        )
-        split = {name: self.seconds[name] for name in PHASES}  # since the last line: its checkpoint
+        total = sum(line["seconds"] for line in history) + self._now() - self.started
+        split = self.seconds  # since the last line: its checkpoint
         for line in history:
             for name in line.keys() - {"seconds"}:
                 if name.startswith("seconds_"):
                     phase = name.removeprefix("seconds_")
                     split[phase] = split.get(phase, 0.0) + line[name]
         split["other"] = total - sum(split.values())
-        summary["seconds_split"] = split
-        if done > self.begun or not (self.folder / "summary.json").exists():
-            with whole(self.folder / "summary.json") as partial:
+        summary = {f"{how}_before": first[how] for how in ("greedy", "sampled")}
+        summary |= {f"{how}_after": last[how] for how in ("greedy", "sampled")}
+        summary |= {"seconds": total, "seconds_split": split}
+        path = self.folder / "summary.json"
+        if done > self.begun or not path.exists():
+            with whole(path) as partial:
                 partial.write_text(json.dumps(summary, indent=2) + "\n")
+        spent = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in split.items())
         self.say(
             f"\nheld-out accuracy, greedy   {first['greedy']:.3f} -> {last['greedy']:.3f}",
             f"held-out accuracy, sampled  {first['sampled']:.3f} -> {last['sampled']:.3f}",
             f"curves   {curves}",
             f"metrics  {self.metrics}",
-            f"seconds  {total:.0f}: "
-            + ", ".join(f"{name} {spent:.1f}" for name, spent in split.items()),
+            f"seconds  {total:.0f}: {spent}",
         )
         if not any(line.get(self.acted) for line in history):  # null, a NaN, is no deed either
             why = "the mechanism that it measures never acted (too few steps?)"
             self.say(f"\nWARNING: {self.acted} was 0 at every step: {why}.")
-        fallen = [name for name in ("greedy", "sampled") if last[name] < first[name]]
+        fallen = ", ".join(how for how in ("greedy", "sampled") if last[how] < first[how])
         if fallen:
-            self.say(f"\nWARNING: held-out accuracy ({', '.join(fallen)}) ended below its start.")
-
-
-def draw_curves(folder: Path) -> Path:
-    """curves.png from config.json and metrics.jsonl alone: `python -m common.tracking runs/...`
-    draws it again."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    config = saved_config(folder)
-    if not config:
-        raise BadInput(f"{folder}: holds no run")
-    lines = read_lines(folder / "metrics.jsonl")
-    if not lines:
-        raise BadInput(f"{folder}: nothing to draw yet, metrics.jsonl has no line")
-    panels = {
-        "reward, sampled (training prompts)": ["reward"],
-        "held-out accuracy": ["greedy", "sampled"],
-        "response length (tokens)": ["response_len"],
-        f"what {config['algorithm']} did": [config["acted"]],
-        "entropy (nats per token)": ["entropy"],
-        "gradient norm (before clipping)": ["grad_norm"],
-        "KL sampler vs trainer": ["sampler_kl"],
-        "groups without gradient (share)": ["zero_groups"],
-    }
-    figure, axes = pyplot.subplots(2, 4, figsize=(17, 7), layout="constrained")
-    for axis, (title, names) in zip(axes.flat, panels.items()):
-        for name in names:
-            points = [
-                (line["step"], math.nan if line[name] is None else line[name])
-                for line in lines
-                if name in line
-            ]
-            marker = "o" if len(points) < 30 else ""
-            axis.plot(
-                [x for x, _ in points],
-                [y for _, y in points],
-                label=name,
-                marker=marker,
-                linewidth=1.2,
-            )
-        axis.set(title=title, xlabel="step")
-        axis.grid(alpha=0.3)
-        axis.legend()
-        if names[0] in ("reward", "greedy", "zero_groups"):
-            axis.set_ylim(-0.03, 1.03)
-    setting = f"{config['model']} on {config['task']}, seed {config['seed']}, lr {config['lr']}"
-    figure.suptitle(f"{config['algorithm']}: {setting}")
-    path = folder / "curves.png"
-    with whole(path) as partial:
-        figure.savefig(partial, dpi=80, format="png")
-    pyplot.close(figure)
-    return path
-
-
-if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
-            raise BadInput("usage: python -m common.tracking RUN_FOLDER ...")
-        for argument in sys.argv[1:]:
-            print(draw_curves(Path(argument)))
-    except (BadInput, OSError) as error:
-        print(f"common.tracking: error: {first_line(error)}", file=sys.stderr)
-        sys.exit(2)
+            self.say(f"\nWARNING: held-out accuracy ({fallen}) ended below its start.")

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import common  # noqa: F401  (before torch)
 import torch
-from common.tracking import launch
+from common.launch import launch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.adapters import MODULES

@@ -29,10 +29,10 @@ import common  # noqa: F401  (before torch)
 import numpy
 import pytest
 import torch
+from common.batch import Rollout
 from common.data import Problem, Task
 from common.distributed import World, setup
 from common.model import load_model
-from common.rollout import Rollout
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import common  # noqa: F401  (before torch)
 import torch
+from common.batch import Rollout
 from common.data import Problem, Task
 from common.distributed import World
 from common.model import load_model
 from common.reward import arithmetic_reward
-from common.rollout import HFEngine, Rollout
+from common.rollout import HFEngine
 from common.tiny import arithmetic
 
 from tests.helpers import module_of

@@ -54,7 +54,7 @@ def test_warm_start_never_saw_the_held_out_set():
     fifth."""
     import random
 
-    from common.tiny.make import demonstration
+    from tools.make_tiny import demonstration
 
     rng = random.Random(1)
     assert not any(arithmetic.held_out(demonstration(rng)[0]) for _ in range(300))

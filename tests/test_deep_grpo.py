@@ -6,8 +6,10 @@ import os
 import deep_grpo
 import pytest
 import torch
-from common.model import Policy, load_model
-from common.rollout import HFEngine, Rollout, response_logprobs
+from common.batch import Rollout
+from common.logprobs import Policy, response_logprobs
+from common.model import load_model
+from common.rollout import HFEngine
 
 from tests.checks import loss_of
 from tests.driver import drive

@@ -4,22 +4,18 @@ somewhere."""
 import ast
 import fnmatch
 import importlib
-import json
 import re
 import runpy
 import sys
 
 import pytest
 import torch
-from common import tracking
-from common.tracking import parse
+from common.launch import parse
+from tools import memory
 
 from tests.adapters import ALGORITHMS
 from tests.gpu.shapes import qwen3_1_7b
 from tests.helpers import ROOT
-
-sys.path.append(str(ROOT / "docs"))
-import memory
 
 README = (ROOT / "README.md").read_text()
 
@@ -57,13 +53,6 @@ def test_the_readmes_commands_have_flags_that_exist(monkeypatch):
         flags = [flag.strip('"') for flag in flags]
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *flags])
         parse(importlib.import_module(name).Args)
-
-
-def test_the_readme_repeats_the_headers_commands_for_real_models():
-    joined = README.replace("\\\n", " ")
-    plain = [" ".join(line.split()) for line in joined.splitlines()]
-    for name in ALGORITHMS:
-        assert all(" ".join(words) in plain for words in memory.commands(name)), name
 
 
 def test_the_readmes_links_lead_somewhere():
@@ -171,41 +160,39 @@ def test_every_number_among_the_flags_names_its_source(algorithm):
 
 
 WRONG_CALLS = """
-docs/results.py
-docs/results.py none
-docs/staleness.py
-docs/staleness.py x 8
-docs/overhead.py x
-docs/overhead.py 0
-docs/memory.py grpo nope
-docs/weights.py nope
-common/tracking.py
-common/tracking.py none
-common/tiny/make.py
-common/tiny/make.py nope none
-common/tiny/make.py tiny README.md
-tests/make_smollm2.py
-tests/bench.py tiny --rounds 0
-tests/bench.py nope --side ours
+tools.results
+tools.results none
+tools.staleness
+tools.staleness x 8
+tools.overhead x
+tools.overhead 0
+tools.memory grpo nope
+tools.weights nope
+tools.make_tiny
+tools.make_tiny nope none
+tools.make_tiny tiny README.md
+tools.make_smollm2
+tools.bench tiny --rounds 0
+tools.bench nope --side ours
 """.split("\n")[1:-1]
 
 
 def refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, script: str, *words: object
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, program: str, *words: object
 ) -> str:
-    """What a script, run in this process, says on stderr: one line, with exit code 2."""
+    """What `python -m program`, run in this process, says on stderr: one line, exit code 2."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "argv", [script, *map(str, words)])
+    monkeypatch.setattr(sys, "argv", [program, *map(str, words)])
+    monkeypatch.delitem(sys.modules, program, raising=False)  # as if nobody had imported it
     with pytest.raises(SystemExit) as stop:
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_module(program, run_name="__main__")
     said = capsys.readouterr()
     assert stop.value.code == 2 and said.err.count("\n") == 1 and not said.out, said
     return said.err
 
 
 @pytest.mark.parametrize("call", WRONG_CALLS)
-def test_a_wrong_call_of_a_script_is_one_line(call, monkeypatch, capsys):
+def test_a_wrong_call_of_a_program_is_one_line(call, monkeypatch, capsys):
     refused(monkeypatch, capsys, *call.split())
 
 
@@ -223,18 +210,8 @@ def test_what_is_no_finished_run_gives_no_results(name, text, tmp_path, monkeypa
     (tmp_path / "config.json").write_text('{"algorithm": "grpo"}')
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "response_len": 5.0}\n')
     (tmp_path / name).write_text(text)
-    said = refused(monkeypatch, capsys, "docs/results.py", tmp_path)
+    said = refused(monkeypatch, capsys, "tools.results", tmp_path)
     assert f"{tmp_path} is no finished run" in said and name in said
-
-
-def test_curves_need_a_step(tmp_path, monkeypatch, capsys):
-    config = dict.fromkeys("algorithm acted ranks model task seed lr".split(), "x")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "metrics.jsonl").touch()
-    assert "nothing to draw yet" in refused(monkeypatch, capsys, "common/tracking.py", tmp_path)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "greedy": 0.5}\n')
-    tracking.draw_curves(tmp_path)
-    assert (tmp_path / "curves.png").is_file()
 
 
 def test_memory_is_counted_for_the_shape_that_transformers_builds():

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from common.batch import Rollout
 from common.distributed import setup
-from common.rollout import Rollout
 
 from tests.adapters import ALGORITHMS
 from tests.helpers import forked

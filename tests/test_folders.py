@@ -17,7 +17,7 @@ import types
 from dataclasses import replace
 from pathlib import Path
 
-import common.distributed
+import common.checkpoint
 import common.tracking
 import grpo
 import pytest
@@ -25,7 +25,7 @@ import torch
 from common.data import load_task
 from common.distributed import BadInput, StopFlag, World
 from common.folder import LOCK, Claim, append, as_lines, read_lines, spelled_out
-from common.tracking import parse, without_effect
+from common.launch import parse, without_effect
 
 from tests.driver import drive
 from tests.helpers import (
@@ -394,7 +394,7 @@ def test_strays_are_ignored_and_kept_and_the_damaged_set_aside(run, monkeypatch)
     assert "step_000004" not in names
     assert run_here(monkeypatch, grpo.main, *flags, "--steps", 7) == 0
     assert all(stray.exists() for stray in strays)
-    assert [path.name for path in common.distributed.checkpoints(run / "checkpoints")] == [
+    assert [path.name for path in common.checkpoint.checkpoints(run / "checkpoints")] == [
         "step_000005",
         "step_000006",
         "step_000007",
@@ -450,9 +450,9 @@ def test_broken_files_of_a_run_are_one_line(name, run, refused, monkeypatch, cap
         message in refused(*SMALL, "--steps", 5, "--run_dir", run, "--resume")
         and tree(run) == before
     )
-    monkeypatch.setattr(sys, "argv", ["tracking.py", str(run)])
+    monkeypatch.setattr(sys, "argv", ["curves.py", str(run)])
     with pytest.raises(SystemExit) as stop, pytest.warns(RuntimeWarning):
-        runpy.run_module("common.tracking", run_name="__main__")
+        runpy.run_module("common.curves", run_name="__main__")
     said = capsys.readouterr().err
     assert stop.value.code == 2 and message in said and said.count("\n") == 1
 

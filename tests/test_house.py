@@ -5,11 +5,12 @@ import ast
 import difflib
 import importlib
 import re
+from dataclasses import fields
 from typing import get_type_hints
 
 import pytest
-from common.flags import Rule
-from tools.marks import changes, code_lines
+from common.flags import Flags, Rule
+from tools.marks import changes, code_lines, trunk_of
 
 from tests.adapters import ALGORITHMS
 from tests.helpers import ROOT
@@ -19,6 +20,7 @@ COMMON = sorted((ROOT / "common").rglob("*.py"))
 # it silenced.
 BUDGET = {"stapo": 56, "minirl": 45, "vcpo": 140, "goldilocks": 119, "deep_grpo": 108}
 USUAL_BUDGET = 36
+LOSS_ONLY = ["gspo", "sapo", "maspo"]
 # Input that can be wrong in many ways, folders that two runs want, files that are damaged: a third
 # of it is for these.
 BUDGET_OF_COMMON = 1830
@@ -84,6 +86,38 @@ def test_differences_lie_inside_the_marks(algorithm):
     loose, changed = changes(ROOT / f"{algorithm}.py", ROOT / "grpo.py")
     assert not loose, "\n".join(loose)
     assert 0 < changed <= BUDGET.get(algorithm, USUAL_BUDGET)
+
+
+@pytest.mark.parametrize("algorithm", LOSS_ONLY)
+def test_a_loss_only_file_has_no_line_of_its_own_in_main(algorithm):
+    """What such a file changes is its flags, advantages and loss: its `main` is the trunk's."""
+    path = ROOT / f"{algorithm}.py"
+    ours, theirs = (p.read_text().partition("\ndef main(")[2] for p in (path, trunk_of(path)))
+    assert ours and ours == theirs
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_headers_are_in_step(algorithm):
+    """Two files side by side: paper, objective and gradient weight at the same line numbers."""
+    lines = (ROOT / f"{algorithm}.py").read_text().splitlines()
+    assert re.search(r", arXiv \d{4}\.\d{5}\.$", lines[3]) and lines[5].startswith("Objective, ")
+    assert lines[12].startswith("Gradient weight on ∇ log π_θ(y_t), ")
+    formulas = lines[7], lines[14]
+    assert all(line.startswith("    ") for line in formulas)
+    assert not any(lines[n] for n in (1, 4, 6, 11, 13, 16)) and lines[17]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_file_declares_the_flags_that_it_reads(algorithm):
+    """What only `common` reads stands in common/flags.py, or is given another default here."""
+    source = (ROOT / f"{algorithm}.py").read_text()
+    own = next(n for n in ast.parse(source).body if getattr(n, "name", "") == "Args")
+    names = [field.target.id for field in own.body if isinstance(field, ast.AnnAssign)]
+    shared = {field.name for field in fields(Flags)}
+    assert not [n for n in names if n not in shared and not re.search(rf"args\.{n}\b", source)]
+    assert not [n for n in names if n in shared and f'"{n}"' in source]
+    common = "".join(path.read_text() for path in COMMON if path.stem != "flags")
+    assert not [n for n in shared if not re.search(rf'args\.{n}\b|\ba\.{n}\b|"{n}"', common)]
 
 
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "grpo"])

@@ -10,10 +10,11 @@ from pathlib import Path
 import grpo
 import pytest
 import torch
-from common import model as model_module
+from common import logprobs as model_module
 from common.data import encode
 from common.distributed import BadInput, shard
-from common.model import EMBEDDED, Policy, eos_ids, load_model, token_logprobs
+from common.logprobs import Policy, token_logprobs
+from common.model import EMBEDDED, eos_ids, load_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -75,10 +76,10 @@ def test_a_bfloat16_heads_gradient_does_not_lose_over_blocks(monkeypatch, rows):
 MEMORY = """
 import resource, sys
 import common, torch
-from common import model
-from common.model import token_logprobs
+from common import logprobs
+from common.logprobs import token_logprobs
 torch.set_num_threads(1)
-model.BLOCK_ELEMENTS = 2**24
+logprobs.BLOCK_ELEMENTS = 2**24
 hidden, weight = (torch.randn(n, 16, requires_grad=True) for n in (800, 150_000))
 targets = torch.arange(800)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -6,10 +6,11 @@ import random
 
 import pytest
 import torch
-from common import rollout as rollout_module
+from common import logprobs as rollout_module
+from common.batch import Rollout
 from common.distributed import RunStopped
-from common.model import Policy
-from common.rollout import HFEngine, Rollout, check_sampler, micro_batches, response_logprobs
+from common.logprobs import Policy, check_sampler, micro_batches, response_logprobs
+from common.rollout import HFEngine
 from grpo import Args
 
 PROMPTS = ["7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9="]

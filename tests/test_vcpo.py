@@ -8,8 +8,9 @@ import pytest
 import torch
 import vcpo
 from common.distributed import gather
-from common.model import Policy, load_model
-from common.rollout import HFEngine, response_logprobs
+from common.logprobs import Policy, response_logprobs
+from common.model import load_model
+from common.rollout import HFEngine
 from common.tracking import Means
 
 from tests.helpers import SMALL, assert_same_run, command, metrics, run_here

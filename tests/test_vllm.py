@@ -9,9 +9,12 @@ import common  # noqa: F401  (before torch)
 import grpo
 import pytest
 import torch
-from common.distributed import CLOSING, RunStopped, save_model, setup, shard
-from common.model import EMBEDDED, Policy, load_model
-from common.rollout import VLLMEngine, all_logprobs, check_sampler, make_engine
+from common.checkpoint import save_model
+from common.distributed import CLOSING, RunStopped, setup, shard
+from common.logprobs import Policy, all_logprobs, check_sampler
+from common.model import EMBEDDED, load_model
+from common.rollout import make_engine
+from common.rollout_vllm import VLLMEngine
 
 from tests.helpers import SMALL, metrics, started
 
@@ -147,7 +150,7 @@ def test_the_sampler_check_sees_weights_that_were_not_pushed(engine_of, world, m
 
 
 TRAP = """
-import common.rollout as rollout
+import common.rollout_vllm as rollout
 from tests import test_vllm
 from vllm import _custom_ops
 model, trap = {model!r}, {trap!r}
@@ -159,7 +162,7 @@ else:
     rollout.repack_experts = lambda model: None
 world = test_vllm.setup()
 args = test_vllm.args_of(model=model)
-engine = rollout.make_engine(args, test_vllm.load_model(model)[0], world)
+engine = test_vllm.make_engine(args, test_vllm.load_model(model)[0], world)
 policy, tokenizer = test_vllm.moved(model)
 try:
     engine.sync(policy)

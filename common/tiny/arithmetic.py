@@ -14,31 +14,27 @@ LONGEST = "9" + "*9" * (MAX_TERMS - 1) + "="  # no prompt has more characters
 
 
 def apply(left: int, operator: str, right: int) -> int:
-    """One step of the chain: `left operator right`, modulo 100 (so 3-9 is 94 and answers are 0 to
-    99)."""
+    """One step of the chain, `left operator right` modulo 100: 3-9 is 94."""
     return {"+": left + right, "-": left - right, "*": left * right}[operator] % 100
 
 
 def draw(rng: random.Random) -> str:
-    """A prompt with 2 to 7 terms, each number of terms equally likely. Difficulty grows with the
-    terms."""
-    terms = rng.randint(MIN_TERMS, MAX_TERMS)
-    return (
-        str(rng.randrange(10))
-        + "".join(f"{rng.choice('+-*')}{rng.randrange(10)}" for _ in range(terms - 1))
-        + "="
-    )
+    """A prompt with 2 to 7 terms, each number of terms equally likely; more terms are harder."""
+    more, first = rng.randint(MIN_TERMS, MAX_TERMS) - 1, rng.randrange(10)
+    terms = [f"{rng.choice('+-*')}{rng.randrange(10)}" for _ in range(more)]
+    return f"{first}{''.join(terms)}="
 
 
 def held_out(prompt: str) -> bool:
-    """True for the fifth of all prompts that no training, the warm start included, ever sees: a
-    fixed hash decides."""
+    """True for a fifth of all prompts, by a fixed hash: no training ever sees them."""
     return zlib.crc32(prompt.encode()) % 5 == 0
 
 
 def work(prompt: str, rng: random.Random | None = None, slip: float = 0.0) -> tuple[list[str], str]:
-    """The steps of `prompt` and its answer. With probability `slip` a step goes wrong, and the rest
-    follows from it."""
+    """The steps of `prompt` and its answer.
+
+    With probability `slip` a step goes wrong, and the rest follows from it.
+    """
     value, steps = int(prompt[0]), []
     for operator, digit in zip(prompt[1:-1:2], prompt[2:-1:2]):
         result = apply(value, operator, int(digit))

@@ -142,5 +142,5 @@ MUTANTS = {
     "no std": (f"centred / ({STD} + 1e-6)", "centred"),
     "mean of the batch": ("rewards.mean(dim=1, keepdim=True)", "rewards.mean()"),
     "TRL's epsilon": ("+ 1e-6", "+ 1e-4"),
-    "statistics of the wrong sign": ("(A > 0) & (ratio > 1", "(A < 0) & (ratio > 1"),
+    "statistics of the wrong sign": ("(A > 0) & out_above", "(A < 0) & out_above"),
 }

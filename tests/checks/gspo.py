@@ -75,7 +75,7 @@ MUTANTS = {
     "padding in the length": (ROOT_MEAN, "log_ratio.mean(dim=1)"),
     "sign": ("return -objective.sum()", "return objective.sum()"),
     "max for min": ("torch.minimum", "torch.maximum"),
-    "no clip": (f"{CLAMP} * advantages", "s * advantages"),
+    "no clip": (f"clipped = {CLAMP}", "clipped = s"),
     "bounds swapped": (CLAMP, "s.clamp(1 - args.clip_high, 1 + args.clip_low)"),
     "arithmetic mean of ratios": (f"({ROOT_MEAN}).exp()", ARITHMETIC),
     "weighted by length": (

@@ -80,7 +80,7 @@ MUTANTS = {
         "objective = gate * ratio.detach() * A + 0 * logp",
     ),
     "two-sided gate": (f"torch.where(outward, {GATE}, 1.0)", GATE),
-    "gate the way back": ("outward = (A * (ratio - 1)) > 0", "outward = (A * (ratio - 1)) < 0"),
+    "gate the way back": ("outward = A * (ratio - 1) > 0", "outward = A * (ratio - 1) < 0"),
     "no factor 2": ("(2 * sigma**2)", "(sigma**2)"),
     "σ ∝ 1/π": ("old_p**args.alpha", "old_p"),
     "width of the current policy": ("args.sigma_base / old_p", "args.sigma_base / logp.exp()"),

@@ -86,7 +86,7 @@ def check_is_exact_in_parts(module: ModuleType) -> None:
 
 CHECKS = written_here(globals())
 RARE = "(advantages[:, None] > 0) & (logp.detach"
-QUANTILE = "population.cpu().numpy(), args.entropy_quantile"
+QUANTILE = "numpy.quantile(values, args.entropy_quantile"
 SPURIOUS = "spurious_tokens(args, logp, entropy, advantages, mask, threshold)  # [n, T]"
 CLAMP = "ratio.clamp(1 - args.clip_low, 1 + args.clip_high)"
 RETURN = "return -(objective * kept).sum(), kept.sum()"

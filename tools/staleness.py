@@ -1,5 +1,6 @@
-"""When does clipping fail? `python docs/staleness.py LR LAG [SEED [WAY]] [--keep FOLDER]`: answers
-to stale batches.
+"""When does clipping fail? Answers to stale batches.
+
+    python -m tools.staleness LR LAG [SEED [WAY]] [--keep FOLDER]
 
 Same staleness (each batch is trained on LAG updates after it was sampled), batches, learning rate,
 warm-up and number of updates:
@@ -25,11 +26,9 @@ import tempfile
 from collections import deque
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import common  # noqa: F401  (before torch)
 import grpo
 import vcpo
-from common.tracking import launch
+from common.launch import launch
 
 UPDATES, EVERY, PROMPTS = 150, 25, 8
 OFF = {"ess": "--no_optimal_baseline", "baseline": "--no_ess_scaling"}  # what each half leaves out
@@ -40,7 +39,8 @@ WAYS = ("none", "clip", "truncated", "vcpo", "ess", "baseline")
 def run(way: str, lr: float, lag: int, seed: int, keep: Path) -> None:
     """One training run, and its row."""
     folder = keep / f"{way}-lr{lr:g}-lag{lag}-s{seed}"
-    words = f"--lr {lr} --seed {seed} --prompts_per_step {PROMPTS} --minibatches 1 --warmup 5 --run_dir {folder}"
+    words = f"--lr {lr} --seed {seed} --prompts_per_step {PROMPTS} --minibatches 1 --warmup 5"
+    words += f" --run_dir {folder}"
     if way in OFF:
         words += f" --lag {lag} --steps {UPDATES + lag} --eval_every 1 {OFF[way]}"
         evaluate_between_updates(lag)
@@ -53,15 +53,12 @@ def run(way: str, lr: float, lag: int, seed: int, keep: Path) -> None:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     greedy = [f"{line['greedy']:.2f}" for line in lines if "greedy" in line]
     sampled = [line["sampled"] for line in lines if "sampled" in line]
-    print(
-        f"| {lr:g} | {lag} | {way} | {seed} | {' · '.join(greedy)} | {sampled[-1]:.2f} |",
-        flush=True,
-    )
+    cells = [f"{lr:g}", str(lag), way, str(seed), " · ".join(greedy), f"{sampled[-1]:.2f}"]
+    print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def evaluate_between_updates(lag: int) -> None:
-    """Make vcpo.py evaluate after updates 0, 25, 50, ...: its steps are `lag` ahead of its
-    updates."""
+    """Make vcpo.py evaluate after updates 0, 25, ...: its steps are `lag` ahead of its updates."""
     evaluate, step = vcpo.evaluate, -1
 
     def at_the_same_updates(*arguments: object) -> dict:
@@ -103,31 +100,29 @@ def delay(lag: int, against_sampler: bool) -> None:
     def task_of(*arguments: object) -> object:
         task = load_task(*arguments)
         judge, stream["train"] = task.judge, task.train
-        task.judge = lambda texts, answers: judge(
-            texts, stream["answers"] if len(answers) == PROMPTS * 8 else answers
-        )
+
+        def of_the_stale_batch(texts: list[str], answers: list[str]) -> list[float]:
+            return judge(texts, stream["answers"] if len(answers) == PROMPTS * 8 else answers)
+
+        task.judge = of_the_stale_batch
         return task
 
-    def old(policy: object, batch: object, args: object, world: object) -> tuple:
-        return (
-            (batch.rollout_logp, None) if against_sampler else recompute(policy, batch, args, world)
-        )
+    def old(policy: object, batch: object, *more: object) -> tuple:
+        return (batch.rollout_logp, None) if against_sampler else recompute(policy, batch, *more)
 
     grpo.make_engine, grpo.load_task, grpo.all_logprobs = engine_of, task_of, old
     grpo.check_sampler = lambda *arguments: {}  # it would stop the run: that is the point
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(usage=__doc__.split("`")[1], add_help=False)
-    parser.add_argument("lr", type=float)
-    parser.add_argument("lag", type=int)
-    parser.add_argument("seed", type=int, nargs="?", default=1)
-    parser.add_argument("way", choices=WAYS, nargs="?")
-    parser.add_argument("--keep", type=Path)
-    parser.error = lambda message: (
-        print(f"{message}; usage: {parser.usage}", file=sys.stderr),
-        sys.exit(2),
-    )
+    # No usage: an error is one line
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("lr", type=float, metavar="LR")
+    parser.add_argument("lag", type=int, metavar="LAG")
+    parser.add_argument("seed", type=int, nargs="?", default=1, metavar="SEED")
+    parser.add_argument("way", choices=WAYS, nargs="?", metavar="WAY")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER")
     chosen = parser.parse_args()
     if chosen.lag < 0:
         parser.error(f"LAG {chosen.lag}: must be 0 or more")
@@ -137,4 +132,4 @@ if __name__ == "__main__":
             run(chosen.way, chosen.lr, chosen.lag, chosen.seed, Path(keep))
         for way in () if chosen.way else WAYS[:4]:
             words = map(str, (chosen.lr, chosen.lag, chosen.seed, way, "--keep", keep))
-            subprocess.run([sys.executable, __file__, *words], check=True)
+            subprocess.run([sys.executable, "-m", "tools.staleness", *words], check=True)

@@ -1,5 +1,6 @@
-"""What each method costs beside grpo.py: `python docs/overhead.py [steps]` runs all nine in turn,
-at equal settings.
+"""What each method costs beside grpo.py: runs all algorithm files in turn, at equal settings.
+
+    python -m tools.overhead [STEPS]
 
 Three seeds; for each the median over the steps of seconds per step (without evaluation and
 checkpoints) and of sampled tokens per step, as ratios to the same seed's grpo.py. Prints the
@@ -14,49 +15,44 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-FILES = "grpo gspo sapo stapo maspo minirl vcpo goldilocks deep_grpo".split()
+from tools.marks import FIRST, ROOT, algorithms
+
+# Name of each algorithm file -> its module
+FILES = {p.stem: ".".join(p.relative_to(ROOT).with_suffix("").parts) for p in algorithms()}
 SEEDS = (1, 2, 3)
 
 
 def measure(name: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
     """Median seconds and sampled tokens per step of one run."""
-    flags = (
-        f"--seed {seed} --steps {steps} --prompts_per_step 16 --minibatches 1 --eval_every {steps}"
-    )
-    flags += f" --save_every {steps} --eval_problems 16 --eval_samples 1 --run_dir {folder}/{name}-{seed}"
+    run_dir = folder / f"{name}-{seed}"
+    flags = f"--seed {seed} --steps {steps} --prompts_per_step 16 --minibatches 1"
+    flags += f" --eval_every {steps} --save_every {steps} --eval_problems 16 --eval_samples 1"
     flags += " --lag 2" if name == "vcpo" else ""
-    run = subprocess.run(
-        [sys.executable, ROOT / f"{name}.py", *flags.split()], capture_output=True, text=True
-    )
+    words = [sys.executable, "-m", FILES[name], *flags.split(), "--run_dir", run_dir]
+    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     if run.returncode:
         last = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
-        print(f"overhead.py: error: {name}.py failed: {last}", file=sys.stderr)
+        print(f"tools.overhead: error: {name}.py failed: {last}", file=sys.stderr)
         sys.exit(run.returncode)
-    lines = [
-        json.loads(line)
-        for line in (folder / f"{name}-{seed}/metrics.jsonl").read_text().splitlines()
-    ]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steady = lines[len(lines) // 4 :]  # goldilocks chooses and the first compilations are over
     seconds = [line["seconds"] - line["seconds_evaluate"] - line["seconds_save"] for line in steady]
-    return {
-        "seconds": statistics.median(seconds),
-        "tokens": statistics.median(line["tokens"] for line in steady),
-    }
+    tokens = [line["tokens"] for line in steady]
+    return {"seconds": statistics.median(seconds), "tokens": statistics.median(tokens)}
 
 
 def main(steps: int) -> None:
+    """Measure every file with every seed, the seeds in turn, and print the table."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        found = {
-            (name, seed): measure(name, seed, steps, Path(folder))
-            for seed in SEEDS
-            for name in FILES
-        }
+        for seed in SEEDS:
+            for name in FILES:
+                found[name, seed] = measure(name, seed, steps, Path(folder))
     print("| file | seconds per step | sampled tokens per step |\n|---|---|---|")
     for name in FILES:
         cells = []
         for what in ("seconds", "tokens"):
-            ratios = sorted(found[name, seed][what] / found["grpo", seed][what] for seed in SEEDS)
+            ratios = sorted(found[name, seed][what] / found[FIRST, seed][what] for seed in SEEDS)
             cells.append(f"{ratios[1]:.2f} ({ratios[0]:.2f} to {ratios[2]:.2f})")
         print(f"| {name} | {' | '.join(cells)} |")
 
@@ -64,7 +60,8 @@ def main(steps: int) -> None:
 if __name__ == "__main__":
     # No usage: an error is one line
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
-    parser.add_argument("steps", nargs="?", type=int, default=40)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("steps", nargs="?", type=int, default=40, help="4 or more (default: 40)")
     steps = parser.parse_args().steps
     if steps < 4:
         parser.error(f"{steps} steps: must be 4 or more, the first quarter is not measured")

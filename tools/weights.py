@@ -1,7 +1,7 @@
 """The gradient weight on ∇ log π against the ratio, for every objective and both signs of the
 advantage.
 
-    python docs/weights.py        writes docs/weights.png
+    python -m tools.weights        writes docs/weights.png
 
 Nothing is drawn from a formula: each curve is the autograd gradient of that file's own
 `policy_loss` on one-token responses, so that a response's ratio is its token's. goldilocks.py and
@@ -12,21 +12,15 @@ the token's probability would pass 1.
 
 import argparse
 import importlib
-import sys
 from dataclasses import replace
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-
-import common  # noqa: E402, F401  (before torch)
-import matplotlib  # noqa: E402
-import torch  # noqa: E402
-
-matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402
-from matplotlib.lines import Line2D  # noqa: E402
-from matplotlib.ticker import NullLocator  # noqa: E402
+import common  # noqa: F401  (before torch)
+import matplotlib
+import torch
+from matplotlib import pyplot
+from matplotlib.lines import Line2D
+from matplotlib.ticker import NullLocator
+from tools.marks import ROOT
 
 NARROW = 1e-3  # half the width of gspo's axis
 # File, title, letter of the ratio, π_old of the token, its entropy (only stapo looks at it), flags
@@ -66,49 +60,40 @@ def weights(
 
 
 def main() -> None:
+    """Draw the nine panels."""
+    matplotlib.use("Agg")
     pyplot.rcParams.update({"font.size": 9, "axes.titlesize": 9.5})
     figure, axes = pyplot.subplots(3, 3, figsize=(10.4, 9.2), layout="constrained", sharey=True)
     for axis, (name, title, letter, old, entropy, flags) in zip(axes.flat, CURVES):
-        wide = torch.logspace(-1.7, 1.7, 4001, dtype=torch.float64)  # 0.02 to 50
-        ratios = (
-            torch.linspace(1 - NARROW, 1 + NARROW, 4001, dtype=torch.float64)
-            if name == "gspo"
-            else wide
-        )
+        ratios = torch.logspace(-1.7, 1.7, 4001, dtype=torch.float64)  # 0.02 to 50
+        if name == "gspo":
+            ratios = torch.linspace(1 - NARROW, 1 + NARROW, 4001, dtype=torch.float64)
         ratios = ratios[ratios <= 1 / old]
         for sign, colour in ((1.0, "tab:blue"), (-1.0, "tab:red")):
+            weight = weights(name, ratios, sign, old, entropy, flags)
             axis.plot(ratios, sign * ratios, color="0.6", linestyle=(0, (2, 2)), linewidth=1)
-            axis.plot(
-                ratios, weights(name, ratios, sign, old, entropy, flags), color=colour, linewidth=2
-            )
+            axis.plot(ratios, weight, color=colour, linewidth=2)
         axis.axvline(1.0, color="0.8", linewidth=1, zorder=0)
         axis.axhline(0.0, color="0.8", linewidth=1, zorder=0)
         axis.set_yscale("symlog", linthresh=1.0, linscale=1.0)
-        axis.set_yticks(
-            [-50, -10, -3, -1, 0, 1, 3, 10, 50], labels="-50 -10 -3 -1 0 1 3 10 50".split()
-        )
+        ticks = "-50 -10 -3 -1 0 1 3 10 50".split()
+        axis.set_yticks([float(tick) for tick in ticks], labels=ticks)
         axis.yaxis.set_minor_locator(NullLocator())
+        ticks = "0.02 0.1 0.5 1 2 5 10 50".split()
         if name == "gspo":
-            axis.set_xticks([0.999, 1.0, 1.001], labels=["0.999", "1", "1.001"])
+            ticks = "0.999 1 1.001".split()
         else:
             axis.set(xscale="log", xlim=(0.018, 56))
-            axis.set_xticks(
-                [0.02, 0.1, 0.5, 1, 2, 5, 10, 50], labels="0.02 0.1 0.5 1 2 5 10 50".split()
-            )
-            axis.xaxis.set_minor_locator(NullLocator())
-        axis.set(
-            title=title, xlabel={"r": "r, token", "s": "s, response", "w": "w, response"}[letter]
-        )
+        axis.set_xticks([float(tick) for tick in ticks], labels=ticks)
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.set(title=title, xlabel=f"{letter}, {'token' if letter == 'r' else 'response'}")
         axis.grid(alpha=0.25)
     for row in axes:
         row[0].set_ylabel("weight on ∇ log π")
     lines = [Line2D([], [], color=colour, linewidth=2) for colour in ("tab:blue", "tab:red")]
     lines.append(Line2D([], [], color="0.6", linestyle=(0, (2, 2)), linewidth=1))
-    words = [
-        "Â = +1: the token was good, raise it",
-        "Â = -1: it was bad, lower it",
-        "the ratio itself: nothing clipped",
-    ]
+    words = ["Â = +1: the token was good, raise it", "Â = -1: it was bad, lower it"]
+    words.append("the ratio itself: nothing clipped")
     figure.legend(lines, words, loc="outside upper center", ncols=3, frameon=False)
     figure.savefig(ROOT / "docs" / "weights.png", dpi=130)
 
@@ -116,5 +101,6 @@ def main() -> None:
 if __name__ == "__main__":
     # No usage: an error is one line
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.parse_args()
     main()

@@ -1,5 +1,6 @@
-"""One rollout-and-update step of grpo.py and of TRL's GRPOTrainer, in turn: `python tests/bench.py
-MODEL [--full]`.
+"""One rollout-and-update step of grpo.py and of TRL's GRPOTrainer, in turn.
+
+    python -m tools.bench MODEL [--full]
 
 MODEL is tiny, a folder, or qwen3-1.7b (its shape, random weights). The same model, prompts, group
 size, length limit (`--size P G T`), reward, KL term, precision and optimiser steps per rollout
@@ -22,8 +23,8 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from tools.marks import ROOT
+
 # model: prompts, responses to each, tokens of each, steps measured after two to warm up
 SIZES = {"tiny": (16, 8, 64, 12), "other": (2, 4, 32, 3), "qwen3-1.7b": (8, 8, 512, 4)}
 
@@ -34,24 +35,24 @@ def reward(text: str) -> float:
 
 
 def prompts_of(model: str, count: int) -> list[str]:
-    tiny = [f"{i % 10}*{i % 7}-{i % 9}+{i % 8}=" for i in range(count)]
-    return (
-        tiny
-        if model == "tiny"
-        else [f"Question: what is {i} plus {i * i}?\nAnswer:" for i in range(count)]
-    )
+    """Prompts that the model's tokenizer can read."""
+    if model == "tiny":
+        return [f"{i % 10}*{i % 7}-{i % 9}+{i % 8}=" for i in range(count)]
+    return [f"Question: what is {i} plus {i * i}?\nAnswer:" for i in range(count)]
 
 
-def folder_of(model: str, scratch: Path) -> str:
-    """A folder with the model: the embedded one, the one given, or random weights in Qwen3-1.7B's
-    shape."""
+def folder_of(model: str) -> str:
+    """The model's folder: the embedded one, the one given, or random weights of Qwen3-1.7B."""
     from common.model import EMBEDDED
 
     if model != "qwen3-1.7b":
         return str(EMBEDDED.get(model, model))
     import torch
+
+    sys.path.append(str(ROOT / "tests"))
     from gpu.shapes import byte_tokenizer, qwen3_1_7b
 
+    scratch = Path(tempfile.gettempdir()) / "bench-qwen3-1.7b"
     if not (scratch / "config.json").exists():
         torch.manual_seed(0)
         qwen3_1_7b().save_pretrained(scratch)
@@ -68,29 +69,23 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def ours(
-    model: str, folder: str, full: bool, size: tuple[int, int, int, int], minibatches: int
-) -> dict[str, float]:
-    """grpo.py's own main."""
+def ours(model: str, folder: str, full: bool, size: list[int], minibatches: int) -> dict:
+    """Medians over the steps of grpo.py's own main."""
     import grpo
     import torch
     from common.data import Problem, Task
     from common.distributed import setup
+    from common.launch import check
     from common.model import load_model
     from common.rollout import make_engine
-    from common.tracking import check
 
     P, G, T, steps = size
-    with tempfile.TemporaryDirectory() as run_dir:
-        flags = {
-            "prompts_per_step": P,
-            "group_size": G,
-            "max_new_tokens": T,
-            "minibatches": minibatches,
-        }
-        flags |= {"steps": steps + 2, "eval_every": 10_000, "save_every": 10_000}
-        flags |= {"beta": 0.04, "lr": 1e-6, "rollout": "hf"}
-        args = grpo.Args(model=folder, run_dir=f"{run_dir}/run", **flags)
+    with tempfile.TemporaryDirectory() as scratch:
+        run_dir = Path(scratch) / "run"
+        flags = {"prompts_per_step": P, "group_size": G, "max_new_tokens": T}
+        flags |= {"minibatches": minibatches, "steps": steps + 2, "rollout": "hf"}
+        flags |= {"eval_every": 10_000, "save_every": 10_000, "beta": 0.04, "lr": 1e-6}
+        args = grpo.Args(model=folder, run_dir=str(run_dir), **flags)
         _, tokenizer = load_model(folder)
         problems = [
             Problem(text, "", tokenizer(text)["input_ids"]) for text in prompts_of(model, P)
@@ -102,45 +97,29 @@ def ours(
                 engine.eos = torch.tensor([-1], device=world.device)
             return engine
 
-        task = Task(
-            "bench",
-            lambda i: problems[i % P],
-            [],
-            lambda texts, answers: [reward(t) for t in texts],
-        )
+        def judge(texts: list[str], answers: list[str]) -> list[float]:
+            return [reward(text) for text in texts]
+
+        task = Task("bench", lambda i: problems[i % P], [], judge)
         grpo.load_task, grpo.make_engine = lambda *a: task, endless
         grpo.evaluate = lambda *a: {"greedy": 0.0, "sampled": 0.0}
         grpo.save_checkpoint = lambda *a: None
         world = setup()
         check(args, world)
         grpo.main(args, world)
-        lines = [
-            json.loads(line)
-            for line in (Path(run_dir) / "run/metrics.jsonl").read_text().splitlines()
-        ][3:]
-    step = statistics.median(line["seconds"] for line in lines)
-    model_compute = [
-        sum(line[f"seconds_{p}"] for p in ("rollout", "old_logp", "update")) for line in lines
-    ]
-    share = statistics.median(
-        1 - seconds / line["seconds"] for seconds, line in zip(model_compute, lines)
-    )
-    rollout = statistics.median(line["seconds_rollout"] for line in lines)
-    update = statistics.median(line["seconds_update"] + line["seconds_old_logp"] for line in lines)
-    found = {
-        "step": step,
-        "rollout": rollout,
-        "update": update,
-        "outside": share,
-        "memory": peak_memory(),
-    }
-    return found | {"tokens": statistics.median(line["tokens"] for line in lines)}
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        lines = [json.loads(line) for line in lines[3:]]  # after the start and two to warm up
+    for line in lines:
+        line["update"] = line["seconds_old_logp"] + line["seconds_update"]
+        line["outside"] = 1 - (line["seconds_rollout"] + line["update"]) / line["seconds"]
+    names = {"tokens": "tokens", "step": "seconds", "rollout": "seconds_rollout"}
+    names |= {"update": "update", "outside": "outside"}
+    found = {name: statistics.median(line[key] for line in lines) for name, key in names.items()}
+    return found | {"memory": peak_memory()}
 
 
-def trl(
-    model: str, folder: str, full: bool, size: tuple[int, int, int, int], minibatches: int
-) -> dict[str, float]:
-    """TRL's GRPOTrainer at the same settings."""
+def trl(model: str, folder: str, full: bool, size: list[int], minibatches: int) -> dict:
+    """The same of TRL's GRPOTrainer at the same settings."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -207,49 +186,71 @@ def trl(
     step = statistics.median(b - a for a, b in zip(moments[1:], moments[2:]))
     rollout = statistics.median(spent[2:])
     found = {"step": step, "rollout": rollout, "update": step - rollout, "outside": float("nan")}
-    lengths = [
-        line["completions/mean_length"] for line in trainer.state.log_history if "reward" in line
-    ]
-    return found | {"memory": peak_memory(), "tokens": statistics.median(lengths[2:]) * P * G}
+    logged = [line for line in trainer.state.log_history if "reward" in line]
+    length = statistics.median(line["completions/mean_length"] for line in logged[2:])
+    return found | {"memory": peak_memory(), "tokens": length * P * G}
+
+
+def in_turn(args: argparse.Namespace, size: list[int]) -> dict[str, list[dict]]:
+    """What each side measured in its rounds, a process for each."""
+    found: dict[str, list[dict]] = {"ours": [], "trl": []}
+    env = {"HF_HUB_OFFLINE": "1"} | os.environ
+    for _ in range(args.rounds):
+        for side in found:
+            words = [sys.executable, "-m", "tools.bench", args.model, "--side", side]
+            words += ["--size", *map(str, size[:3]), "--minibatches", str(args.minibatches)]
+            words += ["--full"] * args.full
+            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=env)
+            lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+            if done.returncode == 2:  # wrong input, its last line says which
+                print(done.stderr.splitlines()[-1], file=sys.stderr)
+                sys.exit(2)
+            if not lines:
+                sys.exit(f"{side} failed:\n{done.stderr[-2000:]}")
+            found[side].append(json.loads(lines[0].removeprefix("RESULT ")))
+    return found
+
+
+def table(found: dict[str, list[dict]]) -> str:
+    """Medians, smallest and largest of the rounds, and the sides' ratio, as a Markdown table."""
+    lines = ["| | grpo.py | TRL | ratio |", "|---|---|---|---|"]
+    rows = {"tokens per step": "tokens", "seconds per step": "step", "rollout, tokens/s": "rollout"}
+    rows |= {"update, tokens/s": "update", "peak memory, GB": "memory"}
+    for label, name in rows.items():
+        cells, medians = [], []
+        for rounds in found.values():
+            rate = "tokens/s" in label
+            values = sorted(r["tokens"] / r[name] if rate else r[name] for r in rounds)
+            medians.append(statistics.median(values))
+            cells.append(f"{medians[-1]:.4g} ({values[0]:.4g} to {values[-1]:.4g})")
+        lines.append(f"| {label} | {' | '.join(cells)} | {medians[0] / medians[1]:.2f} |")
+    outside = statistics.median(r["outside"] for r in found["ours"])
+    lines.append(f"grpo.py: {outside:.1%} of the step outside rollout, log-probs and update")
+    return "\n".join(lines)
 
 
 def main() -> None:
+    """One side in this process, or (without --side) both in turn and the table."""
     # No usage: an error is one line
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default="tiny",
-        help="tiny, a model folder, or qwen3-1.7b (random weights)",
-    )
-    parser.add_argument("--full", action="store_true", help="every response as long as the limit")
-    parser.add_argument("--side", choices=["ours", "trl"], help=argparse.SUPPRESS)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--size",
-        type=int,
-        nargs=3,
-        metavar=("P", "G", "T"),
-        help="prompts, responses, tokens of each",
-    )
-    parser.add_argument(
-        "--minibatches", type=int, help="optimiser steps per rollout (tiny: 4, else 1)"
-    )
+    add, words = parser.add_argument, ("P", "G", "T")
+    add("model", nargs="?", default="tiny", help="tiny, a model folder, or qwen3-1.7b")
+    add("--full", action="store_true", help="every response as long as the limit")
+    add("--side", choices=["ours", "trl"], help=argparse.SUPPRESS)
+    add("--rounds", type=int, default=3)
+    add("--size", type=int, nargs=3, metavar=words, help="prompts, responses, tokens of each")
+    add("--minibatches", type=int, help="optimiser steps per rollout (tiny: 4, else 1)")
     args = parser.parse_args()
-    if args.minibatches is None:
-        args.minibatches = 4 if args.model == "tiny" else 1
+    args.minibatches = args.minibatches or (4 if args.model == "tiny" else 1)
     size = SIZES.get(args.model, SIZES["other"])
-    size = (*(args.size or size[:3]), size[3])
-    scratch = Path(tempfile.gettempdir()) / "bench-qwen3-1.7b"
+    size = [*(args.size or size[:3]), size[3]]
     if args.side:
         from common.distributed import BadInput
 
-        side = {"ours": ours, "trl": trl}[args.side]
+        side, folder = {"ours": ours, "trl": trl}[args.side], folder_of(args.model)
         try:
-            found = side(
-                args.model, folder_of(args.model, scratch), args.full, size, args.minibatches
-            )
+            found = side(args.model, folder, args.full, size, args.minibatches)
         except BadInput as error:
             parser.error(str(error))
         print("RESULT", json.dumps(found))
@@ -258,43 +259,12 @@ def main() -> None:
         parser.error(f"--rounds {args.rounds}: must be 1 or more")
     if not importlib.util.find_spec("trl"):
         parser.error("TRL is missing: pip install trl accelerate")
-    found: dict[str, list[dict]] = {"ours": [], "trl": []}
-    for _ in range(args.rounds):
-        for side in found:
-            words = [sys.executable, __file__, args.model, "--side", side, *["--full"] * args.full]
-            words += ["--size", *map(str, size[:3]), "--minibatches", str(args.minibatches)]
-            done = subprocess.run(
-                words,
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-                env={"HF_HUB_OFFLINE": "1"} | os.environ,
-            )
-            lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-            if done.returncode == 2:  # wrong input, its last line says which
-                parser.exit(2, done.stderr.splitlines()[-1] + "\n")
-            if not lines:
-                sys.exit(f"{side} failed:\n{done.stderr[-2000:]}")
-            found[side].append(json.loads(lines[0].removeprefix("RESULT ")))
     P, G, T, _ = size
     length = f"{T} tokens" if args.full else f"at most {T} tokens"
-    print(
-        f"{args.model}: {P} prompts x {G} responses, {length}, {args.minibatches} optimiser step(s)"
-    )
-    print(f"medians of {args.rounds} rounds (smallest to largest)")
-    print("| | grpo.py | TRL | ratio |\n|---|---|---|---|")
-    rows = {"tokens per step": "tokens", "seconds per step": "step", "rollout, tokens/s": "rollout"}
-    rows |= {"update, tokens/s": "update"}
-    for label, name in (rows | {"peak memory, GB": "memory"}).items():
-        values = {
-            s: sorted(r["tokens"] / r[name] if "tokens/s" in label else r[name] for r in found[s])
-            for s in found
-        }
-        cells = [f"{statistics.median(v):.4g} ({v[0]:.4g} to {v[-1]:.4g})" for v in values.values()]
-        ratio = statistics.median(values["ours"]) / statistics.median(values["trl"])
-        print(f"| {label} | {' | '.join(cells)} | {ratio:.2f} |")
-    outside = statistics.median(r["outside"] for r in found["ours"])
-    print(f"grpo.py: {outside:.1%} of the step outside rollout, log-probs and update")
+    print(f"{args.model}: {P} prompts x {G} responses, {length}")
+    print(f"{args.minibatches} optimiser step(s) per rollout")
+    print(f"medians of {args.rounds} rounds (smallest to largest)", flush=True)
+    print(table(in_turn(args, size)))
 
 
 if __name__ == "__main__":

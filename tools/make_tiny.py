@@ -1,5 +1,6 @@
-"""Makes the embedded models and their tokenizer: `python -m common.tiny.make tiny|tiny-moe
-[FOLDER]`.
+"""Makes the embedded models and their tokenizer.
+
+    python -m tools.make_tiny tiny|tiny-moe [FOLDER]
 
 A Qwen3 of 124k parameters (or a Qwen3-MoE of 248k: 8 experts, 2 for each token) learns, by plain
 supervised training, to imitate a sloppy teacher: 55% of its demonstrations guess the answer without
@@ -13,13 +14,13 @@ import math
 import random
 from pathlib import Path
 
-import common  # noqa: F401  (before torch)
+from common.model import EMBEDDED
+from common.tiny import arithmetic
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-from common.tiny import arithmetic
 
 # Pad and EOS differ: a padded EOS would leave the loss silently
 VOCABULARY = ["<pad>", "<eos>", *"0123456789+-*=;#"]
@@ -27,8 +28,7 @@ STEPS, BATCH, LR, GUESS, SLIP = 6000, 64, 3e-3, 0.55, 0.03
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character; a character outside the vocabulary is an error, never an unknown
-    token."""
+    """One token per character; one outside the vocabulary is an error, not an unknown token."""
     core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     core.decoder = decoders.Fuse()
@@ -48,55 +48,34 @@ def demonstration(rng: random.Random) -> tuple[str, str]:
 
 def untrained(kind: str) -> PreTrainedModel:
     """The model before its warm start."""
-    shape = {
-        "vocab_size": len(VOCABULARY),
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "intermediate_size": 192,
-    }
-    shape |= {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 256,
-    }
-    shape |= {
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": None,
-    }
+    shape = {"vocab_size": len(VOCABULARY), "max_position_embeddings": 256}
+    shape |= {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 192}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    shape |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    shape |= {"tie_word_embeddings": True}
     if kind == "tiny":
         return Qwen3ForCausalLM(Qwen3Config(**shape))
-    experts = {
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "norm_topk_prob": True,
-    }
-    # Balances the experts
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, output_router_logits=True))
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    experts |= {"norm_topk_prob": True, "output_router_logits": True}  # their loss balances them
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts))
 
 
 def main(kind: str, folder: Path) -> None:
+    """Train the model on demonstrations and write it with its tokenizer."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rng, tok = random.Random(0), tokenizer()
     model = untrained(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
     for step in range(STEPS):
-        rows = []
+        inputs, labels = [], []
         for prompt, response in (demonstration(rng) for _ in range(BATCH)):
             ids = tok(prompt + response)["input_ids"] + [tok.eos_token_id]
+            inputs.append(torch.tensor(ids))
             # The loss sees the response alone
-            rows.append((ids, [-100] * len(prompt) + ids[len(prompt) :]))
-        width = max(len(ids) for ids, _ in rows)
-        inputs = torch.tensor(
-            [ids + [tok.pad_token_id] * (width - len(ids)) for ids, _ in rows]
-        )  # [B, L]
-        labels = torch.tensor(
-            [target + [-100] * (width - len(target)) for _, target in rows]
-        )  # [B, L]
+            labels.append(torch.tensor([-100] * len(prompt) + ids[len(prompt) :]))
+        inputs = pad_sequence(inputs, batch_first=True, padding_value=tok.pad_token_id)  # [B, L]
+        labels = pad_sequence(labels, batch_first=True, padding_value=-100)  # [B, L]
         # Next-token cross-entropy (and, with experts, their balance)
         loss = model(inputs, labels=labels).loss
         loss.backward()
@@ -115,10 +94,11 @@ def main(kind: str, folder: Path) -> None:
 if __name__ == "__main__":
     # No usage: an error is one line
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
-    parser.add_argument("kind", choices=["tiny", "tiny-moe"])
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("kind", choices=list(EMBEDDED))
     parser.add_argument("folder", nargs="?", type=Path, help="default: where the embedded model is")
     chosen = parser.parse_args()
-    folder = chosen.folder or Path(__file__).parent / chosen.kind.replace("tiny", "model")
+    folder = chosen.folder or EMBEDDED[chosen.kind]
     if folder.is_file():  # said now, not after the training
         parser.error(f"{folder}: is a file")
     main(chosen.kind, folder)

@@ -1,0 +1,96 @@
+"""The batch that every stage of a step hands on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+
+class Rollout:
+    """N = P·G sampled responses; row i answers prompt i // G. Every column is a tensor of N rows.
+
+    sequences `[N, S]`      prompt, prefix and response, right-padded
+    prompt_len `[N]`        tokens before the sampled response (prefix included)
+    prefix_len `[N]`        how many of those are a given response prefix (0 where none was given)
+    tokens `[N, T]`         the sampled tokens, right-padded
+    mask `[N, T]`           1.0 on sampled tokens, the EOS that ended them included; 0.0 on padding
+    rollout_logp `[N, T]`   log μ(token) at the sampling temperature, as the sampler reports it
+    finished `[N]`          False where the length limit cut the response
+    sampler_experts `[N, S, layers, k]`  of a mixture of experts: where the sampler sent each token
+
+    The trainer attaches its own columns (old_logp, advantages, ...). With a column
+    `replayed_experts`, like `sampler_experts`, its forward passes use that routing.
+    """
+
+    ref_logp: Tensor | None = None  # log π_ref `[N, T]`; None where the objective has no KL term
+
+    def __init__(self, **columns: Tensor):
+        vars(self).update(columns)
+
+    @property
+    def ends(self) -> Tensor:
+        """`[N]`: tokens in each row of `sequences`."""
+        return self.prompt_len + self.mask.sum(1).long()
+
+    @classmethod
+    def pack(
+        cls,
+        *,
+        prompts: list[list[int]],
+        tokens: list[list[int]],
+        logps: list[list[float]],
+        eos: list[int],
+        device: object,
+        prefixes: list[list[int]] | None = None,
+        experts: list[Tensor] | None = None,
+    ) -> Rollout:
+        """The columns from lists: a prompt and prefix for each group, all else for each row."""
+        n, prefixes = len(tokens) // max(1, len(prompts)), prefixes or [[]] * len(prompts)
+        given = [pair for pair in zip(prompts, prefixes) for _ in range(n)]  # P -> N
+
+        def padded(rows: list, dtype: torch.dtype) -> Tensor:
+            tensors = [torch.as_tensor(row, dtype=dtype) for row in rows or [[]]]
+            return pad_sequence(tensors, batch_first=True)[: len(rows)].to(device)
+
+        columns = {"sampler_experts": padded(experts, torch.int16)} if experts else {}
+        sequences = [a + b + c for (a, b), c in zip(given, tokens)]
+        ended = [bool(row) and row[-1] in eos for row in tokens]
+        return cls(
+            sequences=padded(sequences, torch.long),
+            prompt_len=torch.tensor([len(a + b) for a, b in given], dtype=torch.long).to(device),
+            prefix_len=torch.tensor([len(b) for _, b in given], dtype=torch.long).to(device),
+            tokens=padded(tokens, torch.long),
+            mask=padded([[1.0] * len(row) for row in tokens], torch.float32),
+            rollout_logp=padded(logps, torch.float32),
+            finished=torch.tensor(ended, dtype=torch.bool).to(device),
+            **columns,
+        )
+
+    def rows(self, index: Tensor | slice) -> Rollout:
+        """The sub-batch of these rows."""
+        return Rollout(**{name: column[index] for name, column in vars(self).items()})
+
+    @classmethod
+    def join(cls, *parts: Rollout) -> Rollout:
+        """The rows of several batches as one batch, padded to the longest."""
+
+        def joined(columns: list[Tensor]) -> Tensor:
+            if columns[0].dim() == 1:
+                return torch.cat(columns)
+            return pad_sequence([row for column in columns for row in column], batch_first=True)
+
+        parts = [vars(part) for part in parts if len(part)]  # without rows a batch may lack columns
+        return cls(**{name: joined([part[name] for part in parts]) for name in parts[0]})
+
+    def to(self, device: object) -> Rollout:
+        """The same batch on that device."""
+        return Rollout(**{name: column.to(device) for name, column in vars(self).items()})
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def response_ids(self) -> list[list[int]]:
+        """Per row the whole response: given prefix and sampled tokens."""
+        starts, ends = (self.prompt_len - self.prefix_len).tolist(), self.ends.tolist()
+        return [row[a:b] for row, a, b in zip(self.sequences.tolist(), starts, ends)]

@@ -1,0 +1,208 @@
+"""Log-probabilities of the sampled tokens as the trainer computes them, in micro-batches.
+
+No `[N, T, V]` tensor is ever held, and what the sampler reported is checked against them.
+"""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from common.batch import Rollout
+from common.distributed import RunStopped, World, global_sum, shard
+from common.routing import Routing
+
+BLOCK_ELEMENTS = 2**26  # logits made at once: 256 MB in float32, whatever the vocabulary
+# What a forward and backward pass costs whatever its size, in tokens (embedded model: 150 to 300).
+PASS_TOKENS = 256
+
+
+class Policy(nn.Module):
+    """A causal language model as a policy: token ids in, log π(token) and entropy out.
+
+    The output head runs inside this module's forward, so that FSDP has gathered its weight when we
+    use it by hand.
+    """
+
+    def __init__(self, lm: PreTrainedModel):
+        super().__init__()
+        self.lm, self.routing = lm, Routing(lm)
+
+    def forward(
+        self, sequences: Tensor, predicts: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Of each NEXT token that `predicts [n, S]` asks for, along `sequences [n, S]`: two `[M]`.
+
+        Sequences are right-padded: with causal attention no real token ever sees a pad, and no
+        attention mask is needed.
+        """
+        output = self.lm.base_model(input_ids=sequences, use_cache=False)
+        hidden = output.last_hidden_state[predicts]  # [M, H]
+        targets = sequences.roll(-1, dims=1)[predicts]  # [M]
+        return token_logprobs(hidden, self.lm.lm_head.weight, targets, temperature)
+
+
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden @ weight.T / temperature)[targets], and that softmax's entropy.
+
+    hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, entropy `[M]` (nats, without
+    gradient), both float32.
+    """
+    return TokenLogprobs.apply(hidden, weight, targets, temperature)
+
+
+class TokenLogprobs(torch.autograd.Function):
+    """The logits are made a block of rows at a time, and again in the backward pass.
+
+    At a vocabulary of 152k, 16k tokens of float32 logits are 10 GB a copy, and the plain formula
+    keeps several.
+    """
+
+    @staticmethod
+    def logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+        """`[b, V]`, float32: a softmax in bfloat16 would add its own rounding to the product's."""
+        return (hidden @ weight.T).float() / temperature
+
+    @staticmethod
+    def blocks(hidden: Tensor, weight: Tensor) -> list[slice]:
+        rows = max(1, BLOCK_ELEMENTS // len(weight))
+        return [slice(start, start + rows) for start in range(0, len(hidden), rows)]
+
+    @staticmethod
+    def forward(
+        ctx: object, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.temperature = temperature
+        logp = torch.empty(len(hidden), device=hidden.device)  # [M]
+        entropy = torch.empty_like(logp)  # [M]
+        for rows in TokenLogprobs.blocks(hidden, weight):
+            logits = TokenLogprobs.logits(hidden[rows], weight, temperature)  # [b, V]
+            logprobs = logits.log_softmax(-1)  # [b, V]
+            logp[rows] = logprobs.gather(-1, targets[rows, None])[:, 0]
+            entropy[rows] = -torch.linalg.vecdot(logprobs.exp(), logprobs)
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: object, d_logp: Tensor, _: None) -> tuple[Tensor, Tensor, None, None]:
+        hidden, weight, targets = ctx.saved_tensors
+        d_hidden = torch.empty_like(hidden)  # [M, H]
+        # Summed over blocks in float32: in bfloat16 every block would round what came before it.
+        d_weight = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]
+        for rows in TokenLogprobs.blocks(hidden, weight):
+            p = TokenLogprobs.logits(hidden[rows], weight, ctx.temperature).softmax(-1)  # [b, V]
+            # d log p(target) / d logits = 1{target} - p
+            d_logits = p.mul_(-d_logp[rows, None])  # [b, V]
+            d_logits.scatter_add_(1, targets[rows, None], d_logp[rows, None])
+            d_logits = (d_logits / ctx.temperature).to(weight.dtype)  # [b, V]
+            d_hidden[rows] = d_logits @ weight
+            d_weight += d_logits.T @ hidden[rows]
+        return d_hidden, d_weight.to(weight.dtype), None, None
+
+
+def frozen_reference(args: object, lm: PreTrainedModel, world: World) -> Policy | None:
+    """π_ref: `lm` as it is now, frozen and sharded; None where the objective has no KL term.
+
+    With `--offload_reference` its shards wait in CPU memory.
+    """
+    if getattr(args, "beta", 0) <= 0:
+        return None
+    reference = Policy(copy.deepcopy(lm))
+    return shard(reference, world, args.dtype, args.offload_reference).requires_grad_(False)
+
+
+def micro_batches(batch: Rollout, max_tokens: int, world: World) -> list[Tensor]:
+    """Row indices of micro-batches of at most `max_tokens` padded tokens, of similar lengths.
+
+    The division that costs least, by dynamic programming: a pass costs its padded tokens and
+    PASS_TOKENS more. Every rank gets the same number of them, since FSDP's forward and backward
+    passes are collective; some may be empty.
+    """
+    lengths = batch.ends.tolist()
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    # For the `end` shortest rows: least cost, and where the last of their micro-batches starts.
+    least = [(0, 0)]
+    for end in range(1, len(order) + 1):
+        longest = lengths[order[end - 1]]
+        fit = max(1, min(end, max_tokens // longest))  # rows of this length in one micro-batch
+        starts = range(end - fit, end)
+        least.append(min((least[i][0] + PASS_TOKENS + (end - i) * longest, i) for i in starts))
+    micros, end = [], len(order)
+    while end:  # the longest rows come first: too little memory shows early
+        micros.append(order[least[end][1] : end])
+        end = least[end][1]
+    micros = micros or [[]]
+    wanted = int(global_sum({"micros_max": len(micros)}, world)["micros_max"])
+    while len(micros) < wanted:
+        largest = micros.pop(max(range(len(micros)), key=lambda i: len(micros[i])))
+        micros += [largest[::2], largest[1::2]]
+    return [torch.tensor(rows, dtype=torch.long, device=batch.tokens.device) for rows in micros]
+
+
+def response_logprobs(
+    policy: nn.Module, batch: Rollout, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """log π(token) and entropy of every sampled token: two `[n, T]`, zero on padding."""
+    blank, where = torch.zeros_like(batch.mask), batch.mask.bool()  # [n, T]
+    if len(batch) == 0:  # other ranks have rows left and wait for our part of FSDP's collectives
+        pair = torch.zeros(1, 2, dtype=torch.long, device=blank.device)  # [1, 2]
+        policy.routing.replay = None
+        logp, _ = policy(pair, torch.tensor([[True, False]], device=blank.device), temperature)
+        return blank.masked_scatter(where, logp), blank
+    sequences = batch.sequences[:, : batch.ends.max()]  # [n, S]
+    after = torch.arange(1, sequences.shape[1] + 1, device=sequences.device)  # [S]: next columns
+    predicts = (after >= batch.prompt_len[:, None]) & (after < batch.ends[:, None])  # [n, S]
+    replayed = getattr(batch, "replayed_experts", None)  # [n, S, layers, k]
+    if replayed is not None:
+        replayed = replayed[:, : sequences.shape[1]].flatten(0, 1)  # [n·S, layers, k]
+    policy.routing.replay = replayed
+    logp, entropy = policy(sequences, predicts, temperature)  # [M], [M]
+    return blank.masked_scatter(where, logp), blank.masked_scatter(where, entropy)
+
+
+@torch.no_grad()
+def all_logprobs(
+    policy: nn.Module, batch: Rollout, args: object, world: World
+) -> tuple[Tensor, Tensor]:
+    """`response_logprobs` of a whole batch without gradient, in micro-batches: two `[N, T]`.
+
+    With a mixture of experts the batch gets a column `trainer_experts`, like the sampler's.
+    """
+    logp, entropy, routed = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask), None
+    for rows in micro_batches(batch, args.micro_tokens, world):
+        logp[rows], entropy[rows] = response_logprobs(policy, batch.rows(rows), args.temperature)
+        if policy.routing.active and len(rows):
+            part = policy.routing.recorded().unflatten(0, (len(rows), -1))  # [n, S, layers, k]
+            if routed is None:
+                routed = part.new_zeros(*batch.sequences.shape, *part.shape[2:])
+            routed[rows, : part.shape[1]] = part
+    if routed is not None:
+        batch.trainer_experts = routed  # [N, S, layers, k]
+    return logp, entropy
+
+
+def check_sampler(batch: Rollout, args: object, world: World) -> dict[str, float]:
+    """Compare the sampler's log-probs with the trainer's: the same weights must give the same.
+
+    Returns KL(μ ‖ π_old) by the k3 estimator and the mean |log π_old - log μ|; raises where the
+    latter is beyond the tolerance: every ratio of the run would be wrong without a word.
+    """
+    precision = {args.dtype, args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype}
+    usual = 0.1 if "float8" in precision else 0.05 if "bfloat16" in precision else 1e-3
+    tolerance = args.sampler_tolerance or usual
+    gap = (batch.old_logp - batch.rollout_logp) * batch.mask  # [N, T]
+    k3 = gap.expm1() - gap  # [N, T]: by expm1, or rounding would drown the usual gaps of 1e-6
+    sums = global_sum({"kl": k3.sum(), "gap": gap.abs().sum(), "tokens": batch.mask.sum()}, world)
+    mean = sums["gap"] / sums["tokens"]
+    if not mean <= tolerance:  # true for NaN
+        raise RunStopped(
+            f"sampler and trainer disagree: mean |log π_old - log μ| is {mean:.2g}, tolerance "
+            f"{tolerance:.2g}. Usual causes: weights not synced after the last update, a "
+            "temperature or top-p that only one side applies, token ids re-encoded from text, a "
+            "lower precision on one side (then raise --sampler_tolerance)."
+        )
+    return {"sampler_kl": sums["kl"] / sums["tokens"], "sampler_gap": mean}

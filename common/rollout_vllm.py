@@ -1,0 +1,184 @@
+"""Sampling with vLLM inside the trainer's process: every call to it is here."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from common.batch import Rollout
+from common.distributed import CLOSING, BadInput, RunStopped, World, full_parameters
+from common.model import EMBEDDED
+from common.routing import why_not_replayed
+
+
+class VLLMEngine:
+    """Samples with vLLM: an engine for each rank, or one for `--tensor_parallel` ranks.
+
+    Its weights are replaced in place after each update, so that CUDA graphs and the KV cache's
+    memory stay; only the cached keys and values, which old weights made, are thrown away.
+    """
+
+    def __init__(self, args: object, lm: PreTrainedModel, world: World):
+        cpu, ranks = world.device.type == "cpu", args.tensor_parallel
+        dtype = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype
+        if cpu and (dtype == "float8" or args.vllm_sleep):
+            raise BadInput("--rollout vllm: --rollout_dtype float8 and --vllm_sleep need a GPU")
+        if world.size % ranks:
+            raise BadInput(f"--tensor_parallel {ranks}: does not divide the {world.size} ranks")
+        # In this process, where weights are handed over without a copy.
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+        os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if cpu else {}  # not all to one core
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        try:
+            import vllm
+        except ImportError as error:
+            advice = "needs the package (pip install -r requirements.txt), or use --rollout hf"
+            raise BadInput(f"--rollout vllm: {advice}") from error
+        self.SamplingParams, self.world, self.cpu, self.calls = vllm.SamplingParams, world, cpu, 0
+        self.eos, self.sleeps = lm.generation_config.eos_token_id, args.vllm_sleep
+        self.reports_experts = not why_not_replayed(lm) and not cpu and ranks == 1
+        # Neighbouring ranks share an engine, as vLLM groups them; each engine has another seed.
+        self.seed = args.seed * 100_003 + world.rank // ranks
+        groups = torch.arange(world.size).view(-1, ranks).tolist()
+        groups = [dist.new_group(group, backend="gloo") for group in groups]
+        self.group = groups[world.rank // ranks]
+        options = {"gpu_memory_utilization": args.vllm_memory, "enable_sleep_mode": args.vllm_sleep}
+        if self.reports_experts:  # for --routing_replay r3
+            # A batch scheduled ahead would outlive the cache's reset.
+            options |= {"enable_return_routed_experts": True, "async_scheduling": False}
+        if dtype == "float8":
+            # Triton's experts, as others leave CUDA graphs stale after a push; not the router.
+            options |= {"quantization": "fp8_per_channel", "moe_backend": "triton"}
+            options |= {"quantization_config": {"ignore": [r"re:.*\.mlp\.gate$"]}}
+        if cpu:
+            from vllm import _custom_ops as kernels
+
+            # By default linear weights are packed at load, and a later push misses what is tied to
+            # them (the head).
+            assert hasattr(kernels, "_supports_onednn"), "vLLM packs its CPU weights in another way"
+            kernels._supports_onednn = False
+            options = {"kv_cache_memory_bytes": 2**28, "enforce_eager": True}
+        longest = args.max_prompt_tokens + args.max_new_tokens
+        self.llm = vllm.LLM(
+            str(EMBEDDED.get(args.model, args.model)),
+            skip_tokenizer_init=True,  # token ids in, token ids out
+            dtype="bfloat16" if dtype == "float8" else dtype,
+            distributed_executor_backend="external_launcher",  # these ranks are the workers
+            tensor_parallel_size=ranks,
+            seed=self.seed % 2**32,
+            max_model_len=min(longest, lm.config.max_position_embeddings),
+            logprobs_mode="processed_logprobs",  # after temperature; the default is before it
+            use_tqdm_on_load=False,
+            generation_config="vllm",  # no top-p, top-k or penalty out of the model's own
+            **options,
+        )
+        # vLLM keeps to this stream, so we must.
+        self.stream = None if cpu else torch.cuda.current_stream(world.device)
+        CLOSING.append(self.llm.llm_engine.engine_core.shutdown)
+        if self.sleeps:
+            self.llm.sleep(level=1)
+
+    @contextlib.contextmanager
+    def _awake(self, *parts: str) -> Iterator[None]:
+        """Work on the engine's own stream, after what the caller has under way.
+
+        With --vllm_sleep weights are on the CPU and the KV cache is given up but for these moments;
+        `parts` wakes only those named.
+        """
+        if self.sleeps:
+            torch.cuda.empty_cache()
+            self.llm.wake_up(tags=list(parts) or None)
+        if self.stream:
+            caller = torch.cuda.current_stream(self.world.device)
+            self.stream.wait_stream(caller)
+        with torch.cuda.stream(self.stream):
+            yield
+        if self.stream:
+            caller.wait_stream(self.stream)
+        if self.sleeps:
+            self.llm.sleep(level=1)
+
+    def sync(self, policy: torch.nn.Module) -> None:
+        """Push the trainer's weights into the engine, one whole tensor at a time."""
+        weights = {"weights_iterator": checkpoint_parameters(policy)}
+        with self._awake("weights"):
+            self.llm.collective_rpc("reload_weights", kwargs=weights)
+            if self.cpu:
+                self.llm.apply_model(repack_experts)
+            if not self.llm.reset_prefix_cache():
+                what = "keys and values of old weights would be used"
+                raise RunStopped(f"vLLM did not drop its prefix cache: {what}")
+
+    def state_dict(self) -> dict:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.calls = state["calls"]
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        n: int,
+        limit: int,
+        temperature: float,
+        prefixes: list[list[int]] | None = None,
+        top_p: float = 1.0,
+    ) -> Rollout:
+        """As `HFEngine.generate`; ranks that share an engine call it together, each for its own."""
+        prefixes = prefixes or [[] for _ in prompts]
+        asked = [None] * dist.get_world_size(self.group)  # by rank: its prompts and prefixes
+        dist.all_gather_object(asked, list(zip(prompts, prefixes)), group=self.group)
+        pairs = [pair for part in asked for pair in part]
+        requests = [{"prompt_token_ids": prompt + prefix} for prompt, prefix in pairs]
+        how = {"n": n, "temperature": temperature, "top_p": top_p, "top_k": 0}
+        how |= {"logprobs": 0, "flat_logprobs": True}  # 0: of the sampled token alone
+        how |= {"stop_token_ids": self.eos, "detokenize": False}
+        # A seed for each request (its n responses take the next ones): a resumed run draws alike.
+        self.calls += 1
+        first_seed = (self.seed * 1_000_003 + self.calls) * 1_000_003
+        seeds = range(first_seed, first_seed + n * len(requests), n)
+        sampling = [
+            self.SamplingParams(max_tokens=limit - len(prefix), seed=seed % 2**62, **how)
+            for (_, prefix), seed in zip(pairs, seeds)
+        ]
+        with self._awake():
+            answers = self.llm.generate(requests, sampling, use_tqdm=False) if requests else []
+        first = sum(len(part) for part in asked[: dist.get_rank(self.group)])
+        mine = answers[first : first + len(prompts)]
+        outputs = [output for answer in mine for output in answer.outputs]
+        tokens = [list(output.token_ids) for output in outputs]
+        logps = [output.logprobs.logprobs for output in outputs]
+        experts = []
+        for row, output in enumerate(outputs if self.reports_experts else []):
+            seen = torch.as_tensor(output.routed_experts)
+            # The last token is never fed back: its place stays 0.
+            whole = len(prompts[row // n]) + len(prefixes[row // n]) + len(tokens[row])
+            experts.append(torch.cat([seen, seen.new_zeros(whole - len(seen), *seen.shape[1:])]))
+        how = {"prefixes": prefixes, "eos": self.eos, "device": self.world.device}
+        return Rollout.pack(prompts=prompts, tokens=tokens, logps=logps, experts=experts, **how)
+
+
+def checkpoint_parameters(policy: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """`full_parameters` by the names of published checkpoints, where each expert has its own."""
+    for name, full in full_parameters(policy):
+        if name.endswith(".experts.gate_up_proj"):  # [experts, 2·I, H]
+            for i, (gate, up) in enumerate(expert.chunk(2) for expert in full):
+                yield name.replace("gate_up_proj", f"{i}.gate_proj.weight"), gate
+                yield name.replace("gate_up_proj", f"{i}.up_proj.weight"), up
+        elif name.endswith(".experts.down_proj"):  # [experts, H, I]
+            for i, down in enumerate(full):
+                yield name.replace("down_proj", f"{i}.down_proj.weight"), down
+        else:
+            yield name, full
+
+
+def repack_experts(model: torch.nn.Module) -> None:
+    """On a CPU vLLM packs experts' weights at the first load alone: pushed ones need it again."""
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)

@@ -1,0 +1,105 @@
+"""Which experts a mixture-of-experts model sends each token to: recorded, and replayed.
+
+One algorithm's mechanism (minirl's routing replay) in `common`, for both engines and the trainer.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+# For people; tests/test_routing.py has more.
+FAMILIES = "Qwen3-MoE, Qwen3.5-MoE, OLMoE, Mixtral, GPT-OSS, Granite-MoE"
+
+
+def routers(lm: PreTrainedModel) -> list[nn.Module]:
+    """The modules that send tokens to experts, a layer each; none in a dense model."""
+    return [module for module in lm.modules() if type(module).__name__.endswith("Router")]
+
+
+class Selection(TorchFunctionMode):
+    """Within it `torch.topk` takes the experts `given` `[tokens, k]`, if any, not the best.
+
+    A router computes scores, takes the top k, and derives the experts' weights from those.
+    Replacing only the choice leaves the rest, softmax or sigmoid, before or after the top k, to the
+    model's own code, and the gradient too. `seen` lists what was taken.
+    """
+
+    def __init__(self, given: Tensor | None = None):
+        super().__init__()
+        self.given, self.seen = given, []
+
+    def __torch_function__(
+        self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.topk, Tensor.topk):
+            if self.given is not None:
+                chosen = self.given.view_as(result.indices)  # [tokens, k]
+                result = torch.return_types.topk((args[0].gather(-1, chosen), chosen))
+            self.seen.append(result.indices.flatten(0, -2))  # [tokens, k]
+        return result
+
+
+class Routing:
+    """Records which experts a model sends each token to, and can replay a recorded choice.
+
+    Replay fixes the selection only: the experts' weights come from the current scores at the
+    recorded indices, so that the router keeps its gradient. Where the model has no experts, or a
+    router whose choice cannot be replayed, `active` is False and `why_not` says so: the model is
+    then left as it is.
+    """
+
+    def __init__(self, lm: PreTrainedModel):
+        self.why_not = why_not_replayed(lm)
+        self.active = not self.why_not
+        self.last: dict[int, Tensor] = {}  # by layer, of the last forward pass: [tokens, k]
+        self.replay: Tensor | None = None  # [tokens, layers, k], for the forward passes to come
+        for layer, router in enumerate(routers(lm) if self.active else []):
+            router.forward = partial(self._choose, layer, router.forward)
+
+    def _choose(self, layer: int, forward: Callable, *inputs: Tensor, **named: object) -> object:
+        given = None if self.replay is None else self.replay[:, layer].long()  # [tokens, k]
+        with Selection(given) as selection:
+            output = forward(*inputs, **named)
+        self.last[layer] = selection.seen[0]
+        return output
+
+    def recorded(self) -> Tensor:
+        """The last forward pass's choices, `[tokens, layers, k]`, in row order of its inputs."""
+        return torch.stack([self.last[layer] for layer in sorted(self.last)], 1).to(torch.int16)
+
+
+def why_not_replayed(lm: PreTrainedModel) -> str:
+    """Why no choice of experts can be recorded and replayed in this model; "" where it can."""
+    found, width = routers(lm), getattr(lm.config.get_text_config(), "hidden_size", 0)
+    if odd := {type(router).__name__ for router in found if not replayable(router, width)}:
+        return f"chooses experts by {min(odd)}, which cannot be replayed (use one of {FAMILIES})"
+    return "" if found else "has no experts"
+
+
+def replayable(router: nn.Module, width: int) -> bool:
+    """Whether a copy of `router`, on random numbers, follows the choices that it is given."""
+    generator = torch.Generator().manual_seed(0)  # the run's own random numbers stay as they are
+    # Whatever the original's device and precision.
+    probe = copy.deepcopy(router).to_empty(device="cpu").float().eval()
+    for values in filter(torch.is_floating_point, (*probe.parameters(), *probe.buffers())):
+        values.data = torch.randn(values.shape, generator=generator)
+    hidden, given, outputs = torch.randn(8, width, generator=generator), None, []  # [tokens, H]
+    try:
+        with torch.no_grad():
+            # Freely; its own choice replayed; each token's choice given to the next token.
+            for step in range(3):
+                with Selection(given) as selection:
+                    outputs.append(probe(hidden.clone()))
+                # A router that chooses groups first, or by sorting, cannot be replayed.
+                (chosen,) = selection.seen
+                given = chosen if step == 0 else chosen.roll(1, dims=0)
+    except Exception:  # another's code, called with what may not be enough
+        return False
+    free, same, moved = outputs
+    return all(map(torch.equal, free, same)) and any(torch.equal(x, chosen) for x in moved)

@@ -1,0 +1,273 @@
+"""Several runs in one figure and one table.
+
+    python -m tools.compare RUN_FOLDER ... [--out NAME]
+
+It writes NAME.png and NAME.md (default: compare.png and compare.md) and prints the table. Runs that
+differ in their seed alone are of one kind: their mean is a line, from the lowest to the highest
+seed goes a band; in the table stands their mean ± their standard deviation. A kind is called by its
+algorithm and by the flags in which it differs from another.
+"""
+
+import argparse
+import shlex
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+import numpy as np
+from common.curves import PANELS, ROUNDING, series, sheet, smooth, telling
+from common.distributed import BadInput, first_line
+from common.folder import read_lines, saved_config, whole
+
+# Flags that change nothing in what is trained
+FREE = set("seed run_dir resume eval_only eval_every save_every save_hf wandb acted".split())
+# Flags that also tell kinds of different algorithms apart; the others have defaults of their own
+EVERYWHERE = ("model", "task", "lr")
+TITLES = {
+    "reward": PANELS["reward"],
+    "greedy": "held-out accuracy, greedy",
+    "sampled": "held-out accuracy, sampled",
+    **{name: PANELS[name] for name in ("response_len", "entropy", "grad_norm")},
+}
+# Told apart by the colour-blind, too (Okabe and Ito, without the yellow)
+COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #56B4E9 #E69F00 #000000".split()
+STYLES = ("-", "--", ":", "-.")
+OURS = "<!-- tools.compare -->"  # the first line of a table that may be written over
+
+
+@dataclass
+class Run:
+    """A run folder's config.json and the rows of its metrics.jsonl."""
+
+    folder: Path
+    config: dict
+    lines: list[dict]
+
+
+@dataclass
+class Kind:
+    """Runs with the same flags and different seeds."""
+
+    runs: list[Run]
+    label: str = ""
+
+    @property
+    def config(self) -> dict:
+        return self.runs[0].config
+
+
+def load(folder: Path) -> Run:
+    """The run in `folder`; BadInput if there is none, or nothing measured yet."""
+    if not (config := saved_config(folder)):
+        raise BadInput(f"{folder}: holds no run")
+    lines = read_lines(folder / "metrics.jsonl")
+    if not series(lines, "greedy").size:
+        raise BadInput(f"{folder}: metrics.jsonl holds no measurement yet")
+    return Run(folder, config, lines)
+
+
+def kinds(runs: list[Run]) -> list[Kind]:
+    """Runs sorted by what they are, in the order given. The same flags and seed once more (another
+    machine, another version) begin another kind."""
+    found, seen = {}, {}
+    for run in runs:
+        flags = tuple(sorted((k, repr(v)) for k, v in run.config.items() if k not in FREE))
+        again = seen[flags, run.config["seed"]] = seen.get((flags, run.config["seed"]), -1) + 1
+        found.setdefault((flags, again), Kind([])).runs.append(run)
+    for kind in found.values():
+        kind.label = label(kind, list(found.values()))
+    labels = [kind.label for kind in found.values()]
+    for kind in found.values():
+        if labels.count(kind.label) > 1:
+            kind.label += f" ({kind.runs[0].folder})"
+    return list(found.values())
+
+
+def label(kind: Kind, among: list[Kind]) -> str:
+    """The algorithm, and the flags in which it differs from kinds of the same algorithm (and
+    `EVERYWHERE` from any)."""
+    same = [other for other in among if other.config["algorithm"] == kind.config["algorithm"]]
+    several = {
+        name: {repr(other.config.get(name)) for other in (among if name in EVERYWHERE else same)}
+        for name in kind.config
+        if name not in FREE | {"algorithm"}
+    }
+    words = [kind.config["algorithm"]]
+    for name in (name for name, values in several.items() if len(values) > 1):
+        value = kind.config[name]
+        if isinstance(value, bool):
+            words.append(name if value else f"no {name}")
+        else:
+            text = f"{value:g}" if isinstance(value, float) else str(value) or "''"
+            words.append(f"{name} {text if len(text) <= 32 else '…' + text[-31:]}")
+    return ", ".join(words)
+
+
+def shared(among: list[Kind]) -> dict[str, str]:
+    """The telling metrics that every run has -> their words; not those that two algorithms give
+    different meanings."""
+    words: dict[str, set] = {}
+    for kind in among:
+        for name, text in telling(kind.config).items():
+            words.setdefault(name, set()).add(text)
+    runs = [run for kind in among for run in kind.runs]
+    return {
+        name: texts.pop()
+        for name, texts in words.items()
+        if len(texts) == 1 and all(series(run.lines, name).size for run in runs)
+    }
+
+
+def band(runs: list[Run], name: str, width: int) -> tuple[np.ndarray, ...]:
+    """Steps, and there the mean, lowest and highest of the runs, each `[n]`, as far as the shortest
+    run goes.
+
+    What is logged at every step is smoothed over `width` steps, run by run; NaN is a gap.
+    """
+    curves = []
+    for run in runs:
+        steps, values = series(run.lines, name)
+        if name not in ("greedy", "sampled"):
+            values = smooth(values, width) if len(values) else values
+        curves.append(dict(zip(steps.tolist(), values.tolist())))
+    last = min(max(curve, default=-1) for curve in curves)
+    steps = sorted({step for curve in curves for step in curve if step <= last})
+    table = np.array([[curve.get(step, np.nan) for step in steps] for curve in curves])
+    known = np.ma.masked_invalid(table)  # [runs, n]
+    found = (known.mean(axis=0), known.min(axis=0), known.max(axis=0))
+    return np.array(steps), *(np.ma.filled(values, np.nan) for values in found)
+
+
+def draw(among: list[Kind]) -> object:
+    """The figure of all kinds."""
+    runs = [run for kind in among for run in kind.runs]
+    titles = TITLES | shared(among)
+    if any(np.any(series(run.lines, "sampler_kl")[1] >= ROUNDING) for run in runs):
+        titles.setdefault("sampler_kl", PANELS["sampler_kl"])
+    width = min(len(run.lines) for run in runs) // 12 | 1
+    setting = {f"{run.config['model']} on {run.config['task']}": None for run in runs}
+    figure, axes = sheet(titles, " / ".join(setting))
+    for name, axis in axes.items():
+        marker = "o" if name in ("greedy", "sampled") else ""
+        for i, kind in enumerate(among):
+            colour = COLOURS[i % len(COLOURS)]
+            style = STYLES[i // len(COLOURS) % len(STYLES)] + marker
+            steps, mean, low, high = band(kind.runs, name, width)
+            axis.plot(steps, mean, style, markersize=4, color=colour)
+            if len(kind.runs) > 1:
+                axis.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
+    told = f"line: mean of {width} steps" if width > 1 else "line: each step"
+    if len(runs) > len(among):
+        told += ", mean of the seeds; band: lowest to highest seed"
+    counts = [f" ({len(kind.runs)} seeds)" if len(kind.runs) > 1 else "" for kind in among]
+    labels = [textwrap.fill(kind.label + count, 90) for kind, count in zip(among, counts)]
+    columns = max(1, 100 // max(len(text) for text in labels))
+    place = {"loc": "outside lower center", "ncols": columns, "frameon": False}
+    labels = [text.replace("$", r"\$") for text in labels]  # a $ is a $
+    figure.legend(axis.lines, labels, title=told, **place)
+    figure.set_figheight(figure.get_figheight() + 0.3 + 0.2 * len(labels) / columns)
+    return figure
+
+
+def figures(run: Run) -> dict[str, float]:
+    """What the table says of a run; NaN where there is nothing."""
+    found = {}
+    for name in ("greedy", "sampled", "response_len"):
+        values = series(run.lines, name)[1] if any(name in line for line in run.lines) else [np.nan]
+        found |= {f"{name} before": values[0], f"{name} after": values[-1]}
+    known = [value for value in series(run.lines, "greedy")[1] if np.isfinite(value)]
+    found["best"] = max(known, default=np.nan)
+    found |= {name: np.nansum(series(run.lines, name)[1]) for name in ("tokens", "seconds")}
+    return found
+
+
+def row(name: str, runs: list[Run]) -> str:
+    """A row of the table: runs that differ in their seeds, or one run."""
+    found = [figures(run) for run in runs]
+
+    def cell(of: str, digits: int) -> str:
+        values = [each[of] for each in found if np.isfinite(each[of])]
+        if not values:
+            return "–"
+        more = f" ± {stdev(values):,.{digits}f}" if len(values) > 1 else ""
+        return f"{fmean(values):,.{digits}f}{more}"
+
+    def change(of: str, digits: int) -> str:
+        return f"{cell(f'{of} before', digits)} → {cell(f'{of} after', digits)}"
+
+    done, steps = min(run.lines[-1]["step"] for run in runs), runs[0].config.get("steps")
+    cells = [
+        name.replace("|", r"\|"),
+        ", ".join(str(run.config["seed"]) for run in runs),
+        f"{done}" if done == steps else f"{done} of {steps}",
+        *(change("greedy", 3), change("sampled", 3), cell("best", 3)),
+        *(change("response_len", 0), cell("tokens", 0), cell("seconds", 0)),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def table(among: list[Kind]) -> str:
+    """Markdown: a row for each kind, then a row for each run."""
+    columns = "seed | steps | held-out greedy | held-out sampled | best greedy | response length"
+    columns += " | tokens trained on | seconds |"
+    rule = f"|{'---|' * 9}"
+    return "\n".join(
+        [
+            *(f"| kind | {columns}", rule, *(row(kind.label, kind.runs) for kind in among), ""),
+            "Before → after; of several seeds mean ± standard deviation (n - 1).\n",
+            *(f"| run | {columns}", rule),
+            *(row(str(run.folder), [run]) for kind in among for run in kind.runs),
+        ]
+    )
+
+
+def target(out: str) -> tuple[Path, Path]:
+    """The picture's and the table's path for --out. BadInput if one is there that is not ours."""
+    name = Path(out)
+    if name.is_dir():
+        name = name / "compare"
+    elif name.suffix in (".png", ".md"):
+        name = name.with_suffix("")
+    picture, text = (name.with_name(f"{name.name}.{kind}") for kind in ("png", "md"))
+    if not name.parent.is_dir():
+        raise BadInput(f"--out {out}: no folder {name.parent}")
+    ours = text.is_file() and text.read_bytes().startswith(OURS.encode())
+    for path in (picture, text):
+        if path.exists() and not ours:
+            raise BadInput(f"--out {out}: {path} is there, and not from here: give another name")
+    return picture, text
+
+
+def main(folders: list[Path], out: str) -> None:
+    """Write the picture and the table, and print the table."""
+    picture, text = target(out)
+    among = kinds([load(folder) for folder in {path.resolve(): path for path in folders}.values()])
+    figure, rows = draw(among), table(among)
+    command = shlex.join(["python", "-m", "tools.compare", *sys.argv[1:]])
+    with whole(text) as partial:  # first: it is what tells our picture from another's
+        partial.write_text(
+            f"{OURS}\n\n![Curves]({picture.name})\n\n{rows}\n\nMade by `{command}`\n"
+        )
+    with whole(picture) as partial:
+        figure.savefig(partial, dpi=100, format="png")
+    print(rows, "", picture, text, sep="\n")
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")
+    # No usage: an error is one line
+    parser = argparse.ArgumentParser(
+        prog="tools.compare",
+        usage=argparse.SUPPRESS,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER")
+    parser.add_argument("--out", default="compare", help="a name or a folder (default: compare)")
+    words = parser.parse_args()
+    try:
+        main(words.folders, words.out)
+    except (BadInput, OSError) as error:
+        parser.error(first_line(error))

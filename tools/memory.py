@@ -1,0 +1,161 @@
+"""Memory per GPU of the commands in the files' headers, estimated, in GB.
+
+    python -m tools.memory [FILE ...]
+
+What is counted, with N parameters over R ranks:
+    states       float32 master copy, AdamW's two moments, float32 gradient: 16 N / R bytes
+                 (goldilocks: twice; vcpo: 24, with its two buffers)
+    reference    float32 shards, 4 N / R (0 without a KL term, or with --offload_reference)
+    gathered     bfloat16 copies of what FSDP gathers at once, the root (embedding and head) and
+                 two layers; and of the root and a layer the gradient before it is scattered, in
+                 bfloat16 and in float32
+    activations  what one micro-batch of --micro_tokens keeps for the backward pass, or with
+                 --gradient_checkpointing a layer's input for each layer and one layer whole; and
+                 one block of logits
+    vLLM         weights (bfloat16; minirl: 8 bits) / --tensor_parallel; its KV cache is what
+                 --vllm_memory, a share of 80 GB, leaves beside them and some 3 GB for its
+                 activations and CUDA graphs
+The peak is the sum; with --vllm_sleep it is the larger of the trainer's part and of vLLM's beside
+the resident weights. These are the terms that grow; allocator slack, CUDA graphs and NCCL buffers
+come on top (some 3 to 6 GB).
+"""
+
+import argparse
+import importlib
+import re
+from dataclasses import dataclass
+
+from common.logprobs import BLOCK_ELEMENTS
+from tools.marks import ROOT, algorithms
+
+# Name of each algorithm file -> its module
+FILES = {p.stem: ".".join(p.relative_to(ROOT).with_suffix("").parts) for p in algorithms()}
+GPU, PROMPT = 80.0, 512  # GB; tokens of a prompt
+VLLM_WORK = 3e9  # bytes of vLLM's activations and CUDA graphs
+
+
+@dataclass
+class Shape:
+    """What a model's memory depends on."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int  # of one expert, where there are several
+    tied: bool
+    vocabulary: int = 151_936
+    head_dim: int = 128
+    experts: int = 1
+    active: int = 1
+
+    def layer(self) -> int:
+        """Parameters of a decoder layer."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        experts = 3 * self.hidden * self.intermediate * self.experts
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        return attention + experts + router + 2 * self.hidden
+
+    def root(self) -> int:
+        """Parameters outside the layers: embedding, head, final norm."""
+        return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
+
+    def parameters(self) -> int:
+        return self.layers * self.layer() + self.root()
+
+    def kept(self) -> float:
+        """Bytes a layer keeps for a token: bfloat16, float32 norms, attention without scores."""
+        norms = 2 * 10 * self.hidden  # input, its float32 copy, the normalised one
+        qkv = 2 * 3 * self.head_dim * (self.heads + 2 * self.kv_heads)
+        attention = qkv + 2 * 2 * self.head_dim * self.heads
+        return norms + attention + 4 * 2 * self.intermediate * self.active + 2 * 2 * self.hidden
+
+    def cache(self) -> int:
+        """Bytes of KV cache for each token, bfloat16."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+
+SHAPES = {  # from the models' config.json
+    "Qwen/Qwen3-1.7B-Base": Shape(2048, 28, 16, 8, 6144, True),
+    "Qwen/Qwen3-8B-Base": Shape(4096, 36, 32, 8, 12288, False),
+    "Qwen/Qwen3-30B-A3B-Base": Shape(2048, 48, 32, 4, 768, False, experts=128, active=8),
+    "Qwen/Qwen2.5-1.5B": Shape(1536, 28, 12, 2, 8960, True),
+    "Qwen/Qwen2.5-Math-1.5B": Shape(1536, 28, 12, 2, 8960, True),
+    "Qwen/Qwen2.5-7B": Shape(3584, 28, 28, 4, 18944, False, vocabulary=152_064),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": Shape(1536, 28, 12, 2, 8960, False),
+}
+
+
+def commands(name: str) -> list[list[str]]:
+    """The words of each torchrun command in the file's header that names a model."""
+    header = importlib.import_module(FILES[name]).__doc__.replace("\\\n", " ")
+    lines = [line.strip() for line in header.splitlines()]
+    lines = [line for line in lines if line.startswith("torchrun") and "Qwen" in line]
+    return [re.sub(r"\s#\s.*", "", line).split() for line in lines if " ..." not in line]
+
+
+def estimate(name: str, words: list[str]) -> dict[str, float]:
+    """GB per GPU, by part."""
+    ranks = 1
+    for word in words:
+        if word.startswith(("--nproc_per_node=", "--nnodes=")):
+            ranks *= int(word.partition("=")[2])
+    flags = {w: v for w, v in zip(words, [*words[1:], ""]) if w.startswith("--")}
+    args = importlib.import_module(FILES[name]).Args()
+
+    def number(field: str) -> float:
+        return float(flags.get(f"--{field}", getattr(args, field, 0)))
+
+    shape = SHAPES[flags["--model"]]
+    response = number("max_new_tokens") + PROMPT
+    tokens = max(number("micro_tokens"), response)  # the longest response is never split
+    n, root, layer = shape.parameters(), shape.root(), shape.layer()
+    kept = shape.kept() * tokens  # of one layer
+    inputs = 2 * shape.hidden * tokens * shape.layers
+    held = inputs + kept if "--gradient_checkpointing" in flags else kept * shape.layers
+    refers = number("beta") > 0 and "--offload_reference" not in flags
+    width = 1 if args.rollout_dtype == "float8" else 2
+    parts = {
+        "states": 16 * n / ranks * {"goldilocks": 2, "vcpo": 1.5}.get(name, 1),
+        "reference": 4 * n / ranks if refers else 0,
+        "gathered": 2 * (root + 2 * layer) + 6 * (root + layer),
+        "activations": held + 4 * 4 * BLOCK_ELEMENTS,
+        "vLLM weights": width * n / number("tensor_parallel"),
+    }
+    parts = {part: size / 1e9 for part, size in parts.items()}
+    trainer = sum(parts.values()) - parts["vLLM weights"]
+    share = number("vllm_memory") * GPU
+    parts["KV cache"] = max(0.0, share - parts["vLLM weights"] - VLLM_WORK / 1e9)
+    cached = parts["KV cache"] * 1e9 * number("tensor_parallel") / shape.cache()  # tokens
+    resident = parts["states"] + parts["reference"]
+    asleep = "--vllm_sleep" in flags
+    parts["peak"] = max(trainer, resident + share) if asleep else trainer + share
+    more = {"parameters": n / 1e9, "ranks": ranks, "responses in cache": cached / response}
+    return parts | more
+
+
+def main(names: list[str]) -> None:
+    """Print a row for each command of the files named."""
+    shown = "parameters ranks states reference gathered activations".split()
+    shown += ["vLLM weights", "KV cache", "peak", "responses in cache"]
+    print("| " + " | ".join(["file", "model", *shown]) + " |")
+    print("|---" * (len(shown) + 2) + "|")
+    for name in names:
+        for words in commands(name):
+            found = estimate(name, words)
+            model = words[words.index("--model") + 1].partition("/")[2]
+            whole = ("ranks", "responses in cache")
+            cells = [f"{found[part]:.{0 if part in whole else 1}f}" for part in shown]
+            print("| " + " | ".join([name, model, *cells]) + " |")
+
+
+if __name__ == "__main__":
+    # No usage: an error is one line
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    known = ", ".join(FILES)
+    parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {known} (default: all)")
+    names = parser.parse_args().files or list(FILES)
+    if unknown := [name for name in names if name not in FILES]:
+        parser.error(f"{unknown[0]}: unknown, use some of {known}")
+    main(names)
