@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
@@ -112,25 +113,47 @@ def read_share(checkpoint: Path, world: World) -> dict:
     return shares.get(world.rank, first)
 
 
-def load_checkpoint(
-    folder: Path, policy: nn.Module, optimizer: Optimizer, world: World
-) -> tuple[int, dict]:
-    """Restore the newest whole checkpoint in place; returns its step and this rank's `state`."""
+def newest_whole(folder: Path, world: World, flag: str) -> tuple[Path, dict]:
+    """The newest undamaged checkpoint in `folder`, for which `flag` asks, and this rank's share."""
     found, damaged = [checkpoints(folder)], []
     dist.broadcast_object_list(found)  # all ranks must take the same one
     for checkpoint in reversed(found[0]):
         try:
             # Damage takes many forms.
             with together(world, RunStopped, f"{checkpoint.name} is damaged", Exception):
-                saved = read_share(checkpoint, world)
+                share = read_share(checkpoint, world)
             break
         except RunStopped as error:
             damaged.append(str(error))
     else:
         why = f"whole checkpoint in {folder}: {'; '.join(damaged)}"
-        raise Refused(f"--resume: no {why if damaged else f'checkpoint in {folder}'}")
+        raise Refused(f"{flag}: no {why if damaged else f'checkpoint in {folder}'}")
     if damaged and world.rank == 0:
         print(f"{folder}: {'; '.join(damaged)}: going on from {checkpoint.name}", flush=True)
+    return checkpoint, share
+
+
+def load_weights(folder: Path, policy: nn.Module, world: World, flag: str) -> int:
+    """Give the policy the weights of the newest whole checkpoint; returns its step.
+
+    Any algorithm may have written it, on any number of ranks.
+    """
+    checkpoint, _ = newest_whole(folder, world, flag)
+    weights, shards = get_model_state_dict(policy), dcp.FileSystemReader(checkpoint / "shards")
+    # Of several models that were saved as one the policy is the first.
+    alone = f"policy.{next(iter(weights))}" in shards.read_metadata().state_dict_metadata
+    named = weights if alone else {f"0.{name}": value for name, value in weights.items()}
+    what = f"{flag}: {checkpoint} does not fit its model"
+    with together(world, Refused, what, CheckpointException):
+        dcp.load({"policy": named}, storage_reader=shards)  # in place
+    return step_of(checkpoint)
+
+
+def load_checkpoint(
+    folder: Path, policy: nn.Module, optimizer: Optimizer, world: World
+) -> tuple[int, dict]:
+    """Restore the newest whole checkpoint in place; returns its step and this rank's `state`."""
+    checkpoint, saved = newest_whole(folder, world, "--resume")
     weights, moments = get_state_dict(policy, optimizer)
     what = f"--resume: {checkpoint} does not fit --model"
     with together(world, Refused, what, CheckpointException):

@@ -100,12 +100,14 @@ def draw_curves(folder: Path) -> Path:
     figure, axes = sheet(titles, f"{config['algorithm']}: {setting}\n{drawn}")
     for name, axis in axes.items():
         steps, values = found[name]  # [n], [n]
+        color = ORANGE if name in acted else BLUE
         if name == "greedy":  # on the same problems each time: nothing to smooth
             axis.plot(steps, values, "o-", color=BLUE, label="greedy")
             axis.plot(*series(lines, "sampled"), "s--", color=ORANGE, label="sampled")
             axis.legend()
+        elif 2 * len(steps) < len(lines):  # what happens now and then is no line
+            axis.plot(steps, values, "o", markersize=4, color=color)
         else:
-            color = ORANGE if name in acted else BLUE
             axis.plot(steps, values, ".-", markersize=1, linewidth=1, color=color, alpha=0.3)
             axis.plot(steps, smooth(values, width), color=color)
     with whole(folder / "curves.png") as partial:

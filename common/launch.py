@@ -20,12 +20,14 @@ from common.distributed import CLOSING, BadInput, Refused, RunStopped, World, fi
 from common.flags import broken_rule
 from common.tracking import Run
 
+Stage = Callable[[object, World], None]  # of the flags and the ranks
 
-def launch(main: Callable[[object, World], None], Args: type) -> None:
+
+def launch(main: Stage, Args: type, prepare: Stage | None = None) -> None:
     """Parse the flags, join the ranks, run `main(args, world)`.
 
     Errors meant for people are one line on stderr: exit code 2 for bad input, 1 for a run that had
-    to stop.
+    to stop. A program that does not train has a `prepare(args, world)` in place of `check`.
     """
     # Every rank meets the same error: say it once.
     first_rank, world = os.environ.get("LOCAL_RANK", "0") == "0", None
@@ -34,9 +36,7 @@ def launch(main: Callable[[object, World], None], Args: type) -> None:
     try:
         args = parse(Args, first_rank)
         world = setup()
-        check(args, world)
-        for line in without_effect(args, world) if first_rank else ():
-            print(line, flush=True)
+        (prepare or check)(args, world)
         try:
             main(args, world)
         finally:
@@ -119,6 +119,8 @@ def check(args: object, world: World) -> None:
         raise BadInput(f"--wandb {args.wandb}: needs the package (pip install wandb)")
     if args.dtype == "auto":
         args.dtype = "bfloat16" if world.device.type == "cuda" else "float32"
+    for line in without_effect(args, world) if world.rank == 0 else ():
+        print(line, flush=True)
 
 
 def without_effect(args: object, world: World) -> Iterator[str]:
