@@ -37,21 +37,18 @@ def policy_loss(
     """
     module = importlib.import_module(MODULES[algorithm])
     args = module.Args()
-    extra = {}
-    if hasattr(args, "beta"):
-        if ref_logp is None:
-            args.beta = 0.0
-        extra["ref_logp"] = ref_logp
+    if hasattr(args, "beta") and ref_logp is None:
+        args.beta = 0.0
     args = replace(args, **hparams)
     loss, count, stats = module.policy_loss(
         args,
         logp=logp,
         old_logp=old_logp,
         rollout_logp=rollout_logp,
+        ref_logp=ref_logp,
         entropy=entropy,
         advantages=advantages,
         mask=mask,
-        **extra,
     )
     return loss / count, {
         name: float(total if number is None else total / number)

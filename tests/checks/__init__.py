@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
 from types import ModuleType
 
@@ -76,8 +75,6 @@ def terms(module: ModuleType, args: object, **tensors: Tensor) -> tuple[Tensor, 
         "entropy": torch.zeros_like(tensors["logp"]),
         "ref_logp": None,
     } | tensors
-    if "ref_logp" not in signature(module.policy_loss).parameters:
-        del tensors["ref_logp"]
     return module.policy_loss(args, **tensors)
 
 
