@@ -93,8 +93,6 @@ def test_a_folder_in_use_is_refused_and_a_dead_runs_taken_over(tmp_path, monkeyp
             in said
         )
         assert said.count("\n") == 1 and tree(folder) == before
-    assert run_here(monkeypatch, grpo.main, *flags, "--eval_only", "--resume") == 0  # reads only
-    assert before.items() <= tree(folder).items() and (folder / "evaluation-step1.jsonl").exists()
     holder.processes[0].kill()
     assert holder.wait().returncode == -signal.SIGKILL
     assert (folder / LOCK).exists()
@@ -260,15 +258,14 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("mode", [[], ["--eval_only"]], ids=["train", "evaluate"])
 @pytest.mark.parametrize("name", FOREIGN)
-def test_what_is_not_a_run_stays_untouched(name, mode, tmp_path, monkeypatch, refused):
+def test_what_is_not_a_run_stays_untouched(name, tmp_path, monkeypatch, refused):
     """One line and exit code 2, before anything is sampled."""
     make, message = FOREIGN[name]
     path = make(tmp_path)
     monkeypatch.chdir(tmp_path)
     before = tree(tmp_path)
-    assert message in refused(*SMALL, *mode, "--run_dir", path)
+    assert message in refused(*SMALL, "--run_dir", path)
     assert tree(tmp_path) == before
 
 
@@ -279,10 +276,8 @@ def test_a_place_without_permission(tmp_path, monkeypatch, refused):
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
-    for mode in ([], ["--eval_only"]):
-        assert "cannot be used ([Errno 13] Permission denied" in refused(
-            *mode, "--run_dir", tmp_path / "run"
-        )
+    said = refused("--run_dir", tmp_path / "run")
+    assert "cannot be used ([Errno 13] Permission denied" in said
 
 
 def test_a_run_around_the_current_folder_is_not_moved(run, monkeypatch, refused):
@@ -322,13 +317,13 @@ def test_a_name_that_the_terminal_cannot_show(tmp_path):
 
 
 def test_training_after_an_evaluation_in_the_same_folder(tmp_path, monkeypatch):
-    flags = [*SMALL, "--steps", 1, "--run_dir", tmp_path / "run"]
-    assert (
-        run_here(monkeypatch, grpo.main, *flags, "--eval_only")
-        == run_here(monkeypatch, grpo.main, *flags)
-        == 0
-    )
-    assert [path.name for path in (tmp_path / "run.1").iterdir()] == ["evaluation-step0.jsonl"]
+    """What tools.evaluate left there is no run, and no reason to refuse: it is moved aside."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "evaluation-tiny-arithmetic.jsonl").write_text("{}\n")
+    assert run_here(monkeypatch, grpo.main, *SMALL, "--steps", 1, "--run_dir", folder) == 0
+    left = [path.name for path in (tmp_path / "run.1").iterdir()]
+    assert left == ["evaluation-tiny-arithmetic.jsonl"] and (folder / "summary.json").exists()
 
 
 # Damage
@@ -505,18 +500,6 @@ def test_resuming_a_finished_run_changes_nothing(run, monkeypatch, capsys):
     )
 
 
-def test_an_evaluation_compares_the_model_alone(run, monkeypatch, refused):
-    flags = ["--eval_only", "--resume", "--eval_problems", 8, "--run_dir", run]
-    assert (
-        run_here(
-            monkeypatch, grpo.main, *flags, "--prompts_per_step", 7, "--group_size", 1, "--lr", 1
-        )
-        == 0
-    )
-    assert (run / "evaluation-step4.jsonl").exists()
-    assert "has model 'tiny', this run 'tiny-moe'" in refused(*flags, "--model", "tiny-moe")
-
-
 # Disks that fill
 
 
@@ -584,19 +567,6 @@ def test_a_summary_that_cannot_be_written(run, monkeypatch, refused):
     monkeypatch.setattr("common.tracking.draw_curves", full)
     said = refused(*SMALL, "--steps", 4, "--run_dir", run, "--resume", code=1)
     assert "cannot write the results" in said
-
-
-def test_an_evaluation_that_cannot_be_written_is_printed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Path, "write_text", full)
-    flags = ["--eval_only", "--eval_problems", 4, "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, grpo.main, *flags) == 1
-    said = capsys.readouterr()
-    assert (
-        said.out.count("| arithmetic |") == 2
-        and said.err.count("\n") == 1
-        and "No space left" in said.err
-    )
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_model_that_cannot_be_written(run, monkeypatch, refused):
@@ -669,17 +639,13 @@ IDLE = {
     "--answer_column x": "without a local file",
     "--task gsm8k:my.jsonl --prompt_column x": "without a local file",
     "--task reasoning_gym:chain_sum --instruction x": "with --task reasoning_gym:chain_sum",
-    "--eval_only --save_hf": "with --eval_only",
 }
 ACTIVE = [
     "--task my.jsonl --prompt_column x --instruction y --max_prompt_tokens 9",
     "--rollout_rows 7",
     "--beta 0.1",
 ]
-ACTIVE += [
-    "--eval_only --eval_task gsm8k,my.jsonl --prompt_column x --instruction y",
-    "--rollout vllm --vllm_sleep",
-]
+ACTIVE += ["--rollout vllm --vllm_sleep"]
 
 
 @pytest.mark.parametrize("words", [*IDLE, *ACTIVE])
