@@ -21,15 +21,13 @@ README = (ROOT / "README.md").read_text()
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
-    """(file, flags) of every torchrun or python command line in a text."""
+    """(module, words) of every torchrun or python line for an algorithm file or tools.evaluate."""
     lines = [line.strip() for line in text.replace("\\\n", " ").splitlines()]
     lines = [re.split(r"\s#\s", line)[0] for line in lines if re.match(r"(torchrun|python) ", line)]
-    found = [re.search(r"\b(\w+)\.py\b(.*)", line) for line in lines]
-    return [
-        (match[1], match[2].replace("...", "").split())
-        for match in found
-        if match and match[1] in ALGORITHMS
-    ]
+    found = [re.search(r"\b(\w+)\.py\b(.*)|-m (tools\.evaluate)(.*)", line) for line in lines]
+    found = [(match[1] or match[3], match[2] or match[4]) for match in found if match]
+    known = (*ALGORITHMS, "tools.evaluate")
+    return [(name, words.replace("...", "").split()) for name, words in found if name in known]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -48,11 +46,19 @@ def test_the_readmes_commands_have_flags_that_exist(monkeypatch):
     found = [
         (name, flags) for name, flags in commands(README) if not any("$" in flag for flag in flags)
     ]
-    assert len(found) >= 5
+    assert len(found) >= 4
     for name, flags in found:
         flags = [flag.strip('"') for flag in flags]
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *flags])
         parse(importlib.import_module(name).Args)
+
+
+def test_the_readmes_tools_are_those_that_exist():
+    """Each has its line in the table."""
+    programs = {path.stem for path in (ROOT / "tools").glob("*.py")} - {"__init__"}
+    rows = README.split("| tool |")[1].split("\n\n")[0].splitlines()[2:]
+    assert {name for row in rows for name in re.findall(r"`(\w+)", row.split("|")[1])} == programs
+    assert set(re.findall(r"-m tools\.(\w+)", README)) <= programs
 
 
 def test_the_readmes_links_lead_somewhere():
@@ -160,6 +166,7 @@ def test_every_number_among_the_flags_names_its_source(algorithm):
 
 
 WRONG_CALLS = """
+tools.evaluate nowhere
 tools.results
 tools.results none
 tools.staleness
@@ -185,7 +192,7 @@ def refused(
     monkeypatch.setattr(sys, "argv", [program, *map(str, words)])
     monkeypatch.delitem(sys.modules, program, raising=False)  # as if nobody had imported it
     with pytest.raises(SystemExit) as stop:
-        runpy.run_module(program, run_name="__main__")
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
     said = capsys.readouterr()
     assert stop.value.code == 2 and said.err.count("\n") == 1 and not said.out, said
     return said.err

@@ -633,7 +633,7 @@ IDLE = {
     "--vllm_memory 0.5": "with the hf engine",
     "--tensor_parallel 2": "with the hf engine",
     "--rollout vllm --rollout_rows 7": "with vLLM",
-    "--beta 0 --offload_reference": "with --beta 0",
+    "--beta 0 --offload_reference": "without a KL term",
     "--max_prompt_tokens 9": "with --task arithmetic",
     "--instruction x": "with --task arithmetic",
     "--answer_column x": "without a local file",
@@ -704,7 +704,7 @@ def test_a_wandb_that_does_not_start_is_one_line(tmp_path, monkeypatch, refused)
         lambda **keywords: full(),
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    assert "--wandb project: [Errno 28]" in refused(
+    assert "--wandb project: does not start ([Errno 28]" in refused(
         *SMALL, "--wandb", "project", "--run_dir", tmp_path / "run"
     )
     assert not list(tmp_path.iterdir())
