@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from adapters import ALGORITHMS
 from common.curves import draw_curves, series, smooth
 from common.distributed import BadInput
-from conftest import ROOT
 from matplotlib.figure import Figure
+
+from tests.adapters import ALGORITHMS
+from tests.helpers import ROOT
 
 WORDS = {"ess_ratio": "effective sample size (share of the batch)", "weight_max": "largest weight"}
 
