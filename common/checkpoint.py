@@ -14,10 +14,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.distributed import Refused, RunStopped, World, full_parameters, together
 
@@ -133,22 +132,6 @@ def newest_whole(folder: Path, world: World, flag: str) -> tuple[Path, dict]:
     return checkpoint, share
 
 
-def load_weights(folder: Path, policy: nn.Module, world: World, flag: str) -> int:
-    """Give the policy the weights of the newest whole checkpoint; returns its step.
-
-    Any algorithm may have written it, on any number of ranks.
-    """
-    checkpoint, _ = newest_whole(folder, world, flag)
-    weights, shards = get_model_state_dict(policy), dcp.FileSystemReader(checkpoint / "shards")
-    # Of several models that were saved as one the policy is the first.
-    alone = f"policy.{next(iter(weights))}" in shards.read_metadata().state_dict_metadata
-    named = weights if alone else {f"0.{name}": value for name, value in weights.items()}
-    what = f"{flag}: {checkpoint} does not fit its model"
-    with together(world, Refused, what, CheckpointException):
-        dcp.load({"policy": named}, storage_reader=shards)  # in place
-    return step_of(checkpoint)
-
-
 def load_checkpoint(
     folder: Path, policy: nn.Module, optimizer: Optimizer, world: World
 ) -> tuple[int, dict]:
@@ -167,9 +150,7 @@ def load_checkpoint(
     return step_of(checkpoint), saved["state"]
 
 
-def save_model(
-    policy: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path, world: World
-) -> None:
+def save_model(policy: nn.Module, tokenizer: Tokenizer, folder: Path, world: World) -> None:
     """Write the model in the Hugging Face format: loadable by transformers, vLLM, and `--model`."""
     weights = {}
     for name, full in full_parameters(policy):  # all ranks gather, the first one keeps

@@ -113,8 +113,8 @@ def check(args: object, world: World) -> None:
         raise BadInput(f"--group_size {args.group_size}: a group needs 2 responses to compare")
     unit = world.size * args.minibatches  # mini-batches are made of whole groups
     if args.prompts_per_step % unit:
-        wrong = f"not a multiple of ranks x --minibatches = {unit}"
-        raise BadInput(f"--prompts_per_step {args.prompts_per_step}: {wrong}")
+        number = f"--prompts_per_step {args.prompts_per_step}"
+        raise BadInput(f"{number}: not a multiple of ranks x --minibatches = {unit}")
     if args.wandb and not importlib.util.find_spec("wandb"):
         raise BadInput(f"--wandb {args.wandb}: needs the package (pip install wandb)")
     if args.dtype == "auto":

@@ -110,8 +110,7 @@ class VLLMEngine:
             if self.cpu:
                 self.llm.apply_model(repack_experts)
             if not self.llm.reset_prefix_cache():
-                what = "keys and values of old weights would be used"
-                raise RunStopped(f"vLLM did not drop its prefix cache: {what}")
+                raise RunStopped("vLLM kept its prefix cache: keys and values of old weights")
 
     def state_dict(self) -> dict:
         return {"calls": self.calls}

@@ -365,7 +365,7 @@ def test_what_is_measured_is_kept(spare, measured, tmp_path, monkeypatch):
         (kept,) = (tmp_path / "spare").glob("evaluation-*/*.jsonl")
         assert line.endswith(f"the responses are in {kept}") and len(rows(kept.parent)) == 12
     else:
-        assert line.endswith("the table is all there is")
+        assert line.endswith("only the table is left")
     assert not list(tmp_path.rglob("*.partial"))
 
 

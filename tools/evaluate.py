@@ -13,6 +13,7 @@ the table is printed and its responses are written, with their scores; where the
 any more they go to a temporary folder, which is said at the end (exit code 1).
 """
 
+import contextlib
 import functools
 import math
 import re
@@ -22,12 +23,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from common.checkpoint import load_weights
+from common.checkpoint import newest_whole, step_of
 from common.data import Problem, load_task, problems, read_set, remarks_on
 from common.distributed import CLOSING, BadInput, Refused, RunStopped, World
 from common.distributed import first_line, global_sum, shard, together
 from common.flags import Count, Flags, broken_rule
-from common.folder import Claim, as_lines, saved_config, spelled_out, whole
+from common.folder import as_lines, saved_config, spelled_out, whole
 from common.launch import launch, without_effect
 from common.logprobs import Policy
 from common.model import load_model
@@ -36,8 +37,11 @@ from common.rollout import make_engine
 from common.tracking import Run
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import tyro
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
@@ -59,6 +63,8 @@ class Args(Flags):
     reasoning_gym:<name>."""
     eval_samples: Count = 4
     """n: responses to each problem, at both settings but the greedy one (ours)."""
+    rollout_rows: Count = 1024
+    """Responses asked for at once: lower it when the KV cache does not fit (ours)."""
     max_new_tokens: Count = 64
     """Length limit of a response (ours)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -78,21 +84,32 @@ class Set(NamedTuple):
 class Responses:
     """All rows measured so far, in `folder`, or in a temporary one while that cannot be written."""
 
-    def __init__(self, folder: Path, name: str):
-        self.folder, self.name, self.rows = folder, name, []
+    def __init__(self, folder: Path):
+        self.folder, self.rows = folder, []
         self.where, self.failure = None, ""  # the file that holds all rows; why it is not in folder
+        self.made = [path for path in (folder, *folder.parents) if not path.exists()]
+        CLOSING.append(self.release)
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # fails now, not when there is something to lose
+
+    def release(self) -> None:
+        """Of the folders made here, those that are empty go."""
+        for path in self.made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
     @functools.cached_property
     def spare(self) -> Path:
+        """The temporary folder, made when it is first needed."""
         return Path(tempfile.mkdtemp(prefix="evaluation-"))
 
-    def keep(self, rows: list[dict]) -> None:
+    def keep(self, name: str, rows: list[dict]) -> None:
         """Write the file again, with these rows too; a failure is remembered, not raised."""
         self.rows += rows
         self.where, self.failure = None, ""
-        for folder in (lambda: self.folder, lambda: self.spare):
+        for place in ("folder", "spare"):
             try:
-                path = folder() / self.name
+                path = getattr(self, place) / name
                 with whole(path) as partial:
                     partial.write_text(as_lines(self.rows))
                 self.where = path
@@ -103,16 +120,14 @@ class Responses:
     def conclude(self) -> str:
         """Where the rows are; RunStopped where that is not the folder that was asked for."""
         if self.failure:
-            left = (
-                f"the responses are in {self.where}" if self.where else "the table is all there is"
-            )
-            raise RunStopped(f"cannot write to {self.folder} ({self.failure}): {left}")
+            kept = f"the responses are in {self.where}" if self.where else "only the table is left"
+            raise RunStopped(f"cannot write to {self.folder} ({self.failure}): {kept}")
         return f"responses and scores: {self.where}"
 
 
 def prepare(args: Args, world: World) -> None:
     """Give flags that were not given the run's values, if MODEL is a run, and check them all."""
-    given = replace(args)
+    given = replace(args, rollout_rows=Args.rollout_rows)  # which here has an effect on vLLM, too
     try:
         config = saved_config(Path(args.model))
     except OSError as error:
@@ -142,15 +157,13 @@ def load_sets(
     """
     if not args.eval_task:
         own = args.task == config.get("task")
-        task = load_task(replace(args, eval_task=config["eval_task"] if own else ""), tokenizer)
-        remarks = list(task.remarks)
-        if own and config.get("data", "") != task.fingerprint:
-            remarks.append(
-                f"{args.task} changed since the run: it may have trained on these problems"
-            )
-        return [Set(task.name, task.held_out, task.judge)], remarks
+        spec = config.get("eval_task", "") if own else ""
+        task = load_task(replace(args, eval_task=spec), tokenizer)
+        changed = own and config.get("data", "") != task.fingerprint
+        warning = f"{args.task} changed since the run: it may have trained on these problems"
+        return [Set(task.name, task.held_out, task.judge)], [*task.remarks, *[warning] * changed]
     sets, remarks, judge = [], [], MathJudge()
-    for spec in args.eval_task.split(","):
+    for spec in dict.fromkeys(args.eval_task.split(",")):
         if spec == "arithmetic" or spec.startswith("reasoning_gym:"):
             task = load_task(replace(args, task=spec, eval_task=""), tokenizer)
             sets.append(Set(spec, task.held_out, task.judge))
@@ -164,6 +177,22 @@ def load_sets(
     return sets, remarks
 
 
+def load_weights(folder: Path, policy: nn.Module, world: World, flag: str) -> int:
+    """Give the policy the weights of the newest whole checkpoint; returns its step.
+
+    Any algorithm may have written it, on any number of ranks.
+    """
+    checkpoint, _ = newest_whole(folder, world, flag)
+    weights, shards = get_model_state_dict(policy), dcp.FileSystemReader(checkpoint / "shards")
+    # Of several models that were saved as one the policy is the first.
+    alone = f"policy.{next(iter(weights))}" in shards.read_metadata().state_dict_metadata
+    named = weights if alone else {f"0.{name}": value for name, value in weights.items()}
+    what = f"{flag}: {checkpoint} does not fit its model"
+    with together(world, Refused, what, CheckpointException):
+        dcp.load({"policy": named}, storage_reader=shards)  # in place
+    return step_of(checkpoint)
+
+
 def main(args: Args, world: World) -> None:
     """Measure every set at every setting."""
     run, config = Path(args.model), saved_config(Path(args.model))
@@ -171,8 +200,7 @@ def main(args: Args, world: World) -> None:
     folder = spelled_out(args.run_dir) if args.run_dir else Path("runs/evaluations")
     folder = run if config and not args.run_dir else folder
     with together(world, Refused, f"--run_dir {folder}: cannot be used"):
-        if world.rank == 0:
-            CLOSING.append(Claim(folder, alone=False).release)
+        responses = Responses(folder) if world.rank == 0 else None
     args.model = config.get("model", args.model)
     lm, tokenizer = load_model(args.model, "MODEL")
     sets, remarks = load_sets(args, config, tokenizer)
@@ -195,7 +223,6 @@ def main(args: Args, world: World) -> None:
     say(*head(args.eval_samples))
     words = ["evaluation", name, *[f"step{step}"] * bool(config)]
     words += [re.sub(r"[^\w.-]+", "-", Path(one.name).stem) for one in sets]
-    responses = Responses(folder, "-".join(words)[:150] + ".jsonl")
     total, hidden = len(SETTINGS) * sum(len(one.problems) for one in sets), world.rank > 0
     Run.bar = tqdm(total=total, disable=hidden, dynamic_ncols=True, unit="problem")
     Run.phase = "evaluate"  # for messages about failures
@@ -203,15 +230,15 @@ def main(args: Args, world: World) -> None:
         for temperature, top_p in SETTINGS:
             rows = measure(engine, one, temperature, top_p, tokenizer, args, world)
             say(line_of(rows, args.eval_samples))
-            if world.rank == 0:
-                responses.keep(rows)
+            if responses:
+                responses.keep("-".join(words)[:150] + ".jsonl", rows)
     judges = {id(one.judge): one.judge for one in sets}.values()
     killed = {"killed": sum(getattr(judge, "killed", 0) for judge in judges)}
     if killed := global_sum(killed, world)["killed"]:
         say(f"{killed:.0f} answers broke the judge's bounds: scored 0")
     Run.bar.close()
     with together(world, RunStopped, ""):
-        if world.rank == 0:
+        if responses:
             say(responses.conclude())
 
 
