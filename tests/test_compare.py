@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from common.distributed import BadInput
-from conftest import ROOT
 from matplotlib.figure import Figure
 from tools import compare
+
+from tests.helpers import ROOT
 
 COMMON = {"model": "tiny", "task": "arithmetic", "lr": 3e-4, "steps": 30, "ranks": 1, "beta": 0.0}
 WORDS = {"clip_share": "tokens clipped (share)"}

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from adapters import ALGORITHMS
 from common.curves import draw_curves, series, smooth
 from common.distributed import BadInput
-from conftest import ROOT
 from matplotlib.figure import Figure
+
+from tests.adapters import ALGORITHMS
+from tests.helpers import ROOT
 
 WORDS = {"ess_ratio": "effective sample size (share of the batch)", "weight_max": "largest weight"}
 
@@ -90,6 +91,16 @@ def test_the_gradient_norm_alone_is_on_a_log_axis(drawn):
     assert {title for title, axis in axes.items() if axis.get_yscale() == "log"} == {
         "gradient norm (before clipping)"
     }
+
+
+def test_one_gradient_of_nothing_does_not_flatten_the_others(drawn):
+    lines = some_lines()
+    norms = [line["grad_norm"] for line in lines[1:]]  # 0.1 to 1
+    for nothing in (1e-9, 0.0):
+        lines[30]["grad_norm"] = nothing
+        bottom, top = drawn(lines)["gradient norm (before clipping)"].get_ylim()
+        assert 1e-3 < bottom <= min(norms) and top >= max(norms)
+    drawn([{}] + [{"grad_norm": 0.0}] * 3)  # and nothing but zeros is no error
 
 
 @pytest.mark.parametrize("low, high", [(0.45, 0.8), (0.2, 3), (0.02, 500), (1e-7, 1e9)])

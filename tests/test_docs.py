@@ -10,11 +10,12 @@ import sys
 
 import pytest
 import torch
-from adapters import ALGORITHMS
 from common.launch import parse
-from conftest import ROOT
-from gpu.shapes import qwen3_1_7b
 from tools import memory
+
+from tests.adapters import ALGORITHMS
+from tests.gpu.shapes import qwen3_1_7b
+from tests.helpers import ROOT
 
 README = (ROOT / "README.md").read_text()
 

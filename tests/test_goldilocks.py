@@ -1,5 +1,4 @@
-"""Goldilocks: the choice of prompts, the teacher, and the law that says which prompts teach most;
-mutants."""
+"""Goldilocks in a run: the teacher learns, chooses, and is one on all ranks."""
 
 import random
 from types import SimpleNamespace
@@ -9,7 +8,8 @@ import pytest
 import torch
 from common.distributed import World
 from common.tiny import arithmetic
-from test_run import MORE, SMALL, metrics, run_here
+
+from tests.helpers import MORE, SMALL, command, metrics, run_here
 
 
 def untaught(world: World, **flags: object) -> goldilocks.Curriculum:
@@ -99,18 +99,11 @@ def test_explore_1_says_that_it_did_nothing(tmp_path, monkeypatch, capsys):
     assert "chosen_over_mean was 0 at every step" in capsys.readouterr().out
 
 
-def test_two_ranks_share_one_teacher(tmp_path, command):
+def test_two_ranks_share_one_teacher(tmp_path):
     """Two gloo ranks: the same window on both, no prompt twice in a step, and the run resumes."""
-    ranks = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "goldilocks.py",
-        *SMALL,
-    ]
+    flags = [*SMALL, *MORE["goldilocks"], "--run_dir", tmp_path / "run"]
     for extra in (["--steps", 4], ["--steps", 6, "--resume"]):
-        run = command(*ranks, *MORE["goldilocks"], *extra, "--run_dir", tmp_path / "run")
+        run = command("goldilocks", *flags, *extra, ranks=2)
         assert run.returncode == 0, run.stderr[-3000:]
     states = [
         torch.load(tmp_path / f"run/checkpoints/step_000006/rank{r}.pt")["state"]["window"]

@@ -9,10 +9,11 @@ from dataclasses import fields
 from typing import get_type_hints
 
 import pytest
-from adapters import ALGORITHMS
 from common.flags import Flags, Rule
-from conftest import ROOT
 from tools.marks import changes, code_lines, trunk_of
+
+from tests.adapters import ALGORITHMS
+from tests.helpers import ROOT
 
 COMMON = sorted((ROOT / "common").rglob("*.py"))
 # Changed code lines against grpo.py. stapo also finds its quantile over ranks and writes down what

@@ -14,13 +14,18 @@ from types import ModuleType
 
 import common.evaluation
 import common.rollout
-import oracle
+import grpo
 import pytest
 import torch
-from adapters import ALGORITHMS
+import vcpo
 from common.distributed import setup
 from common.model import load_model
-from oracle import (
+from transformers import PreTrainedModel
+
+from tests import oracle
+from tests.adapters import ALGORITHMS
+from tests.helpers import SMALL, metrics, run_here
+from tests.oracle import (
     HELD_OUT,
     LIMIT,
     SAMPLES,
@@ -36,11 +41,6 @@ from oracle import (
     record,
     respond,
 )
-from test_run import SMALL, metrics, run_here
-from transformers import PreTrainedModel
-
-import grpo
-import vcpo
 
 # In the second π_old has left the reference, the teacher chooses, pivots are drawn by the fit
 STEPS = 2

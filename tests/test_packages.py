@@ -9,9 +9,10 @@ import grpo
 import pytest
 from common.data import HUB, load_task
 from common.reward import GYM_SIZE
-from conftest import byte_tokenizer
-from test_data import ROWS, Letters, load
-from test_run import SMALL, metrics, run_here
+
+from tests.gpu.shapes import byte_tokenizer
+from tests.helpers import SMALL, metrics, run_here
+from tests.rows import ROWS, Letters, load
 
 
 def records(path) -> list:

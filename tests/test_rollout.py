@@ -82,7 +82,10 @@ def test_samples_follow_the_distribution(engine, tiny, prompts):
 
 def test_runs_repeat(tiny, world, prompts):
     """Same seed, same samples; another seed or rank, others; the state carries on where it was."""
-    make = lambda seed: HFEngine(tiny[0], world, seed, "float32", 1024)  # noqa: E731
+
+    def make(seed: int) -> HFEngine:
+        return HFEngine(tiny[0], world, seed, "float32", 1024)
+
     first, again, other = (make(seed).generate(prompts, 8, 40, 1.0).tokens for seed in (0, 0, 1))
     assert torch.equal(first, again) and not (
         first.shape == other.shape and torch.equal(first, other)
