@@ -398,7 +398,7 @@ def test_evaluation_sets_are_named_by_their_own_flag(tmp_path):
             read_set(spec, Args(), "test", "--eval_task")
     with pytest.raises(BadInput, match="--eval_task nowhere.jsonl: no such file"):
         load(path, eval_task="nowhere.jsonl")
-    with pytest.raises(BadInput, match="several sets are for tools.evaluate"):
+    with pytest.raises(BadInput, match="one set, several are for tools.evaluate"):
         load(path, eval_task="aime24,aime25")
     for name in ("math500", "aime25"):
         with pytest.raises(
