@@ -109,7 +109,9 @@ def draw_curves(folder: Path) -> Path:
             axis.plot(steps, values, "o", markersize=4, color=color)
         else:
             axis.plot(steps, values, ".-", markersize=1, linewidth=1, color=color, alpha=0.3)
-            axis.plot(steps, smooth(values, width), color=color)
+            axis.plot(steps, line := smooth(values, width), color=color)
+            if name == "grad_norm":  # one gradient of nearly 0 would flatten all the others
+                axis.set_ylim(bottom=max(axis.get_ylim()[0], np.nanmin(line) / 20))
     with whole(folder / "curves.png") as partial:
         figure.savefig(partial, dpi=100, format="png")
     return folder / "curves.png"

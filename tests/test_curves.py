@@ -93,6 +93,16 @@ def test_the_gradient_norm_alone_is_on_a_log_axis(drawn):
     }
 
 
+def test_one_gradient_of_nothing_does_not_flatten_the_others(drawn):
+    lines = some_lines()
+    norms = [line["grad_norm"] for line in lines[1:]]  # 0.1 to 1
+    for nothing in (1e-9, 0.0):
+        lines[30]["grad_norm"] = nothing
+        bottom, top = drawn(lines)["gradient norm (before clipping)"].get_ylim()
+        assert 1e-3 < bottom <= min(norms) and top >= max(norms)
+    drawn([{}] + [{"grad_norm": 0.0}] * 3)  # and nothing but zeros is no error
+
+
 @pytest.mark.parametrize("low, high", [(0.45, 0.8), (0.2, 3), (0.02, 500), (1e-7, 1e9)])
 def test_a_log_axis_has_ticks_to_read_and_no_thicket(low, high, drawn):
     axes = drawn([{}] + [{"grad_norm": value} for value in (low, high)])

@@ -100,15 +100,16 @@ class Responses:
 
     @functools.cached_property
     def spare(self) -> Path:
+        """The temporary folder, made when it is first needed."""
         return Path(tempfile.mkdtemp(prefix="evaluation-"))
 
     def keep(self, name: str, rows: list[dict]) -> None:
         """Write the file again, with these rows too; a failure is remembered, not raised."""
         self.rows += rows
         self.where, self.failure = None, ""
-        for folder in (lambda: self.folder, lambda: self.spare):
+        for place in ("folder", "spare"):
             try:
-                path = folder() / name
+                path = getattr(self, place) / name
                 with whole(path) as partial:
                     partial.write_text(as_lines(self.rows))
                 self.where = path
@@ -156,15 +157,13 @@ def load_sets(
     """
     if not args.eval_task:
         own = args.task == config.get("task")
-        task = load_task(replace(args, eval_task=config["eval_task"] if own else ""), tokenizer)
-        remarks = list(task.remarks)
-        if own and config.get("data", "") != task.fingerprint:
-            remarks.append(
-                f"{args.task} changed since the run: it may have trained on these problems"
-            )
-        return [Set(task.name, task.held_out, task.judge)], remarks
+        spec = config.get("eval_task", "") if own else ""
+        task = load_task(replace(args, eval_task=spec), tokenizer)
+        changed = own and config.get("data", "") != task.fingerprint
+        warning = f"{args.task} changed since the run: it may have trained on these problems"
+        return [Set(task.name, task.held_out, task.judge)], [*task.remarks, *[warning] * changed]
     sets, remarks, judge = [], [], MathJudge()
-    for spec in args.eval_task.split(","):
+    for spec in dict.fromkeys(args.eval_task.split(",")):
         if spec == "arithmetic" or spec.startswith("reasoning_gym:"):
             task = load_task(replace(args, task=spec, eval_task=""), tokenizer)
             sets.append(Set(spec, task.held_out, task.judge))
