@@ -132,8 +132,7 @@ class Args(Flags):
     beta: NonNegative = 1e-4  # <own>
     """β of the KL term; 0 loads no reference model (paper)."""
     boundary: str = ";"  # <own>
-    """Text that ends a segment of a response: a token that ends in it is a place to branch (paper:
-    `.`)."""
+    """Text that ends a segment: a token that ends in it is a place to branch (paper: `.`)."""
     branches: Several = 8  # <own>
     """K: new endings from each pivot (paper)."""
     branch_weight: NonNegative = 1.0  # <own>
@@ -154,14 +153,12 @@ def advantages(rewards: Tensor) -> Tensor:
 
 # <own>
 def pivots(response: list[int], boundaries: set[int]) -> list[int]:
-    """Prefix lengths at which a response may be cut: 0, the root, and each segment's end but the
-    last one's."""
+    """Prefix lengths to cut a response at: 0, the root, and each segment's end but the last's."""
     return [0] + [i for i, t in enumerate(response, 1) if t in boundaries and i < len(response)]
 
 
 def pivot_distribution(count: int, u: float, v: float, depth_power: float) -> tuple[Tensor, Tensor]:
-    """Depths d `[count]` of a response's pivots and Q `[count]`, the chance of each:
-    ∝ σ(u d + v) d^γ."""
+    """Depths d `[count]` of a response's pivots, and Q `[count]` ∝ σ(u d + v) d^γ."""
     depth = torch.arange(1, count + 1).double() / (count + 1)  # [count]: the root's is not 0
     weight = torch.sigmoid(u * depth + v) * depth**depth_power  # [count]
     return depth, weight / weight.sum()

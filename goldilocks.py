@@ -171,11 +171,8 @@ class Teacher(nn.Module):
 
 
 def learning_value(rewards: Tensor) -> Tensor:
-    """sqrt(p̂ (1-p̂)) of each group `[P, G]` -> `[P]`; all wrong or all right is 0, a verdict too.
-
-    Computed as the rewards' (population) standard deviation, which it is for rewards 0 and 1; part
-    marks have one too.
-    """
+    """sqrt(p̂ (1-p̂)) of each group `[P, G]` -> `[P]`: the population standard deviation of rewards
+    0 and 1, and of part marks. All wrong or all right is 0, a verdict too."""
     return (rewards - rewards[:, :1]).std(dim=1, correction=0)
 
 
@@ -195,8 +192,7 @@ def select(values: Tensor, candidates: list[list], explore: float, rng: Random) 
 
 
 def rank_correlation(a: Tensor, b: Tensor) -> float:
-    """Spearman's: the correlation of the ranks, equal values sharing theirs; 0 where a side is
-    constant."""
+    """Spearman's: that of the ranks, equal values sharing theirs; 0 where a side is constant."""
     if len(a) < 2:
         return 0.0
     # Values below each less values above it: twice its rank, but for a constant
@@ -241,8 +237,7 @@ class Curriculum:
         values = self.predict(self.encode(asked))  # [P·K]
         self.values = gather(values, self.world).view(B, K).cpu()  # [B, K]
         prompts = [[problem.prompt for problem in slot] for slot in pool]
-        # Uniform until there is a teacher
-        explore = args.explore if len(self.window) >= args.teacher_batch else 1.0
+        explore = args.explore if len(self.window) >= args.teacher_batch else 1.0  # no teacher yet
         self.rng = Random(f"{args.seed}/{step}")  # each step's own: nothing to save
         choice = select(self.values, prompts, explore, self.rng)
         self.predicted = self.values[range(B), [k for k, _ in choice]]  # [B]
@@ -266,10 +261,9 @@ class Curriculum:
         return [encode(problem.prompt, None, self.tokenizer, "--teacher") for problem in problems]
 
     def predict(self, prompts: list[list[int]], targets: Tensor | None = None) -> Tensor:
-        """f(q) of this rank's prompts `[n]`; with `targets [n]` it also adds the gradient of the
-        summed squared error."""
+        """f(q) of these prompts `[n]`; with `targets [n]` also the gradient of Σ (f - target)²."""
+        # A batch of prompts without responses
         none, values = [[]] * len(prompts), torch.zeros(len(prompts), device=self.world.device)
-        # A batch without responses
         batch = Rollout.pack(prompts=prompts, tokens=none, logps=none, eos=[], device=values.device)
         for rows in micro_batches(batch, self.args.micro_tokens, self.world):
             micro, learning = batch.rows(rows), targets is not None
@@ -282,8 +276,7 @@ class Curriculum:
         return values
 
     def teach(self) -> None:
-        """One update: mean squared error on `--teacher_batch` random rows of the window, each rank
-        its share."""
+        """One update: squared error on `--teacher_batch` random rows, each rank its share."""
         n, world = self.args.teacher_batch, self.world
         share = self.rng.sample(self.window, n)[world.rank :: world.size]
         targets = torch.tensor([observed for _, observed, *_ in share], device=world.device)

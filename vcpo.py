@@ -91,13 +91,13 @@ class Args(Flags):
     model: str = "tiny"
     """Hub name, local folder, or `tiny`, the embedded model."""
     steps: Count = 150
-    """Rollouts, all but the first `lag` followed by `minibatches` optimiser steps (ours)."""  # <own>
+    """Rollouts, all but the first `lag` followed by `minibatches` optimiser steps (ours)."""
     prompts_per_step: Count = 8  # <own>
     """P: prompts in a rollout, over all ranks (ours)."""
     group_size: Count = 8
     """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: Count = 1  # <own>
-    """Optimiser steps per batch (paper: 1)."""  # <own>
+    """Optimiser steps per batch (paper: 1)."""
     max_new_tokens: Count = 64
     """Length limit of a response (DeepSeekMath: 1024)."""
     temperature: Temperature = 1.0
@@ -116,7 +116,7 @@ class Args(Flags):
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 0  # <own>
-    """Trained batches over which lr rises linearly (paper: none)."""  # <own>
+    """Trained batches over which lr rises linearly (paper: none)."""
     betas: Betas = (0.9, 0.95)
     """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
     0.999)."""
@@ -147,20 +147,18 @@ class Args(Flags):
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.73, -0.58, -0.58,
-    -0.58]."""
-    # Equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
+    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.73, -.58, -.58, -.58]."""
+    # Equal rewards become exactly 0 first: the mean of eight 0.3 is not quite 0.3.
     rewards = rewards - rewards[:, :1]  # [P, G]
-    # The group's mean is the baseline
-    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
     # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
-    # about the reward. The population's, as in the authors' code  # <own>
-    std = rewards.std(dim=1, keepdim=True, correction=0)  # [P, 1]  # <own>
-    # b comes on top, see baseline_shift  # <own>
-    return centred / torch.where(std > 1e-8, std, 1.0)  # [P, G]  # <own>
+    # about the reward.
+    # <own>
+    # The population's, as in the authors' code. The baseline b comes on top, see baseline_shift.
+    std = rewards.std(dim=1, keepdim=True, correction=0)  # [P, 1]
+    return centred / torch.where(std > 1e-8, std, 1.0)  # [P, G]
 
 
-# <own>
 def log_weight(logp: Tensor, rollout_logp: Tensor, mask: Tensor) -> Tensor:
     """log w of whole responses `[n]`: the sum over their tokens `[n, T]`, not the mean."""
     return ((logp.detach() - rollout_logp) * mask).sum(dim=1)

@@ -78,9 +78,11 @@ def gradients(
         Problem(prompt, arithmetic.work(prompt)[1], encode(prompt)["input_ids"])
         for prompt in prompts
     ]
-    task = Task(
-        "stored", lambda i: problems[i], problems, lambda c, a: list(map(arithmetic_reward, c, a))
-    )
+
+    def judge(completions: list[str], answers: list[str]) -> list[float]:
+        return list(map(arithmetic_reward, completions, answers))
+
+    task = Task("stored", lambda i: problems[i % len(problems)], problems, judge)
     seen = []
 
     def spy(policy: torch.nn.Module, max_norm: float) -> float:

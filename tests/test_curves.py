@@ -100,7 +100,7 @@ def test_one_gradient_of_nothing_does_not_flatten_the_others(drawn):
         lines[30]["grad_norm"] = nothing
         bottom, top = drawn(lines)["gradient norm (before clipping)"].get_ylim()
         assert 1e-3 < bottom <= min(norms) and top >= max(norms)
-    drawn([{}] + [{"grad_norm": 0.0}] * 3)  # and nothing but zeros is no error
+    assert len(drawn([{}] + [{"grad_norm": 0.0, "reward": 1.0}] * 3)) == 2  # the reward's, figure
 
 
 @pytest.mark.parametrize("low, high", [(0.45, 0.8), (0.2, 3), (0.02, 500), (1e-7, 1e9)])

@@ -9,9 +9,10 @@ import sys
 
 import datasets
 import pytest
-from common.data import HUB
+from common.data import HUB, read_set
 from common.distributed import BadInput
 from common.tiny import arithmetic
+from grpo import Args
 
 from tests.rows import ROWS, Letters, load, numbered, write
 
@@ -394,10 +395,10 @@ def test_evaluation_sets_are_named_by_their_own_flag(tmp_path):
         with pytest.raises(
             BadInput, match="^--eval_task .*: unknown, use one of a .jsonl or .parquet file, gsm8k"
         ):
-            load("arithmetic", eval_only=True, eval_task=spec)
+            read_set(spec, Args(), "test", "--eval_task")
     with pytest.raises(BadInput, match="--eval_task nowhere.jsonl: no such file"):
-        load("arithmetic", eval_only=True, eval_task=f"{path},nowhere.jsonl")
-    with pytest.raises(BadInput, match="several sets are for --eval_only"):
+        load(path, eval_task="nowhere.jsonl")
+    with pytest.raises(BadInput, match="one set, several are for tools.evaluate"):
         load(path, eval_task="aime24,aime25")
     for name in ("math500", "aime25"):
         with pytest.raises(

@@ -58,7 +58,7 @@ def test_the_readmes_tools_are_those_that_exist():
     programs = {path.stem for path in (ROOT / "tools").glob("*.py")} - {"__init__"}
     rows = README.split("| tool |")[1].split("\n\n")[0].splitlines()[2:]
     assert {name for row in rows for name in re.findall(r"`(\w+)", row.split("|")[1])} == programs
-    assert set(re.findall(r"-m tools\.(\w+)", README)) <= programs
+    assert set(re.findall(r"-m tools\.(\w+)", README)) <= programs | {"NAME"}
 
 
 def test_the_readmes_links_lead_somewhere():
@@ -68,38 +68,31 @@ def test_the_readmes_links_lead_somewhere():
 
 
 def metric_names(algorithm: str) -> set[str]:
-    """What a file logs: keywords of `means.add`, keys of `stats` and `metrics`; * where a name is
-    put together."""
-    names = set()
+    """What a file logs: keywords of `means.add`; keys of `stats`, of `metrics` and of what a method
+    `statistics` returns; * where a name is put together."""
+    names, logging = set(), ("stats", "metrics", "found")
     for node in ast.walk(ast.parse((ROOT / f"{algorithm}.py").read_text())):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "means.add":
-            names |= {ast.Constant(keyword.arg) for keyword in node.keywords if keyword.arg}
-            names |= {
-                key
-                for word in node.keywords
-                if isinstance(word.value, ast.Dict)
-                for key in word.value.keys
-            }
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "stats":
-            names |= set(getattr(node.value, "keys", ()))
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("stats["):
-            names.add(node.targets[0].slice)
-        elif (
-            isinstance(node, ast.AugAssign | ast.Assign)
-            and "metrics" in ast.unparse(node).split("=")[0]
-        ):
-            names |= {
-                key
-                for part in ast.walk(node.value)
-                if isinstance(part, ast.Dict)
-                for key in part.keys
-            }
+            names |= {ast.Constant(word.arg) for word in node.keywords if word.arg}
+        elif isinstance(node, ast.Assign | ast.AugAssign):
+            target = getattr(node, "target", None) or node.targets[0]
+            if ast.unparse(target).startswith(logging):
+                names |= set(getattr(node.value, "keys", ())) | dict_keys(node.value)
+                names |= {target.slice} if isinstance(target, ast.Subscript) else set()
+        elif isinstance(node, ast.FunctionDef) and node.name == "statistics":
+            names |= dict_keys(*(n.value for n in ast.walk(node) if isinstance(n, ast.Return)))
     # An f-string's parts, or the one constant
     parts = [getattr(name, "values", [name]) for name in names]
     return {
         "".join(getattr(part, "value", "") if isinstance(part, ast.Constant) else "*" for part in p)
         for p in parts
     }
+
+
+def dict_keys(*trees: ast.AST) -> set[ast.AST]:
+    """The keys of every dict display below."""
+    dicts = (n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Dict))
+    return {key for one in dicts for key in one.keys}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -15,7 +15,7 @@ import pytest
 import stapo
 import torch
 import torch.distributed as dist
-from common.checkpoint import load_weights
+from tools.evaluate import load_weights
 from common.logprobs import Policy
 from common.model import load_model
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
@@ -391,7 +391,7 @@ def resized(folder: Path) -> None:
 
 
 def test_two_ranks_do_the_same_work(tmp_path, world):
-    """Two gloo ranks: the same prompts, one run folder, resume too; one rank reads what they save."""
+    """Two gloo ranks: the same prompts, one run folder, resume too; one rank can read it."""
     for extra in (["--steps", 2], ["--steps", 4, "--resume"]):
         run = command("grpo", *SMALL, *extra, "--run_dir", tmp_path / "run", ranks=2)
         assert run.returncode == 0, run.stderr[-3000:]
