@@ -79,7 +79,7 @@ def in_one_pass(policy: nn.Module, micro: Rollout, temperature: float) -> tuple[
         )  # [n, T]: where t is predicted
         x, found = hidden[row[:, None], place], hidden.new_zeros(n, dtype=torch.float32)
         at_tokens.append(torch.zeros_like(hidden))  # [n, S, H]
-        for some in row.split(max(1, BLOCK_ELEMENTS // weight.numel())):
+        for some in row.split(max(1, BLOCK_ELEMENTS // weight.numel())) if len(row) else ():
             gradient = weight.new_zeros(len(some), *weight.shape, dtype=torch.float32)  # [r, V, H]
             for part in step.split(max(1, BLOCK_ELEMENTS // (len(some) * len(weight)))):
                 at = some[:, None], part
