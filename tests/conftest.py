@@ -20,6 +20,11 @@ from tests.helpers import SMALL, no_curves, run_here
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long comes last."""
+    items.sort(key=lambda item: "runs" in item.keywords)
+
+
 @pytest.fixture(autouse=True)
 def _no_curves(request, monkeypatch):
     """Runs draw their curves in tests marked `curves` alone: it takes longer than they do."""

@@ -16,6 +16,8 @@ from tests.driver import drive
 from tests.helpers import SMALL, forked, metrics, run_here
 from tests.stored import PROMPTS, gradients, stored_rollout
 
+pytestmark = pytest.mark.runs
+
 
 def test_the_prefix_gets_no_gradient(world):
     """At the hidden states that predict prefix tokens the loss has gradient exactly 0; at the

@@ -26,6 +26,8 @@ from tqdm import tqdm
 
 from tests.helpers import MORE, SMALL, forked, metrics, run_here
 
+pytestmark = pytest.mark.runs
+
 
 def call(*words: object) -> None:
     """`python -m tools.evaluate WORDS`."""

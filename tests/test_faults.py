@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.driver import drive
 from tests.helpers import ROOT, SMALL, assert_same_run, command, forked, metrics, run_here, started
 
+pytestmark = pytest.mark.runs
+
 
 def poisoned(monkeypatch, when) -> None:
     """A loss that is NaN in the optimiser steps that `when(number)` names."""

@@ -40,6 +40,8 @@ from tests.helpers import (
     started,
 )
 
+pytestmark = pytest.mark.runs
+
 
 @pytest.fixture
 def run(finished, tmp_path) -> Path:

@@ -11,6 +11,8 @@ from common.tiny import arithmetic
 
 from tests.helpers import MORE, SMALL, command, metrics, run_here
 
+pytestmark = pytest.mark.runs
+
 
 def untaught(world: World, **flags: object) -> goldilocks.Curriculum:
     """A curriculum whose teacher knows nothing yet."""

@@ -33,6 +33,8 @@ from tests.helpers import (
     started,
 )
 
+pytestmark = pytest.mark.runs
+
 # One update per batch, and none in the first eight steps; harder prompts
 STEPS = {"vcpo": 35, "goldilocks": 20}
 

@@ -14,6 +14,8 @@ from common.rollout import HFEngine
 
 from tests.helpers import SMALL, assert_same_run, command, metrics, run_here
 
+pytestmark = pytest.mark.runs
+
 
 def test_equal_groups_are_not_measured(world, monkeypatch):
     """Their b is their mean, whatever the norms: a shift of 0, and no pass for them."""
