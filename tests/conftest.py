@@ -51,8 +51,7 @@ def tiny():
 def finished(tmp_path_factory):
     """The folder of a run of four steps with checkpoints at 2 and 4: to be read, or copied."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        assert run_here(patch, grpo.main, *SMALL, "--steps", 4, "--run_dir", folder) == 0
+    assert run_here(grpo.main, *SMALL, "--steps", 4, "--run_dir", folder) == 0
     return folder
 
 

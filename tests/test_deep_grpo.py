@@ -70,7 +70,7 @@ def test_branches_of_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(Rollout, "join", spy)
     monkeypatch.setattr(deep_grpo, "fit_success", lambda feedback: (0.0, math.inf))
     flags = [*SMALL, "--steps", 3, "--branches", K, "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, deep_grpo.main, *flags) == 0
+    assert run_here(deep_grpo.main, *flags) == 0
     semicolon, prefixed = load_model("tiny")[1](";")["input_ids"][0], 0
     for main, grown in joined:
         assert len(grown) % K == 0 and len(grown) > 0
@@ -117,10 +117,7 @@ def test_no_failures_no_branches(tmp_path, monkeypatch, capsys):
         return task
 
     monkeypatch.setattr(deep_grpo, "load_task", lenient)
-    assert (
-        run_here(monkeypatch, deep_grpo.main, *SMALL, "--steps", 2, "--run_dir", tmp_path / "run")
-        == 0
-    )
+    assert run_here(deep_grpo.main, *SMALL, "--steps", 2, "--run_dir", tmp_path / "run") == 0
     assert "branches_used was 0 at every step" in capsys.readouterr().out
     line = metrics(tmp_path / "run")[-1]
     assert (
@@ -129,9 +126,9 @@ def test_no_failures_no_branches(tmp_path, monkeypatch, capsys):
     )
 
 
-def test_too_few_branches_are_discarded(tmp_path, monkeypatch):
+def test_too_few_branches_are_discarded(tmp_path):
     flags = [*SMALL, "--steps", 2, "--min_branches", 10_000, "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, deep_grpo.main, *flags) == 0
+    assert run_here(deep_grpo.main, *flags) == 0
     assert all(
         line["branches_used"] == 0 and line["extra_tokens"] > 0
         for line in metrics(tmp_path / "run")[1:]
@@ -164,17 +161,17 @@ def test_a_rank_without_failures_waits_for_the_other(tmp_path):
     assert states[0]["feedback"] == states[1]["feedback"] and len(states[0]["feedback"]) > 0
 
 
-def test_a_mixture_of_experts_branches_too(tmp_path, monkeypatch):
+def test_a_mixture_of_experts_branches_too(tmp_path):
     """The experts' column of main rows and branches is joined, though it has two more
     dimensions."""
     flags = [*SMALL, "--steps", 1, "--model", "tiny-moe", "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, deep_grpo.main, *flags) == 0
+    assert run_here(deep_grpo.main, *flags) == 0
     assert metrics(tmp_path / "run")[-1]["branches_used"] > 0
 
 
 @pytest.mark.parametrize("flags", [("--boundary", "@"), ("--branches", 1)])
-def test_impossible_settings_are_refused(tmp_path, monkeypatch, capsys, flags):
-    assert run_here(monkeypatch, deep_grpo.main, *flags, "--run_dir", tmp_path / "run") == 2
+def test_impossible_settings_are_refused(tmp_path, capsys, flags):
+    assert run_here(deep_grpo.main, *flags, "--run_dir", tmp_path / "run") == 2
     assert flags[0] in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
@@ -189,7 +186,7 @@ def test_restarts_are_counted_apart(tmp_path, monkeypatch):
 
     monkeypatch.setattr(deep_grpo, "choose_pivot", spy)
     flags = [*SMALL, "--steps", 2, "--prompts_per_step", 32, "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, deep_grpo.main, *flags) == 0
+    assert run_here(deep_grpo.main, *flags) == 0
     lines, saved, quarters = (
         metrics(tmp_path / "run")[1:],
         0.0,

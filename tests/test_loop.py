@@ -537,7 +537,7 @@ def check_evaluation_is_beside_training(module: ModuleType, folder: Path) -> Non
         flags += ["--lag", 1] if module.__name__ == "vcpo" else []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("common.tracking.draw_curves", lambda *arguments: "")
-            assert run_here(patch, module.main, *flags) == 0
+            assert run_here(module.main, *flags) == 0
         rows = metrics(folder / f"every-{every}")
         assert sum("greedy" in row for row in rows) == (4 if every == 1 else 2)
         lines.append(

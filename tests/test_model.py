@@ -375,14 +375,14 @@ def test_tokens_without_an_embedding_and_empty_prompts_are_named(words, tmp_path
         encode("two and two", "", tokenizer)
 
 
-def test_damaged_numbers_in_the_weights_stop_the_run(words, tmp_path, monkeypatch, capsys):
+def test_damaged_numbers_in_the_weights_stop_the_run(words, tmp_path, capsys):
     """NaN weights, or weights that a far too large step has made so: one line, exit code 1."""
     lm = AutoModelForCausalLM.from_pretrained(EMBEDDED["tiny"])
     lm.model.norm.weight.data.fill_(float("nan"))
     lm.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(EMBEDDED["tiny"]).save_pretrained(tmp_path / "model")
     flags = [*SMALL, "--model", tmp_path / "model", "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, grpo.main, *flags, "--steps", 1) == 1
+    assert run_here(grpo.main, *flags, "--steps", 1) == 1
     assert "the model's logits are NaN or infinite" in capsys.readouterr().err.splitlines()[-1]
 
 

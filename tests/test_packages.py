@@ -41,7 +41,7 @@ def test_wandb_offline_holds_the_config_and_every_step(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     flags = [*SMALL, "--steps", 2, "--seed", 7, "--wandb", "project", "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, grpo.main, *flags) == 0
+    assert run_here(grpo.main, *flags) == 0
     import wandb
 
     wandb.teardown()  # its own process writes the file
