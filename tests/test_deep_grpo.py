@@ -47,10 +47,8 @@ def test_the_prefix_gets_no_gradient(world):
         **tensors,
     )[0].backward()
     start = len(prompt) + len(prefix)
-    assert (
-        rollout.prompt_len.tolist() == [start] * 4
-        and rollout.prefix_len.tolist() == [len(prefix)] * 4
-    )
+    assert rollout.prompt_len.tolist() == [start] * 4
+    assert rollout.prefix_len.tolist() == [len(prefix)] * 4
     assert (seen[0].grad[:, : start - 1] == 0).all()
     for row, length in enumerate(rollout.mask.sum(1).int().tolist()):
         assert (seen[0].grad[row, start - 1 : start - 1 + length].norm(dim=1) > 0).all()
@@ -120,10 +118,8 @@ def test_no_failures_no_branches(tmp_path, monkeypatch, capsys):
     assert run_here(deep_grpo.main, *SMALL, "--steps", 2, "--run_dir", tmp_path / "run") == 0
     assert "branches_used was 0 at every step" in capsys.readouterr().out
     line = metrics(tmp_path / "run")[-1]
-    assert (
-        line["failed"] == line["branches_used"] == line["extra_tokens"] == 0
-        and "branch_reward" not in line
-    )
+    assert line["failed"] == line["branches_used"] == line["extra_tokens"] == 0
+    assert "branch_reward" not in line
 
 
 def test_too_few_branches_are_discarded(tmp_path):
@@ -187,11 +183,9 @@ def test_restarts_are_counted_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(deep_grpo, "choose_pivot", spy)
     flags = [*SMALL, "--steps", 2, "--prompts_per_step", 32, "--run_dir", tmp_path / "run"]
     assert run_here(deep_grpo.main, *flags) == 0
-    lines, saved, quarters = (
-        metrics(tmp_path / "run")[1:],
-        0.0,
-        [f"pivots_quarter_{i}" for i in (1, 2, 3, 4)],
-    )
+    lines = metrics(tmp_path / "run")[1:]
+    saved = 0.0
+    quarters = [f"pivots_quarter_{i}" for i in (1, 2, 3, 4)]
     counts = [round(line["failed"] * 128) for line in lines]
     for line, pivots in zip(lines, (drawn[: counts[0]], drawn[counts[0] :])):
         depths = [depth for kept, depth in pivots if kept]
@@ -206,6 +200,5 @@ def test_restarts_are_counted_apart(tmp_path, monkeypatch):
             for where in ("", "_root")
         )
     feedback = torch.load(tmp_path / "run/checkpoints/step_000002/rank0.pt")["state"]["feedback"]
-    assert (
-        len(feedback) == len(drawn) and abs(saved - sum(success for _, success in feedback)) < 1e-6
-    )
+    assert len(feedback) == len(drawn)
+    assert abs(saved - sum(success for _, success in feedback)) < 1e-6

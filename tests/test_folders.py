@@ -99,9 +99,8 @@ def test_a_folder_in_use_is_refused_and_a_dead_runs_taken_over(tmp_path, capsys)
     assert holder.wait().returncode == -signal.SIGKILL
     assert (folder / LOCK).exists()
     assert run_here(grpo.main, *flags, "--resume") == 0
-    assert [line["step"] for line in metrics(folder)] == [0, 1, 2, 3, 4] and not (
-        folder / LOCK
-    ).exists()
+    assert [line["step"] for line in metrics(folder)] == [0, 1, 2, 3, 4]
+    assert not (folder / LOCK).exists()
 
 
 def test_of_many_at_once_one_gets_the_folder(tmp_path):
@@ -364,11 +363,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
     DAMAGE[name](run / "checkpoints/step_000004")
     assert run_here(grpo.main, *SMALL, "--steps", 4, "--run_dir", run, "--resume") == 0
     said = [line for line in capsys.readouterr().out.splitlines() if "is damaged" in line]
-    assert (
-        len(said) == 1
-        and "step_000004 is damaged" in said[0]
-        and "going on from step_000002" in said[0]
-    )
+    assert len(said) == 1
+    assert "step_000004 is damaged" in said[0]
+    assert "going on from step_000002" in said[0]
     assert_same_run(run, finished, 4, tmp_path)
 
 
@@ -401,12 +398,10 @@ def test_no_whole_checkpoint(run, refused):
         DAMAGE["rank0.pt empty"](checkpoint)
     before = tree(run)
     said = refused(*SMALL, "--steps", 4, "--run_dir", run, "--resume")
-    assert (
-        "no whole checkpoint in" in said
-        and "step_000002" in said
-        and "step_000004" in said
-        and tree(run) == before
-    )
+    assert "no whole checkpoint in" in said
+    assert "step_000002" in said
+    assert "step_000004" in said
+    assert tree(run) == before
     shutil.rmtree(run / "checkpoints")
     assert "no checkpoint in" in refused(*SMALL, "--steps", 4, "--run_dir", run, "--resume")
 
@@ -441,10 +436,8 @@ def test_broken_files_of_a_run_are_one_line(name, run, refused, monkeypatch, cap
     damage, message = BROKEN[name]
     damage(run)
     before = tree(run)
-    assert (
-        message in refused(*SMALL, "--steps", 5, "--run_dir", run, "--resume")
-        and tree(run) == before
-    )
+    assert message in refused(*SMALL, "--steps", 5, "--run_dir", run, "--resume")
+    assert tree(run) == before
     monkeypatch.setattr(sys, "argv", ["curves.py", str(run)])
     with pytest.raises(SystemExit) as stop, pytest.warns(RuntimeWarning):
         runpy.run_module("common.curves", run_name="__main__")
@@ -537,14 +530,11 @@ def test_metrics_that_cannot_be_written(tmp_path, monkeypatch, capsys):
         patch.setattr("common.tracking.append", sometimes)
         assert run_here(grpo.main, *flags) == 1
     said = capsys.readouterr().err.split("\n")
-    assert (
-        said[-1] == ""
-        and said[-2].startswith("grpo.py: error: cannot write")
-        and "No space left" in said[-2]
-    )
-    assert "Traceback" not in "".join(said) and [
-        line["step"] for line in metrics(tmp_path / "run")
-    ] == [0, 1, 2]
+    assert said[-1] == ""
+    assert said[-2].startswith("grpo.py: error: cannot write")
+    assert "No space left" in said[-2]
+    assert "Traceback" not in "".join(said)
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
     assert run_here(grpo.main, *flags, "--resume") == 0
 
 

@@ -82,9 +82,8 @@ def check_rates(o: Oracle) -> None:
             lr *= min(1.0, o.gradient(update)[1].rho / o.args["rho_on"]) ** 0.5
         assert seen["lr"] == pytest.approx([lr], rel=1e-4)
         assert all(other["lr"] == seen["lr"] for other in others)
-        assert seen["betas"] == [o.args["betas"]] and seen["weight_decay"] == [
-            o.args["weight_decay"]
-        ]
+        assert seen["betas"] == [o.args["betas"]]
+        assert seen["weight_decay"] == [o.args["weight_decay"]]
         assert len(seen["parameters"]) == len(list(oracle.untrained(o.model).parameters()))
 
 
@@ -122,9 +121,8 @@ def check_evaluation(o: Oracle) -> None:
     for line in (o.records[0].metrics[0], o.records[0].metrics[-1]):
         for name, n in (("greedy", 1), ("sampled", SAMPLES)):
             right = [row.reward for prompt in HELD_OUT for row in respond(prompt, n)]
-            assert 0 < sum(right) < len(right) and line[name] == pytest.approx(
-                sum(right) / len(right)
-            )
+            assert 0 < sum(right) < len(right)
+            assert line[name] == pytest.approx(sum(right) / len(right))
 
 
 def check_sync(o: Oracle) -> None:
@@ -159,11 +157,9 @@ def check_metrics(o: Oracle) -> None:
             "skipped": 0,
             "lr": o.updates[step * M + M - 1]["lr"][0],
         }
-        assert (
-            0 < expected["zero_groups"] < 1
-            and 0 < expected["truncated"]
-            and 0 < expected["reward"] < 1
-        )
+        assert 0 < expected["zero_groups"] < 1
+        assert 0 < expected["truncated"]
+        assert 0 < expected["reward"] < 1
         sums: dict[str, list[float]] = {}
         for update in range(step * M, step * M + M):
             gradient, b, stats = o.gradient(update)
@@ -277,9 +273,9 @@ def check_pivots(o: Oracle) -> None:
                 assert depth == pytest.approx(pivot["depth"])
                 fresh.append((depth, float(any(row.reward for row in group))))
         pairs += fresh
-    assert (
-        len(pairs) > 10 and fit != (0.0, float("inf")) and 0 < sum(y for _, y in pairs) < len(pairs)
-    )
+    assert len(pairs) > 10
+    assert fit != (0.0, float("inf"))
+    assert 0 < sum(y for _, y in pairs) < len(pairs)
 
 
 def fitted(pairs: list[tuple[float, float]]) -> tuple[float, float]:

@@ -75,11 +75,9 @@ def test_reasoning_gym_itself(name):
     right = rows[int(problem.answer)]["answer"]
     given = [f"It is <answer>{right}</answer>.", f"<answer>{right}1</answer>", "", right]
     scores = task.judge(given, [problem.answer] * 4)
-    assert (
-        scores[0] == 1.0
-        and max(scores[1:]) < 1.0
-        and problem.prompt.startswith(rows[int(problem.answer)]["question"])
-    )
+    assert scores[0] == 1.0
+    assert max(scores[1:]) < 1.0
+    assert problem.prompt.startswith(rows[int(problem.answer)]["question"])
     # Bounded, whatever it computes
     assert task.judge(["<answer>9**9**9**9**9</answer>"], [problem.answer])[0] < 1.0
     task.judge.close()

@@ -139,10 +139,8 @@ def test_a_flipped_advantage_does_not_learn(tmp_path, monkeypatch):
 def test_routing_replay_in_the_loop(tmp_path, replay):
     """minirl on the mixture of experts: R3 leaves no token that sampler and trainer route
     differently, R2 some."""
-    folder, flags = (
-        tmp_path / "run",
-        [*SMALL, "--steps", 2, "--model", "tiny-moe", "--routing_replay", replay],
-    )
+    folder = tmp_path / "run"
+    flags = [*SMALL, "--steps", 2, "--model", "tiny-moe", "--routing_replay", replay]
     assert run_here(minirl.main, *flags, "--run_dir", folder) == 0
     assert all((line["experts_differ"] == 0) == (replay == "r3") for line in metrics(folder)[1:])
 
@@ -334,10 +332,8 @@ def test_exit_code_and_line_of_the_real_command(capsys):
 def test_resume_refuses_another_run(tmp_path, monkeypatch, capsys):
     """Another algorithm, other shapes, another number of ranks: named, and the folder stays as it
     was."""
-    folder, flags = (
-        tmp_path / "run",
-        [*SMALL, "--steps", 2, "--run_dir", tmp_path / "run", "--resume"],
-    )
+    folder = tmp_path / "run"
+    flags = [*SMALL, "--steps", 2, "--run_dir", tmp_path / "run", "--resume"]
     assert run_here(grpo.main, *flags[:-1]) == 0
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -385,10 +381,8 @@ def test_two_ranks_do_the_same_work(tmp_path, world):
         assert run.returncode == 0, run.stderr[-3000:]
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
-    assert (
-        re.search(r"2 rank\(s\) on cpu", run.stdout)
-        and run.stdout.count("held-out accuracy, greedy") == 1
-    )
+    assert re.search(r"2 rank\(s\) on cpu", run.stdout)
+    assert run.stdout.count("held-out accuracy, greedy") == 1
     assert all(line["sampler_gap"] < 1e-4 for line in lines[1:])
     found = load_weights(tmp_path / "run/checkpoints", Policy(load_model("tiny")[0]), world, "")
     assert found == 4

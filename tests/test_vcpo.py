@@ -38,10 +38,8 @@ def test_equal_groups_are_not_measured(world, monkeypatch):
 
 
 def test_gather_keeps_rank_order(world):
-    assert (
-        gather(torch.tensor([1.0, 2.0]), world).tolist() == [1.0, 2.0]
-        and len(gather(torch.zeros(0), world)) == 0
-    )
+    assert gather(torch.tensor([1.0, 2.0]), world).tolist() == [1.0, 2.0]
+    assert len(gather(torch.zeros(0), world)) == 0
 
 
 @pytest.mark.parametrize("lag", [0, 2])
@@ -51,9 +49,8 @@ def test_the_lag_is_exactly_k_after_warm_up(tmp_path, lag):
     flags = [*SMALL, "--minibatches", 1, "--steps", 6, "--lag", lag, "--run_dir", tmp_path / "run"]
     assert run_here(vcpo.main, *flags) == 0
     lines = metrics(tmp_path / "run")[1:]
-    assert [line["step"] for line in lines] == list(range(1, 7)) and all(
-        "reward" in line for line in lines
-    )
+    assert [line["step"] for line in lines] == list(range(1, 7))
+    assert all("reward" in line for line in lines)
     assert [line["step"] for line in lines if "lag" in line] == list(range(1 + lag, 7))
     lines = lines[lag:]
     assert [line["lag"] for line in lines] == [min(i, lag) for i in range(6 - lag)]
