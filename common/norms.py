@@ -1,11 +1,11 @@
-"""|g_i|, the norm of the gradient g_i = ∇ Σ_t log π(y_t) of each single response, in one pass for many.
+"""|g_i|, the norm of each response's own gradient g_i = ∇ Σ_t log π(y_t), in one pass for many.
 
-A backward pass gives the sum of all g_i, but what each of them is made of comes by: at the weight of
-a linear map `out = W x` response i has the gradient Σ_s d_s x_sᵀ, with d_s the gradient at the output
-and s running over the tokens of response i alone; at the weight of a norm Σ_s d_s ⊙ x̂_s; at the
-embedding Σ_s d_s in the row of token s. Its square is added to |g_i|² and forgotten, and no gradient
-of the weights is ever made. (Goodfellow 2015, arXiv 1510.01799; for Transformers Li et al. 2021,
-arXiv 2110.05679.)
+A backward pass gives the sum of all g_i, but what each of them is made of comes by: at the weight
+of a linear map `out = W x` response i has the gradient Σ_s d_s x_sᵀ, with d_s the gradient at the
+output and s running over the tokens of response i alone; at the weight of a norm Σ_s d_s ⊙ x̂_s; at
+the embedding Σ_s d_s in the row of token s. Its square is added to |g_i|² and forgotten, and no
+gradient of the weights is ever made. (Goodfellow 2015, arXiv 1510.01799; for Transformers Li et
+al. 2021, arXiv 2110.05679.)
 """
 
 from collections.abc import Callable
@@ -16,12 +16,10 @@ from torch import Tensor, nn
 
 from common.batch import Rollout
 from common.distributed import World, clip_gradients
-from common.logprobs import BLOCK_ELEMENTS, TokenLogprobs, micro_batches, response_logprobs
+from common.logprobs import BLOCK_ELEMENTS, Pair, TokenLogprobs, micro_batches, response_logprobs
 
 
-def gradient_norms(
-    policy: nn.Module, batch: Rollout, args: object, world: World
-) -> tuple[Tensor, Tensor]:
+def gradient_norms(policy: nn.Module, batch: Rollout, args: object, world: World) -> Pair:
     """log π of every sampled token `[N, T]`, and |g| of every response `[N]`, under `policy`.
 
     All ranks call it together, each with responses of its own, as many as it has.
@@ -38,8 +36,7 @@ def gradient_norms(
 
 
 def strange_part(policy: nn.Module) -> str:
-    """The kind of the first module with parameters whose gradient `in_one_pass` does not know; ""
-    where there is none."""
+    """The kind of the first module whose gradient `in_one_pass` does not know; "" for none."""
     embedding = policy.lm.get_input_embeddings()
     for module in policy.modules():
         plain = type(module) is nn.Embedding and module is embedding
@@ -51,20 +48,22 @@ def strange_part(policy: nn.Module) -> str:
 def in_turn(
     policy: nn.Module, row: Rollout, temperature: float, world: World
 ) -> tuple[Tensor, float]:
-    """log π `[1, T]` and |g| of one response, by a backward pass for each rank's in turn; `row` is
-    empty on ranks that have none left."""
+    """log π `[1, T]` and |g| of one response, by a backward pass for each rank's in turn.
+
+    `row` is empty on ranks that have none left.
+    """
     norms = []
     for owner in range(world.size):
         logp, _ = response_logprobs(policy, row, temperature)  # [1, T]
-        # FSDP takes the mean over ranks: what is left is the owner's gradient
+        # FSDP takes the mean over ranks: what is left is the owner's gradient.
         (logp.sum() * (world.size * (owner == world.rank))).backward()
         norms.append(clip_gradients(policy, float("inf")))  # inf: measures and does not clip
         policy.zero_grad()
     return logp.detach(), norms[world.rank]
 
 
-def in_one_pass(policy: nn.Module, micro: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
-    """log π `[n, T]` and |g| `[n]` of a micro-batch: a forward pass, and one back to the embedding."""
+def in_one_pass(policy: nn.Module, micro: Rollout, temperature: float) -> Pair:
+    """log π `[n, T]` and |g| `[n]` of a micro-batch, by one pass forth and back to embeddings."""
     lm, embedding = policy.lm, policy.lm.get_input_embeddings()
     squares = micro.mask.new_zeros(max(1, len(micro)), requires_grad=True)  # [n], see Tap
     at_tokens: list[Tensor] = []
@@ -74,9 +73,8 @@ def in_one_pass(policy: nn.Module, micro: Rollout, temperature: float) -> tuple[
         weight, (n, S, _) = lm.lm_head.weight, hidden.shape  # [V, H]
         step = torch.arange(min(S, micro.tokens.shape[1]), device=hidden.device)  # [T]
         row = torch.arange(len(micro), device=hidden.device)  # [n]
-        place = (micro.prompt_len[:, None] - 1 + step).clamp(
-            max=S - 1
-        )  # [n, T]: where t is predicted
+        place = micro.prompt_len[:, None] - 1 + step  # [n, T]: where token t is predicted
+        place = place.clamp(max=S - 1)  # [n, T]: on padding anywhere
         x, found = hidden[row[:, None], place], hidden.new_zeros(n, dtype=torch.float32)
         at_tokens.append(torch.zeros_like(hidden))  # [n, S, H]
         for some in row.split(max(1, BLOCK_ELEMENTS // weight.numel())) if len(row) else ():
@@ -91,7 +89,7 @@ def in_one_pass(policy: nn.Module, micro: Rollout, temperature: float) -> tuple[
         return found
 
     def embedding_part(tokens: Tensor, d: Tensor) -> Tensor:
-        """A token's row collects from all its places. If it is the head's too, the sum is squared."""
+        """A token's row collects from all its places; the head's part, if it is tied, is in it."""
         if embedding.padding_idx is not None:  # autograd gives that row no gradient
             d = d * (tokens != embedding.padding_idx)[..., None]
         same = tokens[:, :, None] == tokens[:, None]  # [n, S, S]
@@ -119,10 +117,10 @@ def in_one_pass(policy: nn.Module, micro: Rollout, temperature: float) -> tuple[
 
 
 class Tap(torch.autograd.Function):
-    """Hands a module's output on as it is. In the backward pass `part` makes |gradient of the
-    module's parameters|² `[n]` of what went in and the gradient at the output; that is handed on as
-    the gradient of `squares`, where autograd adds up what all taps give.
+    """Hands a module's output on as it is, and adds to `squares` in the backward pass.
 
+    `part` makes |gradient of the module's parameters|² `[n]` of what went in and the gradient at
+    the output; that is handed on as the gradient of `squares`, where autograd adds up all taps'.
     What went in is saved as autograd saves: gradient checkpointing drops it and makes it again.
     """
 
@@ -149,7 +147,10 @@ def rule(module: nn.Module) -> Callable | None:
 
 
 def linear_part(module: nn.Linear, x: Tensor, d: Tensor) -> Tensor:
-    """‖Σ_s d_s x_sᵀ‖² = Σ_s Σ_s' (d_s · d_s') (x_s · x_s'): the side that is less work. Inputs `[n, S, I]`, `[n, S, O]`."""
+    """‖Σ_s d_s x_sᵀ‖² = Σ_s Σ_s' (d_s · d_s') (x_s · x_s'), by the side that is less work.
+
+    x `[n, S, I]`, d `[n, S, O]` -> `[n]`.
+    """
     (S, inner), outer = x.shape[1:], d.shape[2]
     if S * (inner + outer) < inner * outer:
         pairs = ((y @ y.mT).flatten(1).float() for y in (x, d))  # [n, S·S] each
@@ -163,7 +164,10 @@ def linear_part(module: nn.Linear, x: Tensor, d: Tensor) -> Tensor:
 
 
 def norm_part(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
-    """‖Σ_s d_s ⊙ x̂_s‖² with x̂ = x / sqrt(mean x² + ε), over places and heads. Inputs `[n, ..., H]`."""
+    """‖Σ_s d_s ⊙ x̂_s‖² with x̂ = x / sqrt(mean x² + ε): two `[n, ..., H]` -> `[n]`.
+
+    The dots are places and, of the norms of queries and keys, heads.
+    """
     x, d = (y.float().flatten(1, -2) for y in (x, d))  # [n, S, H]
     scale = (x.square().mean(-1) + module.variance_epsilon).rsqrt()  # [n, S]
     return (scale[:, None] @ (x * d)).square().sum((1, 2))
