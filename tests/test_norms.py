@@ -195,7 +195,7 @@ def test_vcpo_says_so_once(tmp_path, monkeypatch, capsys):
     flags = [*SMALL, "--lag", 0, "--steps", 2, "--minibatches", 1, "--run_dir", tmp_path / "run"]
     monkeypatch.setattr("common.tracking.draw_curves", lambda *arguments: "")
     for name, times in (("tiny", 0), ("tiny-moe", 1)):
-        assert run_here(monkeypatch, vcpo.main, *flags, "--model", name) == 0
+        assert run_here(vcpo.main, *flags, "--model", name) == 0
         assert capsys.readouterr().out.count("no gradient norms in one pass") == times
 
 

@@ -14,6 +14,8 @@ from common.rollout import HFEngine
 
 from tests.helpers import SMALL, assert_same_run, command, metrics, run_here
 
+pytestmark = pytest.mark.runs
+
 
 def test_equal_groups_are_not_measured(world, monkeypatch):
     """Their b is their mean, whatever the norms: a shift of 0, and no pass for them."""
@@ -36,22 +38,19 @@ def test_equal_groups_are_not_measured(world, monkeypatch):
 
 
 def test_gather_keeps_rank_order(world):
-    assert (
-        gather(torch.tensor([1.0, 2.0]), world).tolist() == [1.0, 2.0]
-        and len(gather(torch.zeros(0), world)) == 0
-    )
+    assert gather(torch.tensor([1.0, 2.0]), world).tolist() == [1.0, 2.0]
+    assert len(gather(torch.zeros(0), world)) == 0
 
 
 @pytest.mark.parametrize("lag", [0, 2])
-def test_the_lag_is_exactly_k_after_warm_up(tmp_path, monkeypatch, lag):
+def test_the_lag_is_exactly_k_after_warm_up(tmp_path, lag):
     """The first `lag` steps only fill the queue (and log what they sampled); then it climbs 0, 1,
     ..., k and stays. ESS is 1 while it is 0."""
     flags = [*SMALL, "--minibatches", 1, "--steps", 6, "--lag", lag, "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, vcpo.main, *flags) == 0
+    assert run_here(vcpo.main, *flags) == 0
     lines = metrics(tmp_path / "run")[1:]
-    assert [line["step"] for line in lines] == list(range(1, 7)) and all(
-        "reward" in line for line in lines
-    )
+    assert [line["step"] for line in lines] == list(range(1, 7))
+    assert all("reward" in line for line in lines)
     assert [line["step"] for line in lines if "lag" in line] == list(range(1 + lag, 7))
     lines = lines[lag:]
     assert [line["lag"] for line in lines] == [min(i, lag) for i in range(6 - lag)]
@@ -60,21 +59,12 @@ def test_the_lag_is_exactly_k_after_warm_up(tmp_path, monkeypatch, lag):
     assert all(abs(line["lr_scale"] - line["ess_ratio"] ** 0.5) < 1e-6 for line in lines)
 
 
-def test_switches(tmp_path, monkeypatch):
+def test_switches(tmp_path):
     """Both halves off: the step keeps its length and the baseline is the group's mean; warm-up
     counts batches."""
     flags = [*SMALL, "--minibatches", 1, "--steps", 4, "--lag", 2, "--run_dir", tmp_path / "run"]
     assert (
-        run_here(
-            monkeypatch,
-            vcpo.main,
-            *flags,
-            "--warmup",
-            5,
-            "--no_ess_scaling",
-            "--no_optimal_baseline",
-        )
-        == 0
+        run_here(vcpo.main, *flags, "--warmup", 5, "--no_ess_scaling", "--no_optimal_baseline") == 0
     )
     lines = [
         json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
@@ -83,14 +73,14 @@ def test_switches(tmp_path, monkeypatch):
     assert [line["lr"] for line in lines] == [3e-4 * 1 / 5, 3e-4 * 2 / 5]
 
 
-def test_lag_is_counted_in_updates(tmp_path, monkeypatch):
+def test_lag_is_counted_in_updates(tmp_path):
     """Two mini-batches a batch: a batch that waited for two others is four updates old."""
     flags = [*SMALL, "--minibatches", 2, "--steps", 6, "--lag", 2, "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, vcpo.main, *flags) == 0
+    assert run_here(vcpo.main, *flags) == 0
     assert [line["lag"] for line in metrics(tmp_path / "run")[3:]] == [0, 2, 4, 4]
 
 
-def test_a_signal_while_the_queue_fills(tmp_path, monkeypatch):
+def test_a_signal_while_the_queue_fills(tmp_path):
     """The step is finished and saved, queue and all, as later ones are; the resumed run is the
     uninterrupted one."""
     flags = [*SMALL, "--minibatches", 1, "--lag", 4, "--steps", 6]
@@ -98,19 +88,17 @@ def test_a_signal_while_the_queue_fills(tmp_path, monkeypatch):
     assert stopped.returncode == 0, stopped.stderr[-2000:]
     assert [line["step"] for line in metrics(tmp_path / "parts")] == [0, 1, 2]
     for where in (["--run_dir", tmp_path / "parts", "--resume"], ["--run_dir", tmp_path / "whole"]):
-        assert run_here(monkeypatch, vcpo.main, *flags, *where) == 0
+        assert run_here(vcpo.main, *flags, *where) == 0
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 6, tmp_path)
 
 
 ASYNC = [*SMALL, "--minibatches", 1, "--lag", 2, "--async", "--eval_every", 4]
 
 
-def test_async_keeps_the_lag_and_leaves_evaluated_steps_in_turn(tmp_path, monkeypatch, capsys):
+def test_async_keeps_the_lag_and_leaves_evaluated_steps_in_turn(tmp_path, capsys):
     """The overlap is one of the k updates: k - 1 batches wait. After an evaluation one is sampled
     in turn, checked."""
-    assert (
-        run_here(monkeypatch, vcpo.main, *ASYNC, "--steps", 9, "--run_dir", tmp_path / "run") == 0
-    )
+    assert run_here(vcpo.main, *ASYNC, "--steps", 9, "--run_dir", tmp_path / "run") == 0
     assert "not the speed-up" in capsys.readouterr().out
     lines = metrics(tmp_path / "run")[1:]
     assert [line["step"] for line in lines if "lag" in line] == list(range(2, 10))
@@ -142,37 +130,29 @@ def test_async_samples_with_the_weights_it_says(tmp_path, monkeypatch):
     monkeypatch.setattr(HFEngine, "sync", synced)
     monkeypatch.setattr(HFEngine, "generate", sampled)
     flags = [*ASYNC[:-1], 100, "--steps", 6, "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, vcpo.main, *flags) == 0
+    assert run_here(vcpo.main, *flags) == 0
     assert versions[2:-2] == [0, 0, 0, 1, 2, 3]  # between the evaluations: two calls each
 
 
-def test_async_resumes_to_the_bit(tmp_path, monkeypatch):
+def test_async_resumes_to_the_bit(tmp_path):
     """The batch sampled ahead is in the checkpoint."""
     flags = [*ASYNC, "--steps", 7, "--save_every", 3]
-    assert run_here(monkeypatch, vcpo.main, *flags, "--run_dir", tmp_path / "whole") == 0
+    assert run_here(vcpo.main, *flags, "--run_dir", tmp_path / "whole") == 0
     killed = command("vcpo", *flags, "--run_dir", tmp_path / "parts", at=("log", 5))
     assert killed.returncode == -signal.SIGKILL
     state = torch.load(tmp_path / "parts/checkpoints/step_000003/rank0.pt")["state"]
     assert state["ahead"] and len(state["queue"]) == 1
-    assert (
-        run_here(monkeypatch, vcpo.main, *flags, "--run_dir", tmp_path / "parts", "--resume") == 0
-    )
+    assert run_here(vcpo.main, *flags, "--run_dir", tmp_path / "parts", "--resume") == 0
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 7, tmp_path)
 
 
 @pytest.mark.parametrize("flag", ["--vllm_sleep", "--tensor_parallel=2"])
-def test_what_does_not_go_with_async_is_refused(tmp_path, monkeypatch, capsys, flag):
-    assert (
-        run_here(monkeypatch, vcpo.main, *ASYNC, flag, "--steps", 9, "--run_dir", tmp_path / "run")
-        == 2
-    )
+def test_what_does_not_go_with_async_is_refused(tmp_path, capsys, flag):
+    assert run_here(vcpo.main, *ASYNC, flag, "--steps", 9, "--run_dir", tmp_path / "run") == 2
     assert "--async: not together" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("lag", [-1, 8])
-def test_an_impossible_lag_is_refused(tmp_path, monkeypatch, capsys, lag):
-    assert (
-        run_here(monkeypatch, vcpo.main, "--lag", lag, "--steps", 8, "--run_dir", tmp_path / "run")
-        == 2
-    )
+def test_an_impossible_lag_is_refused(tmp_path, capsys, lag):
+    assert run_here(vcpo.main, "--lag", lag, "--steps", 8, "--run_dir", tmp_path / "run") == 2
     assert f"--lag {lag}: must be" in capsys.readouterr().err and not (tmp_path / "run").exists()
