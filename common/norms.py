@@ -90,7 +90,7 @@ def in_one_pass(policy: nn.Module, micro: Rollout, temperature: float) -> tuple[
                 at = some[:, None], block
                 given = weight, micro.tokens[at], micro.mask[at], temperature
                 gradient += TokenLogprobs.d_logits(x[at], *given).mT @ x[at]
-            found[some] = gradient.square().sum((1, 2))
+            found[some] = torch.linalg.vector_norm(gradient, dim=(1, 2)).square()
             own = torch.arange(len(some), device=on)[:, None]  # [r, 1]
             at_tokens[0][some] = gradient[own, micro.sequences[some, :S]].to(hidden.dtype)
         return found
