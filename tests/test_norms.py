@@ -17,7 +17,7 @@ from common.batch import Rollout
 from common.distributed import World, global_sum, setup, shard
 from common.logprobs import Policy, response_logprobs
 from common.model import load_model
-from test_run import SMALL, run_here
+from tests.helpers import SMALL, run_here
 from tests.checks import mutate
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
