@@ -27,13 +27,10 @@ def gradient_norms(
     All ranks call it together, each with responses of its own, as many as it has.
     """
     alone = bool(strange_part(policy))
+    measure = partial(in_turn, world=world) if alone else in_one_pass
     logp, norms = torch.zeros_like(batch.mask), batch.mask.new_zeros(len(batch))  # [N, T], [N]
     for rows in micro_batches(batch, 1 if alone else args.micro_tokens, world):
-        micro = batch.rows(rows)
-        if alone:
-            logp[rows], norms[rows] = in_turn(policy, micro, args.temperature, world)
-        else:
-            logp[rows], norms[rows] = in_one_pass(policy, micro, args.temperature)
+        logp[rows], norms[rows] = measure(policy, batch.rows(rows), args.temperature)
     return logp, norms
 
 
@@ -90,7 +87,7 @@ def in_one_pass(policy: nn.Module, micro: Rollout, temperature: float) -> tuple[
                 at = some[:, None], block
                 given = weight, micro.tokens[at], micro.mask[at], temperature
                 gradient += TokenLogprobs.d_logits(x[at], *given).mT @ x[at]
-            found[some] = gradient.square().sum((1, 2))
+            found[some] = torch.linalg.vector_norm(gradient, dim=(1, 2)).square()
             own = torch.arange(len(some), device=on)[:, None]  # [r, 1]
             at_tokens[0][some] = gradient[own, micro.sequences[some, :S]].to(hidden.dtype)
         return found
@@ -115,8 +112,7 @@ def in_one_pass(policy: nn.Module, micro: Rollout, temperature: float) -> tuple[
     body = lm.base_model
     hooks = [body.register_forward_hook(tap_head)]
     hooks += [embedding.register_forward_hook(tap(embedding_part))]
-    parts = [(module, part_of(module)) for module in body.modules()]
-    hooks += [module.register_forward_hook(tap(part)) for module, part in parts if part]
+    hooks += [m.register_forward_hook(tap(part)) for m in body.modules() if (part := part_of(m))]
     logp, _ = response_logprobs(policy, micro, temperature)  # [n, T]
     (found,) = torch.autograd.grad(logp.sum(), squares)  # [n]
     for hook in hooks:
