@@ -161,8 +161,8 @@ def float8(weight: Tensor) -> Tensor:
 
 
 def make_engine(args: object, lm: PreTrainedModel, world: World) -> object:
-    """The engine that `--rollout` names, holding an own copy of `lm`'s weights."""
-    if args.rollout == "vllm" or (args.rollout == "auto" and world.device.type == "cuda"):
+    """The engine that `--rollout` names (`auto`: see `launch.check`), with its own weights."""
+    if args.rollout == "vllm":
         from common.rollout_vllm import VLLMEngine
 
         return VLLMEngine(args, lm, world)
