@@ -57,20 +57,20 @@ Run it:
         deep_grpo.py ...
 """
 
-import random  # <own>
 from collections import deque  # <own>
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random  # <own>
 from typing import Literal
 
 from common.batch import Rollout  # <own>
 from common.checkpoint import load_checkpoint, save_checkpoint, save_model
-from common.data import load_task
+from common.data import Task, load_task  # <own>
 from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
 from common.distributed import BadInput, gather  # <own>
 from common.evaluation import evaluate
 from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
-from common.flags import Exponent  # <own>
+from common.flags import Exponent, Several  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, check_sampler, frozen_reference
 from common.logprobs import micro_batches, response_logprobs
@@ -132,9 +132,8 @@ class Args(Flags):
     beta: NonNegative = 1e-4  # <own>
     """β of the KL term; 0 loads no reference model (paper)."""
     boundary: str = ";"  # <own>
-    """Text that ends a segment of a response: a token that ends in it is a place to branch (paper:
-    `.`)."""
-    branches: Count = 8  # <own>
+    """Text that ends a segment: a token that ends in it is a place to branch (paper: `.`)."""
+    branches: Several = 8  # <own>
     """K: new endings from each pivot (paper)."""
     branch_weight: NonNegative = 1.0  # <own>
     """λ: weight of the branches' stream (paper)."""
@@ -154,29 +153,19 @@ def advantages(rewards: Tensor) -> Tensor:
 
 # <own>
 def pivots(response: list[int], boundaries: set[int]) -> list[int]:
-    """Prefix lengths at which a response may be cut: 0, the root, and each segment's end but the
-    last one's."""
-    return [0] + [
-        i for i, token in enumerate(response, 1) if token in boundaries and i < len(response)
-    ]
+    """Prefix lengths to cut a response at: 0, the root, and each segment's end but the last's."""
+    return [0] + [i for i, t in enumerate(response, 1) if t in boundaries and i < len(response)]
 
 
 def pivot_distribution(count: int, u: float, v: float, depth_power: float) -> tuple[Tensor, Tensor]:
-    """Depths d `[count]` of a response's pivots and Q, the probability of each: ∝ σ(u d + v)
-    d^γ."""
-    # Never 0, the root can be drawn too
-    depth = torch.arange(1, count + 1).double() / (count + 1)  # [count]
+    """Depths d `[count]` of a response's pivots, and Q `[count]` ∝ σ(u d + v) d^γ."""
+    depth = torch.arange(1, count + 1).double() / (count + 1)  # [count]: the root's is not 0
     weight = torch.sigmoid(u * depth + v) * depth**depth_power  # [count]
     return depth, weight / weight.sum()
 
 
 def choose_pivot(
-    response: list[int],
-    boundaries: set[int],
-    u: float,
-    v: float,
-    depth_power: float,
-    rng: random.Random,
+    response: list[int], boundaries: set[int], u: float, v: float, depth_power: float, rng: Random
 ) -> tuple[int, float]:
     """How many tokens of a failed response are kept, drawn from Q, and how deep that is."""
     cuts = pivots(response, boundaries)
@@ -197,16 +186,100 @@ def fit_success(feedback: list[tuple[float, float]]) -> tuple[float, float]:
         return 0.0, float("inf")
     depth, success = torch.tensor(feedback, dtype=torch.float64).T  # [n], [n]
     features = torch.stack([depth, torch.ones_like(depth)], dim=1)  # [n, 2]
-    parameters, penalty = (
-        torch.zeros(2, dtype=torch.float64),
-        torch.tensor([1.0, 0.0], dtype=torch.float64),
-    )
+    parameters = torch.zeros(2, dtype=torch.float64)  # u, v
+    penalty = torch.tensor([1.0, 0.0], dtype=torch.float64)  # on u alone
     for _ in range(30):  # Newton's method
         p = torch.sigmoid(features @ parameters)  # [n]
         gradient = features.T @ (p - success) + penalty * parameters  # [2]
         hessian = features.T @ (features * (p * (1 - p))[:, None]) + penalty.diag()  # [2, 2]
         parameters = parameters - torch.linalg.solve(hessian, gradient)
     return tuple(parameters.tolist())
+
+
+class Branches:
+    """New endings for failed responses. In each step `grow`, after the rewards, cuts the failed
+    ones, samples and judges; `rows`, in the update, keeps every branch beside its parent.
+
+    Each rank branches from its own responses; what succeeds at which depth all learn together.
+    """
+
+    def __init__(self, args: Args, engine: object, task: Task, tokenizer: object, world: World):
+        texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+        ends = {i for i, text in enumerate(texts) if text.rstrip(" ").endswith(args.boundary)}
+        if not args.boundary or not ends:
+            raise BadInput(f"--boundary {args.boundary!r}: no token ends in it")
+        self.args, self.engine, self.task, self.world = args, engine, task, world
+        self.tokenizer, self.boundaries = tokenizer, ends
+        # Of the latest pivots, all ranks': (depth, whether some branch succeeded)
+        self.feedback: deque[tuple[float, float]] = deque(maxlen=10_000)
+
+    def grow(self, rollout: Rollout, rewards: Tensor, problems: list, cursor: int) -> Rollout:
+        """The rollout with the branches that teach something behind its rows. `rewards [P, G]`;
+        `cursor` is the number of the first of the P problems."""
+        args, world, K, G = self.args, self.world, self.args.branches, self.args.group_size
+        # Each failed response is cut at one of its pivots, drawn from Q
+        failed = (rewards.flatten() <= 0).nonzero()[:, 0]  # [F]: rows
+        fit, responses, cuts = fit_success(list(self.feedback)), rollout.response_ids(), []
+        for row in failed.tolist():
+            rng = Random(f"{args.seed}/{cursor * G + row}")  # each response's own: nothing to save
+            cuts.append(choose_pivot(responses[row], self.boundaries, *fit, args.depth_power, rng))
+        prefixes = [responses[row][:kept] for row, (kept, _) in zip(failed.tolist(), cuts)]
+        # From each pivot K new endings, all sampled in one batch
+        parents = [problems[row // G] for row in failed.tolist()]
+        starts = [parent.prompt_ids for parent in parents]
+        grown = self.engine.generate(starts, K, args.max_new_tokens, args.temperature, prefixes)
+        texts = self.tokenizer.batch_decode(grown.response_ids(), skip_special_tokens=True)
+        scores = self.task.judge(texts, [parent.answer for parent in parents for _ in range(K)])
+        outcome = torch.tensor(scores, device=world.device).view(len(failed), K)  # [F, K]
+        grown.advantages = advantages(outcome).flatten()  # [F·K]: over siblings, without the parent
+        # Which main row a row is or grew from, and its stream
+        rollout.origin = torch.arange(len(rollout), device=world.device)  # [N]
+        grown.origin = failed.repeat_interleave(K)  # [F·K]
+        rollout.branch = torch.zeros_like(rollout.advantages)  # [N]
+        grown.branch = torch.ones_like(grown.advantages)  # [F·K]
+        # What the regression learns from
+        kept, depth = torch.tensor(cuts).view(-1, 2).T  # [F], [F]
+        saved = (outcome > 0).any(dim=1)  # [F]
+        self.feedback.extend(zip(*(gather(x, world).tolist() for x in (depth, saved.float()))))
+        self.latest = fit, failed, kept > 0, depth, saved, outcome, grown.mask.sum()
+        # Siblings all right or all wrong teach nothing
+        grown = grown.rows(grown.advantages.abs() > 1e-8)
+        enough = global_sum({"rows": len(grown)}, world)["rows"] >= args.min_branches
+        return Rollout.join(rollout, grown) if enough else rollout
+
+    def rows(self, rollout: Rollout, first: int, count: int) -> tuple[Rollout, float]:
+        """A mini-batch, `count` main rows from `first` on and what grew from them; and its
+        T_main / T_branch, over all ranks."""
+        minibatch = rollout.rows((first <= rollout.origin) & (rollout.origin < first + count))
+        lengths, branch = minibatch.mask.sum(dim=1), minibatch.branch  # [n], [n]
+        streams = {"main": lengths @ (1 - branch), "branch": lengths @ branch}
+        streams = global_sum(streams, self.world)
+        return minibatch, streams["main"] / max(1.0, streams["branch"])
+
+    def statistics(self, rollout: Rollout, rewards: Tensor) -> dict[str, tuple]:
+        """Metrics of the latest growth as (sum, count) pairs; `rollout` has the branches in it."""
+        fit, failed, deep, depth, saved, outcome, tokens = self.latest  # deep: not at the root
+        (u, v), N = torch.tensor(fit, dtype=torch.float64), rewards.numel()
+        wrong = (rewards <= 0).all(dim=1)  # [P]
+        rescued = wrong[(failed[saved] // self.args.group_size).unique()]
+        found = {
+            "failed": (len(failed), N),
+            "pivots_root": ((~deep).sum(), len(deep)),
+            "groups_rescued": (rescued.sum(), wrong.sum()),
+            "extra_tokens": (tokens, rollout.mask[:N].sum()),
+            "tokens": (tokens, None),  # added to the main stream's
+            "branches_used": (len(rollout) - N, None),
+            "fit_u": (u, v.isfinite()),
+            "fit_v": (v, v.isfinite()),
+        }
+        # Histogram of the depths at which branches start, the root left out
+        for quarter in (1, 2, 3, 4):
+            hit = deep & ((depth * 4).ceil() == quarter)  # [F]
+            found[f"pivots_quarter_{quarter}"] = (hit.sum(), deep.sum())
+        for ending, at in (("", deep), ("_root", ~deep)):
+            found[f"branch_reward{ending}"] = (outcome[at].sum(), outcome[at].numel())
+            found[f"pivots_saved{ending}"] = (saved[at].sum(), at.sum())
+        return found
 
 
 # </own>
@@ -252,9 +325,8 @@ def policy_loss(
     # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can
     # be brought back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    objective = (
-        objective * (1 + (args.branch_weight - 1) * branch)[:, None]
-    )  # [n, T]: λ on branches
+    weight = (1 + (args.branch_weight - 1) * branch)[:, None]  # [n, 1]: λ on branches
+    objective = objective * weight  # [n, T]
     out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
     cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
     stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
@@ -275,6 +347,7 @@ def main(args: Args, world: World) -> None:
     lm, tokenizer = load_model(args.model)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
+    branches = Branches(args, engine, task, tokenizer, world)  # <own>
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
     policy = shard(Policy(lm), world, args.dtype)
     if args.gradient_checkpointing:
@@ -284,24 +357,10 @@ def main(args: Args, world: World) -> None:
     run = Run(args, world, Path(__file__).stem, ACTED)
     stop = StopFlag()
     done = 0  # steps
-    # <own>
-    vocabulary = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
-    boundaries = {
-        token for token, text in enumerate(vocabulary) if text.rstrip(" ").endswith(args.boundary)
-    }
-    if not args.boundary or not boundaries:
-        raise BadInput(f"--boundary {args.boundary!r}: no token ends in it")
-    if args.branches < 2:
-        raise BadInput(
-            f"--branches {args.branches}: must be 2 or more, they are compared with each other"
-        )
-    # (depth, some branch succeeded) of the latest pivots
-    feedback: deque[tuple[float, float]] = deque(maxlen=10_000)
-    # </own>
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
-        feedback.extend(state["feedback"])  # <own>
+        branches.feedback.extend(state["feedback"])  # <own>
     engine.sync(policy)
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
     run.start(task, done)
@@ -329,47 +388,9 @@ def main(args: Args, world: World) -> None:
             rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
             rollout.advantages = advantages(rewards).flatten()  # [N]
 
-        # <own>
-        # Branches: every failed response is cut at one of its pivots and gets K new endings, all
-        # sampled in one batch.
-        with run.clock("branch"):
-            K, (u, v) = args.branches, fit_success(list(feedback))
-            failed = (rewards.flatten() <= 0).nonzero()[:, 0]  # [F]: rows
-            responses, prefixes, depths = rollout.response_ids(), [], []
-            for row in failed.tolist():
-                # Each response's own: nothing to save
-                rng = random.Random(f"{args.seed}/{cursor * G + row}")
-                kept, depth = choose_pivot(responses[row], boundaries, u, v, args.depth_power, rng)
-                prefixes.append(responses[row][:kept])
-                depths.append(depth)
-            rollout.origin, rollout.branch = (
-                torch.arange(N, device=world.device),
-                torch.zeros(N, device=world.device),
-            )
-            parents = [problems[row // G] for row in failed.tolist()]
-            starts = [parent.prompt_ids for parent in parents]
-            grown = engine.generate(starts, K, args.max_new_tokens, args.temperature, prefixes)
-            texts = tokenizer.batch_decode(grown.response_ids(), skip_special_tokens=True)
-            scores = task.judge(texts, [parent.answer for parent in parents for _ in range(K)])
-            outcome = torch.tensor(scores, device=world.device).view(len(failed), K)  # [F, K]
-            # Over siblings only, the parent is not one
-            grown.advantages = advantages(outcome).flatten()  # [F·K]
-            grown.origin, grown.branch = (
-                failed.repeat_interleave(K),
-                torch.ones_like(grown.advantages),
-            )
-            branch_tokens, saved = grown.mask.sum(), (outcome > 0).any(dim=1)  # [], [F]
-            feedback.extend(
-                zip(
-                    gather(torch.tensor(depths), world).tolist(),
-                    gather(saved.float(), world).tolist(),
-                )
-            )
-            # All right or all wrong: nothing to learn
-            grown = grown.rows(grown.advantages.abs() > 1e-8)
-            if global_sum({"rows": len(grown)}, world)["rows"] >= args.min_branches:
-                rollout = Rollout.join(rollout, grown)
-        # </own>
+        # Branches: K new endings of every failed response, behind the main rows.
+        with run.clock("branch"):  # <own>
+            rollout = branches.grow(rollout, rewards, problems, cursor)  # <own>
 
         # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
         # from other kernels, and a ratio against them would mix two things: how far the policy
@@ -386,18 +407,7 @@ def main(args: Args, world: World) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
             for first in range(0, N, N // args.minibatches):
-                # <own>
-                inside = (first <= rollout.origin) & (
-                    rollout.origin < first + N // args.minibatches
-                )  # [rows]
-                minibatch = rollout.rows(inside)
-                lengths = minibatch.mask.sum(dim=1)  # [n]
-                streams = {
-                    "main": lengths @ (1 - minibatch.branch),
-                    "branch": lengths @ minibatch.branch,
-                }
-                streams = global_sum(streams, world)
-                # </own>
+                minibatch, balance = branches.rows(rollout, first, N // args.minibatches)  # <own>
                 denominator = 0.0
                 for rows in micro_batches(minibatch, args.micro_tokens, world):
                     micro = minibatch.rows(rows)
@@ -412,7 +422,7 @@ def main(args: Args, world: World) -> None:
                         advantages=micro.advantages,
                         mask=micro.mask,
                         branch=micro.branch,  # <own>
-                        balance=streams["main"] / max(1.0, streams["branch"]),  # <own>
+                        balance=balance,  # <own>
                     )
                     loss.backward()  # sums: gradients add up over micro-batches
                     denominator = denominator + count
@@ -436,50 +446,27 @@ def main(args: Args, world: World) -> None:
         with run.clock("sync"):
             engine.sync(policy)
 
-        # <own>
-        tokens = rollout.mask[:N].sum()  # of the main stream: its rows come first
-        depths, wrong = torch.tensor(depths), (rewards <= 0).all(dim=1)  # [F], [P]
-        rescued = (
-            torch.zeros(P, device=world.device).index_fill(0, failed[saved] // G, 1.0) * wrong
-        )  # [P]
-        # The others are roots
-        deep = torch.tensor([len(prefix) > 0 for prefix in prefixes], dtype=torch.bool)  # [F]
-        # Histogram of the depths at which branches start, the root left out
-        for quarter in (1, 2, 3, 4):
-            hit = deep & ((depths * 4).ceil() == quarter)  # [F]
-            means.add(**{f"pivots_quarter_{quarter}": (hit.sum(), deep.sum())})
-        for ending, at in (("", deep), ("_root", ~deep)):
-            means.add(**{f"branch_reward{ending}": (outcome[at].sum(), outcome[at].numel())})
-            means.add(**{f"pivots_saved{ending}": (saved[at].sum(), at.sum())})
-        means.add(
-            failed=(len(failed), N),
-            pivots_root=((~deep).sum(), len(deep)),
-            groups_rescued=(rescued.sum(), wrong.sum()),
-            extra_tokens=(branch_tokens, tokens),
-            branches_used=(len(rollout) - N, None),
-        )
-        # </own>
+        means.add(**branches.statistics(rollout, rewards))  # <own>
+        rollout = rollout.rows(slice(N))  # the main stream again  # <own>
+        tokens = rollout.mask.sum()
         means.add(
             reward=(rewards.sum(), N),
             zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient
             response_len=(tokens, N),
-            truncated=((~rollout.finished[:N]).sum(), N),  # <own>
-            tokens=(tokens + branch_tokens, None),  # <own>
+            truncated=((~rollout.finished).sum(), N),
+            tokens=(tokens, None),
             judge_killed=(task.killed, None),  # answers so far that broke the judge's bounds
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
-        metrics |= {"fit_u": u, "fit_v": v} if v < float("inf") else {}  # <own>
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(
-            step, metrics
-        )  # before the checkpoint: a kill in between costs a line, written again
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs this line alone
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):
                 state = {"engine": engine.state_dict()}
-                state["feedback"] = list(feedback)  # <own>
+                state["feedback"] = list(branches.feedback)  # <own>
                 save_checkpoint(run.checkpoints, step, policy, optimizer, state, world)
         if stopping:
             break

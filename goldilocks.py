@@ -53,16 +53,15 @@ Run it:
         goldilocks.py ...
 """
 
-import math  # <own>
-import random  # <own>
 from collections import deque  # <own>
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random  # <own>
 from typing import Literal
 
 from common.batch import Rollout  # <own>
 from common.checkpoint import load_checkpoint, save_checkpoint, save_model
-from common.data import encode, load_task  # <own>
+from common.data import Problem, Task, encode, load_task  # <own>
 from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
 from common.distributed import BadInput, gather  # <own>
 from common.evaluation import evaluate
@@ -133,18 +132,15 @@ class Args(Flags):
     candidates: Count = 16  # <own>
     """K: prompts that compete for each slot of the batch (ours)."""
     explore: Share = 0.1  # <own>
-    """η: share of slots that go to a random candidate: they keep the teacher's sample honest
-    (ours)."""
+    """η: share of slots given to a random candidate, to keep the teacher's sample honest (ours)."""
     window: Count = 2048  # <own>
-    """Latest (prompt, value) pairs the teacher learns from; older ones describe an older student
-    (ours)."""
+    """Latest prompts the teacher learns from; older ones tell of an older student (ours)."""
     teacher_batch: Count = 64  # <own>
-    """Pairs in one update of the teacher; selection begins when the window holds as many (ours)."""
+    """Prompts in one of its updates; selection begins when the window holds as many (ours)."""
     teacher_updates: Whole = 2  # <own>
     """Updates of the teacher per step (ours)."""
     teacher_lr: Positive = 1e-3  # <own>
-    """AdamW's learning rate of the teacher, ten times that for its head (ours; 1e-5 for a real
-    model)."""
+    """AdamW's rate for the teacher, ten times that for its head (ours; real models: 1e-5)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -159,47 +155,34 @@ def advantages(rewards: Tensor) -> Tensor:
 
 # <own>
 class Teacher(nn.Module):
-    """f(q) = 1/2 σ(u · mean_t h_t(q) + v): how much a prompt can teach the student, from its text
-    alone."""
+    """f(q) = 1/2 σ(u · mean_t h_t(q) + v): what a prompt can teach the student, from its text."""
 
     def __init__(self, backbone: nn.Module):
         super().__init__()
         self.lm, self.head = backbone, nn.Linear(backbone.config.hidden_size, 1)
-        # At first every prompt is worth 1/4
-        nn.init.zeros_(self.head.weight), nn.init.zeros_(self.head.bias)
+        nn.init.zeros_(self.head.weight), nn.init.zeros_(self.head.bias)  # at first all f are 1/4
 
     def forward(self, sequences: Tensor, lengths: Tensor) -> Tensor:
         """`sequences [n, S]` right-padded, `lengths [n]` -> `[n]` in (0, 1/2)."""
         hidden = self.lm(input_ids=sequences, use_cache=False).last_hidden_state  # [n, S, H]
-        # No padding
-        real = (
-            torch.arange(sequences.shape[1], device=sequences.device) < lengths[:, None]
-        )  # [n, S]
+        real = torch.arange(hidden.shape[1], device=lengths.device) < lengths[:, None]  # [n, S]
         mean = (hidden * real[..., None]).sum(dim=1) / lengths[:, None]  # [n, H]
         return 0.5 * self.head(mean)[:, 0].float().sigmoid()  # the range of sqrt(p (1-p))
 
 
 def learning_value(rewards: Tensor) -> Tensor:
-    """sqrt(p̂ (1-p̂)) of each group `[P, G]` -> `[P]`. All wrong or all right is 0: a verdict too,
-    not a missing one.
-
-    Computed as the rewards' (population) standard deviation, which it is for rewards 0 and 1; part
-    marks have one too.
-    """
+    """sqrt(p̂ (1-p̂)) of each group `[P, G]` -> `[P]`: the population standard deviation of rewards
+    0 and 1, and of part marks. All wrong or all right is 0, a verdict too."""
     return (rewards - rewards[:, :1]).std(dim=1, correction=0)
 
 
-def select(
-    values: Tensor, candidates: list[list[str]], explore: float, rng: random.Random
-) -> list[tuple[int, bool]]:
-    """Each slot's (candidate, whether by chance): best of `values [B, K]`, or any; none twice while
-    another is left."""
+def select(values: Tensor, candidates: list[list], explore: float, rng: Random) -> list[tuple]:
+    """For each slot (which candidate, whether by chance): the best of `values [B, K]`, or with
+    probability `explore` any. No prompt is taken twice while its slot has another left."""
     chosen, taken = [], set()
     for scores, prompts in zip(values.tolist(), candidates):
-        order, chance = (
-            sorted(range(len(prompts)), key=lambda k: -scores[k]),
-            rng.random() < explore,
-        )
+        order = sorted(range(len(prompts)), key=lambda k: -scores[k])
+        chance = rng.random() < explore
         if chance:
             rng.shuffle(order)
         k = next((k for k in order if prompts[k] not in taken), order[0])
@@ -208,57 +191,119 @@ def select(
     return chosen
 
 
-def teacher_values(
-    args: Args,
-    teacher: nn.Module,
-    prompts: list[list[int]],
-    world: World,
-    targets: Tensor | None = None,
-) -> Tensor:
-    """f(q) of this rank's prompts `[n]`. With `targets [n]` it also adds the gradient of Σ (f -
-    target)²."""
-    none, values = [[]] * len(prompts), torch.zeros(len(prompts), device=world.device)  # [n]
-    # Without responses
-    batch = Rollout.pack(prompts=prompts, tokens=none, logps=none, eos=[], device=world.device)
-    for rows in micro_batches(batch, args.micro_tokens, world):
-        micro = batch.rows(rows)
-        with torch.set_grad_enabled(targets is not None):
-            found = teacher(micro.sequences[:, : micro.prompt_len.max()], micro.prompt_len)  # [b]
-        if targets is not None:
-            (found - targets[rows]).square().sum().backward()
-        values[rows] = found.detach()
-    return values
-
-
-def teach(
-    args: Args,
-    teacher: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    pairs: list,
-    rng: random.Random,
-    world: World,
-) -> None:
-    """One update on `--teacher_batch` random rows (prompt ids, value, ...): squared error, each
-    rank its share."""
-    share = rng.sample(pairs, args.teacher_batch)[world.rank :: world.size]
-    targets = torch.tensor([pair[1] for pair in share], device=world.device)  # [n]
-    teacher_values(args, teacher, [pair[0] for pair in share], world, targets)
-    scale_gradients(teacher, world.size / args.teacher_batch)
-    if math.isfinite(clip_gradients(teacher, args.grad_clip)):
-        optimizer.step()
-    optimizer.zero_grad()
-
-
 def rank_correlation(a: Tensor, b: Tensor) -> float:
-    """Spearman's: the correlation of the ranks, equal values sharing theirs; 0 where all of a side
-    are equal."""
+    """Spearman's: that of the ranks, equal values sharing theirs; 0 where a side is constant."""
     if len(a) < 2:
         return 0.0
-    ranks = [
-        (x[:, None] > x).double().sum(dim=1) + (x[:, None] == x).double().sum(dim=1) / 2
-        for x in (a, b)
-    ]
+    # Values below each less values above it: twice its rank, but for a constant
+    ranks = [(x[:, None] - x).sign().double().sum(dim=1) for x in (a, b)]  # [n], [n]
     return torch.corrcoef(torch.stack(ranks))[0, 1].nan_to_num().item()
+
+
+class Curriculum:
+    """Which prompts the student gets. In each step `choose`, before the rollout, asks the teacher
+    for f(q) of all candidates; `learn`, after the rewards, shows it what the chosen ones taught.
+
+    The ranks divide the teacher's work and share what comes of it: all see the same values, make
+    the same choice and keep the same window.
+    """
+
+    def __init__(self, args: Args, task: Task, world: World):
+        if args.teacher_batch % world.size or args.teacher_batch > args.window:
+            limits = f"a multiple of the {world.size} ranks, and at most --window {args.window}"
+            raise BadInput(f"--teacher_batch {args.teacher_batch}: must be {limits}")
+        self.args, self.task, self.world = args, task, world
+        backbone, self.tokenizer = load_model(args.teacher or args.model, "--teacher")
+        self.encode(task.held_out[:1])  # refuses now, not after the run has begun
+        self.teacher = shard(Teacher(backbone.base_model), world, args.dtype)
+        if args.gradient_checkpointing:
+            self.teacher.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+        head = {"params": self.teacher.head.parameters(), "lr": 10 * args.teacher_lr}
+        groups = [{"params": self.teacher.lm.parameters()}, head]
+        self.optimizer = torch.optim.AdamW(groups, lr=args.teacher_lr, weight_decay=0.0, fused=True)
+        # The latest choices: (prompt ids, value observed, value predicted, whether by chance)
+        self.window = deque(maxlen=args.window)
+
+    def choose(self, step: int) -> list[Problem]:
+        """The problems of a step, all ranks', one for each of its B slots: of K candidates the one
+        with the largest f(q), or by chance any."""
+        args, B, K = self.args, self.args.prompts_per_step, self.args.candidates
+        P, rank = B // self.world.size, self.world.rank
+        slots = range((step - 1) * B, step * B)
+        pool = [[self.task.train(slot * K + k) for k in range(K)] for slot in slots]  # [B, K]
+        # Each rank asks about its own slots; then all choose for all slots alike, so that none
+        # takes a prompt that another has taken.
+        asked = [problem for slot in pool[rank * P : (rank + 1) * P] for problem in slot]
+        values = self.predict(self.encode(asked))  # [P·K]
+        self.values = gather(values, self.world).view(B, K).cpu()  # [B, K]
+        prompts = [[problem.prompt for problem in slot] for slot in pool]
+        explore = args.explore if len(self.window) >= args.teacher_batch else 1.0  # no teacher yet
+        self.rng = Random(f"{args.seed}/{step}")  # each step's own: nothing to save
+        choice = select(self.values, prompts, explore, self.rng)
+        self.predicted = self.values[range(B), [k for k, _ in choice]]  # [B]
+        self.by_chance = torch.tensor([chance for _, chance in choice])  # [B]
+        self.chosen = [slot[k] for slot, (k, _) in zip(pool, choice)]
+        return self.chosen
+
+    def learn(self, rewards: Tensor) -> dict[str, tuple]:
+        """From this rank's rewards `[P, G]`: what every rank's choices have taught goes into the
+        window, and the teacher is updated. Returns the step's metrics."""
+        observed = gather(learning_value(rewards), self.world).cpu()  # [B]
+        ids, columns = self.encode(self.chosen), (observed, self.predicted, self.by_chance)
+        self.window.extend(zip(ids, *(column.tolist() for column in columns)))
+        if len(self.window) >= self.args.teacher_batch:
+            for _ in range(self.args.teacher_updates):
+                self.teach()
+        return self.statistics(observed)
+
+    def encode(self, problems: list[Problem]) -> list[list[int]]:
+        """The bare prompts as the teacher's tokens."""
+        return [encode(problem.prompt, None, self.tokenizer, "--teacher") for problem in problems]
+
+    def predict(self, prompts: list[list[int]], targets: Tensor | None = None) -> Tensor:
+        """f(q) of these prompts `[n]`; with `targets [n]` also the gradient of Σ (f - target)²."""
+        # A batch of prompts without responses
+        none, values = [[]] * len(prompts), torch.zeros(len(prompts), device=self.world.device)
+        batch = Rollout.pack(prompts=prompts, tokens=none, logps=none, eos=[], device=values.device)
+        for rows in micro_batches(batch, self.args.micro_tokens, self.world):
+            micro, learning = batch.rows(rows), targets is not None
+            sequences = micro.sequences[:, : micro.prompt_len.max()]  # [b, S]
+            with torch.set_grad_enabled(learning):
+                f = self.teacher(sequences, micro.prompt_len)  # [b]
+            if learning:
+                (f - targets[rows]).square().sum().backward()
+            values[rows] = f.detach()
+        return values
+
+    def teach(self) -> None:
+        """One update: squared error on `--teacher_batch` random rows, each rank its share."""
+        n, world = self.args.teacher_batch, self.world
+        share = self.rng.sample(self.window, n)[world.rank :: world.size]
+        targets = torch.tensor([observed for _, observed, *_ in share], device=world.device)
+        self.predict([ids for ids, *_ in share], targets)
+        scale_gradients(self.teacher, world.size / n)
+        if clip_gradients(self.teacher, self.args.grad_clip) < float("inf"):  # nor NaN
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def statistics(self, observed: Tensor) -> dict[str, tuple]:
+        """Metrics as (sum, count) pairs, from the values `[B]` that the choices proved to have."""
+        chance, best, idle = self.by_chance, ~self.by_chance, observed == 0  # [B], [B], [B]
+        above = self.predicted - self.values.mean(dim=1)  # [B]
+        # The teacher is judged on random prompts, by what it said before they were tried. (What it
+        # chose itself is all alike: there the correlation is near 0 even for a good teacher.)
+        tried = [(f, y) for _, y, f, random in self.window if random][-self.args.teacher_batch :]
+        f, y = torch.tensor(tried).view(-1, 2).T  # [b], [b]
+        terms = sum(len(problem.prompt) // 2 for problem in self.chosen)  # drawn evenly: 4.5 each
+        return {
+            "chosen_over_mean": ((above * best).sum(), best.sum()),
+            "teacher_mean": (self.values.sum(), self.values.numel()),
+            "teacher_mse": ((f - y).square().sum(), len(f)),
+            "teacher_rank_corr": (rank_correlation(f, y), len(f) > 1),
+            "zero_groups_chosen": ((idle & best).sum(), best.sum()),
+            "zero_groups_uniform": ((idle & chance).sum(), chance.sum()),
+            "terms": (terms, len(self.chosen) * (self.task.name == "arithmetic")),
+        }
 
 
 # </own>
@@ -315,38 +360,21 @@ def main(args: Args, world: World) -> None:
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
-    # <own>
-    if args.teacher_batch % world.size or args.teacher_batch > args.window:
-        limits = f"a multiple of the {world.size} ranks, and at most --window {args.window}"
-        raise BadInput(f"--teacher_batch {args.teacher_batch}: must be {limits}")
-    backbone, teacher_tokenizer = load_model(args.teacher or args.model, "--teacher")
-    for problem in task.held_out[:1]:
-        # Refuses now, not after the run has begun
-        encode(problem.prompt, None, teacher_tokenizer, "--teacher")
-    teacher = shard(Teacher(backbone.base_model), world, args.dtype)
-    if args.gradient_checkpointing:
-        teacher.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-    groups = [
-        {"params": teacher.lm.parameters()},
-        {"params": teacher.head.parameters(), "lr": 10 * args.teacher_lr},
-    ]
-    teacher_optimizer = torch.optim.AdamW(groups, lr=args.teacher_lr, weight_decay=0.0, fused=True)
-    # (prompt ids, observed value, predicted value, whether taken by chance)
-    window = deque(maxlen=args.window)
-    # </own>
+    curriculum = Curriculum(args, task, world)  # <own>
     policy = shard(Policy(lm), world, args.dtype)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     decay = {"betas": args.betas, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
-    both, optimizers = nn.ModuleList([policy, teacher]), [optimizer, teacher_optimizer]  # <own>
+    both = nn.ModuleList([policy, curriculum.teacher])  # <own>
+    optimizers = [optimizer, curriculum.optimizer]  # <own>
     run = Run(args, world, Path(__file__).stem, ACTED)
     stop = StopFlag()
     done = 0  # steps
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, both, optimizers, world)  # <own>
         engine.load_state_dict(state["engine"])
-        window.extend(state["window"])  # <own>
+        curriculum.window.extend(state["window"])  # <own>
     engine.sync(policy)
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
     run.start(task, done)
@@ -358,37 +386,13 @@ def main(args: Args, world: World) -> None:
     for step in run.steps(done):
         means = Means()
 
-        # <own>
-        # Choice: K candidates for every slot of the batch. Each rank scores those of its own slots,
-        # then all choose for all slots alike, so that none takes a prompt that another has taken.
-        with run.clock("teacher"):
-            rng, K, B = random.Random(f"{args.seed}/{step}"), args.candidates, args.prompts_per_step
-            pool = [
-                [task.train(slot * K + k) for k in range(K)]
-                for slot in range((step - 1) * B, step * B)
-            ]  # [B, K]
-            mine = slice(world.rank * P, (world.rank + 1) * P)  # this rank's slots
-            asked = [
-                encode(p.prompt, None, teacher_tokenizer, "--teacher")
-                for candidates in pool[mine]
-                for p in candidates
-            ]
-            values = gather(teacher_values(args, teacher, asked, world), world).view(
-                -1, K
-            )  # [B, K]
-            # Uniform until there is a teacher
-            explore = args.explore if len(window) >= args.teacher_batch else 1.0
-            choice = select(
-                values, [[p.prompt for p in candidates] for candidates in pool], explore, rng
-            )
-            predicted = values[range(B), [k for k, _ in choice]].cpu()  # [B]
-        # </own>
+        # Choice: for each slot of the batch the candidate from which most can be learned.
+        with run.clock("teacher"):  # <own>
+            chosen = curriculum.choose(step)  # <own>
 
         # Rollout: this rank's P prompts, G responses each.
         with run.clock("rollout"):
-            problems = [
-                candidates[k] for candidates, (k, _) in zip(pool[mine], choice[mine])
-            ]  # <own>
+            problems = chosen[world.rank * P : (world.rank + 1) * P]  # <own>
             prompts = [problem.prompt_ids for problem in problems]
             rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)
             N = len(rollout)  # P·G rows, a group's G rows side by side
@@ -400,35 +404,8 @@ def main(args: Args, world: World) -> None:
             rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
             rollout.advantages = advantages(rewards).flatten()  # [N]
 
-        # <own>
-        with run.clock("teacher"):
-            observed = gather(learning_value(rewards), world).cpu()  # [B]
-            prompts = [candidates[k].prompt for candidates, (k, _) in zip(pool, choice)]
-            ids = [encode(prompt, None, teacher_tokenizer, "--teacher") for prompt in prompts]
-            window.extend(
-                zip(ids, observed.tolist(), predicted.tolist(), (chance for _, chance in choice))
-            )
-            for _ in range(args.teacher_updates if len(window) >= args.teacher_batch else 0):
-                teach(args, teacher, teacher_optimizer, list(window), rng, world)
-        # The teacher is judged on random prompts, by what it said before they were tried. (What it
-        # chose itself is all alike: there the correlation is near 0 even for a good teacher.)
-        tried = [(f, y) for _, y, f, chance in window if chance][-args.teacher_batch :]
-        f, y = torch.tensor(tried).view(-1, 2).T  # [b], [b]
-        by_chance, idle = torch.tensor([chance for _, chance in choice]), observed == 0  # [B], [B]
-        means.add(
-            chosen_over_mean=(
-                ((predicted - values.cpu().mean(dim=1)) * ~by_chance).sum(),
-                (~by_chance).sum(),
-            ),
-            teacher_mean=(values.sum(), values.numel()),
-            teacher_mse=((f - y).square().sum(), len(f)),
-            teacher_rank_corr=(rank_correlation(f, y), len(f) > 1),
-            zero_groups_chosen=((idle & ~by_chance).sum(), (~by_chance).sum()),
-            zero_groups_uniform=((idle & by_chance).sum(), by_chance.sum()),
-            # Drawn evenly: 4.5
-            terms=(sum(len(p) // 2 for p in prompts), B * (task.name == "arithmetic")),
-        )
-        # </own>
+        with run.clock("teacher"):  # <own>
+            means.add(**curriculum.learn(rewards))  # <own>
 
         # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
         # from other kernels, and a ratio against them would mix two things: how far the policy
@@ -495,14 +472,12 @@ def main(args: Args, world: World) -> None:
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(
-            step, metrics
-        )  # before the checkpoint: a kill in between costs a line, written again
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs this line alone
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):
                 state = {"engine": engine.state_dict()}
-                state["window"] = list(window)  # <own>
+                state["window"] = list(curriculum.window)  # <own>
                 save_checkpoint(run.checkpoints, step, both, optimizers, state, world)  # <own>
         if stopping:
             break

@@ -60,24 +60,25 @@ Run it:
         vcpo.py ...
 """
 
-import itertools  # <own>
 from collections import deque  # <own>
 from concurrent.futures import Future, ThreadPoolExecutor  # <own>
 from dataclasses import dataclass
+from functools import partial  # <own>
 from pathlib import Path
 from typing import Annotated, Literal  # <own>
 
 from common.batch import Rollout  # <own>
 from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.data import load_task
-from common.distributed import StopFlag, World, clip_gradients, scale_gradients, shard  # <own>
+from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
 from common.distributed import CLOSING, BadInput, gather  # <own>
 from common.evaluation import evaluate
 from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, check_sampler, frozen_reference
-from common.logprobs import response_logprobs  # <own>
+from common.logprobs import micro_batches, response_logprobs
 from common.model import load_model
+from common.norms import gradient_norms, strange_part  # <own>
 from common.rollout import make_engine
 from common.tracking import Means, Run
 import torch
@@ -90,13 +91,13 @@ class Args(Flags):
     model: str = "tiny"
     """Hub name, local folder, or `tiny`, the embedded model."""
     steps: Count = 150
-    """Rollouts, all but the first `lag` followed by `minibatches` optimiser steps (ours)."""  # <own>
+    """Rollouts, all but the first `lag` followed by `minibatches` optimiser steps (ours)."""
     prompts_per_step: Count = 8  # <own>
     """P: prompts in a rollout, over all ranks (ours)."""
     group_size: Count = 8
     """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: Count = 1  # <own>
-    """Optimiser steps per batch (paper: 1)."""  # <own>
+    """Optimiser steps per batch (paper: 1)."""
     max_new_tokens: Count = 64
     """Length limit of a response (DeepSeekMath: 1024)."""
     temperature: Temperature = 1.0
@@ -115,7 +116,7 @@ class Args(Flags):
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 0  # <own>
-    """Trained batches over which lr rises linearly (paper: none)."""  # <own>
+    """Trained batches over which lr rises linearly (paper: none)."""
     betas: Betas = (0.9, 0.95)
     """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
     0.999)."""
@@ -146,23 +147,20 @@ class Args(Flags):
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.73, -0.58, -0.58,
-    -0.58]."""
-    # Equal ones centre to exactly 0: the mean of eight 0.3 is not quite 0.3
+    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.73, -.58, -.58, -.58]."""
+    # Equal rewards become exactly 0 first: the mean of eight 0.3 is not quite 0.3.
     rewards = rewards - rewards[:, :1]  # [P, G]
-    # The group's mean is the baseline
-    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
     # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
-    # about the reward. The population's, as in the authors' code  # <own>
-    std = rewards.std(dim=1, keepdim=True, correction=0)  # [P, 1]  # <own>
-    # b comes on top, see baseline_shift  # <own>
-    return centred / torch.where(std > 1e-8, std, 1.0)  # [P, G]  # <own>
+    # about the reward.
+    # <own>
+    # The population's, as in the authors' code. The baseline b comes on top, see baseline_shift.
+    std = rewards.std(dim=1, keepdim=True, correction=0)  # [P, 1]
+    return centred / torch.where(std > 1e-8, std, 1.0)  # [P, G]
 
 
-# <own>
 def log_weight(logp: Tensor, rollout_logp: Tensor, mask: Tensor) -> Tensor:
-    """log w `[n]` of whole responses, each a product over its tokens `[n, T]`: a sum of logarithms,
-    not a mean."""
+    """log w of whole responses `[n]`: the sum over their tokens `[n, T]`, not the mean."""
     return ((logp.detach() - rollout_logp) * mask).sum(dim=1)
 
 
@@ -171,79 +169,103 @@ def truncated(args: Args, log_w: Tensor) -> Tensor:
     return log_w.clamp(-20, 20).exp().clamp(max=args.is_cap)
 
 
+def ess_ratio(log_w: Tensor) -> Tensor:
+    """ρ = ESS/B = (Σ w)² / (B Σ w²) of the weights' logarithms `[B]`, finite for any of them."""
+    return (2 * log_w.logsumexp(0) - (2 * log_w).logsumexp(0)).exp() / len(log_w)
+
+
 def baseline_shift(log_w: Tensor, norms: Tensor, advantages: Tensor) -> Tensor:
-    """The baseline b of one group, in units of its advantages: Σ w²|g|² Â / Σ w²|g|²; all `[G]`.
+    """b of a group, in units of its advantages: Σ w²|g|² Â / Σ w²|g|²; `[..., G]` -> `[...]`.
 
     (R - b)/std = Â - this, since Â is (R - mean)/std. In log space: w² alone overflows after a
     hundred tokens.
     """
-    return torch.softmax(2 * log_w + 2 * norms.clamp(min=1e-30).log(), dim=0) @ advantages
+    share = torch.softmax(2 * log_w + 2 * norms.clamp(min=1e-30).log(), dim=-1)  # [..., G]
+    return (share * advantages).sum(dim=-1)
 
 
-def ess_ratio(log_w: Tensor) -> Tensor:
-    """ρ = ESS/B = (Σ w)² / (B Σ w²) of the weights' logarithms `[B]`, in log space: finite for any
-    of them."""
-    return (2 * log_w.logsumexp(0) - (2 * log_w).logsumexp(0)).exp() / len(log_w)
+def baseline_shifts(args: Args, policy: Policy, batch: Rollout, world: World) -> Tensor:
+    """`baseline_shift` of every response's group `[n]`; all ranks call it together."""
+    A = batch.advantages.view(-1, args.group_size)  # [P, G]
+    shifts, unequal = torch.zeros_like(A), (A != 0).any(dim=1)  # [P, G], [P]
+    if args.optimal_baseline:
+        # Where all rewards are equal b is their mean, whatever the norms
+        part = batch.rows(unequal.repeat_interleave(args.group_size))
+        logp, norms = gradient_norms(policy, part, args, world)  # [n, T], [n]
+        log_w = log_weight(logp, part.rollout_logp, part.mask)  # [n]
+        log_w, norms = log_w.view(-1, A.shape[1]), norms.view(-1, A.shape[1])  # [p, G]
+        shifts[unequal] = baseline_shift(log_w, norms, A[unequal])[:, None]
+    return shifts.flatten()
 
 
-def add_group_gradient(
-    args: Args,
-    policy: Policy,
-    group: Rollout,
-    turn: bool,
-    parameters: list,
-    total: list,
-    means: Means,
-    world: World,
-) -> Tensor:
-    """Add one group's share of the gradient of -J to `total`; returns its log weights `[G]`.
+class Stale:
+    """Batches that wait until they are `lag` updates old, as in an asynchronous system.
 
-    All ranks call it together, `turn` is true on the one whose group it is.
+    With `--async` one of them is not in the queue but being sampled, beside the update.
     """
-    plain = [torch.zeros_like(p) for p in parameters]  # Σ w ĝ; Σ Â w ĝ goes into `total` at once
-    # The owner's, on every rank
-    advantages = gather(group.advantages[: len(group) * turn], world)  # [G]
-    log_w, norms, losses = [], [], []
-    for i, advantage in enumerate(advantages.tolist()):
-        row = group.rows(slice(i, i + 1))
-        logp, entropy = response_logprobs(policy, row, args.temperature)  # [1, T], [1, T]
-        own = {
-            "old_logp": row.old_logp,
-            "rollout_logp": row.rollout_logp,
-            "entropy": entropy,
-            "mask": row.mask,
-        }
-        own["advantages"] = torch.ones_like(row.advantages)  # the true one comes in below
-        loss, count, stats = policy_loss(args, logp=logp, **own)
-        # FSDP averages: what is left is the owner's gradient, -min(w, 8) ĝ
-        (loss * (world.size * turn)).backward()
-        log_w.append(log_weight(logp, row.rollout_logp, row.mask))  # [1]
-        scale = row.mask.sum() / truncated(args, log_w[-1])  # [1]: from min(w, 8) ĝ to g
-        # Inf: measures and does not clip
-        norms.append(clip_gradients(policy, float("inf")) * scale)  # [1]
-        for summed, alone, parameter in zip(total, plain, parameters):
-            summed.add_(parameter.grad, alpha=advantage)
-            alone.add_(parameter.grad)
-        policy.zero_grad()
-        if turn:
-            losses.append(loss.detach())  # []
-            means.add(entropy=(entropy.sum(), row.mask.sum()), **stats)
-    log_w, norms = (
-        gather(torch.cat(x)[: len(group) * turn], world) for x in (log_w, norms)
-    )  # [G], [G]
-    shift = (
-        baseline_shift(log_w, norms, advantages)
-        if args.optimal_baseline
-        else advantages.new_zeros(())
-    )
-    if turn:
-        means.add(
-            loss=(torch.stack(losses) @ (advantages - shift), len(losses)),
-            baseline_shift=(shift.abs(), 1),
-        )
-    for summed, alone in zip(total, plain):
-        summed.sub_(alone.mul_(shift))
-    return log_w
+
+    def __init__(self, engine: object, run: Run):
+        args, self.world, on = run.args, run.world, run.world.device
+        self.args, limits = args, {"n": args.group_size, "limit": args.max_new_tokens}
+        self.generate = partial(engine.generate, temperature=args.temperature, **limits)
+        self.queue: deque[Rollout] = deque()
+        self.held = args.lag - args.asynchronous  # batches in it, once it is full
+        self.ahead: Future | None = None  # the rollout that is sampled beside the update
+        if not 0 <= self.held <= args.lag < args.steps:
+            least = f"must be {int(args.asynchronous)} or more, and below --steps {args.steps}"
+            raise BadInput(f"--lag {args.lag}: {least}")
+        if args.asynchronous and (args.tensor_parallel > 1 or args.vllm_sleep):
+            # Two users of NCCL, or of memory, at once
+            raise BadInput("--async: not together with --tensor_parallel or --vllm_sleep")
+        self.thread = ThreadPoolExecutor(1)
+        CLOSING.append(self.thread.shutdown)
+        if args.asynchronous and on.type == "cuda":
+            self.thread.submit(torch.cuda.set_device, on).result()  # a thread starts on GPU 0
+            torch.cuda.synchronize()  # what is under way belongs to the old stream
+            # The trainer's own: kernels of one stream would take turns
+            torch.cuda.set_stream(torch.cuda.Stream())
+        elif args.asynchronous:
+            run.say("--async on a CPU: it shows the staleness, not the speed-up")
+
+    def sample(self, prompts: list[list[int]]) -> Rollout:
+        """This step's rollout: the one sampled ahead, if there is one."""
+        self.was_ahead = self.ahead is not None
+        rollout, self.ahead = self.ahead.result() if self.ahead else self.generate(prompts), None
+        return rollout
+
+    def next(self, rollout: Rollout, step: int) -> Rollout | None:
+        """The batch that is due in this step, its `number` from 1 on and `age` in updates; None
+        while the queue fills. `rollout` takes its place at the end."""
+        self.number = max(1, step - self.held)
+        rollout.version = torch.full((len(rollout),), self.number - 1 - self.was_ahead)  # [N]
+        self.queue.append(rollout)
+        if len(self.queue) <= self.held:
+            return None
+        due = self.queue.popleft()
+        self.age = (self.number - 1 - due.version[0].item()) * self.args.minibatches
+        return due
+
+    def sample_ahead(self, prompts: list[list[int]], step: int) -> None:
+        """With `--async`: start on the next step's rollout, unless an evaluation comes first, which
+        needs the engine."""
+        if self.args.asynchronous and step % self.args.eval_every and step < self.args.steps:
+            self.ahead = self.thread.submit(self.generate, prompts)
+
+    def wait(self) -> None:
+        """Return when nothing is being sampled: the engine may be given new weights."""
+        if self.ahead:
+            self.ahead.result()
+
+    def state_dict(self) -> dict:
+        ahead = vars(self.ahead.result()) if self.ahead else {}
+        return {"queue": [vars(waiting) for waiting in self.queue], "ahead": ahead}
+
+    def load_state_dict(self, state: dict) -> None:
+        on = self.world.device
+        self.queue.extend(Rollout(**columns).to(on) for columns in state["queue"])
+        if state["ahead"]:
+            self.ahead = Future()
+            self.ahead.set_result(Rollout(**state["ahead"]).to(on))
 
 
 # </own>
@@ -263,6 +285,7 @@ def policy_loss(
     logp: Tensor,
     old_logp: Tensor,
     rollout_logp: Tensor,
+    ref_logp: Tensor | None,
     entropy: Tensor,
     advantages: Tensor,
     mask: Tensor,
@@ -291,6 +314,7 @@ def main(args: Args, world: World) -> None:
     lm, tokenizer = load_model(args.model)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
+    reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
     policy = shard(Policy(lm), world, args.dtype)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -299,51 +323,16 @@ def main(args: Args, world: World) -> None:
     run = Run(args, world, Path(__file__).stem, ACTED)
     stop = StopFlag()
     done = 0  # steps
-    # <own>
-    queue: deque[Rollout] = deque()  # sampled, waiting to be trained on
-    # Batches that wait; the rollout that is being sampled
-    held, ahead = args.lag - args.asynchronous, None
-    if not 0 <= held <= args.lag < args.steps:
-        least = 1 if args.asynchronous else 0
-        raise BadInput(f"--lag {args.lag}: must be {least} or more, and below --steps {args.steps}")
-    # Two users of NCCL, or of memory, at once
-    if args.asynchronous and (args.tensor_parallel > 1 or args.vllm_sleep):
-        raise BadInput("--async: not together with --tensor_parallel or --vllm_sleep")
-    sampler_thread = ThreadPoolExecutor(1)
-    if args.asynchronous and world.device.type == "cuda":
-        # a new thread starts on the first GPU
-        sampler_thread.submit(torch.cuda.set_device, world.device).result()
-        torch.cuda.synchronize()  # what is under way belongs to the old stream
-        # The trainer's own: kernels of one stream would take turns
-        torch.cuda.set_stream(torch.cuda.Stream())
-    CLOSING.append(sampler_thread.shutdown)
-
-    def sample(step: int) -> Rollout:
-        """This rank's rollout of a step."""
-        cursor = (step - 1) * args.prompts_per_step + world.rank * P
-        prompts = [task.train(cursor + i).prompt_ids for i in range(P)]
-        return engine.generate(prompts, G, args.max_new_tokens, args.temperature)
-
-    # </own>
+    stale = Stale(engine, run)  # <own>
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
-        queue.extend(Rollout(**columns).to(world.device) for columns in state["queue"])  # <own>
-        # <own>
-        if state["ahead"]:
-            ahead = Future()
-            ahead.set_result(Rollout(**state["ahead"]).to(world.device))
-        # </own>
+        stale.load_state_dict(state)  # <own>
     engine.sync(policy)
-    # P: this rank's share of the prompts
-    P, G = args.prompts_per_step // world.size, args.group_size
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
     run.start(task, done)
-    # <own>
-    if args.asynchronous and world.device.type == "cpu":
-        run.say(
-            "--async on a CPU: sampler and trainer share the cores; it shows the staleness, not the speed-up"
-        )
-    # </own>
+    if args.optimal_baseline and (part := strange_part(policy)):  # <own>
+        run.say(f"no gradient norms in one pass for {part}: one response at a time")  # <own>
     if done == 0:
         with run.clock("evaluate"):
             before = evaluate(engine, task, tokenizer, args, world)
@@ -357,7 +346,8 @@ def main(args: Args, world: World) -> None:
         with run.clock("rollout"):
             cursor = (step - 1) * args.prompts_per_step + world.rank * P
             problems = [task.train(cursor + i) for i in range(P)]
-            rollout = ahead.result() if ahead else sample(step)  # <own>
+            prompts = [problem.prompt_ids for problem in problems]
+            rollout = stale.sample(prompts)  # <own>
             N = len(rollout)  # P·G rows, a group's G rows side by side
 
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
@@ -372,105 +362,100 @@ def main(args: Args, world: World) -> None:
         # once. The sampler check needs it; what was sampled ahead comes from weights that the
         # trainer no longer has, and goes unchecked.
         with run.clock("old_logp"):
-            # <own>
-            rollout.old_logp, sampler = rollout.rollout_logp, {}  # [N, T]
-            if not ahead:
-                rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
-                sampler = check_sampler(rollout, args, world)
-            # </own>
+            rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
+            if reference:
+                rollout.ref_logp, _ = all_logprobs(reference, rollout, args, world)  # [N, T]
+            sampler = {} if stale.was_ahead else check_sampler(rollout, args, world)  # <own>
 
+        # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
+        # fills there is none: the step trains on nothing and logs what it sampled.
         # <own>
-        # What is trained on now was sampled `lag` batches ago. The first `lag` steps only fill the
-        # queue.
-        version = max(0, step - 1 - held)  # batches trained on so far
-        sampled_at = max(0, version - 1) if ahead else version
-        rollout.version, rollout.rewards = (
-            torch.full((N,), sampled_at),
-            rewards.flatten(),
-        )  # [N], [N]
-        queue.append(rollout)
-        ripe = len(queue) > held
-        if ripe:
-            rollout, ahead = queue.popleft(), None
-            means.add(lag=((version - rollout.version[0].item()) * args.minibatches, 1))
-        # Where an evaluation follows, which needs the engine, the next batch is sampled in turn:
-        # and is checked.
-        if ripe and args.asynchronous and step % args.eval_every and step < args.steps:
-            ahead = sampler_thread.submit(sample, step + 1)
-        rewards = rollout.rewards.view(P, G)  # [P, G]
+        rollout.rewards = rewards.flatten()  # [N]
+        due = stale.next(rollout, step)
+        if due:
+            rollout, rewards = due, due.rewards.view(P, G)  # [P, G]
+            means.add(lag=(stale.age, 1))
+            following = [task.train(cursor + args.prompts_per_step + i) for i in range(P)]
+            stale.sample_ahead([problem.prompt_ids for problem in following], step)
         # </own>
 
         # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as
         # memory asks for.
         with run.clock("update"):
-            warm_lr = args.lr * min(1.0, (version + 1) / max(1, args.warmup))  # <own>
+            warm_lr = args.lr * min(1.0, stale.number / max(1, args.warmup))  # <own>
             for group in optimizer.param_groups:
                 group["lr"] = warm_lr  # <own>
-            for first in range(0, N * ripe, N // args.minibatches):  # <own>
+            for first in range(0, N if due else 0, N // args.minibatches):  # <own>
                 minibatch = rollout.rows(slice(first, first + N // args.minibatches))
                 # <own>
-                parameters = list(policy.parameters())  # this rank's shards
-                total, log_w = [torch.zeros_like(p) for p in parameters], []
-                for start, owner in itertools.product(
-                    range(0, len(minibatch), G), range(world.size)
-                ):
-                    siblings, mine = minibatch.rows(slice(start, start + G)), owner == world.rank
-                    log_w.append(
-                        add_group_gradient(
-                            args, policy, siblings, mine, parameters, total, means, world
-                        )
+                shift = baseline_shifts(args, policy, minibatch, world)  # [n]
+                minibatch.advantages = minibatch.advantages - shift
+                means.add(baseline_shift=(shift.abs().sum(), len(shift)))
+                log_w = torch.zeros_like(shift)  # [n]
+                # </own>
+                denominator = 0.0
+                for rows in micro_batches(minibatch, args.micro_tokens, world):
+                    micro = minibatch.rows(rows)
+                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
+                    log_w[rows] = log_weight(logp, micro.rollout_logp, micro.mask)  # <own>
+                    loss, count, stats = policy_loss(
+                        args,
+                        logp=logp,
+                        old_logp=micro.old_logp,
+                        rollout_logp=micro.rollout_logp,
+                        ref_logp=micro.ref_logp,
+                        entropy=entropy,
+                        advantages=micro.advantages,
+                        mask=micro.mask,
                     )
-                for parameter, summed in zip(parameters, total):
-                    parameter.grad = summed
-                # The mean over the responses of all ranks
-                scale_gradients(policy, 1 / (len(minibatch) * world.size))
-                rho = ess_ratio(torch.cat(log_w)).item()
+                    loss.backward()  # sums: gradients add up over micro-batches
+                    denominator = denominator + count
+                    means.add(loss=(loss, count), **stats)
+                    means.add(entropy=(entropy.sum(), micro.mask.sum()))
+                # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their
+                # number it is the sum over all ranks; divided by what they counted together, the
+                # mean that the objective asks for.
+                denominator = global_sum({"count": denominator}, world)["count"]
+                scale_gradients(policy, world.size / denominator)
+                # <own>
+                rho = ess_ratio(gather(log_w, world)).item()
                 scale = min(1.0, rho / args.rho_on) ** 0.5 if args.ess_scaling else 1.0
                 optimizer.param_groups[0]["lr"] = warm_lr * scale
                 means.add(ess_ratio=(rho, 1), lr_scale=(scale, 1), lr_damping=(1 - scale, 1))
                 # </own>
                 norm = clip_gradients(policy, args.grad_clip)
-                # Not NaN, not infinite: one such step would end the run
+                # Neither NaN nor infinite: one such step would end the run. All ranks skip together
+                # (their shares add up to one).
                 healthy = run.healthy(norm, minibatch)
-                # All ranks skip together: their shares add up to one.
-                means.add(
-                    grad_norm=(norm if healthy else 0.0, healthy),
-                    skipped=((not healthy) / world.size, None),
-                )
+                means.add(grad_norm=(norm if healthy else 0.0, healthy))
+                means.add(skipped=((not healthy) / world.size, None))
                 if healthy:
                     optimizer.step()
                 optimizer.zero_grad()
 
         with run.clock("sync"):
-            if ahead:  # <own>
-                ahead.result()  # not before it has been sampled  # <own>
+            stale.wait()  # <own>
             engine.sync(policy)
 
         tokens = rollout.mask.sum()
-        # All of the batch trained on, or, while the queue fills, of the one just sampled; as the
-        # sampler's always are.
         means.add(
             reward=(rewards.sum(), N),
-            # All equal: no reward gradient
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
             tokens=(tokens, None),
-            # Answers so far that broke the judge's bounds
-            judge_killed=(getattr(task.judge, "killed", 0), None),
+            judge_killed=(task.killed, None),  # answers so far that broke the judge's bounds
         )
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if step % args.eval_every == 0 or step == args.steps:
             with run.clock("evaluate"):
                 metrics |= evaluate(engine, task, tokenizer, args, world)
-        # Before the checkpoint: a kill in between costs a line that will be written again
-        run.log(step, metrics)
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs this line alone
         done, stopping = step, stop.anywhere(world)
         if step % args.save_every == 0 or step == args.steps or stopping:
             with run.clock("save"):
                 state = {"engine": engine.state_dict()}
-                state["queue"] = [vars(waiting) for waiting in queue]  # <own>
-                state["ahead"] = vars(ahead.result()) if ahead else {}  # <own>
+                state |= stale.state_dict()  # <own>
                 save_checkpoint(run.checkpoints, step, policy, optimizer, state, world)
         if stopping:
             break

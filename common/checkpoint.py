@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.distributed import Refused, RunStopped, World, full_parameters, together
 
@@ -113,25 +113,31 @@ def read_share(checkpoint: Path, world: World) -> dict:
     return shares.get(world.rank, first)
 
 
-def load_checkpoint(
-    folder: Path, policy: nn.Module, optimizer: Optimizer, world: World
-) -> tuple[int, dict]:
-    """Restore the newest whole checkpoint in place; returns its step and this rank's `state`."""
+def newest_whole(folder: Path, world: World, flag: str) -> tuple[Path, dict]:
+    """The newest undamaged checkpoint in `folder`, for which `flag` asks, and this rank's share."""
     found, damaged = [checkpoints(folder)], []
     dist.broadcast_object_list(found)  # all ranks must take the same one
     for checkpoint in reversed(found[0]):
         try:
             # Damage takes many forms.
             with together(world, RunStopped, f"{checkpoint.name} is damaged", Exception):
-                saved = read_share(checkpoint, world)
+                share = read_share(checkpoint, world)
             break
         except RunStopped as error:
             damaged.append(str(error))
     else:
         why = f"whole checkpoint in {folder}: {'; '.join(damaged)}"
-        raise Refused(f"--resume: no {why if damaged else f'checkpoint in {folder}'}")
+        raise Refused(f"{flag}: no {why if damaged else f'checkpoint in {folder}'}")
     if damaged and world.rank == 0:
         print(f"{folder}: {'; '.join(damaged)}: going on from {checkpoint.name}", flush=True)
+    return checkpoint, share
+
+
+def load_checkpoint(
+    folder: Path, policy: nn.Module, optimizer: Optimizer, world: World
+) -> tuple[int, dict]:
+    """Restore the newest whole checkpoint in place; returns its step and this rank's `state`."""
+    checkpoint, saved = newest_whole(folder, world, "--resume")
     weights, moments = get_state_dict(policy, optimizer)
     what = f"--resume: {checkpoint} does not fit --model"
     with together(world, Refused, what, CheckpointException):
@@ -145,9 +151,7 @@ def load_checkpoint(
     return step_of(checkpoint), saved["state"]
 
 
-def save_model(
-    policy: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: Path, world: World
-) -> None:
+def save_model(policy: nn.Module, tokenizer: Tokenizer, folder: Path, world: World) -> None:
     """Write the model in the Hugging Face format: loadable by transformers, vLLM, and `--model`."""
     weights = {}
     for name, full in full_parameters(policy):  # all ranks gather, the first one keeps

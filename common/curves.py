@@ -86,7 +86,7 @@ def draw_curves(folder: Path) -> Path:
     lines, acted = read_lines(folder / "metrics.jsonl"), telling(config)
     names = dict.fromkeys([*[*PANELS][:3], *acted, *[*PANELS][3:]])
     found = {name: series(lines, name) for name in names}
-    least = {"sampler_kl": ROUNDING}
+    least = {"sampler_kl": ROUNDING, "grad_norm": 1e-30}  # a log axis has no 0
     titles = {
         name: (PANELS | acted)[name]
         for name, (_, values) in found.items()
@@ -100,14 +100,18 @@ def draw_curves(folder: Path) -> Path:
     figure, axes = sheet(titles, f"{config['algorithm']}: {setting}\n{drawn}")
     for name, axis in axes.items():
         steps, values = found[name]  # [n], [n]
+        color = ORANGE if name in acted else BLUE
         if name == "greedy":  # on the same problems each time: nothing to smooth
             axis.plot(steps, values, "o-", color=BLUE, label="greedy")
             axis.plot(*series(lines, "sampled"), "s--", color=ORANGE, label="sampled")
             axis.legend()
+        elif 2 * len(steps) < len(lines):  # what happens now and then is no line
+            axis.plot(steps, values, "o", markersize=4, color=color)
         else:
-            color = ORANGE if name in acted else BLUE
             axis.plot(steps, values, ".-", markersize=1, linewidth=1, color=color, alpha=0.3)
-            axis.plot(steps, smooth(values, width), color=color)
+            axis.plot(steps, line := smooth(values, width), color=color)
+            if name == "grad_norm":  # one of nearly 0 would flatten all the rest
+                axis.set_ylim(bottom=max(axis.get_ylim()[0], np.nanmin(line) / 20))
     with whole(folder / "curves.png") as partial:
         figure.savefig(partial, dpi=100, format="png")
     return folder / "curves.png"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.distributed import BadInput, blame, first_line
 from common.reward import GYM_SIZE, MathJudge, arithmetic_reward, final_answer, gym_rows
@@ -59,15 +59,13 @@ class Task:
         return getattr(self.judge, "killed", 0)
 
 
-def load_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
+def load_task(args: object, tokenizer: Tokenizer) -> Task:
     """The task that `--task` names, by its kind, with `--eval_problems` held-out problems."""
     gym = args.task.startswith("reasoning_gym:")
     if args.eval_task and (gym or args.task == "arithmetic"):
-        wrong = f"--task {args.task} has its own held-out problems and judge"
-        raise BadInput(f"--eval_task {args.eval_task}: {wrong}")
+        raise BadInput(f"--eval_task: --task {args.task} has its own held-out problems and judge")
     if "," in args.eval_task:
-        wrong = "several sets are for tools.evaluate, a run takes one"
-        raise BadInput(f"--eval_task {args.eval_task}: {wrong}")
+        raise BadInput(f"--eval_task {args.eval_task}: one set, several are for tools.evaluate")
     if args.task == "arithmetic":
         return arithmetic_task(args, tokenizer)
     return reasoning_gym_task(args, tokenizer) if gym else dataset_task(args, tokenizer)
@@ -76,7 +74,7 @@ def load_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
 # Where the prompts come from
 
 
-def arithmetic_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
+def arithmetic_task(args: object, tokenizer: Tokenizer) -> Task:
     """The embedded task; held-out problems are the same for every seed: runs can be compared."""
 
     def problem(prompt: str) -> Problem:
@@ -104,7 +102,7 @@ def arithmetic_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
     return Task("arithmetic", train, list(chosen.values()), judge)
 
 
-def reasoning_gym_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
+def reasoning_gym_task(args: object, tokenizer: Tokenizer) -> Task:
     """A procedural set of the `reasoning-gym` package, scored by its own function.
 
     Held out is its second half, from the end; where a prompt is too long, another one of the same
@@ -139,7 +137,7 @@ def reasoning_gym_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task
     return Task(args.task, train, held_out, MathJudge(gym=name))
 
 
-def dataset_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
+def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
     """A finite set as an endless stream of seeded shuffles.
 
     Without a test split, up to a quarter of it is held back. A prompt that is held out is never
@@ -148,8 +146,7 @@ def dataset_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
     spec, judge = args.eval_task or args.task, MathJudge()
     files = [path for path in map(local_file, (args.task, args.eval_task)) if path]
     if len(files) == 2 and len(set(map(os.path.realpath, files))) == 1:
-        wrong = "is the training file; left out, a part of that is held back"
-        raise BadInput(f"--eval_task {spec}: {wrong}")
+        raise BadInput(f"--eval_task {spec}: is the training file, of which a part is held back")
     rows = read_set(args.task, args, "train")
     train_set = problems(rows, args, tokenizer, f"--task {args.task}")
     remarks = remarks_on(args.task, train_set, judge)
@@ -167,12 +164,11 @@ def dataset_task(args: object, tokenizer: PreTrainedTokenizerBase) -> Task:
         held_out = distinct[: min(args.eval_problems, max(1, len(distinct) // 4))]
         never = {problem.prompt for problem in held_out}
         if len(held_out) < args.eval_problems:
-            what = "problems are held out (a quarter), not --eval_problems"
-            remarks.append(f"{len(held_out)} of {len(distinct)} {what}")
+            remarks.append(f"{len(held_out)} of {len(distinct)} problems are held out (a quarter)")
     kept = [problem for problem in train_set if problem.prompt not in never]
     if not kept:
-        wrong = f"no training problem left of {len(rows)}: the prompts are all held out"
-        raise BadInput(f"--task {args.task}: {wrong}")
+        left = f"no training problem left of {len(rows)}: the prompts are all held out"
+        raise BadInput(f"--task {args.task}: {left}")
     lost = len(train_set) - len(kept)
     if lost > (0 if own_split else len(held_out)):
         remarks.append(f"{lost} rows have a prompt that is held out and are not trained on")
@@ -218,10 +214,8 @@ def remarks_on(spec: str, found: list[Problem], judge: MathJudge) -> list[str]:
 # How a prompt becomes tokens
 
 
-def problems(
-    rows: list[tuple], args: object, tokenizer: PreTrainedTokenizerBase, flag: str
-) -> list[Problem]:
-    """Rows as problems, without those whose prompt is too long."""
+def problems(rows: list, args: object, tokenizer: Tokenizer, flag: str) -> list[Problem]:
+    """(prompt, answer) rows as problems, without those whose prompt is too long."""
     (most, limits), found = room(args, tokenizer), []
     for prompt, answer in slowly(rows, "tokenising"):
         if len(prompt) <= CHARACTERS * most:
@@ -233,7 +227,7 @@ def problems(
     return found
 
 
-def room(args: object, tokenizer: PreTrainedTokenizerBase) -> tuple[int, str]:
+def room(args: object, tokenizer: Tokenizer) -> tuple[int, str]:
     """Tokens that a prompt may have, so that its response fits too; and that in words."""
     positions = min(getattr(tokenizer, "model_max_length", math.inf), 10**9)
     words = f"a prompt may have --max_prompt_tokens {args.max_prompt_tokens} tokens, and the "
@@ -242,7 +236,7 @@ def room(args: object, tokenizer: PreTrainedTokenizerBase) -> tuple[int, str]:
 
 
 def encode(
-    prompt: str, instruction: str | None, tokenizer: PreTrainedTokenizerBase, flag: str = "--model"
+    prompt: str, instruction: str | None, tokenizer: Tokenizer, flag: str = "--model"
 ) -> list[int]:
     """Prompt and instruction as token ids, through the tokenizer's chat template or PLAIN_PROMPT.
 

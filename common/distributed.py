@@ -34,7 +34,7 @@ class RunStopped(RuntimeError):
 
 
 @contextlib.contextmanager
-def blame(what: str, kind: type[Exception] = BadInput) -> Iterator[None]:
+def blame(what: str, kind: type = BadInput) -> Iterator[None]:
     """Any error inside becomes one line for people: "`what` (its first line)".
 
     For other people's code, which raises many kinds: file formats, tokenizers, hub clients.
@@ -164,9 +164,7 @@ def gather(values: Tensor, world: World) -> Tensor:
 
 
 @contextlib.contextmanager
-def together(
-    world: World, kind: type[Exception], what: str, *also: type[BaseException]
-) -> Iterator[None]:
+def together(world: World, kind: type, what: str, *also: type) -> Iterator[None]:
     """Work on files inside; where it fails on one rank, all raise `kind`: "`what` (the cause)".
 
     To fail is to raise an OSError or one of `also`.

@@ -1,14 +1,12 @@
 """The two accuracies of a run: greedy and sampled, on problems that training never sees."""
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.data import Task
 from common.distributed import World, global_sum
 
 
-def evaluate(
-    engine: object, task: Task, tokenizer: PreTrainedTokenizerBase, args: object, world: World
-) -> dict[str, float]:
+def evaluate(engine: object, task: Task, tokenizer: Tokenizer, args: object, world: World) -> dict:
     """Accuracy on the held-out problems, over all ranks.
 
     `greedy`: of one response at temperature 0; `sampled`: the mean of --eval_samples responses.

@@ -20,6 +20,7 @@ class Rule(NamedTuple):
 
 
 Count = Annotated[int, Rule("1 or more", lambda x: x >= 1)]
+Several = Annotated[int, Rule("2 or more", lambda x: x >= 2)]
 Whole = Annotated[int, Rule("0 or more", lambda x: x >= 0)]
 Seed = Whole
 Positive = Annotated[float, Rule("a number above 0", lambda x: x > 0)]

@@ -53,8 +53,7 @@ def holds_a_run(folder: Path) -> bool:
     strange = [name for name in sorted(names) if not name.startswith("evaluation-")]
     strange = [name for name in strange if not name.endswith(".partial")]
     if strange and not saved_config(folder):
-        what = f"holds {strange[0]} and no run, give a new or an empty folder"
-        raise BadInput(f"--run_dir {folder}: {what}")
+        raise BadInput(f"--run_dir {folder}: holds {strange[0]} and no run, give an empty folder")
     return bool(names)
 
 
@@ -69,28 +68,28 @@ class Claim:
         self.made = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            while not self._holds():  # the last holder may have removed the file in between
-                self._take()
-            os.ftruncate(self.lock, 0)
-            os.write(self.lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            self._take()
         except (BadInput, OSError):
             self.release()
             raise
 
     def _take(self) -> None:
-        self._close()
-        # Python hands no file on: no child keeps the lock.
-        self.lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(self.lock, 300).decode(errors="replace") or "just starting"
-            self._close()  # the file stays: it is not ours
-            what = f"another run writes there ({holder})"
-            raise BadInput(f"--run_dir {self.folder}: {what}") from None
-        except OSError as error:  # some network file systems
-            what = f"cannot be locked ({first_line(error)}): see that no other run writes there"
-            print(f"{self.folder} {what}")
+        while not self._holds():  # the last holder may have removed the file in between
+            self._close()
+            # Python hands no file on: no child keeps the lock.
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            self.lock = os.open(self.folder / LOCK, flags, 0o666)
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.read(self.lock, 300).decode(errors="replace") or "just starting"
+                self._close()  # the file stays: it is not ours
+                wrong = f"--run_dir {self.folder}: another run writes there ({holder})"
+                raise BadInput(wrong) from None
+            except OSError as error:  # some network file systems
+                print(f"{self.folder}: no lock ({first_line(error)}), keep other runs out of it")
+        os.ftruncate(self.lock, 0)
+        os.write(self.lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
 
     def _holds(self) -> bool:
         """Whether the lock file in the folder is the one that is open here."""
@@ -107,15 +106,13 @@ class Claim:
     def hold(self) -> None:
         """Stop if the folder was swapped: what is written now would be in another's."""
         if not self._holds():
-            what = "was moved or replaced under this run: nothing more is written to it"
-            raise RunStopped(f"{self.folder} {what}")
+            raise RunStopped(f"{self.folder} was moved or replaced under this run: it stops")
 
     def renew(self, fill: Callable[[Path], None]) -> Path:
         """Move the folder aside, to NAME.1 or the next number; a `fill`ed one takes its place."""
         here, name = self.folder, self.folder.name
         if Path.cwd().is_relative_to(here.resolve()):
-            what = "holds an earlier run, which is not moved from under the shell"
-            raise BadInput(f"--run_dir {here}: {what}")
+            raise BadInput(f"--run_dir {here}: its run is not moved from under the shell")
         new = Claim(here.with_name(f".{name}.{os.getpid()}"))
         try:
             fill(new.folder)

@@ -22,12 +22,14 @@ from common.flags import broken_rule
 from common.model import EMBEDDED
 from common.tracking import Run
 
+Stage = Callable[[object, World], None]  # of the flags and the ranks
 
-def launch(main: Callable[[object, World], None], Args: type) -> None:
+
+def launch(main: Stage, Args: type, prepare: Stage | None = None) -> None:
     """Parse the flags, join the ranks, run `main(args, world)`.
 
     Errors meant for people are one line on stderr: exit code 2 for bad input, 1 for a run that had
-    to stop.
+    to stop. A program that does not train has a `prepare(args, world)` in place of `check`.
     """
     # Every rank meets the same error: say it once.
     first_rank, world = os.environ.get("LOCAL_RANK", "0") == "0", None
@@ -36,9 +38,7 @@ def launch(main: Callable[[object, World], None], Args: type) -> None:
     try:
         args = parse(Args, first_rank)
         world = setup()
-        check(args, world)
-        for line in without_effect(args, world) if first_rank else ():
-            print(line, flush=True)
+        (prepare or check)(args, world)
         try:
             main(args, world)
         finally:
@@ -117,8 +117,8 @@ def check(args: object, world: World) -> None:
         raise BadInput(f"--group_size {args.group_size}: a group needs 2 responses to compare")
     unit = world.size * args.minibatches  # mini-batches are made of whole groups
     if args.prompts_per_step % unit:
-        wrong = f"not a multiple of ranks x --minibatches = {unit}"
-        raise BadInput(f"--prompts_per_step {args.prompts_per_step}: {wrong}")
+        number = f"--prompts_per_step {args.prompts_per_step}"
+        raise BadInput(f"{number}: not a multiple of ranks x --minibatches = {unit}")
     if args.wandb and not importlib.util.find_spec("wandb"):
         raise BadInput(f"--wandb {args.wandb}: needs the package (pip install wandb)")
     if args.rollout == "auto":  # starting vLLM takes a minute, longer than an embedded model's run
@@ -126,6 +126,8 @@ def check(args: object, world: World) -> None:
         args.rollout = "vllm" if here and args.model not in EMBEDDED else "hf"
     if args.dtype == "auto":
         args.dtype = "bfloat16" if world.device.type == "cuda" else "float32"
+    for line in without_effect(args, world) if world.rank == 0 else ():
+        print(line, flush=True)
 
 
 def without_effect(args: object, world: World) -> Iterator[str]:

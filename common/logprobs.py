@@ -11,9 +11,11 @@ from transformers import PreTrainedModel
 
 from common.batch import Rollout
 from common.distributed import RunStopped, World, global_sum, shard
+from common.model import head_logits
 from common.routing import Routing
 
 BLOCK_ELEMENTS = 2**26  # logits made at once: 256 MB in float32, whatever the vocabulary
+Pair = tuple[Tensor, Tensor]
 # What a forward and backward pass costs whatever its size, in tokens. On a CPU measured (embedded
 # model: 150 to 300), on a GPU estimated: there FSDP gathers the weights twice in each.
 PASS_TOKENS = {"cpu": 256, "cuda": 2048}
@@ -30,9 +32,7 @@ class Policy(nn.Module):
         super().__init__()
         self.lm, self.routing = lm, Routing(lm)
 
-    def forward(
-        self, sequences: Tensor, predicts: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, sequences: Tensor, predicts: Tensor, temperature: float) -> Pair:
         """Of each NEXT token that `predicts [n, S]` asks for, along `sequences [n, S]`: two `[M]`.
 
         Sequences are right-padded: with causal attention no real token ever sees a pad, and no
@@ -44,9 +44,7 @@ class Policy(nn.Module):
         return token_logprobs(hidden, self.lm.lm_head.weight, targets, temperature)
 
 
-def token_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
+def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Pair:
     """log softmax(hidden @ weight.T / temperature)[targets], and that softmax's entropy.
 
     hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, entropy `[M]` (nats, without
@@ -65,7 +63,18 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
         """`[b, V]`, float32: a softmax in bfloat16 would add its own rounding to the product's."""
-        return (hidden @ weight.T).float() / temperature
+        return head_logits(hidden, weight) / temperature
+
+    @staticmethod
+    def d_logits(
+        hidden: Tensor, weight: Tensor, targets: Tensor, d_logp: Tensor, temperature: float
+    ) -> Tensor:
+        """`[b, V]`, in the weight's precision: d log p(target) / d logits = 1{target} - p, times
+        `d_logp`."""
+        p = TokenLogprobs.logits(hidden, weight, temperature).softmax(-1)  # [b, V]
+        d_logits = p.mul_(-d_logp[..., None])  # [b, V]
+        d_logits.scatter_add_(-1, targets[..., None], d_logp[..., None])
+        return (d_logits / temperature).to(weight.dtype)
 
     @staticmethod
     def blocks(hidden: Tensor, weight: Tensor) -> list[slice]:
@@ -75,7 +84,7 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: object, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Pair:
         ctx.save_for_backward(hidden, weight, targets)
         ctx.temperature = temperature
         logp = torch.empty(len(hidden), device=hidden.device)  # [M]
@@ -95,11 +104,8 @@ class TokenLogprobs(torch.autograd.Function):
         # Summed over blocks in float32: in bfloat16 every block would round what came before it.
         d_weight = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]
         for rows in TokenLogprobs.blocks(hidden, weight):
-            p = TokenLogprobs.logits(hidden[rows], weight, ctx.temperature).softmax(-1)  # [b, V]
-            # d log p(target) / d logits = 1{target} - p
-            d_logits = p.mul_(-d_logp[rows, None])  # [b, V]
-            d_logits.scatter_add_(1, targets[rows, None], d_logp[rows, None])
-            d_logits = (d_logits / ctx.temperature).to(weight.dtype)  # [b, V]
+            given = hidden[rows], weight, targets[rows], d_logp[rows], ctx.temperature
+            d_logits = TokenLogprobs.d_logits(*given)  # [b, V]
             d_hidden[rows] = d_logits @ weight
             d_weight += d_logits.T @ hidden[rows]
         return d_hidden, d_weight.to(weight.dtype), None, None
@@ -144,9 +150,7 @@ def micro_batches(batch: Rollout, max_tokens: int, world: World) -> list[Tensor]
     return [torch.tensor(rows, dtype=torch.long, device=batch.tokens.device) for rows in micros]
 
 
-def response_logprobs(
-    policy: nn.Module, batch: Rollout, temperature: float
-) -> tuple[Tensor, Tensor]:
+def response_logprobs(policy: nn.Module, batch: Rollout, temperature: float) -> Pair:
     """log π(token) and entropy of every sampled token: two `[n, T]`, zero on padding."""
     blank, where = torch.zeros_like(batch.mask), batch.mask.bool()  # [n, T]
     if len(batch) == 0:  # other ranks have rows left and wait for our part of FSDP's collectives
@@ -166,9 +170,7 @@ def response_logprobs(
 
 
 @torch.no_grad()
-def all_logprobs(
-    policy: nn.Module, batch: Rollout, args: object, world: World
-) -> tuple[Tensor, Tensor]:
+def all_logprobs(policy: nn.Module, batch: Rollout, args: object, world: World) -> Pair:
     """`response_logprobs` of a whole batch without gradient, in micro-batches: two `[N, T]`.
 
     With a mixture of experts the batch gets a column `trainer_experts`, like the sampler's.

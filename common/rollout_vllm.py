@@ -55,6 +55,7 @@ class VLLMEngine:
         if self.reports_experts:
             # A batch scheduled ahead would outlive the cache's reset.
             options |= {"enable_return_routed_experts": True, "async_scheduling": False}
+        options["hf_overrides"] = {"head_dtype": "float32"}  # as the trainer's: see head_logits
         if dtype == "float8":
             # Triton's experts, as others leave CUDA graphs stale after a push; not the router.
             options |= {"quantization": "fp8_per_channel", "moe_backend": "triton"}
@@ -130,8 +131,7 @@ class VLLMEngine:
             if self.cpu:
                 self.llm.apply_model(repack_experts)
             if not self.llm.reset_prefix_cache():
-                what = "keys and values of old weights would be used"
-                raise RunStopped(f"vLLM did not drop its prefix cache: {what}")
+                raise RunStopped("vLLM kept its prefix cache: keys and values of old weights")
 
     def state_dict(self) -> dict:
         return {"calls": self.calls}

@@ -91,8 +91,8 @@ class Run:
             raise BadInput(f"--resume: no run in {self.folder}")
         for name in sorted(own.keys() - FREE_ON_RESUME):
             if saved.get(name) != own[name]:
-                wrong = f"has {name} {saved.get(name)!r}, this run {own[name]!r}"
-                raise BadInput(f"--resume: {self.folder} {wrong}")
+                wrong = f"{self.folder} has {name} {saved.get(name)!r}, this run {own[name]!r}"
+                raise BadInput(f"--resume: {wrong}")
         lines = read_lines(self.metrics) if self.metrics.is_file() else []
         if not any("greedy" in line for line in lines):
             raise BadInput(f"--resume: {self.metrics} is missing or holds no measurement")
@@ -123,8 +123,7 @@ class Run:
         a, kept = self.args, {}
         if a.resume:
             if saved_config(self.folder).get("data", self.config["data"]) != self.config["data"]:
-                what = f"the file behind --task {a.task} changed since {self.folder} was started"
-                raise BadInput(f"--resume: {what}")
+                raise BadInput(f"--resume: the file behind --task {a.task} changed since the start")
             if done > a.steps:
                 raise BadInput(f"--steps {a.steps}: {self.folder} is at step {done} already")
             for path in filter(Path.exists, (self.folder / name for name in ROWS)):
@@ -135,8 +134,8 @@ class Run:
             import wandb
 
             name = self.folder.name
-            with blame(f"--wandb {a.wandb}"):  # no network, no login: it raises many kinds
-                options = {"name": name, "id": name, "config": self.config, "resume": "allow"}
+            options = {"name": name, "id": name, "config": self.config, "resume": "allow"}
+            with blame(f"--wandb {a.wandb}: does not start"):  # no network, no login
                 self.wandb = wandb.init(project=a.wandb, **options)
         if not a.resume and holds_a_run(self.folder):
             aside = self.claim.renew(self._write_config)
@@ -229,8 +228,7 @@ class Run:
                 self.bar.close()
                 self.claim.hold()
                 if killed:
-                    what = "answers broke the judge's time or memory bounds: scored 0"
-                    self.say(f"\n{killed:.0f} {what}")
+                    self.say(f"\n{killed:.0f} answers broke the judge's time or memory bounds")
                 self._conclude(done)
                 self.claim.release()
 
@@ -265,8 +263,8 @@ class Run:
             f"seconds  {total:.0f}: {spent}",
         )
         if not any(line.get(self.acted) for line in history):  # null, a NaN, is no deed either
-            why = "the mechanism that it measures never acted (too few steps?)"
-            self.say(f"\nWARNING: {self.acted} was 0 at every step: {why}.")
+            idle = f"{self.acted} was 0 at every step"
+            self.say(f"\nWARNING: {idle}: what it measures never acted (too few steps?).")
         fallen = ", ".join(how for how in ("greedy", "sampled") if last[how] < first[how])
         if fallen:
             self.say(f"\nWARNING: held-out accuracy ({fallen}) ended below its start.")

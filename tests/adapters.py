@@ -5,9 +5,14 @@ from dataclasses import replace
 
 import common  # noqa: F401  (before torch)
 from common.reward import MathJudge, arithmetic_reward
+from tools.marks import ROOT, algorithms
 from torch import Tensor
 
-ALGORITHMS = ("grpo", "gspo", "sapo", "stapo", "maspo", "minirl", "vcpo", "goldilocks", "deep_grpo")
+# stem -> module: grpo, or variants.dapo
+MODULES = {
+    path.stem: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in algorithms()
+}
+ALGORITHMS = tuple(MODULES)
 _math_judge: MathJudge | None = None
 
 
@@ -30,23 +35,20 @@ def policy_loss(
     in `logp`, computed in the dtype given. `hparams` are fields of the file's own `Args`; an
     unknown one is a TypeError. Without `ref_logp` the KL term is off unless `beta` asks for it.
     """
-    module = importlib.import_module(algorithm)
+    module = importlib.import_module(MODULES[algorithm])
     args = module.Args()
-    extra = {}
-    if hasattr(args, "beta"):
-        if ref_logp is None:
-            args.beta = 0.0
-        extra["ref_logp"] = ref_logp
+    if hasattr(args, "beta") and ref_logp is None:
+        args.beta = 0.0
     args = replace(args, **hparams)
     loss, count, stats = module.policy_loss(
         args,
         logp=logp,
         old_logp=old_logp,
         rollout_logp=rollout_logp,
+        ref_logp=ref_logp,
         entropy=entropy,
         advantages=advantages,
         mask=mask,
-        **extra,
     )
     return loss / count, {
         name: float(total if number is None else total / number)
@@ -56,7 +58,7 @@ def policy_loss(
 
 def advantages(algorithm: str, rewards: Tensor) -> Tensor:
     """The file's advantages for rewards `[P, G]` -> `[P, G]`."""
-    return importlib.import_module(algorithm).advantages(rewards)
+    return importlib.import_module(MODULES[algorithm]).advantages(rewards)
 
 
 def reward(task: str, completion: str, answer: str) -> float:

@@ -1,25 +1,31 @@
-"""Shared fixtures. The files under test are imported from the repository's root."""
+"""Shared fixtures."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+# On a machine with GPUs too the suite is the CPU's: what needs one is in tests/gpu.
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
-import common  # noqa: E402, F401  (before torch)
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from common.distributed import setup  # noqa: E402
-from common.model import load_model  # noqa: E402
-from gpu.shapes import byte_tokenizer  # noqa: E402
-from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+import common  # noqa: F401  (before torch)
+import grpo
+import torch
+import torch.distributed as dist
+from common.distributed import setup
+from common.model import load_model
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.gpu.shapes import byte_tokenizer
+from tests.helpers import SMALL, no_curves, run_here
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_curves(request, monkeypatch):
+    """Runs draw their curves in tests marked `curves` alone: it takes longer than they do."""
+    if "curves" not in request.keywords:
+        monkeypatch.setattr("common.tracking.draw_curves", no_curves)
 
 
 @pytest.fixture
@@ -38,42 +44,21 @@ def tiny():
 
 
 @pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """The folder of a run of four steps with checkpoints at 2 and 4: to be read, or copied."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        assert run_here(patch, grpo.main, *SMALL, "--steps", 4, "--run_dir", folder) == 0
+    return folder
+
+
+@pytest.fixture(scope="session")
 def words(tmp_path_factory):
     """A folder with an untrained model that reads and writes any text, a token per byte."""
     folder = tmp_path_factory.mktemp("words")
     byte_tokenizer(258).save_pretrained(folder)
-    shape = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "intermediate_size": 32,
-        "head_dim": 32,
-        "vocab_size": 258,
-    }
-    heads = {
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-    }
-    Qwen3ForCausalLM(Qwen3Config(**shape, **heads, tie_word_embeddings=True)).save_pretrained(
-        folder
-    )
+    shape = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 32, "vocab_size": 258}
+    shape |= {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    shape |= {"pad_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": True}
+    Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(folder)
     return folder
-
-
-@pytest.fixture
-def command(tmp_path):
-    """Run a Python command line from the repository's root as a user would; returns the finished
-    process."""
-
-    def run(*words: object, **environment: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, *map(str, words)],
-            cwd=ROOT,
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-
-    return run

@@ -1,21 +1,27 @@
-"""Runs an algorithm file's own command line, but killed at a chosen moment: `driver.py FILE MOMENT
-STEP [flags]`.
+"""Runs an algorithm file's own command line, with something that happens at a chosen moment:
+`driver.py ALGORITHM MOMENT STEP [flags]`.
 
-MOMENT `log` kills right after step STEP's metrics were written; `save` between the writing of
-STEP's checkpoint and its renaming; `term`, `int`, `hup` send that signal at step STEP, and `stop`
-halts the process there, alive; `lost` kills rank 1 alone in the middle of update STEP.
+MOMENT `log` kills right after step STEP's metrics were written; `save` between the writing of the
+STEPth checkpoint and its renaming; `term`, `int`, `hup` send that signal at step STEP; `lost` kills
+rank 1 alone in the middle of update STEP. An Event in its place is set at step STEP, and the
+process then waits, alive, to be killed.
 """
 
 import importlib
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import common.checkpoint
 from common.launch import launch
 from common.tracking import Run
+
+from tests.adapters import MODULES
 
 SIGNALS = {
     "log": signal.SIGKILL,
@@ -23,39 +29,39 @@ SIGNALS = {
     "int": signal.SIGINT,
     "hup": signal.SIGHUP,
 }
-SIGNALS["stop"] = signal.SIGSTOP
-
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is inherited as ignored
-name, moment, step = sys.argv[1], sys.argv[2], int(sys.argv[3])
-sys.argv[1:] = sys.argv[4:]
-module = importlib.import_module(name)
-
-log, healthy, saving, updates = Run.log, Run.healthy, [], []
 
 
-def log_and_kill(self: Run, done: int, metrics: dict) -> None:
-    log(self, done, metrics)
-    if done == step and moment in SIGNALS:
-        os.kill(os.getpid(), SIGNALS[moment])
+def drive(algorithm: str, flags: Sequence, moment: object = "", step: int = 0) -> None:
+    """Patch `common` for the moment, and launch the algorithm."""
+    log, healthy, dcp_save = Run.log, Run.healthy, common.checkpoint.dcp.save
+    saving, updates = [], []
 
+    def log_and_end(self: Run, done: int, metrics: dict) -> None:
+        log(self, done, metrics)
+        if done == step and moment in SIGNALS:
+            os.kill(os.getpid(), SIGNALS[moment])
+        if done == step and hasattr(moment, "set"):
+            moment.set()
+            signal.pause()
 
-def save_and_kill(*arguments: object, **keywords: object) -> None:
-    saving.append(keywords)
-    dcp_save(*arguments, **keywords)
-    if moment == "save" and len(saving) == step:
-        os.kill(os.getpid(), signal.SIGKILL)
+    def save_and_kill(*arguments: object, **keywords: object) -> None:
+        saving.append(keywords)
+        dcp_save(*arguments, **keywords)
+        if moment == "save" and len(saving) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
 
+    def lose(self: Run, norm: float, batch: object) -> bool:
+        updates.append(norm)
+        if moment == "lost" and len(updates) == step and self.world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return healthy(self, norm, batch)
 
-def lose(self: Run, norm: float, batch: object) -> bool:
-    updates.append(norm)
-    if moment == "lost" and len(updates) == step and self.world.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return healthy(self, norm, batch)
+    Run.log, Run.healthy, common.checkpoint.dcp.save = log_and_end, lose, save_and_kill
+    module = importlib.import_module(MODULES[algorithm])
+    sys.argv = [f"{algorithm}.py", *map(str, flags)]
+    launch(module.main, module.Args)
 
-
-Run.log, Run.healthy = log_and_kill, lose
-dcp_save = common.checkpoint.dcp.save
-common.checkpoint.dcp.save = save_and_kill
 
 if __name__ == "__main__":
-    launch(module.main, module.Args)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is inherited as ignored
+    drive(sys.argv[1], sys.argv[4:], sys.argv[2], int(sys.argv[3]))

@@ -18,9 +18,7 @@ import contextlib
 import copy
 import importlib
 import json
-import multiprocessing.connection
 import random
-import socket
 import zlib
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -33,19 +31,23 @@ import pytest
 import torch
 from common.batch import Rollout
 from common.data import Problem, Task
-from common.distributed import World
+from common.distributed import World, setup
 from common.model import load_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.checks import replaced
+from tests.helpers import forked
 
 TINY = Path(__file__).parent.parent / "common" / "tiny"
 VOCABULARY = ["<pad>", "<eos>", *"0123456789+-*=;#"]
 EOS, LIMIT, T = 1, 40, 0.7
 P, G, M, K = 8, 4, 2, 2  # prompts, responses, mini-batches a step; branches from a pivot
 SAMPLES = 2  # sampled responses to a held-out problem
-TRAIN = """7*8-9+6= 1+2= 3*3*3= 9-9= 4+5*6= 0*1+2-3= 8*8= 5-6+7*8= 2+2-1= 6*7= 5*5-5= 9+9+9= 3-8= 1*2*3*4= 7+0= 8-2*3=
-    4*4= 6-6+6= 2*9-1= 5+5= 7*7-7= 1-2-3= 9*8+7= 3+4= 8+8*2= 0-1= 6*6*6= 2+3-4= 9*9= 1+1*1=""".split()
+TRAIN = """7*8-9+6= 1+2= 3*3*3= 9-9= 4+5*6= 0*1+2-3= 8*8= 5-6+7*8= 2+2-1= 6*7= 5*5-5= 9+9+9= 3-8=
+    1*2*3*4= 7+0= 8-2*3= 4*4= 6-6+6= 2*9-1= 5+5= 7*7-7= 1-2-3= 9*8+7= 3+4= 8+8*2= 0-1= 6*6*6=
+    2+3-4= 9*9= 1+1*1=""".split()
 HELD_OUT = "2*2= 5-7+1= 8*9-4= 3+3= 6*5+4*3=".split()
 
 
@@ -291,7 +293,9 @@ def task() -> tuple[Task, list[int]]:
         asked.append(index)
         return problem(TRAIN[index % len(TRAIN)])
 
-    judge = lambda texts, answers: [reward(t, a) for t, a in zip(texts, answers)]  # noqa: E731
+    def judge(texts: list[str], answers: list[str]) -> list[float]:
+        return [reward(text, answer) for text, answer in zip(texts, answers)]
+
     return Task("arithmetic", train, [problem(prompt) for prompt in HELD_OUT], judge), asked
 
 
@@ -379,18 +383,13 @@ def damaged(algorithm: str, where: str = "", old: str = "", new: str = "") -> Mo
     """A copy of the algorithm's module with one piece of the source of `where` replaced: its own or
     one of common's."""
     home = importlib.import_module(where or algorithm)
-    source = Path(home.__file__).read_text()
-    if old and source.count(old) != 1:  # no assertion: that is what a damage that was seen raises
-        raise LookupError(f"{home.__name__} has {source.count(old)} times {old!r}")
+    source = replaced(Path(home.__file__), old, new) if old else Path(home.__file__).read_text()
     copied = ModuleType(f"{home.__name__}_mutant")
     copied.__file__ = home.__file__
     with pytest.MonkeyPatch.context() as patch:
         # Dataclasses look their module up
         patch.setitem(importlib.sys.modules, copied.__name__, copied)
-        exec(
-            compile(source.replace(old, new) if old else source, home.__file__, "exec"),
-            vars(copied),
-        )
+        exec(compile(source, home.__file__, "exec"), vars(copied))
         if home.__name__ == algorithm:
             yield copied
             return
@@ -699,45 +698,20 @@ def routers(lm: torch.nn.Module) -> list[torch.nn.Module]:
 # Two ranks
 
 
-def trials(rank: int, port: int, jobs: list[tuple], folder: Path) -> None:
-    """One of two gloo ranks: record every job (algorithm, damage, flags) in turn;
+def trials(jobs: list[tuple], folder: Path) -> None:
+    """On one of the ranks: record every job (algorithm, damage, flags) in turn;
     `folder/<job>-<rank>.pt`."""
-    import os
-    import sys
-
-    from common.distributed import setup
-
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_PORT": str(port),
-    }
-    sys.stdout = sys.stderr = open(folder / "said", "a")
     world = setup()
     for number, (algorithm, damage, flags) in enumerate(jobs):
         with damaged(algorithm, *damage) as module:
             found = record(module, world, folder / f"run-{number}", **flags)
-        torch.save(found, folder / f"{number}-{rank}.pt")
+        torch.save(found, folder / f"{number}-{world.rank}.pt")
 
 
 def on_two_ranks(jobs: list[tuple], folder: Path) -> list[list[Record]]:
-    """The records of both ranks for every job. Ranks are forked from a server that has imported
-    everything already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["oracle"])
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    ranks = [context.Process(target=trials, args=(rank, port, jobs, folder)) for rank in (0, 1)]
-    for rank in ranks:
-        rank.start()
-    multiprocessing.connection.wait([rank.sentinel for rank in ranks])
-    if any(rank.exitcode for rank in ranks):  # the other one waits for it in vain
-        for rank in ranks:
-            rank.kill()
-    for rank in ranks:
-        rank.join()
-    assert not any(rank.exitcode for rank in ranks), (folder / "said").read_text()
+    """The records of both ranks for every job."""
+    done = forked(trials, jobs, folder, ranks=2)
+    assert done.returncode == 0, done.stderr
     return [
         [torch.load(folder / f"{n}-{r}.pt", weights_only=False) for r in (0, 1)]
         for n in range(len(jobs))

@@ -1,17 +1,21 @@
 """What a run's picture shows, and what it leaves out: properties of the figure, no pixels."""
 
+import importlib
 import json
 import math
 import runpy
 import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
 from common.curves import draw_curves, series, smooth
 from common.distributed import BadInput
-from conftest import ROOT
 from matplotlib.figure import Figure
+
+from tests.adapters import ALGORITHMS
+from tests.helpers import ROOT
 
 WORDS = {"ess_ratio": "effective sample size (share of the batch)", "weight_max": "largest weight"}
 
@@ -89,7 +93,17 @@ def test_the_gradient_norm_alone_is_on_a_log_axis(drawn):
     }
 
 
-@pytest.mark.parametrize("low, high", [(0.45, 0.8), (0.2, 3), (0.001, 900), (1e-7, 1e9)])
+def test_one_gradient_of_nothing_does_not_flatten_the_others(drawn):
+    lines = some_lines()
+    norms = [line["grad_norm"] for line in lines[1:]]  # 0.1 to 1
+    for nothing in (1e-9, 0.0):
+        lines[30]["grad_norm"] = nothing
+        bottom, top = drawn(lines)["gradient norm (before clipping)"].get_ylim()
+        assert 1e-3 < bottom <= min(norms) and top >= max(norms)
+    assert len(drawn([{}] + [{"grad_norm": 0.0, "reward": 1.0}] * 3)) == 2  # the reward's, figure
+
+
+@pytest.mark.parametrize("low, high", [(0.45, 0.8), (0.2, 3), (0.02, 500), (1e-7, 1e9)])
 def test_a_log_axis_has_ticks_to_read_and_no_thicket(low, high, drawn):
     axes = drawn([{}] + [{"grad_norm": value} for value in (low, high)])
     axis = axes["gradient norm (before clipping)"]
@@ -128,6 +142,16 @@ def test_null_is_a_gap_and_a_missing_metric_is_none(drawn):
         assert [*np.flatnonzero(np.isnan(values))] == [19]
 
 
+def test_what_happens_now_and_then_is_points(drawn):
+    """A metric of few steps: a line between them would be made up."""
+    lines = some_lines()
+    for line in lines[:20] + lines[23:]:
+        line.pop("weight_max", None)
+    (points,) = drawn(lines)["largest weight"].lines
+    assert [*points.get_xdata()] == [20, 21, 22]
+    assert points.get_linestyle() == "None" and points.get_markersize() >= 4
+
+
 def test_smoothing_is_the_mean_of_the_neighbours():
     values = np.array([1.0, 4.0, np.nan, 2.0, 0.5, 8.0, 9.0])
     found = smooth(values, 3)
@@ -154,6 +178,14 @@ def test_letters_can_be_read_in_a_readme(drawn):
         assert axis.title.get_window_extent().width <= figure.bbox.width / 3
     assert min(text.get_fontsize() for text in texts) * scale >= 10
     assert figure._suptitle.get_window_extent().width <= figure.bbox.width
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_words_of_a_telling_metric_fit_its_panel(algorithm):
+    """One to three panels, each with a title of two lines at most."""
+    acted = importlib.import_module(algorithm).ACTED
+    assert 1 <= len(acted) <= 3
+    assert all(len(textwrap.wrap(words, 36)) <= 2 for words in acted.values())
 
 
 def test_a_name_with_dollars_is_no_formula(drawn):

@@ -6,23 +6,15 @@ import importlib.util
 import json
 import os
 import sys
-from dataclasses import replace
 
 import datasets
 import pytest
-from common.data import HUB, Task, load_task
+from common.data import HUB, read_set
 from common.distributed import BadInput
 from common.tiny import arithmetic
 from grpo import Args
 
-
-class Letters:
-    """A stand-in for a text tokenizer without a chat template: one id per character."""
-
-    chat_template = None
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict:
-        return {"input_ids": [ord(character) for character in text]}
+from tests.rows import ROWS, Letters, load, numbered, write
 
 
 class Chat(Letters):
@@ -31,21 +23,6 @@ class Chat(Letters):
     def apply_chat_template(self, chat: list, tokenize: bool, add_generation_prompt: bool) -> str:
         assert not tokenize and add_generation_prompt
         return f"<user>{chat[0]['content']}<assistant>"
-
-
-def load(task: str, tokenizer: object = None, **fields: object) -> Task:
-    return load_task(replace(Args(task=task, eval_problems=2), **fields), tokenizer or Letters())
-
-
-def write(path, rows: list) -> str:
-    path.write_text(
-        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
-    )
-    return str(path)
-
-
-def numbered(count: int) -> list[dict]:
-    return [{"prompt": f"question {i}?", "answer": i} for i in range(count)]
 
 
 def test_arithmetic_is_worked_left_to_right_modulo_100():
@@ -128,25 +105,6 @@ def test_parquet(tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(BadInput, match="set.parquet: not a parquet file"):
         load(str(path))
-
-
-ROWS = {
-    "gsm8k": ({"question": "How many?", "answer": "2 + 3 = <<2+3=5>>5,000.\n#### 5,000"}, "5000"),
-    "math": (
-        {"problem": "Find x.", "solution": r"\boxed{1} so $\boxed{\frac{1}{2}}$."},
-        r"\frac{1}{2}",
-    ),
-    "dapo-math-17k": ({"prompt": "Find x.", "solution": "34"}, "34"),
-    "aime24": ({"problem": "Find x.", "answer": "025"}, "25"),
-    "aime25": ({"problem": "Find x.", "answer": "70"}, "70"),
-    "amc23": ({"question": "Find x.", "answer": 27.0}, "27"),
-    "math500": (
-        {"problem": "Find x.", "answer": r"\left( 3, \frac{\pi}{2} \right)"},
-        r"\left( 3, \frac{\pi}{2} \right)",
-    ),
-    "minerva": ({"question": "Find x.", "answer": "1.2e-3"}, "1.2e-3"),
-    "olympiadbench": ({"question": "Find x.", "final_answer": ["$2$"]}, "2"),
-}
 
 
 @pytest.mark.parametrize("name", HUB)
@@ -437,10 +395,10 @@ def test_evaluation_sets_are_named_by_their_own_flag(tmp_path):
         with pytest.raises(
             BadInput, match="^--eval_task .*: unknown, use one of a .jsonl or .parquet file, gsm8k"
         ):
-            load("arithmetic", eval_only=True, eval_task=spec)
+            read_set(spec, Args(), "test", "--eval_task")
     with pytest.raises(BadInput, match="--eval_task nowhere.jsonl: no such file"):
-        load("arithmetic", eval_only=True, eval_task=f"{path},nowhere.jsonl")
-    with pytest.raises(BadInput, match="several sets are for --eval_only"):
+        load(path, eval_task="nowhere.jsonl")
+    with pytest.raises(BadInput, match="one set, several are for tools.evaluate"):
         load(path, eval_task="aime24,aime25")
     for name in ("math500", "aime25"):
         with pytest.raises(
@@ -491,7 +449,8 @@ def test_a_model_that_cannot_read_the_task_is_named(tmp_path, tiny):
 GYM = """
 class Rows:
     def __getitem__(self, index):
-        return {"question": "?" * (300 if index % 10 == 9 else 1) + str(index), "answer": str(index), "metadata": {}}
+        question = "?" * (300 if index % 10 == 9 else 1) + str(index)
+        return {"question": question, "answer": str(index), "metadata": {}}
     def score_answer(self, answer, entry):
         if answer == "raise":
             raise RuntimeError
@@ -514,7 +473,8 @@ def test_reasoning_gym(tmp_path, monkeypatch):
     (tmp_path / "reasoning_gym").mkdir()
     (tmp_path / "reasoning_gym/__init__.py").write_text(GYM)
     (tmp_path / "reasoning_gym/utils.py").write_text(
-        "def extract_answer(text):\n    return text.partition('<answer>')[2].partition('</answer>')[0] or None\n"
+        "def extract_answer(text):\n"
+        "    return text.partition('<answer>')[2].partition('</answer>')[0] or None\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     spec = importlib.util.spec_from_file_location(

@@ -1,7 +1,7 @@
-"""DEEP-GRPO: the loss of two streams, pivots and their distribution, the regression, a run's
-branches; mutants."""
+"""DEEP-GRPO in a run: its branches, what gets a gradient, ranks that fail nowhere."""
 
 import math
+import os
 
 import deep_grpo
 import pytest
@@ -10,9 +10,11 @@ from common.batch import Rollout
 from common.logprobs import Policy, response_logprobs
 from common.model import load_model
 from common.rollout import HFEngine
-from test_exactness import PROMPTS, gradients, stored_rollout
+
 from tests.checks import loss_of
-from test_run import SMALL, metrics, run_here
+from tests.driver import drive
+from tests.helpers import SMALL, forked, metrics, run_here
+from tests.stored import PROMPTS, gradients, stored_rollout
 
 
 def test_the_prefix_gets_no_gradient(world):
@@ -134,19 +136,25 @@ def test_too_few_branches_are_discarded(tmp_path, monkeypatch):
     )
 
 
-def test_a_rank_without_failures_waits_for_the_other(tmp_path, command):
+def second_rank_succeeds(*flags: object) -> None:
+    """A run whose judge passes everything on the second rank."""
+    load = deep_grpo.load_task
+
+    def lenient(*arguments: object) -> object:
+        task = load(*arguments)
+        if os.environ["RANK"] == "1":
+            task.judge = lambda completions, answers: [1.0] * len(answers)
+        return task
+
+    deep_grpo.load_task = lenient
+    drive("deep_grpo", flags)
+
+
+def test_a_rank_without_failures_waits_for_the_other(tmp_path):
     """Two gloo ranks, of which the second fails nowhere: collectives still match, the fit is the
     same on both."""
-    script = tmp_path / "lenient.py"
-    script.write_text(
-        "import os, sys\nsys.path.insert(0, os.getcwd())\nimport deep_grpo\nfrom common.launch import launch\n"
-        "load = deep_grpo.load_task\n"
-        "def lenient(*arguments):\n    task = load(*arguments)\n    judge = task.judge\n"
-        "    task.judge = lambda c, a: [1.0] * len(a) if os.environ['RANK'] == '1' else judge(c, a)\n    return task\n"
-        "deep_grpo.load_task = lenient\nlaunch(deep_grpo.main, deep_grpo.Args)\n"
-    )
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, *SMALL]
-    run = command(*ranks, "--steps", 2, "--run_dir", tmp_path / "run")
+    flags = [*SMALL, "--steps", 2, "--run_dir", tmp_path / "run"]
+    run = forked(second_rank_succeeds, *flags, ranks=2)
     assert run.returncode == 0, run.stderr[-3000:]
     states = [
         torch.load(tmp_path / f"run/checkpoints/step_000002/rank{r}.pt")["state"] for r in (0, 1)

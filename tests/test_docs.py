@@ -10,25 +10,24 @@ import sys
 
 import pytest
 import torch
-from adapters import ALGORITHMS
 from common.launch import parse
-from conftest import ROOT
-from gpu.shapes import qwen3_1_7b
 from tools import memory
+
+from tests.adapters import ALGORITHMS
+from tests.gpu.shapes import qwen3_1_7b
+from tests.helpers import ROOT
 
 README = (ROOT / "README.md").read_text()
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
-    """(file, flags) of every torchrun or python command line in a text."""
+    """(module, words) of every torchrun or python line for an algorithm file or tools.evaluate."""
     lines = [line.strip() for line in text.replace("\\\n", " ").splitlines()]
     lines = [re.split(r"\s#\s", line)[0] for line in lines if re.match(r"(torchrun|python) ", line)]
-    found = [re.search(r"\b(\w+)\.py\b(.*)", line) for line in lines]
-    return [
-        (match[1], match[2].replace("...", "").split())
-        for match in found
-        if match and match[1] in ALGORITHMS
-    ]
+    found = [re.search(r"\b(\w+)\.py\b(.*)|-m (tools\.evaluate)(.*)", line) for line in lines]
+    found = [(match[1] or match[3], match[2] or match[4]) for match in found if match]
+    known = (*ALGORITHMS, "tools.evaluate")
+    return [(name, words.replace("...", "").split()) for name, words in found if name in known]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -47,11 +46,19 @@ def test_the_readmes_commands_have_flags_that_exist(monkeypatch):
     found = [
         (name, flags) for name, flags in commands(README) if not any("$" in flag for flag in flags)
     ]
-    assert len(found) >= 5
+    assert len(found) >= 4
     for name, flags in found:
         flags = [flag.strip('"') for flag in flags]
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *flags])
         parse(importlib.import_module(name).Args)
+
+
+def test_the_readmes_tools_are_those_that_exist():
+    """Each has its line in the table."""
+    programs = {path.stem for path in (ROOT / "tools").glob("*.py")} - {"__init__"}
+    rows = README.split("| tool |")[1].split("\n\n")[0].splitlines()[2:]
+    assert {name for row in rows for name in re.findall(r"`(\w+)", row.split("|")[1])} == programs
+    assert set(re.findall(r"-m tools\.(\w+)", README)) <= programs | {"NAME"}
 
 
 def test_the_readmes_links_lead_somewhere():
@@ -61,38 +68,31 @@ def test_the_readmes_links_lead_somewhere():
 
 
 def metric_names(algorithm: str) -> set[str]:
-    """What a file logs: keywords of `means.add`, keys of `stats` and `metrics`; * where a name is
-    put together."""
-    names = set()
+    """What a file logs: keywords of `means.add`; keys of `stats`, of `metrics` and of what a method
+    `statistics` returns; * where a name is put together."""
+    names, logging = set(), ("stats", "metrics", "found")
     for node in ast.walk(ast.parse((ROOT / f"{algorithm}.py").read_text())):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "means.add":
-            names |= {ast.Constant(keyword.arg) for keyword in node.keywords if keyword.arg}
-            names |= {
-                key
-                for word in node.keywords
-                if isinstance(word.value, ast.Dict)
-                for key in word.value.keys
-            }
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "stats":
-            names |= set(getattr(node.value, "keys", ()))
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("stats["):
-            names.add(node.targets[0].slice)
-        elif (
-            isinstance(node, ast.AugAssign | ast.Assign)
-            and "metrics" in ast.unparse(node).split("=")[0]
-        ):
-            names |= {
-                key
-                for part in ast.walk(node.value)
-                if isinstance(part, ast.Dict)
-                for key in part.keys
-            }
+            names |= {ast.Constant(word.arg) for word in node.keywords if word.arg}
+        elif isinstance(node, ast.Assign | ast.AugAssign):
+            target = getattr(node, "target", None) or node.targets[0]
+            if ast.unparse(target).startswith(logging):
+                names |= set(getattr(node.value, "keys", ())) | dict_keys(node.value)
+                names |= {target.slice} if isinstance(target, ast.Subscript) else set()
+        elif isinstance(node, ast.FunctionDef) and node.name == "statistics":
+            names |= dict_keys(*(n.value for n in ast.walk(node) if isinstance(n, ast.Return)))
     # An f-string's parts, or the one constant
     parts = [getattr(name, "values", [name]) for name in names]
     return {
         "".join(getattr(part, "value", "") if isinstance(part, ast.Constant) else "*" for part in p)
         for p in parts
     }
+
+
+def dict_keys(*trees: ast.AST) -> set[ast.AST]:
+    """The keys of every dict display below."""
+    dicts = (n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Dict))
+    return {key for one in dicts for key in one.keys}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -159,6 +159,7 @@ def test_every_number_among_the_flags_names_its_source(algorithm):
 
 
 WRONG_CALLS = """
+tools.evaluate nowhere
 tools.results
 tools.results none
 tools.staleness
@@ -184,7 +185,7 @@ def refused(
     monkeypatch.setattr(sys, "argv", [program, *map(str, words)])
     monkeypatch.delitem(sys.modules, program, raising=False)  # as if nobody had imported it
     with pytest.raises(SystemExit) as stop:
-        runpy.run_module(program, run_name="__main__")
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
     said = capsys.readouterr()
     assert stop.value.code == 2 and said.err.count("\n") == 1 and not said.out, said
     return said.err

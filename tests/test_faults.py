@@ -7,9 +7,11 @@ import common.checkpoint
 import grpo
 import pytest
 import torch
-from conftest import ROOT
-from test_run import SMALL, assert_same_run, metrics, run_here
+from common.rollout import HFEngine
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.driver import drive
+from tests.helpers import ROOT, SMALL, assert_same_run, command, forked, metrics, run_here, started
 
 
 def poisoned(monkeypatch, when) -> None:
@@ -59,7 +61,7 @@ def test_several_nans_in_a_row_stop_the_run(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("where", ["shards", "rank"])
-def test_a_full_disk_during_a_save(tmp_path, monkeypatch, capsys, where):
+def test_a_full_disk_during_a_save(tmp_path, finished, monkeypatch, capsys, where):
     """The second save fails: a line that says so, the first checkpoint whole, no partial one, and
     resume goes on."""
     flags = [*SMALL, "--steps", 4]
@@ -78,51 +80,46 @@ def test_a_full_disk_during_a_save(tmp_path, monkeypatch, capsys, where):
     said = capsys.readouterr().err
     assert "cannot save" in said and "No space left on device" in said and "--resume" in said
     assert [path.name for path in (tmp_path / "parts/checkpoints").iterdir()] == ["step_000002"]
-    assert (
-        run_here(monkeypatch, grpo.main, *flags, "--run_dir", tmp_path / "parts", "--resume") == 0
-    )
-    assert run_here(monkeypatch, grpo.main, *flags, "--run_dir", tmp_path / "whole") == 0
-    assert_same_run(tmp_path / "whole", tmp_path / "parts", 4, tmp_path)
+    flags += ["--run_dir", tmp_path / "parts", "--resume"]
+    assert run_here(monkeypatch, grpo.main, *flags) == 0
+    assert_same_run(finished, tmp_path / "parts", 4, tmp_path)
+
+
+def without_memory(phase: str, *flags: object) -> None:
+    """A run whose update or rollout asks for more memory than there is."""
+
+    def out(*arguments: object, **keywords: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    setattr(grpo if phase == "response_logprobs" else HFEngine, phase, out)
+    drive("grpo", flags)
 
 
 @pytest.mark.parametrize(
     ("phase", "flag"),
     [("response_logprobs", "--micro_tokens"), ("generate", "--rollout_rows or --vllm_memory")],
 )
-def test_out_of_memory_names_the_flag_to_lower(tmp_path, command, phase, flag):
+def test_out_of_memory_names_the_flag_to_lower(tmp_path, phase, flag):
     """In the update as in the rollout; exit code 1 and one line."""
-    script = tmp_path / "out.py"
-    script.write_text(
-        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport grpo, torch\nfrom common import rollout\n"
-        "from common.launch import launch\n"
-        "def out(*arguments, **keywords): raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 9 GiB')\n"
-        + (
-            "grpo.response_logprobs = out\n"
-            if phase == "response_logprobs"
-            else "rollout.HFEngine.generate = out\n"
-        )
-        + "launch(grpo.main, grpo.Args)\n"
-    )
-    run = command(script, *SMALL, "--steps", 2, "--run_dir", tmp_path / "run")
+    run = forked(without_memory, phase, *SMALL, "--steps", 2, "--run_dir", tmp_path / "run")
     assert run.returncode == 1 and "Traceback" not in run.stderr, run.stderr
     assert f"lower {flag}" in run.stderr and "Tried to allocate 9 GiB" in run.stderr
 
 
-def test_a_lost_rank_ends_the_others_and_the_run_resumes(tmp_path, command):
-    """Of two gloo ranks the second is killed in mid-update: both end soon, it is named, `--resume`
-    reaches the end."""
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+def test_a_lost_rank_ends_the_others_and_the_run_resumes(tmp_path):
+    """Of two gloo ranks of a real torchrun the second is killed in mid-update: both end soon, it is
+    named, `--resume` reaches the end."""
     flags = [*SMALL, "--save_every", 1, "--run_dir", tmp_path / "run"]
-    lost = command(*ranks, "tests/driver.py", "grpo", "lost", 5, *flags, "--steps", 100)
-    assert lost.returncode != 0 and "common/launch.py" not in lost.stderr, (
-        lost.stderr
-    )  # no traceback but torchrun's own
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    lost = started(*ranks, "tests/driver.py", "grpo", "lost", 5, *flags, "--steps", 100)
+    assert lost.returncode != 0, lost.stderr
+    assert "common/launch.py" not in lost.stderr, lost.stderr  # no traceback but torchrun's own
     assert "error: rank 0 lost contact to another rank in update" in lost.stderr
     assert "go on with --resume" in lost.stderr
     cause = lost.stderr.partition("Root Cause")[2]
     assert "rank      : 1" in cause and "SIGKILL" in cause, lost.stderr
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
-    again = command(*ranks, "grpo.py", *flags, "--steps", 4, "--resume")
+    again = command("grpo", *flags, "--steps", 4, "--resume", ranks=2)
     assert again.returncode == 0, again.stderr[-3000:]
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
 

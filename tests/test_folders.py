@@ -5,6 +5,7 @@ import contextlib
 import importlib.machinery
 import io
 import json
+import multiprocessing
 import os
 import runpy
 import shutil
@@ -25,17 +26,19 @@ from common.data import load_task
 from common.distributed import BadInput, StopFlag, World
 from common.folder import LOCK, Claim, append, as_lines, read_lines, spelled_out
 from common.launch import parse, without_effect
-from conftest import ROOT
-from test_run import SMALL, assert_same_run, metrics, run_here
 
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
-    """A run of four steps with checkpoints at 2 and 4: to be copied."""
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        assert run_here(patch, grpo.main, *SMALL, "--steps", 4, "--run_dir", folder) == 0
-    return folder
+from tests.driver import drive
+from tests.helpers import (
+    ROOT,
+    SECONDS,
+    SMALL,
+    Forked,
+    assert_same_run,
+    command,
+    metrics,
+    run_here,
+    started,
+)
 
 
 @pytest.fixture
@@ -77,22 +80,21 @@ def test_a_folder_in_use_is_refused_and_a_dead_runs_taken_over(tmp_path, monkeyp
     free."""
     folder = tmp_path / "run"
     flags = [*SMALL, "--steps", 4, "--run_dir", folder]
-    words = [sys.executable, "tests/driver.py", "grpo", "stop", 2, *flags, "--save_every", 1]
-    holder = subprocess.Popen(
-        [*map(str, words)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    os.waitpid(holder.pid, os.WUNTRACED)
+    halted = multiprocessing.get_context("forkserver").Event()
+    holder = Forked(drive, "grpo", [*flags, "--save_every", 1], halted, 2)
+    assert halted.wait(SECONDS)
     before = tree(folder)
     for more in ([], ["--resume"]):
         capsys.readouterr()
         assert run_here(monkeypatch, grpo.main, *flags, *more) == 2
         said = capsys.readouterr().err
-        assert f"--run_dir {folder}: another run writes there (process {holder.pid} on " in said
+        assert (
+            f"--run_dir {folder}: another run writes there (process {holder.processes[0].pid} on "
+            in said
+        )
         assert said.count("\n") == 1 and tree(folder) == before
-    assert run_here(monkeypatch, grpo.main, *flags, "--eval_only", "--resume") == 0  # reads only
-    assert before.items() <= tree(folder).items() and (folder / "evaluation-step1.jsonl").exists()
-    holder.kill()
-    holder.wait()
+    holder.processes[0].kill()
+    assert holder.wait().returncode == -signal.SIGKILL
     assert (folder / LOCK).exists()
     assert run_here(monkeypatch, grpo.main, *flags, "--resume") == 0
     assert [line["step"] for line in metrics(folder)] == [0, 1, 2, 3, 4] and not (
@@ -193,15 +195,12 @@ def test_a_folder_moved_by_hand_leaves_the_next_ones_lock(tmp_path):
     second.release()
 
 
-def test_torchrun_on_a_folder_in_use_says_one_line(tmp_path, command):
+def test_ranks_on_a_folder_in_use_say_one_line(tmp_path):
     claim = Claim(tmp_path / "run")
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "grpo.py", *SMALL]
-    run = command(*ranks, "--run_dir", tmp_path / "run")
+    run = command("grpo", *SMALL, "--run_dir", tmp_path / "run", ranks=2)
     claim.release()
-    assert run.returncode == 1 and "exitcode  : 2" in run.stderr, run.stderr
-    assert (
-        run.stderr.count("another run writes there") == 1 and "common/launch.py" not in run.stderr
-    )
+    assert run.codes == [2, 2], run.stderr
+    assert run.stderr.count("another run writes there") == 1 and "Traceback" not in run.stderr
 
 
 def test_a_wrong_flag_is_no_traceback_on_the_other_ranks(monkeypatch):
@@ -259,15 +258,14 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("mode", [[], ["--eval_only"]], ids=["train", "evaluate"])
 @pytest.mark.parametrize("name", FOREIGN)
-def test_what_is_not_a_run_stays_untouched(name, mode, tmp_path, monkeypatch, refused):
+def test_what_is_not_a_run_stays_untouched(name, tmp_path, monkeypatch, refused):
     """One line and exit code 2, before anything is sampled."""
     make, message = FOREIGN[name]
     path = make(tmp_path)
     monkeypatch.chdir(tmp_path)
     before = tree(tmp_path)
-    assert message in refused(*SMALL, *mode, "--run_dir", path)
+    assert message in refused(*SMALL, "--run_dir", path)
     assert tree(tmp_path) == before
 
 
@@ -278,10 +276,8 @@ def test_a_place_without_permission(tmp_path, monkeypatch, refused):
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
-    for mode in ([], ["--eval_only"]):
-        assert "cannot be used ([Errno 13] Permission denied" in refused(
-            *mode, "--run_dir", tmp_path / "run"
-        )
+    said = refused("--run_dir", tmp_path / "run")
+    assert "cannot be used ([Errno 13] Permission denied" in said
 
 
 def test_a_run_around_the_current_folder_is_not_moved(run, monkeypatch, refused):
@@ -313,21 +309,21 @@ def test_names_of_folders(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "disk.1", "empty", "link"]
 
 
-def test_a_name_that_the_terminal_cannot_show(tmp_path, command):
-    ascii_only = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
-    done = command("grpo.py", *SMALL, "--steps", 1, "--run_dir", tmp_path / "β", **ascii_only)
+def test_a_name_that_the_terminal_cannot_show(tmp_path):
+    flags = [*SMALL, "--steps", 1, "--run_dir", tmp_path / "β"]
+    done = command("grpo", *flags, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert "\\u03b2" in done.stdout and (tmp_path / "β/summary.json").exists()
 
 
 def test_training_after_an_evaluation_in_the_same_folder(tmp_path, monkeypatch):
-    flags = [*SMALL, "--steps", 1, "--run_dir", tmp_path / "run"]
-    assert (
-        run_here(monkeypatch, grpo.main, *flags, "--eval_only")
-        == run_here(monkeypatch, grpo.main, *flags)
-        == 0
-    )
-    assert [path.name for path in (tmp_path / "run.1").iterdir()] == ["evaluation-step0.jsonl"]
+    """What tools.evaluate left there is no run, and no reason to refuse: it is moved aside."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "evaluation-tiny-arithmetic.jsonl").write_text("{}\n")
+    assert run_here(monkeypatch, grpo.main, *SMALL, "--steps", 1, "--run_dir", folder) == 0
+    left = [path.name for path in (tmp_path / "run.1").iterdir()]
+    assert left == ["evaluation-tiny-arithmetic.jsonl"] and (folder / "summary.json").exists()
 
 
 # Damage
@@ -365,7 +361,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
     name, run, finished, tmp_path, monkeypatch, capsys
 ):
     """The run then ends as if nothing had been."""
-    monkeypatch.setattr("common.tracking.draw_curves", lambda folder: folder)
     DAMAGE[name](run / "checkpoints/step_000004")
     assert run_here(monkeypatch, grpo.main, *SMALL, "--steps", 4, "--run_dir", run, "--resume") == 0
     said = [line for line in capsys.readouterr().out.splitlines() if "is damaged" in line]
@@ -505,18 +500,6 @@ def test_resuming_a_finished_run_changes_nothing(run, monkeypatch, capsys):
     )
 
 
-def test_an_evaluation_compares_the_model_alone(run, monkeypatch, refused):
-    flags = ["--eval_only", "--resume", "--eval_problems", 8, "--run_dir", run]
-    assert (
-        run_here(
-            monkeypatch, grpo.main, *flags, "--prompts_per_step", 7, "--group_size", 1, "--lr", 1
-        )
-        == 0
-    )
-    assert (run / "evaluation-step4.jsonl").exists()
-    assert "has model 'tiny', this run 'tiny-moe'" in refused(*flags, "--model", "tiny-moe")
-
-
 # Disks that fill
 
 
@@ -586,19 +569,6 @@ def test_a_summary_that_cannot_be_written(run, monkeypatch, refused):
     assert "cannot write the results" in said
 
 
-def test_an_evaluation_that_cannot_be_written_is_printed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Path, "write_text", full)
-    flags = ["--eval_only", "--eval_problems", 4, "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, grpo.main, *flags) == 1
-    said = capsys.readouterr()
-    assert (
-        said.out.count("| arithmetic |") == 2
-        and said.err.count("\n") == 1
-        and "No space left" in said.err
-    )
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_model_that_cannot_be_written(run, monkeypatch, refused):
     monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
     said = refused(*SMALL, "--steps", 4, "--run_dir", run, "--resume", "--save_hf", code=1)
@@ -640,14 +610,15 @@ def test_ctrl_c_while_loading(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("program", ["grpo.py", "notebook.py"])
-def test_ctrl_c_during_the_imports(command, program, tmp_path):
+def test_ctrl_c_during_the_imports(program, tmp_path):
     """One line and death by the signal, even where a library would swallow the exception; in our
     programs only."""
     main = (ROOT if program == "grpo.py" else tmp_path) / program
-    died = command(
+    died = started(
         "-c",
         f"import sys; sys.modules['__main__'].__file__ = {str(main)!r}\nimport common, signal\n"
-        "try:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n    print('alive')",
+        "try:\n    signal.raise_signal(signal.SIGINT)\n"
+        "except KeyboardInterrupt:\n    print('alive')",
     )
     killed = (-signal.SIGINT, "", "interrupted\n")
     assert (died.returncode, died.stdout, died.stderr) == (
@@ -662,23 +633,19 @@ IDLE = {
     "--vllm_memory 0.5": "with the hf engine",
     "--tensor_parallel 2": "with the hf engine",
     "--rollout vllm --rollout_rows 7": "with vLLM",
-    "--beta 0 --offload_reference": "with --beta 0",
+    "--beta 0 --offload_reference": "without a KL term",
     "--max_prompt_tokens 9": "with --task arithmetic",
     "--instruction x": "with --task arithmetic",
     "--answer_column x": "without a local file",
     "--task gsm8k:my.jsonl --prompt_column x": "without a local file",
     "--task reasoning_gym:chain_sum --instruction x": "with --task reasoning_gym:chain_sum",
-    "--eval_only --save_hf": "with --eval_only",
 }
 ACTIVE = [
     "--task my.jsonl --prompt_column x --instruction y --max_prompt_tokens 9",
     "--rollout_rows 7",
     "--beta 0.1",
 ]
-ACTIVE += [
-    "--eval_only --eval_task gsm8k,my.jsonl --prompt_column x --instruction y",
-    "--rollout vllm --vllm_sleep",
-]
+ACTIVE += ["--rollout vllm --vllm_sleep"]
 
 
 @pytest.mark.parametrize("words", [*IDLE, *ACTIVE])
@@ -712,6 +679,7 @@ def test_without_effect_and_a_fall_and_killed_answers_are_printed(tmp_path, monk
     assert [line["judge_killed"] for line in metrics(tmp_path / "run")[1:]] == [1, 2, 3]
 
 
+@pytest.mark.curves
 def test_numbers_that_json_cannot_write_are_null(tmp_path, monkeypatch, capsys):
     """A loss of NaN: every line of metrics.jsonl is strict JSON; bar, curves and summary take
     it."""
@@ -736,7 +704,7 @@ def test_a_wandb_that_does_not_start_is_one_line(tmp_path, monkeypatch, refused)
         lambda **keywords: full(),
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    assert "--wandb project: [Errno 28]" in refused(
+    assert "--wandb project: does not start ([Errno 28]" in refused(
         *SMALL, "--wandb", "project", "--run_dir", tmp_path / "run"
     )
     assert not list(tmp_path.iterdir())

@@ -1,14 +1,21 @@
-"""Goldilocks: the choice of prompts, the teacher, and the law that says which prompts teach most;
-mutants."""
+"""Goldilocks in a run: the teacher learns, chooses, and is one on all ranks."""
 
 import random
+from types import SimpleNamespace
 
 import goldilocks
 import pytest
 import torch
-from common.model import load_model
+from common.distributed import World
 from common.tiny import arithmetic
-from test_run import MORE, SMALL, metrics, run_here
+
+from tests.helpers import MORE, SMALL, command, metrics, run_here
+
+
+def untaught(world: World, **flags: object) -> goldilocks.Curriculum:
+    """A curriculum whose teacher knows nothing yet."""
+    args = goldilocks.Args(dtype="float32", **flags)
+    return goldilocks.Curriculum(args, SimpleNamespace(held_out=[]), world)
 
 
 def test_the_teacher_ranks_prompts_by_what_they_teach(world):
@@ -16,26 +23,17 @@ def test_the_teacher_ranks_prompts_by_what_they_teach(world):
     sqrt(p (1-p))."""
     chance = {2: 1.0, 3: 0.97, 4: 0.85, 5: 0.5, 6: 0.12, 7: 0.02}
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
-    lm, tokenizer = load_model("tiny")
-    teacher, args = goldilocks.Teacher(lm.base_model), goldilocks.Args()
-    groups = [
-        {"params": teacher.lm.parameters()},
-        {"params": teacher.head.parameters(), "lr": 10 * args.teacher_lr},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=args.teacher_lr, weight_decay=0.0, fused=True)
+    curriculum = untaught(world)
+    curriculum.rng = rng
     prompts = [arithmetic.draw(rng) for _ in range(1100)]
     p = torch.tensor([chance[len(prompt) // 2] for prompt in prompts])
-    observed = goldilocks.learning_value(
-        torch.bernoulli(p[:, None].expand(-1, 8), generator=generator)
-    )  # [1100]
-    ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
-    pairs = list(zip(ids, observed.tolist()))[:1000]
+    rewards = torch.bernoulli(p[:, None].expand(-1, 8), generator=generator)  # [1100, 8]
+    observed = goldilocks.learning_value(rewards)  # [1100]
+    ids = [curriculum.tokenizer(prompt)["input_ids"] for prompt in prompts]
+    curriculum.window.extend(list(zip(ids, observed.tolist()))[:1000])
     for _ in range(120):
-        goldilocks.teach(args, teacher, optimizer, pairs, rng, world)
-    values, true = (
-        goldilocks.teacher_values(args, teacher, ids[1000:], world),
-        (p * (1 - p)).sqrt()[1000:],
-    )
+        curriculum.teach()
+    values, true = curriculum.predict(ids[1000:]), (p * (1 - p)).sqrt()[1000:]
     assert goldilocks.rank_correlation(values, true) > 0.85
     slots = [(row.tolist(), prompts[1000:]) for row in values.expand(1, -1)]
     best = goldilocks.select(torch.tensor(slots[0][0])[None], [slots[0][1]], 0.0, rng)[0][0]
@@ -44,19 +42,14 @@ def test_the_teacher_ranks_prompts_by_what_they_teach(world):
 
 def test_micro_batches_do_not_change_the_teacher(world):
     """One prompt at a time or all at once: the same values and the same summed gradient."""
-    lm, tokenizer = load_model("tiny")
-    teacher = goldilocks.Teacher(lm.base_model)
-    torch.nn.init.normal_(teacher.head.weight, generator=torch.Generator().manual_seed(0))
-    ids, targets = (
-        [tokenizer(prompt)["input_ids"] for prompt in ("1+2=", "3*4-5=", "9-9+9*9=")],
-        torch.rand(3) / 2,
-    )
+    prompts, targets = ("1+2=", "3*4-5=", "9-9+9*9="), torch.rand(3) / 2
     found = []
     for tokens in (1, 10_000):
-        teacher.zero_grad()
-        values = goldilocks.teacher_values(
-            goldilocks.Args(micro_tokens=tokens), teacher, ids, world, targets
-        )
+        curriculum = untaught(world, micro_tokens=tokens)
+        teacher, generator = curriculum.teacher, torch.Generator().manual_seed(0)
+        torch.nn.init.normal_(teacher.head.weight, generator=generator)
+        ids = [curriculum.tokenizer(prompt)["input_ids"] for prompt in prompts]
+        values = curriculum.predict(ids, targets)
         found.append((values, torch.cat([p.grad.flatten() for p in teacher.parameters()])))
     assert torch.allclose(found[0][0], found[1][0], atol=1e-6)
     assert torch.allclose(found[0][1], found[1][1], rtol=1e-4, atol=1e-6)
@@ -106,18 +99,11 @@ def test_explore_1_says_that_it_did_nothing(tmp_path, monkeypatch, capsys):
     assert "chosen_over_mean was 0 at every step" in capsys.readouterr().out
 
 
-def test_two_ranks_share_one_teacher(tmp_path, command):
+def test_two_ranks_share_one_teacher(tmp_path):
     """Two gloo ranks: the same window on both, no prompt twice in a step, and the run resumes."""
-    ranks = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "goldilocks.py",
-        *SMALL,
-    ]
+    flags = [*SMALL, *MORE["goldilocks"], "--run_dir", tmp_path / "run"]
     for extra in (["--steps", 4], ["--steps", 6, "--resume"]):
-        run = command(*ranks, *MORE["goldilocks"], *extra, "--run_dir", tmp_path / "run")
+        run = command("goldilocks", *flags, *extra, ranks=2)
         assert run.returncode == 0, run.stderr[-3000:]
     states = [
         torch.load(tmp_path / f"run/checkpoints/step_000006/rank{r}.pt")["state"]["window"]

@@ -8,19 +8,23 @@ Each `check_*` compares the records of one run with `oracle.Oracle`, which compu
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import common.evaluation
 import common.rollout
-import oracle
+import grpo
 import pytest
 import torch
-from adapters import ALGORITHMS
+import vcpo
 from common.distributed import setup
 from common.model import load_model
-from oracle import (
+from transformers import PreTrainedModel
+
+from tests import oracle
+from tests.adapters import ALGORITHMS
+from tests.helpers import SMALL, metrics, module_of, run_here
+from tests.oracle import (
     HELD_OUT,
     LIMIT,
     SAMPLES,
@@ -36,11 +40,6 @@ from oracle import (
     record,
     respond,
 )
-from test_run import SMALL, metrics, run_here
-from transformers import PreTrainedModel
-
-import grpo
-import vcpo
 
 # In the second π_old has left the reference, the teacher chooses, pivots are drawn by the fit
 STEPS = 2
@@ -431,14 +430,10 @@ def test_the_stored_answers_ask_enough(alone, name):
     assert (before > 0).any() and (before < 0).any() and (name == "vcpo" or (before == 0).any())
     lengths = b.mask.sum(1)
     assert len(lengths.unique()) > 4
-    stats = [o.gradient(update)[2] for update in range(4)]
-    acted = [total for one in stats for key, (total, _) in one.items() if key in ACTED]
-    assert sum(acted) > 0
+    acts = next(iter(module_of(name).ACTED))
+    assert any(line.get(acts) for line in o.records[0].metrics)
     if name == "vcpo":
         assert (((b.logp - b.mu) * b.mask).sum(1) > torch.tensor(8.0).log()).any() and b.rho < 0.5
-
-
-ACTED = "clip_share gate_closed silenced_share masked_share ess_ratio".split()
 
 
 def check_acts(o: Oracle) -> None:
@@ -540,26 +535,6 @@ def check_evaluation_is_beside_training(module: ModuleType, folder: Path) -> Non
     assert lines[0] == lines[1]
 
 
-def check_benchmark(module: ModuleType, folder: Path) -> None:
-    """--eval_only: every problem of every set, `eval_samples` times, at T 1.0 / top-p 1.0 and at T
-    0.7 / top-p 0.9."""
-    world = setup()
-    folder.mkdir()
-    try:
-        engine, (problems, _) = oracle.Stored(world, "model"), oracle.task()
-        args = module.Args(max_new_tokens=LIMIT, eval_samples=SAMPLES)
-        sets = replace(problems, sets={"one": problems.held_out, "two": problems.held_out[:2]})
-        common.evaluation.benchmark(engine, sets, oracle.tokenizer(), args, world, folder, 0)
-    finally:
-        torch.distributed.destroy_process_group()
-    asked = [
-        (call["prompts"], call["n"], call["temperature"], call["top_p"], call["limit"])
-        for call in engine.calls
-    ]
-    how = [(SAMPLES, 1.0, 1.0, LIMIT), (SAMPLES, 0.7, 0.9, LIMIT)]
-    assert asked == [(HELD_OUT, *h) for h in how] + [(HELD_OUT[:2], *h) for h in how]
-
-
 def check_top_p(module: ModuleType, folder: Path) -> None:
     """top-p acts in the engine: a nucleus of next to nothing is the greedy token; half of it leaves
     the likelier ones alone; 1 leaves all."""
@@ -587,7 +562,7 @@ def check_top_p(module: ModuleType, folder: Path) -> None:
 
 
 # Of their own
-RUNS = (check_lr_after_resume, check_evaluation_is_beside_training, check_benchmark, check_top_p)
+RUNS = (check_lr_after_resume, check_evaluation_is_beside_training, check_top_p)
 
 
 @pytest.mark.parametrize("check", RUNS, ids=lambda check: check.__name__)

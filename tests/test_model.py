@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import grpo
 import pytest
 import torch
 from common import logprobs as model_module
@@ -14,9 +15,7 @@ from common.data import encode
 from common.distributed import BadInput, shard
 from common.logprobs import Policy, token_logprobs
 from common.model import EMBEDDED, eos_ids, load_model
-from conftest import ROOT
 from safetensors.torch import load_file, save_file
-from test_run import SMALL, run_here
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
@@ -28,7 +27,7 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-import grpo
+from tests.helpers import ROOT, SMALL, run_here
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -7,11 +7,12 @@ import math
 import datasets
 import grpo
 import pytest
-from common.data import HUB, load_task
+from common.data import HUB, load_task, read_set
 from common.reward import GYM_SIZE
-from conftest import byte_tokenizer
-from test_data import ROWS, Letters, load
-from test_run import SMALL, metrics, run_here
+
+from tests.gpu.shapes import byte_tokenizer
+from tests.helpers import SMALL, metrics, run_here
+from tests.rows import ROWS, Letters, load
 
 
 def records(path) -> list:
@@ -118,8 +119,8 @@ def test_hub_sets_through_datasets_itself(name, kind, tmp_path, monkeypatch):
         assert all(
             p.prompt.startswith("test " if columns.test else "train ") for p in task.held_out
         )
-    measured = load("arithmetic", eval_only=True, eval_task=name).sets[name]
-    assert [p.answer for p in measured] == [answer] * 5
+    measured = read_set(name, grpo.Args(), "test", "--eval_task")
+    assert [found for _, found in measured] == [answer] * 5
     assert {entry[:2] for entry in asked} == {(columns.path, columns.config)}
     assert {entry[2] for entry in asked} == {columns.train, columns.test} - {""}
 

@@ -16,7 +16,8 @@ def test_a_real_model_learns_and_resumes(tmp_path, monkeypatch):
     """SmolLM2-135M on one-digit sums: chat template, text reward, sampler check; 8 steps, then 2
     after a resume."""
     import grpo
-    from test_run import metrics, run_here
+
+    from tests.helpers import metrics, run_here
 
     monkeypatch.setenv("OMP_NUM_THREADS", str(os.cpu_count()))
     flags = [
@@ -29,8 +30,8 @@ def test_a_real_model_learns_and_resumes(tmp_path, monkeypatch):
         "--run_dir",
         tmp_path / "run",
     ]
-    flags += "--prompts_per_step 8 --minibatches 2 --max_new_tokens 24 --lr 1e-5 --eval_problems 16".split()
-    flags += "--eval_samples 1 --eval_every 100".split()
+    flags += "--prompts_per_step 8 --minibatches 2 --max_new_tokens 24 --lr 1e-5".split()
+    flags += "--eval_problems 16 --eval_samples 1 --eval_every 100".split()
     assert run_here(monkeypatch, grpo.main, *flags, "--steps", 8) == 0
     assert run_here(monkeypatch, grpo.main, *flags, "--steps", 10, "--resume") == 0
     lines = metrics(tmp_path / "run")

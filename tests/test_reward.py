@@ -2,10 +2,11 @@
 
 import time
 
-import adapters
 import pytest
 from common.distributed import RunStopped
 from common.reward import MathJudge, final_answer
+
+from tests import adapters
 
 SECONDS = 2.0
 

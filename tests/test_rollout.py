@@ -82,7 +82,10 @@ def test_samples_follow_the_distribution(engine, tiny, prompts):
 
 def test_runs_repeat(tiny, world, prompts):
     """Same seed, same samples; another seed or rank, others; the state carries on where it was."""
-    make = lambda seed: HFEngine(tiny[0], world, seed, "float32", 1024)  # noqa: E731
+
+    def make(seed: int) -> HFEngine:
+        return HFEngine(tiny[0], world, seed, "float32", 1024)
+
     first, again, other = (make(seed).generate(prompts, 8, 40, 1.0).tokens for seed in (0, 0, 1))
     assert torch.equal(first, again) and not (
         first.shape == other.shape and torch.equal(first, other)
@@ -209,7 +212,7 @@ def test_little_of_a_micro_batch_is_padding(world):
 
 def test_no_division_into_micro_batches_costs_less(world, monkeypatch):
     """Against all divisions of the sorted rows: padded tokens, and a fixed price for each pass."""
-    monkeypatch.setattr(rollout_module, "PASS_TOKENS", 30)
+    monkeypatch.setitem(rollout_module.PASS_TOKENS, "cpu", 30)
 
     def cost(groups: list[list[int]]) -> int:
         return sum(30 + len(group) * max(group) for group in groups)

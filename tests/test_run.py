@@ -15,85 +15,40 @@ import pytest
 import stapo
 import torch
 import torch.distributed as dist
-from adapters import ALGORITHMS
-from common.launch import launch
-from conftest import ROOT
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from tools.evaluate import load_weights
+from common.logprobs import Policy
+from common.model import load_model
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-SMALL = "--prompts_per_step 4 --minibatches 2 --group_size 4".split()
-SMALL += "--eval_problems 8 --eval_samples 1 --eval_every 2 --save_every 2".split()
+from tests.adapters import ALGORITHMS
+from tests.helpers import (
+    MORE,
+    ROOT,
+    SMALL,
+    assert_same_run,
+    command,
+    metrics,
+    module_of,
+    run_here,
+    started,
+)
 
-# Alive in 6 steps
-MORE = {"vcpo": ["--lag", 1], "goldilocks": "--candidates 4 --teacher_batch 8 --window 20".split()}
 # One update per batch, and none in the first eight steps; harder prompts
 STEPS = {"vcpo": 35, "goldilocks": 20}
 
 
-def run_here(monkeypatch, main, *flags: object) -> int:
-    """`python file.py FLAGS` in this process; returns the exit code."""
-    monkeypatch.setattr(sys, "argv", ["grpo.py", *map(str, flags)])
-    handlers = {
-        number: signal.getsignal(number)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
-    try:
-        launch(main, sys.modules[main.__module__].Args)
-        return 0
-    except SystemExit as stop:
-        return stop.code
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def metrics(folder: Path) -> list[dict]:
-    """metrics.jsonl without what depends on the clock."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in line.items() if "seconds" not in k and k != "tokens_per_s"}
-        for line in lines
-    ]
-
-
-def tensors(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a sharded checkpoint by its path: weights and optimiser moments."""
-    dcp_to_torch_save(checkpoint / "shards", scratch)
-    flat = {}
-
-    def walk(prefix: str, value: object) -> None:
-        if isinstance(value, torch.Tensor):
-            flat[prefix] = value
-        elif isinstance(value, dict):
-            for name, child in value.items():
-                walk(f"{prefix}/{name}", child)
-
-    walk("", torch.load(scratch, weights_only=False))
-    return flat
-
-
-def assert_same_run(one: Path, other: Path, step: int, scratch: Path) -> None:
-    assert metrics(one) == metrics(other)
-    a, b = (
-        tensors(folder / f"checkpoints/step_{step:06d}", scratch / "t.pt")
-        for folder in (one, other)
-    )
-    assert a.keys() == b.keys() and len(a) > 3 * 20  # 24 weights, two moments and a step count each
-    assert all(torch.equal(a[name], b[name]) for name in a)
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_resume_after_a_kill_is_bit_exact(algorithm, tmp_path, command, monkeypatch):
+def test_resume_after_a_kill_is_bit_exact(algorithm, tmp_path, monkeypatch):
     """6 steps at once, against 6 steps with a SIGKILL after the 5th (checkpoint at 4): weights,
     moments, metrics."""
-    flags, main = (
-        [*SMALL, *MORE.get(algorithm, []), "--steps", 6],
-        importlib.import_module(algorithm).main,
-    )
+    flags, main = [*SMALL, *MORE.get(algorithm, []), "--steps", 6], module_of(algorithm).main
     assert run_here(monkeypatch, main, *flags, "--run_dir", tmp_path / "whole") == 0
-    killed = command(
-        "tests/driver.py", algorithm, "log", 5, *flags, "--run_dir", tmp_path / "parts"
-    )
+    if algorithm == "grpo":  # one for the others from the very beginning: a real `python grpo.py`
+        killed = started(
+            "tests/driver.py", "grpo", "log", 5, *flags, "--run_dir", tmp_path / "parts"
+        )
+    else:
+        killed = command(algorithm, *flags, "--run_dir", tmp_path / "parts", at=("log", 5))
     assert killed.returncode == -signal.SIGKILL
     assert [line["step"] for line in metrics(tmp_path / "parts")][-1] == 5
     assert run_here(monkeypatch, main, *flags, "--run_dir", tmp_path / "parts", "--resume") == 0
@@ -103,29 +58,26 @@ def test_resume_after_a_kill_is_bit_exact(algorithm, tmp_path, command, monkeypa
     assert names == ["step_000002", "step_000004", "step_000006"]
 
 
-def test_a_kill_during_the_save_leaves_the_checkpoint_before(tmp_path, command, monkeypatch):
+def test_a_kill_during_the_save_leaves_the_checkpoint_before(tmp_path, finished, monkeypatch):
     """Killed between writing and renaming the second checkpoint: the first is loaded, the run ends
     as if not killed."""
-    flags = [*SMALL, "--steps", 4]
-    killed = command("tests/driver.py", "grpo", "save", 2, *flags, "--run_dir", tmp_path / "parts")
-    assert killed.returncode == -signal.SIGKILL
-    assert sorted(p.name for p in (tmp_path / "parts/checkpoints").iterdir()) == [
-        "partial",
-        "step_000002",
-    ]
-    assert (
-        run_here(monkeypatch, grpo.main, *flags, "--run_dir", tmp_path / "parts", "--resume") == 0
-    )
-    assert run_here(monkeypatch, grpo.main, *flags, "--run_dir", tmp_path / "whole") == 0
-    assert_same_run(tmp_path / "whole", tmp_path / "parts", 4, tmp_path)
+    flags = [*SMALL, "--steps", 4, "--run_dir", tmp_path / "parts"]
+    assert command("grpo", *flags, at=("save", 2)).returncode == -signal.SIGKILL
+    names = sorted(path.name for path in (tmp_path / "parts/checkpoints").iterdir())
+    assert names == ["partial", "step_000002"]
+    assert run_here(monkeypatch, grpo.main, *flags, "--resume") == 0
+    assert_same_run(finished, tmp_path / "parts", 4, tmp_path)
     assert not (tmp_path / "parts/checkpoints/partial").exists()
 
 
 @pytest.mark.parametrize("moment", ["term", "int", "hup"])
-def test_signals_finish_the_step_save_and_exit_0(tmp_path, command, moment):
-    run = command(
-        "tests/driver.py", "grpo", moment, 3, *SMALL, "--steps", 50, "--run_dir", tmp_path / "run"
-    )
+def test_signals_finish_the_step_save_and_exit_0(tmp_path, moment):
+    """Ctrl-C in a real `python`, where the handlers stand from its first imports on."""
+    flags = [*SMALL, "--steps", 50, "--run_dir", tmp_path / "run"]
+    if moment == "int":
+        run = started("tests/driver.py", "grpo", moment, 3, *flags)
+    else:
+        run = command("grpo", *flags, at=(moment, 3))
     assert run.returncode == 0, run.stderr[-2000:]
     assert "go on with --resume" in run.stdout and (tmp_path / "run/curves.png").exists()
     last = metrics(tmp_path / "run")[-1]["step"]
@@ -153,26 +105,18 @@ def test_earlier_results_are_moved_aside(tmp_path, monkeypatch, capsys):
 def learn(tmp_path: Path, monkeypatch, main, *flags: object) -> dict:
     folder = tmp_path / "learning"
     steps = STEPS.get(Path(sys.modules[main.__module__].__file__).stem, 16)
-    flags = [
-        "--steps",
-        steps,
-        "--eval_every",
-        steps,
-        "--eval_samples",
-        1,
-        "--run_dir",
-        folder,
-        *flags,
-    ]
+    measured = ["--eval_every", steps, "--eval_problems", 128, "--eval_samples", 1]
+    flags = ["--steps", steps, *measured, "--run_dir", folder, *flags]
     assert run_here(monkeypatch, main, *flags) == 0
     return json.loads((folder / "summary.json").read_text()) | {"metrics": metrics(folder)}
 
 
+@pytest.mark.curves
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_short_run_learns(algorithm, tmp_path, monkeypatch, capsys):
     """16 default steps: greedy from 0.34 to at least 0.85, longer responses, and the run folder is
     complete."""
-    result = learn(tmp_path, monkeypatch, importlib.import_module(algorithm).main)
+    result = learn(tmp_path, monkeypatch, module_of(algorithm).main)
     assert result["greedy_before"] < 0.5 and result["greedy_after"] > 0.85
     assert result["sampled_after"] > result["sampled_before"] + 0.08
     lengths = [line["response_len"] for line in result["metrics"][1:]]
@@ -340,7 +284,7 @@ OUT_OF_RANGE = [
     ids=[" ".join(x[:2])[:40] for x in OUT_OF_RANGE],
 )
 def test_every_file_checks_its_own_flags(algorithm, flags, message, tmp_path, monkeypatch, capsys):
-    main = importlib.import_module(algorithm).main
+    main = module_of(algorithm).main
     assert run_here(monkeypatch, main, *flags.split(), "--run_dir", tmp_path / "run") == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert message in said and not (tmp_path / "run").exists()
@@ -391,15 +335,12 @@ def test_without_vllm_its_install_line_is_shown(tmp_path, monkeypatch, capsys):
     assert "pip install -r requirements.txt), or use --rollout hf" in capsys.readouterr().err
 
 
-def test_exit_code_and_line_of_the_real_command(command):
-    run = command("grpo.py", "--nope", 1)
-    assert (
-        run.returncode == 2
-        and run.stderr.count("\n") == 1
-        and "--nope" in run.stderr
-        and not run.stdout
-    )
-    assert command("grpo.py", "--help").returncode == 0
+def test_exit_code_and_line_of_the_real_command(monkeypatch, capsys):
+    run = started("grpo.py", "--nope", 1)
+    assert run.returncode == 2 and "--nope" in run.stderr
+    assert run.stderr.count("\n") == 1 and not run.stdout
+    assert run_here(monkeypatch, grpo.main, "--help") == 0
+    assert "--clip_low" in capsys.readouterr().out
 
 
 def test_resume_refuses_another_run(tmp_path, monkeypatch, capsys):
@@ -449,12 +390,10 @@ def resized(folder: Path) -> None:
     Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
-def test_two_ranks_do_the_same_work(tmp_path, command, monkeypatch):
-    """torchrun on two gloo ranks: the same prompts, one run folder, resume included; one rank may
-    evaluate it."""
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "grpo.py", *SMALL]
+def test_two_ranks_do_the_same_work(tmp_path, world):
+    """Two gloo ranks: the same prompts, one run folder, resume too; one rank can read it."""
     for extra in (["--steps", 2], ["--steps", 4, "--resume"]):
-        run = command(*ranks, *extra, "--run_dir", tmp_path / "run")
+        run = command("grpo", *SMALL, *extra, "--run_dir", tmp_path / "run", ranks=2)
         assert run.returncode == 0, run.stderr[-3000:]
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
@@ -463,9 +402,8 @@ def test_two_ranks_do_the_same_work(tmp_path, command, monkeypatch):
         and run.stdout.count("held-out accuracy, greedy") == 1
     )
     assert all(line["sampler_gap"] < 1e-4 for line in lines[1:])
-    flags = ["--eval_only", "--eval_problems", 8, "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, grpo.main, *flags, "--resume") == 0
-    assert (tmp_path / "run/evaluation-step4.jsonl").exists()
+    found = load_weights(tmp_path / "run/checkpoints", Policy(load_model("tiny")[0]), world, "")
+    assert found == 4
 
 
 FAMILIES = {

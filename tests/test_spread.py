@@ -5,8 +5,9 @@ import difflib
 import subprocess
 
 import pytest
-from conftest import ROOT
 from tools.spread import body, spread
+
+from tests.helpers import ROOT
 
 BASE = ["a = 1", "b = 2", "c = 3", "d = 4", "e = 5"]
 

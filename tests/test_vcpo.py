@@ -1,5 +1,4 @@
-"""VCPO: the loss, the baseline, ESS in log space, the queue, exact per-response gradients;
-mutants."""
+"""VCPO in a run: exact per-response gradients, the queue's lag, sampling beside the update."""
 
 import json
 import signal
@@ -13,7 +12,8 @@ from common.logprobs import Policy, response_logprobs
 from common.model import load_model
 from common.rollout import HFEngine
 from common.tracking import Means
-from test_run import SMALL, assert_same_run, metrics, run_here
+
+from tests.helpers import SMALL, assert_same_run, command, metrics, run_here
 
 
 def test_group_gradient_is_what_autograd_gives_the_slow_way(world):
@@ -106,15 +106,15 @@ def test_lag_is_counted_in_updates(tmp_path, monkeypatch):
     assert [line["lag"] for line in metrics(tmp_path / "run")[3:]] == [0, 2, 4, 4]
 
 
-def test_a_signal_while_the_queue_fills(tmp_path, command):
+def test_a_signal_while_the_queue_fills(tmp_path, monkeypatch):
     """The step is finished and saved, queue and all, as later ones are; the resumed run is the
     uninterrupted one."""
     flags = [*SMALL, "--minibatches", 1, "--lag", 4, "--steps", 6]
-    stopped = command("tests/driver.py", "vcpo", "term", 2, *flags, "--run_dir", tmp_path / "parts")
+    stopped = command("vcpo", *flags, "--run_dir", tmp_path / "parts", at=("term", 2))
     assert stopped.returncode == 0, stopped.stderr[-2000:]
     assert [line["step"] for line in metrics(tmp_path / "parts")] == [0, 1, 2]
-    assert command("vcpo.py", *flags, "--run_dir", tmp_path / "parts", "--resume").returncode == 0
-    assert command("vcpo.py", *flags, "--run_dir", tmp_path / "whole").returncode == 0
+    for where in (["--run_dir", tmp_path / "parts", "--resume"], ["--run_dir", tmp_path / "whole"]):
+        assert run_here(monkeypatch, vcpo.main, *flags, *where) == 0
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 6, tmp_path)
 
 
@@ -162,11 +162,11 @@ def test_async_samples_with_the_weights_it_says(tmp_path, monkeypatch):
     assert versions[2:-2] == [0, 0, 0, 1, 2, 3]  # between the evaluations: two calls each
 
 
-def test_async_resumes_to_the_bit(tmp_path, command, monkeypatch):
+def test_async_resumes_to_the_bit(tmp_path, monkeypatch):
     """The batch sampled ahead is in the checkpoint."""
     flags = [*ASYNC, "--steps", 7, "--save_every", 3]
     assert run_here(monkeypatch, vcpo.main, *flags, "--run_dir", tmp_path / "whole") == 0
-    killed = command("tests/driver.py", "vcpo", "log", 5, *flags, "--run_dir", tmp_path / "parts")
+    killed = command("vcpo", *flags, "--run_dir", tmp_path / "parts", at=("log", 5))
     assert killed.returncode == -signal.SIGKILL
     state = torch.load(tmp_path / "parts/checkpoints/step_000003/rank0.pt")["state"]
     assert state["ahead"] and len(state["queue"]) == 1

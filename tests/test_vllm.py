@@ -15,7 +15,8 @@ from common.logprobs import Policy, all_logprobs, check_sampler
 from common.model import EMBEDDED, load_model
 from common.rollout import make_engine
 from common.rollout_vllm import VLLMEngine
-from test_run import SMALL, metrics
+
+from tests.helpers import SMALL, metrics, started
 
 pytest.importorskip("vllm", reason="needs vLLM (README, Tests)")
 PROMPTS = ["7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9="]
@@ -149,18 +150,17 @@ def test_the_sampler_check_sees_weights_that_were_not_pushed(engine_of, world, m
 
 
 TRAP = """
-import sys, os
-sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-import conftest, test_vllm, common.rollout_vllm as rollout
+import common.rollout_vllm as rollout
+from tests import test_vllm
 from vllm import _custom_ops
 model, trap = {model!r}, {trap!r}
 if trap == "packed linears":
-    class Packed(type(_custom_ops)):  # the engine's switch does nothing: vLLM packs linear weights, as by default
+    class Packed(type(_custom_ops)):  # the engine's switch does nothing: vLLM packs, as by default
         def __setattr__(self, name, value): pass
     _custom_ops.__class__ = Packed
 else:
     rollout.repack_experts = lambda model: None
-world = conftest.setup()
+world = test_vllm.setup()
 args = test_vllm.args_of(model=model)
 engine = test_vllm.make_engine(args, test_vllm.load_model(model)[0], world)
 policy, tokenizer = test_vllm.moved(model)
@@ -175,15 +175,12 @@ except test_vllm.RunStopped as error:
 @pytest.mark.parametrize(
     ("model", "trap"), [("tiny", "packed linears"), ("tiny-moe", "packed experts")]
 )
-def test_the_sampler_check_catches_vllms_traps(command, tmp_path, model, trap):
+def test_the_sampler_check_catches_vllms_traps(model, trap):
     """Packed weights with a tied head, and packed experts: without our counter-measures the push is
     silently wrong."""
-    script = tmp_path / "trap.py"
-    script.write_text(TRAP.format(root=str(Path(grpo.__file__).parent), model=model, trap=trap))
-    run = command(script)
-    assert "CAUGHT sampler and trainer disagree" in run.stdout, (
-        run.stdout[-500:] + run.stderr[-2000:]
-    )
+    run = started("-c", TRAP.format(model=model, trap=trap))
+    said = run.stdout[-500:] + run.stderr[-2000:]
+    assert "CAUGHT sampler and trainer disagree" in run.stdout, said
 
 
 def test_prefixes_lengths_and_stops(engine_of):
@@ -228,41 +225,26 @@ def test_top_p_cuts_the_tail(engine_of):
         assert sampler.generate(prompt, 6, 40, 1.0, top_p=1e-6).response_ids() == greedy * 6
 
 
-def test_a_run_learns_and_resumes(tmp_path, command):
+def test_a_run_learns_and_resumes(tmp_path):
     """`python grpo.py --rollout vllm`: greedy rises as with hf; the sampler agrees at every step;
     resume goes on."""
-    flags = [
-        "--rollout",
-        "vllm",
-        "--eval_every",
-        25,
-        "--save_every",
-        10,
-        "--run_dir",
-        tmp_path / "run",
-    ]
-    run = command("grpo.py", *flags, "--steps", 25)
+    flags = ["--rollout", "vllm", "--eval_every", 25, "--save_every", 10]
+    flags += ["--run_dir", tmp_path / "run"]
+    run = started("grpo.py", *flags, "--steps", 25)
     assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr[-3000:]
     lines = metrics(tmp_path / "run")
     assert lines[-1]["greedy"] > 0.8 > 0.5 > lines[0]["greedy"]
     assert all(line["sampler_gap"] < 1e-4 for line in lines[1:])
-    assert command("grpo.py", *flags, "--steps", 26, "--resume").returncode == 0
+    assert started("grpo.py", *flags, "--steps", 26, "--resume").returncode == 0
 
 
-def test_two_ranks(tmp_path, command):
+def test_two_ranks(tmp_path):
     """torchrun with an engine in each rank: different samples, one policy; then one engine for
     both."""
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "grpo.py", *SMALL]
     for extra in ([], ["--tensor_parallel", 2]):
-        ranks = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node=2",
-            "grpo.py",
-            *SMALL,
-        ]
         folder = tmp_path / f"run{len(extra)}"
-        run = command(*ranks, "--steps", 3, "--rollout", "vllm", *extra, "--run_dir", folder)
+        run = started(*ranks, "--steps", 3, "--rollout", "vllm", *extra, "--run_dir", folder)
         assert run.returncode == 0, run.stderr[-3000:]
         assert all(line["sampler_gap"] < 1e-4 for line in metrics(folder)[1:])
 
@@ -282,8 +264,8 @@ def test_two_ranks(tmp_path, command):
         ),
     ],
 )
-def test_what_a_cpu_cannot_do_is_refused(tmp_path, command, flags, message):
-    run = command("minirl.py", "--rollout", "vllm", *flags.split(), "--run_dir", tmp_path / "run")
+def test_what_a_cpu_cannot_do_is_refused(tmp_path, flags, message):
+    run = started("minirl.py", "--rollout", "vllm", *flags.split(), "--run_dir", tmp_path / "run")
     # VLLM warns before
     assert run.returncode == 2 and message in run.stderr.splitlines()[-1], run.stderr
     assert not (tmp_path / "run").exists()

@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
 from types import ModuleType
 
@@ -35,7 +34,7 @@ def written_here(namespace: dict) -> list[Callable]:
     return [f for f in ours if f.__module__ == namespace["__name__"]]
 
 
-def damaged(path: Path, old: str, new: str) -> str:
+def replaced(path: Path, old: str, new: str) -> str:
     """A file's text with `old`, which must stand there once, replaced; line breaks inside it are no
     matter, so that a formatter may move them."""
     source, tokens = path.read_text(), re.findall(r"\w+|\s+|.", old.strip())
@@ -49,7 +48,7 @@ def damaged(path: Path, old: str, new: str) -> str:
 
 def mutate(module: ModuleType, old: str, new: str) -> ModuleType:
     """The module with one piece of its source replaced."""
-    source = damaged(Path(module.__file__), old, new)
+    source = replaced(Path(module.__file__), old, new)
     mutant = ModuleType(f"{module.__name__}_mutant")
     sys.modules[mutant.__name__] = mutant  # dataclasses look their module up
     mutant.__file__ = module.__file__
@@ -76,8 +75,6 @@ def terms(module: ModuleType, args: object, **tensors: Tensor) -> tuple[Tensor, 
         "entropy": torch.zeros_like(tensors["logp"]),
         "ref_logp": None,
     } | tensors
-    if "ref_logp" not in signature(module.policy_loss).parameters:
-        del tensors["ref_logp"]
     return module.policy_loss(args, **tensors)
 
 

@@ -78,7 +78,7 @@ def check_gradient_law(module: ModuleType) -> None:
 
 CHECKS = [*written_here(globals()), *grpo.CHECKS]
 SPREAD = "(rewards - rewards[:, :1]).std(dim=1, correction=0)"
-STD, TIES = "std(dim=1, correction=0)", " + (x[:, None] == x).double().sum(dim=1) / 2"
+STD, TIES = "std(dim=1, correction=0)", "(x[:, None] - x).sign().double().sum(dim=1)"
 MEAN = ".sum(dim=1) / lengths[:, None]"
 MUTANTS = {
     "p (1-p)": (STD, "var(dim=1, correction=0)"),
@@ -94,5 +94,5 @@ MUTANTS = {
     "mean over the padded length": (MEAN, ".sum(dim=1) / sequences.shape[1]"),
     "range (0, 1)": ("return 0.5 * self.head", "return self.head"),
     "random head": ("nn.init.zeros_(self.head.weight), ", ""),
-    "ties broken by place": (TIES, " + torch.arange(len(x)) / len(x)"),
+    "ties broken by place": (TIES, "x.argsort().argsort().double()"),
 }

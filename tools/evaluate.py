@@ -1,0 +1,326 @@
+"""Accuracy of a model, or of a run's newest checkpoint: avg@n and pass@k, with 95% intervals.
+
+    python -m tools.evaluate runs/grpo-arithmetic-s1
+    python -m tools.evaluate tiny --eval_problems 1000 --eval_samples 16
+    torchrun --nproc_per_node=8 -m tools.evaluate Qwen/Qwen3-1.7B-Base --max_new_tokens 4096 \\
+        --eval_task aime24,aime25,math500 --eval_samples 32
+
+MODEL is a hub name, a folder in the Hugging Face format, `tiny`, `tiny-moe`, or a run folder,
+whatever algorithm and number of ranks wrote it; flags that are not given are then the run's own. A
+run under way is not disturbed. Each set is measured greedily, at T 1.0 / top-p 1.0 and at T 0.7 /
+top-p 0.9, the two settings that papers report. As soon as a set is done at a setting, its line of
+the table is printed and its responses are written, with their scores; where they cannot be written
+any more they go to a temporary folder, which is said at the end (exit code 1).
+"""
+
+import contextlib
+import functools
+import math
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from common.checkpoint import newest_whole, step_of
+from common.data import Problem, load_task, problems, read_set, remarks_on
+from common.distributed import CLOSING, BadInput, Refused, RunStopped, World
+from common.distributed import first_line, global_sum, shard, together
+from common.flags import Count, Flags, broken_rule
+from common.folder import as_lines, saved_config, spelled_out, whole
+from common.launch import launch, without_effect
+from common.logprobs import Policy
+from common.model import load_model
+from common.reward import MathJudge
+from common.rollout import make_engine
+from common.tracking import Run
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import tyro
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+SETTINGS = ((0.0, 1.0), (1.0, 1.0), (0.7, 0.9))  # (temperature, top-p); 0 is greedy, one response
+RESAMPLES = 2000
+OF_THE_RUN = "task eval_problems eval_samples max_new_tokens max_prompt_tokens instruction "
+OF_THE_RUN += "prompt_column answer_column rollout_dtype"  # flags that a run folder is asked for
+UNREAD = "sampler_tolerance wandb offload_reference"  # flags of training
+
+
+@dataclass
+class Args(Flags):
+    model: tyro.conf.Positional[str] = "tiny"
+    """Hub name, local folder, `tiny`, `tiny-moe`, or run folder."""
+    task: str = "arithmetic"
+    """Without --eval_task: the held-out problems of this task are measured (a run: of its own)."""
+    eval_task: str = ""
+    """Sets to measure whole, comma-separated: hub sets, .jsonl or .parquet files, arithmetic,
+    reasoning_gym:<name>."""
+    eval_samples: Count = 4
+    """n: responses to each problem, at both settings but the greedy one (ours)."""
+    rollout_rows: Count = 1024
+    """Responses asked for at once: lower it when the KV cache does not fit (ours)."""
+    max_new_tokens: Count = 64
+    """Length limit of a response (ours)."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the model, float32 or bfloat16 (auto: bfloat16 on GPUs)."""
+    run_dir: str = ""
+    """Folder for the responses (default: the run's, else runs/evaluations)."""
+
+
+class Set(NamedTuple):
+    """Problems that share a name and a judge."""
+
+    name: str
+    problems: list[Problem]
+    judge: Callable[[list[str], list[str]], list[float]]
+
+
+class Responses:
+    """All rows measured so far, in `folder`, or in a temporary one while that cannot be written."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.rows = folder, []
+        self.where, self.failure = None, ""  # the file that holds all rows; why it is not in folder
+        self.made = [path for path in (folder, *folder.parents) if not path.exists()]
+        CLOSING.append(self.release)
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # fails now, not when there is something to lose
+
+    def release(self) -> None:
+        """Of the folders made here, those that are empty go."""
+        for path in self.made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+    @functools.cached_property
+    def spare(self) -> Path:
+        """The temporary folder, made when it is first needed."""
+        return Path(tempfile.mkdtemp(prefix="evaluation-"))
+
+    def keep(self, name: str, rows: list[dict]) -> None:
+        """Write the file again, with these rows too; a failure is remembered, not raised."""
+        self.rows += rows
+        self.where, self.failure = None, ""
+        for place in ("folder", "spare"):
+            try:
+                path = getattr(self, place) / name
+                with whole(path) as partial:
+                    partial.write_text(as_lines(self.rows))
+                self.where = path
+                return
+            except OSError as error:
+                self.failure = self.failure or first_line(error)
+
+    def conclude(self) -> str:
+        """Where the rows are; RunStopped where that is not the folder that was asked for."""
+        if self.failure:
+            kept = f"the responses are in {self.where}" if self.where else "only the table is left"
+            raise RunStopped(f"cannot write to {self.folder} ({self.failure}): {kept}")
+        return f"responses and scores: {self.where}"
+
+
+def prepare(args: Args, world: World) -> None:
+    """Give flags that were not given the run's values, if MODEL is a run, and check them all."""
+    given = replace(args, rollout_rows=Args.rollout_rows)  # which here has an effect on vLLM, too
+    try:
+        config = saved_config(Path(args.model))
+    except OSError as error:
+        raise BadInput(f"MODEL {args.model}: cannot be read ({first_line(error)})") from error
+    if config:
+        own = {name: config.get(name) for name in OF_THE_RUN.split()}
+        fit = {name: value for name, value in own.items() if type(value) is type(vars(args)[name])}
+        # The same command line once more, over other defaults
+        again = tyro.cli(Args, default=replace(Args(), **fit), use_underscores=True)
+        vars(args).update(vars(again))
+    if wrong := broken_rule(args):
+        raise BadInput(wrong)
+    if args.dtype == "auto":
+        args.dtype = "bfloat16" if world.device.type == "cuda" else "float32"
+    given.task, given.eval_task = ("", args.eval_task) if args.eval_task else (args.task, "")
+    idle = [f"--{name} has no effect here" for name in UNREAD.split() if vars(given)[name]]
+    for line in (*idle, *without_effect(given, world)) if world.rank == 0 else ():
+        print(line, flush=True)
+
+
+def load_sets(
+    args: Args, config: dict, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Set], list[str]]:
+    """The sets to measure, and what the user should know of them, a line each.
+
+    `config` is the run's, or empty: its held-out problems are those that it measured itself.
+    """
+    if not args.eval_task:
+        own = args.task == config.get("task")
+        spec = config.get("eval_task", "") if own else ""
+        task = load_task(replace(args, eval_task=spec), tokenizer)
+        changed = own and config.get("data", "") != task.fingerprint
+        warning = f"{args.task} changed since the run: it may have trained on these problems"
+        return [Set(task.name, task.held_out, task.judge)], [*task.remarks, *[warning] * changed]
+    sets, remarks, judge = [], [], MathJudge()
+    for spec in dict.fromkeys(args.eval_task.split(",")):
+        if spec == "arithmetic" or spec.startswith("reasoning_gym:"):
+            task = load_task(replace(args, task=spec, eval_task=""), tokenizer)
+            sets.append(Set(spec, task.held_out, task.judge))
+            continue
+        rows = read_set(spec, args, "test", "--eval_task")
+        found = problems(rows, args, tokenizer, f"--eval_task {spec}")
+        sets.append(Set(spec, found, judge))
+        remarks += remarks_on(spec, found, judge)
+        if dropped := len(rows) - len(found):
+            remarks.append(f"{spec}: {dropped} of {len(rows)} prompts too long, dropped")
+    return sets, remarks
+
+
+def load_weights(folder: Path, policy: nn.Module, world: World, flag: str) -> int:
+    """Give the policy the weights of the newest whole checkpoint; returns its step.
+
+    Any algorithm may have written it, on any number of ranks.
+    """
+    checkpoint, _ = newest_whole(folder, world, flag)
+    weights, shards = get_model_state_dict(policy), dcp.FileSystemReader(checkpoint / "shards")
+    # Of several models that were saved as one the policy is the first.
+    alone = f"policy.{next(iter(weights))}" in shards.read_metadata().state_dict_metadata
+    named = weights if alone else {f"0.{name}": value for name, value in weights.items()}
+    what = f"{flag}: {checkpoint} does not fit its model"
+    with together(world, Refused, what, CheckpointException):
+        dcp.load({"policy": named}, storage_reader=shards)  # in place
+    return step_of(checkpoint)
+
+
+def main(args: Args, world: World) -> None:
+    """Measure every set at every setting."""
+    run, config = Path(args.model), saved_config(Path(args.model))
+    name = run.resolve().name if config else re.sub(r"[^\w.-]+", "-", args.model).strip("-")
+    folder = spelled_out(args.run_dir) if args.run_dir else Path("runs/evaluations")
+    folder = run if config and not args.run_dir else folder
+    with together(world, Refused, f"--run_dir {folder}: cannot be used"):
+        responses = Responses(folder) if world.rank == 0 else None
+    args.model = config.get("model", args.model)
+    lm, tokenizer = load_model(args.model, "MODEL")
+    sets, remarks = load_sets(args, config, tokenizer)
+    engine, step = make_engine(args, lm, world), 0
+    if config:
+        policy = shard(Policy(lm), world, args.dtype)
+        step = load_weights(run / "checkpoints", policy, world, f"MODEL {run}")
+        engine.sync(policy)
+        del policy
+    del lm
+
+    def say(*lines: str) -> None:
+        """Print on rank 0, above the progress bar."""
+        with tqdm.external_write_mode():
+            for line in lines if world.rank == 0 else ():
+                print(line, flush=True)
+
+    what = f"{name} after step {step}" if config else args.model
+    say(f"{what}; {world.size} rank(s) on {world.device}, {args.dtype}", *remarks)
+    say(*head(args.eval_samples))
+    words = ["evaluation", name, *[f"step{step}"] * bool(config)]
+    words += [re.sub(r"[^\w.-]+", "-", Path(one.name).stem) for one in sets]
+    total, hidden = len(SETTINGS) * sum(len(one.problems) for one in sets), world.rank > 0
+    Run.bar = tqdm(total=total, disable=hidden, dynamic_ncols=True, unit="problem")
+    Run.phase = "evaluate"  # for messages about failures
+    for one in sets:
+        for temperature, top_p in SETTINGS:
+            rows = measure(engine, one, temperature, top_p, tokenizer, args, world)
+            say(line_of(rows, args.eval_samples))
+            if responses:
+                responses.keep("-".join(words)[:150] + ".jsonl", rows)
+    judges = {id(one.judge): one.judge for one in sets}.values()
+    killed = {"killed": sum(getattr(judge, "killed", 0) for judge in judges)}
+    if killed := global_sum(killed, world)["killed"]:
+        say(f"{killed:.0f} answers broke the judge's bounds: scored 0")
+    Run.bar.close()
+    with together(world, RunStopped, ""):
+        if responses:
+            say(responses.conclude())
+
+
+def measure(
+    engine: object,
+    one: Set,
+    temperature: float,
+    top_p: float,
+    tokenizer: PreTrainedTokenizerBase,
+    args: Args,
+    world: World,
+) -> list[dict]:
+    """A row for each problem of a set, at one setting: its responses and their scores.
+
+    The same on every rank. Problems are shared out in turns of --rollout_rows responses a rank;
+    every rank takes part in every turn, since ranks with a common vLLM engine must.
+    """
+    n, rows = args.eval_samples if temperature else 1, []
+    how = {"set": one.name, "temperature": temperature, "top_p": top_p}
+    turn = max(1, args.rollout_rows // n) * world.size
+    for start in range(0, len(one.problems), turn):
+        numbers = range(start, min(start + turn, len(one.problems)))
+        mine = [(number, one.problems[number]) for number in numbers[world.rank :: world.size]]
+        prompts = [p.prompt_ids for _, p in mine]
+        rollout = engine.generate(prompts, n, args.max_new_tokens, temperature, top_p=top_p)
+        texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+        scores = one.judge(texts, [p.answer for _, p in mine for _ in range(n)])
+        lengths, finished = rollout.mask.sum(1).int().tolist(), rollout.finished.tolist()
+        for i, (number, p) in enumerate(mine):
+            own = slice(i * n, (i + 1) * n)
+            row = how | {"problem": number, "prompt": p.prompt, "answer": p.answer}
+            row |= {"scores": scores[own], "lengths": lengths[own], "finished": finished[own]}
+            rows.append(row | {"responses": texts[own]})
+        Run.bar.update(len(numbers))
+    parts = [None] * world.size
+    dist.all_gather_object(parts, rows)
+    return sorted((row for part in parts for row in part), key=lambda row: row["problem"])
+
+
+def powers(n: int) -> list[int]:
+    """The k of pass@k: powers of two from 2 to n."""
+    return [2**i for i in range(1, n.bit_length())]
+
+
+def head(n: int) -> list[str]:
+    """The two first lines of the table, for n responses to each problem."""
+    cells = ["set", "T", "top-p", "problems", "n", "avg@n [95%]"]
+    cells += [*(f"pass@{k} [95%]" for k in powers(n)), "length", "cut"]
+    return [f"| {' | '.join(cells)} |", "|---" * len(cells) + "|"]
+
+
+def line_of(rows: list[dict], n: int) -> str:
+    """The table's line for the rows of a set at a setting; n as in `head`."""
+    scores = torch.tensor([row["scores"] for row in rows], dtype=torch.float64)  # [problems, given]
+    right, given = (scores >= 1).sum(dim=1), scores.shape[1]  # part marks count for avg alone
+    passed = [pass_at_k(right, given, k) if k <= given else None for k in powers(n)]
+    shown = ["" if m is None else interval(m) for m in (scores.mean(dim=1), *passed)]
+    length = torch.tensor([row["lengths"] for row in rows]).double().mean()
+    cut = 1 - torch.tensor([row["finished"] for row in rows]).double().mean()
+    cells = [rows[0]["set"], rows[0]["temperature"], rows[0]["top_p"], len(rows), given, *shown]
+    return f"| {' | '.join(map(str, [*cells, f'{length:.0f}', f'{cut:.3f}']))} |"
+
+
+def interval(values: Tensor) -> str:
+    """The mean of the problems' values, and its 95% interval."""
+    return "{:.3f} [{:.3f}, {:.3f}]".format(values.mean(), *bootstrap(values))
+
+
+def pass_at_k(right: Tensor, n: int, k: int) -> Tensor:
+    """Unbiased estimate `[problems]` of the chance that one of k responses is right, from `right`
+    of n (2107.03374): 1 - C(n - right, k) / C(n, k)."""
+    chances = [1 - math.comb(n - c, k) / math.comb(n, k) for c in right.tolist()]
+    return torch.tensor(chances, dtype=torch.float64)
+
+
+def bootstrap(values: Tensor) -> tuple[float, float]:
+    """95% interval of the mean, by resampling the problems: AIME's 30 leave it wide."""
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randint(len(values), (RESAMPLES, len(values)), generator=generator)
+    means = values[draws].mean(dim=1)  # [RESAMPLES]
+    return tuple(means.quantile(torch.tensor([0.025, 0.975], dtype=values.dtype)).tolist())
+
+
+if __name__ == "__main__":
+    launch(main, Args, prepare)
