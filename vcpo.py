@@ -31,17 +31,17 @@ Differs from grpo.py in:
    evaluation a batch is one update fresher).
 2. No π_old, no ratio clip, no KL: one weight per response, against the sampler's own log-probs.
 3. The baseline and the step length, as above; one optimiser step per batch.
-4. One backward pass per response, since b needs each one's gradient norm. Two gradient-sized
-   buffers make a second pass unnecessary: Σ w ĝ (R - b) = Σ w ĝ R - b Σ w ĝ, with b known when the
-   group is done.
+4. A pass more, before each update: b needs every response's own gradient norm. All of a
+   micro-batch come out of one backward pass that makes no gradient of any weight
+   (common/norms.py); then b is known, and the update is grpo.py's loop.
 
 Differs from the paper in:
 1. The weighting in b is the paper's w²|g|²; the released code comes out at min(w, 8)² w² |g|², as
    its g already contains the weight.
 2. ESS in log space. The released code's float32 w overflows at log w > 88, which long responses can
    reach: ESS is then NaN, and min(1, NaN) is 1: no damping when it is needed most.
-3. Ranks take turns with their responses, so that a gradient norm is of one response, over all
-   shards. Memory is shared between ranks this way; the update's time is not.
+3. Where a model has parts whose gradient norms that pass does not know (experts), each response
+   has a backward pass of its own, the ranks take turns, and the run says so.
 
 Not a difference, but to be known: in the released code as here b is applied to min(w, 8) g/|y|, for
 which it is not the best baseline. With all answers of small random tasks enumerated, the variance

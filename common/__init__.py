@@ -12,6 +12,7 @@ The others are plumbing, which need not be read to understand an algorithm:
     checkpoint   saving and resuming to the bit
     model        loading weights and tokenizer
     routing      mixtures of experts: recording and replaying their choice (minirl)
+    norms        the norm of each response's gradient, in one pass (vcpo)
     rollout_vllm the vLLM engine
     data         tasks: where problems come from (tiny/: the embedded one, and its models)
     evaluation   the two accuracies of a run

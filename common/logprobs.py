@@ -69,8 +69,7 @@ class TokenLogprobs(torch.autograd.Function):
     def d_logits(
         hidden: Tensor, weight: Tensor, targets: Tensor, d_logp: Tensor, temperature: float
     ) -> Tensor:
-        """`[b, V]`, in the weight's precision: d log p(target) / d logits = 1{target} - p, times
-        `d_logp`."""
+        """`d_logp` times d log p(target) / d logits = 1{target} - p: `[b, V]`, as the weight."""
         p = TokenLogprobs.logits(hidden, weight, temperature).softmax(-1)  # [b, V]
         d_logits = p.mul_(-d_logp[..., None])  # [b, V]
         d_logits.scatter_add_(-1, targets[..., None], d_logp[..., None])

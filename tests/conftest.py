@@ -21,6 +21,11 @@ from tests.helpers import SMALL, no_curves, run_here
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long comes last."""
+    items.sort(key=lambda item: "runs" in item.keywords)
+
+
 @pytest.fixture(autouse=True)
 def _no_curves(request, monkeypatch):
     """Runs draw their curves in tests marked `curves` alone: it takes longer than they do."""
@@ -47,8 +52,7 @@ def tiny():
 def finished(tmp_path_factory):
     """The folder of a run of four steps with checkpoints at 2 and 4: to be read, or copied."""
     folder = tmp_path_factory.mktemp("finished") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        assert run_here(patch, grpo.main, *SMALL, "--steps", 4, "--run_dir", folder) == 0
+    assert run_here(grpo.main, *SMALL, "--steps", 4, "--run_dir", folder) == 0
     return folder
 
 

@@ -45,17 +45,18 @@ def module_of(algorithm: str) -> object:
 # In this process
 
 
-def run_here(monkeypatch, main: Callable, *flags: object) -> int:
+def run_here(main: Callable, *flags: object) -> int:
     """`python file.py FLAGS` in this process; returns the exit code."""
-    monkeypatch.setattr(sys, "argv", ["grpo.py", *map(str, flags)])
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = {number: signal.getsignal(number) for number in signals}
+    argv, handlers = sys.argv, {number: signal.getsignal(number) for number in signals}
+    sys.argv = ["grpo.py", *map(str, flags)]
     try:
         launch(main, sys.modules[main.__module__].Args)
         return 0
     except SystemExit as stop:
         return stop.code
     finally:
+        sys.argv = argv
         for number, handler in handlers.items():
             signal.signal(number, handler)
 

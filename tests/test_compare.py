@@ -274,7 +274,7 @@ def test_picture_and_table_are_written_where_wanted(out, name, tmp_path, monkeyp
 
 @pytest.mark.parametrize("theirs", ["notes.png", "notes.md"])
 @pytest.mark.parametrize("out", ["notes", "notes.png"])
-def test_what_others_wrote_is_left_alone(theirs, out, tmp_path, monkeypatch, run_it):
+def test_what_others_wrote_is_left_alone(theirs, out, tmp_path, run_it):
     run = a_run(tmp_path / "1", 1)
     (tmp_path / theirs).write_text("mine")
     before = sorted(tmp_path.iterdir())

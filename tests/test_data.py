@@ -37,15 +37,13 @@ def test_arithmetic_stream_is_seeded_and_disjoint_from_the_held_out_set(tiny):
         load("arithmetic", tokenizer, eval_problems=200, seed=seed) for seed in (1, 1, 2)
     )
     stream = [task.train(i).prompt for i in range(500)]
-    assert (
-        stream == [again.train(i).prompt for i in range(500)] and task.train(7).prompt == stream[7]
-    )
+    assert stream == [again.train(i).prompt for i in range(500)]
+    assert task.train(7).prompt == stream[7]
     assert stream != [other.train(i).prompt for i in range(500)]
     held_out = [problem.prompt for problem in task.held_out]
     assert held_out == [problem.prompt for problem in other.held_out] and len(set(held_out)) == 200
-    assert not any(arithmetic.held_out(prompt) for prompt in stream) and all(
-        map(arithmetic.held_out, held_out)
-    )
+    assert not any(arithmetic.held_out(prompt) for prompt in stream)
+    assert all(map(arithmetic.held_out, held_out))
     assert {len(prompt) // 2 for prompt in stream} == set(range(2, 8))
     assert all(task.judge([f"#{p.answer}"], [p.answer]) == [1.0] for p in task.held_out)
 
@@ -131,16 +129,13 @@ def test_hub_sets_load_by_name(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     task = load("gsm8k")
     assert calls == [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
-    assert {p.prompt[:5] for p in task.held_out} == {"test "} and {
-        task.train(i).prompt[:6] for i in range(4)
-    } == {"train "}
+    assert {p.prompt[:5] for p in task.held_out} == {"test "}
+    assert {task.train(i).prompt[:6] for i in range(4)} == {"train "}
 
 
 def test_eval_task_is_another_set(tmp_path):
-    train, held_out = (
-        write(tmp_path / "a.jsonl", numbered(4)),
-        write(tmp_path / "b.jsonl", numbered(50)[40:]),
-    )
+    train = write(tmp_path / "a.jsonl", numbered(4))
+    held_out = write(tmp_path / "b.jsonl", numbered(50)[40:])
     task = load(train, eval_task=held_out, eval_problems=10)
     assert len({task.train(i).prompt for i in range(4)}) == 4 and len(task.held_out) == 10
 
@@ -249,17 +244,13 @@ def test_a_small_file_holds_a_quarter_back(tmp_path):
     """60 rows at the default of 256 held-out problems: 15 are held out, 45 trained on, and it is
     said."""
     task = load(write(tmp_path / "set.jsonl", numbered(60)), eval_problems=256)
-    seen, held_out = (
-        {task.train(i).prompt for i in range(45)},
-        {problem.prompt for problem in task.held_out},
-    )
+    seen = {task.train(i).prompt for i in range(45)}
+    held_out = {problem.prompt for problem in task.held_out}
     assert len(seen) == 45 and len(held_out) == 15 and not seen & held_out
     assert any("15 of 60 problems are held out" in line for line in task.remarks)
     two = load(write(tmp_path / "two.jsonl", numbered(2)))
-    assert (
-        len(two.held_out) == 1
-        and two.train(0).prompt == two.train(5).prompt != two.held_out[0].prompt
-    )
+    assert len(two.held_out) == 1
+    assert two.train(0).prompt == two.train(5).prompt != two.held_out[0].prompt
 
 
 def test_a_held_out_prompt_is_never_trained_on(tmp_path):
@@ -493,9 +484,8 @@ def test_reasoning_gym(tmp_path, monkeypatch):
         "<answer>raise</answer>",
         "<answer>hang</answer>",
     ]
-    assert (
-        task.judge(given, [problem.answer] * 4) == [1.0, 0.01, 0.0, 0.0] and task.judge.killed == 1
-    )
+    assert task.judge(given, [problem.answer] * 4) == [1.0, 0.01, 0.0, 0.0]
+    assert task.judge.killed == 1
     again = load("reasoning_gym:chain_sum", max_prompt_tokens=200, seed=2)
     assert task.held_out == again.held_out and task.train(0) != again.train(0)
     indices = {int(task.train(i).answer) for i in range(300)}

@@ -16,6 +16,8 @@ from tests.driver import drive
 from tests.helpers import SMALL, forked, metrics, run_here
 from tests.stored import PROMPTS, gradients, stored_rollout
 
+pytestmark = pytest.mark.runs
+
 
 def test_the_prefix_gets_no_gradient(world):
     """At the hidden states that predict prefix tokens the loss has gradient exactly 0; at the
@@ -45,10 +47,8 @@ def test_the_prefix_gets_no_gradient(world):
         **tensors,
     )[0].backward()
     start = len(prompt) + len(prefix)
-    assert (
-        rollout.prompt_len.tolist() == [start] * 4
-        and rollout.prefix_len.tolist() == [len(prefix)] * 4
-    )
+    assert rollout.prompt_len.tolist() == [start] * 4
+    assert rollout.prefix_len.tolist() == [len(prefix)] * 4
     assert (seen[0].grad[:, : start - 1] == 0).all()
     for row, length in enumerate(rollout.mask.sum(1).int().tolist()):
         assert (seen[0].grad[row, start - 1 : start - 1 + length].norm(dim=1) > 0).all()
@@ -68,7 +68,7 @@ def test_branches_of_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(Rollout, "join", spy)
     monkeypatch.setattr(deep_grpo, "fit_success", lambda feedback: (0.0, math.inf))
     flags = [*SMALL, "--steps", 3, "--branches", K, "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, deep_grpo.main, *flags) == 0
+    assert run_here(deep_grpo.main, *flags) == 0
     semicolon, prefixed = load_model("tiny")[1](";")["input_ids"][0], 0
     for main, grown in joined:
         assert len(grown) % K == 0 and len(grown) > 0
@@ -115,21 +115,16 @@ def test_no_failures_no_branches(tmp_path, monkeypatch, capsys):
         return task
 
     monkeypatch.setattr(deep_grpo, "load_task", lenient)
-    assert (
-        run_here(monkeypatch, deep_grpo.main, *SMALL, "--steps", 2, "--run_dir", tmp_path / "run")
-        == 0
-    )
+    assert run_here(deep_grpo.main, *SMALL, "--steps", 2, "--run_dir", tmp_path / "run") == 0
     assert "branches_used was 0 at every step" in capsys.readouterr().out
     line = metrics(tmp_path / "run")[-1]
-    assert (
-        line["failed"] == line["branches_used"] == line["extra_tokens"] == 0
-        and "branch_reward" not in line
-    )
+    assert line["failed"] == line["branches_used"] == line["extra_tokens"] == 0
+    assert "branch_reward" not in line
 
 
-def test_too_few_branches_are_discarded(tmp_path, monkeypatch):
+def test_too_few_branches_are_discarded(tmp_path):
     flags = [*SMALL, "--steps", 2, "--min_branches", 10_000, "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, deep_grpo.main, *flags) == 0
+    assert run_here(deep_grpo.main, *flags) == 0
     assert all(
         line["branches_used"] == 0 and line["extra_tokens"] > 0
         for line in metrics(tmp_path / "run")[1:]
@@ -162,17 +157,17 @@ def test_a_rank_without_failures_waits_for_the_other(tmp_path):
     assert states[0]["feedback"] == states[1]["feedback"] and len(states[0]["feedback"]) > 0
 
 
-def test_a_mixture_of_experts_branches_too(tmp_path, monkeypatch):
+def test_a_mixture_of_experts_branches_too(tmp_path):
     """The experts' column of main rows and branches is joined, though it has two more
     dimensions."""
     flags = [*SMALL, "--steps", 1, "--model", "tiny-moe", "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, deep_grpo.main, *flags) == 0
+    assert run_here(deep_grpo.main, *flags) == 0
     assert metrics(tmp_path / "run")[-1]["branches_used"] > 0
 
 
 @pytest.mark.parametrize("flags", [("--boundary", "@"), ("--branches", 1)])
-def test_impossible_settings_are_refused(tmp_path, monkeypatch, capsys, flags):
-    assert run_here(monkeypatch, deep_grpo.main, *flags, "--run_dir", tmp_path / "run") == 2
+def test_impossible_settings_are_refused(tmp_path, capsys, flags):
+    assert run_here(deep_grpo.main, *flags, "--run_dir", tmp_path / "run") == 2
     assert flags[0] in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
@@ -187,12 +182,10 @@ def test_restarts_are_counted_apart(tmp_path, monkeypatch):
 
     monkeypatch.setattr(deep_grpo, "choose_pivot", spy)
     flags = [*SMALL, "--steps", 2, "--prompts_per_step", 32, "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, deep_grpo.main, *flags) == 0
-    lines, saved, quarters = (
-        metrics(tmp_path / "run")[1:],
-        0.0,
-        [f"pivots_quarter_{i}" for i in (1, 2, 3, 4)],
-    )
+    assert run_here(deep_grpo.main, *flags) == 0
+    lines = metrics(tmp_path / "run")[1:]
+    saved = 0.0
+    quarters = [f"pivots_quarter_{i}" for i in (1, 2, 3, 4)]
     counts = [round(line["failed"] * 128) for line in lines]
     for line, pivots in zip(lines, (drawn[: counts[0]], drawn[counts[0] :])):
         depths = [depth for kept, depth in pivots if kept]
@@ -207,6 +200,5 @@ def test_restarts_are_counted_apart(tmp_path, monkeypatch):
             for where in ("", "_root")
         )
     feedback = torch.load(tmp_path / "run/checkpoints/step_000002/rank0.pt")["state"]["feedback"]
-    assert (
-        len(feedback) == len(drawn) and abs(saved - sum(success for _, success in feedback)) < 1e-6
-    )
+    assert len(feedback) == len(drawn)
+    assert abs(saved - sum(success for _, success in feedback)) < 1e-6

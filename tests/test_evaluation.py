@@ -26,6 +26,8 @@ from tqdm import tqdm
 
 from tests.helpers import MORE, SMALL, forked, metrics, run_here
 
+pytestmark = pytest.mark.runs
+
 
 def call(*words: object) -> None:
     """`python -m tools.evaluate WORDS`."""
@@ -239,12 +241,11 @@ def moved(tmp_path_factory):
     """A run whose weights have left the embedded model's, with the final model saved."""
     folder = tmp_path_factory.mktemp("moved") / "run"
     flags = [*SMALL, "--steps", 2, "--lr", 0.01, "--max_new_tokens", 40, "--save_hf"]
-    with pytest.MonkeyPatch.context() as patch:
-        assert run_here(patch, grpo.main, *flags, "--run_dir", folder) == 0
+    assert run_here(grpo.main, *flags, "--run_dir", folder) == 0
     return folder
 
 
-def test_a_run_is_its_newest_checkpoint(measured, tmp_path, moved, monkeypatch):
+def test_a_run_is_its_newest_checkpoint(measured, tmp_path, moved):
     """The same responses as the model that --save_hf wrote, others than the start's; the accuracy
     that the run measured itself; the run's own files stay, and it goes on."""
     run = Path(shutil.copytree(moved, tmp_path / "run"))
@@ -260,13 +261,13 @@ def test_a_run_is_its_newest_checkpoint(measured, tmp_path, moved, monkeypatch):
         assert measured(model, *flags, tmp_path / Path(model).name)[0] == 0
     assert greedy(run) == greedy(tmp_path / "model") != greedy(tmp_path / "tiny")
     flags = [*SMALL, "--steps", 3, "--lr", 0.01, "--max_new_tokens", 40, "--save_hf", "--resume"]
-    assert run_here(monkeypatch, grpo.main, *flags, "--run_dir", run) == 0
+    assert run_here(grpo.main, *flags, "--run_dir", run) == 0
 
 
-def test_of_two_models_in_a_checkpoint_the_policy_is_measured(measured, tmp_path, monkeypatch):
+def test_of_two_models_in_a_checkpoint_the_policy_is_measured(measured, tmp_path):
     """goldilocks saves its teacher, too."""
     flags = [*SMALL, *MORE["goldilocks"], "--steps", 1, "--lr", 0.01, "--save_hf"]
-    assert run_here(monkeypatch, goldilocks.main, *flags, "--run_dir", tmp_path / "run") == 0
+    assert run_here(goldilocks.main, *flags, "--run_dir", tmp_path / "run") == 0
     flags = ["--eval_problems", 8, "--eval_samples", 1, "--run_dir"]
     for model in (tmp_path / "run", tmp_path / "run/model", "tiny"):
         assert measured(model, *flags, tmp_path / f"of-{Path(model).name}")[0] == 0

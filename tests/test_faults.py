@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.driver import drive
 from tests.helpers import ROOT, SMALL, assert_same_run, command, forked, metrics, run_here, started
 
+pytestmark = pytest.mark.runs
+
 
 def poisoned(monkeypatch, when) -> None:
     """A loss that is NaN in the optimiser steps that `when(number)` names."""
@@ -31,7 +33,7 @@ def test_a_nan_is_skipped_and_counted(tmp_path, monkeypatch):
     batch is left."""
     poisoned(monkeypatch, lambda number: number in (2, 5))
     flags = [*SMALL, "--steps", 3, "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, grpo.main, *flags) == 0
+    assert run_here(grpo.main, *flags) == 0
     lines = metrics(tmp_path / "run")[1:]
     assert [line["skipped"] for line in lines] == [1, 0, 1]
     assert all(0 < line["grad_norm"] < 100 for line in lines)
@@ -42,19 +44,17 @@ def test_a_nan_is_skipped_and_counted(tmp_path, monkeypatch):
 def test_a_skipped_update_changes_nothing(tmp_path, monkeypatch):
     """All updates of a step NaN: weights and optimiser moments are those from before."""
     flags = [*SMALL, "--save_every", 1, "--run_dir", tmp_path / "run", "--save_hf"]
-    assert run_here(monkeypatch, grpo.main, *flags, "--steps", 1) == 0
+    assert run_here(grpo.main, *flags, "--steps", 1) == 0
     before = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").state_dict()
     poisoned(monkeypatch, lambda number: True)
-    assert run_here(monkeypatch, grpo.main, *flags, "--steps", 2, "--resume") == 0
+    assert run_here(grpo.main, *flags, "--steps", 2, "--resume") == 0
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_several_nans_in_a_row_stop_the_run(tmp_path, monkeypatch, capsys):
     poisoned(monkeypatch, lambda number: number > 3)
-    assert (
-        run_here(monkeypatch, grpo.main, *SMALL, "--steps", 9, "--run_dir", tmp_path / "run") == 1
-    )
+    assert run_here(grpo.main, *SMALL, "--steps", 9, "--run_dir", tmp_path / "run") == 1
     said = capsys.readouterr().err
     assert "3 gradients in a row" in said and f"{tmp_path}/run/bad_batch_rank0.pt" in said
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
@@ -76,12 +76,12 @@ def test_a_full_disk_during_a_save(tmp_path, finished, monkeypatch, capsys, wher
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, full)
-        assert run_here(monkeypatch, grpo.main, *flags, "--run_dir", tmp_path / "parts") == 1
+        assert run_here(grpo.main, *flags, "--run_dir", tmp_path / "parts") == 1
     said = capsys.readouterr().err
     assert "cannot save" in said and "No space left on device" in said and "--resume" in said
     assert [path.name for path in (tmp_path / "parts/checkpoints").iterdir()] == ["step_000002"]
     flags += ["--run_dir", tmp_path / "parts", "--resume"]
-    assert run_here(monkeypatch, grpo.main, *flags) == 0
+    assert run_here(grpo.main, *flags) == 0
     assert_same_run(finished, tmp_path / "parts", 4, tmp_path)
 
 
@@ -124,14 +124,14 @@ def test_a_lost_rank_ends_the_others_and_the_run_resumes(tmp_path):
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
 
 
-def test_save_hf_is_loadable_and_the_trained_model(tmp_path, monkeypatch):
+def test_save_hf_is_loadable_and_the_trained_model(tmp_path):
     """By transformers, with its tokenizer; the weights are those of the last checkpoint; it serves
     as --model."""
     for model in ("tiny", "tiny-moe"):
         folder = tmp_path / model
         words = [*SMALL, "--model", model, "--steps", 1, "--eval_every", 1, "--save_hf"]
         words += ["--run_dir", folder]
-        assert run_here(monkeypatch, grpo.main, *words) == 0
+        assert run_here(grpo.main, *words) == 0
         lm, tokenizer = (
             kind.from_pretrained(folder / "model") for kind in (AutoModelForCausalLM, AutoTokenizer)
         )
@@ -149,5 +149,5 @@ def test_save_hf_is_loadable_and_the_trained_model(tmp_path, monkeypatch):
             "--run_dir",
             tmp_path / f"{model}-again",
         ]
-        assert run_here(monkeypatch, grpo.main, *again) == 0
+        assert run_here(grpo.main, *again) == 0
         assert metrics(folder)[-1]["greedy"] == metrics(tmp_path / f"{model}-again")[0]["greedy"]

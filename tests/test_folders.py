@@ -40,6 +40,8 @@ from tests.helpers import (
     started,
 )
 
+pytestmark = pytest.mark.runs
+
 
 @pytest.fixture
 def run(finished, tmp_path) -> Path:
@@ -54,7 +56,7 @@ def refused(monkeypatch, capsys):
     def refused(*flags: object, code: int = 2) -> str:
         monkeypatch.setattr("common.rollout.HFEngine.generate", None)
         capsys.readouterr()
-        assert run_here(monkeypatch, grpo.main, *flags) == code
+        assert run_here(grpo.main, *flags) == code
         said = capsys.readouterr().err
         *bar, line, end = said.split("\n")
         assert (
@@ -75,7 +77,7 @@ def tree(folder: Path) -> dict[Path, bytes | None]:
 # One run at a time
 
 
-def test_a_folder_in_use_is_refused_and_a_dead_runs_taken_over(tmp_path, monkeypatch, capsys):
+def test_a_folder_in_use_is_refused_and_a_dead_runs_taken_over(tmp_path, capsys):
     """A live process (halted at step 2) keeps every other run out; once it is killed, the folder is
     free."""
     folder = tmp_path / "run"
@@ -86,7 +88,7 @@ def test_a_folder_in_use_is_refused_and_a_dead_runs_taken_over(tmp_path, monkeyp
     before = tree(folder)
     for more in ([], ["--resume"]):
         capsys.readouterr()
-        assert run_here(monkeypatch, grpo.main, *flags, *more) == 2
+        assert run_here(grpo.main, *flags, *more) == 2
         said = capsys.readouterr().err
         assert (
             f"--run_dir {folder}: another run writes there (process {holder.processes[0].pid} on "
@@ -96,10 +98,9 @@ def test_a_folder_in_use_is_refused_and_a_dead_runs_taken_over(tmp_path, monkeyp
     holder.processes[0].kill()
     assert holder.wait().returncode == -signal.SIGKILL
     assert (folder / LOCK).exists()
-    assert run_here(monkeypatch, grpo.main, *flags, "--resume") == 0
-    assert [line["step"] for line in metrics(folder)] == [0, 1, 2, 3, 4] and not (
-        folder / LOCK
-    ).exists()
+    assert run_here(grpo.main, *flags, "--resume") == 0
+    assert [line["step"] for line in metrics(folder)] == [0, 1, 2, 3, 4]
+    assert not (folder / LOCK).exists()
 
 
 def test_of_many_at_once_one_gets_the_folder(tmp_path):
@@ -143,7 +144,7 @@ def test_a_run_whose_folder_is_replaced_stops(finished, tmp_path, monkeypatch, c
             shutil.copytree(finished, folder)
 
     monkeypatch.setattr(common.tracking.Run, "log", log_and_move)
-    assert run_here(monkeypatch, grpo.main, *SMALL, "--steps", 5, "--run_dir", folder) == 1
+    assert run_here(grpo.main, *SMALL, "--steps", 5, "--run_dir", folder) == 1
     assert "was moved or replaced under this run" in capsys.readouterr().err
     assert tree(folder).keys() == {folder / path.relative_to(finished) for path in tree(finished)}
     assert (folder / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
@@ -157,12 +158,12 @@ def test_no_run_lies_inside_another(place, run, refused):
     assert tree(run) == before
 
 
-def test_files_that_are_not_the_runs_are_left_alone(run, tmp_path, monkeypatch, refused):
+def test_files_that_are_not_the_runs_are_left_alone(run, tmp_path, refused):
     """The user's own JSON lines are not cut back on resume; a lock that is a link empties
     nothing."""
     own = "".join(json.dumps({"prompt": "1+1=", "step": i}) + "\n" for i in range(9))
     (run / "mine.jsonl").write_text(own)
-    assert run_here(monkeypatch, grpo.main, *SMALL, "--steps", 5, "--run_dir", run, "--resume") == 0
+    assert run_here(grpo.main, *SMALL, "--steps", 5, "--run_dir", run, "--resume") == 0
     assert (run / "mine.jsonl").read_text() == own
     (tmp_path / "precious").write_text("precious")
     (run / LOCK).symlink_to(tmp_path / "precious")
@@ -294,15 +295,13 @@ def test_names_of_folders(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     flags = [*SMALL, "--steps", 1]
-    assert run_here(monkeypatch, grpo.main, *flags, "--run_dir", ".") == 0
+    assert run_here(grpo.main, *flags, "--run_dir", ".") == 0
     assert (tmp_path / "empty/summary.json").exists()
     assert spelled_out("~/x") == tmp_path / "x" and spelled_out("a/b/") == Path("a/b")
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to("disk")
     for number in (1, 2):
-        assert (
-            run_here(monkeypatch, grpo.main, *flags, "--seed", number, "--run_dir", "~/link/") == 0
-        )
+        assert run_here(grpo.main, *flags, "--seed", number, "--run_dir", "~/link/") == 0
         assert (tmp_path / "link").is_symlink()
         assert json.loads((tmp_path / "disk/config.json").read_text())["seed"] == number
     assert json.loads((tmp_path / "disk.1/config.json").read_text())["seed"] == 1
@@ -316,12 +315,12 @@ def test_a_name_that_the_terminal_cannot_show(tmp_path):
     assert "\\u03b2" in done.stdout and (tmp_path / "β/summary.json").exists()
 
 
-def test_training_after_an_evaluation_in_the_same_folder(tmp_path, monkeypatch):
+def test_training_after_an_evaluation_in_the_same_folder(tmp_path):
     """What tools.evaluate left there is no run, and no reason to refuse: it is moved aside."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "evaluation-tiny-arithmetic.jsonl").write_text("{}\n")
-    assert run_here(monkeypatch, grpo.main, *SMALL, "--steps", 1, "--run_dir", folder) == 0
+    assert run_here(grpo.main, *SMALL, "--steps", 1, "--run_dir", folder) == 0
     left = [path.name for path in (tmp_path / "run.1").iterdir()]
     assert left == ["evaluation-tiny-arithmetic.jsonl"] and (folder / "summary.json").exists()
 
@@ -358,21 +357,19 @@ DAMAGE = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
-    name, run, finished, tmp_path, monkeypatch, capsys
+    name, run, finished, tmp_path, capsys
 ):
     """The run then ends as if nothing had been."""
     DAMAGE[name](run / "checkpoints/step_000004")
-    assert run_here(monkeypatch, grpo.main, *SMALL, "--steps", 4, "--run_dir", run, "--resume") == 0
+    assert run_here(grpo.main, *SMALL, "--steps", 4, "--run_dir", run, "--resume") == 0
     said = [line for line in capsys.readouterr().out.splitlines() if "is damaged" in line]
-    assert (
-        len(said) == 1
-        and "step_000004 is damaged" in said[0]
-        and "going on from step_000002" in said[0]
-    )
+    assert len(said) == 1
+    assert "step_000004 is damaged" in said[0]
+    assert "going on from step_000002" in said[0]
     assert_same_run(run, finished, 4, tmp_path)
 
 
-def test_strays_are_ignored_and_kept_and_the_damaged_set_aside(run, monkeypatch):
+def test_strays_are_ignored_and_kept_and_the_damaged_set_aside(run):
     """A damaged step 4 is neither picked after a save at 3, nor does it push out what is saved."""
     strays = [
         run / "checkpoints" / name
@@ -383,11 +380,11 @@ def test_strays_are_ignored_and_kept_and_the_damaged_set_aside(run, monkeypatch)
     (run / "checkpoints/step_000099").write_text("a file")
     DAMAGE["empty folder"](run / "checkpoints/step_000004")
     flags = [*SMALL, "--save_every", 1, "--run_dir", run, "--resume"]
-    assert run_here(monkeypatch, grpo.main, *flags, "--steps", 3) == 0
+    assert run_here(grpo.main, *flags, "--steps", 3) == 0
     names = {path.name for path in (run / "checkpoints").iterdir()}
     assert {"step_000002", "step_000003", "damaged0_step_000004", "step_000099"} <= names
     assert "step_000004" not in names
-    assert run_here(monkeypatch, grpo.main, *flags, "--steps", 7) == 0
+    assert run_here(grpo.main, *flags, "--steps", 7) == 0
     assert all(stray.exists() for stray in strays)
     assert [path.name for path in common.checkpoint.checkpoints(run / "checkpoints")] == [
         "step_000005",
@@ -401,12 +398,10 @@ def test_no_whole_checkpoint(run, refused):
         DAMAGE["rank0.pt empty"](checkpoint)
     before = tree(run)
     said = refused(*SMALL, "--steps", 4, "--run_dir", run, "--resume")
-    assert (
-        "no whole checkpoint in" in said
-        and "step_000002" in said
-        and "step_000004" in said
-        and tree(run) == before
-    )
+    assert "no whole checkpoint in" in said
+    assert "step_000002" in said
+    assert "step_000004" in said
+    assert tree(run) == before
     shutil.rmtree(run / "checkpoints")
     assert "no checkpoint in" in refused(*SMALL, "--steps", 4, "--run_dir", run, "--resume")
 
@@ -441,10 +436,8 @@ def test_broken_files_of_a_run_are_one_line(name, run, refused, monkeypatch, cap
     damage, message = BROKEN[name]
     damage(run)
     before = tree(run)
-    assert (
-        message in refused(*SMALL, "--steps", 5, "--run_dir", run, "--resume")
-        and tree(run) == before
-    )
+    assert message in refused(*SMALL, "--steps", 5, "--run_dir", run, "--resume")
+    assert tree(run) == before
     monkeypatch.setattr(sys, "argv", ["curves.py", str(run)])
     with pytest.raises(SystemExit) as stop, pytest.warns(RuntimeWarning):
         runpy.run_module("common.curves", run_name="__main__")
@@ -472,9 +465,9 @@ def test_resume_knows_the_data(tmp_path, monkeypatch, refused, capsys):
     written."""
     flags = [*SMALL, "--run_dir", tmp_path / "run"]
     with_data(monkeypatch, "abc", remarks=["two rows are the same"])
-    assert run_here(monkeypatch, grpo.main, *flags, "--steps", 1) == 0
+    assert run_here(grpo.main, *flags, "--steps", 1) == 0
     assert "two rows are the same\n" in capsys.readouterr().out
-    assert run_here(monkeypatch, grpo.main, *flags, "--steps", 2, "--resume") == 0
+    assert run_here(grpo.main, *flags, "--steps", 2, "--resume") == 0
     before = tree(tmp_path)
     with_data(monkeypatch, "xyz")
     assert "the file behind --task arithmetic changed" in refused(*flags, "--steps", 3, "--resume")
@@ -487,9 +480,9 @@ def test_fewer_steps_than_done(run, refused):
     assert "is at step 4 already" in said and tree(run) == before
 
 
-def test_resuming_a_finished_run_changes_nothing(run, monkeypatch, capsys):
+def test_resuming_a_finished_run_changes_nothing(run, capsys):
     before = tree(run)
-    assert run_here(monkeypatch, grpo.main, *SMALL, "--steps", 4, "--run_dir", run, "--resume") == 0
+    assert run_here(grpo.main, *SMALL, "--steps", 4, "--run_dir", run, "--resume") == 0
     assert "all 4 steps are done" in capsys.readouterr().out
     after = tree(run)
     assert after.keys() == before.keys()
@@ -535,17 +528,14 @@ def test_metrics_that_cannot_be_written(tmp_path, monkeypatch, capsys):
 
     with monkeypatch.context() as patch:
         patch.setattr("common.tracking.append", sometimes)
-        assert run_here(patch, grpo.main, *flags) == 1
+        assert run_here(grpo.main, *flags) == 1
     said = capsys.readouterr().err.split("\n")
-    assert (
-        said[-1] == ""
-        and said[-2].startswith("grpo.py: error: cannot write")
-        and "No space left" in said[-2]
-    )
-    assert "Traceback" not in "".join(said) and [
-        line["step"] for line in metrics(tmp_path / "run")
-    ] == [0, 1, 2]
-    assert run_here(monkeypatch, grpo.main, *flags, "--resume") == 0
+    assert said[-1] == ""
+    assert said[-2].startswith("grpo.py: error: cannot write")
+    assert "No space left" in said[-2]
+    assert "Traceback" not in "".join(said)
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
+    assert run_here(grpo.main, *flags, "--resume") == 0
 
 
 @pytest.mark.parametrize(
@@ -578,7 +568,7 @@ def test_a_model_that_cannot_be_written(run, monkeypatch, refused):
 # Signals
 
 
-def test_hangup_stays_ignored_under_nohup(monkeypatch):
+def test_hangup_stays_ignored_under_nohup():
     handlers = {
         number: signal.getsignal(number)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -605,7 +595,7 @@ def test_ctrl_c_while_loading(tmp_path, monkeypatch, capsys):
             patch.setattr(grpo, moment, interrupt)
             if moment == "load_checkpoint":
                 patch.setattr(grpo, "StopFlag", interrupt)
-            assert run_here(patch, grpo.main, "--run_dir", tmp_path / "new/run") == 130
+            assert run_here(grpo.main, "--run_dir", tmp_path / "new/run") == 130
         assert capsys.readouterr().err == "grpo.py: interrupted\n" and not list(tmp_path.iterdir())
 
 
@@ -669,13 +659,13 @@ def test_without_effect_and_a_fall_and_killed_answers_are_printed(tmp_path, monk
     judge.killed = 0
     with_data(monkeypatch, "", judge=judge)
     flags = [*SMALL, "--vllm_sleep", "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, grpo.main, *flags, "--steps", 2) == 0
+    assert run_here(grpo.main, *flags, "--steps", 2) == 0
     said = capsys.readouterr().out
     assert "--vllm_sleep has no effect with the hf engine\n" in said
     assert "\n2 answers broke the judge's time or memory bounds" in said
     assert "WARNING: held-out accuracy (greedy) ended below its start" in said
     judge.killed = 0  # a new process counts on
-    assert run_here(monkeypatch, grpo.main, *flags, "--steps", 3, "--resume") == 0
+    assert run_here(grpo.main, *flags, "--steps", 3, "--resume") == 0
     assert [line["judge_killed"] for line in metrics(tmp_path / "run")[1:]] == [1, 2, 3]
 
 
@@ -686,9 +676,7 @@ def test_numbers_that_json_cannot_write_are_null(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         grpo, "check_sampler", lambda *a: {"sampler_kl": float("nan"), "sampler_gap": float("inf")}
     )
-    assert (
-        run_here(monkeypatch, grpo.main, *SMALL, "--steps", 2, "--run_dir", tmp_path / "run") == 0
-    )
+    assert run_here(grpo.main, *SMALL, "--steps", 2, "--run_dir", tmp_path / "run") == 0
     assert [line["sampler_kl"] for line in metrics(tmp_path / "run")[1:]] == [None, None]
     assert (tmp_path / "run/curves.png").stat().st_size > 10_000
     assert json.loads(as_lines([{"a": [float("nan"), {"b": -float("inf")}], "c": 1.5}])) == {

@@ -11,6 +11,8 @@ from common.tiny import arithmetic
 
 from tests.helpers import MORE, SMALL, command, metrics, run_here
 
+pytestmark = pytest.mark.runs
+
 
 def untaught(world: World, **flags: object) -> goldilocks.Curriculum:
     """A curriculum whose teacher knows nothing yet."""
@@ -55,7 +57,7 @@ def test_micro_batches_do_not_change_the_teacher(world):
     assert torch.allclose(found[0][1], found[1][1], rtol=1e-4, atol=1e-6)
 
 
-def test_it_chooses_only_when_it_has_learned(tmp_path, monkeypatch):
+def test_it_chooses_only_when_it_has_learned(tmp_path):
     """Uniform until the window holds a batch; then every slot but the ε ones is the teacher's, and
     it is measured."""
     flags = [
@@ -68,7 +70,7 @@ def test_it_chooses_only_when_it_has_learned(tmp_path, monkeypatch):
         "--run_dir",
         tmp_path / "run",
     ]
-    assert run_here(monkeypatch, goldilocks.main, *flags) == 0
+    assert run_here(goldilocks.main, *flags) == 0
     lines = metrics(tmp_path / "run")[1:]
     assert ["zero_groups_uniform" in line for line in lines] == [
         True,
@@ -79,12 +81,11 @@ def test_it_chooses_only_when_it_has_learned(tmp_path, monkeypatch):
         False,
     ]
     assert all(line["chosen_over_mean"] > 0 for line in lines[2:])
-    assert (
-        abs(lines[0]["teacher_mean"] - 0.25) < 1e-6 and abs(lines[5]["teacher_mean"] - 0.25) > 1e-3
-    )
+    assert abs(lines[0]["teacher_mean"] - 0.25) < 1e-6
+    assert abs(lines[5]["teacher_mean"] - 0.25) > 1e-3
 
 
-def test_explore_1_says_that_it_did_nothing(tmp_path, monkeypatch, capsys):
+def test_explore_1_says_that_it_did_nothing(tmp_path, capsys):
     flags = [
         *SMALL,
         *MORE["goldilocks"],
@@ -95,7 +96,7 @@ def test_explore_1_says_that_it_did_nothing(tmp_path, monkeypatch, capsys):
         "--run_dir",
         tmp_path / "run",
     ]
-    assert run_here(monkeypatch, goldilocks.main, *flags) == 0
+    assert run_here(goldilocks.main, *flags) == 0
     assert "chosen_over_mean was 0 at every step" in capsys.readouterr().out
 
 
@@ -114,16 +115,16 @@ def test_two_ranks_share_one_teacher(tmp_path):
     assert all(len(set(prompts[i : i + 4])) == 4 for i in range(0, 20, 4))
 
 
-def test_saving_does_not_change_training(tmp_path, monkeypatch):
+def test_saving_does_not_change_training(tmp_path):
     """Saved before the teacher's first update, after every step or never: the same run."""
     flags = [*SMALL, *MORE["goldilocks"], "--steps", 4]
     for every in (1, 100):
         words = [*flags, "--save_every", every, "--run_dir", tmp_path / f"every{every}"]
-        assert run_here(monkeypatch, goldilocks.main, *words) == 0
+        assert run_here(goldilocks.main, *words) == 0
     assert metrics(tmp_path / "every1") == metrics(tmp_path / "every100")
 
 
 @pytest.mark.parametrize("flags", [("--candidates", 0), ("--teacher_batch", 64, "--window", 32)])
-def test_impossible_settings_are_refused(tmp_path, monkeypatch, capsys, flags):
-    assert run_here(monkeypatch, goldilocks.main, *flags, "--run_dir", tmp_path / "run") == 2
+def test_impossible_settings_are_refused(tmp_path, capsys, flags):
+    assert run_here(goldilocks.main, *flags, "--run_dir", tmp_path / "run") == 2
     assert flags[0] in capsys.readouterr().err and not (tmp_path / "run").exists()

@@ -41,6 +41,8 @@ from tests.oracle import (
     respond,
 )
 
+pytestmark = pytest.mark.runs
+
 # In the second π_old has left the reference, the teacher chooses, pivots are drawn by the fit
 STEPS = 2
 
@@ -80,9 +82,8 @@ def check_rates(o: Oracle) -> None:
             lr *= min(1.0, o.gradient(update)[1].rho / o.args["rho_on"]) ** 0.5
         assert seen["lr"] == pytest.approx([lr], rel=1e-4)
         assert all(other["lr"] == seen["lr"] for other in others)
-        assert seen["betas"] == [o.args["betas"]] and seen["weight_decay"] == [
-            o.args["weight_decay"]
-        ]
+        assert seen["betas"] == [o.args["betas"]]
+        assert seen["weight_decay"] == [o.args["weight_decay"]]
         assert len(seen["parameters"]) == len(list(oracle.untrained(o.model).parameters()))
 
 
@@ -120,9 +121,8 @@ def check_evaluation(o: Oracle) -> None:
     for line in (o.records[0].metrics[0], o.records[0].metrics[-1]):
         for name, n in (("greedy", 1), ("sampled", SAMPLES)):
             right = [row.reward for prompt in HELD_OUT for row in respond(prompt, n)]
-            assert 0 < sum(right) < len(right) and line[name] == pytest.approx(
-                sum(right) / len(right)
-            )
+            assert 0 < sum(right) < len(right)
+            assert line[name] == pytest.approx(sum(right) / len(right))
 
 
 def check_sync(o: Oracle) -> None:
@@ -157,11 +157,9 @@ def check_metrics(o: Oracle) -> None:
             "skipped": 0,
             "lr": o.updates[step * M + M - 1]["lr"][0],
         }
-        assert (
-            0 < expected["zero_groups"] < 1
-            and 0 < expected["truncated"]
-            and 0 < expected["reward"] < 1
-        )
+        assert 0 < expected["zero_groups"] < 1
+        assert 0 < expected["truncated"]
+        assert 0 < expected["reward"] < 1
         sums: dict[str, list[float]] = {}
         for update in range(step * M, step * M + M):
             gradient, b, stats = o.gradient(update)
@@ -275,9 +273,9 @@ def check_pivots(o: Oracle) -> None:
                 assert depth == pytest.approx(pivot["depth"])
                 fresh.append((depth, float(any(row.reward for row in group))))
         pairs += fresh
-    assert (
-        len(pairs) > 10 and fit != (0.0, float("inf")) and 0 < sum(y for _, y in pairs) < len(pairs)
-    )
+    assert len(pairs) > 10
+    assert fit != (0.0, float("inf"))
+    assert 0 < sum(y for _, y in pairs) < len(pairs)
 
 
 def fitted(pairs: list[tuple[float, float]]) -> tuple[float, float]:
@@ -383,6 +381,15 @@ SPECIAL = {check_pivots: ["deep_grpo"], check_teacher: ["goldilocks"]}
 CASES = [(name, check) for check in CHECKS for name in SPECIAL.get(check, ALGORITHMS)]
 
 
+def together_with(group: str, *values: object) -> object:
+    """A case of a test whose run others want, too: one worker has them all."""
+    return pytest.param(*values, marks=pytest.mark.xdist_group(group))
+
+
+def named(value: object) -> str:
+    return value if isinstance(value, str) else value.__name__
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """Run an algorithm (or a damaged copy) on one rank and return its oracle."""
@@ -408,13 +415,13 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("name", "check"), CASES, ids=lambda x: x if isinstance(x, str) else x.__name__
+    ("name", "check"), [together_with(name, name, check) for name, check in CASES], ids=named
 )
 def test_one_rank(alone, name, check):
     check(alone(name))
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [together_with(name, name) for name in ALGORITHMS])
 def test_the_stored_answers_ask_enough(alone, name):
     """π_θ, π_old, μ and the reference all differ; advantages of both signs and 0; gradients on both
     sides of grad_clip; the mechanism acts. Else a mistake could hide."""
@@ -526,7 +533,7 @@ def check_evaluation_is_beside_training(module: ModuleType, folder: Path) -> Non
         flags += ["--lag", 1] if module.__name__ == "vcpo" else []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("common.tracking.draw_curves", lambda *arguments: "")
-            assert run_here(patch, module.main, *flags) == 0
+            assert run_here(module.main, *flags) == 0
         rows = metrics(folder / f"every-{every}")
         assert sum("greedy" in row for row in rows) == (4 if every == 1 else 2)
         lines.append(
@@ -635,13 +642,13 @@ def together(tmp_path_factory):
     return {name: Oracle(job[0], records) for (name, job), records in zip(jobs.items(), found)}
 
 
-@pytest.mark.parametrize(
-    ("name", "check"), CASES, ids=lambda x: x if isinstance(x, str) else x.__name__
-)
+@pytest.mark.xdist_group("two ranks")
+@pytest.mark.parametrize(("name", "check"), CASES, ids=named)
 def test_two_ranks(together, name, check):
     check(together[name])
 
 
+@pytest.mark.xdist_group("two ranks")
 @pytest.mark.parametrize("mutant", ON_TWO, ids=lambda mutant: mutant[0])
 def test_damage_on_two_ranks_is_seen(together, mutant):
     name, _, check, *_ = mutant
@@ -649,6 +656,7 @@ def test_damage_on_two_ranks_is_seen(together, mutant):
         check(together[name])
 
 
+@pytest.mark.xdist_group("two ranks")
 def test_a_skipped_update_is_counted_once_and_changes_nothing(together):
     """The first of two updates has no number for a norm: on both ranks together it is one, and
     weights stay."""

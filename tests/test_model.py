@@ -62,15 +62,12 @@ def test_a_bfloat16_heads_gradient_does_not_lose_over_blocks(monkeypatch, rows):
     )
     targets = torch.randint(50, (400,), generator=generator)
     token_logprobs(hidden, weight, targets, 1.0)[0].sum().backward()
-    exact_hidden, exact = (
-        hidden.detach().float().requires_grad_(),
-        weight.detach().float().requires_grad_(),
-    )
+    exact_hidden = hidden.detach().float().requires_grad_()
+    exact = weight.detach().float().requires_grad_()
     token_logprobs(exact_hidden, exact, targets, 1.0)[0].sum().backward()
     for ours, theirs in ((weight.grad, exact.grad), (hidden.grad, exact_hidden.grad)):
-        assert (
-            ours.dtype == torch.bfloat16 and (ours.float() - theirs).norm() / theirs.norm() < 4e-3
-        )
+        assert ours.dtype == torch.bfloat16
+        assert (ours.float() - theirs).norm() / theirs.norm() < 4e-3
 
 
 MEMORY = """
@@ -198,10 +195,8 @@ def test_embedded_model_is_as_documented(tiny):
     assert lm.num_parameters() == 124_480
     assert tokenizer.pad_token_id not in eos_ids(lm, tokenizer)
     text = "7*8=56;56-9=47#47"
-    assert (
-        len(tokenizer(text)["input_ids"]) == len(text)
-        and tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    )
+    assert len(tokenizer(text)["input_ids"]) == len(text)
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
 def cut(folder: Path) -> None:
@@ -375,14 +370,14 @@ def test_tokens_without_an_embedding_and_empty_prompts_are_named(words, tmp_path
         encode("two and two", "", tokenizer)
 
 
-def test_damaged_numbers_in_the_weights_stop_the_run(words, tmp_path, monkeypatch, capsys):
+def test_damaged_numbers_in_the_weights_stop_the_run(words, tmp_path, capsys):
     """NaN weights, or weights that a far too large step has made so: one line, exit code 1."""
     lm = AutoModelForCausalLM.from_pretrained(EMBEDDED["tiny"])
     lm.model.norm.weight.data.fill_(float("nan"))
     lm.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(EMBEDDED["tiny"]).save_pretrained(tmp_path / "model")
     flags = [*SMALL, "--model", tmp_path / "model", "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, grpo.main, *flags, "--steps", 1) == 1
+    assert run_here(grpo.main, *flags, "--steps", 1) == 1
     assert "the model's logits are NaN or infinite" in capsys.readouterr().err.splitlines()[-1]
 
 

@@ -1,9 +1,6 @@
 """Norms of single responses' gradients in one pass, against autograd on one response at a time."""
 
 import copy
-import multiprocessing
-import os
-import socket
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +14,11 @@ from common.batch import Rollout
 from common.distributed import World, global_sum, setup, shard
 from common.logprobs import Policy, response_logprobs
 from common.model import load_model
-from test_run import SMALL, run_here
-from tests.checks import mutate
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from tests.checks import mutate
+from tests.helpers import SMALL, forked, run_here
 
 V, T = 23, 0.7
 ARGS = SimpleNamespace(temperature=T, micro_tokens=200)
@@ -106,7 +104,7 @@ def test_blocks_change_nothing(world, monkeypatch):
 
 
 MUTANTS = {
-    "a tied matrix squared in two parts": ("collected + 2 * at_tokens[0]", "collected"),
+    "a tied matrix squared in two parts": ("row + 2 * at_tokens[0]", "row"),
     "half the cross term": ("2 * at_tokens[0]", "at_tokens[0]"),
     "untied taken for tied": ("if lm.lm_head.weight is embedding.weight", "if True"),
     "a token's places apart": ("same.to(d.dtype) @ d", "d"),
@@ -197,7 +195,7 @@ def test_vcpo_says_so_once(tmp_path, monkeypatch, capsys):
     flags = [*SMALL, "--lag", 0, "--steps", 2, "--minibatches", 1, "--run_dir", tmp_path / "run"]
     monkeypatch.setattr("common.tracking.draw_curves", lambda *arguments: "")
     for name, times in (("tiny", 0), ("tiny-moe", 1)):
-        assert run_here(monkeypatch, vcpo.main, *flags, "--model", name) == 0
+        assert run_here(vcpo.main, *flags, "--model", name) == 0
         assert capsys.readouterr().out.count("no gradient norms in one pass") == times
 
 
@@ -208,12 +206,11 @@ DAMAGED_TURNS = {
 }
 
 
-def one_of_two(rank: int, port: int, folder: Path) -> None:
+def one_of_two(folder: Path) -> None:
     """A rank: responses of its own, eleven on rank 0 and two on rank 1; `folder/<rank>` if well."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ["MASTER_PORT"] = str(port)
-    world, n = setup(), (11, 2)[rank]
-    for name in MODELS:
+    world = setup()
+    rank, n = world.rank, (11, 2)[world.rank]
+    for name in list(MODELS)[1:4]:
         lm, batch = model(name), responses(seed=rank, n=n)
         sums, expected = separately(lm, batch)
         policy, tokens = shard(Policy(lm), world, "float32"), []
@@ -244,13 +241,6 @@ def one_of_two(rank: int, port: int, folder: Path) -> None:
 def test_two_ranks(tmp_path):
     """Under FSDP2 every rank measures its own responses at once, whatever the other one has; with
     experts the ranks take turns."""
-    context = multiprocessing.get_context("forkserver")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    ranks = [context.Process(target=one_of_two, args=(r, port, tmp_path)) for r in (0, 1)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(240)
-        rank.kill()
+    ended = forked(one_of_two, tmp_path, ranks=2)
+    assert ended.codes == [0, 0], ended.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}

@@ -41,7 +41,7 @@ def test_wandb_offline_holds_the_config_and_every_step(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     flags = [*SMALL, "--steps", 2, "--seed", 7, "--wandb", "project", "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, grpo.main, *flags) == 0
+    assert run_here(grpo.main, *flags) == 0
     import wandb
 
     wandb.teardown()  # its own process writes the file
@@ -75,11 +75,9 @@ def test_reasoning_gym_itself(name):
     right = rows[int(problem.answer)]["answer"]
     given = [f"It is <answer>{right}</answer>.", f"<answer>{right}1</answer>", "", right]
     scores = task.judge(given, [problem.answer] * 4)
-    assert (
-        scores[0] == 1.0
-        and max(scores[1:]) < 1.0
-        and problem.prompt.startswith(rows[int(problem.answer)]["question"])
-    )
+    assert scores[0] == 1.0
+    assert max(scores[1:]) < 1.0
+    assert problem.prompt.startswith(rows[int(problem.answer)]["question"])
     # Bounded, whatever it computes
     assert task.judge(["<answer>9**9**9**9**9</answer>"], [problem.answer])[0] < 1.0
     task.judge.close()

@@ -32,8 +32,8 @@ def test_a_real_model_learns_and_resumes(tmp_path, monkeypatch):
     ]
     flags += "--prompts_per_step 8 --minibatches 2 --max_new_tokens 24 --lr 1e-5".split()
     flags += "--eval_problems 16 --eval_samples 1 --eval_every 100".split()
-    assert run_here(monkeypatch, grpo.main, *flags, "--steps", 8) == 0
-    assert run_here(monkeypatch, grpo.main, *flags, "--steps", 10, "--resume") == 0
+    assert run_here(grpo.main, *flags, "--steps", 8) == 0
+    assert run_here(grpo.main, *flags, "--steps", 10, "--resume") == 0
     lines = metrics(tmp_path / "run")
     rewards = [line["reward"] for line in lines[1:]]
     assert len(rewards) == 10 and sum(rewards[-3:]) > sum(rewards[:3]) + 0.3

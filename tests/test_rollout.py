@@ -50,9 +50,8 @@ def test_masks_end_with_the_eos(engine, tiny, prompts):
     assert not rollout.finished.all() and rollout.finished.any()
     for i, row in enumerate(rollout.response_ids()):
         length = int(rollout.mask[i].sum())
-        assert (
-            rollout.tokens[i, :length].tolist() == row and (rollout.tokens[i, length:] == 0).all()
-        )
+        assert rollout.tokens[i, :length].tolist() == row
+        assert (rollout.tokens[i, length:] == 0).all()
         assert (row[-1] == tokenizer.eos_token_id) == bool(rollout.finished[i])
         assert tokenizer.eos_token_id not in row[:-1] and (rollout.finished[i] or length == 12)
         start = int(rollout.prompt_len[i])
@@ -87,9 +86,8 @@ def test_runs_repeat(tiny, world, prompts):
         return HFEngine(tiny[0], world, seed, "float32", 1024)
 
     first, again, other = (make(seed).generate(prompts, 8, 40, 1.0).tokens for seed in (0, 0, 1))
-    assert torch.equal(first, again) and not (
-        first.shape == other.shape and torch.equal(first, other)
-    )
+    assert torch.equal(first, again)
+    assert not (first.shape == other.shape and torch.equal(first, other))
     engine, resumed = make(0), make(5)
     engine.generate(prompts, 8, 40, 1.0)
     resumed.load_state_dict(engine.state_dict())
@@ -112,9 +110,8 @@ def test_prefixes_are_continued_in_one_batch(engine, tiny, prompts):
     for i, row in enumerate(rollout.response_ids()):
         prefix = prefixes[i // 8]
         assert row[: len(prefix)] == prefix and len(row) <= 20
-        assert int(rollout.mask[i].sum()) == len(row) - len(prefix) and int(
-            rollout.prefix_len[i]
-        ) == len(prefix)
+        assert int(rollout.mask[i].sum()) == len(row) - len(prefix)
+        assert int(rollout.prefix_len[i]) == len(prefix)
     logp, _ = response_logprobs(Policy(lm), rollout, 1.0)
     assert torch.allclose(logp, rollout.rollout_logp, atol=1e-4)
 

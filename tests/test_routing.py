@@ -105,9 +105,8 @@ def test_replayed_weights_come_from_the_current_router(moe, world):
     router.replay = torch.stack([chosen, chosen], dim=1)
     logits, scores, indices = block(hidden)
     expected = logits.softmax(-1).gather(1, chosen)
-    assert torch.equal(indices, chosen) and torch.allclose(
-        scores, expected / expected.sum(-1, keepdim=True)
-    )
+    assert torch.equal(indices, chosen)
+    assert torch.allclose(scores, expected / expected.sum(-1, keepdim=True))
 
 
 def test_a_low_precision_sampler_routes_some_tokens_elsewhere(moe, world, args):
@@ -222,11 +221,9 @@ def test_a_router_that_cannot_be_replayed_is_left_alone(family, world):
     rollout = engine.generate([[2, 3, 4]], 2, 4, 1.0)
     assert not engine.reports_experts and not hasattr(rollout, "sampler_experts")
     routing = Policy(lm).routing
-    assert (
-        not routing.active
-        and type(routers(lm)[0]).__name__ in routing.why_not
-        and "Mixtral" in routing.why_not
-    )
+    assert not routing.active
+    assert type(routers(lm)[0]).__name__ in routing.why_not
+    assert "Mixtral" in routing.why_not
     assert torch.equal(lm(tokens, use_cache=False).logits, free)
 
 
@@ -249,10 +246,8 @@ def test_a_model_without_experts_says_so(tiny):
 def test_replay_in_a_sharded_bfloat16_policy_with_recomputation(moe, world):
     """Replaying what was just recorded changes neither value nor gradient, also where layers are
     recomputed."""
-    lm, sequences = (
-        copy.deepcopy(moe[0]),
-        torch.tensor([moe[1]("7*8-9=7*8=56;56-9=47#47")["input_ids"]]),
-    )
+    lm = copy.deepcopy(moe[0])
+    sequences = torch.tensor([moe[1]("7*8-9=7*8=56;56-9=47#47")["input_ids"]])
     policy, found = shard(Policy(lm), world, "bfloat16"), []
     policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     for _ in range(2):

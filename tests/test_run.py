@@ -33,16 +33,18 @@ from tests.helpers import (
     started,
 )
 
+pytestmark = pytest.mark.runs
+
 # One update per batch, and none in the first eight steps; harder prompts
 STEPS = {"vcpo": 35, "goldilocks": 20}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_resume_after_a_kill_is_bit_exact(algorithm, tmp_path, monkeypatch):
+def test_resume_after_a_kill_is_bit_exact(algorithm, tmp_path):
     """6 steps at once, against 6 steps with a SIGKILL after the 5th (checkpoint at 4): weights,
     moments, metrics."""
     flags, main = [*SMALL, *MORE.get(algorithm, []), "--steps", 6], module_of(algorithm).main
-    assert run_here(monkeypatch, main, *flags, "--run_dir", tmp_path / "whole") == 0
+    assert run_here(main, *flags, "--run_dir", tmp_path / "whole") == 0
     if algorithm == "grpo":  # one for the others from the very beginning: a real `python grpo.py`
         killed = started(
             "tests/driver.py", "grpo", "log", 5, *flags, "--run_dir", tmp_path / "parts"
@@ -51,21 +53,21 @@ def test_resume_after_a_kill_is_bit_exact(algorithm, tmp_path, monkeypatch):
         killed = command(algorithm, *flags, "--run_dir", tmp_path / "parts", at=("log", 5))
     assert killed.returncode == -signal.SIGKILL
     assert [line["step"] for line in metrics(tmp_path / "parts")][-1] == 5
-    assert run_here(monkeypatch, main, *flags, "--run_dir", tmp_path / "parts", "--resume") == 0
+    assert run_here(main, *flags, "--run_dir", tmp_path / "parts", "--resume") == 0
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 6, tmp_path)
     assert (tmp_path / "parts/summary.json").exists()
     names = sorted(path.name for path in (tmp_path / "parts/checkpoints").iterdir())
     assert names == ["step_000002", "step_000004", "step_000006"]
 
 
-def test_a_kill_during_the_save_leaves_the_checkpoint_before(tmp_path, finished, monkeypatch):
+def test_a_kill_during_the_save_leaves_the_checkpoint_before(tmp_path, finished):
     """Killed between writing and renaming the second checkpoint: the first is loaded, the run ends
     as if not killed."""
     flags = [*SMALL, "--steps", 4, "--run_dir", tmp_path / "parts"]
     assert command("grpo", *flags, at=("save", 2)).returncode == -signal.SIGKILL
     names = sorted(path.name for path in (tmp_path / "parts/checkpoints").iterdir())
     assert names == ["partial", "step_000002"]
-    assert run_here(monkeypatch, grpo.main, *flags, "--resume") == 0
+    assert run_here(grpo.main, *flags, "--resume") == 0
     assert_same_run(finished, tmp_path / "parts", 4, tmp_path)
     assert not (tmp_path / "parts/checkpoints/partial").exists()
 
@@ -84,39 +86,35 @@ def test_signals_finish_the_step_save_and_exit_0(tmp_path, moment):
     assert last <= 5 and (tmp_path / f"run/checkpoints/step_{last:06d}").exists()
 
 
-def test_the_last_checkpoints_are_kept(tmp_path, monkeypatch):
+def test_the_last_checkpoints_are_kept(tmp_path):
     flags = [*SMALL, "--steps", 5, "--save_every", 1, "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, grpo.main, *flags) == 0
+    assert run_here(grpo.main, *flags) == 0
     names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert names == ["step_000003", "step_000004", "step_000005"]
 
 
-def test_earlier_results_are_moved_aside(tmp_path, monkeypatch, capsys):
+def test_earlier_results_are_moved_aside(tmp_path, capsys):
     flags = [*SMALL, "--steps", 1, "--run_dir", tmp_path / "run"]
-    assert (
-        run_here(monkeypatch, grpo.main, *flags, "--seed", 1)
-        == run_here(monkeypatch, grpo.main, *flags)
-        == 0
-    )
+    assert run_here(grpo.main, *flags, "--seed", 1) == run_here(grpo.main, *flags) == 0
     assert "moved to" in capsys.readouterr().out
     assert (tmp_path / "run.1/summary.json").exists() and (tmp_path / "run/summary.json").exists()
 
 
-def learn(tmp_path: Path, monkeypatch, main, *flags: object) -> dict:
+def learn(tmp_path: Path, main, *flags: object) -> dict:
     folder = tmp_path / "learning"
     steps = STEPS.get(Path(sys.modules[main.__module__].__file__).stem, 16)
     measured = ["--eval_every", steps, "--eval_problems", 128, "--eval_samples", 1]
     flags = ["--steps", steps, *measured, "--run_dir", folder, *flags]
-    assert run_here(monkeypatch, main, *flags) == 0
+    assert run_here(main, *flags) == 0
     return json.loads((folder / "summary.json").read_text()) | {"metrics": metrics(folder)}
 
 
 @pytest.mark.curves
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_short_run_learns(algorithm, tmp_path, monkeypatch, capsys):
+def test_a_short_run_learns(algorithm, tmp_path, capsys):
     """16 default steps: greedy from 0.34 to at least 0.85, longer responses, and the run folder is
     complete."""
-    result = learn(tmp_path, monkeypatch, module_of(algorithm).main)
+    result = learn(tmp_path, module_of(algorithm).main)
     assert result["greedy_before"] < 0.5 and result["greedy_after"] > 0.85
     assert result["sampled_after"] > result["sampled_before"] + 0.08
     lengths = [line["response_len"] for line in result["metrics"][1:]]
@@ -133,23 +131,21 @@ def test_a_flipped_advantage_does_not_learn(tmp_path, monkeypatch):
     it began."""
     advantages = grpo.advantages
     monkeypatch.setattr(grpo, "advantages", lambda rewards: -advantages(rewards))
-    result = learn(tmp_path, monkeypatch, grpo.main)
+    result = learn(tmp_path, grpo.main)
     assert result["greedy_after"] < result["greedy_before"] + 0.1
 
 
 @pytest.mark.parametrize("replay", ["r2", "r3"])
-def test_routing_replay_in_the_loop(tmp_path, monkeypatch, replay):
+def test_routing_replay_in_the_loop(tmp_path, replay):
     """minirl on the mixture of experts: R3 leaves no token that sampler and trainer route
     differently, R2 some."""
-    folder, flags = (
-        tmp_path / "run",
-        [*SMALL, "--steps", 2, "--model", "tiny-moe", "--routing_replay", replay],
-    )
-    assert run_here(monkeypatch, minirl.main, *flags, "--run_dir", folder) == 0
+    folder = tmp_path / "run"
+    flags = [*SMALL, "--steps", 2, "--model", "tiny-moe", "--routing_replay", replay]
+    assert run_here(minirl.main, *flags, "--run_dir", folder) == 0
     assert all((line["experts_differ"] == 0) == (replay == "r3") for line in metrics(folder)[1:])
 
 
-def test_stapo_writes_down_what_it_silenced(tmp_path, monkeypatch):
+def test_stapo_writes_down_what_it_silenced(tmp_path):
     """As many examples as tokens counted, each with its context and below the threshold."""
     flags = [
         *SMALL,
@@ -162,16 +158,16 @@ def test_stapo_writes_down_what_it_silenced(tmp_path, monkeypatch):
         "--run_dir",
         tmp_path / "run",
     ]
-    assert run_here(monkeypatch, stapo.main, *flags) == 0
+    assert run_here(stapo.main, *flags) == 0
     rows = [json.loads(line) for line in (tmp_path / "run/silenced.jsonl").read_text().splitlines()]
     assert len(rows) == sum(line["silenced"] for line in metrics(tmp_path / "run")[1:]) > 0
     assert all(row["prob"] < 0.9 and "=" in row["before"] and row["token"] for row in rows)
 
 
-def test_an_idle_algorithm_is_said_loudly(tmp_path, monkeypatch, capsys):
+def test_an_idle_algorithm_is_said_loudly(tmp_path, capsys):
     """One mini-batch: the ratio never leaves 1 and nothing is clipped, which the run says."""
     flags = [*SMALL, "--steps", 1, "--minibatches", 1, "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, grpo.main, *flags) == 0
+    assert run_here(grpo.main, *flags) == 0
     assert "WARNING: clip_share was 0 at every step" in capsys.readouterr().out
 
 
@@ -179,7 +175,7 @@ def test_a_skipped_sync_stops_the_run(tmp_path, monkeypatch, capsys):
     """The sampler check in the loop itself: exit code 1 and one line with the usual causes."""
     monkeypatch.setattr("common.rollout.HFEngine.sync", lambda *arguments: None)
     flags = [*SMALL, "--steps", 20, "--lr", "3e-3", "--run_dir", tmp_path / "run"]
-    assert run_here(monkeypatch, grpo.main, *flags) == 1
+    assert run_here(grpo.main, *flags) == 1
     assert "weights not synced" in capsys.readouterr().err
 
 
@@ -210,11 +206,8 @@ BAD_INPUT = {
 }
 
 
-def test_routing_replay_needs_experts(tmp_path, monkeypatch, capsys):
-    assert (
-        run_here(monkeypatch, minirl.main, "--routing_replay", "r3", "--run_dir", tmp_path / "run")
-        == 2
-    )
+def test_routing_replay_needs_experts(tmp_path, capsys):
+    assert run_here(minirl.main, "--routing_replay", "r3", "--run_dir", tmp_path / "run") == 2
     assert "tiny has no experts" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
@@ -229,11 +222,7 @@ def test_bad_input_is_one_line_exit_2_and_nothing_written(name, tmp_path, monkey
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     flags, message = BAD_INPUT[name]
     code = run_here(
-        monkeypatch,
-        grpo.main,
-        *(places.get(flag, flag) for flag in flags),
-        "--run_dir",
-        tmp_path / "run",
+        grpo.main, *(places.get(flag, flag) for flag in flags), "--run_dir", tmp_path / "run"
     )
     said = capsys.readouterr().err.splitlines()
     assert code == 2 and len(said) == 1, said
@@ -283,9 +272,9 @@ OUT_OF_RANGE = [
     OUT_OF_RANGE,
     ids=[" ".join(x[:2])[:40] for x in OUT_OF_RANGE],
 )
-def test_every_file_checks_its_own_flags(algorithm, flags, message, tmp_path, monkeypatch, capsys):
+def test_every_file_checks_its_own_flags(algorithm, flags, message, tmp_path, capsys):
     main = module_of(algorithm).main
-    assert run_here(monkeypatch, main, *flags.split(), "--run_dir", tmp_path / "run") == 2
+    assert run_here(main, *flags.split(), "--run_dir", tmp_path / "run") == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert message in said and not (tmp_path / "run").exists()
 
@@ -316,10 +305,7 @@ def test_a_wrong_environment_is_one_line(variables, code, message, tmp_path, mon
     with socket.create_server(("127.0.0.1", 0)) as busy:
         for name, value in variables.items():
             monkeypatch.setenv(name, value.replace("BUSY", str(busy.getsockname()[1])))
-        assert (
-            run_here(monkeypatch, grpo.main, *SMALL, "--steps", 1, "--run_dir", tmp_path / "run")
-            == code
-        )
+        assert run_here(grpo.main, *SMALL, "--steps", 1, "--run_dir", tmp_path / "run") == code
     said = [
         line
         for line in capsys.readouterr().err.splitlines()
@@ -330,32 +316,30 @@ def test_a_wrong_environment_is_one_line(variables, code, message, tmp_path, mon
 
 
 @pytest.mark.skipif(bool(importlib.util.find_spec("vllm")), reason="vLLM is installed")
-def test_without_vllm_its_install_line_is_shown(tmp_path, monkeypatch, capsys):
-    assert run_here(monkeypatch, grpo.main, "--rollout", "vllm", "--run_dir", tmp_path / "run") == 2
+def test_without_vllm_its_install_line_is_shown(tmp_path, capsys):
+    assert run_here(grpo.main, "--rollout", "vllm", "--run_dir", tmp_path / "run") == 2
     assert "pip install -r requirements.txt), or use --rollout hf" in capsys.readouterr().err
 
 
-def test_exit_code_and_line_of_the_real_command(monkeypatch, capsys):
+def test_exit_code_and_line_of_the_real_command(capsys):
     run = started("grpo.py", "--nope", 1)
     assert run.returncode == 2 and "--nope" in run.stderr
     assert run.stderr.count("\n") == 1 and not run.stdout
-    assert run_here(monkeypatch, grpo.main, "--help") == 0
+    assert run_here(grpo.main, "--help") == 0
     assert "--clip_low" in capsys.readouterr().out
 
 
 def test_resume_refuses_another_run(tmp_path, monkeypatch, capsys):
     """Another algorithm, other shapes, another number of ranks: named, and the folder stays as it
     was."""
-    folder, flags = (
-        tmp_path / "run",
-        [*SMALL, "--steps", 2, "--run_dir", tmp_path / "run", "--resume"],
-    )
-    assert run_here(monkeypatch, grpo.main, *flags[:-1]) == 0
+    folder = tmp_path / "run"
+    flags = [*SMALL, "--steps", 2, "--run_dir", tmp_path / "run", "--resume"]
+    assert run_here(grpo.main, *flags[:-1]) == 0
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
     def refused(*extra: object) -> str:
         capsys.readouterr()
-        assert run_here(monkeypatch, grpo.main, *flags, *extra) == 2
+        assert run_here(grpo.main, *flags, *extra) == 2
         assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
         return capsys.readouterr().err
 
@@ -397,10 +381,8 @@ def test_two_ranks_do_the_same_work(tmp_path, world):
         assert run.returncode == 0, run.stderr[-3000:]
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
-    assert (
-        re.search(r"2 rank\(s\) on cpu", run.stdout)
-        and run.stdout.count("held-out accuracy, greedy") == 1
-    )
+    assert re.search(r"2 rank\(s\) on cpu", run.stdout)
+    assert run.stdout.count("held-out accuracy, greedy") == 1
     assert all(line["sampler_gap"] < 1e-4 for line in lines[1:])
     found = load_weights(tmp_path / "run/checkpoints", Policy(load_model("tiny")[0]), world, "")
     assert found == 4
@@ -448,15 +430,7 @@ def test_other_families_train_and_save(family, tmp_path, monkeypatch, tiny):
     judge = "common.data.arithmetic_reward"
     monkeypatch.setattr(judge, lambda completion, answer: float(len(completion) % 2))
     assert (
-        run_here(
-            monkeypatch,
-            grpo.main,
-            *flags,
-            "--gradient_checkpointing",
-            "--run_dir",
-            tmp_path / "run",
-        )
-        == 0
+        run_here(grpo.main, *flags, "--gradient_checkpointing", "--run_dir", tmp_path / "run") == 0
     )
     line = metrics(tmp_path / "run")[-1]
     assert line["sampler_gap"] < 1e-4 and line["grad_norm"] > 0

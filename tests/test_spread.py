@@ -45,12 +45,10 @@ def test_what_was_carried_before_is_not_carried_again():
     theirs = ["a = 1", "b = 9", "n = 7", "c = 3", "e = 5"]
     once = spread(BASE, theirs, ["x = 0", *BASE])
     again = spread(BASE, theirs, once.lines)
-    assert (
-        once.lines == again.lines == ["x = 0", *theirs]
-        and once.placed == 2
-        and not again.placed
-        and not again.left
-    )
+    assert once.lines == again.lines == ["x = 0", *theirs]
+    assert once.placed == 2
+    assert not again.placed
+    assert not again.left
 
 
 @pytest.mark.parametrize(

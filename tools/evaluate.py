@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from common.checkpoint import newest_whole, step_of
 from common.data import Problem, load_task, problems, read_set, remarks_on
@@ -54,7 +54,7 @@ UNREAD = "sampler_tolerance wandb offload_reference"  # flags of training
 
 @dataclass
 class Args(Flags):
-    model: tyro.conf.Positional[str] = "tiny"
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = "tiny"
     """Hub name, local folder, `tiny`, `tiny-moe`, or run folder."""
     task: str = "arithmetic"
     """Without --eval_task: the held-out problems of this task are measured (a run: of its own)."""

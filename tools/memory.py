@@ -4,7 +4,7 @@
 
 What is counted, with N parameters over R ranks:
     states       float32 master copy, AdamW's two moments, float32 gradient: 16 N / R bytes
-                 (goldilocks: twice; vcpo: 24, with its two buffers)
+                 (goldilocks: twice)
     reference    float32 shards, 4 N / R (0 without a KL term, or with --offload_reference)
     gathered     bfloat16 copies of what FSDP gathers at once, the root (embedding and head) and
                  two layers; and of the root and a layer the gradient before it is scattered, in
@@ -116,7 +116,7 @@ def estimate(name: str, words: list[str]) -> dict[str, float]:
     refers = number("beta") > 0 and "--offload_reference" not in flags
     width = 1 if args.rollout_dtype == "float8" else 2
     parts = {
-        "states": 16 * n / ranks * {"goldilocks": 2, "vcpo": 1.5}.get(name, 1),
+        "states": 16 * n / ranks * (2 if name == "goldilocks" else 1),
         "reference": 4 * n / ranks if refers else 0,
         "gathered": 2 * (root + 2 * layer) + 6 * (root + layer),
         "activations": held + 4 * 4 * BLOCK_ELEMENTS,

@@ -51,6 +51,7 @@ def weights(
         logp=logp,
         old_logp=old_logp,
         rollout_logp=old_logp,
+        ref_logp=None,
         entropy=torch.full_like(mask, entropy),
         advantages=sign * mask[:, 0],
         mask=mask,

@@ -217,7 +217,8 @@ def qwen3_step(world: World) -> str:
     top = next((flops for key, flops in DENSE_BF16.items() if key in name), None)
     used = f", {6 * parameters * n / seconds / top:.0%} of {name}'s bfloat16 peak" if top else ""
     weights = 16 * parameters / 1e9
-    return f"{n / seconds:,.0f} tokens/s{used} (6 N per token), {peak:.1f} GB beside {weights:.0f} GB of weights"
+    speed = f"{n / seconds:,.0f} tokens/s{used} (6 N per token)"
+    return f"{speed}, {peak:.1f} GB beside {weights:.0f} GB of weights"
 
 
 FILES = "grpo gspo sapo stapo maspo minirl vcpo goldilocks deep_grpo".split()
