@@ -121,13 +121,19 @@ def check(args: object, world: World) -> None:
         raise BadInput(f"{number}: not a multiple of ranks x --minibatches = {unit}")
     if args.wandb and not importlib.util.find_spec("wandb"):
         raise BadInput(f"--wandb {args.wandb}: needs the package (pip install wandb)")
-    if args.rollout == "auto":  # starting vLLM takes a minute, longer than an embedded model's run
-        here = world.device.type == "cuda" and importlib.util.find_spec("vllm")
-        args.rollout = "vllm" if here and args.model not in EMBEDDED else "hf"
-    if args.dtype == "auto":
-        args.dtype = "bfloat16" if world.device.type == "cuda" else "float32"
+    settle(args, world, args.model)
     for line in without_effect(args, world) if world.rank == 0 else ():
         print(line, flush=True)
+
+
+def settle(args: object, world: World, model: str) -> None:
+    """Let `auto` become what it means for this model on this machine."""
+    gpu = world.device.type == "cuda"
+    if args.rollout == "auto":  # starting vLLM takes a minute, longer than an embedded model's run
+        vllm = gpu and model not in EMBEDDED and importlib.util.find_spec("vllm")
+        args.rollout = "vllm" if vllm else "hf"
+    if args.dtype == "auto":
+        args.dtype = "bfloat16" if gpu else "float32"
 
 
 def without_effect(args: object, world: World) -> Iterator[str]:

@@ -68,7 +68,9 @@ class VLLMEngine:
             assert hasattr(kernels, "_supports_onednn"), "vLLM packs its CPU weights in another way"
             kernels._supports_onednn = False
             options = {"kv_cache_memory_bytes": 2**28, "enforce_eager": True}
-        rows = args.prompts_per_step * args.group_size * ranks // world.size  # of one engine
+        # Of one engine at a time; an evaluation, which has no groups, sends what it likes.
+        rows = getattr(args, "prompts_per_step", 1024) * getattr(args, "group_size", 1)
+        rows = min(1024, rows * ranks // world.size)
         longest = args.max_prompt_tokens + args.max_new_tokens
         self.dtype = torch.float32 if dtype == "float32" else torch.bfloat16
         self.llm = vllm.LLM(
@@ -77,7 +79,7 @@ class VLLMEngine:
             dtype=self.dtype,
             distributed_executor_backend="external_launcher",  # these ranks are the workers
             tensor_parallel_size=ranks,
-            max_num_seqs=min(1024, rows),  # what is reserved for more is taken from the KV cache
+            max_num_seqs=rows,  # what is reserved for more is taken from the KV cache
             seed=self.seed % 2**32,
             max_model_len=min(longest, lm.config.max_position_embeddings),
             logprobs_mode="processed_logprobs",  # after temperature; the default is before it

@@ -204,7 +204,7 @@ def test_a_rank_that_fails_does_not_wait_for_the_others(monkeypatch, capsys):
 
     monkeypatch.setattr(fail, "__module__", "grpo", raising=False)
     monkeypatch.setattr("common.launch.os._exit", lambda code: sys.exit(code))
-    assert run_here(monkeypatch, fail, "--steps", 1) == 1
+    assert run_here(fail, "--steps", 1) == 1
     said = capsys.readouterr().err
     assert "a mistake of ours" in said and "rank 0 failed in" in said
 
