@@ -88,27 +88,20 @@ def gradients(
     def spy(policy: torch.nn.Module, max_norm: float) -> float:
         if max_norm == float("inf"):
             return norm(policy, max_norm)  # vcpo asks for the norm of each response's gradient
-        full = [
-            p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-            for p in policy.parameters()
-        ]
-        seen.append(torch.cat([gradient.flatten() for gradient in full]).clone())
+        parts = [getattr(p.grad, "full_tensor", p.grad.clone)() for p in policy.parameters()]
+        seen.append(torch.cat([part.flatten() for part in parts]))
         return 0.0
 
     def old_logprobs(policy: torch.nn.Module, batch: Rollout, args: object, world: World) -> tuple:
         """Log-probs of "π_old" moved at random, so that ratios leave 1 and some tokens are
         clipped."""
-        return (
-            recompute(policy, batch, args, world)
-            if hasattr(batch, "old_logp")
-            else (batch.stored_logp, None)
-        )
+        if hasattr(batch, "old_logp"):
+            return recompute(policy, batch, args, world)
+        return batch.stored_logp, None
 
     flags = {"minibatches": 2} | FLAGS.get(name, {}) | flags
-    args = module.Args(
-        steps=1, prompts_per_step=len(prompts), group_size=G, lr=1e-12, dtype="float32", **flags
-    )
-    args.run_dir = str(folder / "run")
+    flags |= {"steps": 1, "prompts_per_step": len(prompts), "group_size": G, "lr": 1e-12}
+    args = module.Args(dtype="float32", run_dir=str(folder / "run"), **flags)
     with monkeypatch.context() as patch:
         patch.setattr(module, "all_logprobs", old_logprobs)
         patch.setattr(module, "check_sampler", lambda *arguments: {})

@@ -78,12 +78,8 @@ def test_columns_templates_and_long_prompts(tmp_path):
     counted."""
     rows = [{"q": f"question {i}?", "a": i} for i in range(6)] + [{"q": "long " * 100, "a": 1}]
     path = write(tmp_path / "set.jsonl", rows)
-    columns = {
-        "prompt_column": "q",
-        "answer_column": "a",
-        "instruction": "Think.",
-        "max_prompt_tokens": 60,
-    }
+    columns = {"prompt_column": "q", "answer_column": "a"}
+    columns |= {"instruction": "Think.", "max_prompt_tokens": 60}
     task = load(path, **columns)
     assert task.dropped == 1
     text = "".join(map(chr, task.train(0).prompt_ids))
@@ -478,13 +474,9 @@ def test_reasoning_gym(tmp_path, monkeypatch):
     task = load("reasoning_gym:chain_sum", max_prompt_tokens=200)
     task.judge.limits = (2.0, 2**31)
     problem = task.train(3)
-    given = [
-        f"<answer>{problem.answer}</answer>",
-        "no",
-        "<answer>raise</answer>",
-        "<answer>hang</answer>",
-    ]
-    assert task.judge(given, [problem.answer] * 4) == [1.0, 0.01, 0.0, 0.0]
+    said = (problem.answer, "raise", "hang")
+    given = ["no", *(f"<answer>{answer}</answer>" for answer in said)]
+    assert task.judge(given, [problem.answer] * 4) == [0.01, 1.0, 0.0, 0.0]
     assert task.judge.killed == 1
     again = load("reasoning_gym:chain_sum", max_prompt_tokens=200, seed=2)
     assert task.held_out == again.held_out and task.train(0) != again.train(0)

@@ -33,19 +33,9 @@ def test_the_prefix_gets_no_gradient(world):
     seen[0].retain_grad()
     rollout.advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])
     columns = {name: getattr(rollout, name) for name in ("rollout_logp", "advantages", "mask")}
-    tensors = {
-        "logp": logp,
-        "entropy": entropy,
-        "old_logp": rollout.rollout_logp,
-        "ref_logp": logp.detach() - 0.1,
-    }
-    loss_of(
-        deep_grpo,
-        deep_grpo.Args(beta=0.1),
-        branch=torch.tensor([0.0, 1, 1, 1]),
-        **columns,
-        **tensors,
-    )[0].backward()
+    columns |= {"logp": logp, "entropy": entropy, "old_logp": rollout.rollout_logp}
+    columns |= {"ref_logp": logp.detach() - 0.1, "branch": torch.tensor([0.0, 1, 1, 1])}
+    loss_of(deep_grpo, deep_grpo.Args(beta=0.1), **columns)[0].backward()
     start = len(prompt) + len(prefix)
     assert rollout.prompt_len.tolist() == [start] * 4
     assert rollout.prefix_len.tolist() == [len(prefix)] * 4

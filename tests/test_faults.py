@@ -140,14 +140,6 @@ def test_save_hf_is_loadable_and_the_trained_model(tmp_path):
             ROOT / "common/tiny" / {"tiny": "model"}.get(model, "model-moe")
         )
         assert any(not torch.equal(a, b) for a, b in zip(lm.parameters(), base.parameters()))
-        again = [
-            *SMALL,
-            "--model",
-            folder / "model",
-            "--steps",
-            1,
-            "--run_dir",
-            tmp_path / f"{model}-again",
-        ]
-        assert run_here(grpo.main, *again) == 0
+        again = [*SMALL, "--model", folder / "model", "--steps", 1]
+        assert run_here(grpo.main, *again, "--run_dir", tmp_path / f"{model}-again") == 0
         assert metrics(folder)[-1]["greedy"] == metrics(tmp_path / f"{model}-again")[0]["greedy"]

@@ -60,43 +60,18 @@ def test_micro_batches_do_not_change_the_teacher(world):
 def test_it_chooses_only_when_it_has_learned(tmp_path):
     """Uniform until the window holds a batch; then every slot but the ε ones is the teacher's, and
     it is measured."""
-    flags = [
-        *SMALL,
-        *MORE["goldilocks"],
-        "--steps",
-        6,
-        "--explore",
-        0,
-        "--run_dir",
-        tmp_path / "run",
-    ]
-    assert run_here(goldilocks.main, *flags) == 0
+    flags = [*SMALL, *MORE["goldilocks"], "--steps", 6, "--explore", 0]
+    assert run_here(goldilocks.main, *flags, "--run_dir", tmp_path / "run") == 0
     lines = metrics(tmp_path / "run")[1:]
-    assert ["zero_groups_uniform" in line for line in lines] == [
-        True,
-        True,
-        False,
-        False,
-        False,
-        False,
-    ]
+    assert ["zero_groups_uniform" in line for line in lines] == [True] * 2 + [False] * 4
     assert all(line["chosen_over_mean"] > 0 for line in lines[2:])
     assert abs(lines[0]["teacher_mean"] - 0.25) < 1e-6
     assert abs(lines[5]["teacher_mean"] - 0.25) > 1e-3
 
 
 def test_explore_1_says_that_it_did_nothing(tmp_path, capsys):
-    flags = [
-        *SMALL,
-        *MORE["goldilocks"],
-        "--steps",
-        3,
-        "--explore",
-        1,
-        "--run_dir",
-        tmp_path / "run",
-    ]
-    assert run_here(goldilocks.main, *flags) == 0
+    flags = [*SMALL, *MORE["goldilocks"], "--steps", 3, "--explore", 1]
+    assert run_here(goldilocks.main, *flags, "--run_dir", tmp_path / "run") == 0
     assert "chosen_over_mean was 0 at every step" in capsys.readouterr().out
 
 

@@ -198,12 +198,8 @@ def check_metrics(o: Oracle) -> None:
 
 def sampler_metrics(o: Oracle, step: int) -> dict[str, float]:
     """How far μ is from the weights that the engine had when it sampled this step's batch."""
-    rows = [
-        row
-        for one in o.records
-        for prompt in one.training[step]["prompts"]
-        for row in respond(prompt, G)
-    ]
+    prompts = [prompt for one in o.records for prompt in one.training[step]["prompts"]]
+    rows = [row for prompt in prompts for row in respond(prompt, G)]
     with torch.no_grad():
         logp, _, mask = oracle.log_probs(o.lm(o.records[0].synced[step]), rows)
     gap = (logp - oracle.padded([oracle.sampler_logp(row, o.model) for row in rows])) * mask
@@ -489,11 +485,8 @@ def test_without_a_reference(alone):
 def test_gradient_checkpointing_changes_no_gradient(alone, monkeypatch):
     """Every decoder layer is run again in the backward pass, and the gradient is the same."""
     asked, enable = [], PreTrainedModel.gradient_checkpointing_enable
-    monkeypatch.setattr(
-        PreTrainedModel,
-        "gradient_checkpointing_enable",
-        lambda *how: asked.append(how) or enable(*how),
-    )
+    spy = lambda *how: asked.append(how) or enable(*how)  # noqa: E731
+    monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", spy)
     o = alone("grpo", gradient_checkpointing=True)
     check_gradients(o)
     assert len(asked) == 1 and asked[0][0].is_gradient_checkpointing and asked[0][0].training

@@ -228,13 +228,8 @@ def of_class(kind: type, **changes: object) -> Callable[[Path], None]:
 
 def bert(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    config = BertConfig(
-        vocab_size=18,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        intermediate_size=8,
-    )
+    shape = {"vocab_size": 18, "hidden_size": 8, "intermediate_size": 8}
+    config = BertConfig(num_hidden_layers=1, num_attention_heads=1, **shape)
     BertForMaskedLM(config).save_pretrained(folder)
 
 

@@ -20,16 +20,8 @@ def test_a_real_model_learns_and_resumes(tmp_path, monkeypatch):
     from tests.helpers import metrics, run_here
 
     monkeypatch.setenv("OMP_NUM_THREADS", str(os.cpu_count()))
-    flags = [
-        "--model",
-        FOLDER,
-        "--task",
-        Path(FOLDER) / "sums.jsonl",
-        "--instruction",
-        "",
-        "--run_dir",
-        tmp_path / "run",
-    ]
+    task = Path(FOLDER) / "sums.jsonl"
+    flags = ["--model", FOLDER, "--task", task, "--instruction", "", "--run_dir", tmp_path / "run"]
     flags += "--prompts_per_step 8 --minibatches 2 --max_new_tokens 24 --lr 1e-5".split()
     flags += "--eval_problems 16 --eval_samples 1 --eval_every 100".split()
     assert run_here(grpo.main, *flags, "--steps", 8) == 0

@@ -45,10 +45,9 @@ def test_resume_after_a_kill_is_bit_exact(algorithm, tmp_path):
     moments, metrics."""
     flags, main = [*SMALL, *MORE.get(algorithm, []), "--steps", 6], module_of(algorithm).main
     assert run_here(main, *flags, "--run_dir", tmp_path / "whole") == 0
-    if algorithm == "grpo":  # one for the others from the very beginning: a real `python grpo.py`
-        killed = started(
-            "tests/driver.py", "grpo", "log", 5, *flags, "--run_dir", tmp_path / "parts"
-        )
+    if algorithm == "grpo":  # one with an interpreter of its own, as a user has it
+        words = ["grpo", "log", 5, *flags, "--run_dir", tmp_path / "parts"]
+        killed = started("tests/driver.py", *words)
     else:
         killed = command(algorithm, *flags, "--run_dir", tmp_path / "parts", at=("log", 5))
     assert killed.returncode == -signal.SIGKILL
@@ -147,18 +146,8 @@ def test_routing_replay_in_the_loop(tmp_path, replay):
 
 def test_stapo_writes_down_what_it_silenced(tmp_path):
     """As many examples as tokens counted, each with its context and below the threshold."""
-    flags = [
-        *SMALL,
-        "--steps",
-        2,
-        "--tau_p",
-        0.9,
-        "--entropy_quantile",
-        1,
-        "--run_dir",
-        tmp_path / "run",
-    ]
-    assert run_here(stapo.main, *flags) == 0
+    flags = [*SMALL, "--steps", 2, "--tau_p", 0.9, "--entropy_quantile", 1]
+    assert run_here(stapo.main, *flags, "--run_dir", tmp_path / "run") == 0
     rows = [json.loads(line) for line in (tmp_path / "run/silenced.jsonl").read_text().splitlines()]
     assert len(rows) == sum(line["silenced"] for line in metrics(tmp_path / "run")[1:]) > 0
     assert all(row["prob"] < 0.9 and "=" in row["before"] and row["token"] for row in rows)
@@ -306,11 +295,8 @@ def test_a_wrong_environment_is_one_line(variables, code, message, tmp_path, mon
         for name, value in variables.items():
             monkeypatch.setenv(name, value.replace("BUSY", str(busy.getsockname()[1])))
         assert run_here(grpo.main, *SMALL, "--steps", 1, "--run_dir", tmp_path / "run") == code
-    said = [
-        line
-        for line in capsys.readouterr().err.splitlines()
-        if "error: " in line or "Traceback" in line
-    ]
+    lines = capsys.readouterr().err.splitlines()
+    said = [line for line in lines if "error: " in line or "Traceback" in line]
     assert len(said) == bool(code) and (not code or message in said[0])
     assert (tmp_path / "run").exists() == (code == 0)
 
@@ -401,37 +387,18 @@ def test_other_families_train_and_save(family, tmp_path, monkeypatch, tiny):
     """An untrained model of each: one step, the sampler agrees, the saved model is the trained one,
     tied or not."""
     kind, more = FAMILIES[family]
-    shape = {
-        "vocab_size": 18,
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "pad_token_id": 0,
-    }
-    config = kind(
-        **{"num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": 1, **shape, **more}
-    )
+    shape = {"vocab_size": 18, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = kind(pad_token_id=0, eos_token_id=1, **shape, **more)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     tiny[1].save_pretrained(tmp_path / "model")
-    flags = [
-        *SMALL,
-        "--model",
-        tmp_path / "model",
-        "--steps",
-        1,
-        "--lr",
-        0.01,
-        "--warmup",
-        1,
-        "--save_hf",
-    ]
+    flags = [*SMALL, "--model", tmp_path / "model", "--steps", 1, "--lr", 0.01, "--warmup", 1]
+    flags += ["--save_hf", "--gradient_checkpointing", "--run_dir", tmp_path / "run"]
     # An untrained model is never right: reward odd lengths instead
     judge = "common.data.arithmetic_reward"
     monkeypatch.setattr(judge, lambda completion, answer: float(len(completion) % 2))
-    assert (
-        run_here(grpo.main, *flags, "--gradient_checkpointing", "--run_dir", tmp_path / "run") == 0
-    )
+    assert run_here(grpo.main, *flags) == 0
     line = metrics(tmp_path / "run")[-1]
     assert line["sampler_gap"] < 1e-4 and line["grad_norm"] > 0
     before, after = (
