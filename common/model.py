@@ -90,12 +90,14 @@ def eos_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]
 
 
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden `[b, H]` @ weight `[V, H]` transposed: logits `[b, V]`, float32.
+    """hidden `[..., H]` @ weight `[V, H]` transposed: logits `[..., V]`, float32.
 
     On a GPU the product of bfloat16 numbers leaves the kernel in float32. Rounded to bfloat16,
     logits of 16 to 32 would be 0.125 apart and log-probs off by 0.01: sampler and trainer would
     disagree, and no ratio would be 1. (CPUs have no such kernel.)
     """
     if hidden.is_cuda and hidden.dtype != torch.float32:
-        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-    return (hidden @ weight.T).float()
+        flat = hidden.flatten(0, -2)  # [b, H]
+        logits = torch.mm(flat, weight.T, out_dtype=torch.float32)  # [b, V]
+        return logits.unflatten(0, hidden.shape[:-1])
+    return nn.functional.linear(hidden, weight).float()

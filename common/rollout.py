@@ -139,7 +139,8 @@ class HFEngine:
         """Logits after the last column of `tokens`, whose keys and values go into the cache."""
         step = {"past_key_values": cache, "use_cache": True, "position_ids": position}
         output = self.lm.base_model(tokens, attention_mask=attention, **step)
-        return head_logits(output.last_hidden_state[:, -1], self.lm.lm_head.weight)  # [rows, V]
+        last = output.last_hidden_state[:, -1:]  # [rows, 1, H]
+        return head_logits(last, self.lm.lm_head.weight)[:, 0]  # [rows, V]
 
     def _choose(self, logits: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
         """The next token of each row and its log-probability: two `[rows, 1]`."""

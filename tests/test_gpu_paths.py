@@ -187,9 +187,16 @@ def test_experts_are_recorded_on_request_alone(fake_vllm):
 def test_the_heads_product_is_float32(monkeypatch):
     """On a GPU by the kernel's own output type: rounded to bfloat16 first it would be too late."""
     asked = {}
-    monkeypatch.setattr(torch, "mm", lambda *tensors, **how: asked.update(how))
-    hidden = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
-    head_logits(hidden, torch.zeros(3, 2, dtype=torch.bfloat16))
+    flat = torch.zeros(4, 2, dtype=torch.bfloat16)
+
+    def product(left: torch.Tensor, right: torch.Tensor, **how: object) -> torch.Tensor:
+        asked.update(how)
+        return left.float() @ right.float()
+
+    monkeypatch.setattr(torch, "mm", product)
+    shape = {"dtype": torch.bfloat16, "shape": torch.Size([4, 1, 2])}
+    hidden = SimpleNamespace(is_cuda=True, flatten=lambda start, end: flat, **shape)
+    assert head_logits(hidden, torch.zeros(3, 2, dtype=torch.bfloat16)).shape == (4, 1, 3)
     assert asked == {"out_dtype": torch.float32}
     low = torch.ones(1, 2, dtype=torch.bfloat16)
     assert head_logits(low, low).dtype == torch.float32
