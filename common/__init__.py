@@ -29,6 +29,8 @@ import sys
 # spinning makes a tiny model 10 to 30 times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Every micro-batch has another shape, and vLLM wants whole stretches of memory back.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def _end(number: int, frame: object) -> None:

@@ -63,6 +63,7 @@ def save_checkpoint(
     try:
         # A full disk reaches us as any of these.
         with together(world, RunStopped, what, RuntimeError, CheckpointException):
+            partial.mkdir(parents=True, exist_ok=True)  # another node may not have seen it yet
             shards = partial / "shards"
             dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=shards)
             own = [*shards.glob(f"__{world.rank}_*"), *[shards / ".metadata"][world.rank :]]

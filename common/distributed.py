@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+# Of the collectives: between two of them ranks may sample, or judge, for very different times.
+TIMEOUT = timedelta(hours=4)
 CLOSING: list[Callable[[], None]] = []  # what must be shut down before the process group is
 
 
@@ -70,6 +72,12 @@ def setup() -> World:
     if alone and size > 1:
         raise BadInput(f"WORLD_SIZE={size}, but no MASTER_PORT: start several ranks with torchrun")
     if torch.cuda.is_available():
+        found = torch.cuda.device_count()
+        if local_rank >= found:
+            wrong = f"{local_rank + 1} ranks or more on a machine with {found} GPU(s)"
+            raise BadInput(
+                f"{wrong}: --nproc_per_node {found}, or CUDA_VISIBLE_DEVICES= for its CPU"
+            )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     else:
@@ -82,8 +90,7 @@ def setup() -> World:
         return World(rank, size, device)
     port = from_environment("MASTER_PORT", 0, least=1, most=65535)
     with blame(f"ranks cannot meet at {host}:{port}", RunStopped):
-        # Ranks may sample for very different times: the usual half hour may be too short.
-        dist.init_process_group(backend, timeout=timedelta(hours=1))
+        dist.init_process_group(backend, timeout=TIMEOUT)
     return World(rank, size, device)
 
 
@@ -118,10 +125,15 @@ def shard(policy: nn.Module, world: World, dtype: str, offload: bool = False) ->
     return fully_shard(policy, **how)
 
 
-def full_parameters(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name as in the Hugging Face model, whole tensor), one at a time; all ranks together."""
+def full_parameters(
+    policy: nn.Module, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(name as in the Hugging Face model, whole tensor), one at a time; all ranks together.
+
+    Cast to `dtype` before they are gathered: half the traffic, and the same bfloat16 numbers.
+    """
     for name, parameter in policy.lm.named_parameters():
-        yield name, whole_tensor(parameter.detach())
+        yield name, whole_tensor(parameter.detach().to(dtype or parameter.dtype))
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:

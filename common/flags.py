@@ -45,7 +45,8 @@ class Flags:
     run_dir: str = ""
     """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
     rollout: Literal["auto", "vllm", "hf"] = "auto"
-    """Sampling engine in this process: vLLM or transformers (auto: vllm on GPUs, else hf)."""
+    """Sampling engine in this process: vLLM or transformers (auto: vllm on GPUs where
+    it is installed, but for the embedded models)."""
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
     """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
     rollout_rows: Count = 1024

@@ -7,6 +7,7 @@ import itertools
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +19,7 @@ import tyro
 from common.data import HUB
 from common.distributed import CLOSING, BadInput, Refused, RunStopped, World, first_line, setup
 from common.flags import broken_rule
+from common.model import EMBEDDED
 from common.tracking import Run
 
 Stage = Callable[[object, World], None]  # of the flags and the ranks
@@ -58,13 +60,15 @@ def launch(main: Stage, Args: type, prepare: Stage | None = None) -> None:
         sampling = Run.phase in ("rollout", "evaluate", "branch", "sync")
         lower = "--rollout_rows or --vllm_memory" if sampling else "--micro_tokens"
         fall(f"out of memory in {Run.phase or 'set-up'} ({first_line(error)}): lower {lower}")
-    except RuntimeError as error:
-        lost = isinstance(error, dist.DistError) or "gloo" in str(error)
-        if world is None or world.size == 1 or not lost:
+    except Exception as error:
+        if world is None or world.size == 1:
             raise
-        gone = f"rank {world.rank} lost contact to another rank in {Run.phase}"
-        advice = "torchrun names the one that failed first; go on with --resume"
-        fall(f"{gone} ({first_line(error)}): {advice}", wait=3.0)
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            gone = f"rank {world.rank} lost contact to another rank in {Run.phase}"
+            advice = "torchrun names the one that failed first; go on with --resume"
+            fall(f"{gone} ({first_line(error)}): {advice}", wait=3.0)
+        traceback.print_exc()  # a clean-up would wait for ranks that wait for this one
+        fall(f"rank {world.rank} failed in {Run.phase or 'set-up'}, see above")
     finally:
         while CLOSING:
             CLOSING.pop()()
@@ -117,15 +121,24 @@ def check(args: object, world: World) -> None:
         raise BadInput(f"{number}: not a multiple of ranks x --minibatches = {unit}")
     if args.wandb and not importlib.util.find_spec("wandb"):
         raise BadInput(f"--wandb {args.wandb}: needs the package (pip install wandb)")
-    if args.dtype == "auto":
-        args.dtype = "bfloat16" if world.device.type == "cuda" else "float32"
+    settle(args, world, args.model)
     for line in without_effect(args, world) if world.rank == 0 else ():
         print(line, flush=True)
 
 
+def settle(args: object, world: World, model: str) -> None:
+    """Let `auto` become what it means for this model on this machine."""
+    gpu = world.device.type == "cuda"
+    if args.rollout == "auto":  # starting vLLM takes a minute, longer than an embedded model's run
+        vllm = gpu and model not in EMBEDDED and importlib.util.find_spec("vllm")
+        args.rollout = "vllm" if vllm else "hf"
+    if args.dtype == "auto":
+        args.dtype = "bfloat16" if gpu else "float32"
+
+
 def without_effect(args: object, world: World) -> Iterator[str]:
     """A line for each flag that was set and does nothing beside the others."""
-    vllm = args.rollout == "vllm" or (args.rollout == "auto" and world.device.type == "cuda")
+    vllm = args.rollout == "vllm"
     kinds = {task.partition(":")[0] for task in (args.task, args.eval_task) if task}
     made = {"arithmetic", "reasoning_gym"}
     for idle, where, names in (

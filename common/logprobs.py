@@ -11,12 +11,14 @@ from transformers import PreTrainedModel
 
 from common.batch import Rollout
 from common.distributed import RunStopped, World, global_sum, shard
+from common.model import head_logits
 from common.routing import Routing
 
 BLOCK_ELEMENTS = 2**26  # logits made at once: 256 MB in float32, whatever the vocabulary
 Pair = tuple[Tensor, Tensor]
-# What a forward and backward pass costs whatever its size, in tokens (embedded model: 150 to 300).
-PASS_TOKENS = 256
+# What a forward and backward pass costs whatever its size, in tokens. On a CPU measured (embedded
+# model: 150 to 300), on a GPU estimated: there FSDP gathers the weights twice in each.
+PASS_TOKENS = {"cpu": 256, "cuda": 2048}
 
 
 class Policy(nn.Module):
@@ -61,7 +63,7 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
         """`[b, V]`, float32: a softmax in bfloat16 would add its own rounding to the product's."""
-        return (hidden @ weight.T).float() / temperature
+        return head_logits(hidden, weight) / temperature
 
     @staticmethod
     def d_logits(
@@ -126,7 +128,7 @@ def micro_batches(batch: Rollout, max_tokens: int, world: World) -> list[Tensor]
     PASS_TOKENS more. Every rank gets the same number of them, since FSDP's forward and backward
     passes are collective; some may be empty.
     """
-    lengths = batch.ends.tolist()
+    lengths, dear = batch.ends.tolist(), PASS_TOKENS[world.device.type]
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     # For the `end` shortest rows: least cost, and where the last of their micro-batches starts.
     least = [(0, 0)]
@@ -134,7 +136,7 @@ def micro_batches(batch: Rollout, max_tokens: int, world: World) -> list[Tensor]
         longest = lengths[order[end - 1]]
         fit = max(1, min(end, max_tokens // longest))  # rows of this length in one micro-batch
         starts = range(end - fit, end)
-        least.append(min((least[i][0] + PASS_TOKENS + (end - i) * longest, i) for i in starts))
+        least.append(min((least[i][0] + dear + (end - i) * longest, i) for i in starts))
     micros, end = [], len(order)
     while end:  # the longest rows come first: too little memory shows early
         micros.append(order[least[end][1] : end])

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -87,3 +87,17 @@ def eos_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]
     if ids == [None] * len(ids):
         raise BadInput("--model: neither tokenizer nor generation config names an EOS token")
     return set(ids) - {None}
+
+
+def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden `[..., H]` @ weight `[V, H]` transposed: logits `[..., V]`, float32.
+
+    On a GPU the product of bfloat16 numbers leaves the kernel in float32. Rounded to bfloat16,
+    logits of 16 to 32 would be 0.125 apart and log-probs off by 0.01: sampler and trainer would
+    disagree, and no ratio would be 1. (CPUs have no such kernel.)
+    """
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        flat = hidden.flatten(0, -2)  # [b, H]
+        logits = torch.mm(flat, weight.T, out_dtype=torch.float32)  # [b, V]
+        return logits.unflatten(0, hidden.shape[:-1])
+    return nn.functional.linear(hidden, weight).float()

@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from common.batch import Rollout
 from common.distributed import RunStopped, World, full_parameters
+from common.model import head_logits
 from common.routing import Routing
 
 # Float8 leaves routers as they are: a rounded one chooses other experts.
@@ -136,9 +137,10 @@ class HFEngine:
         self, tokens: Tensor, attention: Tensor, position: Tensor, cache: DynamicCache
     ) -> Tensor:
         """Logits after the last column of `tokens`, whose keys and values go into the cache."""
-        step = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-        output = self.lm(tokens, attention_mask=attention, position_ids=position, **step)
-        return output.logits[:, -1]  # [rows, V]
+        step = {"past_key_values": cache, "use_cache": True, "position_ids": position}
+        output = self.lm.base_model(tokens, attention_mask=attention, **step)
+        last = output.last_hidden_state[:, -1:]  # [rows, 1, H]
+        return head_logits(last, self.lm.lm_head.weight)[:, 0]  # [rows, V]
 
     def _choose(self, logits: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
         """The next token of each row and its log-probability: two `[rows, 1]`."""
@@ -161,8 +163,8 @@ def float8(weight: Tensor) -> Tensor:
 
 
 def make_engine(args: object, lm: PreTrainedModel, world: World) -> object:
-    """The engine that `--rollout` names, holding an own copy of `lm`'s weights."""
-    if args.rollout == "vllm" or (args.rollout == "auto" and world.device.type == "cuda"):
+    """The engine that `--rollout` names (`auto`: see `launch.check`), with its own weights."""
+    if args.rollout == "vllm":
         from common.rollout_vllm import VLLMEngine
 
         return VLLMEngine(args, lm, world)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.batch import Rollout
-from common.distributed import CLOSING, BadInput, RunStopped, World, full_parameters
+from common.distributed import TIMEOUT, CLOSING, BadInput, RunStopped, World, full_parameters
 from common.model import EMBEDDED
 from common.routing import why_not_replayed
 
@@ -27,6 +27,9 @@ class VLLMEngine:
         dtype = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype
         if cpu and (dtype == "float8" or args.vllm_sleep):
             raise BadInput("--rollout vllm: --rollout_dtype float8 and --vllm_sleep need a GPU")
+        if dtype == "float8" and torch.cuda.get_device_capability(world.device) < (8, 9):
+            needs = "needs a GPU of compute capability 8.9 (H100, L40, RTX 40) or newer"
+            raise BadInput(f"--rollout_dtype float8: {needs}: use auto")
         if world.size % ranks:
             raise BadInput(f"--tensor_parallel {ranks}: does not divide the {world.size} ranks")
         # In this process, where weights are handed over without a copy.
@@ -40,16 +43,19 @@ class VLLMEngine:
             raise BadInput(f"--rollout vllm: {advice}") from error
         self.SamplingParams, self.world, self.cpu, self.calls = vllm.SamplingParams, world, cpu, 0
         self.eos, self.sleeps = lm.generation_config.eos_token_id, args.vllm_sleep
-        self.reports_experts = not why_not_replayed(lm) and not cpu and ranks == 1
+        # Only on request: vLLM then schedules no batch ahead and copies experts at every step.
+        asked = getattr(args, "routing_replay", "none") == "r3"
+        self.reports_experts = asked and not why_not_replayed(lm) and not cpu and ranks == 1
         # Neighbouring ranks share an engine, as vLLM groups them; each engine has another seed.
         self.seed = args.seed * 100_003 + world.rank // ranks
         groups = torch.arange(world.size).view(-1, ranks).tolist()
-        groups = [dist.new_group(group, backend="gloo") for group in groups]
+        groups = [dist.new_group(group, TIMEOUT, backend="gloo") for group in groups]
         self.group = groups[world.rank // ranks]
         options = {"gpu_memory_utilization": args.vllm_memory, "enable_sleep_mode": args.vllm_sleep}
-        if self.reports_experts:  # for --routing_replay r3
+        if self.reports_experts:
             # A batch scheduled ahead would outlive the cache's reset.
             options |= {"enable_return_routed_experts": True, "async_scheduling": False}
+        options["hf_overrides"] = {"head_dtype": "float32"}  # as the trainer's: see head_logits
         if dtype == "float8":
             # Triton's experts, as others leave CUDA graphs stale after a push; not the router.
             options |= {"quantization": "fp8_per_channel", "moe_backend": "triton"}
@@ -62,13 +68,18 @@ class VLLMEngine:
             assert hasattr(kernels, "_supports_onednn"), "vLLM packs its CPU weights in another way"
             kernels._supports_onednn = False
             options = {"kv_cache_memory_bytes": 2**28, "enforce_eager": True}
+        # Of one engine at a time; an evaluation, which has no groups, sends what it likes.
+        rows = getattr(args, "prompts_per_step", 1024) * getattr(args, "group_size", 1)
+        rows = min(1024, rows * ranks // world.size)
         longest = args.max_prompt_tokens + args.max_new_tokens
+        self.dtype = torch.float32 if dtype == "float32" else torch.bfloat16
         self.llm = vllm.LLM(
             str(EMBEDDED.get(args.model, args.model)),
             skip_tokenizer_init=True,  # token ids in, token ids out
-            dtype="bfloat16" if dtype == "float8" else dtype,
+            dtype=self.dtype,
             distributed_executor_backend="external_launcher",  # these ranks are the workers
             tensor_parallel_size=ranks,
+            max_num_seqs=rows,  # what is reserved for more is taken from the KV cache
             seed=self.seed % 2**32,
             max_model_len=min(longest, lm.config.max_position_embeddings),
             logprobs_mode="processed_logprobs",  # after temperature; the default is before it
@@ -79,19 +90,30 @@ class VLLMEngine:
         # vLLM keeps to this stream, so we must.
         self.stream = None if cpu else torch.cuda.current_stream(world.device)
         CLOSING.append(self.llm.llm_engine.engine_core.shutdown)
-        if self.sleeps:
+        cache = self.llm.llm_engine.vllm_config.cache_config
+        tokens = (cache.num_gpu_blocks or 0) * cache.block_size
+        if world.rank == 0:
+            full = f"{tokens // longest:,} responses of full length"
+            print(f"vLLM: room for {tokens:,} tokens in each KV cache, {full}", flush=True)
+        self.awake = {"weights", "kv_cache"}
+        self._sleep()
+
+    def _sleep(self) -> None:
+        """With --vllm_sleep: weights to the CPU, the KV cache given up."""
+        if self.sleeps and self.awake:
             self.llm.sleep(level=1)
+            self.awake = set()
 
     @contextlib.contextmanager
     def _awake(self, *parts: str) -> Iterator[None]:
         """Work on the engine's own stream, after what the caller has under way.
 
-        With --vllm_sleep weights are on the CPU and the KV cache is given up but for these moments;
-        `parts` wakes only those named.
+        With --vllm_sleep `parts`, which this work needs, are woken if they sleep.
         """
-        if self.sleeps:
+        if asleep := sorted(set(parts) - self.awake):
             torch.cuda.empty_cache()
-            self.llm.wake_up(tags=list(parts) or None)
+            self.llm.wake_up(tags=asleep)
+            self.awake |= {*asleep}
         if self.stream:
             caller = torch.cuda.current_stream(self.world.device)
             self.stream.wait_stream(caller)
@@ -99,12 +121,13 @@ class VLLMEngine:
             yield
         if self.stream:
             caller.wait_stream(self.stream)
-        if self.sleeps:
-            self.llm.sleep(level=1)
 
     def sync(self, policy: torch.nn.Module) -> None:
-        """Push the trainer's weights into the engine, one whole tensor at a time."""
-        weights = {"weights_iterator": checkpoint_parameters(policy)}
+        """Push the trainer's weights into the engine, one whole tensor at a time.
+
+        They stay awake: what comes next is sampling, or a checkpoint.
+        """
+        weights = {"weights_iterator": checkpoint_parameters(policy, self.dtype)}
         with self._awake("weights"):
             self.llm.collective_rpc("reload_weights", kwargs=weights)
             if self.cpu:
@@ -144,8 +167,9 @@ class VLLMEngine:
             self.SamplingParams(max_tokens=limit - len(prefix), seed=seed % 2**62, **how)
             for (_, prefix), seed in zip(pairs, seeds)
         ]
-        with self._awake():
+        with self._awake("weights", "kv_cache"):
             answers = self.llm.generate(requests, sampling, use_tqdm=False) if requests else []
+        self._sleep()  # the trainer needs the memory now
         first = sum(len(part) for part in asked[: dist.get_rank(self.group)])
         mine = answers[first : first + len(prompts)]
         outputs = [output for answer in mine for output in answer.outputs]
@@ -161,9 +185,11 @@ class VLLMEngine:
         return Rollout.pack(prompts=prompts, tokens=tokens, logps=logps, experts=experts, **how)
 
 
-def checkpoint_parameters(policy: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_parameters(
+    policy: torch.nn.Module, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
     """`full_parameters` by the names of published checkpoints, where each expert has its own."""
-    for name, full in full_parameters(policy):
+    for name, full in full_parameters(policy, dtype):
         if name.endswith(".experts.gate_up_proj"):  # [experts, 2·I, H]
             for i, (gate, up) in enumerate(expert.chunk(2) for expert in full):
                 yield name.replace("gate_up_proj", f"{i}.gate_proj.weight"), gate

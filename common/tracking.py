@@ -106,7 +106,9 @@ class Run:
             if self.world.rank == 0:
                 self._open(done)
         ranks = f"{self.world.size} rank(s) on {self.world.device}"
-        self.say(f"{self.algorithm}: {a.model} on {task.name}; {ranks}, {a.dtype}")
+        self.say(
+            f"{self.algorithm}: {a.model} on {task.name}; {ranks}, {a.dtype}; {a.rollout} samples"
+        )
         rows = a.prompts_per_step * a.group_size
         batch = f"{a.prompts_per_step} prompts x {a.group_size} responses = {rows}"
         held_out = f"{len(task.held_out)} held-out problems every {a.eval_every} steps"

@@ -64,8 +64,11 @@ def gap(
 
 
 @pytest.fixture(scope="module")
-def world():
-    """One process group for all tests of this file: engines hold on to it."""
+def world(finished):
+    """One process group for all tests of this file: engines hold on to it.
+
+    `finished`, a run in this process with a group of its own, has to come before.
+    """
     yield setup()
     while CLOSING:
         CLOSING.pop()()

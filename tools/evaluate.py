@@ -29,7 +29,7 @@ from common.distributed import CLOSING, BadInput, Refused, RunStopped, World
 from common.distributed import first_line, global_sum, shard, together
 from common.flags import Count, Flags, broken_rule
 from common.folder import as_lines, saved_config, spelled_out, whole
-from common.launch import launch, without_effect
+from common.launch import launch, settle, without_effect
 from common.logprobs import Policy
 from common.model import load_model
 from common.reward import MathJudge
@@ -140,8 +140,8 @@ def prepare(args: Args, world: World) -> None:
         vars(args).update(vars(again))
     if wrong := broken_rule(args):
         raise BadInput(wrong)
-    if args.dtype == "auto":
-        args.dtype = "bfloat16" if world.device.type == "cuda" else "float32"
+    settle(args, world, config.get("model", args.model))
+    given.rollout = args.rollout
     given.task, given.eval_task = ("", args.eval_task) if args.eval_task else (args.task, "")
     idle = [f"--{name} has no effect here" for name in UNREAD.split() if vars(given)[name]]
     for line in (*idle, *without_effect(given, world)) if world.rank == 0 else ():

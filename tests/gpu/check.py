@@ -1,8 +1,8 @@
 """Checks on a GPU: `python tests/gpu/check.py NAME ...` runs them in this process and prints a
 table row for each.
 
-No hub, no vLLM needed (`vllm` is skipped where it is missing). tests/gpu/run.sh runs them all
-within ten minutes.
+No hub needed, and no vLLM but for the checks `with_vllm`, which have a call of their own: starting
+vLLM takes a minute or more each time. Each row is printed as soon as it is known.
 """
 
 import importlib
@@ -248,7 +248,8 @@ WITH_VLLM = {  # one after the other: vLLM measures the free memory when it star
 
 
 def main(names: list[str]) -> int:
-    """Print a row for each check named (default: all); return how many failed."""
+    """Print a row for each check named (default: all that need no vLLM; `with_vllm`: the others);
+    return how many failed."""
     world, checks, failed = setup(), ALONE | TOGETHER | WITH_VLLM, 0
 
     def row(name: str) -> tuple[str, str, str, float]:
@@ -262,11 +263,11 @@ def main(names: list[str]) -> int:
             verdict, told = "FAILED", " ".join(str(error).split())[-300:]
         return name, verdict, told, time.perf_counter() - start
 
+    names = list(WITH_VLLM) if names == ["with_vllm"] else names or [*ALONE, *TOGETHER]
     for group, at_once in ((ALONE, 1), (TOGETHER, 4), (WITH_VLLM, 1)):
         with ThreadPoolExecutor(at_once) as pool:
-            for name, verdict, told, seconds in pool.map(
-                row, [name for name in names or checks if name in group]
-            ):
+            wanted = [name for name in names if name in group]
+            for name, verdict, told, seconds in pool.map(row, wanted):
                 failed += verdict == "FAILED"
                 print(f"| {name} | {verdict} | {told} | {seconds:.0f} s |", flush=True)
         torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call of at most ten minutes; the table goes to the screen and to $OUT/gpu.md.
-#     bash tests/gpu/run.sh          bash tests/gpu/run.sh losses qwen3_step
+# What needs a GPU, in two calls of at most ten minutes each; the table goes to the screen and to $OUT/gpu.md.
+#     bash tests/gpu/run.sh          bash tests/gpu/run.sh with_vllm          bash tests/gpu/run.sh losses qwen3_step
 # Works with the pinned versions and with torch 2.11 and transformers 5.17; needs no hub and no vLLM. What the loop needs
 # beside them is installed if it is missing and there is an index to install from.
 set -uo pipefail
