@@ -189,7 +189,7 @@ def baseline_shifts(args: Args, policy: Policy, batch: Rollout, world: World) ->
     A = batch.advantages.view(-1, args.group_size)  # [P, G]
     shifts, unequal = torch.zeros_like(A), (A != 0).any(dim=1)  # [P, G], [P]
     if args.optimal_baseline:
-        # Where all rewards are equal b is their mean, whatever the norms
+        # Where all rewards are equal b is their mean, whatever the norms: no pass for those.
         part = batch.rows(unequal.repeat_interleave(args.group_size))
         logp, norms = gradient_norms(policy, part, args, world)  # [n, T], [n]
         log_w = log_weight(logp, part.rollout_logp, part.mask)  # [n]
@@ -205,22 +205,22 @@ class Stale:
     """
 
     def __init__(self, engine: object, run: Run):
-        args, self.world, on = run.args, run.world, run.world.device
-        self.args, limits = args, {"n": args.group_size, "limit": args.max_new_tokens}
-        self.generate = partial(engine.generate, temperature=args.temperature, **limits)
+        self.args, self.device = args, device = run.args, run.world.device
+        how = {"n": args.group_size, "limit": args.max_new_tokens, "temperature": args.temperature}
+        self.generate = partial(engine.generate, **how)
         self.queue: deque[Rollout] = deque()
         self.held = args.lag - args.asynchronous  # batches in it, once it is full
         self.ahead: Future | None = None  # the rollout that is sampled beside the update
         if not 0 <= self.held <= args.lag < args.steps:
-            least = f"must be {int(args.asynchronous)} or more, and below --steps {args.steps}"
-            raise BadInput(f"--lag {args.lag}: {least}")
+            bounds = f"{int(args.asynchronous)} or more, and below --steps {args.steps}"
+            raise BadInput(f"--lag {args.lag}: must be {bounds}")
         if args.asynchronous and (args.tensor_parallel > 1 or args.vllm_sleep):
             # Two users of NCCL, or of memory, at once
             raise BadInput("--async: not together with --tensor_parallel or --vllm_sleep")
         self.thread = ThreadPoolExecutor(1)
         CLOSING.append(self.thread.shutdown)
-        if args.asynchronous and on.type == "cuda":
-            self.thread.submit(torch.cuda.set_device, on).result()  # a thread starts on GPU 0
+        if args.asynchronous and device.type == "cuda":
+            self.thread.submit(torch.cuda.set_device, device).result()  # it starts on GPU 0
             torch.cuda.synchronize()  # what is under way belongs to the old stream
             # The trainer's own: kernels of one stream would take turns
             torch.cuda.set_stream(torch.cuda.Stream())
@@ -261,11 +261,10 @@ class Stale:
         return {"queue": [vars(waiting) for waiting in self.queue], "ahead": ahead}
 
     def load_state_dict(self, state: dict) -> None:
-        on = self.world.device
-        self.queue.extend(Rollout(**columns).to(on) for columns in state["queue"])
+        self.queue.extend(Rollout(**columns).to(self.device) for columns in state["queue"])
         if state["ahead"]:
             self.ahead = Future()
-            self.ahead.set_result(Rollout(**state["ahead"]).to(on))
+            self.ahead.set_result(Rollout(**state["ahead"]).to(self.device))
 
 
 # </own>
@@ -332,7 +331,7 @@ def main(args: Args, world: World) -> None:
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
     run.start(task, done)
     if args.optimal_baseline and (part := strange_part(policy)):  # <own>
-        run.say(f"no gradient norms in one pass for {part}: one response at a time")  # <own>
+        run.say(f"no gradient norms in one pass for {part}: a pass for each response")  # <own>
     if done == 0:
         with run.clock("evaluate"):
             before = evaluate(engine, task, tokenizer, args, world)
