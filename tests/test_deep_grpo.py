@@ -155,12 +155,6 @@ def test_a_mixture_of_experts_branches_too(tmp_path):
     assert metrics(tmp_path / "run")[-1]["branches_used"] > 0
 
 
-@pytest.mark.parametrize("flags", [("--boundary", "@"), ("--branches", 1)])
-def test_impossible_settings_are_refused(tmp_path, capsys, flags):
-    assert run_here(deep_grpo.main, *flags, "--run_dir", tmp_path / "run") == 2
-    assert flags[0] in capsys.readouterr().err and not (tmp_path / "run").exists()
-
-
 def test_restarts_are_counted_apart(tmp_path, monkeypatch):
     """Of all pivots those at the bare prompt; the four quarters hold each of the others once; both
     kinds' successes."""

@@ -377,11 +377,6 @@ SPECIAL = {check_pivots: ["deep_grpo"], check_teacher: ["goldilocks"]}
 CASES = [(name, check) for check in CHECKS for name in SPECIAL.get(check, ALGORITHMS)]
 
 
-def together_with(group: str, *values: object) -> object:
-    """A case of a test whose run others want, too: one worker has them all."""
-    return pytest.param(*values, marks=pytest.mark.xdist_group(group))
-
-
 def named(value: object) -> str:
     return value if isinstance(value, str) else value.__name__
 
@@ -410,14 +405,12 @@ def alone(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(
-    ("name", "check"), [together_with(name, name, check) for name, check in CASES], ids=named
-)
+@pytest.mark.parametrize(("name", "check"), CASES, ids=named)
 def test_one_rank(alone, name, check):
     check(alone(name))
 
 
-@pytest.mark.parametrize("name", [together_with(name, name) for name in ALGORITHMS])
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_stored_answers_ask_enough(alone, name):
     """π_θ, π_old, μ and the reference all differ; advantages of both signs and 0; gradients on both
     sides of grad_clip; the mechanism acts. Else a mistake could hide."""
@@ -635,13 +628,11 @@ def together(tmp_path_factory):
     return {name: Oracle(job[0], records) for (name, job), records in zip(jobs.items(), found)}
 
 
-@pytest.mark.xdist_group("two ranks")
 @pytest.mark.parametrize(("name", "check"), CASES, ids=named)
 def test_two_ranks(together, name, check):
     check(together[name])
 
 
-@pytest.mark.xdist_group("two ranks")
 @pytest.mark.parametrize("mutant", ON_TWO, ids=lambda mutant: mutant[0])
 def test_damage_on_two_ranks_is_seen(together, mutant):
     name, _, check, *_ = mutant
@@ -649,7 +640,6 @@ def test_damage_on_two_ranks_is_seen(together, mutant):
         check(together[name])
 
 
-@pytest.mark.xdist_group("two ranks")
 def test_a_skipped_update_is_counted_once_and_changes_nothing(together):
     """The first of two updates has no number for a norm: on both ranks together it is one, and
     weights stay."""

@@ -124,7 +124,7 @@ def test_broken_bounds_are_counted_and_leave_the_others_alone():
 def test_memory_is_bounded():
     """An answer that asks for more memory than allowed is refused or killed; the worker's share
     stays bounded."""
-    judge = MathJudge(workers=1, seconds=20.0, memory=2**29)
+    judge = MathJudge(workers=1, seconds=20.0, memory=2**28)
     assert judge([r"\boxed{2^{40000000000}}", r"\boxed{7}"], ["7", "7"]) == [0.0, 1.0]
     judge.close()
 

@@ -144,15 +144,3 @@ def test_async_resumes_to_the_bit(tmp_path):
     assert state["ahead"] and len(state["queue"]) == 1
     assert run_here(vcpo.main, *flags, "--run_dir", tmp_path / "parts", "--resume") == 0
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 7, tmp_path)
-
-
-@pytest.mark.parametrize("flag", ["--vllm_sleep", "--tensor_parallel=2"])
-def test_what_does_not_go_with_async_is_refused(tmp_path, capsys, flag):
-    assert run_here(vcpo.main, *ASYNC, flag, "--steps", 9, "--run_dir", tmp_path / "run") == 2
-    assert "--async: not together" in capsys.readouterr().err and not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("lag", [-1, 8])
-def test_an_impossible_lag_is_refused(tmp_path, capsys, lag):
-    assert run_here(vcpo.main, "--lag", lag, "--steps", 8, "--run_dir", tmp_path / "run") == 2
-    assert f"--lag {lag}: must be" in capsys.readouterr().err and not (tmp_path / "run").exists()
