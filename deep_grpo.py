@@ -63,6 +63,7 @@ from pathlib import Path
 from random import Random  # <own>
 from typing import Literal
 
+from common.balance import deal
 from common.batch import Rollout  # <own>
 from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.data import Task, load_task  # <own>
@@ -72,8 +73,8 @@ from common.evaluation import evaluate
 from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.flags import Exponent, Several  # <own>
 from common.launch import launch
-from common.logprobs import Policy, all_logprobs, check_sampler, frozen_reference
-from common.logprobs import micro_batches, response_logprobs
+from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
+from common.logprobs import response_logprobs, sampler_gap
 from common.model import load_model
 from common.rollout import make_engine
 from common.tracking import Means, Run
@@ -198,7 +199,7 @@ def fit_success(feedback: list[tuple[float, float]]) -> tuple[float, float]:
 
 class Branches:
     """New endings for failed responses. In each step `grow`, after the rewards, cuts the failed
-    ones, samples and judges; `rows`, in the update, keeps every branch beside its parent.
+    ones, samples and judges; `split` keeps every branch in its parent's mini-batch.
 
     Each rank branches from its own responses; what succeeds at which depth all learn together.
     """
@@ -247,14 +248,17 @@ class Branches:
         enough = global_sum({"rows": len(grown)}, world)["rows"] >= args.min_branches
         return Rollout.join(rollout, grown) if enough else rollout
 
-    def rows(self, rollout: Rollout, first: int, count: int) -> tuple[Rollout, float]:
-        """A mini-batch, `count` main rows from `first` on and what grew from them; and its
-        T_main / T_branch, over all ranks."""
-        minibatch = rollout.rows((first <= rollout.origin) & (rollout.origin < first + count))
+    def split(self, rollout: Rollout, N: int) -> list[Rollout]:
+        """The mini-batches: equal shares of the N main rows, and beside each what grew from it."""
+        of = rollout.origin // (N // self.args.minibatches)  # [N + branches]
+        return [rollout.rows(of == i) for i in range(self.args.minibatches)]
+
+    def balance(self, minibatch: Rollout) -> float:
+        """T_main / T_branch of a mini-batch, over all ranks."""
         lengths, branch = minibatch.mask.sum(dim=1), minibatch.branch  # [n], [n]
         streams = {"main": lengths @ (1 - branch), "branch": lengths @ branch}
         streams = global_sum(streams, self.world)
-        return minibatch, streams["main"] / max(1.0, streams["branch"])
+        return streams["main"] / max(1.0, streams["branch"])
 
     def statistics(self, rollout: Rollout, rewards: Tensor) -> dict[str, tuple]:
         """Metrics of the latest growth as (sum, count) pairs; `rollout` has the branches in it."""
@@ -396,18 +400,20 @@ def main(args: Args, world: World) -> None:
         # from other kernels, and a ratio against them would mix two things: how far the policy
         # moved, and how the engines differ (minirl.py is about that).
         with run.clock("old_logp"):
-            rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
-            if reference:
-                rollout.ref_logp, _ = all_logprobs(reference, rollout, args, world)  # [N, T]
-            sampler = check_sampler(rollout, args, world)
+            # Mini-batches of whole groups; in each the ranks trade rows until tokens balance.
+            minibatches = [deal(part, world) for part in branches.split(rollout, N)]  # <own>
+            for minibatch in minibatches:  # in the update's own passes: the first r are exactly 1
+                minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+                if reference:
+                    minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+            sampler = run.trusted(sampler_gap(minibatches, world))
 
-        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as
-        # memory asks for.
+        # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
         with run.clock("update"):
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
-            for first in range(0, N, N // args.minibatches):
-                minibatch, balance = branches.rows(rollout, first, N // args.minibatches)  # <own>
+            for minibatch in minibatches:
+                balance = branches.balance(minibatch)  # <own>
                 denominator = 0.0
                 for rows in micro_batches(minibatch, args.micro_tokens, world):
                     micro = minibatch.rows(rows)

@@ -66,6 +66,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from common.balance import deal
 from common.batch import Rollout  # <own>
 from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.data import load_task
@@ -75,8 +76,8 @@ from common.evaluation import evaluate
 from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.flags import Share  # <own>
 from common.launch import launch
-from common.logprobs import Policy, all_logprobs, check_sampler, frozen_reference
-from common.logprobs import micro_batches, response_logprobs
+from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
+from common.logprobs import response_logprobs, sampler_gap
 from common.model import load_model
 from common.rollout import make_engine
 from common.tracking import Means, Run
@@ -297,18 +298,19 @@ def main(args: Args, world: World) -> None:
         # from other kernels, and a ratio against them would mix two things: how far the policy
         # moved, and how the engines differ (minirl.py is about that).
         with run.clock("old_logp"):
-            rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
-            if reference:
-                rollout.ref_logp, _ = all_logprobs(reference, rollout, args, world)  # [N, T]
-            sampler = check_sampler(rollout, args, world)
+            # Mini-batches of whole groups; in each the ranks trade rows until tokens balance.
+            minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
+            for minibatch in minibatches:  # in the update's own passes: the first r are exactly 1
+                minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+                if reference:
+                    minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+            sampler = run.trusted(sampler_gap(minibatches, world))
 
-        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as
-        # memory asks for.
+        # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
         with run.clock("update"):
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
-            for first in range(0, N, N // args.minibatches):
-                minibatch = rollout.rows(slice(first, first + N // args.minibatches))
+            for minibatch in minibatches:
                 # <own>
                 # p and H of the whole mini-batch under π_θ, on all ranks: τ_h before any gradient.
                 now = all_logprobs(policy, minibatch, args, world)  # [m, T], [m, T]

@@ -67,6 +67,7 @@ from functools import partial  # <own>
 from pathlib import Path
 from typing import Annotated, Literal  # <own>
 
+from common.balance import deal
 from common.batch import Rollout  # <own>
 from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.data import load_task
@@ -75,8 +76,8 @@ from common.distributed import CLOSING, BadInput, gather  # <own>
 from common.evaluation import evaluate
 from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.launch import launch
-from common.logprobs import Policy, all_logprobs, check_sampler, frozen_reference
-from common.logprobs import micro_batches, response_logprobs
+from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
+from common.logprobs import response_logprobs, sampler_gap
 from common.model import load_model
 from common.norms import gradient_norms, strange_part  # <own>
 from common.rollout import make_engine
@@ -199,7 +200,7 @@ def baseline_shifts(args: Args, policy: Policy, batch: Rollout, world: World) ->
 
 
 class Stale:
-    """Batches that wait until they are `lag` updates old, as in an asynchronous system.
+    """Batches that wait until they are `lag` batches old, as in an asynchronous system.
 
     With `--async` one of them is not in the queue but being sampled, beside the update.
     """
@@ -208,7 +209,8 @@ class Stale:
         self.args, self.device = args, device = run.args, run.world.device
         how = {"n": args.group_size, "limit": args.max_new_tokens, "temperature": args.temperature}
         self.generate = partial(engine.generate, **how)
-        self.queue: deque[Rollout] = deque()
+        # (batches trained on when it was sampled, its mini-batches) of each
+        self.queue: deque[tuple[int, list[Rollout]]] = deque()
         self.held = args.lag - args.asynchronous  # batches in it, once it is full
         self.ahead: Future | None = None  # the rollout that is sampled beside the update
         if not 0 <= self.held <= args.lag < args.steps:
@@ -233,16 +235,15 @@ class Stale:
         rollout, self.ahead = self.ahead.result() if self.ahead else self.generate(prompts), None
         return rollout
 
-    def next(self, rollout: Rollout, step: int) -> Rollout | None:
-        """The batch that is due in this step, its `number` from 1 on and `age` in updates; None
-        while the queue fills. `rollout` takes its place at the end."""
+    def next(self, batch: list[Rollout], step: int) -> list[Rollout]:
+        """The batch that is due in this step, its `number` from 1 on and `age` in updates; none
+        while the queue fills. `batch` takes its place at the end."""
         self.number = max(1, step - self.held)
-        rollout.version = torch.full((len(rollout),), self.number - 1 - self.was_ahead)  # [N]
-        self.queue.append(rollout)
+        self.queue.append((self.number - 1 - self.was_ahead, batch))
         if len(self.queue) <= self.held:
-            return None
-        due = self.queue.popleft()
-        self.age = (self.number - 1 - due.version[0].item()) * self.args.minibatches
+            return []
+        version, due = self.queue.popleft()
+        self.age = (self.number - 1 - version) * self.args.minibatches
         return due
 
     def sample_ahead(self, prompts: list[list[int]], step: int) -> None:
@@ -258,10 +259,12 @@ class Stale:
 
     def state_dict(self) -> dict:
         ahead = vars(self.ahead.result()) if self.ahead else {}
-        return {"queue": [vars(waiting) for waiting in self.queue], "ahead": ahead}
+        queue = [(version, [vars(part) for part in batch]) for version, batch in self.queue]
+        return {"queue": queue, "ahead": ahead}
 
     def load_state_dict(self, state: dict) -> None:
-        self.queue.extend(Rollout(**columns).to(self.device) for columns in state["queue"])
+        for version, batch in state["queue"]:
+            self.queue.append((version, [Rollout(**part).to(self.device) for part in batch]))
         if state["ahead"]:
             self.ahead = Future()
             self.ahead.set_result(Rollout(**state["ahead"]).to(self.device))
@@ -361,31 +364,38 @@ def main(args: Args, world: World) -> None:
         # once. The sampler check needs it; what was sampled ahead comes from weights that the
         # trainer no longer has, and goes unchecked.
         with run.clock("old_logp"):
-            rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)  # [N, T]
-            if reference:
-                rollout.ref_logp, _ = all_logprobs(reference, rollout, args, world)  # [N, T]
-            sampler = {} if stale.was_ahead else check_sampler(rollout, args, world)  # <own>
+            # <own>
+            # Mini-batches; the ranks trade whole groups, as b needs them, until tokens balance.
+            rollout.rewards = rewards.flatten()  # [N]
+            minibatches = [deal(part, world, G) for part in rollout.split(args.minibatches)]
+            # </own>
+            for minibatch in minibatches:  # in the update's own passes: the first r are exactly 1
+                minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+                if reference:
+                    minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+            # <own>
+            ahead = stale.was_ahead
+            sampler = {} if ahead else run.trusted(sampler_gap(minibatches, world))
+            # </own>
 
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
         # fills there is none: the step trains on nothing and logs what it sampled.
         # <own>
-        rollout.rewards = rewards.flatten()  # [N]
-        due = stale.next(rollout, step)
-        if due:
-            rollout, rewards = due, due.rewards.view(P, G)  # [P, G]
+        minibatches = stale.next(minibatches, step)
+        if minibatches:
+            rollout = Rollout.join(*minibatches)
+            rewards = rollout.rewards.view(-1, G)  # [P, G]
             means.add(lag=(stale.age, 1))
             following = [task.train(cursor + args.prompts_per_step + i) for i in range(P)]
             stale.sample_ahead([problem.prompt_ids for problem in following], step)
         # </own>
 
-        # Update: a mini-batch of whole groups is one optimiser step, in as many micro-batches as
-        # memory asks for.
+        # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
         with run.clock("update"):
             warm_lr = args.lr * min(1.0, stale.number / max(1, args.warmup))  # <own>
             for group in optimizer.param_groups:
                 group["lr"] = warm_lr  # <own>
-            for first in range(0, N if due else 0, N // args.minibatches):  # <own>
-                minibatch = rollout.rows(slice(first, first + N // args.minibatches))
+            for minibatch in minibatches:
                 # <own>
                 shift = baseline_shifts(args, policy, minibatch, world)  # [n]
                 minibatch.advantages = minibatch.advantages - shift

@@ -9,6 +9,7 @@ The others are plumbing, which need not be read to understand an algorithm:
     launch       command line to `main`, and errors that are one line
     flags        the flags that only this folder reads, and what numbers may be
     distributed  ranks: sharding, exact sums, gradients, stops
+    balance      rows that change ranks, so that none waits for another's long responses
     checkpoint   saving and resuming to the bit
     model        loading weights and tokenizer
     routing      mixtures of experts: recording and replaying their choice (minirl)

@@ -71,6 +71,11 @@ class Rollout:
         """The sub-batch of these rows."""
         return Rollout(**{name: column[index] for name, column in vars(self).items()})
 
+    def split(self, parts: int) -> list[Rollout]:
+        """Equal parts, in order; `parts` divides the rows."""
+        size = len(self) // parts
+        return [self.rows(slice(i * size, (i + 1) * size)) for i in range(parts)]
+
     @classmethod
     def join(cls, *parts: Rollout) -> Rollout:
         """The rows of several batches as one batch, padded to the longest."""

@@ -24,6 +24,7 @@ from common.folder import spelled_out, whole
 # A file may clock others, too.
 PHASES = ("rollout", "reward", "old_logp", "update", "sync", "evaluate", "save")
 MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
+MOST_APART = 3  # steps in a row in which sampler and trainer disagree, before the run stops
 FREE_ON_RESUME = set("acted steps run_dir resume save_every save_hf eval_every".split())
 FREE_ON_RESUME |= {"eval_samples", "wandb"}
 SHOWN = ("reward", "greedy", "ref_kl", "sampler_kl")  # on the progress bar
@@ -75,7 +76,7 @@ class Run:
         self.folder = spelled_out(args.run_dir or f"runs/{algorithm}-{task}-s{args.seed}")
         self.checkpoints, self.metrics = self.folder / "checkpoints", self.folder / "metrics.jsonl"
         self.seconds, self.started = dict.fromkeys(PHASES, 0.0), time.perf_counter()
-        self.wandb, self.skipped = None, 0
+        self.wandb, self.skipped, self.apart = None, 0, 0
         config = asdict(args) | {"algorithm": algorithm, "acted": acted, "ranks": world.size}
         self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
         with together(world, Refused, f"--run_dir {self.folder}: cannot be used"):
@@ -211,6 +212,30 @@ class Run:
                     "penalty far too large, a mask or length of 0."
                 )
         return not self.skipped
+
+    def trusted(self, sampler: dict[str, float]) -> dict[str, float]:
+        """The same metrics of the sampler; the run stops where its gap to the trainer is beyond the
+        tolerance in MOST_APART steps in a row, or ten times beyond: every ratio would be wrong
+        without a word.
+        """
+        args, gap = self.args, sampler["sampler_gap"]
+        precision = {args.dtype, args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype}
+        usual = 0.1 if "float8" in precision else 0.05 if "bfloat16" in precision else 1e-3
+        tolerance = args.sampler_tolerance or usual
+        self.apart = 0 if gap <= tolerance else self.apart + 1
+        if self.apart:
+            wrong = f"mean |log π_old - log μ| is {gap:.2g}, tolerance {tolerance:.2g}"
+            if self.apart == MOST_APART or not gap <= 10 * tolerance:  # true for NaN
+                raise RunStopped(
+                    f"sampler and trainer disagree: {wrong}. Usual causes: weights not synced "
+                    "after the last update, a temperature or top-p that only one side applies, "
+                    "token ids re-encoded from text, a lower precision on one side (then raise "
+                    "--sampler_tolerance)."
+                )
+            self.say(
+                f"\nsampler and trainer disagree: {wrong}; {MOST_APART} steps so: the run stops"
+            )
+        return sampler
 
     def note(self, name: str, rows: list[dict]) -> None:
         """Append rows to a JSON-lines file of the run folder, on rank 0; all ranks call it."""

@@ -19,13 +19,13 @@ COMMON = sorted((ROOT / "common").rglob("*.py"))
 LOSS_ONLY = ["gspo", "sapo", "maspo"]
 # Lines, code lines, changed code lines against the trunk. stapo also finds its quantile over ranks
 # and writes down what it silenced; the last three change more than the loss, each by one object.
-USUAL = (330, 190, 34)
+USUAL = (330, 191, 34)
 BUDGET = {
-    "minirl": (355, 200, 43),
-    "stapo": (390, 225, 64),
-    "vcpo": (470, 272, 135),
-    "deep_grpo": (485, 292, 128),
-    "goldilocks": (490, 300, 137),
+    "minirl": (355, 202, 43),
+    "stapo": (390, 226, 64),
+    "vcpo": (477, 275, 136),
+    "deep_grpo": (485, 297, 131),
+    "goldilocks": (492, 302, 137),
 }
 NAMES = "|".join(ALGORITHMS)
 

@@ -3,14 +3,17 @@
 import copy
 import itertools
 import random
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from common import logprobs as rollout_module
 from common.batch import Rollout
 from common.distributed import RunStopped
-from common.logprobs import Policy, check_sampler, micro_batches, response_logprobs
+from common.logprobs import Policy, micro_batches, response_logprobs, sampler_gap
 from common.rollout import HFEngine
+from common.tracking import Run
 from grpo import Args
 
 PROMPTS = ["7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9="]
@@ -126,8 +129,15 @@ def test_chunks_of_rows_give_one_rollout(tiny, world, prompts):
     assert torch.allclose(logp, rollout.rollout_logp, atol=1e-4)
 
 
+def judge(args: Args) -> Callable[[float], dict]:
+    """`Run.trusted` of a run that has just begun, as a function of the gap."""
+    run = SimpleNamespace(args=args, apart=0, say=print)
+    return lambda gap: Run.trusted(run, {"sampler_gap": gap})
+
+
 def test_check_fires_when_the_sync_is_skipped(tiny, world, prompts, args):
-    """Stale sampler weights raise; after the sync the same policy passes."""
+    """Stale sampler weights stop the run after three steps; after the sync the same policy
+    passes."""
     lm = copy.deepcopy(tiny[0])
     engine, policy = HFEngine(lm, world, 0, "float32", 1024), Policy(lm)
     with torch.no_grad():
@@ -138,8 +148,10 @@ def test_check_fires_when_the_sync_is_skipped(tiny, world, prompts, args):
         rollout = engine.generate(prompts, 16, 64, 1.0)
         with torch.no_grad():
             rollout.old_logp = response_logprobs(policy, rollout, 1.0)[0]
-        return check_sampler(rollout, args, world)
+        return step(sampler_gap([rollout], world)["sampler_gap"])
 
+    step = judge(args)
+    measure(), measure()
     with pytest.raises(RunStopped, match="weights not synced"):
         measure()
     engine.sync(policy)
@@ -149,10 +161,22 @@ def test_check_fires_when_the_sync_is_skipped(tiny, world, prompts, args):
 def test_check_fires_on_nan(world, args):
     """A NaN log-prob is a disagreement too."""
     one = torch.ones(1, 1)
+    batch = Rollout(old_logp=one * float("nan"), rollout_logp=-one, mask=one)
     with pytest.raises(RunStopped):
-        check_sampler(
-            Rollout(old_logp=one * float("nan"), rollout_logp=-one, mask=one), args, world
-        )
+        judge(args)(sampler_gap([batch], world)["sampler_gap"])
+
+
+def test_check_fires_where_the_gap_stays(args, capsys):
+    """One bad step of a healthy run (long degenerate answers) is said and forgiven, the third in a
+    row is not, and ten times the tolerance never."""
+    step = judge(args)
+    for gap in (2e-3, 2e-3, 1e-4, 2e-3, 2e-3):
+        step(gap)
+    assert capsys.readouterr().out.count("sampler and trainer disagree") == 4
+    with pytest.raises(RunStopped, match="--sampler_tolerance"):
+        step(2e-3)
+    with pytest.raises(RunStopped):
+        judge(args)(0.011)
 
 
 def test_sampler_kl_is_the_k3_estimate(world, args):
@@ -161,7 +185,7 @@ def test_sampler_kl_is_the_k3_estimate(world, args):
     batch = Rollout(
         old_logp=gap - 1, rollout_logp=-torch.ones(1, 3), mask=torch.tensor([[1.0, 1, 0]])
     )
-    measured = check_sampler(batch, args, world)
+    measured = sampler_gap([batch.rows(slice(0, 1)), batch.rows(slice(0, 0))], world)
     assert abs(measured["sampler_gap"] - 2e-4) < 1e-6
     assert abs(measured["sampler_kl"] - (1e-8 / 2 + 9e-8 / 2) / 2) < 1e-7
 

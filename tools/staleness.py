@@ -111,7 +111,8 @@ def delay(lag: int, against_sampler: bool) -> None:
         return (batch.rollout_logp, None) if against_sampler else recompute(policy, batch, *more)
 
     grpo.make_engine, grpo.load_task, grpo.all_logprobs = engine_of, task_of, old
-    grpo.check_sampler = lambda *arguments: {}  # it would stop the run: that is the point
+    # It would stop the run: that is the point.
+    grpo.Run.trusted = lambda run, sampler: sampler
 
 
 if __name__ == "__main__":
