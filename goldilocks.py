@@ -73,7 +73,7 @@ from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batche
 from common.logprobs import response_logprobs, sampler_gap
 from common.model import load_model
 from common.rollout import make_engine
-from common.tracking import Means, Run
+from common.tracking import Means, Run, by_sign
 import torch
 from torch import Tensor, nn  # <own>
 
@@ -345,6 +345,8 @@ def policy_loss(
     out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
     cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
     stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
+    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
+    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
     if args.beta > 0:
         log_ref_ratio = ref_logp - logp  # [n, T]: in this direction; reversed it is another KL
         k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
@@ -442,7 +444,7 @@ def main(args: Args, world: World) -> None:
                     loss.backward()  # sums: gradients add up over micro-batches
                     denominator = denominator + count
                     means.add(loss=(loss, count), **stats)
-                    means.add(entropy=(entropy.sum(), micro.mask.sum()))
+                    means.add(**by_sign(entropy, micro))
                 # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their
                 # number it is the sum over all ranks; divided by what they counted together, the
                 # mean that the objective asks for.

@@ -62,7 +62,7 @@ from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batche
 from common.logprobs import response_logprobs, sampler_gap
 from common.model import load_model
 from common.rollout import make_engine
-from common.tracking import Means, Run
+from common.tracking import Means, Run, by_sign
 import torch
 from torch import Tensor
 
@@ -174,6 +174,8 @@ def policy_loss(
     tokens = (live[:, None] * mask).sum()  # []
     stats = {
         "clip_share": (cut.sum(), live.sum()),
+        "clip_above": ((cut & out_above).sum(), live.sum()),
+        "clip_below": ((cut & out_below).sum(), live.sum()),
         "clip_share_of_tokens": ((cut[:, None] * mask).sum(), tokens),
         "token_clip_share": ((far * mask).sum(), tokens),
     }
@@ -259,7 +261,7 @@ def main(args: Args, world: World) -> None:
                     loss.backward()  # sums: gradients add up over micro-batches
                     denominator = denominator + count
                     means.add(loss=(loss, count), **stats)
-                    means.add(entropy=(entropy.sum(), micro.mask.sum()))
+                    means.add(**by_sign(entropy, micro))
                 # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their
                 # number it is the sum over all ranks; divided by what they counted together, the
                 # mean that the objective asks for.

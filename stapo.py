@@ -80,7 +80,7 @@ from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batche
 from common.logprobs import response_logprobs, sampler_gap
 from common.model import load_model
 from common.rollout import make_engine
-from common.tracking import Means, Run
+from common.tracking import Means, Run, by_sign
 import numpy  # <own>
 import torch
 from torch import Tensor
@@ -241,6 +241,8 @@ def policy_loss(
     kept = mask * ~spurious  # [n, T]: I
     stats = {
         "clip_share": ((cut * mask).sum(), mask.sum()),
+        "clip_above": (((cut & out_above) * mask).sum(), mask.sum()),
+        "clip_below": (((cut & out_below) * mask).sum(), mask.sum()),
         "silenced": (spurious.sum(), None),
         "silenced_share": (spurious.sum(), mask.sum()),
         "silenced_prob": ((logp.detach().exp() * spurious).sum(), spurious.sum()),
@@ -337,7 +339,7 @@ def main(args: Args, world: World) -> None:
                     loss.backward()  # sums: gradients add up over micro-batches
                     denominator = denominator + count
                     means.add(loss=(loss, count), **stats)
-                    means.add(entropy=(entropy.sum(), micro.mask.sum()))
+                    means.add(**by_sign(entropy, micro))
                 # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their
                 # number it is the sum over all ranks; divided by what they counted together, the
                 # mean that the objective asks for.

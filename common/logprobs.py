@@ -190,15 +190,16 @@ def all_logprobs(policy: nn.Module, batch: Rollout, args: object, world: World) 
 def sampler_gap(batches: list[Rollout], world: World) -> dict[str, float]:
     """How far the sampler's log-probs are from the trainer's: the same weights must give the same.
 
-    KL(μ ‖ π_old) by the k3 estimator and the mean |log π_old - log μ|, over all ranks.
+    KL(μ ‖ π_old) by the k3 estimator, the mean and the largest |log π_old - log μ|, over all ranks.
     """
-    sums = {"kl": 0.0, "gap": 0.0, "tokens": 0.0}
+    sums = {"kl": 0.0, "gap": 0.0, "tokens": 0.0, "gap_max": torch.tensor(0.0)}
     for batch in batches:
         gap = (batch.old_logp - batch.rollout_logp) * batch.mask  # [n, T]
         # By expm1, or rounding would drown the usual gaps of 1e-6.
         sums["kl"] += (gap.expm1() - gap).sum()
         sums["gap"] += gap.abs().sum()
+        sums["gap_max"] = torch.maximum(sums["gap_max"].to(gap), gap.abs().max())
         sums["tokens"] += batch.mask.sum()
     sums = global_sum(sums, world)
-    kl, gap = sums["kl"] / sums["tokens"], sums["gap"] / sums["tokens"]
-    return {"sampler_kl": kl, "sampler_gap": gap}
+    means = {f"sampler_{name}": sums[name] / sums["tokens"] for name in ("kl", "gap")}
+    return means | {"sampler_gap_max": sums["gap_max"]}

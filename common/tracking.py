@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from common.batch import Rollout
 from common.curves import draw_curves
 from common.distributed import CLOSING, BadInput, Refused, RunStopped, World
 from common.distributed import blame, global_sum, together
@@ -56,6 +57,20 @@ class Means:
         sums, counts = global_sum(self.sums, world), global_sum(self.counts, world)
         means = {name: sums[name] / counts[name] for name in self.sums if counts[name]}
         return means | {name: sums[name] for name in self.plain}
+
+
+def by_sign(entropy: Tensor, batch: Rollout) -> dict[str, tuple[Tensor, Tensor]]:
+    """Entropy `[n, T]` per token, and of good (Â > 0) and bad rows (Â < 0) apart; and tokens per
+    row of both. Means for all rows hide what a collapse does first: only bad ones grow longer.
+    """
+    found = {"entropy": (entropy.sum(), batch.mask.sum())}
+    for name, rows in (("good", batch.advantages > 0), ("bad", batch.advantages < 0)):
+        tokens = batch.mask[rows].sum()
+        found[f"entropy_{name}"], found[f"len_{name}"] = (
+            (entropy[rows].sum(), tokens),
+            (tokens, rows.sum()),
+        )
+    return found
 
 
 class Run:

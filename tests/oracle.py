@@ -453,6 +453,13 @@ def clipped_surrogate(b: Batch, low: float, high: float) -> tuple[Tensor, Tensor
     return torch.where(beyond, r.clip(1 - low, 1 + high).detach() * A, r * A), beyond
 
 
+def sides(name: str, beyond: Tensor, b: Batch) -> dict:
+    """Of the tokens beyond: all, those that rose, those that fell."""
+    good = b.A[:, None] > 0
+    parts = {"share": beyond, "above": beyond & good, "below": beyond & ~good}
+    return {f"{name}_{part}": share(where, b.mask) for part, where in parts.items()}
+
+
 def k3(b: Batch) -> Tensor:
     return (b.ref - b.logp).exp() - (b.ref - b.logp) - 1
 
@@ -463,7 +470,7 @@ def share(where: Tensor, mask: Tensor) -> tuple[float, float]:
 
 def grpo(b: Batch) -> tuple[Tensor, dict]:
     surrogate, beyond = clipped_surrogate(b, b.args["clip_low"], b.args["clip_high"])
-    stats = {"clip_share": share(beyond, b.mask), "ref_kl": share(k3(b).detach(), b.mask)}
+    stats = sides("clip", beyond, b) | {"ref_kl": share(k3(b).detach(), b.mask)}
     return response_mean(surrogate - b.args["beta"] * k3(b), b.mask), stats
 
 
@@ -472,7 +479,8 @@ def gspo(b: Batch) -> tuple[Tensor, dict]:
     low, high = 1 - b.args["clip_low"], 1 + b.args["clip_high"]
     beyond = ((b.A > 0) & (s > high)) | ((b.A < 0) & (s < low))
     live = b.A != 0  # nothing to clip in the others
-    stats = {"clip_share": (float(beyond.sum()), float(live.sum()))}
+    parts = {"share": beyond, "above": beyond & (b.A > 0), "below": beyond & (b.A < 0)}
+    stats = {f"clip_{name}": (float(x.sum()), float(live.sum())) for name, x in parts.items()}
     stats["clip_share_of_tokens"] = share(beyond[:, None], live[:, None] * b.mask)
     return torch.where(beyond, s.clip(low, high).detach() * b.A, s * b.A).mean(), stats
 
@@ -510,7 +518,7 @@ def minirl(b: Batch) -> tuple[Tensor, dict]:
     r, A = (b.logp - b.old).exp().detach(), b.A[:, None]
     masked = ((A > 0) & (r > 1 + b.args["clip_high"])) | ((A < 0) & (r < 1 - b.args["clip_low"]))
     weight = (b.logp - b.mu).exp().detach()
-    stats = {"masked_share": share(masked, b.mask), "weight": share(weight.clip(max=5), b.mask)}
+    stats = sides("masked", masked, b) | {"weight": share(weight.clip(max=5), b.mask)}
     stats["weight_max"] = (float((weight * b.mask).max()), None)
     return (~masked * weight.clip(max=b.args["is_cap"]) * A * b.logp * b.mask).sum(1).mean(), stats
 
@@ -541,7 +549,7 @@ def deep_grpo(b: Batch) -> tuple[Tensor, dict]:
             total = total + token_mean(
                 weight * surrogate[stream] - b.args["beta"] * k3(b)[stream], b.mask[stream]
             )
-    return total, {"clip_share": share(beyond, b.mask), "ref_kl": share(k3(b).detach(), b.mask)}
+    return total, sides("clip", beyond, b) | {"ref_kl": share(k3(b).detach(), b.mask)}
 
 
 OBJECTIVES = {f.__name__: f for f in (grpo, gspo, sapo, stapo, maspo, minirl, vcpo, deep_grpo)} | {

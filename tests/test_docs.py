@@ -96,8 +96,9 @@ def dict_keys(*trees: ast.AST) -> set[ast.AST]:
 
 
 # What common logs
-SHARED = {"greedy", "sampled", "sampler_kl", "sampler_gap", "tokens_per_s"}
+SHARED = {"greedy", "sampled", "sampler_kl", "sampler_gap", "sampler_gap_max", "tokens_per_s"}
 SHARED |= {"seconds", "seconds_rollout"}
+SHARED |= {"entropy", "entropy_good", "entropy_bad", "len_good", "len_bad"}  # tracking.by_sign
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -107,7 +108,7 @@ def test_the_readme_explains_every_metric(algorithm):
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     known = re.findall(r"`([a-z_*0-9]+)`", " ".join(rows))
     logged = metric_names(algorithm)
-    assert {"reward", "zero_groups", "loss", "entropy", "lr"} <= logged and len(logged) > 12
+    assert {"reward", "zero_groups", "loss", "skipped", "lr"} <= logged and len(logged) > 12
     for name in logged | SHARED:
         assert any(fnmatch.fnmatch(name, row) or fnmatch.fnmatch(row, name) for row in known), name
 

@@ -164,9 +164,14 @@ def check_metrics(o: Oracle) -> None:
         for update in range(step * M, step * M + M):
             gradient, b, stats = o.gradient(update)
             stats |= {"loss": (-b.J * b.count, b.count), "grad_norm": (float(gradient.norm()), 1)}
-            stats["entropy"] = (float((b.entropy * b.mask).sum()), float(b.mask.sum()))
+            entropy, sizes = (b.entropy * b.mask).sum(1), b.mask.sum(1)
+            for ending, some in (("", b.A == b.A), ("_good", b.A > 0), ("_bad", b.A < 0)):
+                stats[f"entropy{ending}"] = float(entropy[some].sum()), float(sizes[some].sum())
+                if ending:
+                    stats[f"len{ending}"] = float(sizes[some].sum()), int(some.sum())
             gap = (b.old - b.mu) * b.mask
             stats["sampler_gap"] = (float(gap.abs().sum()), float(b.mask.sum()))
+            stats["sampler_gap_max"] = (float(gap.abs().max()), 1)
             stats["sampler_kl"] = (float((gap.exp() - 1 - gap).sum()), float(b.mask.sum()))
             for name, (total, count) in stats.items():
                 old = sums.setdefault(name, [0.0, 0.0])
@@ -204,7 +209,8 @@ def sampler_metrics(o: Oracle, step: int) -> dict[str, float]:
         logp, _, mask = oracle.log_probs(o.lm(o.records[0].synced[step]), rows)
     gap = (logp - oracle.padded([oracle.sampler_logp(row, o.model) for row in rows])) * mask
     means = {"sampler_gap": gap.abs(), "sampler_kl": gap.exp() - 1 - gap}
-    return {name: float(x.sum() / mask.sum()) for name, x in means.items()}
+    means = {name: float(x.sum() / mask.sum()) for name, x in means.items()}
+    return means | {"sampler_gap_max": float(gap.abs().max())}
 
 
 def branch_metrics(o: Oracle, step: int) -> dict[str, float]:
