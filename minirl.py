@@ -155,11 +155,13 @@ def advantages(rewards: Tensor) -> Tensor:
 # <own>
 def experts_differ(batch: Rollout) -> tuple[Tensor, Tensor]:
     """(tokens that sampler and trainer sent to different experts in some layer, tokens)."""
-    column = torch.arange(batch.sequences.shape[1], device=batch.mask.device)  # [S]
-    fed = column < batch.ends[:, None] - 1  # [N, S]: the last token never is
-    sampler = batch.sampler_experts.sort(dim=-1).values  # [N, S, layers, k]
-    trainer = batch.trainer_experts.sort(dim=-1).values  # [N, S, layers, k]
-    return ((sampler != trainer).flatten(2).any(dim=2) & fed).sum(), fed.sum()
+    differ, fed = batch.mask.new_zeros(()), batch.ends - 1  # [N]: the last token never is fed back
+    both = batch.sampler_experts, batch.trainer_experts  # [N, S, layers, k], on the CPU
+    for row, end in enumerate(fed.tolist()):  # one at a time: sort's indices are eight times as big
+        columns = (column[row, :end].to(differ.device) for column in both)
+        sampler, trainer = (column.sort(dim=-1).values for column in columns)  # [end, layers, k]
+        differ += (sampler != trainer).flatten(1).any(dim=1).sum()
+    return differ, fed.sum()
 
 
 # </own>

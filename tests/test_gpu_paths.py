@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import os
 import sys
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 
 import grpo
@@ -40,7 +41,7 @@ def cuda(monkeypatch):
 class FakeLLM:
     """vLLM's LLM as far as the engine knows it: what sleeps cannot work."""
 
-    def __init__(self, model: str, **options: object):
+    def __init__(self, **options: object):
         self.options, self.calls, self.awake = options, ["start"], {"weights", "kv_cache"}
         cache = SimpleNamespace(num_gpu_blocks=100, block_size=16)
         core = SimpleNamespace(shutdown=lambda: None)
@@ -82,6 +83,7 @@ class FakeLLM:
 def fake_vllm(world, cuda, monkeypatch):
     """An importable vllm that holds `FakeLLM`, in a world of one."""
     vllm = SimpleNamespace(LLM=FakeLLM, SamplingParams=lambda **how: SimpleNamespace(**how))
+    vllm.EngineArgs = make_dataclass("EngineArgs", ["seed", "enforce_eager", "kv_cache_dtype"])
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     yield
     CLOSING.clear()
