@@ -68,7 +68,10 @@ class Shape:
         norms = 2 * 10 * self.hidden  # input, its float32 copy, the normalised one
         qkv = 2 * 3 * self.head_dim * (self.heads + 2 * self.kv_heads)
         attention = qkv + 2 * 2 * self.head_dim * self.heads
-        return norms + attention + 4 * 2 * self.intermediate * self.active + 2 * 2 * self.hidden
+        # Of experts also each one's copy of its tokens, and what it makes of them.
+        copies = 2 * 2 * self.hidden * self.active if self.experts > 1 else 0
+        mlp = 4 * 2 * self.intermediate * self.active + copies
+        return norms + attention + mlp + 2 * 2 * self.hidden
 
     def cache(self) -> int:
         """Bytes of KV cache for each token, bfloat16."""
