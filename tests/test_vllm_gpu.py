@@ -27,7 +27,8 @@ needs_vllm = pytest.mark.skipif(
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
 MORE = ("kv_cache_dtype=fp8", "enforce_eager=true", "max_num_batched_tokens=4096")
 # What the kernels' modules and operations would be.
-MODULES = "_C_stable_libtorch _C _moe_C _moe_C_stable_libtorch cumem_allocator"
+MODULES = "_C_stable_libtorch _C _moe_C _moe_C_stable_libtorch cumem_allocator "
+MODULES += "vllm_flash_attn._vllm_fa2_C"
 KERNELS = "scaled_mm_supports_block_fp8 scaled_mm_supports_fp8 scaled_mm_supports_fp4"
 KERNELS += " group_gemm_supported"
 
@@ -46,7 +47,6 @@ def pretend() -> None:
     """Make vLLM believe in an H100 with Triton."""
     for name in MODULES.split():
         sys.modules[f"vllm.{name}"] = types.ModuleType(name)
-    import vllm.config.vllm
     import vllm.platforms as platforms
     from vllm.platforms.cuda import NonNvmlCudaPlatform
     from vllm.platforms.interface import DeviceCapability
@@ -59,9 +59,11 @@ def pretend() -> None:
         is_cumem_allocator_available = classmethod(lambda cls: True)
         import_kernels = log_warnings = classmethod(lambda cls: None)
 
-    platforms._current_platform = H100()
-    vllm.config.vllm.HAS_TRITON = True
-    library = torch.library.Library("_C", "FRAGMENT")
+    platforms._current_platform = H100()  # before other modules ask which it is
+    import vllm.config.vllm as config
+
+    config.HAS_TRITON = True
+    library = H100.kernels = torch.library.Library("_C", "FRAGMENT")  # kept: they go with it
     for kernel in KERNELS.split():
         library.define(f"cutlass_{kernel}(int capability) -> bool")
         library.impl(f"cutlass_{kernel}", lambda capability: True, "CompositeExplicitAutograd")
@@ -94,7 +96,7 @@ def main() -> None:
             "head": str(model.head_dtype),
             "quantization": model.quantization,
             "longest": model.max_model_len,
-            "experts": model.enable_return_routed_experts,
+            "experts": config.aux_output_config.enable_return_routed_experts,
             "logprobs": model.logprobs_mode,
             "sleep": model.enable_sleep_mode,
             "eager": model.enforce_eager,
