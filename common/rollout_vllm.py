@@ -231,15 +231,20 @@ def checkpoint_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """`full_parameters` by the names of published checkpoints, where each expert has its own."""
     for name, full in full_parameters(policy, dtype):
-        if name.endswith(".experts.gate_up_proj"):  # [experts, 2·I, H]
-            for i, (gate, up) in enumerate(expert.chunk(2) for expert in full):
-                yield name.replace("gate_up_proj", f"{i}.gate_proj.weight"), gate
-                yield name.replace("gate_up_proj", f"{i}.up_proj.weight"), up
-        elif name.endswith(".experts.down_proj"):  # [experts, H, I]
-            for i, down in enumerate(full):
-                yield name.replace("down_proj", f"{i}.down_proj.weight"), down
-        else:
-            yield name, full
+        yield from experts_apart(name, full)  # whose variables end with it: they are gigabytes
+
+
+def experts_apart(name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A parameter as it is, or stacked experts one by one."""
+    if name.endswith(".experts.gate_up_proj"):  # [experts, 2·I, H]
+        for i, (gate, up) in enumerate(expert.chunk(2) for expert in full):
+            yield name.replace("gate_up_proj", f"{i}.gate_proj.weight"), gate
+            yield name.replace("gate_up_proj", f"{i}.up_proj.weight"), up
+    elif name.endswith(".experts.down_proj"):  # [experts, H, I]
+        for i, down in enumerate(full):
+            yield name.replace("down_proj", f"{i}.down_proj.weight"), down
+    else:
+        yield name, full
 
 
 def repack_experts(model: torch.nn.Module) -> None:
