@@ -155,12 +155,11 @@ def advantages(rewards: Tensor) -> Tensor:
 # <own>
 def experts_differ(batch: Rollout) -> tuple[Tensor, Tensor]:
     """(tokens that sampler and trainer sent to different experts in some layer, tokens)."""
-    differ, fed = batch.mask.new_zeros(()), batch.ends - 1  # [N]: the last token never is fed back
-    both = batch.sampler_experts, batch.trainer_experts  # [N, S, layers, k], on the CPU
-    for row, end in enumerate(fed.tolist()):  # one at a time: sort's indices are eight times as big
-        columns = (column[row, :end].to(differ.device) for column in both)
-        sampler, trainer = (column.sort(dim=-1).values for column in columns)  # [end, layers, k]
-        differ += (sampler != trainer).flatten(1).any(dim=1).sum()
+    differ, fed = batch.mask.new_zeros(()), batch.ends - 1  # [N]: the last token is not fed back
+    # A row at a time: the columns are on the CPU, and sort's indices eight times as large.
+    for end, *row in zip(fed.tolist(), batch.sampler_experts, batch.trainer_experts):
+        sampler, trainer = (x[:end].to(differ.device).sort(dim=-1).values for x in row)
+        differ += (sampler != trainer).flatten(1).any(dim=1).sum()  # of [end, layers, k]
     return differ, fed.sum()
 
 

@@ -1,7 +1,6 @@
 """Sampling with vLLM inside the trainer's process: every call to it is here."""
 
 import contextlib
-import difflib
 import json
 import os
 from collections.abc import Iterator
@@ -211,18 +210,15 @@ def passed_through(words: tuple[str, ...], own: dict, EngineArgs: type) -> dict:
     given, known = {}, {field.name for field in fields(EngineArgs)}
     for word in words:
         key, equals, value = word.partition("=")
-        wrong = "must be KEY=VALUE" if not equals else ""
-        if equals and key in own:
-            wrong = f"{key} follows from the other flags"
-        elif equals and key not in known:
-            close = difflib.get_close_matches(key, known, 1)
-            wrong = f"vLLM has no option {key}" + (f"; did you mean {close[0]}?" if close else "")
-        if wrong:
-            raise BadInput(f"--vllm {word}: {wrong}")
-        try:
-            given[key] = json.loads(value)
-        except json.JSONDecodeError:
-            given[key] = value
+        if not equals:
+            raise BadInput(f"--vllm {word}: must be KEY=VALUE")
+        if key in own:
+            raise BadInput(f"--vllm {word}: {key} follows from the other flags")
+        if key not in known:
+            raise BadInput(f"--vllm {word}: vLLM has no option {key!r}")
+        with contextlib.suppress(json.JSONDecodeError):
+            value = json.loads(value)
+        given[key] = value
     return given
 
 

@@ -171,7 +171,7 @@ def test_awake_engines_never_sleep(fake_vllm, tiny):
         ("seed=1", "--vllm seed=1: seed follows from the other flags"),
         ("logprobs_mode=raw_logprobs", "logprobs_mode follows from the other flags"),
         ("enforce_eager", "--vllm enforce_eager: must be KEY=VALUE"),
-        ("enforce_eage=true", "vLLM has no option enforce_eage; did you mean enforce_eager?"),
+        ("enforce_eage=true", "--vllm enforce_eage=true: vLLM has no option 'enforce_eage'"),
         ("=1", "--vllm =1: vLLM has no option"),
     ],
 )
