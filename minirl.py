@@ -156,11 +156,12 @@ def advantages(rewards: Tensor) -> Tensor:
 # <own>
 def experts_differ(batch: Rollout) -> tuple[Tensor, Tensor]:
     """(tokens that sampler and trainer sent to different experts in some layer, tokens)."""
-    column = torch.arange(batch.sequences.shape[1], device=batch.mask.device)  # [S]
-    fed = column < batch.ends[:, None] - 1  # [N, S]: the last token never is
-    sampler = batch.sampler_experts.sort(dim=-1).values  # [N, S, layers, k]
-    trainer = batch.trainer_experts.sort(dim=-1).values  # [N, S, layers, k]
-    return ((sampler != trainer).flatten(2).any(dim=2) & fed).sum(), fed.sum()
+    differ, fed = batch.mask.new_zeros(()), batch.ends - 1  # [N]: the last token is not fed back
+    # A row at a time: the columns are on the CPU, and sort's indices eight times as large.
+    for end, *row in zip(fed.tolist(), batch.sampler_experts, batch.trainer_experts):
+        sampler, trainer = (x[:end].to(differ.device).sort(dim=-1).values for x in row)
+        differ += (sampler != trainer).flatten(1).any(dim=1).sum()  # of [end, layers, k]
+    return differ, fed.sum()
 
 
 # </own>

@@ -20,7 +20,8 @@ class Rollout:
     sampler_experts `[N, S, layers, k]`  of a mixture of experts: where the sampler sent each token
 
     The trainer attaches its own columns (old_logp, advantages, ...). With a column
-    `replayed_experts`, like `sampler_experts`, its forward passes use that routing.
+    `replayed_experts`, like `sampler_experts`, its forward passes use that routing. Columns of
+    experts stay on the CPU: with long responses they are gigabytes, read a micro-batch at a time.
     """
 
     ref_logp: Tensor | None = None  # log π_ref `[N, T]`; None where the objective has no KL term
@@ -49,11 +50,11 @@ class Rollout:
         n, prefixes = len(tokens) // max(1, len(prompts)), prefixes or [[]] * len(prompts)
         given = [pair for pair in zip(prompts, prefixes) for _ in range(n)]  # P -> N
 
-        def padded(rows: list, dtype: torch.dtype) -> Tensor:
+        def padded(rows: list, dtype: torch.dtype, device: object = device) -> Tensor:
             tensors = [torch.as_tensor(row, dtype=dtype) for row in rows or [[]]]
             return pad_sequence(tensors, batch_first=True)[: len(rows)].to(device)
 
-        columns = {"sampler_experts": padded(experts, torch.int16)} if experts else {}
+        columns = {"sampler_experts": padded(experts, experts[0].dtype, "cpu")} if experts else {}
         sequences = [a + b + c for (a, b), c in zip(given, tokens)]
         ended = [bool(row) and row[-1] in eos for row in tokens]
         return cls(
@@ -68,8 +69,12 @@ class Rollout:
         )
 
     def rows(self, index: Tensor | slice) -> Rollout:
-        """The sub-batch of these rows."""
-        return Rollout(**{name: column[index] for name, column in vars(self).items()})
+        """The sub-batch of these rows; an `index` on any device."""
+
+        def taken(column: Tensor) -> Tensor:
+            return column[index.to(column.device) if isinstance(index, Tensor) else index]
+
+        return Rollout(**{name: taken(column) for name, column in vars(self).items()})
 
     def split(self, parts: int) -> list[Rollout]:
         """Equal parts, in order; `parts` divides the rows."""
@@ -89,8 +94,10 @@ class Rollout:
         return cls(**{name: joined([part[name] for part in parts]) for name in parts[0]})
 
     def to(self, device: object) -> Rollout:
-        """The same batch on that device."""
-        return Rollout(**{name: column.to(device) for name, column in vars(self).items()})
+        """The same batch on that device (but for columns of experts)."""
+        columns = vars(self).items()
+        moved = {name: c if name.endswith("_experts") else c.to(device) for name, c in columns}
+        return Rollout(**moved)
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -57,6 +57,8 @@ class Flags:
     """Park vLLM's weights on the CPU while the trainer computes."""
     tensor_parallel: Count = 1
     """Neighbouring ranks that share one vLLM engine."""
+    vllm: tuple[str, ...] = ()
+    """KEY=VALUE ...: further options of vLLM's engine (kv_cache_dtype=fp8 enforce_eager=true)."""
     sampler_tolerance: NonNegative = 0.0
     """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16
     0.05, float8 0.1)."""

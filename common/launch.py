@@ -142,7 +142,7 @@ def without_effect(args: object, world: World) -> Iterator[str]:
     kinds = {task.partition(":")[0] for task in (args.task, args.eval_task) if task}
     made = {"arithmetic", "reasoning_gym"}
     for idle, where, names in (
-        (not vllm, "with the hf engine", "vllm_memory vllm_sleep tensor_parallel"),
+        (not vllm, "with the hf engine", "vllm vllm_memory vllm_sleep tensor_parallel"),
         (vllm, "with vLLM", "rollout_rows"),
         (kinds == {"arithmetic"}, "with --task arithmetic", "max_prompt_tokens"),
         (kinds <= made, f"with --task {args.task}", "instruction"),

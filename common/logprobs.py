@@ -163,6 +163,7 @@ def response_logprobs(policy: nn.Module, batch: Rollout, temperature: float) -> 
     replayed = getattr(batch, "replayed_experts", None)  # [n, S, layers, k]
     if replayed is not None:
         replayed = replayed[:, : sequences.shape[1]].flatten(0, 1)  # [n·S, layers, k]
+        replayed = replayed.to(blank.device)
     policy.routing.replay = replayed
     logp, entropy = policy(sequences, predicts, temperature)  # [M], [M]
     return blank.masked_scatter(where, logp), blank.masked_scatter(where, entropy)
@@ -172,16 +173,17 @@ def response_logprobs(policy: nn.Module, batch: Rollout, temperature: float) -> 
 def all_logprobs(policy: nn.Module, batch: Rollout, args: object, world: World) -> Pair:
     """`response_logprobs` of a whole batch without gradient, in micro-batches: two `[N, T]`.
 
-    With a mixture of experts the batch gets a column `trainer_experts`, like the sampler's.
+    With a mixture of experts, where the algorithm may ask for them, the batch gets a column
+    `trainer_experts`, like the sampler's.
     """
     logp, entropy, routed = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask), None
     for rows in micro_batches(batch, args.micro_tokens, world):
         logp[rows], entropy[rows] = response_logprobs(policy, batch.rows(rows), args.temperature)
-        if policy.routing.active and len(rows):
-            part = policy.routing.recorded().unflatten(0, (len(rows), -1))  # [n, S, layers, k]
+        if policy.routing.active and len(rows) and hasattr(args, "routing_replay"):
+            part = policy.routing.recorded().cpu().unflatten(0, (len(rows), -1))
             if routed is None:
                 routed = part.new_zeros(*batch.sequences.shape, *part.shape[2:])
-            routed[rows, : part.shape[1]] = part
+            routed[rows.cpu(), : part.shape[1]] = part  # [n, S, layers, k]
     if routed is not None:
         batch.trainer_experts = routed  # [N, S, layers, k]
     return logp, entropy

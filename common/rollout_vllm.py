@@ -1,8 +1,10 @@
 """Sampling with vLLM inside the trainer's process: every call to it is here."""
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
+from dataclasses import fields
 
 import torch
 import torch.distributed as dist
@@ -24,10 +26,11 @@ class VLLMEngine:
 
     def __init__(self, args: object, lm: PreTrainedModel, world: World):
         cpu, ranks = world.device.type == "cpu", args.tensor_parallel
-        dtype = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype
-        if cpu and (dtype == "float8" or args.vllm_sleep):
+        options = vllm_options(args, lm, world)
+        if cpu and ("quantization" in options or args.vllm_sleep):
             raise BadInput("--rollout vllm: --rollout_dtype float8 and --vllm_sleep need a GPU")
-        if dtype == "float8" and torch.cuda.get_device_capability(world.device) < (8, 9):
+        low = not cpu and torch.cuda.get_device_capability(world.device) < (8, 9)
+        if "quantization" in options and low:
             needs = "needs a GPU of compute capability 8.9 (H100, L40, RTX 40) or newer"
             raise BadInput(f"--rollout_dtype float8: {needs}: use auto")
         if world.size % ranks:
@@ -41,25 +44,15 @@ class VLLMEngine:
         except ImportError as error:
             advice = "needs the package (pip install -r requirements.txt), or use --rollout hf"
             raise BadInput(f"--rollout vllm: {advice}") from error
+        given = passed_through(args.vllm, options, vllm.EngineArgs)
         self.SamplingParams, self.world, self.cpu, self.calls = vllm.SamplingParams, world, cpu, 0
         self.eos, self.sleeps = lm.generation_config.eos_token_id, args.vllm_sleep
-        # Only on request: vLLM then schedules no batch ahead and copies experts at every step.
-        asked = getattr(args, "routing_replay", "none") == "r3"
-        self.reports_experts = asked and not why_not_replayed(lm) and not cpu and ranks == 1
+        self.reports_experts = "enable_return_routed_experts" in options
         # Neighbouring ranks share an engine, as vLLM groups them; each engine has another seed.
-        self.seed = args.seed * 100_003 + world.rank // ranks
+        self.seed, self.dtype = options["seed"], options["dtype"]
         groups = torch.arange(world.size).view(-1, ranks).tolist()
         groups = [dist.new_group(group, TIMEOUT, backend="gloo") for group in groups]
         self.group = groups[world.rank // ranks]
-        options = {"gpu_memory_utilization": args.vllm_memory, "enable_sleep_mode": args.vllm_sleep}
-        if self.reports_experts:
-            # A batch scheduled ahead would outlive the cache's reset.
-            options |= {"enable_return_routed_experts": True, "async_scheduling": False}
-        options["hf_overrides"] = {"head_dtype": "float32"}  # as the trainer's: see head_logits
-        if dtype == "float8":
-            # Triton's experts, as others leave CUDA graphs stale after a push; not the router.
-            options |= {"quantization": "fp8_per_channel", "moe_backend": "triton"}
-            options |= {"quantization_config": {"ignore": [r"re:.*\.mlp\.gate$"]}}
         if cpu:
             from vllm import _custom_ops as kernels
 
@@ -67,32 +60,21 @@ class VLLMEngine:
             # them (the head).
             assert hasattr(kernels, "_supports_onednn"), "vLLM packs its CPU weights in another way"
             kernels._supports_onednn = False
-            options = {"kv_cache_memory_bytes": 2**28, "enforce_eager": True}
-        # Of one engine at a time; an evaluation, which has no groups, sends what it likes.
-        rows = getattr(args, "prompts_per_step", 1024) * getattr(args, "group_size", 1)
-        rows = min(1024, rows * ranks // world.size)
-        longest = args.max_prompt_tokens + args.max_new_tokens
-        self.dtype = torch.float32 if dtype == "float32" else torch.bfloat16
-        self.llm = vllm.LLM(
-            str(EMBEDDED.get(args.model, args.model)),
-            skip_tokenizer_init=True,  # token ids in, token ids out
-            dtype=self.dtype,
-            distributed_executor_backend="external_launcher",  # these ranks are the workers
-            tensor_parallel_size=ranks,
-            max_num_seqs=rows,  # what is reserved for more is taken from the KV cache
-            seed=self.seed % 2**32,
-            max_model_len=min(longest, lm.config.max_position_embeddings),
-            logprobs_mode="processed_logprobs",  # after temperature; the default is before it
-            use_tqdm_on_load=False,
-            generation_config="vllm",  # no top-p, top-k or penalty out of the model's own
-            **options,
-        )
+            options |= {"kv_cache_memory_bytes": 2**28, "enforce_eager": True}
+        try:
+            self.llm = vllm.LLM(**options | given)
+        except (ValueError, TypeError) as error:
+            if not given:
+                raise
+            reason = " ".join(str(error).split())[:240]
+            raise BadInput(f"--vllm {' '.join(args.vllm)}: vLLM refuses that ({reason})") from error
         # vLLM keeps to this stream, so we must.
         self.stream = None if cpu else torch.cuda.current_stream(world.device)
         CLOSING.append(self.llm.llm_engine.engine_core.shutdown)
         cache = self.llm.llm_engine.vllm_config.cache_config
         tokens = (cache.num_gpu_blocks or 0) * cache.block_size
         if world.rank == 0:
+            longest = args.max_prompt_tokens + args.max_new_tokens
             full = f"{tokens // longest:,} responses of full length"
             print(f"vLLM: room for {tokens:,} tokens in each KV cache, {full}", flush=True)
         self.awake = {"weights", "kv_cache"}
@@ -178,6 +160,7 @@ class VLLMEngine:
         experts = []
         for row, output in enumerate(outputs if self.reports_experts else []):
             seen = torch.as_tensor(output.routed_experts)
+            seen = seen.short() if seen.dtype == torch.uint16 else seen  # which few operations know
             # The last token is never fed back: its place stays 0.
             whole = len(prompts[row // n]) + len(prefixes[row // n]) + len(tokens[row])
             experts.append(torch.cat([seen, seen.new_zeros(whole - len(seen), *seen.shape[1:])]))
@@ -185,20 +168,79 @@ class VLLMEngine:
         return Rollout.pack(prompts=prompts, tokens=tokens, logps=logps, experts=experts, **how)
 
 
+def vllm_options(args: object, lm: PreTrainedModel, world: World) -> dict:
+    """What `vllm.LLM` is made with on this rank, but for what `--vllm` adds."""
+    ranks = args.tensor_parallel
+    precision = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype
+    # Of one engine at a time; an evaluation, which has no groups, sends what it likes.
+    rows = getattr(args, "prompts_per_step", 1024) * getattr(args, "group_size", 1)
+    longest = args.max_prompt_tokens + args.max_new_tokens
+    options = {
+        "model": str(EMBEDDED.get(args.model, args.model)),
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "dtype": torch.float32 if precision == "float32" else torch.bfloat16,
+        "distributed_executor_backend": "external_launcher",  # these ranks are the workers
+        "tensor_parallel_size": ranks,
+        # What is reserved for more is taken from the KV cache.
+        "max_num_seqs": min(1024, rows * ranks // world.size),
+        "seed": (args.seed * 100_003 + world.rank // ranks) % 2**32,
+        "max_model_len": min(longest, lm.config.max_position_embeddings),
+        "logprobs_mode": "processed_logprobs",  # after temperature; the default is before it
+        "use_tqdm_on_load": False,
+        "generation_config": "vllm",  # no top-p, top-k or penalty out of the model's own
+    }
+    if precision == "float8":
+        # Triton's experts, as others leave CUDA graphs stale after a push; not the router.
+        options |= {"quantization": "fp8_per_channel", "moe_backend": "triton"}
+        options |= {"quantization_config": {"ignore": [r"re:.*\.mlp\.gate$"]}}
+    if world.device.type == "cpu":
+        return options
+    options |= {"gpu_memory_utilization": args.vllm_memory, "enable_sleep_mode": args.vllm_sleep}
+    options["hf_overrides"] = {"head_dtype": "float32"}  # as the trainer's: see head_logits
+    # Only on request: vLLM then schedules no batch ahead, which would outlive the cache's reset,
+    # and copies experts at every step.
+    asked = getattr(args, "routing_replay", "none") == "r3"
+    if asked and not why_not_replayed(lm) and ranks == 1:
+        options |= {"enable_return_routed_experts": True, "async_scheduling": False}
+    return options
+
+
+def passed_through(words: tuple[str, ...], own: dict, EngineArgs: type) -> dict:
+    """`--vllm KEY=VALUE ...` as options; VALUE is JSON, or else text. What is in `own` is ours."""
+    given, known = {}, {field.name for field in fields(EngineArgs)}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise BadInput(f"--vllm {word}: must be KEY=VALUE")
+        if key in own:
+            raise BadInput(f"--vllm {word}: {key} follows from the other flags")
+        if key not in known:
+            raise BadInput(f"--vllm {word}: vLLM has no option {key!r}")
+        with contextlib.suppress(json.JSONDecodeError):
+            value = json.loads(value)
+        given[key] = value
+    return given
+
+
 def checkpoint_parameters(
     policy: torch.nn.Module, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """`full_parameters` by the names of published checkpoints, where each expert has its own."""
     for name, full in full_parameters(policy, dtype):
-        if name.endswith(".experts.gate_up_proj"):  # [experts, 2·I, H]
-            for i, (gate, up) in enumerate(expert.chunk(2) for expert in full):
-                yield name.replace("gate_up_proj", f"{i}.gate_proj.weight"), gate
-                yield name.replace("gate_up_proj", f"{i}.up_proj.weight"), up
-        elif name.endswith(".experts.down_proj"):  # [experts, H, I]
-            for i, down in enumerate(full):
-                yield name.replace("down_proj", f"{i}.down_proj.weight"), down
-        else:
-            yield name, full
+        yield from experts_apart(name, full)  # whose variables end with it: they are gigabytes
+
+
+def experts_apart(name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A parameter as it is, or stacked experts one by one."""
+    if name.endswith(".experts.gate_up_proj"):  # [experts, 2·I, H]
+        for i, (gate, up) in enumerate(expert.chunk(2) for expert in full):
+            yield name.replace("gate_up_proj", f"{i}.gate_proj.weight"), gate
+            yield name.replace("gate_up_proj", f"{i}.up_proj.weight"), up
+    elif name.endswith(".experts.down_proj"):  # [experts, H, I]
+        for i, down in enumerate(full):
+            yield name.replace("down_proj", f"{i}.down_proj.weight"), down
+    else:
+        yield name, full
 
 
 def repack_experts(model: torch.nn.Module) -> None:

@@ -31,7 +31,7 @@ class Selection(TorchFunctionMode):
 
     def __init__(self, given: Tensor | None = None):
         super().__init__()
-        self.given, self.seen = given, []
+        self.given, self.seen, self.experts = given, [], 0
 
     def __torch_function__(
         self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None
@@ -42,6 +42,7 @@ class Selection(TorchFunctionMode):
                 chosen = self.given.view_as(result.indices)  # [tokens, k]
                 result = torch.return_types.topk((args[0].gather(-1, chosen), chosen))
             self.seen.append(result.indices.flatten(0, -2))  # [tokens, k]
+            self.experts = args[0].shape[-1]  # to choose from
         return result
 
 
@@ -66,12 +67,14 @@ class Routing:
         given = None if self.replay is None else self.replay[:, layer].long()  # [tokens, k]
         with Selection(given) as selection:
             output = forward(*inputs, **named)
-        self.last[layer] = selection.seen[0]
+        # A byte each, if it can hold them: a rollout has tokens x layers x k of them.
+        kind = torch.uint8 if selection.experts <= 256 else torch.int16
+        self.last[layer] = selection.seen[0].to(kind)  # [tokens, k]
         return output
 
     def recorded(self) -> Tensor:
         """The last forward pass's choices, `[tokens, layers, k]`, in row order of its inputs."""
-        return torch.stack([self.last[layer] for layer in sorted(self.last)], 1).to(torch.int16)
+        return torch.stack([self.last[layer] for layer in sorted(self.last)], 1)
 
 
 def why_not_replayed(lm: PreTrainedModel) -> str:

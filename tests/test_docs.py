@@ -210,6 +210,12 @@ def test_memory_is_counted_for_the_shape_that_transformers_builds():
     assert abs(memory.SHAPES["Qwen/Qwen3-30B-A3B-Base"].parameters() / 30.53e9 - 1) < 1e-2
 
 
+def test_the_readmes_table_of_memory_is_the_tools(capsys):
+    memory.main(ALGORITHMS)
+    rows = README.split("| file | model | parameters |")[1].split("\n\n")[0].splitlines()[2:]
+    assert sorted(rows) == sorted(capsys.readouterr().out.splitlines()[2:])
+
+
 def test_every_command_on_a_real_model_fits_80_gb():
     """And what is turned on to save memory saves it in the estimate."""
     for name in ALGORITHMS:
@@ -222,3 +228,7 @@ def test_every_command_on_a_real_model_fits_80_gb():
                 name, [word for word in words if word != "--gradient_checkpointing"]
             )
             assert without["activations"] > 4 * whole["activations"]
+            # The host of a model of 30 billion parameters, asleep or not, has 1 TB or less.
+            assert 4 * whole["parameters"] <= whole["host"] < 600
+            asleep = memory.estimate(name, [*words, "--vllm_sleep"])
+            assert asleep["peak"] <= whole["peak"] and asleep["host"] >= whole["host"]

@@ -616,6 +616,7 @@ IDLE = {
     "--vllm_sleep": "with the hf engine",
     "--vllm_memory 0.5": "with the hf engine",
     "--tensor_parallel 2": "with the hf engine",
+    "--vllm enforce_eager=true": "with the hf engine",
     "--rollout vllm --rollout_rows 7": "with vLLM",
     "--beta 0 --offload_reference": "without a KL term",
     "--max_prompt_tokens 9": "with --task arithmetic",
@@ -629,7 +630,7 @@ ACTIVE = [
     "--rollout_rows 7",
     "--beta 0.1",
 ]
-ACTIVE += ["--rollout vllm --vllm_sleep"]
+ACTIVE += ["--rollout vllm --vllm_sleep --vllm kv_cache_dtype=fp8"]
 
 
 @pytest.mark.parametrize("words", [*IDLE, *ACTIVE])

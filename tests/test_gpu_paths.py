@@ -3,25 +3,37 @@
 Whether the kernels do what they should is for tests/gpu.
 """
 
+import ast
 import contextlib
 import importlib.util
+import json
 import os
+import re
 import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import make_dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import grpo
 import minirl
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from common.batch import Rollout
-from common.distributed import CLOSING, BadInput, World, full_parameters, setup
-from common.launch import check
+from common.distributed import CLOSING, BadInput, World, full_parameters, setup, shard
+from common.launch import check, parse
 from common.logprobs import Policy
 from common.model import head_logits, load_model
-from common.rollout_vllm import VLLMEngine
+from common.rollout_vllm import VLLMEngine, checkpoint_parameters
+from tools.marks import algorithms
+from torch.distributed.tensor import DTensor
 
-from tests.helpers import run_here
+from tests.helpers import ROOT, forked, run_here
 
+OPTIONS = "dtype seed logprobs_mode enforce_eager kv_cache_dtype compilation_config"
 GPU = World(0, 1, torch.device("cuda", 0))
 
 
@@ -40,7 +52,9 @@ def cuda(monkeypatch):
 class FakeLLM:
     """vLLM's LLM as far as the engine knows it: what sleeps cannot work."""
 
-    def __init__(self, model: str, **options: object):
+    experts = np.uint8  # vLLM's: uint16 where there are more than 256
+
+    def __init__(self, **options: object):
         self.options, self.calls, self.awake = options, ["start"], {"weights", "kv_cache"}
         cache = SimpleNamespace(num_gpu_blocks=100, block_size=16)
         core = SimpleNamespace(shutdown=lambda: None)
@@ -69,19 +83,23 @@ class FakeLLM:
     def generate(self, requests: list[dict], sampling: list, use_tqdm: bool) -> list:
         assert self.awake == {"weights", "kv_cache"}, "sampling asleep"
         self.calls.append("generate")
-        self.sampling = sampling
+        self.requests, self.sampling, answers = requests, sampling, []
         logps = SimpleNamespace(logprobs=[-0.5, -0.25])
-        output = SimpleNamespace(token_ids=[5, 1], logprobs=logps)
-        if self.options.get("enable_return_routed_experts"):
-            length = len(requests[0]["prompt_token_ids"]) + 1  # the last token is never fed back
-            output.routed_experts = torch.ones(length, 2, 2, dtype=torch.uint8)
-        return [SimpleNamespace(outputs=[output] * one.n) for one in sampling]
+        for request, how in zip(requests, sampling):
+            prompt = request["prompt_token_ids"]
+            output = SimpleNamespace(token_ids=[prompt[-1], 1], logprobs=logps)
+            if self.options.get("enable_return_routed_experts"):
+                # The last token is never fed back.
+                output.routed_experts = np.ones((len(prompt) + 1, 2, 2), self.experts)
+            answers.append(SimpleNamespace(outputs=[output] * how.n))
+        return answers
 
 
 @pytest.fixture
 def fake_vllm(world, cuda, monkeypatch):
     """An importable vllm that holds `FakeLLM`, in a world of one."""
     vllm = SimpleNamespace(LLM=FakeLLM, SamplingParams=lambda **how: SimpleNamespace(**how))
+    vllm.EngineArgs = make_dataclass("EngineArgs", OPTIONS.split())
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     yield
     CLOSING.clear()
@@ -146,6 +164,83 @@ def test_awake_engines_never_sleep(fake_vllm, tiny):
     assert engine.llm.calls == ["start", "push", "reset", "generate"]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("dtype=float16", "--vllm dtype=float16: dtype follows from the other flags"),
+        ("seed=1", "--vllm seed=1: seed follows from the other flags"),
+        ("logprobs_mode=raw_logprobs", "logprobs_mode follows from the other flags"),
+        ("enforce_eager", "--vllm enforce_eager: must be KEY=VALUE"),
+        ("enforce_eage=true", "--vllm enforce_eage=true: vLLM has no option 'enforce_eage'"),
+        ("=1", "--vllm =1: vLLM has no option"),
+    ],
+)
+def test_further_options_that_vllm_cannot_have_are_refused(fake_vllm, words, message):
+    with pytest.raises(BadInput, match=re.escape(message)):
+        engine_of(vllm=("kv_cache_dtype=fp8", words))
+
+
+def test_further_options_go_to_vllm(fake_vllm):
+    """JSON where it parses, else text; nothing else changes."""
+    given = ("kv_cache_dtype=fp8", "enforce_eager=true", 'compilation_config={"level": 0}')
+    usual, more = engine_of().llm.options, engine_of(vllm=given).llm.options
+    expected = {"kv_cache_dtype": "fp8", "enforce_eager": True, "compilation_config": {"level": 0}}
+    assert more == usual | expected
+
+
+def test_further_options_that_vllm_refuses_are_one_line(fake_vllm, monkeypatch):
+    """In vLLM's words; without any it is a mistake of ours, with its traceback."""
+
+    def refuse(self: object, **options: object) -> None:
+        raise ValueError("1 validation error for CacheConfig\ncache_dtype\n  Input should be ...")
+
+    monkeypatch.setattr(FakeLLM, "__init__", refuse)
+    with pytest.raises(BadInput, match=r"--vllm kv_cache_dtype=x: .* \(1 val.* cache_dtype Input"):
+        engine_of(vllm=("kv_cache_dtype=x",))
+    with pytest.raises(ValueError, match="1 validation error") as caught:
+        engine_of()
+    assert not isinstance(caught.value, BadInput)
+
+
+def test_further_options_come_from_the_command_line(monkeypatch):
+    words = "--vllm enforce_eager=true kv_cache_dtype=fp8 --rollout vllm"
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *words.split()])
+    args = parse(grpo.Args)
+    assert args.vllm == ("enforce_eager=true", "kv_cache_dtype=fp8") and args.rollout == "vllm"
+
+
+def test_ranks_that_share_an_engine_get_their_own_answers(fake_vllm, monkeypatch):
+    """Of four ranks, two to an engine, this is the last: it asks for all of its engine's prompts
+    and keeps the answers to its own."""
+    groups: list[list[int]] = []
+
+    def new_group(ranks: list[int], timeout: object, backend: str) -> list[int]:
+        groups.append(ranks)
+        return ranks
+
+    def gather(asked: list, own: list, group: list[int]) -> None:
+        mate = [([9, 9, 9], []), ([8], []), ([7], [])]  # the other rank has three prompts
+        asked[:] = [mate, own]
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_world_size", len)
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.index(3))
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    lm, _ = load_model("tiny")
+    args = grpo.Args(rollout="vllm", dtype="bfloat16", tensor_parallel=2)
+    engine = VLLMEngine(args, lm, World(3, 4, torch.device("cuda", 3)))
+    assert groups == [[0, 1], [2, 3]] and engine.group == [2, 3]
+    assert engine.llm.options["tensor_parallel_size"] == 2
+    assert engine.llm.options["max_num_seqs"] == 16 * 8 // 2  # of the two ranks
+    engine.world = World(3, 4, torch.device("cpu"))
+    rollout = engine.generate([[5, 6], [4]], 2, 8, 1.0, [[3], []])
+    assert [r["prompt_token_ids"] for r in engine.llm.requests][-2:] == [[5, 6, 3], [4]]
+    assert len(engine.llm.requests) == 5 and len(rollout) == 4
+    assert rollout.prompt_len.tolist() == [3, 3, 1, 1]
+    # Each answer begins with the last token of its prompt.
+    assert rollout.tokens[:, 0].tolist() == [3, 3, 4, 4]
+
+
 def test_pushed_weights_have_the_engines_precision(fake_vllm, tiny):
     engine = engine_of()
     engine.sync(Policy(tiny[0]))
@@ -182,6 +277,69 @@ def test_experts_are_recorded_on_request_alone(fake_vllm):
     rollout: Rollout = asked.generate([[5, 6]], 2, 8, 1.0)
     assert rollout.sampler_experts.shape == (2, 4, 2, 2)
     assert rollout.sampler_experts[0, :, 0, 0].tolist() == [1, 1, 1, 0]
+    assert rollout.sampler_experts.dtype == torch.uint8
+
+
+def test_more_than_256_experts_take_two_bytes(fake_vllm, monkeypatch):
+    monkeypatch.setattr(FakeLLM, "experts", np.uint16)
+    engine = engine_of(minirl.Args, "tiny-moe", routing_replay="r3", rollout_dtype="auto")
+    assert engine.generate([[5, 6]], 2, 8, 1.0).sampler_experts.dtype == torch.int16
+
+
+class Pushed:
+    """What a rank gathers in a push: bytes of each whole tensor, and how many are alive at most."""
+
+    def __init__(self, gather: Callable):
+        self.gather, self.bytes, self.alive, self.most = gather, 0, 0, 0
+
+    def __call__(self, tensor: DTensor) -> torch.Tensor:
+        whole = self.gather(tensor)
+        self.bytes += whole.nbytes
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        weakref.finalize(whole.untyped_storage(), self.free)
+        return whole
+
+    def free(self) -> None:
+        self.alive -= 1
+
+
+def push(folder: Path) -> None:
+    """On each of two ranks: all parameters, as the engine asks for them."""
+    world = setup()
+    lm, _ = load_model("tiny-moe")
+    policy = shard(Policy(lm), world, "bfloat16")
+    pushed = Pushed(DTensor.full_tensor)
+    DTensor.full_tensor = lambda tensor: pushed(tensor)
+    names = [name for name, _ in checkpoint_parameters(policy, torch.bfloat16)]
+    found = {"bytes": pushed.bytes, "most": pushed.most, "names": len(names)}
+    (folder / f"{world.rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def test_a_push_gathers_each_weight_once_in_two_bytes(tmp_path):
+    """Cast before it is gathered; while one tensor is handed over, the next may be alive."""
+    ended = forked(push, tmp_path, ranks=2)
+    assert ended.returncode == 0, ended.stderr
+    lm, _ = load_model("tiny-moe")
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["bytes"] == 2 * sum(parameter.numel() for parameter in lm.parameters())
+        assert found["most"] == 2 and found["names"] > len([*lm.named_parameters()])
+
+
+def test_no_module_draws_from_torchs_global_generator():
+    """vLLM seeds it when it starts, and a resumed run would not get back what it drew."""
+    draws = {"rand", "randn", "randint", "randperm", "multinomial", "bernoulli", "normal"}
+    draws |= {"rand_like", "randn_like", "randint_like", "manual_seed", "seed", "dropout"}
+    draws |= {f"{name}_" for name in ("normal", "uniform", "bernoulli", "exponential", "random")}
+    for path in (*algorithms(), *(ROOT / "common").glob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                own = any(word.arg == "generator" for word in call.keywords)
+                owner = ast.unparse(call.func.value)
+                theirs = owner.startswith("torch.Generator") or "rng" in owner or own
+                assert call.func.attr not in draws or theirs, f"{path}:{call.lineno}"
 
 
 def test_the_heads_product_is_float32(monkeypatch):

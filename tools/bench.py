@@ -1,6 +1,7 @@
 """One rollout-and-update step of grpo.py and of TRL's GRPOTrainer, in turn.
 
     python -m tools.bench MODEL [--full]
+    python -m tools.bench MODEL --profile     what limits each phase of ours, in CPU seconds
 
 MODEL is tiny, a folder, or qwen3-1.7b (its shape, random weights). The same model, prompts, group
 size, length limit (`--size P G T`), reward, KL term, precision and optimiser steps per rollout
@@ -11,20 +12,26 @@ project's dependencies: `pip install trl accelerate`.
 """
 
 import argparse
+import contextlib
 import hashlib
 import importlib.util
 import json
 import os
+import re
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tools.marks import ROOT
 
+HEAVY = re.compile(r"aten::(mm|addmm|bmm|_scaled_dot_product\w+)")
+PHASES = ("rollout", "reward", "old_logp", "update", "sync")  # TRL samples with the policy itself
+SCORE = "_generate_and_score_completions"  # TRL's rollout, rewards and old log-probs
 # model: prompts, responses to each, tokens of each, steps measured after two to warm up
 SIZES = {"tiny": (16, 8, 64, 12), "other": (2, 4, 32, 3), "qwen3-1.7b": (8, 8, 512, 4)}
 
@@ -109,13 +116,41 @@ def ours(model: str, folder: str, full: bool, size: list[int], minibatches: int)
         grpo.main(args, world)
         lines = (run_dir / "metrics.jsonl").read_text().splitlines()
         lines = [json.loads(line) for line in lines[3:]]  # after the start and two to warm up
-    for line in lines:
-        line["update"] = line["seconds_old_logp"] + line["seconds_update"]
-        line["outside"] = 1 - (line["seconds_rollout"] + line["update"]) / line["seconds"]
-    names = {"tokens": "tokens", "step": "seconds", "rollout": "seconds_rollout"}
-    names |= {"update": "update", "outside": "outside"}
+    names = {"tokens": "tokens", "step": "seconds"} | {x: f"seconds_{x}" for x in PHASES}
     found = {name: statistics.median(line[key] for line in lines) for name, key in names.items()}
     return found | {"memory": peak_memory()}
+
+
+def profiled(model: str, folder: str, full: bool, size: list[int], minibatches: int) -> dict:
+    """Of grpo.py's phases: CPU seconds, and in a last step, under torch.profiler, the operators
+    called and the share of matrix products and attention in what it sees."""
+    from common.tracking import Run
+    from torch.profiler import ProfilerActivity, profile
+
+    clock, steps, found = Run.clock, size[3], {phase: {"cpu": []} for phase in PHASES}
+
+    @contextlib.contextmanager
+    def measured(self: Run, phase: str) -> Iterator[None]:
+        part = found.get(phase, {"cpu": []})
+        last = len(part["cpu"]) == steps + 1
+        watch = profile(activities=[ProfilerActivity.CPU]) if last else contextlib.nullcontext()
+        with clock(self, phase), watch as events:
+            start = time.process_time()
+            yield
+            part["cpu"].append(time.process_time() - start)
+        if last:
+            seen = {e.key: (e.self_cpu_time_total, e.count) for e in events.key_averages()}
+            heavy = sum(spent for key, (spent, _) in seen.items() if HEAVY.fullmatch(key))
+            part["heavy"] = heavy / sum(spent for spent, _ in seen.values())
+            part["calls"] = sum(n for key, (_, n) in seen.items() if key.startswith("aten::"))
+
+    Run.clock = measured
+    tokens = ours(model, folder, full, size, minibatches)["tokens"]
+    # After the first sync, before step 1, and two steps to warm up
+    return {
+        phase: part | {"cpu": statistics.median(part["cpu"][2:-1]), "tokens": tokens}
+        for phase, part in found.items()
+    }
 
 
 def trl(model: str, folder: str, full: bool, size: list[int], minibatches: int) -> dict:
@@ -126,7 +161,7 @@ def trl(model: str, folder: str, full: bool, size: list[int], minibatches: int) 
     from trl import GRPOConfig, GRPOTrainer
 
     P, G, T, steps = size
-    moments, spent = [], []
+    moments, spent = [], {"_generate": [], "_calculate_rewards": [], SCORE: []}
     tokenizer = AutoTokenizer.from_pretrained(folder)
     cuda = torch.cuda.is_available()
 
@@ -136,14 +171,21 @@ def trl(model: str, folder: str, full: bool, size: list[int], minibatches: int) 
                 torch.cuda.synchronize()
             moments.append(time.perf_counter())
 
-    class Timed(GRPOTrainer):
-        def _generate(self, *arguments: object, **keywords: object) -> object:
+    def timed(name: str) -> Callable:
+        """The trainer's method, and its seconds in `spent`."""
+        method = getattr(GRPOTrainer, name)
+
+        def run(self: object, *arguments: object, **keywords: object) -> object:
             start = time.perf_counter()
-            result = super()._generate(*arguments, **keywords)
+            result = method(self, *arguments, **keywords)
             if cuda:
                 torch.cuda.synchronize()
-            spent.append(time.perf_counter() - start)
+            spent[name].append(time.perf_counter() - start)
             return result
+
+        return run
+
+    Timed = type("Timed", (GRPOTrainer,), {name: timed(name) for name in spent})
 
     with tempfile.TemporaryDirectory() as output:
         config = GRPOConfig(
@@ -184,49 +226,73 @@ def trl(model: str, folder: str, full: bool, size: list[int], minibatches: int) 
     # When a rollout's last optimiser step was done
     moments = moments[minibatches - 1 :: minibatches]
     step = statistics.median(b - a for a, b in zip(moments[1:], moments[2:]))
-    rollout = statistics.median(spent[2:])
-    found = {"step": step, "rollout": rollout, "update": step - rollout, "outside": float("nan")}
+    rollout, reward_part, score = (statistics.median(times[2:]) for times in spent.values())
+    found = {"step": step, "rollout": rollout, "reward": reward_part, "update": step - score}
+    found |= {"old_logp": score - rollout - reward_part}
     logged = [line for line in trainer.state.log_history if "reward" in line]
     length = statistics.median(line["completions/mean_length"] for line in logged[2:])
     return found | {"memory": peak_memory(), "tokens": length * P * G}
 
 
-def in_turn(args: argparse.Namespace, size: list[int]) -> dict[str, list[dict]]:
-    """What each side measured in its rounds, a process for each."""
-    found: dict[str, list[dict]] = {"ours": [], "trl": []}
+def measure(side: str, args: argparse.Namespace, size: list[int]) -> dict:
+    """What one side measures, in a process of its own."""
     env = {"HF_HUB_OFFLINE": "1"} | os.environ
-    for _ in range(args.rounds):
-        for side in found:
-            words = [sys.executable, "-m", "tools.bench", args.model, "--side", side]
-            words += ["--size", *map(str, size[:3]), "--minibatches", str(args.minibatches)]
-            words += ["--full"] * args.full
-            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=env)
-            lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-            if done.returncode == 2:  # wrong input, its last line says which
-                print(done.stderr.splitlines()[-1], file=sys.stderr)
-                sys.exit(2)
-            if not lines:
-                sys.exit(f"{side} failed:\n{done.stderr[-2000:]}")
-            found[side].append(json.loads(lines[0].removeprefix("RESULT ")))
-    return found
+    words = [sys.executable, "-m", "tools.bench", args.model, "--side", side]
+    words += ["--size", *map(str, size[:3]), "--minibatches", str(args.minibatches)]
+    words += ["--full"] * args.full
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=env)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode == 2:  # wrong input, its last line says which
+        print(done.stderr.splitlines()[-1], file=sys.stderr)
+        sys.exit(2)
+    if not lines:
+        sys.exit(f"{side} failed:\n{done.stderr[-2000:]}")
+    return json.loads(lines[0].removeprefix("RESULT "))
+
+
+def limits(small: dict, large: dict) -> str:
+    """Where a phase's CPU time goes, from two batches, as a Markdown table.
+
+    What does not grow with the batch is what calling operators costs; the rest is their arithmetic.
+    """
+    lines = ["| phase | CPU ms | operators called | µs for each | products, attention | fixed |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for phase, part in small.items():
+        cpu, more = part["cpu"], large[phase]["tokens"] / part["tokens"]
+        fixed = max(0.0, (more * cpu - large[phase]["cpu"]) / (more - 1))
+        cells = [f"{1e3 * cpu:.1f}", f"{part['calls']:,}", f"{1e6 * cpu / part['calls']:.1f}"]
+        cells += [f"{part['heavy']:.0%}", f"{fixed / cpu:.0%}"]
+        lines.append(f"| {phase} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def table(found: dict[str, list[dict]]) -> str:
     """Medians, smallest and largest of the rounds, and the sides' ratio, as a Markdown table."""
-    lines = ["| | grpo.py | TRL | ratio |", "|---|---|---|---|"]
     rows = {"tokens per step": "tokens", "seconds per step": "step", "rollout, tokens/s": "rollout"}
-    rows |= {"update, tokens/s": "update", "peak memory, GB": "memory"}
+    rows |= {"log-probs and update, tokens/s": "both", "peak memory, GB": "memory"}
+    rows |= {f"{phase}, ms": phase for phase in PHASES}
+    lines = ["| | grpo.py | TRL | ratio |", "|---|---|---|---|"]
     for label, name in rows.items():
         cells, medians = [], []
         for rounds in found.values():
+            for r in rounds:
+                r["both"] = r["old_logp"] + r["update"]
+            scale = 1e3 if label.endswith("ms") else 1
             rate = "tokens/s" in label
-            values = sorted(r["tokens"] / r[name] if rate else r[name] for r in rounds)
-            medians.append(statistics.median(values))
-            cells.append(f"{medians[-1]:.4g} ({values[0]:.4g} to {values[-1]:.4g})")
-        lines.append(f"| {label} | {' | '.join(cells)} | {medians[0] / medians[1]:.2f} |")
-    outside = statistics.median(r["outside"] for r in found["ours"])
-    lines.append(f"grpo.py: {outside:.1%} of the step outside rollout, log-probs and update")
+            values = [
+                r["tokens"] / r[name] if rate else scale * r[name] for r in rounds if name in r
+            ]
+            medians += [statistics.median(values)] if values else []
+            known = f"{medians[-1]:.4g} ({min(values):.4g} to {max(values):.4g})" if values else "-"
+            cells.append(known)
+        ratio = f"{medians[0] / medians[1]:.2f}" if len(medians) == 2 else "-"
+        lines.append(f"| {label} | {' | '.join(cells)} | {ratio} |")
+    shares = [sum(r[phase] for phase in PHASES) / r["step"] for r in found["ours"]]
+    lines.append(f"grpo.py: {1 - statistics.median(shares):.1%} of the step outside these phases")
     return "\n".join(lines)
+
+
+SIDES = {"ours": ours, "trl": trl, "profile": profiled}
 
 
 def main() -> None:
@@ -237,7 +303,8 @@ def main() -> None:
     add, words = parser.add_argument, ("P", "G", "T")
     add("model", nargs="?", default="tiny", help="tiny, a model folder, or qwen3-1.7b")
     add("--full", action="store_true", help="every response as long as the limit")
-    add("--side", choices=["ours", "trl"], help=argparse.SUPPRESS)
+    add("--profile", action="store_true", help="what limits each phase of ours, at P and at 8 P")
+    add("--side", choices=[*SIDES], help=argparse.SUPPRESS)
     add("--rounds", type=int, default=3)
     add("--size", type=int, nargs=3, metavar=words, help="prompts, responses, tokens of each")
     add("--minibatches", type=int, help="optimiser steps per rollout (tiny: 4, else 1)")
@@ -248,7 +315,7 @@ def main() -> None:
     if args.side:
         from common.distributed import BadInput
 
-        side, folder = {"ours": ours, "trl": trl}[args.side], folder_of(args.model)
+        side, folder = SIDES[args.side], folder_of(args.model)
         try:
             found = side(args.model, folder, args.full, size, args.minibatches)
         except BadInput as error:
@@ -257,14 +324,21 @@ def main() -> None:
         return
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: must be 1 or more")
-    if not importlib.util.find_spec("trl"):
+    if not args.profile and not importlib.util.find_spec("trl"):
         parser.error("TRL is missing: pip install trl accelerate")
     P, G, T, _ = size
     length = f"{T} tokens" if args.full else f"at most {T} tokens"
     print(f"{args.model}: {P} prompts x {G} responses, {length}")
     print(f"{args.minibatches} optimiser step(s) per rollout")
+    if args.profile:
+        print(limits(*(measure("profile", args, [P * more, G, T]) for more in (1, 8))))
+        return
     print(f"medians of {args.rounds} rounds (smallest to largest)", flush=True)
-    print(table(in_turn(args, size)))
+    found: dict[str, list[dict]] = {"ours": [], "trl": []}
+    for _ in range(args.rounds):
+        for side, rounds in found.items():
+            rounds.append(measure(side, args, size))
+    print(table(found))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,33 @@
-"""Memory per GPU of the commands in the files' headers, estimated, in GB.
+"""Memory per GPU of the commands in the files' headers, estimated, in GB; and per host.
 
     python -m tools.memory [FILE ...]
 
 What is counted, with N parameters over R ranks:
     states       float32 master copy, AdamW's two moments, float32 gradient: 16 N / R bytes
-                 (goldilocks: twice)
+                 (goldilocks: and as much for the teacher, the same model without its head)
     reference    float32 shards, 4 N / R (0 without a KL term, or with --offload_reference)
     gathered     bfloat16 copies of what FSDP gathers at once, the root (embedding and head) and
                  two layers; and of the root and a layer the gradient before it is scattered, in
-                 bfloat16 and in float32
+                 bfloat16 and in float32 (vcpo: and one response's gradient of the head, float32)
     activations  what one micro-batch of --micro_tokens keeps for the backward pass, or with
                  --gradient_checkpointing a layer's input for each layer and one layer whole; and
                  one block of logits
     vLLM         weights (bfloat16; minirl: 8 bits) / --tensor_parallel; its KV cache is what
-                 --vllm_memory, a share of 80 GB, leaves beside them and some 3 GB for its
+                 --vllm_memory, a share of 80 GB, leaves beside them and some 5 GB for its
                  activations and CUDA graphs
-The peak is the sum; with --vllm_sleep it is the larger of the trainer's part and of vLLM's beside
-the resident weights. These are the terms that grow; allocator slack, CUDA graphs and NCCL buffers
-come on top (some 3 to 6 GB).
+The peak is the largest phase's: in an update all of the trainer's parts beside vLLM's share, or
+with --vllm_sleep beside the graphs, which stay (2 GB); in a sampling states, reference and vLLM's
+share; in a push also the two largest tensors, whole, in vLLM's precision. Allocator slack and
+NCCL's buffers come on top (some 3 to 6 GB).
+
+host: GB on the node of rank 0, which alone loads the float32 weights (and, for a reference, copies
+them); with --vllm_sleep each rank's sleeping weights, every tensor in a pinned block of the next
+power of two; an offloaded reference; minirl's columns of experts, sampler's and trainer's.
 """
 
 import argparse
 import importlib
+import math
 import re
 from dataclasses import dataclass
 
@@ -31,7 +37,8 @@ from tools.marks import ROOT, algorithms
 # Name of each algorithm file -> its module
 FILES = {p.stem: ".".join(p.relative_to(ROOT).with_suffix("").parts) for p in algorithms()}
 GPU, PROMPT = 80.0, 512  # GB; tokens of a prompt
-VLLM_WORK = 3e9  # bytes of vLLM's activations and CUDA graphs
+VLLM_WORK = 5e9  # bytes of vLLM's activations and CUDA graphs
+GRAPHS = 2e9  # of these the graphs
 
 
 @dataclass
@@ -49,16 +56,23 @@ class Shape:
     experts: int = 1
     active: int = 1
 
+    def matrices(self) -> list[int]:
+        """Parameters of each matrix of a layer, as vLLM fuses them."""
+        qkv = self.head_dim * (self.heads + 2 * self.kv_heads)
+        router = self.experts if self.experts > 1 else 0
+        mlp = self.intermediate * self.experts
+        return [self.hidden * n for n in (qkv, self.head_dim * self.heads, 2 * mlp, mlp, router)]
+
     def layer(self) -> int:
         """Parameters of a decoder layer."""
-        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        experts = 3 * self.hidden * self.intermediate * self.experts
-        router = self.hidden * self.experts if self.experts > 1 else 0
-        return attention + experts + router + 2 * self.hidden
+        return sum(self.matrices()) + 2 * self.hidden
+
+    def head(self) -> int:
+        return self.vocabulary * self.hidden
 
     def root(self) -> int:
         """Parameters outside the layers: embedding, head, final norm."""
-        return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
+        return self.head() * (1 if self.tied else 2) + self.hidden
 
     def parameters(self) -> int:
         return self.layers * self.layer() + self.root()
@@ -68,7 +82,10 @@ class Shape:
         norms = 2 * 10 * self.hidden  # input, its float32 copy, the normalised one
         qkv = 2 * 3 * self.head_dim * (self.heads + 2 * self.kv_heads)
         attention = qkv + 2 * 2 * self.head_dim * self.heads
-        return norms + attention + 4 * 2 * self.intermediate * self.active + 2 * 2 * self.hidden
+        # Of experts also each one's copy of its tokens, and what it makes of them.
+        copies = 2 * 2 * self.hidden * self.active if self.experts > 1 else 0
+        mlp = 4 * 2 * self.intermediate * self.active + copies
+        return norms + attention + mlp + 2 * 2 * self.hidden
 
     def cache(self) -> int:
         """Bytes of KV cache for each token, bfloat16."""
@@ -95,13 +112,10 @@ def commands(name: str) -> list[list[str]]:
 
 
 def estimate(name: str, words: list[str]) -> dict[str, float]:
-    """GB per GPU, by part."""
-    ranks = 1
-    for word in words:
-        if word.startswith(("--nproc_per_node=", "--nnodes=")):
-            ranks *= int(word.partition("=")[2])
-    flags = {w: v for w, v in zip(words, [*words[1:], ""]) if w.startswith("--")}
-    args = importlib.import_module(FILES[name]).Args()
+    """GB per GPU, by part, and on the host."""
+    flags = dict(zip(words, [*words[1:], ""])) | dict(w.split("=") for w in words if "=" in w)
+    local, nodes = int(flags["--nproc_per_node"]), int(flags.get("--nnodes", 1))
+    args, ranks = importlib.import_module(FILES[name]).Args(), local * nodes
 
     def number(field: str) -> float:
         return float(flags.get(f"--{field}", getattr(args, field, 0)))
@@ -110,41 +124,50 @@ def estimate(name: str, words: list[str]) -> dict[str, float]:
     response = number("max_new_tokens") + PROMPT
     tokens = max(number("micro_tokens"), response)  # the longest response is never split
     n, root, layer = shape.parameters(), shape.root(), shape.layer()
+    trained = n + (name == "goldilocks") * (n - shape.head() * (not shape.tied))
     kept = shape.kept() * tokens  # of one layer
     inputs = 2 * shape.hidden * tokens * shape.layers
     held = inputs + kept if "--gradient_checkpointing" in flags else kept * shape.layers
-    refers = number("beta") > 0 and "--offload_reference" not in flags
-    width = 1 if args.rollout_dtype == "float8" else 2
+    refers, offloads = number("beta") > 0, "--offload_reference" in flags
+    sleeps, width = "--vllm_sleep" in flags, 1 if args.rollout_dtype == "float8" else 2
+    whole_gradient = 4 * shape.head() if name == "vcpo" else 0
     parts = {
-        "states": 16 * n / ranks * (2 if name == "goldilocks" else 1),
-        "reference": 4 * n / ranks if refers else 0,
-        "gathered": 2 * (root + 2 * layer) + 6 * (root + layer),
+        "states": 16 * trained / ranks,
+        "reference": 4 * n / ranks if refers and not offloads else 0,
+        "gathered": 2 * (root + 2 * layer) + 6 * (root + layer) + whole_gradient,
         "activations": held + 4 * 4 * BLOCK_ELEMENTS,
         "vLLM weights": width * n / number("tensor_parallel"),
     }
+    share, vllm = number("vllm_memory") * GPU * 1e9, parts["vLLM weights"]
+    trainer, resident = sum(parts.values()) - vllm, parts["states"] + parts["reference"]
+    pushed = 2 * 2 * max(shape.head(), *shape.matrices())
+    parts["KV cache"] = max(0.0, share - vllm - VLLM_WORK)
+    pushing = resident + pushed + (vllm + GRAPHS if sleeps else share)
+    parts["peak"] = max(trainer + (GRAPHS if sleeps else share), resident + share, pushing)
+    sleeping = [*shape.matrices() * shape.layers, *[shape.head()] * (1 if shape.tied else 2)]
+    blocks = [
+        2 ** math.ceil(math.log2(width * m / number("tensor_parallel"))) for m in sleeping if m
+    ]
+    columns = 2 * shape.layers * shape.active * response if shape.experts > 1 else 0
+    rows = number("prompts_per_step") * number("group_size") / nodes
+    later = (4 * n / nodes if refers and offloads else 0) + (name == "minirl") * rows * columns
+    parts["host"] = sleeps * local * sum(blocks) + max(4 * n * (2 if refers else 1), later)
+    cached = parts["KV cache"] * number("tensor_parallel") / shape.cache()  # tokens
     parts = {part: size / 1e9 for part, size in parts.items()}
-    trainer = sum(parts.values()) - parts["vLLM weights"]
-    share = number("vllm_memory") * GPU
-    parts["KV cache"] = max(0.0, share - parts["vLLM weights"] - VLLM_WORK / 1e9)
-    cached = parts["KV cache"] * 1e9 * number("tensor_parallel") / shape.cache()  # tokens
-    resident = parts["states"] + parts["reference"]
-    asleep = "--vllm_sleep" in flags
-    parts["peak"] = max(trainer, resident + share) if asleep else trainer + share
-    more = {"parameters": n / 1e9, "ranks": ranks, "responses in cache": cached / response}
-    return parts | more
+    return parts | {"parameters": n / 1e9, "ranks": ranks, "responses in cache": cached / response}
 
 
 def main(names: list[str]) -> None:
     """Print a row for each command of the files named."""
     shown = "parameters ranks states reference gathered activations".split()
-    shown += ["vLLM weights", "KV cache", "peak", "responses in cache"]
+    shown += ["vLLM weights", "KV cache", "peak", "responses in cache", "host"]
     print("| " + " | ".join(["file", "model", *shown]) + " |")
     print("|---" * (len(shown) + 2) + "|")
     for name in names:
         for words in commands(name):
             found = estimate(name, words)
             model = words[words.index("--model") + 1].partition("/")[2]
-            whole = ("ranks", "responses in cache")
+            whole = ("ranks", "responses in cache", "host")
             cells = [f"{found[part]:.{0 if part in whole else 1}f}" for part in shown]
             print("| " + " | ".join([name, model, *cells]) + " |")
 

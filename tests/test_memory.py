@@ -1,0 +1,169 @@
+"""Memory of real shapes, counted without any: on tensors that have a shape and no storage.
+
+`Memory` adds up what operations allocate and what is still alive of it. (It does not see what
+kernels need inside, nor an allocator's slack.)
+"""
+
+import weakref
+from types import SimpleNamespace
+
+import minirl
+import pytest
+import torch
+from common.batch import Rollout
+from common.logprobs import BLOCK_ELEMENTS, Policy, all_logprobs, token_logprobs
+from common.model import load_model
+from common.rollout import HFEngine
+from tools.memory import SHAPES
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import AutoConfig, AutoModelForCausalLM
+
+V, H, TOKENS = 151_936, 2048, 16_384
+
+
+class Memory(TorchDispatchMode):
+    """Within it: bytes `live`, and their `peak`, of all storages that operations have made."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.peak, self.known = 0, 0, set()
+
+    def __torch_dispatch__(
+        self, func: object, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        for tensor in filter(torch.is_tensor, tree_iter((args, kwargs))):
+            self.count(tensor, made=False)  # a view of it is not made here either
+        result = func(*args, **(kwargs or {}))
+        for tensor in filter(torch.is_tensor, tree_iter(result)):
+            self.count(tensor, made=True)
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def count(self, tensor: torch.Tensor, made: bool) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.known:
+            self.known.add(storage._cdata)
+            self.live += storage.nbytes() * made
+            weakref.finalize(storage, self.free, storage._cdata, storage.nbytes() * made)
+
+    def free(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.live -= size
+
+
+def test_memory_counts_what_is_alive():
+    """An operation's result and temporaries, a view nothing, what is freed no longer."""
+    x = torch.zeros(1000)
+    with Memory() as memory:
+        y = x.view(10, 100).T
+        assert memory.live == 0
+        z = (y + 1) * 2  # the sum is freed
+        assert (memory.live, memory.peak) == (4000, 8000)
+        z = z.T[1:]
+        assert memory.live == 4000
+        del z
+    assert (memory.live, memory.peak) == (0, 8000)
+
+
+def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    logits = (hidden @ weight.T).float()  # [M, V]
+    return logits.log_softmax(-1).gather(1, targets[:, None])
+
+
+def test_log_probs_of_a_large_vocabulary():
+    """16k tokens, V = 152k, bfloat16: the head's gradient, in float32 and cast, and a few blocks.
+    The plain formula's peak is nine times that."""
+    peaks = []
+    for formula in (lambda *given: token_logprobs(*given, 1.0)[0], plain):
+        with torch.device("meta"):
+            hidden, weight = (
+                torch.randn(n, H, dtype=torch.bfloat16, requires_grad=True) for n in (TOKENS, V)
+            )
+            targets = torch.zeros(TOKENS, dtype=torch.long)
+        with Memory() as memory:
+            formula(hidden, weight, targets).sum().backward()
+        peaks.append(memory.peak)
+    bound = (4 + 2) * V * H + 2 * TOKENS * H + 4 * 4 * BLOCK_ELEMENTS
+    assert peaks[0] < bound < peaks[1] / 9, peaks
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B-Base", "Qwen/Qwen3-8B-Base"])
+def test_a_decoder_layer_keeps_what_tools_memory_says(name):
+    """Of a micro-batch of 16k tokens, to 12%; its backward pass adds the gradient of its weights
+    and less than half as much again."""
+    shape = SHAPES[name]
+    config = {"hidden_size": shape.hidden, "num_attention_heads": shape.heads, "head_dim": 128}
+    config |= {"num_key_value_heads": shape.kv_heads, "num_hidden_layers": 1, "vocab_size": 256}
+    config |= {"intermediate_size": shape.intermediate, "pad_token_id": 0}
+    config |= {"moe_intermediate_size": shape.intermediate, "num_experts": shape.experts}
+    config |= {"num_experts_per_tok": shape.active, "norm_topk_prob": True}
+    family = AutoConfig.for_model("qwen3_moe" if shape.experts > 1 else "qwen3", **config)
+    with FakeTensorMode():
+        lm = AutoModelForCausalLM.from_config(family, dtype=torch.bfloat16).train()
+        layer, x = lm.model.layers[0], torch.randn(1, TOKENS, shape.hidden, dtype=torch.bfloat16)
+        position = lm.model.rotary_emb(x, torch.arange(TOKENS)[None])
+        with Memory() as memory:
+            y = layer(x.requires_grad_(), position_embeddings=position, attention_mask=None)
+            kept = memory.live
+            y.sum().backward()
+    weights = 2 * sum(parameter.numel() for parameter in layer.parameters())
+    assert weights == pytest.approx(2 * shape.layer(), rel=1e-3)
+    assert kept == pytest.approx(shape.kept() * TOKENS, rel=0.12)
+    assert kept < memory.peak < 1.5 * kept + weights, (kept / 1e9, memory.peak / 1e9)
+
+
+def routed(rows: int, tokens: int, layers: int, k: int, experts: int = 128) -> Rollout:
+    """A rollout with random experts of sampler and trainer."""
+    generator = torch.Generator().manual_seed(0)
+    prompts, answers = [[1, 2]] * rows, [[3] * (tokens - 2)] * rows
+    logps = [[0.0] * (tokens - 2)] * rows
+    draws = [
+        torch.rand(rows, tokens, layers, experts, generator=generator).topk(k).indices.byte()
+        for _ in range(2)
+    ]
+    given = {"prompts": prompts, "tokens": answers, "logps": logps, "eos": [0], "device": "cpu"}
+    batch = Rollout.pack(experts=[*draws[0]], **given)
+    batch.trainer_experts = draws[1]
+    return batch
+
+
+def test_comparing_experts_needs_less_than_a_column():
+    """Sorting whole columns would need sixteen: int64 indices of two."""
+    batch = routed(rows=64, tokens=32, layers=4, k=8)
+    assert batch.sampler_experts.dtype == torch.uint8
+    with Memory() as memory:
+        differ, tokens = minirl.experts_differ(batch)
+    assert tokens == 64 * 31 and differ > 0.9 * tokens
+    assert memory.peak < batch.sampler_experts.nbytes
+
+
+def test_columns_of_experts_stay_on_the_cpu():
+    """A byte for each of up to 256 experts, wherever the rest of the batch is."""
+    batch = Rollout.pack(
+        prompts=[[1, 2]] * 3,
+        tokens=[[3], [4, 5], [6]],
+        logps=[[0.0], [0.0, 0.0], [0.0]],
+        eos=[0],
+        device="meta",
+        experts=[torch.full((n, 2, 2), n, dtype=torch.uint8) for n in (3, 4, 3)],
+    )
+    for part in (batch, batch.rows(torch.tensor([2, 1])), batch.rows(slice(1)), batch.to("meta")):
+        assert part.sequences.is_meta and part.sampler_experts.device.type == "cpu"
+    assert batch.rows(torch.tensor([2, 1])).sampler_experts[:, 0, 0, 0].tolist() == [3, 4]
+    both = Rollout.join(batch, batch.rows(slice(1)))
+    assert both.sampler_experts.shape == (4, 4, 2, 2) and both.sampler_experts[0, 3].sum() == 0
+
+
+def test_the_trainers_column_is_as_narrow(world):
+    """And made only where the algorithm may ask for it."""
+    lm, _ = load_model("tiny-moe")
+    batch = HFEngine(lm, world, 0, "float32", 8).generate([[5, 6, 7], [8]], 2, 8, 1.0)
+    args = SimpleNamespace(micro_tokens=64, temperature=1.0)
+    all_logprobs(Policy(lm), batch, args, world)
+    assert not hasattr(batch, "trainer_experts")
+    args.routing_replay = "none"
+    all_logprobs(Policy(lm), batch, args, world)
+    assert batch.trainer_experts.dtype == batch.sampler_experts.dtype == torch.uint8
+    assert batch.trainer_experts.shape == batch.sampler_experts.shape
