@@ -115,7 +115,7 @@ class Run:
         plan = f"steps {done + 1} to {a.steps}, each {batch}, {a.minibatches} mini-batch(es)"
         idle = f"all {done} steps are done: to go on, give more --steps"
         self.say(f"{plan}; {held_out}" if done < a.steps else idle)
-        dropped = f"; {task.dropped} prompts too long, dropped" if task.dropped else ""
+        dropped = f"; {len(task.dropped)} prompts too long so far, skipped" if task.dropped else ""
         self.say(f"results in {self.folder}{dropped}", *task.remarks)
 
     def _open(self, done: int) -> None:
@@ -223,12 +223,16 @@ class Run:
     def finish(self, done: int) -> None:
         """Draw the curves; after the last step also write summary.json and say what happened."""
         killed = global_sum({"killed": self.task.killed}, self.world)["killed"]
+        dropped = [set()] * self.world.size  # rows; of a resumed run, those since
+        dist.all_gather_object(dropped, self.task.dropped)
         with together(self.world, RunStopped, f"cannot write the results to {self.folder}"):
             if self.world.rank == 0:
                 self.bar.close()
                 self.claim.hold()
                 if killed:
                     self.say(f"\n{killed:.0f} answers broke the judge's time or memory bounds")
+                if dropped := set().union(*dropped):
+                    self.say(f"\n{len(dropped)} prompts were met that are too long, and skipped")
                 self._conclude(done)
                 self.claim.release()
 
