@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from common.checkpoint import newest_whole
 from common.curves import draw_curves
 from common.distributed import CLOSING, BadInput, Refused, RunStopped, World
 from common.distributed import blame, global_sum, together
@@ -76,6 +77,8 @@ class Run:
         self.checkpoints, self.metrics = self.folder / "checkpoints", self.folder / "metrics.jsonl"
         self.seconds, self.started = dict.fromkeys(PHASES, 0.0), time.perf_counter()
         self.wandb, self.skipped = None, 0
+        if args.resume == "auto":
+            args.resume = self._can_resume()
         config = asdict(args) | {"algorithm": algorithm, "acted": acted, "ranks": world.size}
         self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
         with together(world, Refused, f"--run_dir {self.folder}: cannot be used"):
@@ -83,6 +86,15 @@ class Run:
                 self._check_same() if args.resume else holds_a_run(self.folder)
                 self.claim = Claim(self.folder)
                 CLOSING.append(self.claim.release)
+
+    def _can_resume(self) -> bool:
+        """What `--resume auto` means here: whether the folder has a whole checkpoint."""
+        try:
+            newest_whole(self.checkpoints, self.world, "--resume auto")
+        except Refused as error:
+            self.say(f"{error}: starting anew")
+            return False
+        return True
 
     def _check_same(self) -> None:
         """Bit-exact resume needs the same run: the same algorithm, shapes, number of ranks."""
