@@ -93,8 +93,8 @@ class Args(Flags):
     """Steps between two checkpoints (ours)."""
     save_hf: bool = False
     """Write the final model in the Hugging Face format, to `model` in the run folder."""
-    resume: bool = False
-    """Go on from the newest checkpoint in the run folder, to the bit."""
+    resume: bool | Literal["auto"] = False
+    """Go on from the newest checkpoint in the run folder, to the bit; auto: if there is one."""
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 5

@@ -1,6 +1,5 @@
 """Checkpoints that survive a kill at any moment, and the model in the Hugging Face format."""
 
-import hashlib
 import itertools
 import random
 import re
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.distributed import Refused, RunStopped, World, full_parameters, together
+from common.folder import checksum
 
 KEEP_CHECKPOINTS = 3
 
@@ -32,12 +32,6 @@ def checkpoints(folder: Path) -> list[Path]:
 def step_of(checkpoint: Path) -> int:
     """The step that a checkpoint's name tells."""
     return int(checkpoint.name.removeprefix("step_"))
-
-
-def checksum(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def save_checkpoint(

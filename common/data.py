@@ -5,22 +5,29 @@ The data cursor is therefore one integer, the same for any number of ranks, and 
 what the uninterrupted one would have.
 """
 
+from __future__ import annotations
+
+import contextlib
 import hashlib
 import json
 import math
 import os
 import random
 import re
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
+import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from common.distributed import BadInput, blame, first_line
+from common.distributed import BadInput, RunStopped, blame, first_line, first_on_its_node
+from common.folder import checksum
 from common.reward import GYM_SIZE, MathJudge, arithmetic_reward, final_answer, gym_rows
 from common.tiny import arithmetic
 
@@ -29,6 +36,7 @@ PLAIN_PROMPT = "Question: {prompt}\nAnswer:"  # for tokenizers without a chat te
 GYM_PROMPT = "{question}\nGive the final answer between <answer> and </answer>."
 CHARACTERS = 100  # of a prompt to a token, at the most: a longer prompt is not even tokenised
 CHECKED = 32  # references that the judge is tried on before the run
+TRIED = 1000  # rows whose prompts are encoded before the run, to see that some fit
 PLAIN_NUMBER = re.compile(r"-?\d{1,100}([./]\d{1,100})?")  # a reference that needs no trying
 
 
@@ -49,7 +57,7 @@ class Task:
     train: Callable[[int], Problem]
     held_out: list[Problem]
     judge: Callable[[list[str], list[str]], list[float]]  # (completions, answers) -> rewards
-    dropped: int = 0  # rows whose prompt is longer than --max_prompt_tokens
+    dropped: set[int] = field(default_factory=set)  # rows met so far whose prompt is too long
     fingerprint: str = ""  # of the local files it was read from: a resumed run must see the same
     remarks: list[str] = field(default_factory=list)  # on the data, for the user, a line each
 
@@ -138,7 +146,7 @@ def reasoning_gym_task(args: object, tokenizer: Tokenizer) -> Task:
 
 
 def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
-    """A finite set as an endless stream of seeded shuffles.
+    """A finite set as an endless stream of seeded shuffles; a prompt is encoded when it is drawn.
 
     Without a test split, up to a quarter of it is held back. A prompt that is held out is never
     trained on, in whatever row it stands.
@@ -148,60 +156,88 @@ def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
     if len(files) == 2 and len(set(map(os.path.realpath, files))) == 1:
         raise BadInput(f"--eval_task {spec}: is the training file, of which a part is held back")
     rows = read_set(args.task, args, "train")
-    train_set = problems(rows, args, tokenizer, f"--task {args.task}")
-    remarks = remarks_on(args.task, train_set, judge)
-    rng = random.Random("held-out")  # the same for every seed
-    own_split = spec != args.task or (spec in HUB and HUB[spec].test)
+    remarks = remarks_on(args.task, rows, judge)
+    own_split = spec != args.task or bool(spec in HUB and HUB[spec].test)
     if own_split:
-        found = read_set(spec, args, "test", "--eval_task")
-        held_out = problems(found, args, tokenizer, f"--eval_task {spec}")
-        remarks += remarks_on(spec, held_out, judge) if args.eval_task else []
-        never = {problem.prompt for problem in held_out}
-        held_out = rng.sample(held_out, min(args.eval_problems, len(held_out)))
+        test = read_set(spec, args, "test", "--eval_task")
+        remarks += remarks_on(spec, test, judge) if args.eval_task else []
+        held_out = hold_out(test, 1, args, tokenizer, f"--eval_task {spec}")
+        never = test.prompts
     else:
-        rng.shuffle(train_set)
-        distinct = list({problem.prompt: problem for problem in train_set}.values())
-        held_out = distinct[: min(args.eval_problems, max(1, len(distinct) // 4))]
-        never = {problem.prompt for problem in held_out}
+        held_out = hold_out(rows, 4, args, tokenizer, f"--task {spec}")
+        never = rows.prompts[list(held_out)]
         if len(held_out) < args.eval_problems:
-            remarks.append(f"{len(held_out)} of {len(distinct)} problems are held out (a quarter)")
-    kept = [problem for problem in train_set if problem.prompt not in never]
-    if not kept:
-        left = f"no training problem left of {len(rows)}: the prompts are all held out"
-        raise BadInput(f"--task {args.task}: {left}")
-    lost = len(train_set) - len(kept)
+            total = len(np.unique(rows.prompts))
+            remarks.append(f"{len(held_out)} of {total} problems are held out (a quarter)")
+    kept, dropped = np.flatnonzero(~np.isin(rows.prompts, never)).astype(np.uint32), set()
+    lost = len(rows) - len(kept)
     if lost > (0 if own_split else len(held_out)):
         remarks.append(f"{lost} rows have a prompt that is held out and are not trained on")
 
+    def problem(row: int) -> Problem | None:
+        found = None if row in dropped else fitting(rows[row], args, tokenizer)
+        dropped.update(() if found else (row,))
+        return found
+
     @lru_cache(2)
-    def epoch(number: int) -> list[int]:
-        return random.Random(f"epoch/{args.seed}/{number}").sample(range(len(kept)), len(kept))
+    def epoch(number: int) -> np.ndarray:
+        return np.random.default_rng([args.seed, number]).permutation(kept)
 
     def train(index: int) -> Problem:
         number, place = divmod(index, len(kept))
-        return kept[epoch(number)[place]]
+        row, rng = int(epoch(number)[place]), random.Random(f"instead/{args.seed}/{index}")
+        while not (found := problem(row)):  # too long: another row, by a rule of the index alone
+            row = int(rng.choice(kept))
+        return found
 
-    contents, dropped = b"".join(file.read_bytes() for file in files), len(rows) - len(train_set)
-    fingerprint = hashlib.sha256(contents).hexdigest() if files else ""
-    return Task(args.task, train, held_out, judge, dropped, fingerprint, remarks)
+    tried = random.Random("tried").sample(range(len(kept)), min(TRIED, len(kept)))
+    if not any([problem(int(kept[place])) for place in tried]):  # all of them, to count
+        left = f"no training problem left of {len(rows)}: the prompts are all held out"
+        left += f" or too long; {room(args, tokenizer)[1]}" if tried else ""
+        raise BadInput(f"--task {args.task}: {left}")
+    fingerprint = "".join(map(checksum, files))
+    problems = list(held_out.values())
+    return Task(args.task, train, problems, judge, dropped, fingerprint, remarks)
 
 
-def remarks_on(spec: str, found: list[Problem], judge: MathJudge) -> list[str]:
+def hold_out(
+    rows: Rows, part: int, args: object, tokenizer: Tokenizer, flag: str
+) -> dict[int, Problem]:
+    """--eval_problems of the set by their rows, no prompt twice, the same for every seed.
+
+    They come from the first 1/`part` of a fixed shuffle, or are the first one that fits.
+    """
+    order, chosen = np.arange(len(rows)), {}
+    random.Random("held-out").shuffle(order)
+    order = order[np.sort(np.unique(rows.prompts[order], return_index=True)[1])]
+    for number, row in enumerate(map(int, slowly(order, "tokenising"))):
+        most = max(1, len(order) // part) if chosen else TRIED
+        if number == most or len(chosen) == args.eval_problems:
+            break
+        if problem := fitting(rows[row], args, tokenizer):
+            chosen[row] = problem
+    if not chosen:
+        left = f"no problem left of {min(len(order), TRIED)}; {room(args, tokenizer)[1]}"
+        raise BadInput(f"{flag}: {left}")
+    return chosen
+
+
+def remarks_on(spec: str, rows: Rows, judge: MathJudge) -> list[str]:
     """What to say of prompts that come again, and of references that no response can match.
 
     The judge is tried on a sample of those references that are no plain numbers: all could take
     hours.
     """
-    answers, remarks = {}, []
-    for problem in found:
-        answers.setdefault(problem.prompt, set()).add(problem.answer)
-    several = f"{sum(len(given) > 1 for given in answers.values())} prompts have several answers"
-    if again := len(found) - len(answers):
-        remarks.append(f"{spec}: {again} of {len(found)} rows repeat a prompt; {several}")
-    if own := sum(problem.answer == problem.prompt.strip() for problem in found):
+    remarks, pairs = [], 3 * rows.prompts + rows.answers
+    if again := len(rows) - len(np.unique(rows.prompts)):
+        answers = rows.prompts[np.unique(pairs, return_index=True)[1]]  # a prompt for each of its
+        several = (np.unique(answers, return_counts=True)[1] > 1).sum()
+        several = f"{several} prompts have several answers"
+        remarks.append(f"{spec}: {again} of {len(rows)} rows repeat a prompt; {several}")
+    if own := (rows.prompts == rows.answers).sum():
         remarks.append(f"{spec}: {own} rows have their own prompt as the answer")
-    odd = sorted({p.answer for p in found if not PLAIN_NUMBER.fullmatch(p.answer)})
-    tried = random.Random("tried").sample(odd, min(CHECKED, len(odd)))
+    odd = rows.odd[np.unique(rows.answers[rows.odd], return_index=True)[1]]  # sorted by hash
+    tried = [rows[int(row)][1] for row in odd[:CHECKED]]
     scores = judge([rf"\boxed{{{answer}}}" for answer in tried], tried)
     judge.killed = 0  # it counts the model's answers
     if wrong := [answer for answer, score in zip(tried, scores) if score < 1]:
@@ -214,17 +250,20 @@ def remarks_on(spec: str, found: list[Problem], judge: MathJudge) -> list[str]:
 # How a prompt becomes tokens
 
 
-def problems(rows: list, args: object, tokenizer: Tokenizer, flag: str) -> list[Problem]:
-    """(prompt, answer) rows as problems, without those whose prompt is too long."""
-    (most, limits), found = room(args, tokenizer), []
-    for prompt, answer in slowly(rows, "tokenising"):
-        if len(prompt) <= CHARACTERS * most:
-            ids = encode(prompt, args.instruction, tokenizer)
-            found += [Problem(prompt, answer, ids)] if len(ids) <= most else []
-    if not found:
-        left = f"no problem left of {len(rows)}; {limits}"
-        raise BadInput(f"{flag}: {left if rows else 'holds no problem'}")
+def problems(rows: Rows, args: object, tokenizer: Tokenizer, flag: str) -> list[Problem]:
+    """A whole set as problems, without those whose prompt is too long."""
+    tried = (fitting(row, args, tokenizer) for row in slowly(rows, "tokenising"))
+    if not (found := [problem for problem in tried if problem]):
+        raise BadInput(f"{flag}: no problem left of {len(rows)}; {room(args, tokenizer)[1]}")
     return found
+
+
+def fitting(row: tuple[str, str], args: object, tokenizer: Tokenizer) -> Problem | None:
+    """(prompt, answer) as a problem, or None if the prompt is too long."""
+    (prompt, answer), (most, _) = row, room(args, tokenizer)
+    if len(prompt) <= CHARACTERS * most:
+        ids = encode(prompt, args.instruction, tokenizer)
+        return Problem(prompt, answer, ids) if len(ids) <= most else None
 
 
 def room(args: object, tokenizer: Tokenizer) -> tuple[int, str]:
@@ -324,8 +363,99 @@ def local_file(spec: str) -> Path | None:
     return file if file.suffix in (".jsonl", ".parquet") else None
 
 
-def read_set(spec: str, args: object, split: str, flag: str = "--task") -> list[tuple[str, str]]:
-    """(prompt, answer) of every row of `spec`: a hub name (`gsm8k`) or a file (columns by flag).
+class Rows:
+    """A set: `rows[i]` is the (prompt, answer) of its i-th row, read when it is asked for.
+
+    The pass over all rows at the start, which finds the broken ones, keeps 20 bytes of each.
+    """
+
+    def __init__(self, source: object, columns: HubSet, name: str, where: str):
+        self.source, self.columns, self.where = source, columns, where
+        places, prompts, answers, odd = array("I"), array("Q"), array("Q"), array("I")
+        for place, row in enumerate(slowly(source, f"reading {name}")):
+            if row is not None:  # an empty line
+                prompt, answer = pair(row, columns, f"{where}{place + 1}")
+                if not PLAIN_NUMBER.fullmatch(answer):
+                    odd.append(len(places))
+                places.append(place)
+                prompts.append(key(prompt))
+                answers.append(key(answer))
+        self.places, self.odd = np.asarray(places), np.asarray(odd)
+        self.prompts, self.answers = np.asarray(prompts), np.asarray(answers)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, row: int) -> tuple[str, str]:
+        place = int(self.places[row])  # past the last row: IndexError, which ends a for loop
+        with contextlib.suppress(BadInput):  # it was none at the start
+            found = pair(self.source[place], self.columns, "")
+            if (*map(key, found),) == (self.prompts[row], self.answers[row]):
+                return found
+        raise RunStopped(f"{self.where}{place + 1}: changed under the run")
+
+
+def key(text: str) -> int:
+    """8 bytes that stand for a text: among millions no two are likely to be the same."""
+    text = text.strip().encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def without_repeats(pairs: list[tuple[str, object]]) -> dict:
+    """A JSON object; a key that stands there twice is refused: json would take the last."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        raise ValueError("a key stands there twice")
+    return row
+
+
+PARSER = json.JSONDecoder(object_pairs_hook=without_repeats)
+
+
+class Lines:
+    """The rows of a .jsonl file: 8 bytes for each line's start, the lines stay in the file."""
+
+    def __init__(self, file: BinaryIO):
+        self.file, self.starts = file, array("Q", accumulate(map(len, file), initial=0))
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, place: int) -> object:
+        where = f"{self.file.name}:{place + 1}"
+        self.file.seek(self.starts[place])
+        line = self.file.readline()
+        with blame(f"{where}: not text in UTF-8, save it as such"):
+            if b"\0" in line:
+                raise ValueError("a zero byte: UTF-16 has one in each letter")
+            text = line.decode("utf-8-sig")
+        with blame(f"{where}: not a JSON object"):
+            return PARSER.decode(text) if text.strip() else None
+
+    def __iter__(self) -> Iterator[object]:
+        return map(self.__getitem__, range(len(self)))
+
+
+class Table:
+    """The rows of an Arrow table: in memory, or (hub sets) a map of a file on disk."""
+
+    def __init__(self, names: list[str], read: Callable[[list[str]], object], columns: HubSet):
+        wanted = [name for name in (columns.prompt, columns.answer) if name in names]
+        self.table = read(wanted or names)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, place: int) -> dict:
+        return self.table.slice(place, 1).to_pylist()[0]
+
+    def __iter__(self) -> Iterator[dict]:
+        for batch in self.table.to_batches(max_chunksize=1000):
+            yield from batch.to_pylist()
+
+
+def read_set(spec: str, args: object, split: str, flag: str = "--task") -> Rows:
+    """The rows of `spec`: a hub name (`gsm8k`) or a file (columns by flag).
 
     Of a set without a split of its own for tests, "test" takes all rows.
     """
@@ -340,8 +470,11 @@ def read_set(spec: str, args: object, split: str, flag: str = "--task") -> list[
     if columns.prompt == columns.answer:
         raise BadInput(f"--answer_column {columns.answer}: is the --prompt_column, too")
     split = columns.test or columns.train if split == "test" else columns.train
-    rows = file_rows(path, flag) if path else hub_rows(name, columns, split, flag)
-    return [pair(row, columns, where) for where, row in slowly(rows, f"reading {spec}")]
+    source = file_rows(path, columns, flag) if path else hub_rows(name, columns, split, flag)
+    where = f"{path or name}:{'row ' if isinstance(source, Table) else ''}"
+    if not len(rows := Rows(source, columns, spec, where)):
+        raise BadInput(f"{flag} {spec}: holds no problem")
+    return rows
 
 
 def pair(row: object, columns: HubSet, where: str) -> tuple[str, str]:
@@ -367,46 +500,30 @@ def as_text(answer: object) -> str:
     return str(int(answer) if whole else answer).strip()
 
 
-def file_rows(path: Path, flag: str) -> Iterator[tuple[str, object]]:
-    """("file:line", row) of a local file."""
+def file_rows(path: Path, columns: HubSet, flag: str) -> Lines | Table:
+    """The rows of a local file, which stays open."""
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
             raise OSError(0, "is no plain file")  # a pipe would be waited for
-        data = path.read_bytes()
+        file = path.open("rb")
     except OSError as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
         raise BadInput(f"{flag} {path}: {reason}") from error
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
+    if path.suffix == ".jsonl":
+        return Lines(file)
+    import pyarrow.parquet
 
-        with blame(f"{path}: not a parquet file"):
-            rows = pyarrow.parquet.read_table(pyarrow.BufferReader(data)).to_pylist()
-        yield from ((f"{path}:row {number}", row) for number, row in enumerate(rows, 1))
-        return
-    for number, line in enumerate(data.splitlines(), 1):
-        with blame(f"{path}:{number}: not text in UTF-8, save it as such"):
-            if b"\0" in line:
-                raise ValueError("a zero byte: UTF-16 has one in each letter")
-            text = line.decode("utf-8-sig")
-        if text.strip():
-            with blame(f"{path}:{number}: not a JSON object"):
-                row = json.loads(text, object_pairs_hook=without_repeats)
-            yield f"{path}:{number}", row
+    with blame(f"{path}: not a parquet file"):
+        parquet = pyarrow.parquet.ParquetFile(file)
+        return Table(parquet.schema_arrow.names, parquet.read, columns)
 
 
-def without_repeats(pairs: list[tuple[str, object]]) -> dict:
-    """A JSON object; a key that stands there twice is refused: json would take the last."""
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        raise ValueError("a key stands there twice")
-    return row
-
-
-def hub_rows(name: str, columns: HubSet, split: str, flag: str) -> Iterator[tuple[str, object]]:
-    """("name:row n", row) of a hub set, downloaded or from the local cache."""
+def hub_rows(name: str, columns: HubSet, split: str, flag: str) -> Table:
+    """The rows of a hub set, downloaded or from the local cache."""
     import datasets
 
     # Offline, renamed, gated: the library and its HTTP client raise many kinds.
-    with blame(f"{flag} {name}: cannot load {columns.path}, use a local copy, {name}:<file>"):
-        rows = datasets.load_dataset(columns.path, columns.config, split=split)
-    yield from ((f"{name}:row {number}", row) for number, row in enumerate(rows, 1))
+    what = f"{flag} {name}: cannot load {columns.path}, use a local copy, {name}:<file>"
+    with first_on_its_node(), blame(what):
+        table = datasets.load_dataset(columns.path, columns.config, split=split).data
+    return Table(table.column_names, table.select, columns)

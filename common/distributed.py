@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 # Of the collectives: between two of them ranks may sample, or judge, for very different times.
@@ -89,8 +90,14 @@ def setup() -> World:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return World(rank, size, device)
     port = from_environment("MASTER_PORT", 0, least=1, most=65535)
+    # torchrun's store outlives a restart, with the addresses of the dead in it: a new name each
+    # time. Several nodes count their restarts apart: for them the README names a variable.
+    one_node = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") if one_node else None
     with blame(f"ranks cannot meet at {host}:{port}", RunStopped):
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        store = next(rendezvous("env://", timeout=TIMEOUT))[0]
+        how = {"store": dist.PrefixStore(f"restart {restart}", store), "timeout": TIMEOUT}
+        dist.init_process_group(backend, rank=rank, world_size=size, **how)
     return World(rank, size, device)
 
 
@@ -181,6 +188,19 @@ def together(world: World, kind: type, what: str, *also: type) -> Iterator[None]
         dist.all_gather_object(failures, failure)
     if any(failures):
         raise kind(next(filter(None, failures)))
+
+
+@contextlib.contextmanager
+def first_on_its_node() -> Iterator[None]:
+    """Each node's first rank goes in alone, then the others: they find what it downloaded."""
+    ranks, first = dist.is_initialized(), os.environ.get("LOCAL_RANK", "0") == "0"
+    if ranks and not first:
+        dist.barrier()
+    try:
+        yield
+    finally:
+        if ranks and first:
+            dist.barrier()
 
 
 def scale_gradients(policy: nn.Module, factor: float) -> None:

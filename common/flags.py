@@ -69,7 +69,7 @@ class Flags:
     eval_samples: Count = 4
     """Sampled responses to each held-out problem, beside the greedy one (ours)."""
     max_prompt_tokens: Count = 1024
-    """Longer prompts are dropped at load (ours)."""
+    """Longer prompts are skipped (ours)."""
     instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
     """Appended to every text prompt."""
     prompt_column: str = "prompt"

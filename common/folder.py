@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import hashlib
 import itertools
 import json
 import os
@@ -174,3 +175,9 @@ def read_lines(path: Path) -> list[dict]:
             row = json.loads(line)
             rows.append(row | {"step": int(row["step"])})
     return rows
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file of any size."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -95,9 +95,13 @@ def parse(Args: type, first_rank: bool = True) -> object:
     """`Args` from the command line; tyro's boxed message for a wrong flag becomes one line."""
     header, message = sys.modules[Args.__module__].__doc__.splitlines()[0], io.StringIO()
     options = {"description": header, "use_underscores": True, "console_outputs": first_rank}
+    words = sys.argv[1:]
+    after = words.index("--resume") + 1 if "--resume" in words else 0
+    if after and (after == len(words) or words[after].startswith("-")):
+        words.insert(after, "True")  # what it means alone; tyro lets no flag go without its word
     try:
         with contextlib.redirect_stderr(message):
-            return tyro.cli(Args, **options)
+            return tyro.cli(Args, args=words, **options)
     except SystemExit as stop:
         if stop.code != 2:
             raise

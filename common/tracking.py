@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common.batch import Rollout
+from common.checkpoint import newest_whole
 from common.curves import draw_curves
 from common.distributed import CLOSING, BadInput, Refused, RunStopped, World
 from common.distributed import blame, global_sum, together
@@ -92,6 +93,8 @@ class Run:
         self.checkpoints, self.metrics = self.folder / "checkpoints", self.folder / "metrics.jsonl"
         self.seconds, self.started = dict.fromkeys(PHASES, 0.0), time.perf_counter()
         self.wandb, self.skipped, self.apart = None, 0, 0
+        if args.resume == "auto":
+            args.resume = self._can_resume()
         config = asdict(args) | {"algorithm": algorithm, "acted": acted, "ranks": world.size}
         self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
         with together(world, Refused, f"--run_dir {self.folder}: cannot be used"):
@@ -99,6 +102,15 @@ class Run:
                 self._check_same() if args.resume else holds_a_run(self.folder)
                 self.claim = Claim(self.folder)
                 CLOSING.append(self.claim.release)
+
+    def _can_resume(self) -> bool:
+        """What `--resume auto` means here: whether the folder has a whole checkpoint."""
+        try:
+            newest_whole(self.checkpoints, self.world, "--resume auto")
+        except Refused as error:
+            self.say(f"{error}: starting anew")
+            return False
+        return True
 
     def _check_same(self) -> None:
         """Bit-exact resume needs the same run: the same algorithm, shapes, number of ranks."""
@@ -131,7 +143,7 @@ class Run:
         plan = f"steps {done + 1} to {a.steps}, each {batch}, {a.minibatches} mini-batch(es)"
         idle = f"all {done} steps are done: to go on, give more --steps"
         self.say(f"{plan}; {held_out}" if done < a.steps else idle)
-        dropped = f"; {task.dropped} prompts too long, dropped" if task.dropped else ""
+        dropped = f"; {len(task.dropped)} prompts too long so far, skipped" if task.dropped else ""
         self.say(f"results in {self.folder}{dropped}", *task.remarks)
 
     def _open(self, done: int) -> None:
@@ -263,12 +275,16 @@ class Run:
     def finish(self, done: int) -> None:
         """Draw the curves; after the last step also write summary.json and say what happened."""
         killed = global_sum({"killed": self.task.killed}, self.world)["killed"]
+        dropped = [set()] * self.world.size  # rows; of a resumed run, those since
+        dist.all_gather_object(dropped, self.task.dropped)
         with together(self.world, RunStopped, f"cannot write the results to {self.folder}"):
             if self.world.rank == 0:
                 self.bar.close()
                 self.claim.hold()
                 if killed:
                     self.say(f"\n{killed:.0f} answers broke the judge's time or memory bounds")
+                if dropped := set().union(*dropped):
+                    self.say(f"\n{len(dropped)} prompts were met that are too long, and skipped")
                 self._conclude(done)
                 self.claim.release()
 

@@ -3,8 +3,8 @@
 
 MOMENT `log` kills right after step STEP's metrics were written; `save` between the writing of the
 STEPth checkpoint and its renaming; `term`, `int`, `hup` send that signal at step STEP; `lost` kills
-rank 1 alone in the middle of update STEP. An Event in its place is set at step STEP, and the
-process then waits, alive, to be killed.
+rank 1 alone in the middle of update STEP, but for a rank that torchrun has restarted. An Event in
+its place is set at step STEP, and the process then waits, alive, to be killed.
 """
 
 import importlib
@@ -52,7 +52,8 @@ def drive(algorithm: str, flags: Sequence, moment: object = "", step: int = 0) -
 
     def lose(self: Run, norm: float, batch: object) -> bool:
         updates.append(norm)
-        if moment == "lost" and len(updates) == step and self.world.rank == 1:
+        first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if moment == "lost" and first and len(updates) == step and self.world.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return healthy(self, norm, batch)
 

@@ -6,14 +6,17 @@ import importlib.util
 import json
 import os
 import sys
+from pathlib import Path
 
 import datasets
 import pytest
-from common.data import HUB, read_set
-from common.distributed import BadInput
+import torch.distributed as dist
+from common.data import HUB, TRIED, read_set
+from common.distributed import BadInput, RunStopped, setup
 from common.tiny import arithmetic
 from grpo import Args
 
+from tests.helpers import forked
 from tests.rows import ROWS, Letters, load, numbered, write
 
 
@@ -81,7 +84,7 @@ def test_columns_templates_and_long_prompts(tmp_path):
     columns = {"prompt_column": "q", "answer_column": "a"}
     columns |= {"instruction": "Think.", "max_prompt_tokens": 60}
     task = load(path, **columns)
-    assert task.dropped == 1
+    assert len(task.dropped) == 1
     text = "".join(map(chr, task.train(0).prompt_ids))
     assert text == f"Question: {task.train(0).prompt} Think.\nAnswer:"
     text = "".join(map(chr, load(path, Chat(), **columns).train(0).prompt_ids))
@@ -118,9 +121,10 @@ def test_hub_sets_load_by_name(monkeypatch):
     only."""
     calls = []
 
-    def load_dataset(path: str, config: str | None, split: str) -> list[dict]:
+    def load_dataset(path: str, config: str | None, split: str) -> datasets.Dataset:
         calls.append((path, config, split))
-        return [{"question": f"{split} {i}", "answer": f"#### {i}"} for i in range(4)]
+        rows = [{"question": f"{split} {i}", "answer": f"#### {i}"} for i in range(4)]
+        return datasets.Dataset.from_list(rows)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     task = load("gsm8k")
@@ -331,8 +335,8 @@ def test_a_prompt_and_its_response_fit_into_the_model(tmp_path, tiny):
     path = write(tmp_path / "set.jsonl", [*numbered(6), {"prompt": "long" * 10, "answer": 1}])
     plain = {"instruction": ""}
     # 58 tokens with "Question: ... Answer:"
-    assert load(path, Short(), max_new_tokens=64, **plain).dropped == 1
-    assert load(path, Short(), max_new_tokens=40, **plain).dropped == 0
+    assert len(load(path, Short(), max_new_tokens=64, **plain).dropped) == 1
+    assert len(load(path, Short(), max_new_tokens=40, **plain).dropped) == 0
     with pytest.raises(
         BadInput, match="no problem left of 7; .* 100 positions less --max_new_tokens 90"
     ):
@@ -353,7 +357,121 @@ def test_a_huge_prompt_is_dropped_without_being_tokenised(tmp_path):
             return super().__call__(text)
 
     path = write(tmp_path / "set.jsonl", [*numbered(6), {"prompt": "x" * 10**6, "answer": 1}])
-    assert load(path, Counting()).dropped == 1
+    assert len(load(path, Counting()).dropped) == 1
+
+
+class Counted(Letters):
+    """Keeps every text that it is given."""
+
+    def __init__(self):
+        self.given = []
+
+    def __call__(self, text: str, **options: bool) -> dict:
+        self.given.append(text)
+        return super().__call__(text)
+
+
+def some_long(count: int) -> list[dict]:
+    """Every third prompt has more than 60 tokens; answers are the rows' numbers."""
+    return [{"prompt": f"{i}?" + " long" * 20 * (i % 3 == 0), "answer": i} for i in range(count)]
+
+
+LAZY = {"max_prompt_tokens": 60, "instruction": ""}
+
+
+def test_prompts_of_a_large_set_are_encoded_when_they_are_drawn(tmp_path):
+    """At load the held-out problems and a sample to see that some fit; then one by one."""
+    path, tokenizer = write(tmp_path / "set.jsonl", numbered(6000)), Counted()
+    task = load(path, tokenizer)
+    before = len(tokenizer.given)
+    assert before <= TRIED + 2 and not task.dropped
+    assert task.train(5).prompt in tokenizer.given[-1] and len(tokenizer.given) == before + 1
+
+
+def test_a_row_that_is_too_long_is_replaced_by_a_rule_of_the_index_alone(tmp_path):
+    """Whatever was drawn before, as on another rank or after a resume; the other places of the
+    epoch stay as they are; what was met is counted once."""
+    path = write(tmp_path / "set.jsonl", some_long(3000))
+    task, again = load(path, **LAZY), load(path, **LAZY)
+    known = len(task.dropped)
+    assert TRIED / 4 < known < TRIED / 2  # of a sample
+    drawn = [task.train(i) for i in range(3000)]
+    assert [again.train(i) for i in reversed(range(2000, 2100))] == drawn[2000:2100][::-1]
+    assert max(len(problem.prompt_ids) for problem in drawn) <= 60
+    assert all(int(problem.answer) % 3 for problem in drawn)
+    held_out = {int(problem.answer) for problem in task.held_out}
+    assert {int(p.answer) for p in drawn} == {i for i in range(3000) if i % 3} - held_out
+    assert len(task.dropped) == 1000 > len(again.dropped) >= known
+    longer = load(path, max_prompt_tokens=200, instruction="")
+    whole = [longer.train(i) for i in range(300)]
+    kept = [(a, b) for a, b in zip(drawn, whole) if int(b.answer) % 3]
+    assert not longer.dropped and len(kept) > 150
+    # The held-out problems may be others where long ones count: but for those the order is the same
+    if held_out == {int(problem.answer) for problem in longer.held_out}:
+        assert all(a == b for a, b in kept)
+
+
+def test_a_large_set_of_which_nothing_fits_is_refused_soon(tmp_path):
+    tokenizer = Counted()
+    with pytest.raises(BadInput, match=f"no problem left of {TRIED}; .*--max_prompt_tokens 9 "):
+        load(write(tmp_path / "set.jsonl", numbered(6000)), tokenizer, max_prompt_tokens=9)
+    assert len(tokenizer.given) == TRIED
+    test = write(tmp_path / "test.jsonl", [{"prompt": "1?", "answer": 1}])
+    path = write(
+        tmp_path / "long.jsonl", [{"prompt": 9 * f"{i:09}", "answer": i} for i in range(5)]
+    )
+    with pytest.raises(BadInput, match="--task .*: no training problem left of 5: .* too long; "):
+        load(path, eval_task=test, **LAZY)
+
+
+def test_a_row_keeps_some_bytes_in_memory_and_no_text(tmp_path):
+    rows = read_set(write(tmp_path / "set.jsonl", numbered(1000)), Args(), "train")
+    arrays = (rows.places, rows.prompts, rows.answers, rows.source.starts)
+    assert sum(memoryview(array).nbytes for array in arrays) <= 28 * 1000 + 8
+    assert rows[999] == ("question 999?", "999") and len(rows) == 1000
+    with pytest.raises(IndexError):
+        rows[1000]
+
+
+@pytest.mark.parametrize("change", ["answer", "length", "empty"])
+def test_a_file_that_changes_under_the_run_stops_it(tmp_path, change):
+    path = tmp_path / "set.jsonl"
+    task = load(write(path, numbered(5000)))
+    if change == "answer":
+        write(path, [row | {"answer": 9999 - row["answer"]} for row in numbered(5000)])
+    else:
+        path.write_text("" if change == "empty" else " " + path.read_text())
+    with pytest.raises(RunStopped, match=r"set.jsonl:\d+: changed under the run"):
+        [task.train(i) for i in range(100)]  # some may still be in the file's buffer, as they were
+
+
+def downloads(folder: Path, wrong: bool) -> None:
+    """A rank that loads a hub set: the first one downloads it, the other finds it."""
+
+    def load_dataset(path: str, config: str | None, split: str) -> datasets.Dataset:
+        file = folder / f"{split}{dist.get_rank()}"
+        file.touch()
+        assert dist.get_rank() == 0 or (folder / f"{split}0").exists()
+        if wrong:
+            raise ConnectionError("offline")
+        return datasets.Dataset.from_list([{"question": split, "answer": "#### 1"}])
+
+    setup()
+    datasets.load_dataset = load_dataset
+    try:
+        load("gsm8k")
+    except BadInput as error:
+        print(error)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_hub_set_is_downloaded_once_per_node(tmp_path, wrong):
+    """Of two ranks the first goes alone; where it fails, the other is not left waiting."""
+    run = forked(downloads, tmp_path, wrong, ranks=2)
+    assert run.codes == [0, 0], run.stderr
+    assert run.stdout.count("cannot load openai/gsm8k") == 2 * wrong
+    assert len(list(tmp_path.iterdir())) == (2 if wrong else 4)
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -643,21 +643,24 @@ def test_flags_without_effect_are_said(words, monkeypatch):
 
 def test_without_effect_and_a_fall_and_killed_answers_are_printed(tmp_path, monkeypatch, capsys):
     """A judge that has killed three answers since the last line; accuracy that ends below its
-    start."""
+    start; prompts too long, once each."""
     accuracies = [{"greedy": 0.5, "sampled": 0.4}, {"greedy": 0.25, "sampled": 0.5}]
     monkeypatch.setattr(grpo, "evaluate", lambda *arguments: accuracies[bool(judge.killed)])
 
     def judge(completions: list[str], answers: list[str]) -> list[float]:
         judge.killed += 1
+        dropped.update((2, 2 + judge.killed))
         return [1.0] * len(answers)
 
-    judge.killed = 0
-    with_data(monkeypatch, "", judge=judge)
+    judge.killed, dropped = 0, {0, 1, 2}
+    with_data(monkeypatch, "", judge=judge, dropped=dropped)
     flags = [*SMALL, "--vllm_sleep", "--run_dir", tmp_path / "run"]
     assert run_here(grpo.main, *flags, "--steps", 2) == 0
     said = capsys.readouterr().out
     assert "--vllm_sleep has no effect with the hf engine\n" in said
     assert "\n2 answers broke the judge's time or memory bounds" in said
+    assert "; 3 prompts too long so far, skipped" in said
+    assert "\n5 prompts were met that are too long, and skipped" in said
     assert "WARNING: held-out accuracy (greedy) ended below its start" in said
     judge.killed = 0  # a new process counts on
     assert run_here(grpo.main, *flags, "--steps", 3, "--resume") == 0

@@ -45,6 +45,42 @@ def test_resume_after_a_kill_is_bit_exact(algorithm, tmp_path):
     assert names == ["step_000002", "step_000004", "step_000006"]
 
 
+def test_auto_goes_on_after_torchrun_has_restarted_the_ranks(tmp_path):
+    """One command, and rank 1 killed in the middle of step 4: torchrun starts both ranks again,
+    they go on from step 2, and the end is that of a run that nothing happened to."""
+    flags = [*SMALL, "--steps", 5]
+    ranks = "-m torch.distributed.run --standalone --nproc_per_node=2 --max_restarts=1".split()
+    words = ["grpo", "lost", 7, *flags, "--resume", "auto", "--run_dir", tmp_path / "parts"]
+    run = started(*ranks, "tests/driver.py", *words)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "steps 1 to 5, each" in run.stdout and "steps 3 to 5, each" in run.stdout
+    assert command("grpo", *flags, "--run_dir", tmp_path / "whole", ranks=2).returncode == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 5, tmp_path)
+
+
+def test_auto_goes_on_if_there_is_a_checkpoint_and_starts_otherwise(tmp_path, capsys):
+    """No folder, a whole checkpoint, a finished run, another run, damaged checkpoints alone."""
+    folder, flags = tmp_path / "run", [*SMALL, "--run_dir", tmp_path / "run", "--resume", "auto"]
+
+    def said(*more: object, code: int = 0) -> str:
+        assert run_here(grpo.main, *flags, *more) == code
+        return "".join(capsys.readouterr())
+
+    assert "no checkpoint in" in (text := said("--steps", 2)) and "steps 1 to 2" in text
+    assert "steps 3 to 4" in said("--steps", 4)
+    before = (folder / "metrics.jsonl").read_bytes()
+    assert "all 4 steps are done" in said("--steps", 4)
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    assert "has seed 1, this run 2" in said("--steps", 4, "--seed", 2, code=2)
+    assert not list(tmp_path.glob("run.*"))
+    for path in folder.glob("checkpoints/*/rank0.pt"):
+        path.write_bytes(path.read_bytes()[:-9])
+    text = said("--steps", 1)
+    assert "step_000002 is damaged" in text and "starting anew" in text and "steps 1 to 1" in text
+    assert (tmp_path / "run.1/checkpoints/step_000004").exists()
+    assert "invalid choice 'aut' for argument '--resume'" in said("--resume", "aut", code=2)
+
+
 def test_a_kill_during_the_save_leaves_the_checkpoint_before(tmp_path, finished):
     """Killed between writing and renaming the second checkpoint: the first is loaded, the run ends
     as if not killed."""

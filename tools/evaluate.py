@@ -171,7 +171,7 @@ def load_sets(
         rows = read_set(spec, args, "test", "--eval_task")
         found = problems(rows, args, tokenizer, f"--eval_task {spec}")
         sets.append(Set(spec, found, judge))
-        remarks += remarks_on(spec, found, judge)
+        remarks += remarks_on(spec, rows, judge)
         if dropped := len(rows) - len(found):
             remarks.append(f"{spec}: {dropped} of {len(rows)} prompts too long, dropped")
     return sets, remarks
