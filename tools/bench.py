@@ -146,7 +146,7 @@ def profiled(model: str, folder: str, full: bool, size: list[int], minibatches: 
 
     Run.clock = measured
     tokens = ours(model, folder, full, size, minibatches)["tokens"]
-    # After the first sync, before step 1, and two steps to warm up
+    # Two steps to warm up; the last is the profiler's.
     return {
         phase: part | {"cpu": statistics.median(part["cpu"][2:-1]), "tokens": tokens}
         for phase, part in found.items()
