@@ -303,7 +303,7 @@ class Curriculum:
             "teacher_rank_corr": (rank_correlation(f, y), len(f) > 1),
             "zero_groups_chosen": ((idle & best).sum(), best.sum()),
             "zero_groups_uniform": ((idle & chance).sum(), chance.sum()),
-            "terms": (terms, len(self.chosen) * (self.task.name == "arithmetic")),
+            "terms": (terms, len(self.chosen) * self.task.name.startswith("arithmetic")),
         }
 
 

@@ -190,19 +190,6 @@ def together(world: World, kind: type, what: str, *also: type) -> Iterator[None]
         raise kind(next(filter(None, failures)))
 
 
-@contextlib.contextmanager
-def first_on_its_node() -> Iterator[None]:
-    """Each node's first rank goes in alone, then the others: they find what it downloaded."""
-    ranks, first = dist.is_initialized(), os.environ.get("LOCAL_RANK", "0") == "0"
-    if ranks and not first:
-        dist.barrier()
-    try:
-        yield
-    finally:
-        if ranks and first:
-            dist.barrier()
-
-
 def scale_gradients(policy: nn.Module, factor: float) -> None:
     """Multiply every gradient by `factor`: sums become the mean that the objective asks for."""
     for parameter in policy.parameters():
