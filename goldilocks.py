@@ -213,9 +213,9 @@ class Curriculum:
             limits = f"a multiple of the {world.size} ranks, and at most --window {args.window}"
             raise BadInput(f"--teacher_batch {args.teacher_batch}: must be {limits}")
         self.args, self.task, self.world = args, task, world
-        backbone, self.tokenizer = load_model(args.teacher or args.model, "--teacher")
+        backbone, self.tokenizer = load_model(args.teacher or args.model, world, "--teacher")
         self.encode(task.held_out[:1])  # refuses now, not after the run has begun
-        self.teacher = shard(Teacher(backbone.base_model), world, args.dtype)
+        self.teacher = shard(Teacher(backbone.base_model), args, world)
         if args.gradient_checkpointing:
             self.teacher.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
         head = {"params": self.teacher.head.parameters(), "lr": 10 * args.teacher_lr}
@@ -356,12 +356,12 @@ def policy_loss(
 
 def main(args: Args, world: World) -> None:
     """The whole training loop."""
-    lm, tokenizer = load_model(args.model)
+    lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
     curriculum = Curriculum(args, task, world)  # <own>
-    policy = shard(Policy(lm), world, args.dtype)
+    policy = shard(Policy(lm), args, world)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     decay = {"betas": args.betas, "weight_decay": args.weight_decay}

@@ -71,7 +71,7 @@ from common.batch import Rollout  # <own>
 from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.data import load_task
 from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
-from common.distributed import CLOSING, BadInput, gather  # <own>
+from common.distributed import CLOSING, BadInput, Refused, gather  # <own>
 from common.evaluation import evaluate
 from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.launch import launch
@@ -206,6 +206,7 @@ class Stale:
 
     def __init__(self, engine: object, run: Run):
         self.args, self.device = args, device = run.args, run.world.device
+        self.ranks = run.world.size
         how = {"n": args.group_size, "limit": args.max_new_tokens, "temperature": args.temperature}
         self.generate = partial(engine.generate, **how)
         self.queue: deque[Rollout] = deque()
@@ -261,6 +262,9 @@ class Stale:
         return {"queue": [vars(waiting) for waiting in self.queue], "ahead": ahead}
 
     def load_state_dict(self, state: dict) -> None:
+        if (state["queue"] or state["ahead"]) and state["ranks"] != self.ranks:
+            waiting = f"its batches in flight belong to {state['ranks']} rank(s)"
+            raise Refused(f"--resume: {waiting}: use as many, not {self.ranks}")
         self.queue.extend(Rollout(**columns).to(self.device) for columns in state["queue"])
         if state["ahead"]:
             self.ahead = Future()
@@ -310,11 +314,11 @@ def policy_loss(
 
 def main(args: Args, world: World) -> None:
     """The whole training loop."""
-    lm, tokenizer = load_model(args.model)
+    lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
-    policy = shard(Policy(lm), world, args.dtype)
+    policy = shard(Policy(lm), args, world)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     decay = {"betas": args.betas, "weight_decay": args.weight_decay}

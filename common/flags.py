@@ -76,6 +76,9 @@ class Flags:
     """Column of a local file that holds the reference answer."""
     wandb: str = ""
     """Weights & Biases project to log to as well (needs the package)."""
+    shard_ranks: Whole = 0
+    """Neighbouring ranks that share one model's weights, and others hold replicas: a node's GPUs,
+    where nodes are linked slowly (0: all ranks; below 10M parameters each has its own)."""
     offload_reference: bool = False
     """Keep the shards of π_ref in CPU memory, where the objective has a KL term."""
 

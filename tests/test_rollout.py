@@ -209,7 +209,7 @@ def test_little_of_a_micro_batch_is_padding(world):
 
 def test_no_division_into_micro_batches_costs_less(world, monkeypatch):
     """Against all divisions of the sorted rows: padded tokens, and a fixed price for each pass."""
-    monkeypatch.setitem(rollout_module.PASS_TOKENS, "cpu", 30)
+    monkeypatch.setitem(rollout_module.PASS_TOKENS, "cpu", (30, 30))
 
     def cost(groups: list[list[int]]) -> int:
         return sum(30 + len(group) * max(group) for group in groups)
