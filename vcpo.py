@@ -65,7 +65,7 @@ from concurrent.futures import Future, ThreadPoolExecutor  # <own>
 from dataclasses import dataclass
 from functools import partial  # <own>
 from pathlib import Path
-from typing import Annotated, Literal  # <own>
+from typing import Annotated  # <own>
 
 from common.batch import Rollout  # <own>
 from common.checkpoint import load_checkpoint, save_checkpoint, save_model
@@ -124,9 +124,6 @@ class Args(Flags):
     """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
     """Largest gradient norm (verl's default)."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights
-    are float32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
     lag: Whole = 8  # <own>
@@ -206,7 +203,6 @@ class Stale:
 
     def __init__(self, engine: object, run: Run):
         self.args, self.device = args, device = run.args, run.world.device
-        self.ranks = run.world.size
         how = {"n": args.group_size, "limit": args.max_new_tokens, "temperature": args.temperature}
         self.generate = partial(engine.generate, **how)
         self.queue: deque[Rollout] = deque()
@@ -262,9 +258,8 @@ class Stale:
         return {"queue": [vars(waiting) for waiting in self.queue], "ahead": ahead}
 
     def load_state_dict(self, state: dict) -> None:
-        if (state["queue"] or state["ahead"]) and state["ranks"] != self.ranks:
-            waiting = f"its batches in flight belong to {state['ranks']} rank(s)"
-            raise Refused(f"--resume: {waiting}: use as many, not {self.ranks}")
+        if state["other_ranks"] and (state["queue"] or state["ahead"]):
+            raise Refused(f"--resume: batches in flight: go on with {state['other_ranks']} rank(s)")
         self.queue.extend(Rollout(**columns).to(self.device) for columns in state["queue"])
         if state["ahead"]:
             self.ahead = Future()

@@ -145,10 +145,8 @@ def receive(module: nn.Module, world: World) -> nn.Module:
                 if value is None or isinstance(value, DTensor):
                     continue
                 if id(value) not in received:
-                    if world.rank == 0:
-                        whole = value.detach().to(world.device)
-                    else:
-                        whole = torch.empty_like(value, device=world.device)
+                    own, where = value.detach(), {"device": world.device}
+                    whole = torch.empty_like(own, **where) if own.is_meta else own.to(**where)
                     if world.size > 1:
                         dist.broadcast(whole, src=0)
                     trained = isinstance(value, nn.Parameter)

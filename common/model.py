@@ -15,13 +15,12 @@ from common.distributed import BadInput, Refused, World, from_environment, toget
 
 logging.disable_progress_bar()  # the run has its own
 TINY = Path(__file__).parent / "tiny"
+Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 ALONE = World(0, 1, torch.device("cpu"))
 EMBEDDED = {"tiny": TINY / "model", "tiny-moe": TINY / "model-moe"}
 
 
-def load_model(
-    name: str, world: World = ALONE, flag: str = "--model"
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded:
     """Model and tokenizer, by hub name, folder or `tiny`; `flag` is named if they are wrong.
 
     Rank 0 alone holds the weights, or a node would need its number of ranks times their memory. The
@@ -39,9 +38,7 @@ def load_model(
     return lm, tokenizer
 
 
-def read_model(
-    name: str, flag: str, whole: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def read_model(name: str, flag: str, whole: bool) -> Loaded:
     """Model (float32, on the CPU or, if not `whole`, on meta; attention by sdpa) and tokenizer.
 
     Weights are loaded in float32 because they are the optimiser's master copy: at lr 1e-6 an update

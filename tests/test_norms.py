@@ -233,10 +233,11 @@ def one_of_two(folder: Path) -> None:
         policy = shard(Policy(copy.deepcopy(lm)), how, world)
         _, norms = common.norms.gradient_norms(policy, batch, ARGS, world)
         assert torch.allclose(norms.double(), expected, rtol=1e-4)
-        for damage in DAMAGED_TURNS.values():
-            _, norms = mutate(common.norms, *damage).gradient_norms(policy, batch, ARGS, world)
-            wrong = not torch.allclose(norms.double(), expected, rtol=1e-4)
-            assert global_sum({"wrong": float(wrong)}, world)["wrong"]
+    policy = shard(Policy(lm), sharded, world)
+    for damage in DAMAGED_TURNS.values():
+        _, norms = mutate(common.norms, *damage).gradient_norms(policy, batch, ARGS, world)
+        wrong = not torch.allclose(norms.double(), expected, rtol=1e-4)
+        assert global_sum({"wrong": float(wrong)}, world)["wrong"]
     (folder / str(rank)).touch()
     dist.destroy_process_group()
 
