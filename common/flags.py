@@ -78,6 +78,12 @@ class Flags:
     """Column of a local file that holds the reference answer."""
     wandb: str = ""
     """Weights & Biases project to log to as well (needs the package)."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights
+    are float32."""
+    shard_ranks: Whole = 0
+    """Neighbouring ranks that share one model's weights, and others hold replicas: a node's GPUs,
+    where nodes are linked slowly (0: all ranks; below 10M parameters each has its own)."""
     offload_reference: bool = False
     """Keep the shards of π_ref in CPU memory, where the objective has a KL term."""
 

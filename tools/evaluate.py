@@ -207,11 +207,11 @@ def main(args: Args, world: World) -> None:
     with together(world, Refused, f"--run_dir {folder}: cannot be used"):
         responses = Responses(folder) if world.rank == 0 else None
     args.model = config.get("model", args.model)
-    lm, tokenizer = load_model(args.model, "MODEL")
+    lm, tokenizer = load_model(args.model, world, "MODEL")
     sets, remarks = load_sets(args, config, tokenizer)
     engine, step = make_engine(args, lm, world), 0
     if config:
-        policy = shard(Policy(lm), world, args.dtype)
+        policy = shard(Policy(lm), args, world)
         step = load_weights(run / "checkpoints", policy, world, f"MODEL {run}")
         engine.sync(policy)
         del policy
