@@ -134,6 +134,7 @@ def test_every_number_among_the_flags_names_its_source(algorithm):
         )
         number = number and ast.unparse(field.annotation).split("[")[0] not in (
             "bool",
+            "bool | Literal",
             "Literal",
             "Annotated",
             "Seed",

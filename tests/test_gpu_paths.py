@@ -319,7 +319,8 @@ def push(folder: Path) -> None:
     """On each of two ranks: all parameters, as the engine asks for them."""
     world = setup()
     lm, _ = load_model("tiny-moe")
-    policy = shard(Policy(lm), world, "bfloat16")
+    args = SimpleNamespace(dtype="bfloat16", shard_ranks=2)
+    policy = shard(Policy(lm), args, world)
     pushed = Pushed(DTensor.full_tensor)
     DTensor.full_tensor = lambda tensor: pushed(tensor)
     names = [name for name, _ in checkpoint_parameters(policy, torch.bfloat16)]
