@@ -38,8 +38,8 @@ class Flags:
     """What only `common` reads; the same in every file."""
 
     task: str = "arithmetic"
-    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or
-    reasoning_gym:<name>."""
+    """`arithmetic` (or arithmetic:mix, :deep, :noisy, :steps), a .jsonl or .parquet file, a hub set
+    (gsm8k, math, dapo-math-17k, ...), or reasoning_gym:<name>."""
     seed: Seed = 1
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     run_dir: str = ""

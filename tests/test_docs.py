@@ -132,7 +132,7 @@ def test_every_number_among_the_flags_names_its_source(algorithm):
         number = isinstance(field.value, ast.Constant | ast.Tuple) and "str" not in ast.unparse(
             field.annotation
         )
-        number = number and ast.unparse(field.annotation).split("[")[0] not in (
+        number = number and re.match(r"\w+", ast.unparse(field.annotation))[0] not in (
             "bool",
             "bool | Literal",
             "Literal",
