@@ -95,11 +95,10 @@ def on_a_rank(folder: Path, jobs: list[tuple[str, int]]) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "jobs"),
-    [(2, [(name, n) for name in ALGORITHMS for n in (2, 1)]), (4, [("grpo", 2), ("vcpo", 2)])],
-    ids=["two", "four"],
-)
+TWO = [*((name, 2) for name in ALGORITHMS), ("grpo", 1), ("vcpo", 1), ("goldilocks", 1)]
+
+
+@pytest.mark.parametrize(("ranks", "jobs"), [(2, TWO), (4, [("grpo", 2), ("vcpo", 2)])])
 def test_ranks_change_nothing(world, tmp_path, monkeypatch, ranks, jobs):
     """Several gloo ranks, each with its share of the groups and micro-batches of its own, against
     one: a model's weights shared by all, each with its own, and two pairs.

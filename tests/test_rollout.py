@@ -232,6 +232,14 @@ def test_little_of_a_micro_batch_is_padding(world):
     assert sum(lengths) / sum(padded) > 0.8 and max(padded) <= 16_384 and len(micros) < 60
 
 
+def test_a_pass_over_experts_is_dearer(world, monkeypatch):
+    """Where a pass costs more, rows of several lengths share one."""
+    monkeypatch.setitem(rollout_module.PASS_TOKENS, "cpu", (10, 10_000))
+    batch = of_lengths([5, 5, 50, 50, 500, 500])
+    passes = [len(micro_batches(batch, 16_384, world, experts)) for experts in (False, True)]
+    assert passes == [3, 1]
+
+
 def test_no_division_into_micro_batches_costs_less(world, monkeypatch):
     """Against all divisions of the sorted rows: padded tokens, and a fixed price for each pass."""
     monkeypatch.setitem(rollout_module.PASS_TOKENS, "cpu", (30, 30))
