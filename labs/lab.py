@@ -183,12 +183,13 @@ def filled(page: str, rows: list[list[str]]) -> str:
 
 def over(runs: list[dict], name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Median, and the two ends between which 80% of the seeds lie, of a number or a series."""
-    return tuple(np.nanquantile(np.array([run[name] for run in runs], float), (0.5, 0.1, 0.9), 0))
+    values = np.array([run[name] for run in runs], float)  # inf: never
+    return tuple(np.nanquantile(values, (0.5, 0.1, 0.9), 0, method="inverted_cdf"))
 
 
 def cell(runs: list[dict], name: str, form: str = ".2f") -> str:
     """Median and range of 80% of the seeds, for a table: `0.51 (0.48–0.60)`."""
-    middle, low, high = (format(float(x), form) for x in over(runs, name))
+    middle, low, high = (format(x, form).replace("inf", "never") for x in over(runs, name))
     return middle if low == high else f"{middle} ({low}–{high})"
 
 

@@ -12,6 +12,8 @@ from tests import checks
 from tests.adapters import MODULES
 from torch import Tensor
 
+torch.set_num_threads(1)  # tables this small gain nothing from a second
+
 
 def given(arms: dict[str, tuple]) -> dict[str, tuple]:
     """The arms `name -> (file, flags)` whose file this repository has."""
