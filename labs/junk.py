@@ -71,7 +71,9 @@ def draw(results: dict) -> object:
             x = np.arange(len(runs[0]["p"]))
             lab.line(axis, x, runs, "p", colour)
             lab.label(axis, x[-1], lab.over(runs, "p")[0][-1], name, colour)
-        axis.set(xlabel="rollouts", xlim=(0, 1.2 * len(x)), yscale="log")
+        axis.set(xlabel="rollouts", xlim=(0, 1.2 * len(x)))
+    lab.plain_ticks(axes[0], "y", (0.002, 0.005, 0.01))
+    lab.plain_ticks(axes[1], "y", (0.001, 0.01, 0.1, 1))
     return figure
 
 

@@ -210,6 +210,13 @@ def sheet(title: str, *panels: str, width: float = 9.0, height: float = 4.2) -> 
     return figure, axes
 
 
+def plain_ticks(axis: object, which: str, ticks: tuple) -> None:
+    """A logarithmic axis, `x` or `y`, with these numbers on it and no powers of ten."""
+    getattr(axis, f"set_{which}scale")("log")
+    getattr(axis, f"set_{which}ticks")(ticks, labels=[f"{tick:g}" for tick in ticks])
+    getattr(axis, f"{which}axis").minorticks_off()
+
+
 def line(axis: object, x: np.ndarray, runs: list[dict], name: str, colour: str, **style) -> None:
     """The median over seeds as a line, 80% of them as a band."""
     middle, low, high = over(runs, name)

@@ -2,7 +2,7 @@
 
 Each of the 30 is right with chance 0.97, the last one, of 20, with 0.03 or 0.001; the reward wants
 all. 4 prompts, 8 responses each. DEEP-GRPO cuts a failed response at a multiple of five tokens,
-chosen by its own `choose_pivot`, and grows 8 new ends. *Same tokens* is no branches and five times
+chosen by its own `choose_pivot`, and grows 8 new ends. *Same tokens* is no branches and three times
 the responses. Adam, here alone: with plain steps whoever averages over fewer tokens, as a branch
 does, would simply take longer ones.
 
@@ -18,11 +18,11 @@ import torch
 
 from labs import lab, toy
 
-TITLE = "A branch saves steps where the decision is rare, and tokens nowhere"
-WAYS = {"no branches": 8, "no branches, same tokens": 40, "DEEP-GRPO": 8}  # -> responses
+TITLE = "A branch saves steps; as many tokens in plain responses save more"
+WAYS = {"no branches": 8, "no branches, same tokens": 24, "DEEP-GRPO": 8}  # -> responses
 ARMS = {f"{p:g}, {way}": (p, way) for p in (0.03, 0.001) for way in WAYS}
 COLOURS = dict(zip(WAYS, (lab.BLACK, lab.GREY, lab.ORANGE)))
-EASY, V, P, K, LR, LONGEST = 30, 20, 4, 8, 0.05, 300
+EASY, V, P, K, LR, LONGEST = 30, 20, 4, 8, 0.05, 400
 LINE = list(range(EASY + 1))  # what stands at which place is no matter to where a response is cut
 BOUNDARIES = set(range(4, EASY, 5))
 
@@ -78,16 +78,16 @@ def rows(results: dict) -> list[list[str]]:
 
 def draw(results: dict) -> object:
     figure, axes = lab.sheet(TITLE, "steps until half of all succeed", "thousand tokens until then")
-    for axis, name in zip(axes, ("steps", "tokens")):
-        for row, (way, colour) in enumerate(COLOURS.items()):
-            for column, p in enumerate((0.03, 0.001)):
-                runs = results[f"{p:g}, {way}"]
-                values = np.array([run[name] for run in runs]) / (1000 if name == "tokens" else 1)
-                y = -row - 4 * column
-                axis.scatter(values, np.full(len(values), y), s=14, color=colour, alpha=0.35)
-                axis.plot(np.median(values), y, "|", color=colour, markersize=18, markeredgewidth=3)
-        axis.set_yticks([])
+    places = {arm: -y - (y > 2) for y, arm in enumerate(ARMS)}
+    for axis, name, unit in zip(axes, ("steps", "tokens"), (1, 1000)):
+        for arm, y in places.items():
+            values, colour = np.array([run[name] for run in results[arm]]) / unit, COLOURS[ARMS[arm][1]]
+            axis.scatter(values, np.full(len(values), y), s=16, color=colour, alpha=0.3)
+            axis.plot(np.median(values), y, "|", color=colour, markersize=18, markeredgewidth=3)
+        axis.set_yticks([*places.values()], labels=[""] * len(places))
         axis.set_xlim(left=0)
+    axes[0].set_yticks([*places.values()], labels=[arm.replace(", ", ": ", 1) for arm in places])
+    axes[0].set_ylabel("chance of the right decision at first: way")
     return figure
 
 

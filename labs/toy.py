@@ -4,6 +4,7 @@ Plain gradient steps, no Adam and no gradient clipping: both hide how a loss wei
 """
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 
 import common  # noqa: F401  (before torch)
@@ -43,11 +44,19 @@ def logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def gradient(
-    module: ModuleType, flags: dict, logits: Tensor, tokens: Tensor, **given: Tensor
+    module: ModuleType,
+    flags: dict,
+    logits: Tensor,
+    tokens: Tensor,
+    read: Callable[[Tensor, Tensor], Tensor] = logprobs,
+    **given: Tensor,
 ) -> Tensor:
-    """∇ of the file's loss (without a KL term) by the logits; `given`: old_logp, advantages, ..."""
+    """∇ of the file's loss, without a KL term, by the logits; `given`: old_logp, advantages, ...
+
+    `read(logits, tokens)` are the log-probs `[N, T]`.
+    """
     logits = logits.detach().requires_grad_()
-    logp = logprobs(logits, tokens)  # [N, T]
+    logp = read(logits, tokens)  # [N, T]
     given = {"mask": torch.ones_like(logp)} | given
     loss, _ = checks.loss_of(module, checks.no_kl(module, **flags), logp=logp, **given)
     return torch.autograd.grad(loss, logits)[0]
