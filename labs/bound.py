@@ -11,7 +11,6 @@ right. *Stale*: the group was sampled by older weights, by a random step of 0.7 
 import itertools
 import sys
 
-import numpy as np
 import torch
 from tests import checks
 

@@ -73,10 +73,7 @@ GROUPS = [torch.tensor([0, 0, 1]), torch.tensor([1, 0, 1])]
 
 def check_spread_groups(module: ModuleType) -> None:
     """Each group's z-score is over all its rows, wherever they are."""
-    found = on_ranks(
-        module.rank_advantages,
-        *((r, g, 2) for r, g in zip(REWARDS, GROUPS)),
-    )
+    found = on_ranks(module.rank_advantages, *((r, g, 2) for r, g in zip(REWARDS, GROUPS)))
     rewards, groups = torch.cat(REWARDS), torch.cat(GROUPS)
     wanted = torch.empty_like(rewards)
     for group in (0, 1):
@@ -182,7 +179,7 @@ CHECKS = {
         check_large_rewards: "sum squares of (reward - mean), in a second all_sum",
     },
     "accumulate": {
-        check_any_division: "add up sums and counts, divide once at the end: no mean of means",
+        check_any_division: "add up sums and counts, divide once at the end: no mean of means"
     },
     "ess_ratio": {
         check_ess: "the sum's square over the sum of squares, and over B",

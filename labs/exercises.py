@@ -36,9 +36,7 @@ def rank_advantages(
     return centred / (variance.sqrt()[groups] + 1e-6)
 
 
-def accumulate(
-    parameter: Tensor, micros: list[Callable[[], tuple[Tensor, Tensor]]]
-) -> float:
+def accumulate(parameter: Tensor, micros: list[Callable[[], tuple[Tensor, Tensor]]]) -> float:
     """The mean loss over all tokens of a mini-batch, and its gradient, micro-batch by micro-batch.
 
     Each of `micros`, called, gives the sum of its tokens' losses, with a graph, and their number;

@@ -63,7 +63,7 @@ def rows(results: dict) -> list[list[str]]:
 
 
 def draw(results: dict) -> object:
-    words = "chance of a junk token; the reward is a coin", "chance of the right token, 0.001 at first"
+    words = "chance of a junk token; the reward is a coin", "chance of the right token, by rollout"
     figure, axes = lab.sheet(TITLE, *words)
     for axis, task in zip(axes, ("junk", "fork")):
         for name, colour in COLOURS.items():

@@ -7,9 +7,8 @@ A lab is a module with
     COLUMNS          are the columns of metrics.jsonl that are kept instead
     rows(results)    the table: a list of rows of cells, the head first
     draw(results)    the figure
-`results` is {arm: [one run's numbers, ...]}, a run for each seed. The page NAME.md quotes numbers
-of the table as `0.97<!--row/column-->`, and has the table itself between `<!--table-->` and
-`<!--/table-->`.
+`results` is {arm: [one run's numbers, ...]}, a run for each seed. The page NAME.md quotes medians
+of the table as `0.97<!--row/column-->`; between `<!--table-->` and `<!--/table-->` it stands whole.
 """
 
 import argparse
@@ -37,9 +36,7 @@ from tqdm import tqdm
 HERE = Path(__file__).parent
 SEEDS, QUICK = 20, 3  # of a full run, of a quick one
 # Told apart by the colour-blind, too (Okabe and Ito)
-BLACK, GREY, BLUE, ORANGE, GREEN, PINK = (
-    "#222222 #888888 #0072B2 #D55E00 #009E73 #CC79A7".split()
-)
+BLACK, GREY, BLUE, ORANGE, GREEN, PINK = "#222222 #888888 #0072B2 #D55E00 #009E73 #CC79A7".split()
 
 
 def main(lab: ModuleType) -> None:
@@ -162,7 +159,7 @@ def text(rows: list[list[str]]) -> str:
 
 def markdown(rows: list[list[str]]) -> str:
     """The same as a table of the page."""
-    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
 
 
@@ -175,7 +172,9 @@ def filled(page: str, rows: list[list[str]]) -> str:
         flags=re.DOTALL,
     )
     cells = {f"{row[0]}/{head}": cell for row in rows[1:] for head, cell in zip(rows[0], row)}
-    return re.sub(r"[^\s(]+<!--(.+?/.+?)-->", lambda m: f"{cells[m[1]]}<!--{m[1]}-->", page)
+    return re.sub(
+        r"[^\s(]+<!--(.+?/.+?)-->", lambda m: f"{cells[m[1]].split()[0]}<!--{m[1]}-->", page
+    )
 
 
 # Over seeds

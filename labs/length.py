@@ -65,7 +65,8 @@ def measure(arm: str, seed: int, quick: bool) -> dict:
 def rows(results: dict) -> list[list[str]]:
     table = [["arm", "right at the end", "wrong at the end"]]
     for arm, runs in results.items():
-        table.append([arm, *(lab.cell(runs, f"{which} end", ".1f") for which in ("right", "wrong"))])
+        ends = (lab.cell(runs, f"{which} end", ".1f") for which in ("right", "wrong"))
+        table.append([arm, *ends])
     return table
 
 

@@ -43,7 +43,8 @@ def measure(arm: str, seed: int, quick: bool) -> dict:
             break
         main = toy.sample(logits, P * G, generator)  # [N, T]
         rewards = (main == 0).all(dim=1).double()  # [N]
-        batch, mask, branch = main, torch.ones(main.shape, dtype=torch.float64), torch.zeros(len(main))
+        batch, mask = main, torch.ones(main.shape, dtype=torch.float64)  # [N, T], [N, T]
+        branch = torch.zeros(len(main), dtype=torch.float64)  # [N]
         A = deep.advantages(rewards.view(P, G)).flatten()  # [N]
         if way == "DEEP-GRPO":
             fit, rows = deep.fit_success(feedback), [(main, mask, A)]
@@ -61,7 +62,7 @@ def measure(arm: str, seed: int, quick: bool) -> dict:
             branch = (torch.arange(len(batch)) >= len(main)).double()  # [N + branches]
         tokens += main.numel()
         held = {"old_logp": toy.logprobs(logits, batch), "advantages": A, "mask": mask}
-        logits.grad = toy.gradient(deep, {}, logits, batch, **held, branch=branch.double())
+        logits.grad = toy.gradient(deep, {}, logits, batch, **held, branch=branch)
         adam.step()
     done = success[-1] > 0.5
     steps = len(success) - 1 if done else np.inf
@@ -81,7 +82,8 @@ def draw(results: dict) -> object:
     places = {arm: -y - (y > 2) for y, arm in enumerate(ARMS)}
     for axis, name, unit in zip(axes, ("steps", "tokens"), (1, 1000)):
         for arm, y in places.items():
-            values, colour = np.array([run[name] for run in results[arm]]) / unit, COLOURS[ARMS[arm][1]]
+            values = np.array([run[name] for run in results[arm]]) / unit
+            colour = COLOURS[ARMS[arm][1]]
             axis.scatter(values, np.full(len(values), y), s=16, color=colour, alpha=0.3)
             axis.plot(np.median(values), y, "|", color=colour, markersize=18, markeredgewidth=3)
         axis.set_yticks([*places.values()], labels=[""] * len(places))

@@ -1,4 +1,4 @@
-"""Learning from right answers only, from wrong ones only, or from both: what is found, what is kept?
+"""Learning from right answers only, from wrong ones only, or both: what is found, what is kept?
 
 One prompt, 20 possible answers of one token. *Easy*: four are right, at 0.05 each at first; *rare*:
 one is, at 0.002. 16 groups of 8, four plain gradient steps on each rollout, with grpo.py's loss;
@@ -64,8 +64,9 @@ def draw(results: dict) -> object:
             runs = results[f"{task}, {name}"]
             lab.line(axis, np.arange(len(runs[0]["p"])), runs, column, colour)
         axis.set_xlabel("rollouts")
-    for place, (name, colour) in zip(((2, 1.6), (75, 2.1), (60, 3.85), (60, 1.15)), COLOURS.items()):
-        lab.label(axes[1], *place, name, colour)
+    places = (2, 1.6), (75, 2.1), (60, 3.85), (60, 1.15)
+    for place, name in zip(places, COLOURS):
+        lab.label(axes[1], *place, name, COLOURS[name])
     axes[1].set_ylim(0.9, 4.1)
     return figure
 
