@@ -122,11 +122,11 @@ def write(table: Path, content: dict) -> None:
 
 
 def plain(value: object) -> object:
-    """Numbers to four digits: a table is to be read, and kept."""
+    """Numbers to four digits, a curve's to three: a table is to be read, and kept."""
     if isinstance(value, str):
         return value
     array = np.asarray(value, float)
-    return [plain(v) for v in array.tolist()] if array.ndim else float(f"{array:.4g}")
+    return [float(f"{v:.3g}") for v in array] if array.ndim else float(f"{array:.4g}")
 
 
 def trained(command: str, seed: int, columns: tuple, quick: bool) -> dict:

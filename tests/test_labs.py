@@ -55,11 +55,9 @@ def direction_of_junk(found: dict) -> None:
 
 
 def direction_of_lock(found: dict) -> None:
-    """In ten steps nothing is found; only what it costs shows."""
-    spent = {
-        arm: middle([{"t": run["spent"][-1]} for run in runs], "t") for arm, runs in found.items()
-    }
-    assert 2 < spent["0.001, DEEP-GRPO"] / spent["0.001, no branches"] < 5
+    """In ten steps nothing is found; only what they cost shows."""
+    cost = {arm: middle(runs, "per step") for arm, runs in found.items()}
+    assert 2 < cost["0.001, DEEP-GRPO"] / cost["0.001, no branches"] < 5
 
 
 def direction_of_signs(found: dict) -> None:
