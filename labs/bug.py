@@ -154,8 +154,9 @@ BUGS = [
     ),
     Bug(
         (
-            "means.add(entropy=(entropy.sum(), micro.mask.sum()))",
-            "means.add(entropy=(-logp.sum() / micro.mask.sum(), micro.mask.sum()))",
+            "logp, entropy = response_logprobs(policy, micro, args.temperature)",
+            "logp, _ = response_logprobs(policy, micro, args.temperature); "
+            "entropy = -logp.detach() / micro.mask.sum()",
         ),
         LOOP,
         "The runs are the same. Which curve lies?",

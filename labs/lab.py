@@ -54,7 +54,8 @@ def main(lab: ModuleType) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/labs"), help="default: runs/labs")
     words = parser.parse_args()
     table, figure = words.out / "tables" / f"{name}.json", words.out / "figures" / f"{name}.png"
-    seeds = words.seeds or (QUICK if words.quick else getattr(lab, "SEEDS", SEEDS))
+    full = getattr(lab, "SEEDS", SEEDS)
+    seeds = words.seeds if words.seeds is not None else QUICK if words.quick else full
     try:
         if seeds < 1:
             raise BadInput(f"--seeds {seeds}: must be 1 or more")
