@@ -85,8 +85,9 @@ BUGS = [
         "sequence ratio",
         "check_fixture",
         "Look at `clip_share`. Is a ratio of 1.2 much?",
-        "The ratio of whole responses, the sum of log-ratios without its root: after 30 tokens it "
-        "is far from 1, and with an ε of 0.2 whole responses are clipped. gspo.py takes the mean.",
+        "The ratio of whole responses is the sum of their log-ratios, without its root: after 25 "
+        "tokens it leaves 1 ± 0.2 far sooner, and then the whole response is clipped. Every token's "
+        "weight lacks its 1/|y|, too: look at the gradient norm. gspo.py takes the mean.",
         "a hand-written GRPO of an interview, nowcoder 834129782068559872: summed log-probs, no "
         "root, clip 0.2",
     ),
@@ -133,7 +134,7 @@ BUGS = [
     Bug(
         "π_old is π_θ",
         LOOP,
-        "What does the run say about itself when it ends?",
+        "Which curve should move, and does not?",
         "π_old is taken anew at every step: the ratio is always 1, nothing is ever clipped, and"
         " four mini-batches are four times plain policy gradient. The rewards do not show it; "
         "`clip_share`, 0 throughout, does.",
