@@ -73,6 +73,8 @@ def in_words(error: BaseException, path: Path) -> str:
         return f"line {error.lineno} is no Python: {error.msg}"
     if isinstance(error, NotImplementedError):
         return first_line(error)
+    if isinstance(error, KeyError) and not error.__traceback__.tb_next.tb_next:
+        return f"{error} is missing from the statistics, the third that policy_loss returns"
     lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
     if isinstance(error, AssertionError) and not lines:
         return first_line(error) if error.args and isinstance(error.args[0], str) else ""
