@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
@@ -27,7 +26,7 @@ from types import ModuleType
 
 import common  # noqa: F401  (before torch)
 import numpy as np
-from common.curves import series, smooth  # noqa: F401  (smooth: for the labs)
+from common.curves import series
 from common.distributed import BadInput, first_line
 from common.folder import read_lines, whole
 from tools.marks import ROOT
@@ -228,10 +227,3 @@ def label(axis: object, x: float, y: float, words: str, colour: str, **more) -> 
     """Words at a line, in its colour: better than a legend."""
     style = {"ha": "left", "va": "center", "fontsize": 9.5, "fontweight": "bold"} | more
     axis.annotate(words, (x, y), (4, 0), textcoords="offset points", color=colour, **style)
-
-
-def padded(runs: list[dict], name: str) -> Iterator[dict]:
-    """Series of different lengths, each held at its last value up to the longest's."""
-    longest = max(len(run[name]) for run in runs)
-    for run in runs:
-        yield run | {name: run[name] + run[name][-1:] * (longest - len(run[name]))}
