@@ -108,7 +108,7 @@ def rows(results: dict) -> list[list[str]]:
 
 def draw(results: dict) -> object:
     figure, axes = lab.sheet(
-        TITLE, "on-policy (open: no baseline); at the right the angle", "stale"
+        TITLE, "on-policy; open: no baseline", "stale; at the right of both: angle to ∇J"
     )
     colours = dict(zip(FILES, (lab.BLACK, lab.GREEN, lab.BLUE, lab.ORANGE, lab.PINK, lab.GREY)))
     names = [name for name in (*FILES, *BOUNDS) if f"stale: {name}" in results]
