@@ -113,7 +113,7 @@ class Args(Flags):
     save_hf: bool = False
     """Write the final model in the Hugging Face format, to `model` in the run folder."""
     resume: bool | Literal["auto"] = False
-    """Go on from the newest checkpoint in the run folder, to the bit; auto: if there is one."""
+    """Go on from the newest checkpoint in the run folder; auto: if there is one."""
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 5
@@ -300,7 +300,8 @@ def main(args: Args, world: World) -> None:
         with run.clock("old_logp"):
             # Mini-batches of whole groups; in each the ranks trade rows until tokens balance.
             minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
-            for minibatch in minibatches:  # in the update's own passes: the first r are exactly 1
+            # In the update's own micro-batches, so that its first ratios are exactly 1.
+            for minibatch in minibatches:
                 minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
                 if reference:
                     minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
@@ -338,9 +339,9 @@ def main(args: Args, world: World) -> None:
                     denominator = denominator + count
                     means.add(loss=(loss, count), **stats)
                     means.add(**by_sign(entropy, micro))
-                # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their
-                # number it is the sum over all ranks; divided by what they counted together, the
-                # mean that the objective asks for.
+                # Each rank has summed; the mean of the ranks' sums is FSDP's, or taken here where
+                # it is not needed. Times their number it is the sum over all ranks; divided by what
+                # they counted together, the mean that the objective asks for.
                 denominator = global_sum({"count": denominator}, world)["count"]
                 scale_gradients(policy, world.size / denominator)
                 norm = clip_gradients(policy, args.grad_clip)

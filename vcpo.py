@@ -113,7 +113,7 @@ class Args(Flags):
     save_hf: bool = False
     """Write the final model in the Hugging Face format, to `model` in the run folder."""
     resume: bool | Literal["auto"] = False
-    """Go on from the newest checkpoint in the run folder, to the bit; auto: if there is one."""
+    """Go on from the newest checkpoint in the run folder; auto: if there is one."""
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 0  # <own>
@@ -303,7 +303,7 @@ def policy_loss(
     per_response = (logp * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i| Σ log π
     stats = {
         "weight": (weight.sum(), len(weight)),
-        "weight_max": (log_w.clamp(max=20).exp().max(), None),
+        "weight_max": (torch.cat([mask.new_zeros(1), log_w.clamp(max=20).exp()]).max(), None),
     }
     # The mean over responses
     return -(weight * advantages * per_response).sum(), mask.new_tensor(len(mask)), stats
@@ -369,7 +369,7 @@ def main(args: Args, world: World) -> None:
             rollout.rewards = rewards.flatten()  # [N]
             minibatches = [deal(part, world, G) for part in rollout.split(args.minibatches)]
             # </own>
-            for minibatch in minibatches:  # in the update's own passes: the first r are exactly 1
+            for minibatch in minibatches:
                 minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
                 if reference:
                     minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
@@ -421,9 +421,9 @@ def main(args: Args, world: World) -> None:
                     denominator = denominator + count
                     means.add(loss=(loss, count), **stats)
                     means.add(**by_sign(entropy, micro))
-                # Each rank has summed, and FSDP has taken the mean of the ranks' sums. Times their
-                # number it is the sum over all ranks; divided by what they counted together, the
-                # mean that the objective asks for.
+                # Each rank has summed; the mean of the ranks' sums is FSDP's, or taken here where
+                # it is not needed. Times their number it is the sum over all ranks; divided by what
+                # they counted together, the mean that the objective asks for.
                 denominator = global_sum({"count": denominator}, world)["count"]
                 scale_gradients(policy, world.size / denominator)
                 # <own>

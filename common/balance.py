@@ -30,14 +30,18 @@ def deal(batch: Rollout, world: World, unit: int = 1) -> Rollout:
     come = [there.count(world.rank) * unit for there in goals]  # rows from each rank
 
     def exchanged(name: str, column: Tensor) -> Tensor:
+        column = column[order.to(column.device)]
         if column.dim() > 1:  # to the widest rank's width
             missing = max(width[name] for _, width in shares) - column.shape[1]
             filler = column.new_zeros(len(column), missing, *column.shape[2:])
             column = torch.cat([column, filler], dim=1)
-        rows = column[order.to(column.device)].unsqueeze(-1).flatten(1)
-        rows = rows.view(torch.uint8)  # [n, bytes]: no backend knows every type
+        # [n, bytes]: no backend knows every type
+        rows = column.unsqueeze(-1).flatten(1).view(torch.uint8)
         found = rows.new_empty(sum(come), rows.shape[1])
         dist.all_to_all_single(found, rows, come, leave)
         return found.view(column.dtype).view(-1, *column.shape[1:])
 
-    return Rollout(**{name: exchanged(name, column) for name, column in vars(batch).items()})
+    # The same order on all ranks
+    return Rollout(
+        **{name: exchanged(name, column) for name, column in sorted(vars(batch).items())}
+    )

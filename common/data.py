@@ -26,7 +26,7 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from common.distributed import BadInput, RunStopped, blame, first_line
+from common.distributed import BadInput, blame, first_line
 from common.folder import checksum
 from common.reward import GYM_SIZE, MathJudge, arithmetic_reward, final_answer, gym_rows
 from common.tiny import arithmetic
@@ -399,7 +399,7 @@ class Rows:
             found = pair(self.source[place], self.columns, "")
             if (*map(key, found),) == (self.prompts[row], self.answers[row]):
                 return found
-        raise RunStopped(f"{self.where}{place + 1}: changed under the run")
+        raise BadInput(f"{self.where}{place + 1}: changed under the run")
 
 
 def key(text: str) -> int:

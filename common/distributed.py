@@ -194,7 +194,7 @@ def global_sum(values: dict[str, float | Tensor], world: World) -> dict[str, flo
 
 
 def gather(values: Tensor, world: World) -> Tensor:
-    """The ranks' vectors, of any lengths, end to end in rank order, on every rank; small ones."""
+    """The ranks' vectors, of any lengths, end to end in rank order, on every rank."""
     parts = [None] * world.size
     dist.all_gather_object(parts, values.cpu())
     return torch.cat(parts).to(values.device)
@@ -224,7 +224,8 @@ def scale_gradients(policy: nn.Module, factor: float) -> None:
     """Multiply every gradient by `factor`: sums become the mean that the objective asks for.
 
     A plain module on several ranks gets the mean over them here, which FSDP takes in each backward
-    pass: one message for all gradients of an optimiser step.
+    pass: one message for all gradients of an optimiser step. (All ranks have the same ones: a pass
+    over no rows gives zeros.)
     """
     gradients = [one.grad for one in policy.parameters() if one.grad is not None]
     if dist.get_world_size() > 1 and not isinstance(gradients[0], DTensor):

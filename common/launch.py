@@ -139,6 +139,9 @@ def settle(args: object, world: World, model: str) -> None:
     if args.rollout == "auto":  # starting vLLM takes a minute, longer than an embedded model's run
         vllm = gpu and model not in EMBEDDED and importlib.util.find_spec("vllm")
         args.rollout = "vllm" if vllm else "hf"
+    if args.rollout == "vllm" and world.size % args.tensor_parallel:
+        wrong = f"--tensor_parallel {args.tensor_parallel}: does not divide the {world.size} ranks"
+        raise Refused(wrong)
     if args.dtype == "auto":
         args.dtype = "bfloat16" if gpu else "float32"
 
@@ -155,6 +158,7 @@ def without_effect(args: object, world: World) -> Iterator[str]:
         (kinds <= made, f"with --task {args.task}", "instruction"),
         (kinds <= {*made, *HUB}, "without a local file", "prompt_column answer_column"),
         (getattr(args, "beta", 0) == 0, "without a KL term", "offload_reference"),
+        (world.device.type == "cpu", "on a CPU", "offload_reference"),
     ):
         for flag in fields(args) if idle else ():
             if flag.name in names.split() and getattr(args, flag.name) != flag.default:

@@ -175,13 +175,15 @@ def response_logprobs(policy: nn.Module, batch: Rollout, temperature: float) -> 
 def all_logprobs(policy: nn.Module, batch: Rollout, args: object, world: World) -> Pair:
     """`response_logprobs` of a whole batch without gradient, in micro-batches: two `[N, T]`.
 
-    With a mixture of experts, where the algorithm may ask for them, the batch gets a column
-    `trainer_experts`, like the sampler's.
+    With a mixture of experts, where the choices will be replayed or compared, the batch gets a
+    column `trainer_experts`, like the sampler's.
     """
     logp, entropy, routed = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask), None
+    replay = getattr(args, "routing_replay", "none")
+    wanted = replay == "r2" or hasattr(batch, "sampler_experts")  # to replay, or to compare
     for rows in micro_batches(policy, batch, args.micro_tokens, world):
         logp[rows], entropy[rows] = response_logprobs(policy, batch.rows(rows), args.temperature)
-        if policy.routing.active and len(rows) and hasattr(args, "routing_replay"):
+        if policy.routing.active and len(rows) and wanted:
             part = policy.routing.recorded().cpu().unflatten(0, (len(rows), -1))
             if routed is None:
                 routed = part.new_zeros(*batch.sequences.shape, *part.shape[2:])

@@ -29,15 +29,24 @@ class HFEngine:
     the batch.
     """
 
-    def __init__(self, lm: PreTrainedModel, world: World, seed: int, dtype: str, max_rows: int):
-        """`dtype`: float32, bfloat16, or float8: e4m3 matrices, computing in bfloat16."""
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        world: World,
+        seed: int,
+        dtype: str,
+        max_rows: int,
+        experts: bool = True,
+    ):
+        """`dtype`: float32, bfloat16, or float8: e4m3 matrices, computing in bfloat16. `experts`:
+        report them, where the model has some."""
         self.float8 = dtype == "float8"
         precision = torch.float32 if dtype == "float32" else torch.bfloat16
         self.lm = receive(copy.deepcopy(lm), world).eval().requires_grad_(False)
         for parameter in self.lm.parameters():  # not .to(dtype): rotary frequencies stay float32
             parameter.data = parameter.data.to(precision)
         self.device, self.max_rows, self.routing = world.device, max_rows, Routing(self.lm)
-        self.reports_experts = self.routing.active
+        self.reports_experts = experts and self.routing.active
         self.eos = torch.tensor(lm.generation_config.eos_token_id, device=world.device)
         # Ranks draw different samples for their different prompts, the same in a run's repetition.
         self.rank = world.rank
@@ -99,7 +108,7 @@ class HFEngine:
             why = "a learning rate far too high, or damaged weights in --model"
             raise RunStopped(f"the model's logits are NaN or infinite: {why}")
         routed = torch.zeros(0)
-        if self.routing.active:  # the prompt's part moves from left- to right-padded
+        if self.reports_experts:  # the prompt's part moves from left- to right-padded
             seen = self.routing.recorded().unflatten(0, padded.shape)  # [P, width, layers, k]
             routed = seen.new_zeros(len(contexts), width + limit, *seen.shape[2:])
             routed[:, :width][attention.flip(1).bool()] = seen[attention.bool()]
@@ -128,7 +137,7 @@ class HFEngine:
                 attention, position = attention[going], position[going]
             attention = torch.cat([attention, attention.new_ones(len(alive), 1)], dim=1)
             logits = self._logits(token, attention, position, cache)  # [alive, V]
-            if self.routing.active:
+            if self.reports_experts:
                 routed[alive, position[:, 0]] = self.routing.recorded()
             position = position + 1
         ends, last = count.tolist(), (length + count).tolist()
@@ -171,4 +180,5 @@ def make_engine(args: object, lm: PreTrainedModel, world: World) -> object:
 
         return VLLMEngine(args, lm, world)
     dtype = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype
-    return HFEngine(lm, world, args.seed, dtype, args.rollout_rows)
+    experts = hasattr(args, "routing_replay")  # who may replay them compares them, too
+    return HFEngine(lm, world, args.seed, dtype, args.rollout_rows, experts)

@@ -33,8 +33,6 @@ class VLLMEngine:
         if "quantization" in options and low:
             needs = "needs a GPU of compute capability 8.9 (H100, L40, RTX 40) or newer"
             raise BadInput(f"--rollout_dtype float8: {needs}: use auto")
-        if world.size % ranks:
-            raise BadInput(f"--tensor_parallel {ranks}: does not divide the {world.size} ranks")
         # In this process, where weights are handed over without a copy.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
         os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if cpu else {}  # not all to one core
@@ -197,6 +195,8 @@ def vllm_options(args: object, lm: PreTrainedModel, world: World) -> dict:
         return options
     options |= {"gpu_memory_utilization": args.vllm_memory, "enable_sleep_mode": args.vllm_sleep}
     options["hf_overrides"] = {"head_dtype": "float32"}  # as the trainer's: see head_logits
+    if ranks > 1:  # it hands on addresses that expandable segments (common/__init__) have not
+        options["disable_custom_all_reduce"] = True
     # Only on request: vLLM then schedules no batch ahead, which would outlive the cache's reset,
     # and copies experts at every step.
     asked = getattr(args, "routing_replay", "none") == "r3"

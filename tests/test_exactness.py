@@ -140,3 +140,18 @@ def test_the_first_ratios_are_exactly_one(tmp_path, name):
     bfloat16 that alone carries tokens over the edge of a clip."""
     equal = first_ratios(tmp_path / "run", name)
     assert len(equal) > 4 and all(equal)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_micro_batch_without_rows_adds_nothing(name):
+    """A rank that has few rows, and long ones, waits with such for the others' passes."""
+    module = module_of(name)
+    logp, none = torch.zeros(0, 7, requires_grad=True), torch.zeros(0, 7)
+    given = {key: none for key in ("old_logp", "rollout_logp", "ref_logp", "entropy", "mask")}
+    more = {"threshold": torch.tensor(0.0)} if name == "stapo" else {}
+    args, A = module.Args(), torch.zeros(0)
+    loss, count, stats = module.policy_loss(args, logp=logp, advantages=A, **given, **more)
+    loss.backward()
+    assert loss == 0 and count == 0
+    for total, _ in stats.values():
+        assert total == 0

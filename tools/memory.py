@@ -2,7 +2,7 @@
 
     python -m tools.memory [FILE ...]
 
-What is counted, with N parameters over R ranks:
+What is counted, with N parameters over R ranks (or --shard_ranks):
     states       float32 master copy, AdamW's two moments, float32 gradient: 16 N / R bytes
                  (goldilocks: and as much for the teacher, the same model without its head)
     reference    float32 shards, 4 N / R (0 without a KL term, or with --offload_reference)
@@ -120,7 +120,7 @@ def estimate(name: str, words: list[str]) -> dict[str, float]:
     def number(field: str) -> float:
         return float(flags.get(f"--{field}", getattr(args, field, 0)))
 
-    shape = SHAPES[flags["--model"]]
+    shape, sharing = SHAPES[flags["--model"]], int(number("shard_ranks")) or ranks
     response = number("max_new_tokens") + PROMPT
     tokens = max(number("micro_tokens"), response)  # the longest response is never split
     n, root, layer = shape.parameters(), shape.root(), shape.layer()
@@ -132,8 +132,8 @@ def estimate(name: str, words: list[str]) -> dict[str, float]:
     sleeps, width = "--vllm_sleep" in flags, 1 if args.rollout_dtype == "float8" else 2
     whole_gradient = 4 * shape.head() if name == "vcpo" else 0
     parts = {
-        "states": 16 * trained / ranks,
-        "reference": 4 * n / ranks if refers and not offloads else 0,
+        "states": 16 * trained / sharing,
+        "reference": 4 * n / sharing if refers and not offloads else 0,
         "gathered": 2 * (root + 2 * layer) + 6 * (root + layer) + whole_gradient,
         "activations": held + 4 * 4 * BLOCK_ELEMENTS,
         "vLLM weights": width * n / number("tensor_parallel"),
