@@ -4,6 +4,7 @@ missing."""
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import common  # noqa: F401  (before torch)
 import grpo
@@ -11,10 +12,11 @@ import pytest
 import torch
 from common.checkpoint import save_model
 from common.distributed import CLOSING, RunStopped, setup, shard
-from common.logprobs import Policy, all_logprobs
+from common.logprobs import Policy, all_logprobs, sampler_gap
 from common.model import EMBEDDED, load_model
 from common.rollout import make_engine
 from common.rollout_vllm import VLLMEngine
+from common.tracking import Run
 
 from tests.helpers import SMALL, metrics, started
 
@@ -55,10 +57,11 @@ def gap(
     world: object,
     **how: object,
 ) -> float:
-    """Largest |log π_old - log μ| over a rollout."""
+    """Largest |log π_old - log μ| over a rollout; the run's check as in a third step like it."""
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     rollout = engine.generate(prompts, 4, 32, args.temperature, **how)
     rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)
+    Run.trusted(SimpleNamespace(args=args, apart=2), sampler_gap([rollout], world))
     return ((rollout.old_logp - rollout.rollout_logp) * rollout.mask).abs().max().item()
 
 
