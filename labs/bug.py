@@ -1,0 +1,254 @@
+"""Find the bug: a damaged file and the true one, trained side by side. Only the curves are shown.
+
+    python -m labs.bug                      what there is
+    python -m labs.bug 3                    two short runs (a minute or two each), one figure
+    python -m labs.bug 3 --reveal           the line, the check that sees it, and where it was real
+
+Most damages are named ones of the tests: no damaged file is stored anywhere.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import common  # noqa: F401  (before torch)
+from common.distributed import BadInput, first_line
+from tests import checks
+from tools import compare
+from tools.marks import ROOT, algorithms
+
+LOOP = "tests/test_loop.py"
+RUN = "--steps 30 --eval_every 10 --eval_problems 128 --eval_samples 2 --save_every 1000"
+
+
+@dataclass
+class Bug:
+    """A damage and what there is to learn from it.
+
+    `named` is one of tests/checks/FILE.py, or of tests/loop_mutants.txt where `seen_by` is the
+    loop's test; or else the damage stands here, as (what stands there once, what it becomes).
+    """
+
+    named: str | tuple[str, str]
+    seen_by: str  # a check of tests/checks/FILE.py, or test_loop's
+    look: str  # a question that does not tell
+    why: str  # what it does, and what gave it away
+    real: str = ""  # public code in which it was
+    file: str = "grpo"
+    flags: str = ""
+
+    def damage(self) -> tuple[str, str]:
+        """What stands in the file, and what it becomes."""
+        if not isinstance(self.named, str):
+            return self.named
+        if self.seen_by != LOOP:
+            return checks.of(self.file)[1][self.named][:2]
+        text = (ROOT / "tests" / "loop_mutants.txt").read_text()
+        block = rf"^{self.file} [^:]*: {re.escape(self.named)}\n- (.*)\n\+ (.*)$"
+        return tuple(p.replace("\\n", "\n") for p in re.search(block, text, re.MULTILINE).groups())
+
+
+BUGS = [
+    Bug(
+        "max for min",
+        "check_coefficients",
+        "Whose step is not held back, and who cannot come back?",
+        "max takes the other branch of the clip: what moved out too far keeps its gradient, "
+        "what moved the wrong way loses it. The clip is inside out.",
+        flags="--minibatches 16",
+    ),
+    Bug(
+        "dropped EOS",
+        "check_eos_counts",
+        "One token of every response is missing from the loss. Which, and what does it decide?",
+        "The EOS gets no gradient, so nobody learns when to stop: look at the response length "
+        "and at `truncated`. The usual cause is a mask made of `tokens != pad` where pad and "
+        "EOS are one id.",
+    ),
+    Bug(
+        "KL direction",
+        "check_kl",
+        "Look at `ref_kl`, and at little else.",
+        "exp(x) - x - 1 of x = log π_θ - log π_ref estimates another divergence (its mean under"
+        " π_θ is χ² - KL, in place of KL(π_θ ‖ π_ref)). It still pulls to the reference, and "
+        "hardly a curve betrays it: only an enumeration does.",
+        "natolambert/rlhf-book, code/policy_gradients/loss.py (2026-08-21), and "
+        "zafstojano/policy-gradients, loss.py; their ancestor tiny-grpo has it right",
+        flags="--beta 0.1",
+    ),
+    Bug(
+        "sequence ratio",
+        "check_coefficients",
+        "Look at `clip_share`. Is a ratio of 1.2 much?",
+        "The ratio of whole responses, the sum of log-ratios without its root: after 30 tokens it "
+        "is far from 1, and with an ε of 0.2 whole responses are clipped. gspo.py takes the mean.",
+        "a hand-written GRPO of an interview, nowcoder 834129782068559872: summed log-probs, no "
+        "root, clip 0.2",
+    ),
+    Bug(
+        "mean of the batch",
+        "check_advantages",
+        "Which prompts learn faster than they should, and which are pushed down?",
+        "One baseline for all prompts: an easy prompt's samples are all rewarded, a hard one's "
+        "all punished, and groups without a difference teach all the same. The advantages of a "
+        "group no longer add up to 0.",
+        "Search-R1 v0.1 (issue 88): one group id per sample, so that no group had a mean of its"
+        " own (and training was *more* stable than with true GRPO)",
+    ),
+    Bug(
+        "mean of the part",
+        "check_parts_add_up",
+        "`--micro_tokens` is to change memory, never the gradient. Is it so?",
+        "Each micro-batch is averaged on its own and the means are added: with small "
+        "micro-batches the gradient grows with their number, and short ones count as much as "
+        "long ones. The gradient norm shows it; the clip at 1 hides it from the other curves.",
+        "nanochat, scripts/chat_rl.py (2026-07-03): a mean over passes of each pass's token mean; "
+        "OpenRLHF's aggregation and DeepSpeed's offloaded optimiser, as arXiv 2604.23747 reports",
+        flags="--micro_tokens 512",
+    ),
+    Bug(
+        ("args.max_new_tokens, args.temperature)", "args.max_new_tokens, 0.8)"),
+        LOOP,
+        "A check was turned off for this run: `--sampler_tolerance 10`. What did it guard?",
+        "Sampled at temperature 0.8, trained at 1: the sampler's log-probs are not the "
+        "policy's. The ratio hides it, as both sides of it agree; `sampler_kl` does not. With "
+        "the tolerance in place the run stops at its first step.",
+        "TRL issue 4159 (first-token ratio 2.0); simple_GRPO (sampling at 0.9); minimind's "
+        "torch engine (sampling at 0.8)",
+        flags="--sampler_tolerance 10",
+    ),
+    Bug(
+        "rewards as [G, P]",
+        LOOP,
+        "Every single number looks sane. What do the samples of a group have in common?",
+        "The flat rewards are read as [G, P]: siblings are compared with samples of other "
+        "prompts, and the rewards land on other rows. Advantages have mean 0 and std 1, and "
+        "nothing to do with the response.",
+    ),
+    Bug(
+        "gradients of the last mini-batch stay",
+        LOOP,
+        "Look at the gradient norm within a run.",
+        "No zero_grad: every step follows the sum of all gradients since the start. The norm "
+        "grows, the clip at 1 hides the size but not the direction.",
+    ),
+    Bug(
+        (
+            "return -per_response.sum(), mask.new_tensor(len(mask)), stats",
+            "return -(per_response * (logp.detach() - rollout_logp).sum(1).exp()).sum(), "
+            "mask.new_tensor(len(mask)), stats",
+        ),
+        "check_coefficients",
+        "Two corrections are better than one?",
+        "A weight π_θ/μ on top of PPO's π_θ/π_old: the move away from π_old is counted twice. The "
+        "correction for the sampler is π_old/μ there; π_θ/μ belongs to a loss without the ratio "
+        "(minirl.py).",
+        "slime pull request 179, first version",
+        flags="--minibatches 16 --lr 1e-3",
+    ),
+    Bug(
+        (
+            "means.add(entropy=(entropy.sum(), micro.mask.sum()))",
+            "means.add(entropy=(-logp.sum() / micro.mask.sum(), micro.mask.sum()))",
+        ),
+        LOOP,
+        "The runs are the same. Which curve lies?",
+        "The logged entropy is -Σ log p of the samples over the number of tokens, twice: it "
+        "shrinks as batches grow. The mean of the distribution's entropy is meant.",
+        "nano-aha-moment (2025-07-07): −Σ log p(sample), divided by the token count twice",
+    ),
+    Bug(
+        (
+            'stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())',
+            'stats["ref_kl"] = ((log_ref_ratio * mask).sum(), mask.sum())',
+        ),
+        "check_kl",
+        "The runs are the same. Which curve lies?",
+        "The metric is the mean of log π_ref - log π_θ, which is -KL: it falls as the policy "
+        "leaves the reference.",
+        "minimind, train_grpo.py (2026-08-21): the logged `kl_ref`",
+    ),
+]
+
+
+def damaged(bug: Bug) -> str:
+    """The text of the damaged file."""
+    path = next(path for path in algorithms() if path.stem == bug.file)
+    return checks.replaced(path, *bug.damage())
+
+
+def train(path: Path, folder: Path, flags: str) -> None:
+    """`python path FLAGS`, one thread, unless the folder has that run."""
+    if (folder / "summary.json").exists():
+        return
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, str(path), *RUN.split(), *flags.split(), "--run_dir", str(folder)]
+    ended = subprocess.run(words, env=environment, stdout=subprocess.DEVNULL)
+    if ended.returncode:
+        raise BadInput(f"{path.name} ended with exit code {ended.returncode}, see above")
+
+
+def play(number: int, out: Path) -> None:
+    """Both runs and their figure."""
+    bug = BUGS[number - 1]
+    mark = re.sub(r"\W+", "_", bug.flags).strip("_")
+    right, wrong = out / f"{bug.file}_{mark}".strip("_"), out / f"damaged_{number}"
+    wrong.parent.mkdir(parents=True, exist_ok=True)
+    source = out / f"source_{number}"
+    source.mkdir(exist_ok=True)
+    (source / f"{bug.file}.py").write_text(damaged(bug))
+    train(ROOT / f"{bug.file}.py", right, bug.flags)
+    train(source / f"{bug.file}.py", wrong, bug.flags)
+    compare.main([right, wrong], str(out / f"bug_{number}"))
+    print(textwrap.fill(f"Bug {number}. {bug.look} Then --reveal.", 100))
+
+
+def reveal(number: int) -> str:
+    """The line, the reason, the check, the source."""
+    bug = BUGS[number - 1]
+    path = next(path for path in algorithms() if path.stem == bug.file)
+    changed, before = damaged(bug).splitlines(), path.read_text().splitlines()
+    at = next(i for i, (a, b) in enumerate(zip(before, changed)) if a != b)
+    gone = len(before) - len(changed)
+    lines = [f"{path.name}:{at + 1}", f"- {before[at].strip()}"]
+    lines += [f"+ {changed[at].strip()}"] if not gone else []
+    seen = LOOP if bug.seen_by == LOOP else f"{bug.seen_by} of tests/checks/{bug.file}.py"
+    lines += [textwrap.fill(bug.why, 100), f"Seen by {seen}."]
+    return "\n".join(
+        [*lines, *([textwrap.fill(f"It was real: {bug.real}.", 100)] * bool(bug.real))]
+    )
+
+
+def main() -> None:
+    """List, play or reveal."""
+    parser = argparse.ArgumentParser(
+        prog="labs.bug",
+        usage=argparse.SUPPRESS,  # an error is one line
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("number", nargs="?", type=int, metavar="N")
+    parser.add_argument("--reveal", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("runs/labs/bugs"))
+    words = parser.parse_args()
+    try:
+        if words.number is None:
+            for number, bug in enumerate(BUGS, 1):
+                print(f"{number:2}  {bug.file}.py {bug.flags}".rstrip() + f": {bug.look}")
+        elif not 1 <= words.number <= len(BUGS):
+            raise BadInput(f"{words.number}: there are bugs 1 to {len(BUGS)}")
+        elif words.reveal:
+            print(reveal(words.number))
+        else:
+            play(words.number, words.out)
+    except (BadInput, OSError) as error:
+        parser.error(first_line(error))
+
+
+if __name__ == "__main__":
+    main()

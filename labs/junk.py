@@ -1,0 +1,81 @@
+"""Positions that do not matter to the reward: what STAPO's mask does to them, and to a discovery.
+
+*junk*: responses of 20 tokens of which one is at 0.99 (a junk token otherwise) and 8 that are open;
+the reward is a coin. *fork*: the first token alone decides; a wrong one is at 0.98, the right one
+at 0.001, two open tokens follow.
+
+    python -m labs.junk
+"""
+
+import sys
+
+import numpy as np
+import torch
+
+from labs import lab, toy
+
+TITLE = "STAPO's mask cannot tell a slip from a discovery: it removes both"
+ARMS = {f"{task}, {name}": (task, stem) for task in ("junk", "fork") for name, stem in (
+    ("GRPO", "grpo"), ("STAPO", "stapo"))}  # fmt: skip
+COLOURS = {"GRPO": lab.BLACK, "STAPO": lab.ORANGE}
+P, G, V, LR = 16, 8, 20, {"junk": 4.0, "fork": 6.0}
+ROLLOUTS = {"junk": 200, "fork": 150}
+
+
+def tables(task: str) -> torch.Tensor:
+    """The policy at first: logits `[T, V]`."""
+    if task == "junk":
+        sure, free = toy.start(0.99, V).expand(20, V), torch.zeros(8, V, dtype=torch.float64)
+        return torch.cat([sure, free])
+    fork = torch.full((V,), 0.019 / (V - 2), dtype=torch.float64)
+    fork[0], fork[1] = 0.001, 0.98
+    return torch.stack([fork.log(), *torch.zeros(2, V, dtype=torch.float64)])
+
+
+def measure(arm: str, seed: int, quick: bool) -> dict:
+    """The mean chance of a junk token, or the right one's, after each rollout."""
+    (task, stem), generator = ARMS[arm], torch.Generator().manual_seed(seed)
+    module, logits, curve = toy.load(stem), tables(task), []
+    for _ in range(20 if quick else ROLLOUTS[task]):
+        chances = logits.softmax(-1)  # [T, V]
+        p = (1 - chances[:20, 0]).mean() if task == "junk" else chances[0, 0]
+        curve.append(p.item())
+        tokens = toy.sample(logits, P * G, generator)  # [N, T]
+        coin = torch.rand(P, G, generator=generator, dtype=torch.float64) < 0.5  # [P, G]
+        right = coin if task == "junk" else (tokens[:, 0] == 0).view(P, G)
+        old_logp = toy.logprobs(logits, tokens)  # [N, T]
+        entropy = -(chances * logits.log_softmax(-1)).sum(-1).expand_as(old_logp)  # [N, T]
+        held = {"advantages": module.advantages(right.double()).flatten(), "entropy": entropy}
+        slope = toy.gradient(module, {}, logits, tokens, old_logp=old_logp, **held)
+        logits = logits - LR[task] * len(logits) * slope
+    return {"p": curve, "end": curve[-1], "found": next(
+        (i for i, p in enumerate(curve) if p > 0.5), np.inf)}  # fmt: skip
+
+
+def rows(results: dict) -> list[list[str]]:
+    table = [["arm", "p at the end", "found by", "rollouts until found"]]
+    for arm, runs in results.items():
+        found = [run for run in runs if np.isfinite(run["found"])] if "fork" in arm else []
+        by = f"{len(found)} of {len(runs)}" if "fork" in arm else "–"
+        when = lab.cell(found, "found", ".0f") if found else "–"
+        table.append([arm, lab.cell(runs, "end", ".4f"), by, when])
+    return table
+
+
+def draw(results: dict) -> object:
+    words = "chance of a junk token; the reward is a coin", "chance of the right token, by rollout"
+    figure, axes = lab.sheet(TITLE, *words)
+    for axis, task in zip(axes, ("junk", "fork")):
+        for name, colour in COLOURS.items():
+            runs = results[f"{task}, {name}"]
+            x = np.arange(len(runs[0]["p"]))
+            lab.line(axis, x, runs, "p", colour)
+            lab.label(axis, x[-1], lab.over(runs, "p")[0][-1], name, colour)
+        axis.set(xlabel="rollouts", xlim=(0, 1.2 * len(x)))
+    lab.plain_ticks(axes[0], "y", (0.002, 0.005, 0.01))
+    lab.plain_ticks(axes[1], "y", (0.001, 0.01, 0.1, 1))
+    return figure
+
+
+if __name__ == "__main__":
+    lab.main(sys.modules[__name__])

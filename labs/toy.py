@@ -1,0 +1,62 @@
+"""Policies so small that they are a table of logits, trained by the real files' losses.
+
+Plain gradient steps, no Adam and no gradient clipping: both hide how a loss weighs its tokens.
+"""
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+
+import common  # noqa: F401  (before torch)
+import torch
+from tests import checks
+from tests.adapters import MODULES
+from torch import Tensor
+
+torch.set_num_threads(1)  # tables this small gain nothing from a second
+
+
+def given(arms: dict[str, tuple]) -> dict[str, tuple]:
+    """The arms `name -> (file, flags)` whose file this repository has."""
+    return {name: arm for name, arm in arms.items() if arm[0] in MODULES}
+
+
+def load(stem: str) -> ModuleType:
+    """An algorithm file, by its stem."""
+    return importlib.import_module(MODULES[stem])
+
+
+def start(p: float, size: int) -> Tensor:
+    """Logits `[size]` of a softmax with probability p on 0 and the rest spread evenly."""
+    first = torch.tensor(p / (1 - p) * (size - 1), dtype=torch.float64).log()
+    return torch.cat([first[None], torch.zeros(size - 1, dtype=torch.float64)])
+
+
+def sample(logits: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """`count` responses from independent tables `[T, V]` -> tokens `[count, T]`."""
+    chances = logits.softmax(-1)  # [T, V]
+    return torch.multinomial(chances, count, True, generator=generator).T
+
+
+def logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """log π of tokens `[N, T]` under tables `[T, V]` -> `[N, T]`."""
+    return logits.log_softmax(-1).gather(1, tokens.T).T
+
+
+def gradient(
+    module: ModuleType,
+    flags: dict,
+    logits: Tensor,
+    tokens: Tensor,
+    read: Callable[[Tensor, Tensor], Tensor] = logprobs,
+    **given: Tensor,
+) -> Tensor:
+    """∇ of the file's loss, without a KL term, by the logits; `given`: old_logp, advantages, ...
+
+    `read(logits, tokens)` are the log-probs `[N, T]`.
+    """
+    logits = logits.detach().requires_grad_()
+    logp = read(logits, tokens)  # [N, T]
+    given = {"mask": torch.ones_like(logp)} | given
+    loss, _ = checks.loss_of(module, checks.no_kl(module, **flags), logp=logp, **given)
+    return torch.autograd.grad(loss, logits)[0]

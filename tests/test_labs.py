@@ -1,0 +1,183 @@
+"""The labs: each runs, in the direction that its page says; the pages' numbers are the tables'."""
+
+import importlib
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from labs import lab
+
+from tests.helpers import ROOT
+from tests.test_docs import refused
+
+NAMES = sorted(path.stem for path in (ROOT / "labs").glob("*.md"))
+
+
+def load(name: str) -> ModuleType:
+    return importlib.import_module(f"labs.{name}")
+
+
+def results(name: str, folder: Path = ROOT / "labs") -> dict:
+    """The runs of a table."""
+    return json.loads((folder / "tables" / f"{name}.json").read_text())["results"]
+
+
+def run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *flags: object) -> dict:
+    """`python -m labs.NAME` in this process -> what its table holds."""
+    monkeypatch.setattr(sys, "argv", ["lab", "--out", str(folder), *map(str, flags)])
+    monkeypatch.delitem(sys.modules, f"labs.{name}", raising=False)
+    runpy.run_module(f"labs.{name}", run_name="__main__", alter_sys=True)
+    return results(name, folder)
+
+
+def middle(runs: list[dict], name: str) -> float:
+    return float(lab.over(runs, name)[0])
+
+
+def direction_of_fork(found: dict) -> None:
+    need = {arm: middle(runs, "rollouts") for arm, runs in found.items()}
+    assert max(need["MASPO"], need["SAPO"]) < 0.8 * need["clip-higher"] < need["GRPO"]
+
+
+def direction_of_flips(found: dict) -> None:
+    end = {
+        arm: middle([{"e": run["entropy"][-1]} for run in runs], "e") for arm, runs in found.items()
+    }
+    assert end["GRPO, flips"] < end["SAPO, flips"] - 0.1 and end["GRPO, clean"] > end["GRPO, flips"]
+
+
+def direction_of_junk(found: dict) -> None:
+    assert middle(found["junk, STAPO"], "end") < 0.9 * middle(found["junk, GRPO"], "end")
+
+
+def direction_of_lock(found: dict) -> None:
+    """In ten steps nothing is found; only what it costs shows."""
+    spent = {
+        arm: middle([{"t": run["spent"][-1]} for run in runs], "t") for arm, runs in found.items()
+    }
+    assert 2 < spent["0.001, DEEP-GRPO"] / spent["0.001, no branches"] < 5
+
+
+def direction_of_signs(found: dict) -> None:
+    assert middle(found["easy, wrong only"], "left") > 3.99 > middle(found["easy, both"], "left")
+    assert middle(found["easy, both"], "end") > middle(found["easy, wrong only"], "end")
+
+
+def direction_of_length(found: dict) -> None:
+    grpo, *others = found.values()
+    for other in others:
+        assert middle(grpo, "wrong end") > middle(other, "wrong end") + 1
+        assert middle(grpo, "right end") < middle(other, "right end") - 1
+
+
+def direction_of_bound(found: dict) -> None:
+    noise = {arm: middle(runs, "noise") for arm, runs in found.items()}
+    best = noise["on-policy: best constant"]
+    assert noise["on-policy: best for each prefix"] < best < noise["on-policy: GRPO"]
+    for runs in (found["on-policy: VCPO, no baseline"], found["stale: VCPO, no baseline"]):
+        assert middle(runs, "angle") < 5
+    plain, bare = (
+        found["on-policy: GRPO, no baseline"],
+        found[f"on-policy: {load('bound').BOUNDS[0]}"],
+    )
+    for one, other in zip(plain, bare):  # two ways to the same number
+        assert abs(one["noise"] / other["noise"] - 1) < 2e-3 and one["angle"] < 0.01
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_quick_run_goes_the_way_of_its_page(name, tmp_path, monkeypatch, capsys):
+    found = run(name, tmp_path, monkeypatch, "--quick", "--seeds", 2)
+    assert list(found) == list(load(name).ARMS) and all(len(runs) == 2 for runs in found.values())
+    globals()[f"direction_of_{name}"](found)
+    assert (tmp_path / "figures" / f"{name}.png").stat().st_size > 10_000
+    assert lab.text(load(name).rows(found)) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_has_the_numbers_of_its_table(name):
+    """The table's cells, and every number of what came out; arms that are no more are no result."""
+    page = (ROOT / "labs" / f"{name}.md").read_text()
+    assert lab.filled(page, load(name).rows(results(name))) == page
+    told = page.split("## What came out")[1].split("## Why")[0]
+    told = re.sub(r"<!--table-->.*?<!--/table-->|!\[.*?\)", "", told, flags=re.DOTALL)
+    assert not re.findall(r"\d", re.sub(r"[^\s(]+<!--.+?-->|`.*?`", "", told))
+    assert "- [ ]" in page and page.count("<details>") >= 3
+    assert f"python -m labs.{name} " in page and (ROOT / "labs/figures" / f"{name}.png").exists()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_shipped_table_is_a_full_run(name):
+    table = json.loads((ROOT / "labs/tables" / f"{name}.json").read_text())
+    assert (
+        table["seeds"] >= 20 and not table["quick"] and re.match(r"\d{4}-\d\d-\d\d", table["date"])
+    )
+    assert table["command"] == f"python -m labs.{name} --seeds {table['seeds']}"
+    assert all(len(runs) == table["seeds"] for runs in table["results"].values())
+    assert set(table["results"]) <= set(load(name).ARMS)
+
+
+def test_redraw_measures_nothing(tmp_path, monkeypatch):
+    """The figure comes out of the table alone, and out of the shipped one the shipped figure."""
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables/fork.json").write_bytes((ROOT / "labs/tables/fork.json").read_bytes())
+    before = (tmp_path / "tables/fork.json").stat().st_mtime_ns
+    monkeypatch.setattr("labs.toy.gradient", None)
+    run("fork", tmp_path, monkeypatch, "--redraw")
+    assert (tmp_path / "tables/fork.json").stat().st_mtime_ns == before
+    assert (tmp_path / "figures/fork.png").exists()
+
+
+def test_what_is_measured_again_is_the_same():
+    """A seed is all that a toy depends on."""
+    fork = load("fork")
+    arm, runs = next(iter(results("fork").items()))
+    again = fork.measure(arm, 1, False)
+    assert {key: lab.plain(value) for key, value in again.items()} == runs[0]
+
+
+def test_wrong_calls_are_one_line(tmp_path, monkeypatch, capsys):
+    for words in (["--seeds", 0], ["--redraw", "--out", tmp_path], ["--nope"]):
+        refused(monkeypatch, capsys, "labs.fork", *words)
+
+
+class Runs(ModuleType):
+    """A lab of two arms that are command lines."""
+
+    ARMS = {"one": "grpo.py --lr 1e-3", "two": "sapo.py"}
+    COLUMNS = ("reward",)
+
+
+def test_a_lab_of_runs_goes_on_where_its_table_ends(tmp_path, monkeypatch):
+    """What is in the table of the same command line is not run again."""
+    made, table = [], tmp_path / "t.json"
+
+    def trained(command: str, seed: int, columns: tuple, quick: bool) -> dict:
+        made.append((command, seed))
+        return {"reward@": [1], "reward": [seed]}
+
+    monkeypatch.setattr(lab, "trained", trained)
+    module = Runs("labs.runs")
+    module.__spec__ = importlib.util.spec_from_loader("labs.runs", None)
+    lab.run(module, table, 1, False)
+    assert sorted(made) == [("grpo.py --lr 1e-3", 1), ("sapo.py", 1)]
+    lab.run(module, table, 2, False)
+    assert sorted(made[2:]) == [("grpo.py --lr 1e-3", 2), ("sapo.py", 2)]
+    monkeypatch.setattr(Runs, "ARMS", {"one": "grpo.py --lr 1e-4", "two": "sapo.py"})
+    lab.run(module, table, 2, False)
+    assert sorted(made[4:]) == [("grpo.py --lr 1e-4", 1), ("grpo.py --lr 1e-4", 2)]
+    assert [run["reward"] for run in json.loads(table.read_text())["results"]["two"]] == [[1], [2]]
+
+
+@pytest.mark.runs
+def test_a_run_as_a_process_gives_its_columns(tmp_path):
+    """And one that stops itself says why: the 8-bit sampler is beyond a float32 tolerance."""
+    small = "--prompts_per_step 4 --eval_samples 1 --max_new_tokens 16"
+    found = lab.trained(f"grpo.py {small}", 1, ("greedy", "reward"), True)
+    assert found["greedy@"].tolist() == [0, 2, 4] and len(found["reward"]) == 4
+    words = f"minirl.py {small} --sampler_tolerance 1e-6"
+    found = lab.trained(words, 1, ("reward",), True)
+    assert "sampler and trainer disagree" in found["stopped"]
