@@ -117,9 +117,6 @@ class Args(Flags):
     """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
     """Largest gradient norm (verl's default)."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights
-    are float32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
     clip_low: NonNegative = 0.2
@@ -214,9 +211,9 @@ class Curriculum:
             limits = f"a multiple of the {world.size} ranks, and at most --window {args.window}"
             raise BadInput(f"--teacher_batch {args.teacher_batch}: must be {limits}")
         self.args, self.task, self.world = args, task, world
-        backbone, self.tokenizer = load_model(args.teacher or args.model, "--teacher")
+        backbone, self.tokenizer = load_model(args.teacher or args.model, world, "--teacher")
         self.encode(task.held_out[:1])  # refuses now, not after the run has begun
-        self.teacher = shard(Teacher(backbone.base_model), world, args.dtype)
+        self.teacher = shard(Teacher(backbone.base_model), args, world)
         if args.gradient_checkpointing:
             self.teacher.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
         head = {"params": self.teacher.head.parameters(), "lr": 10 * args.teacher_lr}
@@ -266,7 +263,7 @@ class Curriculum:
         # A batch of prompts without responses
         none, values = [[]] * len(prompts), torch.zeros(len(prompts), device=self.world.device)
         batch = Rollout.pack(prompts=prompts, tokens=none, logps=none, eos=[], device=values.device)
-        for rows in micro_batches(batch, self.args.micro_tokens, self.world):
+        for rows in micro_batches(self.teacher, batch, self.args.micro_tokens, self.world):
             micro, learning = batch.rows(rows), targets is not None
             sequences = micro.sequences[:, : micro.prompt_len.max()]  # [b, S]
             with torch.set_grad_enabled(learning):
@@ -303,7 +300,7 @@ class Curriculum:
             "teacher_rank_corr": (rank_correlation(f, y), len(f) > 1),
             "zero_groups_chosen": ((idle & best).sum(), best.sum()),
             "zero_groups_uniform": ((idle & chance).sum(), chance.sum()),
-            "terms": (terms, len(self.chosen) * (self.task.name == "arithmetic")),
+            "terms": (terms, len(self.chosen) * self.task.name.startswith("arithmetic")),
         }
 
 
@@ -359,12 +356,12 @@ def policy_loss(
 
 def main(args: Args, world: World) -> None:
     """The whole training loop."""
-    lm, tokenizer = load_model(args.model)
+    lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
     curriculum = Curriculum(args, task, world)  # <own>
-    policy = shard(Policy(lm), world, args.dtype)
+    policy = shard(Policy(lm), args, world)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     decay = {"betas": args.betas, "weight_decay": args.weight_decay}
@@ -428,7 +425,7 @@ def main(args: Args, world: World) -> None:
                 group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
             for minibatch in minibatches:
                 denominator = 0.0
-                for rows in micro_batches(minibatch, args.micro_tokens, world):
+                for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                     micro = minibatch.rows(rows)
                     logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
                     loss, count, stats = policy_loss(

@@ -106,9 +106,6 @@ class Args(Flags):
     """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
     """Largest gradient norm (verl's default)."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights
-    are float32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
     clip_low: NonNegative = 3e-4  # <own>
@@ -185,11 +182,11 @@ def policy_loss(
 
 def main(args: Args, world: World) -> None:
     """The whole training loop."""
-    lm, tokenizer = load_model(args.model)
+    lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
-    policy = shard(Policy(lm), world, args.dtype)
+    policy = shard(Policy(lm), args, world)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     decay = {"betas": args.betas, "weight_decay": args.weight_decay}
@@ -245,7 +242,7 @@ def main(args: Args, world: World) -> None:
                 group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
             for minibatch in minibatches:
                 denominator = 0.0
-                for rows in micro_batches(minibatch, args.micro_tokens, world):
+                for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                     micro = minibatch.rows(rows)
                     logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
                     loss, count, stats = policy_loss(

@@ -72,7 +72,7 @@ from common.batch import Rollout  # <own>
 from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.data import load_task
 from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
-from common.distributed import CLOSING, BadInput, gather  # <own>
+from common.distributed import CLOSING, BadInput, Refused, gather  # <own>
 from common.evaluation import evaluate
 from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.launch import launch
@@ -125,9 +125,6 @@ class Args(Flags):
     """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
     """Largest gradient norm (verl's default)."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights
-    are float32."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
     lag: Whole = 8  # <own>
@@ -263,6 +260,8 @@ class Stale:
         return {"queue": queue, "ahead": ahead}
 
     def load_state_dict(self, state: dict) -> None:
+        if state["other_ranks"] and (state["queue"] or state["ahead"]):
+            raise Refused(f"--resume: batches in flight: go on with {state['other_ranks']} rank(s)")
         for version, batch in state["queue"]:
             self.queue.append((version, [Rollout(**part).to(self.device) for part in batch]))
         if state["ahead"]:
@@ -313,11 +312,11 @@ def policy_loss(
 
 def main(args: Args, world: World) -> None:
     """The whole training loop."""
-    lm, tokenizer = load_model(args.model)
+    lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
-    policy = shard(Policy(lm), world, args.dtype)
+    policy = shard(Policy(lm), args, world)
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     decay = {"betas": args.betas, "weight_decay": args.weight_decay}
@@ -403,7 +402,7 @@ def main(args: Args, world: World) -> None:
                 log_w = torch.zeros_like(shift)  # [n]
                 # </own>
                 denominator = 0.0
-                for rows in micro_batches(minibatch, args.micro_tokens, world):
+                for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                     micro = minibatch.rows(rows)
                     logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
                     log_w[rows] = log_weight(logp, micro.rollout_logp, micro.mask)  # <own>

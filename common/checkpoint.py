@@ -130,7 +130,12 @@ def newest_whole(folder: Path, world: World, flag: str) -> tuple[Path, dict]:
 def load_checkpoint(
     folder: Path, policy: nn.Module, optimizer: Optimizer, world: World
 ) -> tuple[int, dict]:
-    """Restore the newest whole checkpoint in place; returns its step and this rank's `state`."""
+    """Restore the newest whole checkpoint in place; returns its step and this rank's `state`.
+
+    Weights and moments fit any number of ranks. `state["other_ranks"]` is how many saved, if not as
+    many as now: a rank beyond has the first one's state, and what belongs to one rank alone is to
+    be refused.
+    """
     checkpoint, saved = newest_whole(folder, world, "--resume")
     weights, moments = get_state_dict(policy, optimizer)
     what = f"--resume: {checkpoint} does not fit --model"
@@ -142,7 +147,10 @@ def load_checkpoint(
     torch.set_rng_state(states["torch"])
     if "cuda" in states and world.device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"])
-    return step_of(checkpoint), saved["state"]
+    other = saved["ranks"] if saved["ranks"] != world.size else 0
+    if other and world.rank == 0:
+        print(f"{checkpoint}: saved by {other} rank(s), now {world.size}: not to the bit")
+    return step_of(checkpoint), saved["state"] | {"other_ranks": other}
 
 
 def save_model(policy: nn.Module, tokenizer: Tokenizer, folder: Path, world: World) -> None:

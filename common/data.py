@@ -26,7 +26,7 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from common.distributed import BadInput, RunStopped, blame, first_line, first_on_its_node
+from common.distributed import BadInput, RunStopped, blame, first_line
 from common.folder import checksum
 from common.reward import GYM_SIZE, MathJudge, arithmetic_reward, final_answer, gym_rows
 from common.tiny import arithmetic
@@ -60,6 +60,7 @@ class Task:
     dropped: set[int] = field(default_factory=set)  # rows met so far whose prompt is too long
     fingerprint: str = ""  # of the local files it was read from: a resumed run must see the same
     remarks: list[str] = field(default_factory=list)  # on the data, for the user, a line each
+    exam: Callable | None = None  # the judge of the held-out problems, where it is another
 
     @property
     def killed(self) -> int:
@@ -70,11 +71,11 @@ class Task:
 def load_task(args: object, tokenizer: Tokenizer) -> Task:
     """The task that `--task` names, by its kind, with `--eval_problems` held-out problems."""
     gym = args.task.startswith("reasoning_gym:")
-    if args.eval_task and (gym or args.task == "arithmetic"):
+    if args.eval_task and (gym or args.task in arithmetic.KINDS):
         raise BadInput(f"--eval_task: --task {args.task} has its own held-out problems and judge")
     if "," in args.eval_task:
         raise BadInput(f"--eval_task {args.eval_task}: one set, several are for tools.evaluate")
-    if args.task == "arithmetic":
+    if args.task in arithmetic.KINDS:
         return arithmetic_task(args, tokenizer)
     return reasoning_gym_task(args, tokenizer) if gym else dataset_task(args, tokenizer)
 
@@ -83,31 +84,39 @@ def load_task(args: object, tokenizer: Tokenizer) -> Task:
 
 
 def arithmetic_task(args: object, tokenizer: Tokenizer) -> Task:
-    """The embedded task; held-out problems are the same for every seed: runs can be compared."""
+    """The embedded task, of any kind; held-out problems are the same for every seed."""
 
-    def problem(prompt: str) -> Problem:
-        return Problem(prompt, arithmetic.work(prompt)[1], encode(prompt, None, tokenizer))
+    kind = arithmetic.KINDS[args.task]
+    test = kind._replace(terms=kind.held_out or kind.terms)
+
+    def problem(prompt: str, worked: bool = False) -> Problem:
+        steps, answer = arithmetic.work(prompt)
+        answer = f"{';'.join(steps)}#{answer}" if worked else answer
+        return Problem(prompt, answer, encode(prompt, None, tokenizer))
 
     def train(index: int) -> Problem:
         rng = random.Random(f"train/{args.seed}/{index}")
-        while arithmetic.held_out(prompt := arithmetic.draw(rng)):
+        while arithmetic.held_out(prompt := arithmetic.draw(rng, kind)):
             pass
-        return problem(prompt)
+        return problem(prompt, worked=kind.reward is not None)
 
-    def judge(completions: list[str], answers: list[str]) -> list[float]:
-        return list(map(arithmetic_reward, completions, answers))
+    def judged(reward: Callable[[str, str], float]) -> Callable:
+        return lambda completions, answers: list(map(reward, completions, answers))
 
-    (most, limits), longest = room(args, tokenizer), len(problem(arithmetic.LONGEST).prompt_ids)
+    most, limits = room(args, tokenizer)
+    longest = len(problem("9" + "*9" * (max(kind.terms) - 1) + "=").prompt_ids)
     if longest > most:
-        raise BadInput(f"--task arithmetic: its longest prompt has {longest} tokens; {limits}")
+        raise BadInput(f"--task {args.task}: its longest prompt has {longest} tokens; {limits}")
     if args.eval_problems > MOST_HELD_OUT:
         raise BadInput(f"--eval_problems {args.eval_problems}: at most {MOST_HELD_OUT}")
     rng, chosen = random.Random("held-out"), {}
     for _ in slowly(range(args.eval_problems), "drawing held-out problems"):
-        while not arithmetic.held_out(prompt := arithmetic.draw(rng)) or prompt in chosen:
+        while not arithmetic.held_out(prompt := arithmetic.draw(rng, test)) or prompt in chosen:
             pass
         chosen[prompt] = problem(prompt)  # a dict: no problem twice, and the order is kept
-    return Task("arithmetic", train, list(chosen.values()), judge)
+    exam = judged(arithmetic_reward) if kind.reward else None
+    judge = judged(kind.reward or arithmetic_reward)
+    return Task(args.task, train, list(chosen.values()), judge, exam=exam)
 
 
 def reasoning_gym_task(args: object, tokenizer: Tokenizer) -> Task:
@@ -248,14 +257,6 @@ def remarks_on(spec: str, rows: Rows, judge: MathJudge) -> list[str]:
 
 
 # How a prompt becomes tokens
-
-
-def problems(rows: Rows, args: object, tokenizer: Tokenizer, flag: str) -> list[Problem]:
-    """A whole set as problems, without those whose prompt is too long."""
-    tried = (fitting(row, args, tokenizer) for row in slowly(rows, "tokenising"))
-    if not (found := [problem for problem in tried if problem]):
-        raise BadInput(f"{flag}: no problem left of {len(rows)}; {room(args, tokenizer)[1]}")
-    return found
 
 
 def fitting(row: tuple[str, str], args: object, tokenizer: Tokenizer) -> Problem | None:
@@ -417,9 +418,10 @@ class Lines:
 
     def __init__(self, file: BinaryIO):
         self.file, self.starts = file, array("Q", accumulate(map(len, file), initial=0))
+        self.starts.pop()  # the file's end
 
     def __len__(self) -> int:
-        return len(self.starts) - 1
+        return len(self.starts)
 
     def __getitem__(self, place: int) -> object:
         where = f"{self.file.name}:{place + 1}"
@@ -432,16 +434,12 @@ class Lines:
         with blame(f"{where}: not a JSON object"):
             return PARSER.decode(text) if text.strip() else None
 
-    def __iter__(self) -> Iterator[object]:
-        return map(self.__getitem__, range(len(self)))
 
-
+@dataclass
 class Table:
     """The rows of an Arrow table: in memory, or (hub sets) a map of a file on disk."""
 
-    def __init__(self, names: list[str], read: Callable[[list[str]], object], columns: HubSet):
-        wanted = [name for name in (columns.prompt, columns.answer) if name in names]
-        self.table = read(wanted or names)
+    table: object
 
     def __len__(self) -> int:
         return len(self.table)
@@ -462,8 +460,8 @@ def read_set(spec: str, args: object, split: str, flag: str = "--task") -> Rows:
     path, name = local_file(spec), spec.partition(":")[0]
     columns = HUB.get(name) or HubSet("", args.prompt_column, args.answer_column)
     if path is None and spec not in HUB:
-        more = "arithmetic, reasoning_gym:<name>, " if flag == "--task" else ""
-        known = f"{more}a .jsonl or .parquet file, {', '.join(HUB)}"
+        made = (*arithmetic.KINDS, "reasoning_gym:<name>, ") if flag == "--task" else ()
+        known = f"{', '.join(made)}a .jsonl or .parquet file, {', '.join(HUB)}"
         raise BadInput(f"{flag} {spec}: unknown, use one of {known}")
     if path is None and split == "train" and not columns.train:
         raise BadInput(f"--task {spec}: has no training split, use it as --eval_task")
@@ -515,7 +513,8 @@ def file_rows(path: Path, columns: HubSet, flag: str) -> Lines | Table:
 
     with blame(f"{path}: not a parquet file"):
         parquet = pyarrow.parquet.ParquetFile(file)
-        return Table(parquet.schema_arrow.names, parquet.read, columns)
+        names = {columns.prompt, columns.answer}.intersection(parquet.schema_arrow.names)
+        return Table(parquet.read(list(names) or None))
 
 
 def hub_rows(name: str, columns: HubSet, split: str, flag: str) -> Table:
@@ -524,6 +523,5 @@ def hub_rows(name: str, columns: HubSet, split: str, flag: str) -> Table:
 
     # Offline, renamed, gated: the library and its HTTP client raise many kinds.
     what = f"{flag} {name}: cannot load {columns.path}, use a local copy, {name}:<file>"
-    with first_on_its_node(), blame(what):
-        table = datasets.load_dataset(columns.path, columns.config, split=split).data
-    return Table(table.column_names, table.select, columns)
+    with blame(what):  # it locks: of several ranks on a node one downloads
+        return Table(datasets.load_dataset(columns.path, columns.config, split=split).data)

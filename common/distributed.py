@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 # Of the collectives: between two of them ranks may sample, or judge, for very different times.
 TIMEOUT = timedelta(hours=4)
 CLOSING: list[Callable[[], None]] = []  # what must be shut down before the process group is
+SMALL = 10_000_000  # parameters, below which gathering shards takes longer than computing
 
 
 class BadInput(ValueError):
@@ -110,26 +111,55 @@ def from_environment(name: str, default: int, least: int = 0, most: int = 2**31)
     raise BadInput(f"{wrong}: must be a number from {least} to {most}")
 
 
-def shard(policy: nn.Module, world: World, dtype: str, offload: bool = False) -> nn.Module:
+def shard(policy: nn.Module, args: object, world: World, offload: bool = False) -> nn.Module:
     """FSDP2 in place: each decoder layer a unit, the rest (embedding, last norm, head) the root's.
 
-    Master weights, gradients and their sums over ranks stay float32; with dtype bfloat16 the
-    forward and backward passes run on bfloat16 copies. Every unit gives its gathered copy back
-    after a pass, the root too (its default is to wait for a backward pass, which a reference model
-    never has). With `offload` the shards wait in CPU memory. One rank in float32, not offloaded,
-    has nothing to split or cast and keeps the plain module: FSDP2 would give the same gradient and,
-    at the embedded model's size, take some 15% of the step for its bookkeeping.
+    `--shard_ranks` neighbours share a model, and others hold replicas of their shards. The weights
+    are rank 0's, handed out a unit at a time. Master weights, gradients and their sums over ranks
+    stay float32; with dtype bfloat16 the forward and backward passes run on bfloat16 copies. Every
+    unit gives its gathered copy back after a pass, the root too (its default is to wait for a
+    backward pass, which a reference model never has). With `offload` the shards wait in CPU memory.
+    A rank with a model of its own in float32, not offloaded, has nothing to split or cast and keeps
+    the plain module: FSDP2 would give the same gradient and, at the embedded model's size, take
+    some 15% of the step for its bookkeeping. `scale_gradients` then does its sums over ranks.
     """
-    if world.size == 1 and dtype == "float32" and not offload:
-        return policy.to(world.device)
-    cast = (torch.bfloat16, torch.float32) if dtype == "bfloat16" else ()
+    small = sum(parameter.numel() for parameter in policy.parameters()) < SMALL
+    sharing = args.shard_ranks or (1 if small else world.size)  # ranks
+    if sharing == 1 and args.dtype == "float32" and not offload:
+        return receive(policy, world)
+    cast = (torch.bfloat16, torch.float32) if args.dtype == "bfloat16" else ()
     how = {"mp_policy": MixedPrecisionPolicy(*cast), "reshard_after_forward": True}
-    how["mesh"] = init_device_mesh(world.device.type, (world.size,))
+    replicas, names = world.size // sharing, ("replicas", "shards")
+    mesh = init_device_mesh(world.device.type, (replicas, sharing), mesh_dim_names=names)
+    how["mesh"] = mesh if replicas > 1 else mesh["shards"]
     if offload and world.device.type == "cuda":
         how["offload_policy"] = CPUOffloadPolicy()
     for layer in policy.lm.base_model.layers:
-        fully_shard(layer, **how)
-    return fully_shard(policy, **how)
+        fully_shard(receive(layer, world), **how)
+    return fully_shard(receive(policy, world), **how)
+
+
+def receive(module: nn.Module, world: World) -> nn.Module:
+    """Put rank 0's weights and buffers on every rank's device, in place of what a rank has.
+
+    A rank other than 0 needs no more than their shapes (the meta device). What is sharded already
+    is left alone, and what is tied stays tied.
+    """
+    received = {}
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, value in tensors.items():
+                if value is None or isinstance(value, DTensor):
+                    continue
+                if id(value) not in received:
+                    own, where = value.detach(), {"device": world.device}
+                    whole = torch.empty_like(own, **where) if own.is_meta else own.to(**where)
+                    if world.size > 1:
+                        dist.broadcast(whole, src=0)
+                    trained = isinstance(value, nn.Parameter)
+                    received[id(value)] = nn.Parameter(whole) if trained else whole
+                tensors[name] = received[id(value)]
+    return module
 
 
 def full_parameters(
@@ -190,24 +220,19 @@ def together(world: World, kind: type, what: str, *also: type) -> Iterator[None]
         raise kind(next(filter(None, failures)))
 
 
-@contextlib.contextmanager
-def first_on_its_node() -> Iterator[None]:
-    """Each node's first rank goes in alone, then the others: they find what it downloaded."""
-    ranks, first = dist.is_initialized(), os.environ.get("LOCAL_RANK", "0") == "0"
-    if ranks and not first:
-        dist.barrier()
-    try:
-        yield
-    finally:
-        if ranks and first:
-            dist.barrier()
-
-
 def scale_gradients(policy: nn.Module, factor: float) -> None:
-    """Multiply every gradient by `factor`: sums become the mean that the objective asks for."""
-    for parameter in policy.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)
+    """Multiply every gradient by `factor`: sums become the mean that the objective asks for.
+
+    A plain module on several ranks gets the mean over them here, which FSDP takes in each backward
+    pass: one message for all gradients of an optimiser step.
+    """
+    gradients = [one.grad for one in policy.parameters() if one.grad is not None]
+    if dist.get_world_size() > 1 and not isinstance(gradients[0], DTensor):
+        flat = nn.utils.parameters_to_vector(gradients)
+        dist.all_reduce(flat)
+        nn.utils.vector_to_parameters(flat.div_(dist.get_world_size()), gradients)
+    for gradient in gradients:
+        gradient.mul_(factor)
 
 
 def clip_gradients(policy: nn.Module, max_norm: float) -> float:

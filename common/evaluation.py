@@ -11,12 +11,13 @@ def evaluate(engine: object, task: Task, tokenizer: Tokenizer, args: object, wor
 
     `greedy`: of one response at temperature 0; `sampled`: the mean of --eval_samples responses.
     """
+    judge = task.exam or task.judge
     problems, state, right = task.held_out[world.rank :: world.size], engine.state_dict(), {}
     prompts = [p.prompt_ids for p in problems]
     ways = (("greedy", 1, 0.0), ("sampled", args.eval_samples, args.temperature))
     for name, n, temperature in ways:
         rollout = engine.generate(prompts, n, args.max_new_tokens, temperature)
         texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
-        right[name] = sum(task.judge(texts, [p.answer for p in problems for _ in range(n)])) / n
+        right[name] = sum(judge(texts, [p.answer for p in problems for _ in range(n)])) / n
     engine.load_state_dict(state)  # training's samples do not depend on how often one looks
     return {name: total / len(task.held_out) for name, total in global_sum(right, world).items()}

@@ -38,8 +38,8 @@ class Flags:
     """What only `common` reads; the same in every file."""
 
     task: str = "arithmetic"
-    """`arithmetic`, a .jsonl or .parquet file, a hub set (gsm8k, math, dapo-math-17k, ...), or
-    reasoning_gym:<name>."""
+    """`arithmetic` (or arithmetic:mix, :deep, :noisy, :steps), a .jsonl or .parquet file, a hub set
+    (gsm8k, math, dapo-math-17k, ...), or reasoning_gym:<name>."""
     seed: Seed = 1
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     run_dir: str = ""
@@ -78,6 +78,12 @@ class Flags:
     """Column of a local file that holds the reference answer."""
     wandb: str = ""
     """Weights & Biases project to log to as well (needs the package)."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights
+    are float32."""
+    shard_ranks: Whole = 0
+    """Neighbouring ranks that share one model's weights, and others hold replicas: a node's GPUs,
+    where nodes are linked slowly (0: all ranks; below 10M parameters each has its own)."""
     offload_reference: bool = False
     """Keep the shards of π_ref in CPU memory, where the objective has a KL term."""
 

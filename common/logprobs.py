@@ -12,13 +12,14 @@ from transformers import PreTrainedModel
 from common.batch import Rollout
 from common.distributed import World, global_sum, shard
 from common.model import head_logits
-from common.routing import Routing
+from common.routing import Routing, routers
 
 BLOCK_ELEMENTS = 2**26  # logits made at once: 256 MB in float32, whatever the vocabulary
 Pair = tuple[Tensor, Tensor]
-# What a forward and backward pass costs whatever its size, in tokens. On a CPU measured (embedded
-# model: 150 to 300), on a GPU estimated: there FSDP gathers the weights twice in each.
-PASS_TOKENS = {"cpu": 256, "cuda": 2048}
+# What a forward and backward pass costs whatever its size, in tokens, of a dense model and of one
+# with experts. On a CPU measured (150 to 300), on a GPU estimated: there FSDP gathers all weights
+# twice in each pass, and of the experts' few compute a token.
+PASS_TOKENS = {"cpu": (256, 256), "cuda": (2048, 16384)}
 
 
 class Policy(nn.Module):
@@ -118,17 +119,18 @@ def frozen_reference(args: object, lm: PreTrainedModel, world: World) -> Policy 
     if getattr(args, "beta", 0) <= 0:
         return None
     reference = Policy(copy.deepcopy(lm))
-    return shard(reference, world, args.dtype, args.offload_reference).requires_grad_(False)
+    return shard(reference, args, world, args.offload_reference).requires_grad_(False)
 
 
-def micro_batches(batch: Rollout, max_tokens: int, world: World) -> list[Tensor]:
+def micro_batches(policy: nn.Module, batch: Rollout, max_tokens: int, world: World) -> list[Tensor]:
     """Row indices of micro-batches of at most `max_tokens` padded tokens, of similar lengths.
 
     The division that costs least, by dynamic programming: a pass costs its padded tokens and
     PASS_TOKENS more. Every rank gets the same number of them, since FSDP's forward and backward
     passes are collective; some may be empty.
     """
-    lengths, dear = batch.ends.tolist(), PASS_TOKENS[world.device.type]
+    lengths = batch.ends.tolist()
+    dear = PASS_TOKENS[world.device.type][bool(routers(policy.lm))]
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     # For the `end` shortest rows: least cost, and where the last of their micro-batches starts.
     least = [(0, 0)]
@@ -177,7 +179,7 @@ def all_logprobs(policy: nn.Module, batch: Rollout, args: object, world: World) 
     `trainer_experts`, like the sampler's.
     """
     logp, entropy, routed = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask), None
-    for rows in micro_batches(batch, args.micro_tokens, world):
+    for rows in micro_batches(policy, batch, args.micro_tokens, world):
         logp[rows], entropy[rows] = response_logprobs(policy, batch.rows(rows), args.temperature)
         if policy.routing.active and len(rows) and hasattr(args, "routing_replay"):
             part = policy.routing.recorded().cpu().unflatten(0, (len(rows), -1))

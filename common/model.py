@@ -5,24 +5,45 @@ import re
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from common.distributed import BadInput
+from common.distributed import BadInput, Refused, World, from_environment, together
 
 logging.disable_progress_bar()  # the run has its own
 TINY = Path(__file__).parent / "tiny"
+Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+ALONE = World(0, 1, torch.device("cpu"))
 EMBEDDED = {"tiny": TINY / "model", "tiny-moe": TINY / "model-moe"}
 
 
-def load_model(name: str, flag: str = "--model") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model (float32, on the CPU, attention by sdpa) and tokenizer, by hub name, folder or `tiny`.
+def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded:
+    """Model and tokenizer, by hub name, folder or `tiny`; `flag` is named if they are wrong.
+
+    Rank 0 alone holds the weights, or a node would need its number of ranks times their memory. The
+    others know their shapes (meta device), until `distributed.receive` hands them out. All refuse
+    what one refuses.
+    """
+    for first_on_node in (True, False):  # it downloads, the others find the hub's cache
+        with together(world, Refused, f"{flag} {name}: cannot be read"):
+            if first_on_node == (from_environment("LOCAL_RANK", 0) == 0):
+                lm, tokenizer = read_model(name, flag, whole=world.rank == 0)
+    eos = [lm.generation_config.eos_token_id]
+    if world.size > 1:
+        dist.broadcast_object_list(eos)
+    lm.generation_config.eos_token_id = eos[0]
+    return lm, tokenizer
+
+
+def read_model(name: str, flag: str, whole: bool) -> Loaded:
+    """Model (float32, on the CPU or, if not `whole`, on meta; attention by sdpa) and tokenizer.
 
     Weights are loaded in float32 because they are the optimiser's master copy: at lr 1e-6 an update
     is smaller than the spacing of bfloat16 numbers and would round to nothing. The forward pass
-    casts down (see `distributed.shard`). `flag` is named where something is wrong with them.
+    casts down (see `distributed.shard`).
     """
     source = Path(EMBEDDED.get(name, name))
     local = bool(name) and source.is_dir()
@@ -35,19 +56,25 @@ def load_model(name: str, flag: str = "--model") -> tuple[PreTrainedModel, PreTr
         raise BadInput(f"{flag} {name}: the folder holds no config.json with *.safetensors weights")
     logging.set_verbosity_error()  # what transformers only warns about is refused by check_weights
     options = {"attn_implementation": "sdpa", "dtype": torch.float32}
-    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    report = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         # Where there is none, transformers makes up one with special tokens alone.
         if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
             raise ValueError("no tokenizer")
-        lm, report = AutoModelForCausalLM.from_pretrained(source, **options)
-        check_weights(lm, report)
+        if whole:
+            lm, found = AutoModelForCausalLM.from_pretrained(source, **options, **report)
+            check_weights(lm, found)
+        else:
+            with torch.device("meta"):
+                config = AutoConfig.from_pretrained(source)
+                lm = AutoModelForCausalLM.from_config(config, **options).eval()
     except Exception as error:  # transformers, safetensors, tokenizers, the hub's client: any kind
         where = "cannot be loaded" if local else "not a folder, and not loadable from the hub"
         reason = " ".join(str(error).split())[:240] or type(error).__name__
         raise BadInput(f"{flag} {name}: {where} ({reason})") from error
-    lm.generation_config.eos_token_id = sorted(eos_ids(lm, tokenizer))
+    if whole:
+        lm.generation_config.eos_token_id = sorted(eos_ids(lm, tokenizer))
     # The tokenizer's own limit is often another model's or none.
     positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     tokenizer.model_max_length = positions or tokenizer.model_max_length

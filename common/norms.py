@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from common.batch import Rollout
-from common.distributed import World, clip_gradients
+from common.distributed import World, clip_gradients, scale_gradients
 from common.logprobs import BLOCK_ELEMENTS, TokenLogprobs, micro_batches, response_logprobs
 
 
@@ -29,7 +29,7 @@ def gradient_norms(
     alone = bool(strange_part(policy))
     measure = partial(in_turn, world=world) if alone else in_one_pass
     logp, norms = torch.zeros_like(batch.mask), batch.mask.new_zeros(len(batch))  # [N, T], [N]
-    for rows in micro_batches(batch, 1 if alone else args.micro_tokens, world):
+    for rows in micro_batches(policy, batch, 1 if alone else args.micro_tokens, world):
         logp[rows], norms[rows] = measure(policy, batch.rows(rows), args.temperature)
     return logp, norms
 
@@ -54,8 +54,9 @@ def in_turn(
     norms = []
     for owner in range(world.size):
         logp, _ = response_logprobs(policy, row, temperature)  # [1, T]
-        # FSDP takes the mean over ranks: what is left is the owner's gradient.
-        (logp.sum() * (world.size * (owner == world.rank))).backward()
+        # The mean over ranks, times their number: what is left is the owner's gradient.
+        (logp.sum() * (owner == world.rank)).backward()
+        scale_gradients(policy, world.size)
         norms.append(clip_gradients(policy, float("inf")))  # inf: measures and does not clip
         policy.zero_grad()
     return logp.detach(), norms[world.rank]

@@ -32,6 +32,22 @@ def arithmetic_reward(completion: str, answer: str) -> float:
     return float(mark == "#" and final == answer)
 
 
+def mentioned_reward(completion: str, solution: str) -> float:
+    """A judge with a hole: what follows the last `#` need only stand somewhere in the solution.
+
+    As if the reference solution were searched for the answer, in place of its last line.
+    """
+    _, mark, final = completion.rpartition("#")
+    return float(mark == "#" and final in solution)
+
+
+def steps_reward(completion: str, solution: str) -> float:
+    """Part marks: the share of the solution's steps, its answer among them, that are right."""
+    (given, _, final), (steps, _, answer) = completion.rpartition("#"), solution.rpartition("#")
+    pairs = [*zip(given.split(";"), steps.split(";")), (final, answer)]
+    return sum(one == other for one, other in pairs) / (steps.count(";") + 2)
+
+
 def final_answer(completion: str) -> str:
     """The last \\boxed{...}, braces balanced, or "" if it never closes; without a box, the end.
 

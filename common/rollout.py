@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from common.batch import Rollout
-from common.distributed import RunStopped, World, full_parameters
+from common.distributed import RunStopped, World, full_parameters, receive
 from common.model import head_logits
 from common.routing import Routing
 
@@ -33,13 +33,14 @@ class HFEngine:
         """`dtype`: float32, bfloat16, or float8: e4m3 matrices, computing in bfloat16."""
         self.float8 = dtype == "float8"
         precision = torch.float32 if dtype == "float32" else torch.bfloat16
-        self.lm = copy.deepcopy(lm).to(world.device).eval().requires_grad_(False)
+        self.lm = receive(copy.deepcopy(lm), world).eval().requires_grad_(False)
         for parameter in self.lm.parameters():  # not .to(dtype): rotary frequencies stay float32
             parameter.data = parameter.data.to(precision)
         self.device, self.max_rows, self.routing = world.device, max_rows, Routing(self.lm)
         self.reports_experts = self.routing.active
         self.eos = torch.tensor(lm.generation_config.eos_token_id, device=world.device)
         # Ranks draw different samples for their different prompts, the same in a run's repetition.
+        self.rank = world.rank
         self.generator = torch.Generator(world.device).manual_seed(seed * 100_003 + world.rank)
 
     def sync(self, policy: torch.nn.Module) -> None:
@@ -50,10 +51,11 @@ class HFEngine:
             own[name].copy_(float8(full) if self.float8 and matrix else full)
 
     def state_dict(self) -> dict:
-        return {"generator": self.generator.get_state()}
+        return {"generator": self.generator.get_state(), "rank": self.rank}
 
     def load_state_dict(self, state: dict) -> None:
-        self.generator.set_state(state["generator"])
+        if state["rank"] == self.rank:  # a rank that was not there begins its own sequence
+            self.generator.set_state(state["generator"])
 
     def generate(
         self,

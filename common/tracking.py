@@ -28,7 +28,7 @@ PHASES = ("rollout", "reward", "old_logp", "update", "sync", "evaluate", "save")
 MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
 MOST_APART = 3  # steps in a row in which sampler and trainer disagree, before the run stops
 FREE_ON_RESUME = set("acted steps run_dir resume save_every save_hf eval_every".split())
-FREE_ON_RESUME |= {"eval_samples", "wandb"}
+FREE_ON_RESUME |= {"eval_samples", "wandb", "ranks", "shard_ranks"}
 SHOWN = ("reward", "greedy", "ref_kl", "sampler_kl")  # on the progress bar
 
 
@@ -113,7 +113,7 @@ class Run:
         return True
 
     def _check_same(self) -> None:
-        """Bit-exact resume needs the same run: the same algorithm, shapes, number of ranks."""
+        """To resume needs the same run: the same algorithm, task, shapes."""
         saved, own = saved_config(self.folder), self.config
         if not saved:
             raise BadInput(f"--resume: no run in {self.folder}")

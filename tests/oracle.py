@@ -319,6 +319,7 @@ def record(
         group_size=G,
         max_new_tokens=LIMIT,
         dtype="float32",
+        shard_ranks=world.size,
         **flags,
     )
     args.run_dir, args.eval_every, args.eval_samples, args.sampler_tolerance = (

@@ -5,18 +5,19 @@ import copy
 import importlib.util
 import json
 import os
+import random
 import sys
-from pathlib import Path
+from collections import Counter
 
 import datasets
 import pytest
-import torch.distributed as dist
+import torch
 from common.data import HUB, TRIED, read_set
-from common.distributed import BadInput, RunStopped, setup
+from common.distributed import BadInput, RunStopped, World
+from common.evaluation import evaluate
 from common.tiny import arithmetic
 from grpo import Args
 
-from tests.helpers import forked
 from tests.rows import ROWS, Letters, load, numbered, write
 
 
@@ -51,11 +52,101 @@ def test_arithmetic_stream_is_seeded_and_disjoint_from_the_held_out_set(tiny):
     assert all(task.judge([f"#{p.answer}"], [p.answer]) == [1.0] for p in task.held_out)
 
 
+def test_the_default_stream_is_what_it_was():
+    """The kinds share one way to draw: the default's prompts are those that all figures were
+    measured on."""
+    rng = random.Random("golden")
+    assert [arithmetic.draw(rng) for _ in range(3)] == ["7-1*5=", "9+3+7=", "3-9+7-1*0="]
+
+
+def terms_of(prompts: list[str]) -> Counter:
+    return Counter(len(prompt) // 2 for prompt in prompts)
+
+
+def test_kinds_of_arithmetic_draw_what_they_say(tiny):
+    """Numbers of terms and operators in training and held out; nothing held out is trained on."""
+    for name, kind in arithmetic.KINDS.items():
+        task = load(name, tiny[1], eval_problems=50)
+        stream, held_out = [task.train(i).prompt for i in range(400)], task.held_out
+        assert task.name == name and all(map(arithmetic.held_out, (p.prompt for p in held_out)))
+        assert not any(map(arithmetic.held_out, stream))
+        found = terms_of(stream)
+        for terms in {2, 16, *kind.terms}:
+            share = kind.terms.count(terms) / len(kind.terms)
+            assert abs(found[terms] / 400 - share) < 0.1, (name, terms, found)
+        assert terms_of([p.prompt for p in held_out]).keys() == set(kind.held_out or kind.terms)
+        assert {prompt[-3] for prompt in stream} == set(kind.last)
+        longest = max(kind.terms)
+        assert load(name, tiny[1], max_new_tokens=256 - 2 * longest).held_out
+        with pytest.raises(BadInput, match=f"--task {name}: its longest prompt has {2 * longest} "):
+            load(name, tiny[1], max_new_tokens=257 - 2 * longest)
+    mix = arithmetic.KINDS["arithmetic:mix"]
+    assert [mix.terms.count(n) / len(mix.terms) for n in (2, 16)] == [0.75, 0.2]
+    assert mix.held_out == (5, 6, 7) and len(mix.terms) == 60
+    with pytest.raises(BadInput, match="--task arithmetic:hard: unknown, use one of arithmetic, "):
+        load("arithmetic:hard", tiny[1])
+
+
+JUDGED = {  # completion: the reward by the judge with a hole, by part marks, held out
+    "7*8=56;56-9=47;47+6=53#53": (1, 1, 1),
+    "7*8=56;56-9=46;46+6=52#52": (0, 0.25, 0),
+    "7*8=56;56-9=47#47": (1, 0.5, 0),  # stopped in the middle: a number of the solution, though
+    "#53": (1, 0.25, 1),
+    "#7": (1, 0, 0),  # copied from the prompt
+    "#": (1, 0, 0),
+    "#8": (1, 0, 0),
+    "#54": (0, 0, 0),
+    "7*8=56;56-9=47;47+6=53": (0, 0, 0),  # no answer
+    "56-9=47;7*8=56;47+6=53#53": (1, 0.5, 1),  # in another order
+    "7*8=56;56-9=47;47+6=53;53+0=53#53": (1, 1, 1),
+}
+
+
+def test_judges_of_noisy_and_steps(tiny):
+    """Training is judged by the kind, held-out problems strictly: also by the run's evaluation."""
+    noisy, steps = (load(f"arithmetic:{name}", tiny[1]) for name in ("noisy", "steps"))
+    texts, solution = list(JUDGED), "7*8=56;56-9=47;47+6=53#53"
+    marks = (
+        noisy.judge(texts, [solution] * len(texts)),
+        steps.judge(texts, [solution] * len(texts)),
+        noisy.exam(texts, ["53"] * len(texts)),
+    )
+    assert list(zip(*marks)) == list(JUDGED.values())
+    for task in (noisy, steps):
+        problem = task.train(0)
+        worked, answer = arithmetic.work(problem.prompt)
+        assert problem.answer == f"{';'.join(worked)}#{answer}"
+        assert task.judge([problem.answer], [problem.answer]) == [1.0]
+        held_out = task.held_out[0]
+        assert held_out.answer == arithmetic.work(held_out.prompt)[1]
+    assert load("arithmetic", tiny[1]).exam is load("arithmetic:mix", tiny[1]).exam is None
+
+
+def test_evaluation_asks_the_exam(tiny):
+    """The response to every held-out problem is a hole's: the judge pays, the exam does not."""
+
+    class Engine:
+        def state_dict(self) -> None: ...
+
+        def load_state_dict(self, state: None) -> None: ...
+
+        def generate(self, prompts: list, n: int, *how: float) -> "Engine":
+            self.rows = len(prompts) * n
+            return self
+
+        def response_ids(self) -> list:
+            return [tiny[1]("#")["input_ids"]] * self.rows
+
+    task = load("arithmetic:noisy", tiny[1])
+    world, args = World(0, 1, torch.device("cpu")), Args()
+    assert evaluate(Engine(), task, tiny[1], args, world) == {"greedy": 0, "sampled": 0}
+    task.exam = None
+    assert evaluate(Engine(), task, tiny[1], args, world) == {"greedy": 1, "sampled": 1}
+
+
 def test_warm_start_never_saw_the_held_out_set():
     """The script that makes the embedded model draws its demonstrations outside the held-out
     fifth."""
-    import random
-
     from tools.make_tiny import demonstration
 
     rng = random.Random(1)
@@ -443,35 +534,6 @@ def test_a_file_that_changes_under_the_run_stops_it(tmp_path, change):
         path.write_text("" if change == "empty" else " " + path.read_text())
     with pytest.raises(RunStopped, match=r"set.jsonl:\d+: changed under the run"):
         [task.train(i) for i in range(100)]  # some may still be in the file's buffer, as they were
-
-
-def downloads(folder: Path, wrong: bool) -> None:
-    """A rank that loads a hub set: the first one downloads it, the other finds it."""
-
-    def load_dataset(path: str, config: str | None, split: str) -> datasets.Dataset:
-        file = folder / f"{split}{dist.get_rank()}"
-        file.touch()
-        assert dist.get_rank() == 0 or (folder / f"{split}0").exists()
-        if wrong:
-            raise ConnectionError("offline")
-        return datasets.Dataset.from_list([{"question": split, "answer": "#### 1"}])
-
-    setup()
-    datasets.load_dataset = load_dataset
-    try:
-        load("gsm8k")
-    except BadInput as error:
-        print(error)
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("wrong", [False, True])
-def test_a_hub_set_is_downloaded_once_per_node(tmp_path, wrong):
-    """Of two ranks the first goes alone; where it fails, the other is not left waiting."""
-    run = forked(downloads, tmp_path, wrong, ranks=2)
-    assert run.codes == [0, 0], run.stderr
-    assert run.stdout.count("cannot load openai/gsm8k") == 2 * wrong
-    assert len(list(tmp_path.iterdir())) == (2 if wrong else 4)
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 from common.launch import parse
-from tools import memory
+from tools import bench, memory
 
 from tests.adapters import ALGORITHMS
 from tests.gpu.shapes import qwen3_1_7b
@@ -132,8 +132,9 @@ def test_every_number_among_the_flags_names_its_source(algorithm):
         number = isinstance(field.value, ast.Constant | ast.Tuple) and "str" not in ast.unparse(
             field.annotation
         )
-        number = number and ast.unparse(field.annotation).split("[")[0] not in (
+        number = number and re.match(r"\w+", ast.unparse(field.annotation))[0] not in (
             "bool",
+            "bool | Literal",
             "Literal",
             "Annotated",
             "Seed",
@@ -199,6 +200,13 @@ def test_what_is_no_finished_run_gives_no_results(name, text, tmp_path, monkeypa
     (tmp_path / name).write_text(text)
     said = refused(monkeypatch, capsys, "tools.results", tmp_path)
     assert f"{tmp_path} is no finished run" in said and name in said
+
+
+def test_what_does_not_grow_with_the_batch_is_fixed():
+    """10 ms at 100 tokens, 45 at 800: 5 whatever the batch, and 5 more for every 100 tokens."""
+    small = {"cpu": 0.010, "tokens": 100, "calls": 2000, "heavy": 0.25}
+    said = bench.limits({"rollout": small}, {"rollout": {"cpu": 0.045, "tokens": 800}})
+    assert said.splitlines()[-1] == "| rollout | 10.0 | 2,000 | 5.0 | 25% | 50% |"
 
 
 def test_memory_is_counted_for_the_shape_that_transformers_builds():

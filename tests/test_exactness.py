@@ -80,31 +80,38 @@ def test_dropping_the_last_token_would_show(reference, world, tmp_path, monkeypa
         assert_same(gradients(cut, PROMPTS, world, tmp_path, monkeypatch), whole)
 
 
-def on_a_rank(folder: Path) -> None:
-    """One of two ranks, with micro-batches of its own: every file's gradient."""
+def on_a_rank(folder: Path, jobs: list[tuple[str, int]]) -> None:
+    """One of several ranks, with micro-batches of its own: the gradients of (file, --shard_ranks)
+    pairs."""
     world, stored = setup(), Rollout(**torch.load(folder / "rollout.pt"))
-    flags = {"minibatches": 1, "micro_tokens": 300 + 200 * world.rank}
-    patch = pytest.MonkeyPatch()
-    found = {n: gradients(stored, PROMPTS, world, folder, patch, n, **flags) for n in ALGORITHMS}
+    flags, patch = {"minibatches": 1, "micro_tokens": 300 + 200 * world.rank}, pytest.MonkeyPatch()
+    found = {}
+    for name, shard_ranks in jobs:
+        how = flags | {"shard_ranks": shard_ranks}
+        found[name, shard_ranks] = gradients(stored, PROMPTS, world, folder, patch, name, **how)
     if world.rank == 0:
         torch.save(found, folder / "gradients.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def test_two_ranks_change_nothing(world, tmp_path, monkeypatch):
-    """Two gloo ranks, each with half of the groups and its own micro-batches, against one, for
-    every file.
+TWO = [*((name, 2) for name in ALGORITHMS), ("grpo", 1), ("vcpo", 1), ("goldilocks", 1)]
+
+
+@pytest.mark.parametrize(("ranks", "jobs"), [(2, TWO), (4, [("grpo", 2), ("vcpo", 2)])])
+def test_ranks_change_nothing(world, tmp_path, monkeypatch, ranks, jobs):
+    """Several gloo ranks, each with its share of the groups and micro-batches of its own, against
+    one: a model's weights shared by all, each with its own, and two pairs.
 
     A rank's share is cut into mini-batches on its own, so one mini-batch is compared: all groups of
-    both ranks.
+    all ranks.
     """
     rollout = stored_rollout(world)
     torch.save(vars(rollout), tmp_path / "rollout.pt")
-    done = forked(on_a_rank, tmp_path, ranks=2)
+    done = forked(on_a_rank, tmp_path, jobs, ranks=ranks)
     assert done.returncode == 0, done.stderr
     whole = {"minibatches": 1}
-    for name, found in torch.load(tmp_path / "gradients.pt").items():
+    for (name, _), found in torch.load(tmp_path / "gradients.pt").items():
         alone = gradients(rollout, PROMPTS, world, tmp_path, monkeypatch, name, **whole)
         assert_same(found, alone)
 

@@ -31,7 +31,7 @@ from common.rollout_vllm import VLLMEngine, checkpoint_parameters
 from tools.marks import algorithms
 from torch.distributed.tensor import DTensor
 
-from tests.helpers import ROOT, forked, run_here
+from tests.helpers import ROOT, SMALL, forked, run_here
 
 OPTIONS = "dtype seed logprobs_mode enforce_eager kv_cache_dtype compilation_config"
 GPU = World(0, 1, torch.device("cuda", 0))
@@ -209,6 +209,17 @@ def test_further_options_come_from_the_command_line(monkeypatch):
     assert args.vllm == ("enforce_eager=true", "kv_cache_dtype=fp8") and args.rollout == "vllm"
 
 
+def test_further_options_are_part_of_the_run(tmp_path, capsys):
+    """Saved in config.json; a resumed run has to have the same."""
+    flags = [*SMALL, "--run_dir", tmp_path / "run", "--steps"]
+    same, other = ["--vllm", "enforce_eager=true", "a=1"], ["--vllm", "a=1"]
+    assert run_here(grpo.main, *flags, 2, *same) == 0
+    assert json.loads((tmp_path / "run/config.json").read_text())["vllm"] == same[1:]
+    assert run_here(grpo.main, *flags, 3, "--resume", *other) == 2
+    assert "has vllm ['enforce_eager=true', 'a=1'], this run ['a=1']" in capsys.readouterr().err
+    assert run_here(grpo.main, *flags, 3, "--resume", *same) == 0
+
+
 def test_ranks_that_share_an_engine_get_their_own_answers(fake_vllm, monkeypatch):
     """Of four ranks, two to an engine, this is the last: it asks for all of its engine's prompts
     and keeps the answers to its own."""
@@ -308,7 +319,8 @@ def push(folder: Path) -> None:
     """On each of two ranks: all parameters, as the engine asks for them."""
     world = setup()
     lm, _ = load_model("tiny-moe")
-    policy = shard(Policy(lm), world, "bfloat16")
+    args = SimpleNamespace(dtype="bfloat16", shard_ranks=2)
+    policy = shard(Policy(lm), args, world)
     pushed = Pushed(DTensor.full_tensor)
     DTensor.full_tensor = lambda tensor: pushed(tensor)
     names = [name for name, _ in checkpoint_parameters(policy, torch.bfloat16)]

@@ -137,7 +137,7 @@ def test_sharding_and_checkpointing_change_nothing(world):
     gradients = []
     for sharded, recompute in ((False, False), (True, False), (True, True)):
         lm, tokenizer = load_model("tiny")
-        policy = shard(Policy(lm), world, "float32", offload=sharded)
+        policy = shard(Policy(lm), grpo.Args(dtype="float32"), world, offload=sharded)
         assert all(isinstance(parameter, DTensor) == sharded for parameter in policy.parameters())
         if recompute:
             policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -165,7 +165,7 @@ def test_bfloat16_passes_on_float32_master_weights(world):
     for dtype, recompute in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
         lm, tokenizer = load_model("tiny")
         # Sharded also in float32; on a CPU nothing moves
-        policy = shard(Policy(lm), world, dtype, offload=True)
+        policy = shard(Policy(lm), grpo.Args(dtype=dtype), world, offload=True)
         if recompute:
             policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
         sequences = torch.tensor([tokenizer("7*8-9=7*8=56;56-9=47#47")["input_ids"]])

@@ -145,7 +145,7 @@ def test_gradient_checkpointing(world):
 def test_bfloat16(world):
     """As on GPUs, FSDP2 casting down: those of separate passes in bfloat16 (0.7% off was seen)."""
     batch = responses()
-    policy = shard(Policy(model("Qwen2, q/k/v biases, tied")), world, "bfloat16")
+    policy = shard(Policy(model("Qwen2, q/k/v biases, tied")), vcpo.Args(dtype="bfloat16"), world)
     _, norms = common.norms.gradient_norms(policy, batch, ARGS, world)
     for i, norm in enumerate(norms.tolist()):
         _, alone = common.norms.in_turn(policy, batch.rows(slice(i, i + 1)), T, world)
@@ -200,8 +200,8 @@ def test_vcpo_says_so_once(tmp_path, monkeypatch, capsys):
 
 
 DAMAGED_TURNS = {
-    "the mean of the ranks": ("(world.size * (owner == world.rank))", "(owner == world.rank)"),
-    "the sum of the ranks": ("(world.size * (owner == world.rank))", "world.size"),
+    "the mean of the ranks": ("scale_gradients(policy, world.size)", "pass"),
+    "the sum of the ranks": (" * (owner == world.rank)", ""),
     "the first rank's": ("norms[world.rank]", "norms[0]"),
 }
 
@@ -210,10 +210,11 @@ def one_of_two(folder: Path) -> None:
     """A rank: responses of its own, eleven on rank 0 and two on rank 1; `folder/<rank>` if well."""
     world = setup()
     rank, n = world.rank, (11, 2)[world.rank]
+    sharded, own = (vcpo.Args(dtype="float32", shard_ranks=ranks) for ranks in (2, 1))
     for name in list(MODELS)[1:4]:
         lm, batch = model(name), responses(seed=rank, n=n)
         sums, expected = separately(lm, batch)
-        policy, tokens = shard(Policy(lm), world, "float32"), []
+        policy, tokens = shard(Policy(lm), sharded, world), []
         watch = partial(lambda seen, _, x: seen.append(x[0].numel()), tokens)
         count = policy.register_forward_pre_hook(watch)
         logp, norms = common.norms.gradient_norms(policy, batch, ARGS, world)
@@ -227,9 +228,12 @@ def one_of_two(folder: Path) -> None:
         assert all(p.grad.to_local().isfinite().all() for p in policy.parameters())
     lm, batch = with_experts()
     batch = batch.rows(slice(0, 2 - rank))
-    (_, expected), policy = separately(lm, batch), shard(Policy(lm), world, "float32")
-    _, norms = common.norms.gradient_norms(policy, batch, ARGS, world)
-    assert torch.allclose(norms.double(), expected, rtol=1e-4)
+    _, expected = separately(lm, batch)
+    for how in (sharded, own):
+        policy = shard(Policy(copy.deepcopy(lm)), how, world)
+        _, norms = common.norms.gradient_norms(policy, batch, ARGS, world)
+        assert torch.allclose(norms.double(), expected, rtol=1e-4)
+    policy = shard(Policy(lm), sharded, world)
     for damage in DAMAGED_TURNS.values():
         _, norms = mutate(common.norms, *damage).gradient_norms(policy, batch, ARGS, world)
         wrong = not torch.allclose(norms.double(), expected, rtol=1e-4)

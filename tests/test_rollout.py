@@ -16,6 +16,7 @@ from common.rollout import HFEngine
 from common.tracking import Run
 from grpo import Args
 
+DENSE = SimpleNamespace(lm=torch.nn.Module())  # as a policy without experts
 PROMPTS = ["7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9="]
 
 
@@ -196,19 +197,19 @@ def test_micro_batches_cover_rows_within_the_budget(engine, prompts, world, monk
     rollout = engine.generate(prompts, 16, 64, 1.0)
     lengths = rollout.prompt_len + rollout.mask.sum(1).long()
     for budget in (1, 100, 400, 10**6):
-        micros = micro_batches(rollout, budget, world)
+        micros = micro_batches(DENSE, rollout, budget, world)
         assert sorted(torch.cat(micros).tolist()) == list(range(64))
         assert all(
             len(rows) == 1 or len(rows) * int(lengths[rows].max()) <= budget for rows in micros
         )
     padded = sum(
-        len(rows) * int(lengths[rows].max()) for rows in micro_batches(rollout, 400, world)
+        len(rows) * int(lengths[rows].max()) for rows in micro_batches(DENSE, rollout, 400, world)
     )
     # Halfway between all padding and none
     assert padded < 0.5 * (64 * int(lengths.max()) + int(lengths.sum()))
     # A rank whose rows fit into fewer micro-batches splits them until it has as many as the others.
     monkeypatch.setattr(rollout_module, "global_sum", lambda values, world: {"micros_max": 9.0})
-    micros = micro_batches(rollout, 10**6, world)
+    micros = micro_batches(DENSE, rollout, 10**6, world)
     assert len(micros) == 9 and sorted(torch.cat(micros).tolist()) == list(range(64))
 
 
@@ -217,7 +218,7 @@ def test_long_rows_share_micro_batches(world):
     padding."""
     for length in (50, 600, 2000):
         batch = of_lengths([length] * 40)
-        micros = micro_batches(batch, 16_384, world)
+        micros = micro_batches(DENSE, batch, 16_384, world)
         assert max(map(len, micros)) == min(40, 16_384 // length)
 
 
@@ -225,15 +226,23 @@ def test_little_of_a_micro_batch_is_padding(world):
     """Lengths from 20 to 4000: every large micro-batch is mostly real tokens, small ones end soon,
     no row is lost."""
     lengths = [20 * (i + 1) for i in range(200)]
-    micros = micro_batches(of_lengths(lengths), 16_384, world)
+    micros = micro_batches(DENSE, of_lengths(lengths), 16_384, world)
     assert sorted(row for rows in micros for row in rows.tolist()) == list(range(200))
     padded = [len(rows) * max(lengths[row] for row in rows.tolist()) for rows in micros]
     assert sum(lengths) / sum(padded) > 0.8 and max(padded) <= 16_384 and len(micros) < 60
 
 
+def test_a_pass_over_experts_is_dearer(world, monkeypatch):
+    """Where a pass costs more, rows of several lengths share one."""
+    monkeypatch.setitem(rollout_module.PASS_TOKENS, "cpu", (10, 10_000))
+    batch = of_lengths([5, 5, 50, 50, 500, 500])
+    passes = [len(micro_batches(batch, 16_384, world, experts)) for experts in (False, True)]
+    assert passes == [3, 1]
+
+
 def test_no_division_into_micro_batches_costs_less(world, monkeypatch):
     """Against all divisions of the sorted rows: padded tokens, and a fixed price for each pass."""
-    monkeypatch.setitem(rollout_module.PASS_TOKENS, "cpu", 30)
+    monkeypatch.setitem(rollout_module.PASS_TOKENS, "cpu", (30, 30))
 
     def cost(groups: list[list[int]]) -> int:
         return sum(30 + len(group) * max(group) for group in groups)
@@ -250,7 +259,7 @@ def test_no_division_into_micro_batches_costs_less(world, monkeypatch):
                 divisions.append(groups)
         found = [
             [lengths[row] for row in rows.tolist()]
-            for rows in micro_batches(of_lengths(lengths), budget, world)
+            for rows in micro_batches(DENSE, of_lengths(lengths), budget, world)
         ]
         assert sorted(itertools.chain(*found)) == lengths
         assert cost(found) == min(map(cost, divisions)), (lengths, budget, found)

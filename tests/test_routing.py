@@ -224,7 +224,7 @@ def test_replay_in_a_sharded_bfloat16_policy_with_recomputation(moe, world):
     recomputed."""
     lm = copy.deepcopy(moe[0])
     sequences = torch.tensor([moe[1]("7*8-9=7*8=56;56-9=47#47")["input_ids"]])
-    policy, found = shard(Policy(lm), world, "bfloat16"), []
+    policy, found = shard(Policy(lm), minirl.Args(dtype="bfloat16"), world), []
     policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     for _ in range(2):
         logp, _ = policy(sequences, torch.arange(23)[None] < 22, 1.0)

@@ -96,7 +96,7 @@ def test_a_saved_model_is_loadable(engine_of, world, tmp_path, model):
     """What --save_hf writes, read by vLLM from disk, nothing pushed: the trainer's log-probs."""
     engine_of("tiny-moe")
     policy, tokenizer = moved(model)
-    save_model(shard(policy, world, "float32"), tokenizer, tmp_path / "model", world)
+    save_model(shard(policy, args_of(), world), tokenizer, tmp_path / "model", world)
     args = args_of(model=str(tmp_path / "model"))
     engine = make_engine(args, load_model(args.model)[0], world)
     assert gap(engine, policy, tokenizer, args, world) < 1e-4

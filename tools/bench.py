@@ -146,7 +146,7 @@ def profiled(model: str, folder: str, full: bool, size: list[int], minibatches: 
 
     Run.clock = measured
     tokens = ours(model, folder, full, size, minibatches)["tokens"]
-    # After the first sync, before step 1, and two steps to warm up
+    # Two steps to warm up; the last is the profiler's.
     return {
         phase: part | {"cpu": statistics.median(part["cpu"][2:-1]), "tokens": tokens}
         for phase, part in found.items()
@@ -259,9 +259,9 @@ def limits(small: dict, large: dict) -> str:
     lines += ["|---|---|---|---|---|---|"]
     for phase, part in small.items():
         cpu, more = part["cpu"], large[phase]["tokens"] / part["tokens"]
-        fixed = max(0.0, (more * cpu - large[phase]["cpu"]) / (more - 1))
+        fixed = (more * cpu - large[phase]["cpu"]) / (more - 1)
         cells = [f"{1e3 * cpu:.1f}", f"{part['calls']:,}", f"{1e6 * cpu / part['calls']:.1f}"]
-        cells += [f"{part['heavy']:.0%}", f"{fixed / cpu:.0%}"]
+        cells += [f"{part['heavy']:.0%}", f"{min(1.0, max(0.0, fixed / cpu)):.0%}"]
         lines.append(f"| {phase} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

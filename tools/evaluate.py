@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from common.checkpoint import newest_whole, step_of
-from common.data import Problem, load_task, problems, read_set, remarks_on
+from common.data import Problem, fitting, load_task, read_set, remarks_on, room, slowly
 from common.distributed import CLOSING, BadInput, Refused, RunStopped, World
 from common.distributed import first_line, global_sum, shard, together
 from common.flags import Count, Flags, broken_rule
@@ -34,6 +34,7 @@ from common.logprobs import Policy
 from common.model import load_model
 from common.reward import MathJudge
 from common.rollout import make_engine
+from common.tiny import arithmetic
 from common.tracking import Run
 import torch
 import torch.distributed as dist
@@ -161,15 +162,19 @@ def load_sets(
         task = load_task(replace(args, eval_task=spec), tokenizer)
         changed = own and config.get("data", "") != task.fingerprint
         warning = f"{args.task} changed since the run: it may have trained on these problems"
-        return [Set(task.name, task.held_out, task.judge)], [*task.remarks, *[warning] * changed]
+        judge = task.exam or task.judge
+        return [Set(task.name, task.held_out, judge)], [*task.remarks, *[warning] * changed]
     sets, remarks, judge = [], [], MathJudge()
     for spec in dict.fromkeys(args.eval_task.split(",")):
-        if spec == "arithmetic" or spec.startswith("reasoning_gym:"):
+        if spec in arithmetic.KINDS or spec.startswith("reasoning_gym:"):
             task = load_task(replace(args, task=spec, eval_task=""), tokenizer)
-            sets.append(Set(spec, task.held_out, task.judge))
+            sets.append(Set(spec, task.held_out, task.exam or task.judge))
             continue
         rows = read_set(spec, args, "test", "--eval_task")
-        found = problems(rows, args, tokenizer, f"--eval_task {spec}")
+        tried = (fitting(row, args, tokenizer) for row in slowly(rows, "tokenising"))
+        if not (found := [problem for problem in tried if problem]):
+            left = f"no problem left of {len(rows)}; {room(args, tokenizer)[1]}"
+            raise BadInput(f"--eval_task {spec}: {left}")
         sets.append(Set(spec, found, judge))
         remarks += remarks_on(spec, rows, judge)
         if dropped := len(rows) - len(found):
@@ -202,11 +207,11 @@ def main(args: Args, world: World) -> None:
     with together(world, Refused, f"--run_dir {folder}: cannot be used"):
         responses = Responses(folder) if world.rank == 0 else None
     args.model = config.get("model", args.model)
-    lm, tokenizer = load_model(args.model, "MODEL")
+    lm, tokenizer = load_model(args.model, world, "MODEL")
     sets, remarks = load_sets(args, config, tokenizer)
     engine, step = make_engine(args, lm, world), 0
     if config:
-        policy = shard(Policy(lm), world, args.dtype)
+        policy = shard(Policy(lm), args, world)
         step = load_weights(run / "checkpoints", policy, world, f"MODEL {run}")
         engine.sync(policy)
         del policy

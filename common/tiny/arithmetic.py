@@ -8,9 +8,31 @@ few dozen updates.
 
 import random
 import zlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-MIN_TERMS, MAX_TERMS = 2, 7
-LONGEST = "9" + "*9" * (MAX_TERMS - 1) + "="  # no prompt has more characters
+from common.reward import mentioned_reward, steps_reward
+
+
+class Kind(NamedTuple):
+    """What prompts are drawn: numbers of terms, each equally likely, and operators."""
+
+    terms: Sequence[int] = range(2, 8)
+    held_out: Sequence[int] = ()  # numbers of terms of the held-out problems, where they are others
+    operators: str = "+-*"
+    last: str = "+-*"  # the last operator
+    reward: Callable[[str, str], float] | None = None  # in training: (completion, worked solution)
+
+
+KINDS = {
+    "arithmetic": Kind(),
+    # Three quarters too easy, a fifth too long to be finished in 64 tokens, the rest to learn from.
+    "arithmetic:mix": Kind(45 * (2,) + 12 * (16,) + (5, 6, 7), held_out=(5, 6, 7)),
+    # Sums of one-digit numbers are easy, and then one product decides: failures come late.
+    "arithmetic:deep": Kind((7,), operators="+", last="*"),
+    "arithmetic:noisy": Kind(reward=mentioned_reward),  # a judge with a hole in it
+    "arithmetic:steps": Kind(reward=steps_reward),  # part marks
+}
 
 
 def apply(left: int, operator: str, right: int) -> int:
@@ -18,11 +40,11 @@ def apply(left: int, operator: str, right: int) -> int:
     return {"+": left + right, "-": left - right, "*": left * right}[operator] % 100
 
 
-def draw(rng: random.Random) -> str:
-    """A prompt with 2 to 7 terms, each number of terms equally likely; more terms are harder."""
-    more, first = rng.randint(MIN_TERMS, MAX_TERMS) - 1, rng.randrange(10)
-    terms = [f"{rng.choice('+-*')}{rng.randrange(10)}" for _ in range(more)]
-    return f"{first}{''.join(terms)}="
+def draw(rng: random.Random, kind: Kind = KINDS["arithmetic"]) -> str:
+    """A prompt; more terms are harder."""
+    more, first = rng.choice(kind.terms) - 1, rng.randrange(10)
+    operators = [kind.operators] * (more - 1) + [kind.last]
+    return f"{first}{''.join(f'{rng.choice(one)}{rng.randrange(10)}' for one in operators)}="
 
 
 def held_out(prompt: str) -> bool:

@@ -23,6 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ |= {"HF_HUB_OFFLINE": "1"}
 
 import common  # noqa: E402, F401  (before torch)
+import grpo  # noqa: E402
 import torch  # noqa: E402
 from common.batch import Rollout  # noqa: E402
 from common.distributed import World, setup, shard  # noqa: E402
@@ -47,7 +48,7 @@ def sample(
         tokenizer(text)["input_ids"] for text in ("7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9=")
     ]
     rollout = HFEngine(lm, world, 0, dtype, 1024).generate(prompts, rows, 64, temperature)
-    return rollout, shard(Policy(lm), world, dtype)
+    return rollout, shard(Policy(lm), grpo.Args(dtype=dtype), world)
 
 
 def logprobs(world: World) -> str:
@@ -193,7 +194,7 @@ def qwen3_step(world: World) -> str:
     torch.manual_seed(0)
     lm = qwen3_1_7b()
     parameters = sum(p.numel() for p in lm.parameters())
-    policy = shard(Policy(lm), world, "bfloat16")
+    policy = shard(Policy(lm), grpo.Args(dtype="bfloat16"), world)
     policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
     rows, prompt, length = 16, 128, 896
