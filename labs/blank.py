@@ -11,6 +11,7 @@ their bodies are yours. The others are one function each.
 import argparse
 import ast
 import sys
+import textwrap
 from pathlib import Path
 
 from common.distributed import BadInput, first_line
@@ -18,6 +19,7 @@ from tools.marks import algorithms
 
 EXERCISES = Path(__file__).parent / "exercises.py"
 TAKEN = ("advantages", "policy_loss")
+STATS, INDENT = "The statistics are", "    # "
 TODO = '    raise NotImplementedError("TODO: {name}")'
 
 
@@ -27,12 +29,28 @@ def single() -> list[str]:
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
 
 
+def statistics(function: ast.FunctionDef) -> list[str]:
+    """The names that a `policy_loss` gives its statistics."""
+    found = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("stats"):
+            target = node.targets[0]
+            keys = [target.slice] if isinstance(target, ast.Subscript) else node.value.keys
+            found += [key.value for key in keys]
+    return found
+
+
 def emptied(source: str, names: tuple[str, ...]) -> str:
     """The source, of these functions only signature and docstring."""
     lines = source.splitlines()
     functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
     for node in reversed([n for n in functions if n.name in names]):
-        lines[node.body[0].end_lineno : node.end_lineno] = [TODO.format(name=node.name)]
+        names = ", ".join(statistics(node))
+        told = textwrap.wrap(
+            f"{STATS}: {names}", 94, initial_indent=INDENT, subsequent_indent=INDENT
+        )
+        todo = [*(told if names else []), TODO.format(name=node.name)]
+        lines[node.body[0].end_lineno : node.end_lineno] = todo
     return "\n".join(lines) + "\n"
 
 

@@ -100,14 +100,16 @@ def measure(arm: str, seed: int, quick: bool) -> dict:
 
 
 def rows(results: dict) -> list[list[str]]:
-    table = [["arm", "noise", "angle to ∇J"]]
+    table = [["arm", "noise", "angle to ∇J (°)"]]
     for arm, runs in results.items():
-        table.append([arm, lab.cell(runs, "noise", ".1f"), lab.cell(runs, "angle", ".0f") + "°"])
+        table.append([arm, lab.cell(runs, "noise", ".1f"), lab.cell(runs, "angle", ".0f")])
     return table
 
 
 def draw(results: dict) -> object:
-    figure, axes = lab.sheet(TITLE, "on-policy; at the right, the angle to ∇J", "stale")
+    figure, axes = lab.sheet(
+        TITLE, "on-policy (open: no baseline); at the right the angle", "stale"
+    )
     colours = dict(zip(FILES, (lab.BLACK, lab.GREEN, lab.BLUE, lab.ORANGE, lab.PINK, lab.GREY)))
     for axis, how in zip(axes, ("on-policy", "stale")):
         for y, name in enumerate([*FILES, *BOUNDS]):

@@ -66,9 +66,9 @@ BUGS = [
         "dropped EOS",
         "check_eos_counts",
         "One token of every response is missing from the loss. Which, and what does it decide?",
-        "The EOS gets no gradient, so nobody learns when to stop: look at the response length "
-        "and at `truncated`. The usual cause is a mask made of `tokens != pad` where pad and "
-        "EOS are one id.",
+        "The EOS gets no gradient, so nobody learns when to stop. This model knows already, and "
+        "hardly a curve betrays it; one that does not runs to the length limit (`truncated`). The "
+        "usual cause is a mask made of `tokens != pad` where pad and EOS are one id.",
     ),
     Bug(
         "KL direction",
@@ -83,10 +83,11 @@ BUGS = [
     ),
     Bug(
         "sequence ratio",
-        "check_coefficients",
+        "check_fixture",
         "Look at `clip_share`. Is a ratio of 1.2 much?",
-        "The ratio of whole responses, the sum of log-ratios without its root: after 30 tokens it "
-        "is far from 1, and with an ε of 0.2 whole responses are clipped. gspo.py takes the mean.",
+        "The ratio of whole responses is the sum of their log-ratios, without its root: after 25 "
+        "tokens it leaves 1 ± 0.2 far sooner, and the whole response is clipped. Every token's "
+        "weight lacks its 1/|y|, too: look at the gradient norm. gspo.py takes the mean.",
         "a hand-written GRPO of an interview, nowcoder 834129782068559872: summed log-probs, no "
         "root, clip 0.2",
     ),
@@ -95,8 +96,8 @@ BUGS = [
         "check_advantages",
         "Which prompts learn faster than they should, and which are pushed down?",
         "One baseline for all prompts: an easy prompt's samples are all rewarded, a hard one's "
-        "all punished, and groups without a difference teach all the same. The advantages of a "
-        "group no longer add up to 0.",
+        "all punished, and the advantages of a group no longer add up to 0. Groups without a "
+        "difference are divided by a std of 1e-6: look at the gradient norm.",
         "Search-R1 v0.1 (issue 88): one group id per sample, so that no group had a mean of its"
         " own (and training was *more* stable than with true GRPO)",
     ),
@@ -131,11 +132,12 @@ BUGS = [
         "nothing to do with the response.",
     ),
     Bug(
-        "gradients of the last mini-batch stay",
+        "π_old is π_θ",
         LOOP,
-        "Look at the gradient norm within a run.",
-        "No zero_grad: every step follows the sum of all gradients since the start. The norm "
-        "grows, the clip at 1 hides the size but not the direction.",
+        "Which curve should move, and does not?",
+        "π_old is taken anew at every step: the ratio is always 1, nothing is ever clipped, and"
+        " four mini-batches are four times plain policy gradient. The rewards do not show it; "
+        "`clip_share`, 0 throughout, does.",
     ),
     Bug(
         (
@@ -153,8 +155,9 @@ BUGS = [
     ),
     Bug(
         (
-            "means.add(entropy=(entropy.sum(), micro.mask.sum()))",
-            "means.add(entropy=(-logp.sum() / micro.mask.sum(), micro.mask.sum()))",
+            "logp, entropy = response_logprobs(policy, micro, args.temperature)",
+            "logp, _ = response_logprobs(policy, micro, args.temperature); "
+            "entropy = -logp.detach() / micro.mask.sum()",
         ),
         LOOP,
         "The runs are the same. Which curve lies?",

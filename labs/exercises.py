@@ -63,7 +63,8 @@ def ess_ratio(log_w: Tensor) -> Tensor:
 def pass_at_k(n: int, c: int, k: int) -> float:
     """The unbiased estimate, from n samples of which c are right, of the chance that at least one
     of k new samples is right; k <= n, and n may be 10,000."""
-    return 1.0 if n - c < k else 1.0 - math.prod(1 - k / i for i in range(n - c + 1, n + 1))
+    # C(n-c, k) / C(n, k), without the factors that both have; 0 where fewer than k are wrong
+    return 1 - math.prod(1 - k / i for i in range(n - c + 1, n + 1))
 
 
 def shift(sequences: Tensor, prompt_len: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:

@@ -69,7 +69,7 @@ def rows(results: dict) -> list[list[str]]:
 def draw(results: dict) -> object:
     words = "success, with flips", "entropy of the 36 tokens that do not matter, with flips"
     figure, axes = lab.sheet(TITLE, *words)
-    places = {"GRPO": (17.5, 0.6), "MASPO": (0.2, 0.9), "SAPO": (0.2, 0.83), GSPO: (15, 0.4)}
+    places = {"GRPO": (17.5, 0.6), "MASPO": (9.8, 0.52), "SAPO": (3.2, 0.7), GSPO: (15, 0.4)}
     for arm, colour in COLOURS.items():
         runs = results[f"{arm}, flips"]
         for axis, name in zip(axes, ("success", "entropy")):

@@ -73,6 +73,8 @@ def in_words(error: BaseException, path: Path) -> str:
         return f"line {error.lineno} is no Python: {error.msg}"
     if isinstance(error, NotImplementedError):
         return first_line(error)
+    if isinstance(error, KeyError) and not error.__traceback__.tb_next.tb_next:
+        return f"{error} is missing from the statistics, the third that policy_loss returns"
     lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
     if isinstance(error, AssertionError) and not lines:
         return first_line(error) if error.args and isinstance(error.args[0], str) else ""
@@ -90,8 +92,8 @@ def load(path: Path, source: str) -> ModuleType:
     return module
 
 
-def grade(path: Path, source: str) -> list[Verdict]:
-    """What is wrong with the text of an exercise that stands, or would, at `path`; [] if nothing.
+def verdicts(path: Path, source: str) -> Iterator[Verdict]:
+    """What is wrong with the text of an exercise that stands, or would, at `path`, check by check.
 
     Nothing that a wrong answer does comes out of here as an exception.
     """
@@ -102,11 +104,12 @@ def grade(path: Path, source: str) -> list[Verdict]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return [(None, in_words(error, path))]
+        yield None, in_words(error, path)
+        return
     missing = [name for name in wanted if not callable(getattr(module, name, None))]
     if missing:
-        return [(None, f"there is no function {' and no '.join(missing)} in it")]
-    found: list[Verdict] = []
+        yield None, f"there is no function {' and no '.join(missing)} in it"
+        return
     for check in every:
         torch.manual_seed(0)
         try:
@@ -115,8 +118,7 @@ def grade(path: Path, source: str) -> list[Verdict]:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            found.append((check, in_words(error, path)))
-    return found
+            yield check, in_words(error, path)
 
 
 def likely(name: str, red: list[Callable]) -> list[str]:
@@ -134,8 +136,10 @@ def likely(name: str, red: list[Callable]) -> list[str]:
 def hint(name: str, found: list[Verdict]) -> str:
     """What usually turns these checks red."""
     red = [check for check, _ in found if check]
+    if any("TODO" in reason for _, reason in found):
+        return "Write what is still a TODO, then ask again."
     if name not in MODULES:
-        return "\n".join(exercise_checks.CHECKS[name][check] for check in red)
+        return "; ".join(exercise_checks.CHECKS[name][check] for check in red)
     causes = likely(name, red) if red else []
     told = "Such a damage turns just these checks red: " + "; ".join(causes)
     return told if causes else f"Compare with the gradient weight in the head of {name}.py."
@@ -174,7 +178,7 @@ def main() -> int:
         source = words.file.read_text()
     except (BadInput, OSError, UnicodeDecodeError) as error:
         parser.error(first_line(error))
-    found = grade(words.file, source)
+    found = list(verdicts(words.file, source))
     print(report(found, len(every)))
     if found and words.hint:
         print(textwrap.fill("Hint. " + hint(words.file.stem, found), 100))

@@ -56,7 +56,8 @@ def main(lab: ModuleType) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/labs"), help="default: runs/labs")
     words = parser.parse_args()
     table, figure = words.out / "tables" / f"{name}.json", words.out / "figures" / f"{name}.png"
-    seeds = words.seeds or (QUICK if words.quick else getattr(lab, "SEEDS", SEEDS))
+    full = getattr(lab, "SEEDS", SEEDS)
+    seeds = words.seeds if words.seeds is not None else QUICK if words.quick else full
     try:
         if seeds < 1:
             raise BadInput(f"--seeds {seeds}: must be 1 or more")
@@ -125,11 +126,11 @@ def write(table: Path, content: dict) -> None:
 
 
 def plain(value: object) -> object:
-    """Numbers to four digits: a table is to be read, and kept."""
+    """Numbers to four digits, a curve's to three: a table is to be read, and kept."""
     if isinstance(value, str):
         return value
     array = np.asarray(value, float)
-    return [plain(v) for v in array.tolist()] if array.ndim else float(f"{array:.4g}")
+    return [float(f"{v:.3g}") for v in array] if array.ndim else float(f"{array:.4g}")
 
 
 def trained(command: str, seed: int, columns: tuple) -> dict:

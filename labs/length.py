@@ -22,7 +22,7 @@ ARMS = {
     "sum (minirl)": ("minirl", {}, 0.2),
 }
 COLOURS = dict(zip(ARMS, (lab.BLACK, lab.BLUE, lab.ORANGE)))
-P, G, LONGEST, LR, ROLLOUTS = 16, 8, 60, 1.0, 150
+P, G, LONGEST, LR, ROLLOUTS, EVERY = 16, 8, 60, 1.0, 150, 3
 
 
 def read(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,8 @@ def measure(arm: str, seed: int, quick: bool) -> dict:
         slope = toy.gradient(module, flags, logits, stop, rows, **held)
         logits = logits - rate * LR * slope
     right, wrong = zip(*lengths)
-    return {"right": right, "wrong": wrong, "right end": right[-1], "wrong end": wrong[-1]}
+    found = {"right": right[::EVERY], "wrong": wrong[::EVERY]}
+    return found | {"right end": right[-1], "wrong end": wrong[-1]}
 
 
 def rows(results: dict) -> list[list[str]]:
@@ -75,7 +76,7 @@ def draw(results: dict) -> object:
     for axis, which in zip(axes, ("wrong", "right")):
         for arm, colour in COLOURS.items():
             runs = results[arm]
-            x = np.arange(len(runs[0][which]))
+            x = EVERY * np.arange(len(runs[0][which]))
             lab.line(axis, x, runs, which, colour)
             align = {"va": "bottom" if "sum" in arm else "top"} if "/" not in arm else {}
             lab.label(axis, x[-1], lab.over(runs, which)[0][-1], arm, colour, **align)

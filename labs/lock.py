@@ -28,19 +28,16 @@ BOUNDARIES = set(range(4, EASY, 5))
 
 
 def measure(arm: str, seed: int, quick: bool) -> dict:
-    """Steps and tokens until half of all responses succeed, and the curve of both."""
+    """Steps and tokens until half of all responses succeed, and tokens per step."""
     (p, way), generator = ARMS[arm], torch.Generator().manual_seed(seed)
     logits = torch.zeros(EASY + 1, V, dtype=torch.float64)  # [T, V]
     logits[:EASY, 2:] = -1e9  # the easy ones are of two
     logits[:EASY, 0], logits[EASY] = toy.start(0.97, 2)[0], toy.start(p, V)
     adam = torch.optim.Adam([logits], LR)
     rng, feedback, G, tokens = Random(seed), [], WAYS[way], 0
-    spent, success = [], []
-    for _ in range(10 if quick else LONGEST):
-        spent.append(tokens)
-        success.append(logits.softmax(-1)[:, 0].prod().item())
-        if success[-1] > 0.5:
-            break
+    steps, most = 0, 10 if quick else LONGEST
+    while not (done := logits.softmax(-1)[:, 0].prod() > 0.5) and steps < most:
+        steps += 1
         main = toy.sample(logits, P * G, generator)  # [N, T]
         rewards = (main == 0).all(dim=1).double()  # [N]
         batch, mask = main, torch.ones(main.shape, dtype=torch.float64)  # [N, T], [N, T]
@@ -64,9 +61,8 @@ def measure(arm: str, seed: int, quick: bool) -> dict:
         held = {"old_logp": toy.logprobs(logits, batch), "advantages": A, "mask": mask}
         logits.grad = toy.gradient(deep, {}, logits, batch, **held, branch=branch)
         adam.step()
-    done = success[-1] > 0.5
-    steps = len(success) - 1 if done else np.inf
-    return {"steps": steps, "tokens": tokens if done else np.inf, "spent": spent, "p": success}
+    need = (steps, tokens) if done else (np.inf, np.inf)
+    return {"steps": need[0], "tokens": need[1], "per step": tokens / steps}
 
 
 def rows(results: dict) -> list[list[str]]:

@@ -21,7 +21,7 @@ WEIGHTS["wrong by half"] = (1.0, 0.5)
 ARMS = {f"{task}, {name}": (task, name) for task in ("easy", "rare") for name in WEIGHTS}
 COLOURS = dict(zip(WEIGHTS, (lab.BLACK, lab.BLUE, lab.ORANGE, lab.GREY)))
 RIGHT, AT = {"easy": 4, "rare": 1}, {"easy": 0.05, "rare": 0.002}
-V, P, G, STEPS, LR, ROLLOUTS = 20, 16, 8, 4, 0.5, 150
+V, P, G, STEPS, LR, ROLLOUTS, EVERY = 20, 16, 8, 4, 0.5, 150, 3
 
 
 def measure(arm: str, seed: int, quick: bool) -> dict:
@@ -43,7 +43,8 @@ def measure(arm: str, seed: int, quick: bool) -> dict:
         for _ in range(STEPS):
             logits = logits - LR * toy.gradient(grpo, {}, logits, tokens, **held)
     until = next((i for i, p in enumerate(success) if p > 0.5), np.inf)
-    return {"p": success, "alive": alive, "until": until, "end": success[-1], "left": alive[-1]}
+    series = {"p": success[::EVERY]} | ({"alive": alive[::EVERY]} if task == "easy" else {})
+    return series | {"until": until, "end": success[-1], "left": alive[-1]}
 
 
 def rows(results: dict) -> list[list[str]]:
@@ -62,12 +63,15 @@ def draw(results: dict) -> object:
     for axis, (task, column) in zip(axes, panels):
         for name, colour in COLOURS.items():
             runs = results[f"{task}, {name}"]
-            lab.line(axis, np.arange(len(runs[0]["p"])), runs, column, colour)
+            x = EVERY * np.arange(len(runs[0]["p"]))
+            lab.line(axis, x, runs, column, colour)
+            if column == "alive":
+                height = lab.over(runs, column)[0][-1] + {"both": -0.09, "wrong by half": 0.09}.get(
+                    name, 0
+                )
+                lab.label(axis, x[-1], height, name, colour)
         axis.set_xlabel("rollouts")
-    places = (2, 1.6), (75, 2.1), (60, 3.85), (60, 1.15)
-    for place, name in zip(places, COLOURS):
-        lab.label(axes[1], *place, name, COLOURS[name])
-    axes[1].set_ylim(0.9, 4.1)
+    axes[1].set(ylim=(0.85, 4.15), xlim=(0, 1.5 * x[-1]))
     return figure
 
 
