@@ -44,11 +44,9 @@ def draw(results: dict) -> object:
     figure, axes = lab.sheet(TITLE, *words, width=11)
     colours = {"clip": lab.BLUE, "no clip": lab.ORANGE}
     for axis, n in zip(axes, counts):
-        for name, colour in colours.items():
-            for run in results[f"{name}, {n} per rollout"]:
-                axis.plot(run["greedy@"], run["greedy"], color=colour, linewidth=1.3, alpha=0.8)
+        some = {name: results[f"{name}, {n} per rollout"] for name in colours}
+        lab.curves(axis, some, "greedy", colours)
         axis.set_ylim(0, 1.02)
-        axis.set_xlabel("step")
     axes[0].set_ylabel("held-out accuracy, greedy")
     lab.key(axes[0], colours)
     return figure

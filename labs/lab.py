@@ -28,7 +28,7 @@ from types import ModuleType
 
 import common  # noqa: F401  (before torch)
 import numpy as np
-from common.curves import series, smooth  # noqa: F401  (smooth: for the labs)
+from common.curves import series, smooth
 from common.distributed import BadInput, first_line
 from common.folder import read_lines, whole
 from tools.marks import ROOT
@@ -248,3 +248,12 @@ def key(axis: object, colours: dict[str, str]) -> None:
     """Each arm's name in its colour, where lines cross too often for labels."""
     for place, (name, colour) in enumerate(colours.items()):
         label(axis, 0.02, 0.05 + 0.065 * place, name, colour, xycoords="axes fraction")
+
+
+def curves(axis: object, results: dict, column: str, colours: dict, width: int = 1) -> None:
+    """A column of every run over its steps, a thin line for each seed, in its arm's colour."""
+    for arm, colour in colours.items():
+        for run in results[arm]:
+            values = smooth(run[column], width)
+            axis.plot(run[f"{column}@"], values, color=colour, linewidth=1.3, alpha=0.8)
+    axis.set_xlabel("step")

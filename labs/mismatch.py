@@ -41,16 +41,11 @@ def rows(results: dict) -> list[list[str]]:
 def draw(results: dict) -> object:
     words = "held-out accuracy, greedy", "KL(μ ‖ π_old), nats per token"
     figure, axes = lab.sheet(TITLE, *words)
-    for arm, runs in results.items():
-        for run in runs:
-            style = {"color": COLOURS[arm], "linewidth": 1.3, "alpha": 0.8}
-            axes[0].plot(run["greedy@"], run["greedy"], **style)
-            axes[1].plot(run["sampler_kl@"], lab.smooth(run["sampler_kl"], 9), **style)
+    lab.curves(axes[0], results, "greedy", COLOURS)
+    lab.curves(axes[1], results, "sampler_kl", COLOURS, 9)
     lab.key(axes[0], COLOURS)
     axes[0].set_ylim(0, 1.02)
     lab.plain_ticks(axes[1], "y", (1e-4, 1e-3, 1e-2, 1e-1))
-    for axis in axes:
-        axis.set_xlabel("step")
     return figure
 
 

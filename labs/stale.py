@@ -41,14 +41,10 @@ def rows(results: dict) -> list[list[str]]:
 def draw(results: dict) -> object:
     words = "held-out accuracy, greedy", "effective sample size (share of the batch)"
     figure, axes = lab.sheet(TITLE, *words)
-    for arm, runs in results.items():
-        for run in runs:
-            style = {"color": COLOURS[arm], "linewidth": 1.3, "alpha": 0.8}
-            axes[0].plot(run["greedy@"], run["greedy"], **style)
-            axes[1].plot(run["ess_ratio@"], lab.smooth(run["ess_ratio"], 9), **style)
+    lab.curves(axes[0], results, "greedy", COLOURS)
+    lab.curves(axes[1], results, "ess_ratio", COLOURS, 9)
     lab.key(axes[0], COLOURS)
     for axis in axes:
-        axis.set_xlabel("step")
         axis.set_ylim(0, 1.02)
     return figure
 
