@@ -403,6 +403,7 @@ def main(args: Args, world: World) -> None:
             scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
             rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
             rollout.advantages = advantages(rewards).flatten()  # [N]
+            means.add(distinct=(task.distinct(texts, G), P))  # 1: nothing left to compare
 
         with run.clock("teacher"):  # <own>
             means.add(**curriculum.learn(rewards))  # <own>

@@ -357,6 +357,7 @@ def main(args: Args, world: World) -> None:
             scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
             rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
             rollout.advantages = advantages(rewards).flatten()  # [N]
+            means.add(distinct=(task.distinct(texts, G), P))  # 1: nothing left to compare
 
         # π_old: the weights that sampled, evaluated by the trainer. The loss does not use it: its
         # weights are against μ, what the sampler reported, and correct for staleness and engine at

@@ -61,6 +61,11 @@ class Task:
     fingerprint: str = ""  # of the local files it was read from: a resumed run must see the same
     remarks: list[str] = field(default_factory=list)  # on the data, for the user, a line each
     exam: Callable | None = None  # the judge of the held-out problems, where it is another
+    final: Callable[[str], str] = final_answer  # a response's answer, without its working
+
+    def distinct(self, texts: list[str], group: int) -> int:
+        """How many different answers, added up over groups of `group` responses."""
+        return len({(i // group, self.final(text)) for i, text in enumerate(texts)})
 
     @property
     def killed(self) -> int:
@@ -116,7 +121,8 @@ def arithmetic_task(args: object, tokenizer: Tokenizer) -> Task:
         chosen[prompt] = problem(prompt)  # a dict: no problem twice, and the order is kept
     exam = judged(arithmetic_reward) if kind.reward else None
     judge = judged(kind.reward or arithmetic_reward)
-    return Task(args.task, train, list(chosen.values()), judge, exam=exam)
+    problems, final = list(chosen.values()), lambda text: text.rpartition("#")[2]
+    return Task(args.task, train, problems, judge, exam=exam, final=final)
 
 
 def reasoning_gym_task(args: object, tokenizer: Tokenizer) -> Task:

@@ -134,7 +134,7 @@ def settle(args: object, world: World, model: str) -> None:
     """Let `auto` become what it means for this model on this machine; divide the ranks."""
     if world.size % (args.shard_ranks or 1):
         wrong = f"--shard_ranks {args.shard_ranks}: does not divide the {world.size} rank(s)"
-        raise BadInput(wrong)
+        raise Refused(wrong)
     gpu = world.device.type == "cuda"
     if args.rollout == "auto":  # starting vLLM takes a minute, longer than an embedded model's run
         vllm = gpu and model not in EMBEDDED and importlib.util.find_spec("vllm")

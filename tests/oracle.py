@@ -296,7 +296,8 @@ def task() -> tuple[Task, list[int]]:
     def judge(texts: list[str], answers: list[str]) -> list[float]:
         return [reward(text, answer) for text, answer in zip(texts, answers)]
 
-    return Task("arithmetic", train, [problem(prompt) for prompt in HELD_OUT], judge), asked
+    problems, final = [problem(prompt) for prompt in HELD_OUT], lambda text: text.split("#")[-1]
+    return Task("arithmetic", train, problems, judge, final=final), asked
 
 
 def record(

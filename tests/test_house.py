@@ -19,13 +19,13 @@ COMMON = sorted((ROOT / "common").rglob("*.py"))
 LOSS_ONLY = ["gspo", "sapo", "maspo"]
 # Lines, code lines, changed code lines against the trunk. stapo also finds its quantile over ranks
 # and writes down what it silenced; the last three change more than the loss, each by one object.
-USUAL = (330, 191, 34)
+USUAL = (330, 192, 34)
 BUDGET = {
-    "minirl": (356, 204, 46),
-    "stapo": (390, 228, 67),
-    "vcpo": (477, 276, 139),
-    "deep_grpo": (487, 299, 131),
-    "goldilocks": (494, 304, 137),
+    "minirl": (357, 205, 46),
+    "stapo": (390, 229, 67),
+    "vcpo": (477, 277, 139),
+    "deep_grpo": (488, 300, 131),
+    "goldilocks": (495, 305, 137),
 }
 NAMES = "|".join(ALGORITHMS)
 

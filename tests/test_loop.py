@@ -151,6 +151,7 @@ def check_metrics(o: Oracle) -> None:
             "reward": sum(row.reward for row in rows) / len(rows),
             "zero_groups": sum(len({row.reward for row in group}) == 1 for group in groups)
             / len(groups),
+            "distinct": sum(len({r.text.split("#")[-1] for r in group}) for group in groups) / P,
             "response_len": sum(lengths) / len(rows),
             "truncated": sum(not row.finished for row in rows) / len(rows),
             "tokens": sum(lengths),
@@ -182,6 +183,9 @@ def check_metrics(o: Oracle) -> None:
         expected |= {name: total / count for name, (total, count) in sums.items()}
         if o.name == "vcpo":  # the sampler's metrics are of the batch just sampled
             expected |= sampler_metrics(o, step + filling(o))
+            prompts = [p for one in o.records for p in one.training[step + filling(o)]["prompts"]]
+            finals = [{r.text.split("#")[-1] for r in respond(prompt, G)} for prompt in prompts]
+            expected["distinct"] = sum(map(len, finals)) / P
             expected["lag"] = (0, M)[step]
         if o.name == "deep_grpo":
             grown = [g for one in o.records for g in branch_groups(one, step)]
