@@ -108,11 +108,12 @@ def rows(results: dict) -> list[list[str]]:
 
 def draw(results: dict) -> object:
     figure, axes = lab.sheet(
-        TITLE, "on-policy (open: no baseline); at the right the angle", "stale"
+        TITLE, "on-policy; open: no baseline", "stale; at the right of both: angle to ∇J"
     )
     colours = dict(zip(FILES, (lab.BLACK, lab.GREEN, lab.BLUE, lab.ORANGE, lab.PINK, lab.GREY)))
+    names = [name for name in (*FILES, *BOUNDS) if f"stale: {name}" in results]
     for axis, how in zip(axes, ("on-policy", "stale")):
-        for y, name in enumerate([*FILES, *BOUNDS]):
+        for y, name in enumerate(names):
             colour = colours.get(name, lab.BLACK)
             for words, filled in ((name, colour), (f"{name}, no baseline", "white")):
                 if f"{how}: {words}" in results:
@@ -124,7 +125,7 @@ def draw(results: dict) -> object:
             axis.annotate(f"{bias:.0f}°", (1, -y), xycoords=("axes fraction", "data"), va="center")
         axis.set(xlabel="variance / |∇J|²", yticks=[], xlim=(0.08, 60))
         lab.plain_ticks(axis, "x", (0.1, 0.3, 1, 3, 10, 30))
-    axes[0].set_yticks([-y for y in range(len(FILES) + 3)], labels=[*FILES, *BOUNDS])
+    axes[0].set_yticks([-y for y in range(len(names))], labels=names)
     return figure
 
 

@@ -105,9 +105,9 @@ BUGS = [
         "mean of the part",
         "check_parts_add_up",
         "`--micro_tokens` is to change memory, never the gradient. Is it so?",
-        "Each micro-batch is averaged on its own and the means are added: with small "
-        "micro-batches the gradient grows with their number, and short ones count as much as "
-        "long ones. The gradient norm shows it; the clip at 1 hides it from the other curves.",
+        "Each micro-batch is averaged on its own, and then their means are: rows of a small one "
+        "count more, here the long responses, of which few fit in. Hardly a curve betrays it; one "
+        "batch in two divisions, whose gradients must be equal, does.",
         "nanochat, scripts/chat_rl.py (2026-07-03): a mean over passes of each pass's token mean; "
         "OpenRLHF's aggregation and DeepSpeed's offloaded optimiser, as arXiv 2604.23747 reports",
         flags="--micro_tokens 512",
@@ -149,9 +149,9 @@ BUGS = [
         "Two corrections are better than one?",
         "A weight π_θ/μ on top of PPO's π_θ/π_old: the move away from π_old is counted twice. The "
         "correction for the sampler is π_old/μ there; π_θ/μ belongs to a loss without the ratio "
-        "(minirl.py).",
+        "(minirl.py). A spike of the gradient norm is all that shows.",
         "slime pull request 179, first version",
-        flags="--minibatches 16 --lr 1e-3",
+        flags="--minibatches 16",
     ),
     Bug(
         (

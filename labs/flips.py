@@ -76,7 +76,8 @@ def draw(results: dict) -> object:
             x = np.arange(len(runs[0][name]))
             lab.line(axis, x, runs, name, colour)
             place = (x[-1], lab.over(runs, name)[0][-1]) if name == "entropy" else places[arm]
-            lab.label(axis, *place, arm, colour)
+            below = {"va": "top" if arm == "GRPO" else "center"}
+            lab.label(axis, *place, arm, colour, **below)
     for axis, name in zip(axes, ("success", "entropy")):
         clean = lab.over(results["GRPO, clean"], name)[0]
         axis.plot(clean, color=lab.GREY, linewidth=2, linestyle=":")

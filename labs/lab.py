@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
@@ -28,7 +27,11 @@ from types import ModuleType
 
 import common  # noqa: F401  (before torch)
 import numpy as np
+<<<<<<< HEAD
 from common.curves import series, smooth
+=======
+from common.curves import series
+>>>>>>> w-labs
 from common.distributed import BadInput, first_line
 from common.folder import read_lines, whole
 from tools.marks import ROOT
@@ -235,6 +238,7 @@ def label(axis: object, x: float, y: float, words: str, colour: str, **more) -> 
     """Words at a line, in its colour: better than a legend."""
     style = {"ha": "left", "va": "center", "fontsize": 9.5, "fontweight": "bold"} | more
     axis.annotate(words, (x, y), (4, 0), textcoords="offset points", color=colour, **style)
+<<<<<<< HEAD
 
 
 def padded(runs: list[dict], name: str) -> Iterator[dict]:
@@ -257,3 +261,5 @@ def curves(axis: object, results: dict, column: str, colours: dict, width: int =
             values = smooth(run[column], width)
             axis.plot(run[f"{column}@"], values, color=colour, linewidth=1.3, alpha=0.8)
     axis.set_xlabel("step")
+=======
+>>>>>>> w-labs
