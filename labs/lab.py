@@ -27,11 +27,7 @@ from types import ModuleType
 
 import common  # noqa: F401  (before torch)
 import numpy as np
-<<<<<<< HEAD
 from common.curves import series, smooth
-=======
-from common.curves import series
->>>>>>> w-labs
 from common.distributed import BadInput, first_line
 from common.folder import read_lines, whole
 from tools.marks import ROOT
@@ -238,14 +234,6 @@ def label(axis: object, x: float, y: float, words: str, colour: str, **more) -> 
     """Words at a line, in its colour: better than a legend."""
     style = {"ha": "left", "va": "center", "fontsize": 9.5, "fontweight": "bold"} | more
     axis.annotate(words, (x, y), (4, 0), textcoords="offset points", color=colour, **style)
-<<<<<<< HEAD
-
-
-def padded(runs: list[dict], name: str) -> Iterator[dict]:
-    """Series of different lengths, each held at its last value up to the longest's."""
-    longest = max(len(run[name]) for run in runs)
-    for run in runs:
-        yield run | {name: run[name] + run[name][-1:] * (longest - len(run[name]))}
 
 
 def key(axis: object, colours: dict[str, str]) -> None:
@@ -261,5 +249,3 @@ def curves(axis: object, results: dict, column: str, colours: dict, width: int =
             values = smooth(run[column], width)
             axis.plot(run[f"{column}@"], values, color=colour, linewidth=1.3, alpha=0.8)
     axis.set_xlabel("step")
-=======
->>>>>>> w-labs
