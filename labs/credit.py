@@ -16,11 +16,11 @@ import numpy as np
 from labs import lab
 
 TITLE = "Part marks: what a reward for every step is worth"
-FLAGS = "--beta 0 --steps 60 --eval_every 10 --save_every 1000"
+FLAGS = "--steps 60 --eval_every 10 --save_every 1000"
 FILES = {
-    "GRPO": "grpo.py",
+    "GRPO": "grpo.py --beta 0",
     "STAPO": "stapo.py --tau_p 0.05 --entropy_quantile 0.95",
-    "DEEP-GRPO": "deep_grpo.py",
+    "DEEP-GRPO": "deep_grpo.py --beta 0",
 }
 TASKS = {"outcome": "arithmetic", "steps": "arithmetic:steps"}
 ARMS = {

@@ -16,7 +16,6 @@ FLAGS = "--task arithmetic:mix --beta 0 --steps 120 --eval_every 20 --save_every
 ARMS = {"uniform": f"grpo.py {FLAGS}", "Goldilocks": f"goldilocks.py {FLAGS}"}
 COLUMNS = ("greedy", "sampled", "zero_groups", "response_len")
 COLOURS = dict(zip(ARMS, (lab.ORANGE, lab.BLUE)))
-QUICKLY = "--candidates 4"
 SEEDS = 5
 
 
