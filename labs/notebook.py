@@ -25,7 +25,9 @@ import sys
 from IPython.display import Image
 
 os.chdir({root!r})  # the repository
-QUICK = STEPS = ""  # to try the machine: "--quick", "--steps 10 --prompts_per_step 4"
+QUICK = STEPS = ""
+# To try the machine, in seconds:
+# QUICK, STEPS = "--quick", "--steps 9 --prompts_per_step 4 --eval_problems 8"
 """
 PART = re.compile(r"^```bash\n(.*?)^```\n|^\*\*Look\*\* at `(.*?)`.*?\n", re.MULTILINE | re.DOTALL)
 
