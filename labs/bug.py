@@ -2,6 +2,7 @@
 
     python -m labs.bug                      what there is
     python -m labs.bug 3                    two short runs (a minute or two each), one figure
+    python -m labs.bug 3 --quick            the same in seconds: to try the machine, not to see much
     python -m labs.bug 3 --reveal           the line, the check that sees it, and where it was real
 
 Most damages are named ones of the tests: no damaged file is stored anywhere.
@@ -24,6 +25,7 @@ from tools.marks import ROOT, algorithms
 
 LOOP = "tests/test_loop.py"
 RUN = "--steps 30 --eval_every 10 --eval_problems 128 --eval_samples 2 --save_every 1000"
+QUICKLY = "--steps 2 --eval_every 2 --eval_problems 8 --prompts_per_step 4"
 
 
 @dataclass
@@ -186,7 +188,7 @@ def damaged(bug: Bug) -> str:
 
 
 def train(path: Path, folder: Path, flags: str) -> None:
-    """`python path FLAGS`, one thread, unless the folder has that run."""
+    """`python path RUN FLAGS`, one thread, unless the folder has that run."""
     if (folder / "summary.json").exists():
         return
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -196,17 +198,21 @@ def train(path: Path, folder: Path, flags: str) -> None:
         raise BadInput(f"{path.name} ended with exit code {ended.returncode}, see above")
 
 
-def play(number: int, out: Path) -> None:
-    """Both runs and their figure."""
+def play(number: int, out: Path, more: str = "") -> None:
+    """Both runs, with `more` flags, and their figure."""
     bug = BUGS[number - 1]
-    mark = re.sub(r"\W+", "_", bug.flags).strip("_")
-    right, wrong = out / f"{bug.file}_{mark}".strip("_"), out / f"damaged_{number}"
+    flags = f"{bug.flags} {more}"
+    mark = re.sub(r"\W+", "_", flags).strip("_")
+    right, wrong = (
+        out / f"{bug.file}_{mark}".strip("_"),
+        out / f"damaged_{number}_{mark}".strip("_"),
+    )
     wrong.parent.mkdir(parents=True, exist_ok=True)
     source = out / f"source_{number}"
     source.mkdir(exist_ok=True)
     (source / f"{bug.file}.py").write_text(damaged(bug))
-    train(ROOT / f"{bug.file}.py", right, bug.flags)
-    train(source / f"{bug.file}.py", wrong, bug.flags)
+    train(ROOT / f"{bug.file}.py", right, flags)
+    train(source / f"{bug.file}.py", wrong, flags)
     compare.main([right, wrong], str(out / f"bug_{number}"))
     print(textwrap.fill(f"Bug {number}. {bug.look} Then --reveal.", 100))
 
@@ -236,6 +242,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("number", nargs="?", type=int, metavar="N")
+    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--reveal", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/labs/bugs"))
     words = parser.parse_args()
@@ -248,7 +255,7 @@ def main() -> None:
         elif words.reveal:
             print(reveal(words.number))
         else:
-            play(words.number, words.out)
+            play(words.number, words.out, QUICKLY if words.quick else "")
     except (BadInput, OSError) as error:
         parser.error(first_line(error))
 

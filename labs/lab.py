@@ -5,6 +5,7 @@ A lab is a module with
     ARMS             arm -> what it is: for a toy anything, else a command line, `FILE FLAGS`
     measure(arm, seed, quick)   one run -> numbers and short series; not for command lines, whose
     COLUMNS          are the columns of metrics.jsonl that are kept instead
+    QUICKLY          more flags for them when quick
     rows(results)    the table: a list of rows of cells, the head first
     draw(results)    the figure
 `results` is {arm: [one run's numbers, ...]}, a run for each seed. The page NAME.md quotes medians
@@ -26,7 +27,7 @@ from types import ModuleType
 
 import common  # noqa: F401  (before torch)
 import numpy as np
-from common.curves import series
+from common.curves import series, smooth
 from common.distributed import BadInput, first_line
 from common.folder import read_lines, whole
 from tools.marks import ROOT
@@ -34,6 +35,7 @@ from tqdm import tqdm
 
 HERE = Path(__file__).parent
 SEEDS, QUICK = 20, 3  # of a full run, of a quick one
+QUICKLY = "--steps 4 --eval_every 2 --eval_problems 16"  # of training runs, when quick
 # Told apart by the colour-blind, too (Okabe and Ito)
 BLACK, GREY, BLUE, ORANGE, GREEN, PINK = "#222222 #888888 #0072B2 #D55E00 #009E73 #CC79A7".split()
 
@@ -101,7 +103,8 @@ def run(lab: ModuleType, table: Path, seeds: int, quick: bool) -> None:
     def one(job: tuple[int, str]) -> dict:
         seed, arm = job
         if runs:
-            return trained(lab.ARMS[arm], seed + 1, lab.COLUMNS, quick)
+            flags = f"{QUICKLY} {getattr(lab, 'QUICKLY', '')}" if quick else ""
+            return trained(f"{lab.ARMS[arm]} {flags}", seed + 1, lab.COLUMNS)
         return lab.measure(arm, seed + 1, quick)
 
     start, spent = time.time(), old.get("seconds", 0) if any(known.values()) else 0
@@ -129,13 +132,12 @@ def plain(value: object) -> object:
     return [float(f"{v:.3g}") for v in array] if array.ndim else float(f"{array:.4g}")
 
 
-def trained(command: str, seed: int, columns: tuple, quick: bool) -> dict:
+def trained(command: str, seed: int, columns: tuple) -> dict:
     """A training run as a process of one thread -> its columns of metrics.jsonl, each with the
     steps, as `name` and `name@`. One that stopped itself is a result, too: `stopped` says why."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     with tempfile.TemporaryDirectory() as folder:
         words = [*command.split(), "--seed", seed, "--run_dir", f"{folder}/run"]
-        words += ["--steps", 4, "--eval_every", 2, "--eval_problems", 16] if quick else []
         call = [sys.executable, *map(str, words)]
         ended = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True)
         metrics = Path(folder, "run", "metrics.jsonl")
@@ -192,6 +194,11 @@ def cell(runs: list[dict], name: str, form: str = ".2f") -> str:
     return middle if low == high else f"{middle} ({low}–{high})"
 
 
+def tail(values: list[float], count: int = 20) -> float:
+    """The mean of a series' last values."""
+    return float(np.mean(values[-count:]))
+
+
 # Figures
 
 
@@ -227,3 +234,18 @@ def label(axis: object, x: float, y: float, words: str, colour: str, **more) -> 
     """Words at a line, in its colour: better than a legend."""
     style = {"ha": "left", "va": "center", "fontsize": 9.5, "fontweight": "bold"} | more
     axis.annotate(words, (x, y), (4, 0), textcoords="offset points", color=colour, **style)
+
+
+def key(axis: object, colours: dict[str, str]) -> None:
+    """Each arm's name in its colour, where lines cross too often for labels."""
+    for place, (name, colour) in enumerate(colours.items()):
+        label(axis, 0.02, 0.05 + 0.065 * place, name, colour, xycoords="axes fraction")
+
+
+def curves(axis: object, results: dict, column: str, colours: dict, width: int = 1) -> None:
+    """A column of every run over its steps, a thin line for each seed, in its arm's colour."""
+    for arm, colour in colours.items():
+        for run in results[arm]:
+            values = smooth(run[column], width)
+            axis.plot(run[f"{column}@"], values, color=colour, linewidth=1.3, alpha=0.8)
+    axis.set_xlabel("step")

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
+from common.flags import broken_rule
 from common.launch import parse
 from labs import bug, lab
 
@@ -16,7 +18,11 @@ from tests.adapters import MODULES
 from tests.helpers import ROOT
 from tests.test_docs import refused
 
-NAMES = sorted(path.stem for path in (ROOT / "labs").glob("*.md"))
+NAMES = sorted(path.stem for path in (ROOT / "labs").glob("*.md") if path.stem != "course")
+LABS = {p.stem: p.read_text() for p in sorted((ROOT / "labs").glob("*.py")) if p.stem != "lab"}
+LABS = {name: text for name, text in LABS.items() if "lab.main(" in text}
+RUNS = [name for name, text in LABS.items() if "\nCOLUMNS = " in text]  # of whole training runs
+TOYS = [name for name in LABS if name not in RUNS]
 
 
 def load(name: str) -> ModuleType:
@@ -88,13 +94,69 @@ def direction_of_bound(found: dict) -> None:
         assert abs(one["noise"] / other["noise"] - 1) < 2e-3 and one["angle"] < 0.01
 
 
-@pytest.mark.parametrize("name", NAMES)
+def direction_of_precision(found: dict) -> None:
+    moved = {arm: middle(runs, "moved") for arm, runs in found.items()}
+    share = {arm: middle(runs, "changed") for arm, runs in found.items()}
+    assert share["bfloat16, 1e-6"] < 0.01 < 0.98 < share["float32, 1e-6"]
+    assert moved["bfloat16, 1e-6"] < 0.1 * moved["float32, 1e-6"]
+    assert abs(moved["float32 master, 1e-6"] / moved["float32, 1e-6"] - 1) < 0.1
+    assert abs(moved["bfloat16, 1e-3"] / moved["float32, 1e-3"] - 1) < 0.3
+
+
+@pytest.mark.parametrize("name", TOYS)
 def test_a_quick_run_goes_the_way_of_its_page(name, tmp_path, monkeypatch, capsys):
     found = run(name, tmp_path, monkeypatch, "--quick", "--seeds", 2)
     assert list(found) == list(load(name).ARMS) and all(len(runs) == 2 for runs in found.values())
     globals()[f"direction_of_{name}"](found)
     assert (tmp_path / "figures" / f"{name}.png").stat().st_size > 10_000
     assert lab.text(load(name).rows(found)) in capsys.readouterr().out
+
+
+def of_a_lab(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """The Args of each of a lab's quick command lines, and by whose file it is run."""
+    found = {}
+    for command in module.ARMS.values():
+        words = f"{command} {lab.QUICKLY} {getattr(module, 'QUICKLY', '')}".split()
+        monkeypatch.setattr(sys, "argv", words)
+        algorithm = words[0].removesuffix(".py")
+        args = parse(importlib.import_module(MODULES[algorithm]).Args)
+        assert not broken_rule(args), (command, broken_rule(args))
+        found[" ".join(words)] = args, (ROOT / words[0]).read_text()
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_lab_of_runs_tells_and_draws_what_its_runs_may_leave(name, tmp_path, monkeypatch, capsys):
+    """Without the runs: their flags exist, and numbers such as theirs become a table and a figure.
+
+    A column that a file does not write is empty, as `trained` leaves it.
+    """
+    module = load(name)
+    known, random = of_a_lab(module, monkeypatch), np.random.default_rng(0)
+    common = "".join(path.read_text() for path in (ROOT / "common").glob("*.py"))
+    written = set()
+
+    def trained(command: str, seed: int, columns: tuple) -> dict:
+        args, source = known[" ".join(command.split())]
+        found = {}
+        for column in columns:
+            measured = column in ("greedy", "sampled")
+            steps = np.arange(0, args.steps + 1, args.eval_every) if measured else None
+            steps = steps if measured else np.arange(1, args.steps + 1)
+            has = re.search(rf"\b{column}\b", source + common)
+            written.update([column] if has else [])
+            found[f"{column}@"] = steps[: None if has else 0]
+            found[column] = random.uniform(0.2, 0.8, len(found[f"{column}@"]))
+        return found
+
+    monkeypatch.setattr(lab, "trained", trained)
+    found = run(name, tmp_path, monkeypatch, "--quick", "--seeds", 2)
+    assert list(found) == list(module.ARMS) and all(len(runs) == 2 for runs in found.values())
+    assert written == set(module.COLUMNS)
+    head, *rows = module.rows(found)
+    assert len(rows) >= 2 and all(len(row) == len(head) for row in rows)
+    assert (tmp_path / "figures" / f"{name}.png").stat().st_size > 10_000
+    assert lab.text(module.rows(found)) in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -112,12 +174,14 @@ def test_the_page_has_the_numbers_of_its_table(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_shipped_table_is_a_full_run(name):
     table = json.loads((ROOT / "labs/tables" / f"{name}.json").read_text())
-    assert (
-        table["seeds"] >= 20 and not table["quick"] and re.match(r"\d{4}-\d\d-\d\d", table["date"])
-    )
+    least = getattr(load(name), "SEEDS", lab.SEEDS)
+    assert table["seeds"] >= least and not table["quick"]
+    assert re.match(r"\d{4}-\d\d-\d\d", table["date"])
     assert table["command"] == f"python -m labs.{name} --seeds {table['seeds']}"
     assert all(len(runs) == table["seeds"] for runs in table["results"].values())
     assert set(table["results"]) <= set(load(name).ARMS)
+    if name in RUNS:  # the command lines are those that were run
+        assert table["arms"] == load(name).ARMS
 
 
 def test_redraw_measures_nothing(tmp_path, monkeypatch):
@@ -165,7 +229,7 @@ def test_commands_and_links_of_the_pages_lead_somewhere(monkeypatch):
                 bug.damaged(bug.BUGS[int(words[0]) - 1])
     assert found > 20
     readme = (ROOT / "README.md").read_text().split("\n## Labs\n")[1].split("\n## ")[0]
-    assert sorted(re.findall(r"\]\(labs/(\w+)\.md\)", readme)) == NAMES
+    assert sorted(re.findall(r"^\| \[\w+\]\(labs/(\w+)\.md\)", readme, re.MULTILINE)) == NAMES
 
 
 class Runs(ModuleType):
@@ -179,8 +243,8 @@ def test_a_lab_of_runs_goes_on_where_its_table_ends(tmp_path, monkeypatch):
     """What is in the table of the same command line is not run again."""
     made, table = [], tmp_path / "t.json"
 
-    def trained(command: str, seed: int, columns: tuple, quick: bool) -> dict:
-        made.append((command, seed))
+    def trained(command: str, seed: int, columns: tuple) -> dict:
+        made.append((command.strip(), seed))
         return {"reward@": [1], "reward": [seed]}
 
     monkeypatch.setattr(lab, "trained", trained)
@@ -200,6 +264,6 @@ def test_a_lab_of_runs_goes_on_where_its_table_ends(tmp_path, monkeypatch):
 def test_a_run_as_a_process_gives_its_columns(tmp_path):
     """And one that stops itself is a result: the 8-bit sampler is far beyond such a tolerance."""
     words = "--prompts_per_step 4 --eval_samples 1 --max_new_tokens 16 --sampler_tolerance 1e-6"
-    found = lab.trained(f"minirl.py {words}", 1, ("greedy", "reward"), True)
+    found = lab.trained(f"minirl.py {words} {lab.QUICKLY}", 1, ("greedy", "reward"))
     assert found["greedy@"].tolist() == [0] and found["reward"].size < 4
     assert "sampler and trainer disagree" in found["stopped"]

@@ -1,0 +1,53 @@
+"""The sampler is not the policy: an 8-bit copy of a mixture of experts, and MiniRL's weight.
+
+minirl.py on the embedded mixture of experts, at three times the usual step size. The sampler rounds
+weights to 8 bits, and its router then chooses other experts: the gap between μ and π_old grows as
+training goes on. The weight π/μ (`--correct_mismatch`) corrects for it; routing replay (r2, r3)
+takes a part of the gap away.
+
+    python -m labs.mismatch
+"""
+
+import sys
+
+from labs import lab
+
+TITLE = "Without the weight π/μ the gap to the sampler feeds on itself"
+RUN = "minirl.py --model tiny-moe --lr 1e-3 --steps 80 --eval_every 20 --save_every 1000"
+RUN += " --sampler_tolerance 10"
+ARMS = {
+    "weight π/μ": RUN,
+    "no weight": f"{RUN} --no_correct_mismatch",
+    "weight and replay r2": f"{RUN} --routing_replay r2",
+    "weight and replay r3": f"{RUN} --routing_replay r3",
+}
+COLUMNS = ("greedy", "sampled", "sampler_kl", "weight_max", "response_len")
+COLOURS = dict(zip(ARMS, (lab.BLUE, lab.ORANGE, lab.GREY, lab.GREEN)))
+SEEDS, LOW = 5, 0.5
+
+
+def rows(results: dict) -> list[list[str]]:
+    head = ["arm", "greedy at the end", "ended below 0.5", "KL(μ ‖ π_old), last 20 steps"]
+    table = [head]
+    for arm, runs in results.items():
+        ended = [
+            {"end": run["greedy"][-1], "kl": 1e3 * lab.tail(run["sampler_kl"])} for run in runs
+        ]
+        lost = f"{sum(run['end'] < LOW for run in ended)} of {len(runs)}"
+        table.append([arm, lab.cell(ended, "end"), lost, lab.cell(ended, "kl", ".1f") + " · 10⁻³"])
+    return table
+
+
+def draw(results: dict) -> object:
+    words = "held-out accuracy, greedy", "KL(μ ‖ π_old), nats per token"
+    figure, axes = lab.sheet(TITLE, *words)
+    lab.curves(axes[0], results, "greedy", COLOURS)
+    lab.curves(axes[1], results, "sampler_kl", COLOURS, 9)
+    lab.key(axes[0], COLOURS)
+    axes[0].set_ylim(0, 1.02)
+    lab.plain_ticks(axes[1], "y", (1e-4, 1e-3, 1e-2, 1e-1))
+    return figure
+
+
+if __name__ == "__main__":
+    lab.main(sys.modules[__name__])
