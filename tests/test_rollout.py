@@ -12,6 +12,7 @@ from common import logprobs as rollout_module
 from common.batch import Rollout
 from common.distributed import RunStopped
 from common.logprobs import Policy, micro_batches, response_logprobs, sampler_gap
+from common.model import load_model
 from common.rollout import HFEngine
 from common.tracking import Run
 from grpo import Args
@@ -232,11 +233,12 @@ def test_little_of_a_micro_batch_is_padding(world):
     assert sum(lengths) / sum(padded) > 0.8 and max(padded) <= 16_384 and len(micros) < 60
 
 
-def test_a_pass_over_experts_is_dearer(world, monkeypatch):
+def test_a_pass_over_experts_is_dearer(tiny, world, monkeypatch):
     """Where a pass costs more, rows of several lengths share one."""
     monkeypatch.setitem(rollout_module.PASS_TOKENS, "cpu", (10, 10_000))
     batch = of_lengths([5, 5, 50, 50, 500, 500])
-    passes = [len(micro_batches(batch, 16_384, world, experts)) for experts in (False, True)]
+    policies = Policy(tiny[0]), Policy(load_model("tiny-moe")[0])
+    passes = [len(micro_batches(policy, batch, 16_384, world)) for policy in policies]
     assert passes == [3, 1]
 
 
