@@ -24,10 +24,10 @@ SEEDS, LOW = 5, 0.5  # runs of each arm; greedy accuracy below which a run has c
 
 
 def rows(results: dict) -> list[list[str]]:
-    table = [["arm", "greedy at the end", "lowest greedy", "collapsed", "ESS/B, last 20 steps"]]
+    table = [["arm", "greedy at the end", "lowest after step 0", "collapsed", "ESS/B, last 20 steps"]]
     for arm, runs in results.items():
         ended = [
-            {"end": run["greedy"][-1], "low": min(run["greedy"]), "ess": lab.tail(run["ess_ratio"])}
+            {"end": run["greedy"][-1], "low": min(run["greedy"][1:]), "ess": lab.tail(run["ess_ratio"])}
             for run in runs
         ]
         lost = sum(run["end"] < LOW for run in ended)
