@@ -18,11 +18,10 @@ RUN += " --sampler_tolerance 10"
 ARMS = {
     "weight π/μ": RUN,
     "no weight": f"{RUN} --no_correct_mismatch",
-    "weight and replay r2": f"{RUN} --routing_replay r2",
     "weight and replay r3": f"{RUN} --routing_replay r3",
 }
 COLUMNS = ("greedy", "sampled", "sampler_kl", "weight_max", "response_len")
-COLOURS = dict(zip(ARMS, (lab.BLUE, lab.ORANGE, lab.GREY, lab.GREEN)))
+COLOURS = dict(zip(ARMS, (lab.BLUE, lab.ORANGE, lab.GREEN)))
 SEEDS, LOW = 5, 0.5
 
 
