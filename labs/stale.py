@@ -13,10 +13,7 @@ from labs import lab
 
 TITLE = "Stale answers: without variance control the run collapses, with it it does not"
 RUN = "vcpo.py --lr 1e-3 --steps 100 --eval_every 20 --save_every 1000"
-ARMS = {
-    "both controls": RUN,
-    "neither": f"{RUN} --no_ess_scaling --no_optimal_baseline",
-}
+ARMS = {"both controls": RUN, "neither": f"{RUN} --no_ess_scaling --no_optimal_baseline"}
 COLUMNS = ("greedy", "sampled", "ess_ratio", "response_len", "entropy")
 COLOURS = dict(zip(ARMS, (lab.BLUE, lab.ORANGE)))
 QUICKLY = "--lag 2"
@@ -24,10 +21,16 @@ SEEDS, LOW = 5, 0.5  # runs of each arm; greedy accuracy below which a run has c
 
 
 def rows(results: dict) -> list[list[str]]:
-    table = [["arm", "greedy at the end", "lowest after step 0", "collapsed", "ESS/B, last 20 steps"]]
+    table = [
+        ["arm", "greedy at the end", "lowest after step 0", "collapsed", "ESS/B, last 20 steps"]
+    ]
     for arm, runs in results.items():
         ended = [
-            {"end": run["greedy"][-1], "low": min(run["greedy"][1:]), "ess": lab.tail(run["ess_ratio"])}
+            {
+                "end": run["greedy"][-1],
+                "low": min(run["greedy"][1:]),
+                "ess": lab.tail(run["ess_ratio"]),
+            }
             for run in runs
         ]
         lost = sum(run["end"] < LOW for run in ended)
