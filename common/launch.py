@@ -148,7 +148,7 @@ def settle(args: object, world: World, model: str) -> None:
 
 def without_effect(args: object, world: World) -> Iterator[str]:
     """A line for each flag that was set and does nothing beside the others."""
-    vllm = args.rollout == "vllm"
+    vllm, refers = args.rollout == "vllm", getattr(args, "beta", 0) > 0
     kinds = {task.partition(":")[0] for task in (args.task, args.eval_task) if task}
     made = {"arithmetic", "reasoning_gym"}
     for idle, where, names in (
@@ -157,8 +157,8 @@ def without_effect(args: object, world: World) -> Iterator[str]:
         (kinds == {"arithmetic"}, "with --task arithmetic", "max_prompt_tokens"),
         (kinds <= made, f"with --task {args.task}", "instruction"),
         (kinds <= {*made, *HUB}, "without a local file", "prompt_column answer_column"),
-        (getattr(args, "beta", 0) == 0, "without a KL term", "offload_reference"),
-        (world.device.type == "cpu", "on a CPU", "offload_reference"),
+        (not refers, "without a KL term", "offload_reference"),
+        (refers and world.device.type == "cpu", "on a CPU", "offload_reference"),
     ):
         for flag in fields(args) if idle else ():
             if flag.name in names.split() and getattr(args, flag.name) != flag.default:

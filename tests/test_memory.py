@@ -157,12 +157,17 @@ def test_columns_of_experts_stay_on_the_cpu():
 
 
 def test_the_trainers_column_is_as_narrow(world):
-    """And made only where the algorithm may ask for it."""
+    """And made only where the choices will be replayed, or compared with the sampler's."""
     lm, _ = load_model("tiny-moe")
-    batch = HFEngine(lm, world, 0, "float32", 8).generate([[5, 6, 7], [8]], 2, 8, 1.0)
     args = SimpleNamespace(micro_tokens=64, temperature=1.0)
-    all_logprobs(Policy(lm), batch, args, world)
-    assert not hasattr(batch, "trainer_experts")
+    for replay in ("none", "r2"):
+        silent = HFEngine(lm, world, 0, "float32", 8, experts=False)
+        batch = silent.generate([[5, 6, 7], [8]], 2, 8, 1.0)
+        assert not hasattr(batch, "sampler_experts")
+        args.routing_replay = replay
+        all_logprobs(Policy(lm), batch, args, world)
+        assert hasattr(batch, "trainer_experts") == (replay == "r2")
+    batch = HFEngine(lm, world, 0, "float32", 8).generate([[5, 6, 7], [8]], 2, 8, 1.0)
     args.routing_replay = "none"
     all_logprobs(Policy(lm), batch, args, world)
     assert batch.trainer_experts.dtype == batch.sampler_experts.dtype == torch.uint8
