@@ -5,14 +5,17 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.batch import Rollout
-from common.distributed import TIMEOUT, CLOSING, BadInput, RunStopped, World, full_parameters
+from common.distributed import CLOSING, TIMEOUT, BadInput, Refused, RunStopped, World
+from common.distributed import from_environment, full_parameters, together
 from common.model import EMBEDDED
 from common.routing import why_not_replayed
 
@@ -43,6 +46,11 @@ class VLLMEngine:
             advice = "needs the package (pip install -r requirements.txt), or use --rollout hf"
             raise BadInput(f"--rollout vllm: {advice}") from error
         given = passed_through(args.vllm, options, vllm.EngineArgs)
+        if not Path(options["model"]).exists():  # on the hub: of each node one rank downloads
+            what = f"--model {args.model}: cannot be downloaded"
+            with together(world, Refused, what, Exception):  # where the others wait
+                if from_environment("LOCAL_RANK", 0) == 0:
+                    snapshot_download(args.model, allow_patterns=["*.json", "*.safetensors"])
         self.SamplingParams, self.world, self.cpu, self.calls = vllm.SamplingParams, world, cpu, 0
         self.eos, self.sleeps = lm.generation_config.eos_token_id, args.vllm_sleep
         self.reports_experts = "enable_return_routed_experts" in options

@@ -67,10 +67,8 @@ def by_sign(entropy: Tensor, batch: Rollout) -> dict[str, tuple[Tensor, Tensor]]
     found = {"entropy": (entropy.sum(), batch.mask.sum())}
     for name, rows in (("good", batch.advantages > 0), ("bad", batch.advantages < 0)):
         tokens = batch.mask[rows].sum()
-        found[f"entropy_{name}"], found[f"len_{name}"] = (
-            (entropy[rows].sum(), tokens),
-            (tokens, rows.sum()),
-        )
+        found[f"entropy_{name}"] = entropy[rows].sum(), tokens
+        found[f"len_{name}"] = tokens, rows.sum()
     return found
 
 

@@ -157,6 +157,22 @@ def test_nothing_sleeps_or_wakes_in_vain(fake_vllm, tiny):
     assert engine.llm.calls == ["wake kv_cache", "wake weights", "generate", "sleep"]
 
 
+@pytest.mark.parametrize(("local_rank", "asked"), [(0, ["owner/name"]), (1, [])])
+def test_one_rank_of_a_node_downloads_for_its_engines(
+    fake_vllm, tiny, monkeypatch, local_rank, asked
+):
+    """On nodes beyond the first no rank has had the weights: else all engines ask the hub."""
+    found = []
+    spy = lambda name, **how: found.append(name)  # noqa: E731
+    monkeypatch.setattr("common.rollout_vllm.snapshot_download", spy)
+    monkeypatch.setitem(os.environ, "LOCAL_RANK", str(local_rank))
+    engine_of()
+    assert not found  # embedded
+    args = grpo.Args(rollout="vllm", model="owner/name", dtype="bfloat16")
+    VLLMEngine(args, tiny[0], GPU)
+    assert found == asked
+
+
 def test_awake_engines_never_sleep(fake_vllm, tiny):
     engine = engine_of()
     engine.sync(Policy(tiny[0]))
