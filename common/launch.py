@@ -132,16 +132,14 @@ def check(args: object, world: World) -> None:
 
 def settle(args: object, world: World, model: str) -> None:
     """Let `auto` become what it means for this model on this machine; divide the ranks."""
-    if world.size % (args.shard_ranks or 1):
-        wrong = f"--shard_ranks {args.shard_ranks}: does not divide the {world.size} rank(s)"
-        raise Refused(wrong)
     gpu = world.device.type == "cuda"
     if args.rollout == "auto":  # starting vLLM takes a minute, longer than an embedded model's run
         vllm = gpu and model not in EMBEDDED and importlib.util.find_spec("vllm")
         args.rollout = "vllm" if vllm else "hf"
-    if args.rollout == "vllm" and world.size % args.tensor_parallel:
-        wrong = f"--tensor_parallel {args.tensor_parallel}: does not divide the {world.size} ranks"
-        raise Refused(wrong)
+    engine = args.tensor_parallel if args.rollout == "vllm" else 1
+    for flag, ranks in (("shard_ranks", args.shard_ranks or 1), ("tensor_parallel", engine)):
+        if world.size % ranks:
+            raise Refused(f"--{flag} {ranks}: does not divide the {world.size} rank(s)")
     if args.dtype == "auto":
         args.dtype = "bfloat16" if gpu else "float32"
 

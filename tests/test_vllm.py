@@ -276,7 +276,7 @@ def test_a_runs_checkpoint_is_measured_as_by_hf(tmp_path, finished):
         ("--rollout_dtype float32 --vllm_sleep", "need a GPU"),
         (
             "--rollout_dtype float32 --tensor_parallel 2",
-            "--tensor_parallel 2: does not divide the 1 ranks",
+            "--tensor_parallel 2: does not divide the 1 rank(s)",
         ),
         ("--rollout_dtype float32 --vllm max_model=9", "vLLM has no option 'max_model'"),
         (
