@@ -4,6 +4,7 @@ No `[N, T, V]` tensor is ever held, and what the sampler reported is checked aga
 """
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +17,22 @@ from common.routing import Routing, routers
 
 BLOCK_ELEMENTS = 2**26  # logits made at once: 256 MB in float32, whatever the vocabulary
 Pair = tuple[Tensor, Tensor]
+Readout = Callable[[Tensor, Tensor], Tensor]  # log π `[b, V]`, tokens `[b]` -> `[b]`
 # What a forward and backward pass costs whatever its size, in tokens, of a dense model and of one
 # with experts. On a CPU measured (150 to 300), on a GPU estimated: there FSDP gathers all weights
 # twice in each pass, and of the experts' few compute a token.
 PASS_TOKENS = {"cpu": (256, 256), "cuda": (2048, 16384)}
 
 
+def entropies(logprobs: Tensor, tokens: Tensor) -> Tensor:
+    """The entropy (nats) of each row of log-probs `[b, V]`: `[b]`. The usual `Readout`."""
+    return -torch.linalg.vecdot(logprobs.exp(), logprobs)
+
+
 class Policy(nn.Module):
     """A causal language model as a policy: token ids in, log π(token) and entropy out.
+
+    Another `readout` takes the entropy's place for who needs something else of the distribution.
 
     The output head runs inside this module's forward, so that FSDP has gathered its weight when we
     use it by hand.
@@ -33,7 +42,9 @@ class Policy(nn.Module):
         super().__init__()
         self.lm, self.routing = lm, Routing(lm)
 
-    def forward(self, sequences: Tensor, predicts: Tensor, temperature: float) -> Pair:
+    def forward(
+        self, sequences: Tensor, predicts: Tensor, temperature: float, readout: Readout = entropies
+    ) -> Pair:
         """Of each NEXT token that `predicts [n, S]` asks for, along `sequences [n, S]`: two `[M]`.
 
         Sequences are right-padded: with causal attention no real token ever sees a pad, and no
@@ -42,16 +53,22 @@ class Policy(nn.Module):
         output = self.lm.base_model(input_ids=sequences, use_cache=False)
         hidden = output.last_hidden_state[predicts]  # [M, H]
         targets = sequences.roll(-1, dims=1)[predicts]  # [M]
-        return token_logprobs(hidden, self.lm.lm_head.weight, targets, temperature)
+        return token_logprobs(hidden, self.lm.lm_head.weight, targets, temperature, readout)
 
 
-def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Pair:
-    """log softmax(hidden @ weight.T / temperature)[targets], and that softmax's entropy.
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    readout: Readout = entropies,
+) -> Pair:
+    """log softmax(hidden @ weight.T / temperature)[targets], and what `readout` makes of it.
 
-    hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, entropy `[M]` (nats, without
-    gradient), both float32.
+    hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, entropy `[M]` (nats; the readout
+    has no gradient), both float32.
     """
-    return TokenLogprobs.apply(hidden, weight, targets, temperature)
+    return TokenLogprobs.apply(hidden, weight, targets, temperature, readout)
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -83,22 +100,27 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: object, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+        ctx: object,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        readout: Readout,
     ) -> Pair:
         ctx.save_for_backward(hidden, weight, targets)
         ctx.temperature = temperature
         logp = torch.empty(len(hidden), device=hidden.device)  # [M]
-        entropy = torch.empty_like(logp)  # [M]
+        found = torch.empty_like(logp)  # [M]
         for rows in TokenLogprobs.blocks(hidden, weight):
             logits = TokenLogprobs.logits(hidden[rows], weight, temperature)  # [b, V]
             logprobs = logits.log_softmax(-1)  # [b, V]
             logp[rows] = logprobs.gather(-1, targets[rows, None])[:, 0]
-            entropy[rows] = -torch.linalg.vecdot(logprobs.exp(), logprobs)
-        ctx.mark_non_differentiable(entropy)
-        return logp, entropy
+            found[rows] = readout(logprobs, targets[rows])
+        ctx.mark_non_differentiable(found)
+        return logp, found
 
     @staticmethod
-    def backward(ctx: object, d_logp: Tensor, _: None) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: object, d_logp: Tensor, _: None) -> tuple:
         hidden, weight, targets = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)  # [M, H]
         # Summed over blocks in float32: in bfloat16 every block would round what came before it.
@@ -108,7 +130,7 @@ class TokenLogprobs(torch.autograd.Function):
             d_logits = TokenLogprobs.d_logits(*given)  # [b, V]
             d_hidden[rows] = d_logits @ weight
             d_weight += d_logits.T @ hidden[rows]
-        return d_hidden, d_weight.to(weight.dtype), None, None
+        return d_hidden, d_weight.to(weight.dtype), None, None, None
 
 
 def frozen_reference(args: object, lm: PreTrainedModel, world: World) -> Policy | None:
@@ -151,7 +173,9 @@ def micro_batches(policy: nn.Module, batch: Rollout, max_tokens: int, world: Wor
     return [torch.tensor(rows, dtype=torch.long, device=batch.tokens.device) for rows in micros]
 
 
-def response_logprobs(policy: nn.Module, batch: Rollout, temperature: float) -> Pair:
+def response_logprobs(
+    policy: nn.Module, batch: Rollout, temperature: float, readout: Readout = entropies
+) -> Pair:
     """log π(token) and entropy of every sampled token: two `[n, T]`, zero on padding."""
     blank, where = torch.zeros_like(batch.mask), batch.mask.bool()  # [n, T]
     if len(batch) == 0:  # other ranks have rows left and wait for our part of FSDP's collectives
@@ -167,12 +191,14 @@ def response_logprobs(policy: nn.Module, batch: Rollout, temperature: float) -> 
         replayed = replayed[:, : sequences.shape[1]].flatten(0, 1)  # [n·S, layers, k]
         replayed = replayed.to(blank.device)
     policy.routing.replay = replayed
-    logp, entropy = policy(sequences, predicts, temperature)  # [M], [M]
-    return blank.masked_scatter(where, logp), blank.masked_scatter(where, entropy)
+    found = policy(sequences, predicts, temperature, readout)  # [M], [M]
+    return tuple(blank.masked_scatter(where, column) for column in found)
 
 
 @torch.no_grad()
-def all_logprobs(policy: nn.Module, batch: Rollout, args: object, world: World) -> Pair:
+def all_logprobs(
+    policy: nn.Module, batch: Rollout, args: object, world: World, readout: Readout = entropies
+) -> Pair:
     """`response_logprobs` of a whole batch without gradient, in micro-batches: two `[N, T]`.
 
     With a mixture of experts, where the choices will be replayed or compared, the batch gets a
@@ -182,7 +208,8 @@ def all_logprobs(policy: nn.Module, batch: Rollout, args: object, world: World) 
     replay = getattr(args, "routing_replay", "none")
     wanted = replay == "r2" or hasattr(batch, "sampler_experts")  # to replay, or to compare
     for rows in micro_batches(policy, batch, args.micro_tokens, world):
-        logp[rows], entropy[rows] = response_logprobs(policy, batch.rows(rows), args.temperature)
+        given = batch.rows(rows), args.temperature, readout
+        logp[rows], entropy[rows] = response_logprobs(policy, *given)
         if policy.routing.active and len(rows) and wanted:
             part = policy.routing.recorded().cpu().unflatten(0, (len(rows), -1))
             if routed is None:

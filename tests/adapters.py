@@ -8,11 +8,14 @@ from common.reward import MathJudge, arithmetic_reward
 from tools.marks import ROOT, algorithms
 from torch import Tensor
 
+PATHS = {path.stem: path for path in algorithms()}
 # stem -> module: grpo, or variants.dapo
 MODULES = {
-    path.stem: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in algorithms()
+    name: ".".join(path.relative_to(ROOT).with_suffix("").parts) for name, path in PATHS.items()
 }
-ALGORITHMS = tuple(MODULES)
+ALGORITHMS = tuple(PATHS)
+NINE = tuple(name for name, path in PATHS.items() if path.parent == ROOT)
+VARIANTS = tuple(name for name in ALGORITHMS if name not in NINE)
 _math_judge: MathJudge | None = None
 
 

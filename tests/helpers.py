@@ -22,14 +22,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import common  # noqa: F401  (before torch)
+import pytest
 import torch
 from common.launch import launch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.adapters import MODULES
+from tests.adapters import ALGORITHMS, MODULES, VARIANTS
 from tests.driver import drive
 
 ROOT = Path(__file__).parent.parent
+# Long runs of the variants are CI's: `pytest -m variants`
+RUN = [pytest.param(n, marks=pytest.mark.variants) if n in VARIANTS else n for n in ALGORITHMS]
 SMALL = "--prompts_per_step 4 --minibatches 2 --group_size 4".split()
 SMALL += "--eval_problems 8 --eval_samples 1 --eval_every 2 --save_every 2".split()
 # What makes an algorithm act within 6 small steps

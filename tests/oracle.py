@@ -37,6 +37,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests import formulas
+from tests.adapters import MODULES
 from tests.checks import replaced
 from tests.helpers import forked
 
@@ -310,8 +312,8 @@ def record(
     **flags,
 ) -> Record:
     """Run the module's `main` for some steps on the stored answers, with checkpoints if `save`."""
-    name = module.__name__.removesuffix("_mutant")
-    flags = DEFAULTS | FLAGS.get(name, {}) | flags
+    name = module.__name__.removesuffix("_mutant").rpartition(".")[2]
+    flags = DEFAULTS | FLAGS.get(name, formulas.of(name, "FLAGS", {})) | flags
     if name == "vcpo":
         steps += flags["lag"]
     args = module.Args(
@@ -384,7 +386,8 @@ def record(
 def damaged(algorithm: str, where: str = "", old: str = "", new: str = "") -> ModuleType:
     """A copy of the algorithm's module with one piece of the source of `where` replaced: its own or
     one of common's."""
-    home = importlib.import_module(where or algorithm)
+    own = MODULES[algorithm]
+    home = importlib.import_module(own if where in ("", algorithm) else where)
     source = replaced(Path(home.__file__), old, new) if old else Path(home.__file__).read_text()
     copied = ModuleType(f"{home.__name__}_mutant")
     copied.__file__ = home.__file__
@@ -392,7 +395,7 @@ def damaged(algorithm: str, where: str = "", old: str = "", new: str = "") -> Mo
         # Dataclasses look their module up
         patch.setitem(importlib.sys.modules, copied.__name__, copied)
         exec(compile(source, home.__file__, "exec"), vars(copied))
-        if home.__name__ == algorithm:
+        if home.__name__ == own:
             yield copied
             return
         users = [
@@ -401,7 +404,7 @@ def damaged(algorithm: str, where: str = "", old: str = "", new: str = "") -> Mo
             if name.startswith("common")
         ]
         # Whoever imported something from there
-        for user in (importlib.import_module(algorithm), *users):
+        for user in (importlib.import_module(own), *users):
             for name, value in list(vars(user).items()):
                 if (
                     user is not copied
@@ -409,7 +412,7 @@ def damaged(algorithm: str, where: str = "", old: str = "", new: str = "") -> Mo
                     and hasattr(copied, name)
                 ):
                     patch.setattr(user, name, getattr(copied, name))
-        yield importlib.import_module(algorithm)
+        yield importlib.import_module(own)
 
 
 # The oracle
@@ -605,7 +608,7 @@ class Oracle:
         parts = self.args["minibatches"]
         step, part = divmod(update, parts)
         groups = [rows for _, rows in self.groups(step, part)]
-        advantage = ADVANTAGES.get(self.name, z_score)
+        advantage = ADVANTAGES.get(self.name, formulas.of(self.name, "advantages", z_score))
         grown = self.branches(step, part) if self.name == "deep_grpo" else []
         A = [
             advantage(torch.tensor([row.reward for row in rows], dtype=torch.float64))
@@ -648,7 +651,7 @@ class Oracle:
         if update in self.known:
             return self.known[update]
         b = self.batch(update)
-        J, stats = OBJECTIVES[self.name](b)
+        J, stats = formulas.of(self.name, "objective", OBJECTIVES.get(self.name))(b)
         found = torch.autograd.grad(-J, list(b.lm.parameters()))
         # The graph is not needed any more
         b.J, b.logp, b.lm = float(J.detach()), b.logp.detach(), None

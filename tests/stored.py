@@ -13,6 +13,7 @@ from common.reward import arithmetic_reward
 from common.rollout import HFEngine
 from common.tiny import arithmetic
 
+from tests import formulas
 from tests.helpers import module_of
 
 PROMPTS = ["7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9=", "4+5*6=", "0*1+2-3=", "8*8=", "5-6+7*8-9="]
@@ -97,7 +98,7 @@ def gradients(
             return recompute(policy, batch, args, world)
         return batch.stored_logp, None
 
-    flags = {"minibatches": 2} | FLAGS.get(name, {}) | flags
+    flags = {"minibatches": 2} | FLAGS.get(name, formulas.of(name, "STORED", {})) | flags
     flags |= {"steps": 1, "prompts_per_step": len(prompts), "group_size": G, "lr": 1e-12}
     args = module.Args(dtype="float32", run_dir=str(folder / "run"), **flags)
     args.sampler_tolerance = 1e9

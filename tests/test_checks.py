@@ -1,14 +1,13 @@
 """Every check of every algorithm file; every mutant, a damaged file that some check must see."""
 
-import importlib
 import inspect
 
 import pytest
-from tools.marks import algorithms
 
 from tests import checks
+from tests.adapters import ALGORITHMS as FILES
+from tests.helpers import module_of
 
-FILES = [path.stem for path in algorithms()]
 EVERY = [(name, check) for name in FILES for check in checks.of(name)[0]]
 DAMAGED = [(name, mutant) for name in FILES for mutant in checks.of(name)[1]]
 
@@ -19,14 +18,14 @@ def named(value: object) -> str:
 
 @pytest.mark.parametrize(("name", "check"), EVERY, ids=named)
 def test_check(name, check):
-    check(importlib.import_module(name))
+    check(module_of(name))
 
 
 @pytest.mark.parametrize(("name", "mutant"), DAMAGED, ids=named)
 def test_mutant_is_caught(name, mutant):
     every, mutants = checks.of(name)
     old, new, *by = mutants[mutant]
-    damaged = checks.mutate(importlib.import_module(name), old, new)
+    damaged = checks.mutate(module_of(name), old, new)
     assert next(checks.red(damaged, by or every), None), "no check sees it"
 
 
@@ -35,7 +34,7 @@ def test_an_unchanged_copy_passes(name):
     """The machinery of the mutants itself turns no check red."""
     every, mutants = checks.of(name)
     old, *_ = next(iter(mutants.values()))
-    copy = checks.mutate(importlib.import_module(name), old, old)
+    copy = checks.mutate(module_of(name), old, old)
     assert not list(checks.red(copy, every))
 
 

@@ -1,6 +1,5 @@
 """What a run's picture shows, and what it leaves out: properties of the figure, no pixels."""
 
-import importlib
 import json
 import math
 import runpy
@@ -15,6 +14,7 @@ from common.distributed import BadInput
 from matplotlib.figure import Figure
 
 from tests.adapters import ALGORITHMS
+from tests.helpers import module_of
 from tests.helpers import ROOT
 
 WORDS = {"ess_ratio": "effective sample size (share of the batch)", "weight_max": "largest weight"}
@@ -183,7 +183,7 @@ def test_letters_can_be_read_in_a_readme(drawn):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_words_of_a_telling_metric_fit_its_panel(algorithm):
     """One to three panels, each with a title of two lines at most."""
-    acted = importlib.import_module(algorithm).ACTED
+    acted = module_of(algorithm).ACTED
     assert 1 <= len(acted) <= 3
     assert all(len(textwrap.wrap(words, 36)) <= 2 for words in acted.values())
 

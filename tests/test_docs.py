@@ -13,9 +13,9 @@ import torch
 from common.launch import parse
 from tools import bench, memory
 
-from tests.adapters import ALGORITHMS
+from tests.adapters import ALGORITHMS, MODULES, NINE, PATHS, VARIANTS
 from tests.gpu.shapes import qwen3_1_7b
-from tests.helpers import ROOT
+from tests.helpers import ROOT, module_of
 
 README = (ROOT / "README.md").read_text()
 
@@ -24,19 +24,21 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
     """(module, words) of every torchrun or python line for an algorithm file or tools.evaluate."""
     lines = [line.strip() for line in text.replace("\\\n", " ").splitlines()]
     lines = [re.split(r"\s#\s", line)[0] for line in lines if re.match(r"(torchrun|python) ", line)]
-    found = [re.search(r"\b(\w+)\.py\b(.*)|-m (tools\.evaluate)(.*)", line) for line in lines]
-    found = [(match[1] or match[3], match[2] or match[4]) for match in found if match]
+    program = r"\b(\w+)\.py\b(.*)|-m (?:variants\.(\w+)|(tools\.evaluate))(.*)"
+    found = [match.groups() for line in lines if (match := re.search(program, line))]
+    found = [(one or other or tool, a or b) for one, a, other, tool, b in found]
     known = (*ALGORITHMS, "tools.evaluate")
     return [(name, words.replace("...", "").split()) for name, words in found if name in known]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_header_has_commands_whose_flags_exist(algorithm, monkeypatch):
-    """Laptop, one node, several nodes; and one of them for a real model."""
-    module = importlib.import_module(algorithm)
+    """Laptop, one node, and of the nine several nodes; one of them for a real model."""
+    module = module_of(algorithm)
     found = commands(module.__doc__)
-    assert len(found) >= 3 and all(name == algorithm for name, _ in found)
-    assert "--nnodes" in module.__doc__ and any("--model" in flags for _, flags in found)
+    assert len(found) >= 2 and all(name == algorithm for name, _ in found)
+    assert any("--model" in flags for _, flags in found)
+    assert "--nnodes" in module.__doc__ and len(found) >= 3 or algorithm in VARIANTS
     for _, flags in found:
         monkeypatch.setattr(sys, "argv", [f"{algorithm}.py", *flags])
         parse(module.Args)
@@ -50,7 +52,7 @@ def test_the_readmes_commands_have_flags_that_exist(monkeypatch):
     for name, flags in found:
         flags = [flag.strip('"') for flag in flags]
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *flags])
-        parse(importlib.import_module(name).Args)
+        parse(importlib.import_module(MODULES.get(name, name)).Args)
 
 
 def test_the_readmes_tools_are_those_that_exist():
@@ -64,14 +66,15 @@ def test_the_readmes_tools_are_those_that_exist():
 def test_the_readmes_links_lead_somewhere():
     links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
     assert len(links) > 15 and all((ROOT / link).exists() for link in links)
-    assert all(f"]({algorithm}.py)" in README for algorithm in ALGORITHMS)
+    paths = [path.relative_to(ROOT).as_posix() for path in PATHS.values()]
+    assert all(f"]({path})" in README for path in paths)
 
 
 def metric_names(algorithm: str) -> set[str]:
     """What a file logs: keywords of `means.add`; keys of `stats`, of `metrics` and of what a method
     `statistics` returns; * where a name is put together."""
     names, logging = set(), ("stats", "metrics", "found")
-    for node in ast.walk(ast.parse((ROOT / f"{algorithm}.py").read_text())):
+    for node in ast.walk(ast.parse(PATHS[algorithm].read_text())):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "means.add":
             names |= {ast.Constant(word.arg) for word in node.keywords if word.arg}
         elif isinstance(node, ast.Assign | ast.AugAssign):
@@ -125,7 +128,7 @@ def test_the_readme_explains_no_metric_that_is_not_logged():
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_number_among_the_flags_names_its_source(algorithm):
     """In brackets at the end of its line of help: a paper, a framework, or ours."""
-    tree = ast.parse((ROOT / f"{algorithm}.py").read_text())
+    tree = ast.parse(PATHS[algorithm].read_text())
     fields = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args").body
     checked = 0
     for field, doc in zip(fields[::2], fields[1::2]):
@@ -219,7 +222,7 @@ def test_memory_is_counted_for_the_shape_that_transformers_builds():
 
 
 def test_the_readmes_table_of_memory_is_the_tools(capsys):
-    memory.main(ALGORITHMS)
+    memory.main(NINE)
     rows = README.split("| file | model | parameters |")[1].split("\n\n")[0].splitlines()[2:]
     assert sorted(rows) == sorted(capsys.readouterr().out.splitlines()[2:])
 

@@ -8,7 +8,7 @@ import torch
 from common.batch import Rollout
 from common.distributed import setup
 
-from tests.adapters import ALGORITHMS
+from tests.adapters import ALGORITHMS, NINE, VARIANTS
 from tests.helpers import SMALL, forked, module_of, no_curves, run_here
 from tests.stored import PROMPTS, G, gradients, stored_rollout
 
@@ -95,10 +95,11 @@ def on_a_rank(folder: Path, jobs: list[tuple[str, int]]) -> None:
     torch.distributed.destroy_process_group()
 
 
-TWO = [*((name, 2) for name in ALGORITHMS), ("grpo", 1), ("vcpo", 1), ("goldilocks", 1)]
+TWO = [*((name, 2) for name in NINE), ("grpo", 1), ("vcpo", 1), ("goldilocks", 1)]
+OTHERS = pytest.param(2, [(name, 2) for name in VARIANTS], marks=pytest.mark.variants)
 
 
-@pytest.mark.parametrize(("ranks", "jobs"), [(2, TWO), (4, [("grpo", 2), ("vcpo", 2)])])
+@pytest.mark.parametrize(("ranks", "jobs"), [(2, TWO), (4, [("grpo", 2), ("vcpo", 2)]), OTHERS])
 def test_ranks_change_nothing(world, tmp_path, monkeypatch, ranks, jobs):
     """Several gloo ranks, each with its share of the groups and micro-batches of its own, against
     one: a model's weights shared by all, each with its own, and two pairs.

@@ -6,8 +6,7 @@ from pathlib import Path
 import grpo
 import pytest
 
-from tests.adapters import ALGORITHMS
-from tests.helpers import metrics, module_of, run_here
+from tests.helpers import RUN, metrics, module_of, run_here
 
 pytestmark = pytest.mark.runs
 
@@ -25,7 +24,7 @@ def learn(tmp_path: Path, main, *flags: object) -> dict:
 
 
 @pytest.mark.curves
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", RUN)
 def test_a_short_run_learns(algorithm, tmp_path, capsys):
     """10 default steps: greedy from 0.34 to at least 0.8, longer responses, and the run folder is
     complete."""

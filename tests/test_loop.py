@@ -22,7 +22,7 @@ from common.model import load_model
 from transformers import PreTrainedModel
 
 from tests import oracle
-from tests.adapters import ALGORITHMS
+from tests.adapters import ALGORITHMS, NINE, VARIANTS
 from tests.helpers import SMALL, metrics, module_of, run_here
 from tests.oracle import (
     HELD_OUT,
@@ -628,7 +628,7 @@ SKIP = """(
 def together(tmp_path_factory):
     """The oracles of all files on two ranks, each with half of every batch, and of the damaged
     copies, by name."""
-    jobs = {name: (name, (), {"steps": STEPS}) for name in ALGORITHMS}
+    jobs = {name: (name, (), {"steps": STEPS}) for name in NINE}
     large = {"micro_tokens": 1000}  # one micro-batch is enough to see a damage
     jobs |= {
         name: (algorithm, damage, large | flags) for name, algorithm, _, damage, flags in ON_TWO
@@ -642,9 +642,23 @@ def together(tmp_path_factory):
     return {name: Oracle(job[0], records) for (name, job), records in zip(jobs.items(), found)}
 
 
-@pytest.mark.parametrize(("name", "check"), CASES, ids=named)
+@pytest.fixture(scope="module")
+def others_together(tmp_path_factory):
+    """The variants' oracles on two ranks."""
+    jobs = [(name, (), {"steps": STEPS}) for name in VARIANTS]
+    found = on_two_ranks(jobs, tmp_path_factory.mktemp("ranks"))
+    return {name: Oracle(name, records) for name, records in zip(VARIANTS, found)}
+
+
+@pytest.mark.parametrize(("name", "check"), [c for c in CASES if c[0] in NINE], ids=named)
 def test_two_ranks(together, name, check):
     check(together[name])
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize(("name", "check"), [c for c in CASES if c[0] in VARIANTS], ids=named)
+def test_two_ranks_of_a_variant(others_together, name, check):
+    check(others_together[name])
 
 
 @pytest.mark.parametrize("mutant", ON_TWO, ids=lambda mutant: mutant[0])

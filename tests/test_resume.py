@@ -9,10 +9,11 @@ import grpo
 import pytest
 import torch.distributed as dist
 
-from tests.adapters import ALGORITHMS
+from tests import formulas
 from tests.helpers import (
     MORE,
     ROOT,
+    RUN,
     SMALL,
     assert_same_run,
     command,
@@ -25,11 +26,12 @@ from tests.helpers import (
 pytestmark = pytest.mark.runs
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", RUN)
 def test_resume_after_a_kill_is_bit_exact(algorithm, tmp_path):
     """6 steps at once, against 6 steps with a SIGKILL after the 5th (checkpoint at 4): weights,
     moments, metrics."""
-    flags, main = [*SMALL, *MORE.get(algorithm, []), "--steps", 6], module_of(algorithm).main
+    more, main = MORE.get(algorithm, formulas.of(algorithm, "SMALL", [])), module_of(algorithm).main
+    flags = [*SMALL, *more, "--steps", 6]
     assert run_here(main, *flags, "--run_dir", tmp_path / "whole") == 0
     if algorithm == "grpo":  # one with an interpreter of its own, as a user has it
         words = ["grpo", "log", 5, *flags, "--run_dir", tmp_path / "parts"]

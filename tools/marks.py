@@ -3,7 +3,8 @@ tests and tools.
 
 The lines that a file does not share with its trunk end in `# <own>`, or stand between a line
 `# <own>` and one `# </own>`; in the trunk they are those that other files may lack. Any file can be
-another's trunk: `Trunk: stapo.py` in its header names it; without that it is `grpo.py`.
+another's trunk: `Trunk: stapo.py` in its header names it; without that it is `grpo.py`. A file
+keeps the marks that its trunk has: together they are all that has left `grpo.py`.
 
     python -m tools.marks            changed code lines of every file, and those outside its marks
 """

@@ -159,7 +159,7 @@ def advantages_match(module: ModuleType, case: str, tolerance: float) -> None:
     assert torch.allclose(module.advantages(rewards), expected, rtol=0, atol=tolerance)
 
 
-def gradient_law(module: ModuleType, power: float) -> None:
+def gradient_law(module: ModuleType, power: float, **flags: object) -> None:
     """|∇J| = (p (1-p))^power · |E[∇ log π | right] - E[∇ log π | wrong]|, of the module's own
     advantages and loss.
 
@@ -173,7 +173,7 @@ def gradient_law(module: ModuleType, power: float) -> None:
         logp, ones = theta.log_softmax(0)[outcomes][:, None], torch.ones(n, 1, dtype=torch.float64)
         batch = {"logp": logp, "old_logp": logp.detach(), "mask": ones}
         batch["advantages"] = module.advantages(right[outcomes][None])[0]
-        loss_of(module, no_kl(module), **batch)[0].backward()
+        loss_of(module, no_kl(module, **flags), **batch)[0].backward()
         pi = weights / n
         p = (pi * right).sum()
         scores = torch.eye(6, dtype=torch.float64) - pi  # ∇ log π of each outcome, a row each

@@ -1,0 +1,18 @@
+"""The variants' formulas, written once more for the loop's oracle: in NAME.py are
+
+- `objective(b)`: J of a tests.oracle.Batch, and statistics as (sum, count);
+- `advantages(R)` of one group's rewards, where it is not grpo's z-score;
+- `FLAGS`, under which its mechanism acts on the oracle's stored answers;
+- `STORED`, flags for tests/stored.py's rollout, and `SMALL`, for small runs.
+"""
+
+import importlib
+
+from tests.adapters import VARIANTS
+
+
+def of(name: str, what: str, otherwise: object) -> object:
+    """What a variant's NAME.py says, or the default."""
+    if name not in VARIANTS:
+        return otherwise
+    return getattr(importlib.import_module(f"tests.formulas.{name}"), what, otherwise)
