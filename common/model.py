@@ -18,6 +18,7 @@ TINY = Path(__file__).parent / "tiny"
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 ALONE = World(0, 1, torch.device("cpu"))
 EMBEDDED = {"tiny": TINY / "model", "tiny-moe": TINY / "model-moe"}
+EMBEDDED |= {f"tiny-{size}": TINY / f"model-{size}" for size in ("30k", "500k")}
 
 
 def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded:

@@ -6,6 +6,7 @@ A lab is a module with
     measure(arm, seed, quick)   one run -> numbers and short series; not for command lines, whose
     COLUMNS          are the columns of metrics.jsonl that are kept instead
     QUICKLY          more flags for them when quick
+    DAMAGE           arm -> (what stands in its file once, what it becomes): a bug, on purpose
     rows(results)    the table: a list of rows of cells, the head first
     draw(results)    the figure
 `results` is {arm: [one run's numbers, ...]}, a run for each seed. The page NAME.md quotes medians
@@ -30,6 +31,7 @@ import numpy as np
 from common.curves import series, smooth
 from common.distributed import BadInput, first_line
 from common.folder import read_lines, whole
+from tests.checks import replaced
 from tools.marks import ROOT
 from tqdm import tqdm
 
@@ -104,7 +106,8 @@ def run(lab: ModuleType, table: Path, seeds: int, quick: bool) -> None:
         seed, arm = job
         if runs:
             flags = f"{QUICKLY} {getattr(lab, 'QUICKLY', '')}" if quick else ""
-            return trained(f"{lab.ARMS[arm]} {flags}", seed + 1, lab.COLUMNS)
+            damage = getattr(lab, "DAMAGE", {}).get(arm)
+            return trained(f"{lab.ARMS[arm]} {flags}", seed + 1, lab.COLUMNS, damage)
         return lab.measure(arm, seed + 1, quick)
 
     start, spent = time.time(), old.get("seconds", 0) if any(known.values()) else 0
@@ -132,12 +135,16 @@ def plain(value: object) -> object:
     return [float(f"{v:.3g}") for v in array] if array.ndim else float(f"{array:.4g}")
 
 
-def trained(command: str, seed: int, columns: tuple) -> dict:
+def trained(command: str, seed: int, columns: tuple, damage: tuple[str, str] | None = None) -> dict:
     """A training run as a process of one thread -> its columns of metrics.jsonl, each with the
     steps, as `name` and `name@`. One that stopped itself is a result, too: `stopped` says why."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     with tempfile.TemporaryDirectory() as folder:
         words = [*command.split(), "--seed", seed, "--run_dir", f"{folder}/run"]
+        if damage:
+            source, words[0] = ROOT / words[0], f"{folder}/{words[0]}"
+            Path(words[0]).write_text(replaced(source, *damage))
+            environment["PYTHONPATH"] = str(ROOT)
         call = [sys.executable, *map(str, words)]
         ended = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True)
         metrics = Path(folder, "run", "metrics.jsonl")

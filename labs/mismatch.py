@@ -2,8 +2,9 @@
 
 minirl.py on the embedded mixture of experts, at three times the usual step size. The sampler rounds
 weights to 8 bits, and its router then chooses other experts: the gap between μ and π_old grows as
-training goes on. The weight π/μ (`--correct_mismatch`) corrects for it; routing replay (r2, r3)
-takes a part of the gap away.
+training goes on. The weight π/μ (`--correct_mismatch`) corrects for it; routing replay (r3) takes a
+part of the gap away. And a gap that is a plain bug, met in public code: a sampler at another
+temperature than the trainer's.
 
     python -m labs.mismatch
 """
@@ -20,8 +21,12 @@ ARMS = {
     "no weight": f"{RUN} --no_correct_mismatch",
     "weight and replay r3": f"{RUN} --routing_replay r3",
 }
+COLD = "args.max_new_tokens, args.temperature)", "args.max_new_tokens, 0.8)"
+ARMS["cold, weight π/μ"] = f"{RUN} --rollout_dtype float32"
+ARMS["cold, no weight"] = f"{RUN} --rollout_dtype float32 --no_correct_mismatch"
+DAMAGE = {arm: COLD for arm in ARMS if arm.startswith("cold")}  # the sampler at temperature 0.8
 COLUMNS = ("greedy", "sampled", "sampler_kl", "weight_max", "response_len")
-COLOURS = dict(zip(ARMS, (lab.BLUE, lab.ORANGE, lab.GREEN)))
+COLOURS = dict(zip(ARMS, (lab.BLUE, lab.ORANGE, lab.GREEN, lab.GREY, lab.PINK)))
 SEEDS, LOW = 5, 0.5
 
 

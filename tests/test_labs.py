@@ -14,6 +14,7 @@ from common.flags import broken_rule
 from common.launch import parse
 from labs import bug, lab
 
+from tests import checks
 from tests.adapters import MODULES
 from tests.helpers import ROOT
 from tests.test_docs import refused
@@ -112,6 +113,16 @@ def test_a_quick_run_goes_the_way_of_its_page(name, tmp_path, monkeypatch, capsy
     assert lab.text(load(name).rows(found)) in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_what_a_lab_damages_stands_in_its_file(name):
+    """Each of them once: the damaged copy is another file, and still one."""
+    module = load(name)
+    for arm, damage in getattr(module, "DAMAGE", {}).items():
+        source = ROOT / module.ARMS[arm].split()[0]
+        found = checks.replaced(source, *damage)
+        assert found != source.read_text() and compile(found, source.name, "exec")
+
+
 def of_a_lab(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """The Args of each of a lab's quick command lines, and by whose file it is run."""
     found = {}
@@ -136,7 +147,7 @@ def test_a_lab_of_runs_tells_and_draws_what_its_runs_may_leave(name, tmp_path, m
     common = "".join(path.read_text() for path in (ROOT / "common").glob("*.py"))
     written = set()
 
-    def trained(command: str, seed: int, columns: tuple) -> dict:
+    def trained(command: str, seed: int, columns: tuple, damage: tuple | None) -> dict:
         args, source = known[" ".join(command.split())]
         found = {}
         for column in columns:
@@ -243,7 +254,7 @@ def test_a_lab_of_runs_goes_on_where_its_table_ends(tmp_path, monkeypatch):
     """What is in the table of the same command line is not run again."""
     made, table = [], tmp_path / "t.json"
 
-    def trained(command: str, seed: int, columns: tuple) -> dict:
+    def trained(command: str, seed: int, columns: tuple, damage: tuple | None) -> dict:
         made.append((command.strip(), seed))
         return {"reward@": [1], "reward": [seed]}
 

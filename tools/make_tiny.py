@@ -1,12 +1,13 @@
 """Makes the embedded models and their tokenizer.
 
-    python -m tools.make_tiny tiny|tiny-moe [FOLDER]
+    python -m tools.make_tiny tiny|tiny-moe|tiny-30k|tiny-500k [FOLDER]
 
-A Qwen3 of 124k parameters (or a Qwen3-MoE of 248k: 8 experts, 2 for each token) learns, by plain
-supervised training, to imitate a sloppy teacher: 55% of its demonstrations guess the answer without
-working, 3% of worked steps are wrong. The result guesses when greedy and works half the time when
-sampled: a start from which reinforcement learning has something to discover. 6 to 11 minutes on one
-thread, three times that for the mixture of experts.
+A Qwen3 of 124k parameters (or a Qwen3-MoE of 248k: 8 experts, 2 for each token; or, for labs.scale,
+a narrower or a wider Qwen3) learns, by plain supervised training, to imitate a sloppy teacher: 55%
+of its demonstrations guess the answer without working, 3% of worked steps are wrong. The result
+guesses when greedy and works half the time when sampled: a start from which reinforcement learning
+has something to discover. 6 to 11 minutes on one thread, three times that for the mixture of
+experts and for 500k parameters.
 """
 
 import argparse
@@ -49,11 +50,13 @@ def demonstration(rng: random.Random) -> tuple[str, str]:
 def untrained(kind: str) -> PreTrainedModel:
     """The model before its warm start."""
     shape = {"vocab_size": len(VOCABULARY), "max_position_embeddings": 256}
-    shape |= {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 192}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    width = {"tiny-30k": 32, "tiny-500k": 128}.get(kind, 64)
+    shape |= {"hidden_size": width, "num_hidden_layers": 2, "intermediate_size": 3 * width}
+    heads = width // 16
+    shape |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2, "head_dim": 32}
     shape |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     shape |= {"tie_word_embeddings": True}
-    if kind == "tiny":
+    if kind != "tiny-moe":
         return Qwen3ForCausalLM(Qwen3Config(**shape))
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     experts |= {"norm_topk_prob": True, "output_router_logits": True}  # their loss balances them
@@ -85,7 +88,7 @@ def main(kind: str, folder: Path) -> None:
         optimizer.zero_grad()
         if step % 200 == 0 or step == STEPS - 1:
             print(f"step {step:5d}  loss {loss.item():.4f}", flush=True)
-    if kind != "tiny":
+    if kind == "tiny-moe":
         model.config.output_router_logits = False
     model.save_pretrained(folder)
     tok.save_pretrained(folder)
