@@ -92,7 +92,7 @@ def setup() -> World:
         return World(rank, size, device)
     port = from_environment("MASTER_PORT", 0, least=1, most=65535)
     # torchrun's store outlives a restart, with the addresses of the dead in it: a new name each
-    # time. Several nodes count their restarts apart: for them the README names a variable.
+    # time. Several nodes count their restarts apart: for them docs/gpu.md names a variable.
     one_node = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") if one_node else None
     with blame(f"ranks cannot meet at {host}:{port}", RunStopped):

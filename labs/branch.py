@@ -11,7 +11,7 @@ import sys
 
 from labs import lab
 
-TITLE = "Branches: a step is worth more, a token is not"
+TITLE = "Branches from failed responses: here neither a step nor a token is worth more"
 FLAGS = "--task arithmetic:deep --steps 60 --beta 0 --eval_every 10 --save_every 1000"
 ARMS = {
     "branches": f"deep_grpo.py {FLAGS}",

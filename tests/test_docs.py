@@ -18,6 +18,8 @@ from tests.gpu.shapes import qwen3_1_7b
 from tests.helpers import ROOT, module_of
 
 README = (ROOT / "README.md").read_text()
+PAGES = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md")}
+DOCUMENTS = "\n".join([README, (ROOT / "labs/README.md").read_text(), *PAGES.values()])
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
@@ -46,7 +48,9 @@ def test_the_header_has_commands_whose_flags_exist(algorithm, monkeypatch):
 
 def test_the_readmes_commands_have_flags_that_exist(monkeypatch):
     found = [
-        (name, flags) for name, flags in commands(README) if not any("$" in flag for flag in flags)
+        (name, flags)
+        for name, flags in commands(DOCUMENTS)
+        if not any("$" in flag for flag in flags)
     ]
     assert len(found) >= 4
     for name, flags in found:
@@ -58,14 +62,21 @@ def test_the_readmes_commands_have_flags_that_exist(monkeypatch):
 def test_the_readmes_tools_are_those_that_exist():
     """Each has its line in the table."""
     programs = {path.stem for path in (ROOT / "tools").glob("*.py")} - {"__init__"}
-    rows = README.split("| tool |")[1].split("\n\n")[0].splitlines()[2:]
+    rows = PAGES["common"].split("| tool |")[1].split("\n\n")[0].splitlines()[2:]
     assert {name for row in rows for name in re.findall(r"`(\w+)", row.split("|")[1])} == programs
-    assert set(re.findall(r"-m tools\.(\w+)", README)) <= programs | {"NAME"}
+    assert set(re.findall(r"-m tools\.(\w+)", DOCUMENTS)) <= programs | {"NAME"}
 
 
-def test_the_readmes_links_lead_somewhere():
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
-    assert len(links) > 15 and all((ROOT / link).exists() for link in links)
+def test_links_lead_somewhere():
+    """Of the README, the pages of docs/ and labs/: to files, and to headings that they have."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "labs").glob("*.md")]
+    for page in pages:
+        for link, heading in re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]+))?\)", page.read_text()):
+            target = page.parent / link if link else page
+            assert target.exists(), (page, link)
+            headings = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE) if heading else ()
+            known = [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings]
+            assert not heading or heading in known, (page, link, heading)
     paths = [path.relative_to(ROOT).as_posix() for path in PATHS.values()]
     assert all(f"]({path})" in README for path in paths)
 
@@ -105,9 +116,9 @@ SHARED |= {"entropy", "entropy_good", "entropy_bad", "len_good", "len_bad"}  # t
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_readme_explains_every_metric(algorithm):
+def test_every_metric_is_explained(algorithm):
     """No name is logged that the table lacks; those that common logs are in it, too."""
-    table = README.split("## Metrics")[1].split("\n## ")[0]
+    table = PAGES["metrics"]
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     known = re.findall(r"`([a-z_*0-9]+)`", " ".join(rows))
     logged = metric_names(algorithm)
@@ -116,8 +127,8 @@ def test_the_readme_explains_every_metric(algorithm):
         assert any(fnmatch.fnmatch(name, row) or fnmatch.fnmatch(row, name) for row in known), name
 
 
-def test_the_readme_explains_no_metric_that_is_not_logged():
-    table = README.split("## Metrics")[1].split("\n## ")[0]
+def test_no_metric_is_explained_that_is_not_logged():
+    table = PAGES["metrics"]
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     logged = set().union(*map(metric_names, ALGORITHMS))
     logged |= SHARED
@@ -221,9 +232,9 @@ def test_memory_is_counted_for_the_shape_that_transformers_builds():
     assert abs(memory.SHAPES["Qwen/Qwen3-30B-A3B-Base"].parameters() / 30.53e9 - 1) < 1e-2
 
 
-def test_the_readmes_table_of_memory_is_the_tools(capsys):
+def test_the_table_of_memory_is_the_tools(capsys):
     memory.main(NINE)
-    rows = README.split("| file | model | parameters |")[1].split("\n\n")[0].splitlines()[2:]
+    rows = PAGES["gpu"].split("| file | model | parameters |")[1].split("\n\n")[0].splitlines()[2:]
     assert sorted(rows) == sorted(capsys.readouterr().out.splitlines()[2:])
 
 

@@ -1,4 +1,4 @@
-"""The vllm engine against the real vLLM on a CPU (see README). Skipped where the package is
+"""The vllm engine against the real vLLM on a CPU (see docs/tests.md). Skipped where the package is
 missing."""
 
 import os
@@ -20,7 +20,7 @@ from common.tracking import Run
 
 from tests.helpers import SMALL, metrics, started
 
-pytest.importorskip("vllm", reason="needs vLLM (README, Tests)")
+pytest.importorskip("vllm", reason="needs vLLM (docs/tests.md)")
 PROMPTS = ["7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9="]
 
 

@@ -4,7 +4,7 @@
 
 Three seeds; for each the median over the steps of seconds per step (without evaluation and
 checkpoints) and of sampled tokens per step, as ratios to the same seed's grpo.py. Prints the
-README's table, smallest and largest seed in brackets.
+docs/cost.md's table, smallest and largest seed in brackets.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The README's table of results, from finished runs.
+"""The table of docs/results.md, from finished runs.
 
 python -m tools.results runs/grpo-arithmetic-s1 runs/grpo-arithmetic-s2 ...
 """

@@ -10,7 +10,7 @@ warm-up and number of updates:
     vcpo       vcpo.py
     ess        vcpo.py with its step length and the group mean for a baseline
     baseline   vcpo.py with its baseline and steps of full length
-Prints the README's rows: greedy accuracy after every 25th update, sampled accuracy at the end.
+Prints the rows of docs/results.md: greedy accuracy after every 25th update, sampled at the end.
 Without WAY the first four. --keep leaves the run folders in FOLDER (in vcpo.py's, LAG steps pass
 before the first update).
 
