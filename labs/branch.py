@@ -56,7 +56,7 @@ def draw(results: dict) -> object:
             axes[1].plot(tokens, run["sampled"], color=colour, linewidth=1.3, alpha=0.8)
     axes[1].set_xlabel("thousand tokens")
     for axis in axes:
-        axis.set_ylim(0.2, 1.02)
+        axis.set_ylim(0.1, 1.02)
     lab.key(axes[1], COLOURS)
     return figure
 
