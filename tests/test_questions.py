@@ -86,8 +86,16 @@ def test_the_pages_commands_exist(page):
         assert importlib.util.find_spec(program), program
         assert program != "labs.bug" or int(word or 1) <= len(bug.BUGS)
         assert program != "labs.blank" or blank.blank(word)
-    for number in re.findall(r"\(bug (\d+)\)", page):
-        assert bug.BUGS[int(number) - 1].real
+
+
+def test_the_bugs_are_those_that_can_be_played():
+    """A row that names a number names a place that `labs.bug --reveal` names."""
+    rows = re.findall(r"^\| .*\(bug (\d+)\) \|.*?\|(.*?)\|", ERRORS, re.MULTILINE)
+    assert len(rows) > 6
+    for number, places in rows:
+        real = bug.BUGS[int(number) - 1].real
+        words = set(re.findall(r"[\w-]{5,}", places)) - {"issue", "first", "version", "request"}
+        assert any(word in real for word in words), (number, real)
 
 
 # The numbers
