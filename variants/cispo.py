@@ -26,9 +26,10 @@ sign turns, and rare tokens are pushed down for being rewarded.
 
 What is given up: the clip also held tokens near π_old. Here nothing does until the next rollout.
 
-The cap goes by three conventions in public code: c itself (TRL, 5, as here); 1 + ε (slime: for
-c = 5 give 4); and both sides, from 1 - ε_low to 1 + ε_high (verl). The lower side makes another
-loss: a token that has become rare keeps the weight 1 - ε_low. M1 sets ε_low too large to act.
+The cap goes by three conventions in public code: c itself (TRL: 5, as here); 1 + ε, with the lower
+side off at ε_low >= 1 (slime; verl's example, where ε 0.2 makes c = 1.2); and both sides, which the
+same two do if ε_low stays at the usual 0.2. That is another loss: a token that has become rare
+keeps the weight 0.8. M1 sets ε_low too large to act.
 
 Trunk: justrl.py. Differs from it in:
 1. -log π with a detached, capped weight in place of min and clip; `--clip_low` and `--clip_high`
