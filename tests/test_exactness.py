@@ -1,6 +1,7 @@
 """The gradient applied is that of the written objective, whatever the micro-batches, ranks, padding
 and row order; and π_old is evaluated as π_θ is."""
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -148,10 +149,11 @@ def test_a_micro_batch_without_rows_adds_nothing(name):
     """A rank that has few rows, and long ones, waits with such for the others' passes."""
     module = module_of(name)
     logp, none = torch.zeros(0, 7, requires_grad=True), torch.zeros(0, 7)
-    given = {key: none for key in ("old_logp", "rollout_logp", "ref_logp", "entropy", "mask")}
-    more = {"threshold": torch.tensor(0.0)} if name == "stapo" else {}
-    args, A = module.Args(), torch.zeros(0)
-    loss, count, stats = module.policy_loss(args, logp=logp, advantages=A, **given, **more)
+    # Columns, but for advantages `[n]` and what is one number for the whole mini-batch
+    special = {"logp": logp, "advantages": torch.zeros(0), "threshold": torch.tensor(0.0)}
+    names = [x for x in inspect.signature(module.policy_loss).parameters if x != "args"]
+    given = {x: special.get(x, none) for x in names}
+    loss, count, stats = module.policy_loss(module.Args(), **given)
     loss.backward()
     assert loss == 0 and count == 0
     for total, _ in stats.values():
