@@ -9,6 +9,7 @@ import torch
 from common.batch import Rollout
 from common.distributed import setup
 
+from tests import formulas
 from tests.adapters import ALGORITHMS, NINE, VARIANTS
 from tests.helpers import SMALL, forked, module_of, no_curves, run_here
 from tests.stored import PROMPTS, G, gradients, stored_rollout
@@ -42,9 +43,10 @@ def test_micro_batch_size_changes_nothing_elsewhere(world, tmp_path, monkeypatch
     assert_same(
         gradients(rollout, PROMPTS, world, tmp_path, monkeypatch, name, micro_tokens=150), whole
     )
-    if name == "stapo":  # with these flags enough is silenced to see it
-        silent = gradients(rollout, PROMPTS, world, tmp_path, monkeypatch, name, tau_p=0.0)
-        assert (whole - silent).norm() > 1e-3 * whole.norm()
+    if off := {"tau_p": 0.0} if name == "stapo" else formulas.of(name, "OFF", {}):
+        # With the stored flags enough is silenced, protected, ... to see it
+        without = gradients(rollout, PROMPTS, world, tmp_path, monkeypatch, name, **off)
+        assert (whole - without).norm() > 1e-3 * whole.norm()
 
 
 def test_padding_changes_nothing(reference, world, tmp_path, monkeypatch):

@@ -18,8 +18,8 @@ Gradient weight on ∇ log π_θ(y_t), before the average over the tokens kept:
 H_t is the entropy of π_θ where y_t was drawn; the quantile is over the mini-batch.
 Most tokens of a worked answer were certain before they were drawn: the end of a word, the digits of
 a result. A few stand where the policy could have gone one way or another, and decide where the
-response goes: forks. The authors train those alone, with both signs, and report the accuracy of
-training on all tokens at 8B and more at 14B and 32B; the other 80% alone do much worse.
+response goes: forks. The authors train those alone, with both signs, and report what training on
+all tokens gives at 8B, and more at 14B and 32B; the other 80% alone do much worse.
 
 What is lost is small: a token of probability near 1 has next to no gradient (at H = 0 none). And
 nothing is biased at the tokens kept. H belongs to the place and not to the token drawn there: at a

@@ -3,6 +3,7 @@
 from tests.oracle import Batch, Tensor, clipped_surrogate, share, sides, token_mean, tokens
 
 FLAGS = {"grad_clip": 8.0}
+OFF = {"top_entropy": 1.0}
 
 
 def objective(b: Batch) -> tuple[Tensor, dict]:
