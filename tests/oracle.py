@@ -420,7 +420,7 @@ def damaged(algorithm: str, where: str = "", old: str = "", new: str = "") -> Mo
 
 class Batch(SimpleNamespace):
     """All rows of a mini-batch: logp (with gradient), old, mu, ref, entropy, mask [n, T]; A, branch
-    [n]; args; lm."""
+    [n]; args; the models of logp and of old: lm, before."""
 
 
 def z_score(R: Tensor) -> Tensor:
@@ -639,6 +639,7 @@ class Oracle:
             entropy=entropy.detach(),
             mask=mask,
             lm=lm,
+            before=before,
         )
         vars(b).update(
             A=A, rows=rows, args=self.args, branch=branch, rho=1.0, groups=groups, count=len(rows)
@@ -654,7 +655,7 @@ class Oracle:
         J, stats = formulas.of(self.name, "objective", OBJECTIVES.get(self.name))(b)
         found = torch.autograd.grad(-J, list(b.lm.parameters()))
         # The graph is not needed any more
-        b.J, b.logp, b.lm = float(J.detach()), b.logp.detach(), None
+        b.J, b.logp, b.lm, b.before = float(J.detach()), b.logp.detach(), None, None
         self.known[update] = torch.cat([part.flatten() for part in found]), b, stats
         return self.known[update]
 

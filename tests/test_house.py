@@ -25,6 +25,8 @@ BUDGET = {
     "vcpo": (477, 277, 139),
     "deep_grpo": (489, 300, 131),
     "goldilocks": (496, 305, 137),
+    "lp_reg": (390, 232, 46),  # a column, a quantile over ranks, a term
+    "entropy20": (390, 229, 52),  # half of them what stapo has and it has not
 }
 NAMES = "|".join(ALGORITHMS)
 

@@ -180,7 +180,7 @@ def check_metrics(o: Oracle) -> None:
                 sums[name] = (
                     [max(old[0], total), 1.0] if largest else [old[0] + total, old[1] + count]
                 )
-        expected |= {name: total / count for name, (total, count) in sums.items()}
+        expected |= {name: total / count for name, (total, count) in sums.items() if count}
         if o.name == "vcpo":  # the sampler's metrics are of the batch just sampled
             expected |= sampler_metrics(o, step + filling(o))
             prompts = [p for one in o.records for p in one.training[step + filling(o)]["prompts"]]

@@ -3,7 +3,8 @@
 - `objective(b)`: J of a tests.oracle.Batch, and statistics as (sum, count);
 - `advantages(R)` of one group's rewards, where it is not grpo's z-score;
 - `FLAGS`, under which its mechanism acts on the oracle's stored answers;
-- `STORED`, flags for tests/stored.py's rollout, and `SMALL`, for small runs.
+- `STORED`, flags for tests/stored.py's rollout, and `SMALL`, for small runs;
+- `OFF`, flags that switch the mechanism off, which must show on the stored rollout.
 """
 
 import importlib
