@@ -25,6 +25,7 @@ BUDGET = {
     "vcpo": (477, 277, 139),
     "deep_grpo": (489, 300, 131),
     "goldilocks": (496, 305, 137),
+    "dapo": (389, 231, 72),  # rounds of sampling, and two more parts of the recipe
 }
 NAMES = "|".join(ALGORITHMS)
 
