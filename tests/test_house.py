@@ -27,6 +27,7 @@ BUDGET = {
     "goldilocks": (496, 305, 137),
     "lp_reg": (390, 232, 46),  # a column, a quantile over ranks, a term
     "entropy20": (390, 229, 52),  # half of them what stapo has and it has not
+    "dapo": (389, 231, 72),  # rounds of sampling, and two more parts of the recipe
 }
 NAMES = "|".join(ALGORITHMS)
 
