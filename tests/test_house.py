@@ -25,6 +25,7 @@ BUDGET = {
     "vcpo": (477, 277, 139),
     "deep_grpo": (489, 300, 131),
     "goldilocks": (496, 305, 137),
+    "jet": (390, 230, 40),  # an object beside minirl's replay
 }
 NAMES = "|".join(ALGORITHMS)
 
