@@ -620,10 +620,16 @@ class Oracle:
                     found.append(respond(row.prompt, K, prefix))
         return found
 
+    def used(self, parameters: list[Tensor]) -> list[Tensor]:
+        """What passes compute with: the optimiser's parameters, unless a variant changes them."""
+        change = formulas.of(self.name, "used", lambda name, weight: weight)
+        names = [name for name, _ in untrained(self.model).named_parameters()]
+        return [change(name, weight) for name, weight in zip(names, parameters, strict=True)]
+
     def lm(self, parameters: list[Tensor]) -> torch.nn.Module:
         lm = copy.deepcopy(untrained(self.model))
         with torch.no_grad():
-            for own, given in zip(lm.parameters(), parameters, strict=True):
+            for own, given in zip(lm.parameters(), self.used(parameters)):
                 own.copy_(given)
         return lm
 

@@ -4,7 +4,8 @@
 
 What is counted, with N parameters over R ranks (or --shard_ranks):
     states       float32 master copy, AdamW's two moments, float32 gradient: 16 N / R bytes
-                 (goldilocks: and as much for the teacher, the same model without its head)
+                 (goldilocks: and as much for the teacher, the same model without its head; jet:
+                 and the 8-bit numbers as float32, 4 N / R)
     reference    float32 shards, 4 N / R (0 without a KL term, or with --offload_reference)
     gathered     bfloat16 copies of what FSDP gathers at once, the root (embedding and head) and
                  two layers; and of the root and a layer the gradient before it is scattered, in
@@ -132,7 +133,7 @@ def estimate(name: str, words: list[str]) -> dict[str, float]:
     sleeps, width = "--vllm_sleep" in flags, 1 if args.rollout_dtype == "float8" else 2
     whole_gradient = 4 * shape.head() if name == "vcpo" else 0
     parts = {
-        "states": 16 * trained / sharing,
+        "states": (16 * trained + 4 * n * (name == "jet")) / sharing,
         "reference": 4 * n / sharing if refers and not offloads else 0,
         "gathered": 2 * (root + 2 * layer) + 6 * (root + layer) + whole_gradient,
         "activations": held + 4 * 4 * BLOCK_ELEMENTS,

@@ -5,6 +5,7 @@
 - where they are not the judge's, `rewards(o, step, rows)`, of which advantages are made;
 - `rounds(o)`: for each step of a tests.oracle.Oracle the rounds of sampling, slot -> prompt;
 - `metrics(o, step)`: what the step must have logged besides, or in place of the usual;
+- `used(name, weight)`, where passes compute with other weights than the optimiser's;
 - `FLAGS`, under which its mechanism acts on the oracle's stored answers;
 - `STORED`, flags for tests/stored.py's rollout, and `SMALL`, for small runs;
 - `OFF`, flags that switch the mechanism off, which must show on the stored rollout.

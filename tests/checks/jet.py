@@ -1,0 +1,151 @@
+"""Jet-RL: MiniRL's loss; weights of 8 bits in the passes, float32 masters in the steps."""
+
+from types import ModuleType
+
+import torch
+from common.logprobs import Policy, response_logprobs
+from common.model import ALONE, load_model
+from common.rollout import HFEngine
+from torch import Tensor
+
+from . import minirl, written_here
+
+Weights = dict[str, Tensor]
+
+
+def embedded(module: ModuleType, model: str = "tiny") -> tuple[Policy, Weights, object]:
+    """The embedded policy with its weights rounded, their masters, and what rounded them."""
+    policy = Policy(load_model(model)[0])
+    masters = {name: weight.detach().clone() for name, weight in policy.lm.named_parameters()}
+    return policy, masters, module.EightBits(policy)
+
+
+def weights_of(policy: Policy) -> Weights:
+    return {name: weight.detach().clone() for name, weight in policy.lm.named_parameters()}
+
+
+def same(one: Weights, other: Weights) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in other)
+
+
+def check_what_is_rounded(module: ModuleType) -> None:
+    """The layers' matrices, experts included: not the norms, nor embedding and head, nor routers,
+    which would choose other experts. To what the sampler's float8 copy is rounded to."""
+    for model in ("tiny", "tiny-moe"):
+        policy, masters, _ = embedded(module, model)
+        rounded = weights_of(policy)
+        changed = {name for name in masters if not torch.equal(masters[name], rounded[name])}
+        kinds = ("_proj.weight", "experts.gate_up_proj", "experts.down_proj")
+        assert changed == {name for name in masters if name.endswith(kinds)}
+        engine = HFEngine(load_model(model)[0], ALONE, 0, "float8", 8)
+        engine.sync(Policy(load_model(model)[0]))
+        own = dict(engine.lm.named_parameters())
+        assert all(torch.equal(own[name], rounded[name].bfloat16()) for name in own)
+
+
+def check_eight_bits(module: ModuleType) -> None:
+    """A row is a scale times numbers of e4m3, none of which is nearer to its master."""
+    policy, masters, _ = embedded(module)
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    every = every[every.isfinite()].unique()  # [253]: the numbers that 8 bits can hold
+    name = "model.layers.1.mlp.down_proj.weight"
+    master, rounded = masters[name].double(), weights_of(policy)[name].double()
+    scale = master.abs().amax(1, keepdim=True) / 448  # [rows, 1]
+    near, exact = (((w / scale)[..., None] - every).abs().min(-1) for w in (master, rounded))
+    assert torch.equal(near.indices, exact.indices) and exact.values.max() < 1e-4 * 448
+
+
+def check_one_policy(module: ModuleType) -> None:
+    """A sampler with the trainer's weights reports the trainer's log-probs, to float32's rounding;
+    with the masters under the trainer's passes the gap is a thousand times as large."""
+    policy, masters, weights = embedded(module)
+    prompts = [load_model("tiny")[1](text)["input_ids"] for text in ("7*8-9+6=", "1+2*3=")]
+    engine = HFEngine(load_model("tiny")[0], ALONE, 0, "float32", 64)
+    engine.sync(policy)
+    rollout, gaps = engine.generate(prompts, 8, 64, 1.0), []
+    with torch.no_grad():
+        gaps.append(response_logprobs(policy, rollout, 1.0)[0] - rollout.rollout_logp)
+        with weights.lifted():
+            gaps.append(response_logprobs(policy, rollout, 1.0)[0] - rollout.rollout_logp)
+    rounding, apart = (float(gap.abs().sum() / rollout.mask.sum()) for gap in gaps)
+    assert rounding < 2e-6 and apart > 1000 * rounding
+
+
+def check_the_masters_take_the_step(module: ModuleType) -> None:
+    """The gradient at the rounded weights is subtracted from the masters, as it is; what is not
+    rounded takes its step as ever; then all is rounded anew."""
+    policy, masters, weights = embedded(module)
+    for parameter in policy.parameters():
+        parameter.grad = torch.full_like(parameter, 0.01)
+    weights.step(torch.optim.SGD(policy.parameters(), lr=1.0))
+    expected = {name: weight - 0.01 for name, weight in masters.items()}
+    with weights.lifted():
+        assert same(weights_of(policy), expected)
+    again = Policy(load_model("tiny")[0])
+    again.lm.load_state_dict(expected, strict=False)
+    module.EightBits(again)
+    assert same(weights_of(policy), weights_of(again))
+
+
+def check_small_updates_add_up(module: ModuleType) -> None:
+    """An update far below the spacing of 8-bit numbers moves next to none of them; a hundred such
+    do what one of their size does."""
+    policy, masters, weights = embedded(module)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    parameter, before = dict(policy.lm.named_parameters())[name], weights_of(policy)[name]
+    optimizer, moved = torch.optim.SGD([parameter], lr=1.0), []
+    for _ in range(100):
+        parameter.grad = 2e-6 * masters[name].sign()
+        weights.step(optimizer)
+        # Neighbours are 6% apart; the rows' scales move by 0.1% at last
+        moved.append(float(((parameter.detach() / before).log().abs() > 0.02).float().mean()))
+    assert moved[0] < 0.005 and moved[-1] > 0.05
+    with weights.lifted():
+        assert torch.allclose(parameter, masters[name] - 2e-4 * masters[name].sign(), atol=1e-6)
+
+
+def check_lifted(module: ModuleType) -> None:
+    """Inside are the masters, to the bit; before and after, however often, the same rounded
+    weights. So a checkpoint holds the masters."""
+    policy, masters, weights = embedded(module)
+    rounded = weights_of(policy)
+    for _ in range(3):
+        with weights.lifted():
+            assert same(weights_of(policy), masters)
+        assert same(weights_of(policy), rounded)
+
+
+def check_distance(module: ModuleType) -> None:
+    """`rounding` is Σ |ŵ - w| / Σ |w| over the rounded matrices; 2% with e4m3."""
+    policy, masters, weights = embedded(module)
+    rounded = weights_of(policy)
+    apart, size = weights.step(torch.optim.SGD(policy.parameters(), lr=1.0))["rounding"]
+    changed = [name for name in masters if name.endswith("_proj.weight")]
+    by_hand = sum(float((rounded[n] - masters[n]).abs().sum()) for n in changed)
+    assert abs(float(apart) - by_hand) < 1e-4 * by_hand
+    assert abs(float(size) / sum(float(masters[n].abs().sum()) for n in changed) - 1) < 1e-4
+    assert 0.015 < apart / size < 0.03
+
+
+CHECKS = [*written_here(globals()), *minirl.CHECKS]
+STEP = "with self.lifted():\n            optimizer.step()"
+MUTANTS = minirl.MUTANTS | {
+    "passes on the masters": ("part.copy_(float8(part))", "pass"),
+    "routers rounded, too": (" and not n.endswith(ROUTERS)", ""),
+    "norms rounded, too": ("w.dim() >= 2", "w.dim() >= 1"),
+    "embedding rounded, too": ('if ".layers." in n}', "}"),
+    "only plain matrices": ("w.dim() >= 2", "w.dim() == 2"),
+    "one scale for a matrix": ("float8(part)", "float8(part.flatten()).view_as(part)"),
+    "a scale for each column": ("float8(part)", "float8(part.mT.contiguous()).mT"),
+    "e5m2": (
+        "float8(part)",
+        "(part / part.abs().amax(-1, True) * 448).to(torch.float8_e5m2).float() "
+        "* part.abs().amax(-1, True) / 448",
+    ),
+    "bfloat16": ("float8(part)", "part.bfloat16()"),
+    "no masters": (STEP, "optimizer.step()\n        self.round()", check_small_updates_add_up),
+    "the masters never move": (STEP, "optimizer.step()"),
+    "masters are the rounded weights": ("[part.clone() for part in self.parts]", "self.parts"),
+    "not rounded again": ("yield\n        self.round()", "yield"),
+    "errors that cancel": ("(part - master).abs().sum()", "(part - master).sum()"),
+}

@@ -1,0 +1,388 @@
+"""Jet-RL: one 8-bit forward for sampler and trainer.
+
+Xi et al. (NVIDIA, MIT), "Jet-RL: Enabling On-Policy FP8 Reinforcement Learning with Unified
+Training and Rollout Precision Flow", 2026, arXiv 2601.14243.
+
+Objective, MiniRL's, where ŵ, the weights rounded to 8 bits, both sample (μ) and are trained (π):
+
+    J = E_y~μ [ Σ_t M_t sg[min(π_ŵ(y_t)/μ(y_t), 5)] Â log π_ŵ(y_t) ]
+    ŵ = s e4m3(w / s) row by row,     s = max |w| / 448,     w: float32 master weights
+    w <- w + lr ∇_ŵ J, as the optimiser makes it: rounding counts as the identity (straight through)
+
+
+Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over responses:
+
+    M_t min(π_θ/μ, 5) Â          with π_old/μ = 1, so that π_θ/μ is r, the staleness alone
+
+
+Float8 makes sampling faster. The usual way is to round a copy for the sampler while the trainer
+stays in bfloat16: then every sample comes from another policy than the one trained, even before the
+first update. In long responses one token's error moves all those after it; the paper reports runs
+that collapse beyond 8,000 tokens. minirl.py weighs one policy against the other. Here there is only
+one: the trainer's passes run on the sampler's rounded weights, and π_old/μ is 1 but for the order
+of sums (`sampler_kl` in the first steps: 6e-4 in minirl.py, 1e-13 here).
+
+Why masters: neighbours in e4m3 are 6 to 12% apart, and an update is a small part of that. Rounded
+weights alone would never move; in the masters updates add up, until a weight falls to the next
+8-bit number. The gradient is that of the rounded weights, which are what acted. Rounding itself has
+none (it is flat, or jumps), so it is taken to be the identity.
+
+Trunk: minirl.py. Differs from it in:
+1. The passes use the rounded weights; the masters are put in for the optimiser's step and for
+   checkpoints. (`--save_hf` writes the rounded ones.)
+2. The sampler gets the rounded weights and computes as the trainer does, with either engine.
+
+Differs from the paper in:
+1. This is the arithmetic without its speed: weights that 8 bits can hold, multiplied in `--dtype`.
+   Real kernels round activations as well (in the paper 128 numbers share a scale, and 128 x 128
+   weights; here a row does) and multiply in 8 bits in the backward pass, too. vLLM's, with
+   `--rollout_dtype float8`, round the activations of the sampler alone: a gap comes back.
+2. The masters are float32, not bfloat16; the rounded weights are 4 bytes more each, over the ranks.
+3. The objective is minirl.py's; theirs we do not know.
+
+Confidence: the abstract read; what is rounded, in which blocks, second hand; no public code found.
+
+Run it:
+    torchrun -m variants.jet                                # laptop, two minutes, no download
+    torchrun -m variants.jet --model tiny-moe --routing_replay r3
+    # a node of eight; a model of the paper's, sizes are ours
+    torchrun --nproc_per_node=8 -m variants.jet --model Qwen/Qwen3-8B-Base --task dapo-math-17k \\
+        --eval_task aime24 --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 \\
+        --gradient_checkpointing --tensor_parallel 2
+"""
+
+import contextlib  # <own>
+from collections.abc import Iterator  # <own>
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from common.balance import deal
+from common.batch import Rollout  # <own>
+from common.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.data import load_task
+from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
+from common.distributed import BadInput  # <own>
+from common.evaluation import evaluate
+from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.launch import launch
+from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
+from common.logprobs import response_logprobs, sampler_gap
+from common.model import load_model
+from common.rollout import ROUTERS, float8, make_engine  # <own>
+from common.tracking import Means, Run, by_sign
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor  # <own>
+
+
+@dataclass
+class Args(Flags):
+    model: str = "tiny"
+    """Hub name, local folder, or `tiny`, the embedded model."""
+    steps: Count = 150
+    """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
+    prompts_per_step: Count = 16
+    """P: prompts in a rollout, over all ranks (ours)."""
+    group_size: Count = 8
+    """G: responses to each prompt (DeepSeekMath: 64)."""
+    minibatches: Count = 4
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
+    (DeepSeekMath: 1)."""
+    max_new_tokens: Count = 64
+    """Length limit of a response (DeepSeekMath: 1024)."""
+    temperature: Temperature = 1.0
+    """Sampling temperature, also applied in every log-probability (papers: 1)."""
+    lr: Positive = 3e-4
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
+    1e-6 at 7B)."""
+    eval_every: Count = 25
+    """Steps between two measurements on the held-out problems (ours)."""
+    save_every: Count = 50
+    """Steps between two checkpoints (ours)."""
+    save_hf: bool = False
+    """Write the final model in the Hugging Face format, to `model` in the run folder."""
+    resume: bool | Literal["auto"] = False
+    """Go on from the newest checkpoint in the run folder; auto: if there is one."""
+    micro_tokens: Count = 16384
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
+    warmup: Whole = 5
+    """Steps over which lr rises linearly (ours; verl's default: none)."""
+    betas: Betas = (0.9, 0.95)
+    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
+    0.999)."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
+    grad_clip: Positive = 1.0
+    """Largest gradient norm (verl's default)."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward: less memory, a third more compute."""
+    clip_low: NonNegative = 0.2
+    """ε below 1, of the mask (paper)."""
+    clip_high: NonNegative = 0.27  # <own>
+    """ε above 1, of the mask (paper)."""
+    is_cap: Positive = 5.0  # <own>
+    """Largest importance weight π_θ/μ (paper)."""
+    correct_mismatch: bool = True  # <own>
+    """False: weight by r alone, the paper's ablation without train-inference correction."""
+    length_norm: bool = False  # <own>
+    """True: divide by the response's length, the paper's ablation."""
+    routing_replay: Literal["none", "r2", "r3"] = "none"  # <own>
+    """Experts to replay: r2 those of the trainer under π_old, r3 those of the sampler (mixture of
+    experts only)."""
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """Reward over the group's mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
+    # Equal rewards become exactly 0 first: the mean of eight 0.3 is not quite 0.3.
+    rewards = rewards - rewards[:, :1]  # [P, G]
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
+    # about the reward.
+    return centred  # no std: dividing by it would weight prompts by their difficulty  # <own>
+
+
+# <own>
+def experts_differ(batch: Rollout) -> tuple[Tensor, Tensor]:
+    """(tokens that sampler and trainer sent to different experts in some layer, tokens)."""
+    differ, fed = batch.mask.new_zeros(()), batch.ends - 1  # [N]: the last token is not fed back
+    # A row at a time: the columns are on the CPU, and sort's indices eight times as large.
+    for end, *row in zip(fed.tolist(), batch.sampler_experts, batch.trainer_experts):
+        sampler, trainer = (x[:end].to(differ.device).sort(dim=-1).values for x in row)
+        differ += (sampler != trainer).flatten(1).any(dim=1).sum()  # of [end, layers, k]
+    return differ, fed.sum()
+
+
+class EightBits:
+    """The policy's weights: rounded to 8 bits in every pass, float32 masters for the optimiser.
+
+    As in the sampler's float8 copy, the layers' matrices are rounded, without routers. FSDP divides
+    matrices by rows, and a row has its own scale: each rank rounds its part.
+    """
+
+    def __init__(self, policy: Policy):
+        layers = {n: w.detach() for n, w in policy.lm.named_parameters() if ".layers." in n}
+        parts = [w for n, w in layers.items() if w.dim() >= 2 and not n.endswith(ROUTERS)]
+        self.parts = [w.to_local() if isinstance(w, DTensor) else w for w in parts]  # own rows
+        self.round()
+
+    def round(self) -> None:
+        """What is in the policy becomes the masters; their rounded values take its place."""
+        self.masters = [part.clone() for part in self.parts]
+        for part in self.parts:
+            part.copy_(float8(part))
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Inside the policy has its masters, and afterwards what they are rounded to then."""
+        for part, master in zip(self.parts, self.masters):
+            part.copy_(master)
+        yield
+        self.round()
+
+    def step(self, optimizer: torch.optim.Optimizer) -> dict[str, tuple]:
+        """The optimiser's step: the gradient at the rounded weights, applied to the masters.
+
+        Returns how far the rounded weights are from them, a share of their size.
+        """
+        with self.lifted():
+            optimizer.step()
+        pairs = list(zip(self.parts, self.masters))
+        apart = sum((part - master).abs().sum() for part, master in pairs)  # []
+        return {"rounding": (apart, sum(master.abs().sum() for _, master in pairs))}
+
+
+# </own>
+# The metrics that show the mechanism at work; the first stays 0 while it does nothing.
+# <own>
+ACTED = {
+    "rounding": "8-bit weights: distance from their masters (share)",
+    "sampler_gap": "mean |log π_old - log μ| (nats per token)",
+    "weight_max": "largest weight π_θ/μ, before its cap",
+}
+# </own>
+
+
+def policy_loss(
+    args: Args,
+    *,
+    logp: Tensor,
+    old_logp: Tensor,
+    rollout_logp: Tensor,
+    ref_logp: Tensor | None,
+    entropy: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+) -> tuple[Tensor, Tensor, dict]:
+    """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
+
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and
+    ranks and divides once: a mean of micro-batch means would be another objective. Every file is
+    handed the same tensors, needed or not.
+    """
+    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    # <own>
+    behaviour = rollout_logp if args.correct_mismatch else old_logp  # [n, T]
+    uncapped = (logp.detach() - behaviour).exp()  # [n, T]: π_θ/μ
+    weight = uncapped.clamp(max=args.is_cap)  # [n, T]: a number, no gradient
+    ratio = (logp.detach() - old_logp).exp()  # [n, T]: r, for the mask only
+    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
+    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
+    objective = ~cut * weight * A * logp  # [n, T]: the gradient comes from log π_θ alone
+    per_response = (objective * mask).sum(dim=1)  # [n]: a sum, the reward is the whole response's
+    if args.length_norm:
+        per_response = per_response / mask.sum(dim=1).clamp(min=1)  # [n]
+    stats = {
+        "masked_share": ((cut * mask).sum(), mask.sum()),
+        "masked_above": (((cut & out_above) * mask).sum(), mask.sum()),
+        "masked_below": (((cut & out_below) * mask).sum(), mask.sum()),
+        "weight": ((weight * mask).sum(), mask.sum()),
+        "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), None),
+    }
+    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # 1/G: the mean over responses
+    # </own>
+
+
+def main(args: Args, world: World) -> None:
+    """The whole training loop."""
+    lm, tokenizer = load_model(args.model, world)
+    task = load_task(args, tokenizer)
+    engine = make_engine(args, lm, world)
+    reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
+    policy = shard(Policy(lm), args, world)
+    if args.gradient_checkpointing:
+        policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+    decay = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
+    run = Run(args, world, Path(__file__).stem, ACTED)
+    stop = StopFlag()
+    done = 0  # steps
+    # <own>
+    replay = f"--routing_replay {args.routing_replay}"
+    if args.routing_replay != "none" and not policy.routing.active:
+        raise BadInput(f"{replay}: {args.model} {policy.routing.why_not}")
+    if args.routing_replay == "r3" and not engine.reports_experts:
+        raise BadInput(f"{replay}: vLLM reports experts only on a GPU, without --tensor_parallel")
+    # </own>
+    if args.resume:
+        done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
+        engine.load_state_dict(state["engine"])
+    eight_bits = EightBits(policy)  # <own>
+    engine.sync(policy)
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
+    run.start(task, done)
+    if done == 0:
+        with run.clock("evaluate"):
+            before = evaluate(engine, task, tokenizer, args, world)
+        run.log(0, before)
+
+    for step in run.steps(done):
+        means = Means()
+
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
+        # nothing else to save.
+        with run.clock("rollout"):
+            cursor = (step - 1) * args.prompts_per_step + world.rank * P
+            problems = [task.train(cursor + i) for i in range(P)]
+            prompts = [problem.prompt_ids for problem in problems]
+            rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)
+            N = len(rollout)  # P·G rows, a group's G rows side by side
+
+        # Reward and advantages. Groups never span ranks, so their statistics need no communication.
+        with run.clock("reward"):
+            texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+            scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+            rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+            rollout.advantages = advantages(rewards).flatten()  # [N]
+            means.add(distinct=(task.distinct(texts, G), P))  # 1: nothing left to compare
+
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
+        # from other kernels, and a ratio against them would mix two things: how far the policy
+        # moved, and how the engines differ (minirl.py is about that).
+        with run.clock("old_logp"):
+            # Mini-batches of whole groups; in each the ranks trade rows until tokens balance.
+            minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
+            # In the update's own micro-batches, so that its first ratios are exactly 1.
+            for minibatch in minibatches:
+                if args.routing_replay == "r3":  # in π_old's own evaluation, too  # <own>
+                    minibatch.replayed_experts = minibatch.sampler_experts  # <own>
+                minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+                # <own>
+                if args.routing_replay == "r2":  # at the first mini-batch this changes nothing
+                    minibatch.replayed_experts = minibatch.trainer_experts
+                if engine.reports_experts:
+                    means.add(experts_differ=experts_differ(minibatch))
+                # </own>
+                if reference:
+                    minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+            sampler = run.trusted(sampler_gap(minibatches, world))
+
+        # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
+        with run.clock("update"):
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+            for minibatch in minibatches:
+                denominator = 0.0
+                for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
+                    micro = minibatch.rows(rows)
+                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
+                    loss, count, stats = policy_loss(
+                        args,
+                        logp=logp,
+                        old_logp=micro.old_logp,
+                        rollout_logp=micro.rollout_logp,
+                        ref_logp=micro.ref_logp,
+                        entropy=entropy,
+                        advantages=micro.advantages,
+                        mask=micro.mask,
+                    )
+                    loss.backward()  # sums: gradients add up over micro-batches
+                    denominator = denominator + count
+                    means.add(loss=(loss, count), **stats)
+                    means.add(**by_sign(entropy, micro))
+                # Each rank has summed; the mean of the ranks' sums is FSDP's, or taken here where
+                # it is not needed. Times their number it is the sum over all ranks; divided by what
+                # they counted together, the mean that the objective asks for.
+                denominator = global_sum({"count": denominator}, world)["count"]
+                scale_gradients(policy, world.size / denominator)
+                norm = clip_gradients(policy, args.grad_clip)
+                # Neither NaN nor infinite: one such step would end the run. All ranks skip together
+                # (their shares add up to one).
+                healthy = run.healthy(norm, minibatch)
+                means.add(grad_norm=(norm if healthy else 0.0, healthy))
+                means.add(skipped=((not healthy) / world.size, None))
+                if healthy:
+                    means.add(**eight_bits.step(optimizer))  # <own>
+                optimizer.zero_grad()
+
+        with run.clock("sync"):
+            engine.sync(policy)
+
+        tokens = rollout.mask.sum()
+        means.add(
+            reward=(rewards.sum(), N),
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient
+            response_len=(tokens, N),
+            truncated=((~rollout.finished).sum(), N),
+            tokens=(tokens, None),
+            judge_killed=(task.killed, None),  # answers so far that broke the judge's bounds
+        )
+        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        if step % args.eval_every == 0 or step == args.steps:
+            with run.clock("evaluate"):
+                metrics |= evaluate(engine, task, tokenizer, args, world)
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs this line alone
+        done, stopping = step, stop.anywhere(world)
+        if step % args.save_every == 0 or step == args.steps or stopping:
+            with run.clock("save"), eight_bits.lifted():  # <own>
+                state = {"engine": engine.state_dict()}
+                save_checkpoint(run.checkpoints, step, policy, optimizer, state, world)
+        if stopping:
+            break
+    if args.save_hf:
+        save_model(policy, tokenizer, run.folder / "model", world)
+    run.finish(done)
+
+
+if __name__ == "__main__":
+    launch(main, Args)
