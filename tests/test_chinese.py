@@ -67,7 +67,7 @@ def facts(text: str, page: Path, root: Path) -> dict[str, Counter]:
     """What no translation changes."""
     if text.startswith("```"):
         return {"code": Counter(f"{n}: {line}" for n, line in enumerate(text.splitlines(), 1))}
-    if text.startswith("|"):
+    if "\n|---" in text:
         rows = [re.split(r"(?<!\\)\|", row)[1:-1] for row in text.splitlines()]
         held = [[facts(cell, page, root) for cell in row] for row in rows]
         # A row goes by what its first cell holds
@@ -91,9 +91,9 @@ def facts(text: str, page: Path, root: Path) -> dict[str, Counter]:
 
 
 def untranslated(text: str) -> bool:
-    """Prose without a Chinese character in it."""
-    words = re.sub(r"`[^`]+`|\]\([^)]+\)", "", text)
-    return not text.startswith(("```", "|")) and not HAN.search(words) and bool(WORD.search(words))
+    """Words, and no Chinese character among them."""
+    words = "" if text.startswith("```") else re.sub(r"`[^`]+`|\]\([^)]+\)", "", text)
+    return bool(WORD.search(words)) and not HAN.search(words)
 
 
 def differences(chinese: Path, english: Path, root: Path) -> list[str]:
