@@ -24,7 +24,8 @@ and min(r, c) keeps one token from outweighing a batch; the gradient of log π_�
 sg matters. Without it the derivative of r log π_θ is r (1 + log π_θ): below probability 1/e the
 sign turns, and rare tokens are pushed down for being rewarded.
 
-What is given up: the clip also held tokens near π_old. Here nothing does until the next rollout.
+What is given up: the clip also held tokens near π_old. Here nothing does until the next rollout,
+and where sampler and trainer differ DPPO's authors see that collapse (dppo.py).
 
 The cap goes by three conventions in public code: c itself (TRL: 5, as here); 1 + ε, with the lower
 side off at ε_low >= 1 (slime; verl's example, where ε 0.2 makes c = 1.2); and both sides, which the
