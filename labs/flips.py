@@ -2,7 +2,8 @@
 
 Responses of 40 tokens, the reward asks for the first 4 alone. What a router flip, a stale weight or
 another precision does to single tokens is done here by hand: log π_old ± 4 on 5% of them. Four
-plain gradient steps on each of 40 rollouts of 16 groups of 8.
+plain gradient steps on each of 40 rollouts of 16 groups of 8. DPPO sums over tokens where the
+others take means: its step is divided by their number.
 
     python -m labs.flips
 """
@@ -24,10 +25,12 @@ FILES = {
     GSPO: ("gspo", {"clip_low": 0.05, "clip_high": 0.05}),
     "CISPO": ("cispo", {}),
     "DPPO": ("dppo", {}),
+    "VESPO": ("vespo", {}),
 }
 FILES = toy.given(FILES)
 ARMS = {f"{name}, {how}": name for how in ("clean", "flips") for name in FILES}
 COLOURS = {"GRPO": lab.BLACK, "MASPO": lab.ORANGE, "SAPO": lab.BLUE, GSPO: lab.GREEN}
+COLOURS |= {"CISPO": lab.PINK, "DPPO": lab.GREY}
 T, V, DECIDE, P, G, STEPS, LR, ROLLOUTS = 40, 6, 4, 16, 8, 4, 120.0, 40
 
 
@@ -49,7 +52,8 @@ def measure(arm: str, seed: int, quick: bool) -> dict:
         if arm.endswith("flips"):
             held["old_logp"] += 4.0 * (noise[0] < 0.05) * (noise[1] - 0.5).sign()
         for _ in range(STEPS):
-            logits = logits - LR * toy.gradient(module, flags, logits, tokens, **held)
+            step = LR / T if stem == "dppo" else LR
+            logits = logits - step * toy.gradient(module, flags, logits, tokens, **held)
     return {"success": success, "entropy": entropy}
 
 
