@@ -675,6 +675,7 @@ class Oracle:
         vars(b).update(
             A=A, rows=rows, args=self.args, branch=branch, rho=1.0, groups=groups, count=len(rows)
         )
+        formulas.of(self.name, "prepare", lambda *_: None)(self, step, b)
         return b
 
     def gradient(self, update: int) -> tuple[Tensor, Batch, dict]:
