@@ -223,7 +223,6 @@ def page_data(folder: Path) -> dict:
             ".".join(path.relative_to(ROOT).with_suffix("").parts)  # grpo, or variants.dapo
         )
         starts, formula = sections(source)
-        own = marked_lines(source)
         files.append(
             {
                 "name": path.stem,
@@ -232,7 +231,7 @@ def page_data(folder: Path) -> dict:
                 "trunk": trunk and trunk.stem,
                 "changed": changes(path, trunk)[1] if trunk else 0,
                 "lines": [known.setdefault(tuple(x), len(known)) for x in coloured(source)],
-                "own": sorted(own),
+                "own": sorted(marked_lines(source)),
                 "sections": starts,
                 "formula": formula,
                 "weights": curves(module),
@@ -247,7 +246,8 @@ def page_data(folder: Path) -> dict:
 
 def page(start: tuple[str, str], folder: Path) -> str:
     """The whole page, to be written into `folder`; it opens with the two files of `start`."""
-    data = json.dumps({"start": start, **page_data(folder)}, ensure_ascii=False)
+    everything = {"start": start, **page_data(folder)}
+    data = json.dumps(everything, ensure_ascii=False, allow_nan=False)
     # Inside <script> nothing is read as HTML but </script and <!--: no < is left
     data = data.replace("<", r"\u003c")
     return OURS + TEMPLATE.read_text().replace("{{data}}", data)
