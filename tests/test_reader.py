@@ -261,6 +261,7 @@ DAMAGES = [
     ),
     ("state.at + by;", "state.at + 2 * by;", "n: the first difference"),
     ("setRatio(event.target.value / 1000)", "setRatio(0.5)", "the weight after a drag"),
+    ('text.classList.add("flash")', "", "does not flash"),
     ("<main>", '<main><img src="https://example.invalid/a.png">', "blocked https"),
 ]
 
