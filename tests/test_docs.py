@@ -170,6 +170,9 @@ tools.overhead x
 tools.overhead 0
 tools.memory grpo nope
 tools.weights nope
+tools.reader nope
+tools.reader grpo sapo stapo
+tools.reader grpo --out none/reader.html
 tools.make_tiny
 tools.make_tiny nope none
 tools.make_tiny tiny README.md
