@@ -118,6 +118,16 @@ def sections(source: str) -> tuple[dict[str, int], list[str]]:
 
 
 def weights(module: ModuleType, ratios: Tensor) -> Tensor:
+    """`weights_together`, ratio by ratio where a file's loss looks from one row to another (lp_reg:
+    at the rarest ones)."""
+    pair = torch.tensor([0.5, 0.7], dtype=torch.float64)
+    apart = [weights_together(module, ratio[None]) for ratio in pair]
+    if torch.cat(apart, -1).allclose(weights_together(module, pair)):
+        return weights_together(module, ratios)
+    return torch.cat([weights_together(module, ratio[None]) for ratio in ratios], -1)
+
+
+def weights_together(module: ModuleType, ratios: Tensor) -> Tensor:
     """The weight on ∇ log π, by autograd of the file's own `policy_loss`: `[N]` -> `[2, kinds, N]`,
     for Â = 1 and Â = -1.
 
