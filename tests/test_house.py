@@ -29,6 +29,7 @@ BUDGET = {
     "entropy20": (390, 229, 52),  # half of them what stapo has and it has not
     "dapo": (389, 231, 72),  # rounds of sampling, and two more parts of the recipe
     "jet": (390, 230, 40),  # an object beside minirl's replay
+    "icepop": (388, 225, 50),  # a family of corrections
 }
 NAMES = "|".join(ALGORITHMS)
 

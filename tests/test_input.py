@@ -79,6 +79,8 @@ OUT_OF_RANGE = [
     ("minirl", "--is_cap 0", "--is_cap 0.0: must be a number above 0"),
     ("minirl", "--routing_replay r2", "tiny has no experts"),
     ("minirl", "--routing_replay r3", "tiny has no experts"),
+    ("icepop", "--correction_level sequence", "--correction_level sequence: is for tis and mis"),
+    ("icepop", "--w_low 6", "--w_low 6.0: is above --w_high 5.0"),
     ("vcpo", "--rho_on 0", "--rho_on 0.0: must be a number above 0"),
     ("vcpo", "--lag 0 --async", "--lag 0: must be 1 or more, and below --steps 150"),
     ("vcpo", "--lag -1", "--lag -1: must be"),

@@ -476,6 +476,17 @@ def test_dapos_truncated_responses_masked(alone):
     check_gradients(alone("dapo", mask_truncated=True))
 
 
+ALSO = [(name, flags) for name in VARIANTS for flags in formulas.of(name, "ALSO", [])]
+
+
+@pytest.mark.parametrize(("name", "flags"), ALSO, ids=lambda x: x if x in VARIANTS else str(x))
+def test_a_variants_other_rules(alone, name, flags):
+    """Every gradient under other flags than the formula's own, which make another gradient."""
+    o = alone(name, **flags)
+    check_gradients(o)
+    assert not close(o.gradient(0)[0], alone(name).gradient(0)[0])
+
+
 def test_asynchronous(alone):
     """Sampling the next batch beside the update changes neither which problems come nor what is
     done with them."""

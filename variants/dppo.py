@@ -17,7 +17,7 @@ Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over respons
 
 A trust region should bound how far two distributions are apart, and the ratio of the one token that
 was sampled is a poor measure of that. From 0.001 to 0.0013 the ratio is 1.3 and the token is cut,
-though 0.0003 of the mass has moved; from 0.9 to 0.99 it is 1.1 and passes, though a tenth has. A
+though 0.0003 of the mass has moved; from 0.8 to 0.99 it is 1.24 and passes, though a fifth has. A
 bound on ratios holds rare tokens back and lets common ones go.
 
 DPPO bounds the divergence itself, of a coin: this token or any other. Merging outcomes never adds
@@ -32,8 +32,8 @@ until the run collapses.
 
 Trunk: minirl.py. Differs from it in:
 1. The mask: a divergence from μ in place of the ratio to π_old.
-2. Cap 20. As the mask depends on μ, no ablation without it; no length norm, no routing replay,
-   without which the authors' mixture of experts stays stable.
+2. Cap 20. Gone are the ablation without μ, which the mask needs; the length norm; and routing
+   replay, without which the authors' mixture of experts stays stable.
 
 Differs from the paper in:
 1. The coin's divergence alone; there also one over the likeliest tokens.

@@ -7,7 +7,8 @@
 - `metrics(o, step)`: what the step must have logged besides, or in place of the usual;
 - `used(name, weight)`, where passes compute with other weights than the optimiser's;
 - `prepare(o, step, b)`, where `main` does more to a rollout than that: it changes the batch;
-- `FLAGS`, under which its mechanism acts on the oracle's stored answers;
+- `FLAGS`, under which its mechanism acts on the oracle's stored answers, and `ALSO`, a list of
+  others whose gradients are held, too;
 - `STORED`, flags for tests/stored.py's rollout, and `SMALL`, for small runs;
 - `OFF`, flags that switch the mechanism off, which must show on the stored rollout.
 """

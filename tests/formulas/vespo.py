@@ -3,6 +3,7 @@
 from tests.oracle import Batch, Tensor, token_mean, tokens, torch
 
 FLAGS = {"grad_clip": 3.4}
+OFF = {"k_pos": 0.0, "lambda_pos": 0.0, "k_neg": 0.0, "lambda_neg": 0.0}
 
 
 def objective(b: Batch) -> tuple[Tensor, dict]:

@@ -1,0 +1,192 @@
+"""IcePop and its kin: each correction in closed form, outside of PPO's clip, and none at all."""
+
+import itertools
+import math
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import advantages_match, loss_of, matches, no_kl, one, terms, two_responses, weight
+from . import written_here
+
+PLACES = list(itertools.product((0.2, 0.4), (0.03, 0.1, 0.3, 0.9), (0.7, 1.0, 1.2, 1.5), (1.0, -1)))
+
+
+def ppo(ratio: float, advantage: float) -> float:
+    """PPO's M r Â at ε 0.2 / 0.27."""
+    cut = (advantage > 0 and ratio > 1.27) or (advantage < 0 and ratio < 0.8)
+    return 0.0 if cut else ratio * advantage
+
+
+def found(
+    module: ModuleType, gap: Tensor, moved: float, advantage: float, **flags: object
+) -> Tensor:
+    """The gradient weights of one response whose log w are `gap [1, T]`, all its r alike."""
+    old = torch.full_like(gap, -2.0)
+    logp = (old + moved).requires_grad_()
+    rest = {"rollout_logp": old - gap, "advantages": one(advantage)[0]}
+    args = no_kl(module, length_norm=False, **flags)
+    loss_of(module, args, logp=logp, old_logp=old, mask=torch.ones_like(gap), **rest)[0].backward()
+    return -logp.grad
+
+
+def check_fixture(module: ModuleType) -> None:
+    """Where μ is π_old each leaves GRPO: value and gradient agree with TRL, OpenRLHF and others."""
+    for name in ("tis", "mis", "icepop", "geometric", "opsm", "none"):
+        matches(module, "grpo_eps0.2_seqmean", correction=name, clip_high=0.2)
+    level = {"correction": "mis", "correction_level": "sequence"}
+    matches(module, "grpo_eps0.2_seqmean", clip_high=0.2, **level)
+
+
+def check_weights(module: ModuleType) -> None:
+    """C M r Â of a token: PPO's term with r = π_θ/π_old, times a number of w = π_old/μ."""
+    rules = {
+        "tis": lambda w: min(w, 2.0),
+        "mis": lambda w: w if 0.4 <= w <= 2.0 else 0.0,
+        "icepop": lambda w: w if 0.4 <= w <= 2.0 else 0.0,
+        "geometric": lambda w: float(0.4 <= w <= 2.0),
+        "none": lambda w: 1.0,
+    }
+    for (name, rule), (old, mu, ratio, advantage) in itertools.product(rules.items(), PLACES):
+        flags = {"correction": name, "w_low": 0.4, "w_high": 2.0}
+        expected = rule(old / mu) * ppo(ratio, advantage)
+        assert abs(weight(module, ratio, advantage, old, mu, **flags) - expected) < 1e-12
+    assert weight(module, 1.0, 1.0, 0.4, 0.9) == 0 == weight(module, 1.0, 1.0, 0.6, 0.1)  # .5 and 5
+    assert abs(weight(module, 1.0, 1.0, 0.4, 0.1) - 4) < 1e-12
+
+
+def check_of_a_response(module: ModuleType) -> None:
+    """W is the product of w; the geometric mean is free of length."""
+    level = {"correction_level": "sequence", "w_low": 0.5, "w_high": 2.0}
+    for gap, W in ((one(0.5, -0.2, 0.1), math.exp(0.4)), (one(0.5, 0.4, 0.3), math.exp(1.2))):
+        for name, expected in (("tis", min(W, 2.0)), ("mis", W if W <= 2 else 0.0)):
+            weights = found(module, gap, 0.1, 1.0, correction=name, **level)
+            assert torch.allclose(weights, torch.full_like(gap, expected * math.exp(0.1)))
+    for T, gap, kept in itertools.product((1, 7, 500), (-0.02, -0.005, 0.005, 0.02), (1.0,)):
+        flags = {"correction": "geometric", "w_low": 0.99, "w_high": 1.01}
+        weights = found(module, torch.full((1, T), gap, dtype=torch.float64), 0.0, -1.0, **flags)
+        assert (weights == (-kept if abs(gap) < 0.01 else 0.0)).all()
+    far = torch.full((1, 900), 1.0, dtype=torch.float32)  # W is infinite in float32
+    for name, expected in (("tis", 2.0), ("mis", 0.0)):
+        assert (found(module, far, 0.0, 1.0, correction=name, **level) == expected).all()
+
+
+def check_opsm(module: ModuleType) -> None:
+    """A bad response whose tokens have become less likely than the sampler said by more than δ, on
+    the mean, has no gradient; a good one keeps its own. No weight but 0 and 1."""
+    for gap, moved, advantage in itertools.product((-0.3, 0.0, 0.3), (-0.15, 0.0, 0.1), (1.0, -1)):
+        log_w = one(gap, gap + 0.2, gap - 0.2)
+        flags = {"correction": "opsm", "opsm_delta": 0.25, "clip_low": 9.0, "clip_high": 9.0}
+        weights = found(module, log_w, moved, advantage, **flags)
+        dropped = advantage < 0 and -(gap + moved) > 0.25  # mean log μ/π_θ
+        expected = 0.0 if dropped else advantage * math.exp(moved)
+        assert torch.allclose(weights, torch.full_like(weights, expected), rtol=1e-12)
+
+
+def check_outside_of_the_clip(module: ModuleType) -> None:
+    """The engines' gap carries no token over the clip's edge: at r = 1 nothing is cut, however
+    large w; and the clip's own edge does not move with it."""
+    for w, advantage in itertools.product((0.6, 0.9, 1.5, 4.0), (1.0, -1.0)):
+        for ratio in (0.79, 0.81, 1.0, 1.26, 1.28):
+            found = weight(module, ratio, advantage, 0.2, 0.2 / w)
+            assert abs(found - w * ppo(ratio, advantage)) < 1e-12
+
+
+def check_unbiased_for_responses_alone(module: ModuleType) -> None:
+    """With every sequence enumerated, in proportion to μ, at π_θ = π_old: an uncapped W gives the
+    gradient of the expected reward, a token's w does not, and no correction does worst."""
+    generator = torch.Generator().manual_seed(7)
+    V, T, double = 3, 3, {"dtype": torch.float64}
+    theta, noise = torch.randn(2, T, V, V, generator=generator, **double)
+    sequences = torch.tensor(list(itertools.product(range(V), repeat=T)))  # [V^T, T]
+    before = torch.cat([torch.zeros(len(sequences), 1).long(), sequences[:, :-1]], 1)
+    rewards = torch.randn(len(sequences), generator=generator, **double)
+    theta.requires_grad_()
+
+    def logps(logits: Tensor) -> Tensor:
+        return logits.log_softmax(-1)[torch.arange(T), before, sequences]  # [V^T, T]
+
+    truth = torch.autograd.grad((logps(theta).sum(1).exp() * rewards).sum(), theta)[0]
+    logp, mu = logps(theta), logps(theta.detach() + 0.5 * noise)
+    rest = {"old_logp": logp.detach(), "rollout_logp": mu, "mask": torch.ones_like(mu)}
+    rest["advantages"] = mu.sum(1).exp() * rewards
+
+    def gap(**flags: object) -> float:
+        args = no_kl(module, w_high=1e9, w_low=0.0, length_norm=False, **flags)
+        total = terms(module, args, logp=logp, **rest)[0]
+        ours = torch.autograd.grad(-total, theta, retain_graph=True)[0]
+        return float((ours - truth).norm() / truth.norm())
+
+    for name in ("tis", "mis"):
+        assert gap(correction=name, correction_level="sequence") < 1e-12
+    assert 0.05 < gap(correction="icepop") < gap(correction="none")
+
+
+def check_lengths(module: ModuleType) -> None:
+    """A response's mean over its tokens, dropped ones counted; or, without it, their sum. Padding
+    counts for nothing."""
+    batch = two_responses()
+    batch["rollout_logp"] = batch["old_logp"].clone()
+    batch["rollout_logp"][0, 1] = 3.0  # w = e^-3: dropped
+    kept = batch["mask"].clone()
+    kept[0, 1] = 0
+    for flags, scale in (({}, batch["mask"].sum(1, keepdim=True)), ({"length_norm": False}, 1.0)):
+        logp = batch["logp"].detach().requires_grad_()
+        args = no_kl(module, clip_low=9.0, clip_high=9.0, **flags)
+        loss, stats = loss_of(module, args, **batch | {"logp": logp})
+        loss.backward()
+        expected = -logp.detach().exp() * batch["advantages"][:, None] * kept / scale / 2
+        assert torch.allclose(logp.grad, expected)
+        assert stats["dropped_share"][0] == 1 and stats["dropped_share"][1] == 5
+        assert stats["corrected"][0] == 1 and stats["weight_max"][0] == 1
+
+
+def check_advantages(module: ModuleType) -> None:
+    """The reward minus the group's mean, nothing else."""
+    advantages_match(module, "mean_only", 1e-12)
+
+
+CHECKS = written_here(globals())
+RETURN, W = (
+    "return -per_response.sum(), mask.new_tensor(len(mask))",
+    "old_logp - rollout_logp) * mask",
+)
+OBJECTIVE = "weight * torch.minimum(ratio * A, clipped * A)"
+SEQUENCE = '(over_response(log_w) if args.correction_level == "sequence" else log_w).exp()'
+INSIDE = OBJECTIVE.replace("weight * ", "").replace("ratio", "weight * ratio")
+INSIDE = INSIDE.replace("clipped", "(weight * ratio).clamp(1 - args.clip_low, 1 + args.clip_high)")
+MUTANTS = {
+    "w the other way": (W, "rollout_logp - old_logp) * mask"),
+    "w of π_θ": (W, "logp - rollout_logp) * mask"),
+    "inside the clip": (OBJECTIVE, INSIDE),
+    "no correction": (OBJECTIVE, "torch.minimum(ratio * A, clipped * A)"),
+    "mask without weight": ("torch.where(kept(w), w, 0.0)", "torch.where(kept(w), 1.0, 0.0 * w)"),
+    "cap for mask": ("torch.where(kept(w), w, 0.0)", "w.clamp(args.w_low, args.w_high)"),
+    "a product for where": ("torch.where(kept(w), w, 0.0)", "kept(w) * w"),
+    "no lower bound": ("(x >= args.w_low) & (x <= args.w_high)", "x <= args.w_high"),
+    "no upper bound": ("(x >= args.w_low) & (x <= args.w_high)", "x >= args.w_low"),
+    "tis with a lower bound": (".clamp(max=args.w_high)", ".clamp(args.w_low, args.w_high)"),
+    "sequences as tokens": (SEQUENCE, "log_w.exp()"),
+    "a root of W": (SEQUENCE, SEQUENCE.replace("(log_w)", "(log_w) / length")),
+    "geometric without the mean": (
+        "(over_response(log_w) / length).exp()",
+        "over_response(log_w).exp()",
+    ),
+    "geometric with weight": ("kept(geometric),", "kept(geometric) * geometric,"),
+    "opsm of good ones, too": ("(A >= 0) | (drift <= args.opsm_delta)", "drift <= args.opsm_delta"),
+    "opsm of good ones alone": ("(A >= 0) | (drift", "(A <= 0) | (drift"),
+    "opsm the other way": (
+        "over_response(rollout_logp - logp)",
+        "over_response(logp - rollout_logp)",
+    ),
+    "opsm blind to staleness": ("(rollout_logp - logp)", "(rollout_logp - old_logp)"),
+    "ratio to μ": ("ratio = (logp - old_logp).exp()", "ratio = (logp - rollout_logp).exp()"),
+    "max for min": ("torch.minimum", "torch.maximum"),
+    "no clip": ("torch.minimum(ratio * A, clipped * A)", "ratio * A"),
+    "never length-normalised": ("if args.length_norm:", "if False:"),
+    "always length-normalised": ("if args.length_norm:", "if True:"),
+    "token-mean": (RETURN, "return -per_response.sum(), mask.sum()"),
+    "std": ("return centred  #", "return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  #"),
+    "sign": ("return -per_response.sum()", "return per_response.sum()"),
+}

@@ -1,0 +1,376 @@
+"""IcePop and its kin: corrections for the gap between sampler and trainer.
+
+Ling team, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model",
+2025, arXiv 2510.18855.
+
+Objective, for responses y sampled by the inference engine, whose probabilities are μ:
+
+    J = E_y~μ [ 1/|y| Σ_t C_t min(r Â, clip(r, 1-ε_low, 1+ε_high) Â) ]
+    r = π_θ(y_t)/π_old(y_t),     w = π_old(y_t)/μ(y_t),     Â = R - mean R  (of the group; no std)
+    C_t = w if α <= w <= β, else 0
+
+
+Gradient weight on ∇ log π_θ(y_t), averaged over tokens, then over responses:
+
+    C_t M r Â
+    M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
+
+The sampler's weights are the trainer's, its probabilities are not: other kernels, another
+precision, with a mixture of experts other experts. PPO's ratio does not see that, both its policies
+being the trainer's, and what looks on-policy is not. w is the gap, frozen before the first update,
+and the correction multiplies PPO's term from outside: inside the clip, noise of the engines would
+carry tokens over its edge before anything was learned.
+
+IcePop drops a token whose w is far off. Where two engines with the same weights differ by a factor
+of two, that is an error and no information, and a capped weight would still trust it. The family,
+with W = Π_t w, the product over a response:
+
+    tis        min(w, β), or min(W, β)                      truncated importance sampling
+    mis        w if α <= w <= β, else 0; or the same of W   masked importance sampling
+    icepop     the same of w, by definition
+    geometric  1 if α <= exp(mean_t log w) <= β, else 0     long responses leave any band for W
+    opsm       0 if Â < 0 and mean_t log(μ/π_θ) > δ, else 1     DeepSeek-V3.2, arXiv 2512.02556
+    none       1
+
+Per token the correction is biased: the tokens before it came from μ, too. Per response it is not,
+but W's variance grows exponentially with the length; every band and cap trades one for the other.
+opsm alone looks at π_θ, so at staleness as well, and only at bad responses: mistakes that the
+policy would hardly make any more teach it little.
+
+At the default band hardly a token of the embedded models is dropped (1 in 100,000 over 30 steps, of
+the mixture of experts 1 in 10,000); between 0.8 and 1.25, 2 in 1,000. The authors later saw a fixed
+band drop fewer and fewer tokens while the gap widened (KPop, 2026).
+
+Trunk: minirl.py. Differs from it in:
+1. PPO's min and clip on r, times a correction of w alone, in place of -log π with min(π_θ/μ, 5),
+   which corrects for both at once.
+2. The mean over a response's tokens by default. Gone are the ablation without μ, here `--correction
+   none`, and routing replay.
+
+Differs from the paper in:
+1. α and β are OpenRLHF's and verl's for IcePop; each other correction's own are in the flags.
+2. Advantages without std and ε are the trunk's; no KL term.
+
+Confidence: the rule as the authors restate it in a later post and as OpenRLHF, slime and verl have
+it; tis, mis and opsm read in TRL's code too, geometric in verl's. The paper's α and β are open.
+
+Run it:
+    torchrun -m variants.icepop                             # laptop, two minutes, no download
+    torchrun -m variants.icepop --w_low 0.8 --w_high 1.25   # where it drops tokens
+    torchrun -m variants.icepop --correction mis --correction_level sequence --w_high 2
+    # a node of eight
+    torchrun --nproc_per_node=8 -m variants.icepop --model Qwen/Qwen3-1.7B-Base \\
+        --task dapo-math-17k --eval_task aime25 --prompts_per_step 64 --group_size 16 \\
+        --max_new_tokens 8192 --lr 1e-6 --gradient_checkpointing
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from common.balance import deal
+from common.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.data import load_task
+from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
+from common.distributed import BadInput  # <own>
+from common.evaluation import evaluate
+from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.launch import launch
+from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
+from common.logprobs import response_logprobs, sampler_gap
+from common.model import load_model
+from common.rollout import make_engine
+from common.tracking import Means, Run, by_sign
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Args(Flags):
+    model: str = "tiny"
+    """Hub name, local folder, or `tiny`, the embedded model."""
+    steps: Count = 150
+    """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
+    prompts_per_step: Count = 16
+    """P: prompts in a rollout, over all ranks (ours)."""
+    group_size: Count = 8
+    """G: responses to each prompt (DeepSeekMath: 64)."""
+    minibatches: Count = 4
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
+    (DeepSeekMath: 1)."""
+    max_new_tokens: Count = 64
+    """Length limit of a response (DeepSeekMath: 1024)."""
+    temperature: Temperature = 1.0
+    """Sampling temperature, also applied in every log-probability (papers: 1)."""
+    lr: Positive = 3e-4
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
+    1e-6 at 7B)."""
+    eval_every: Count = 25
+    """Steps between two measurements on the held-out problems (ours)."""
+    save_every: Count = 50
+    """Steps between two checkpoints (ours)."""
+    save_hf: bool = False
+    """Write the final model in the Hugging Face format, to `model` in the run folder."""
+    resume: bool | Literal["auto"] = False
+    """Go on from the newest checkpoint in the run folder; auto: if there is one."""
+    micro_tokens: Count = 16384
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
+    warmup: Whole = 5
+    """Steps over which lr rises linearly (ours; verl's default: none)."""
+    betas: Betas = (0.9, 0.95)
+    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
+    0.999)."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
+    grad_clip: Positive = 1.0
+    """Largest gradient norm (verl's default)."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward: less memory, a third more compute."""
+    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "float8"  # <own>
+    """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
+    clip_low: NonNegative = 0.2
+    """ε below 1 (MiniRL's paper)."""
+    clip_high: NonNegative = 0.27  # <own>
+    """ε above 1 (MiniRL's paper)."""
+    length_norm: bool = True  # <own>
+    """Divide by the response's length, as the paper does; False: minirl.py's sum over tokens."""
+    # <own>
+    correction: Literal["tis", "mis", "icepop", "geometric", "opsm", "none"] = "icepop"
+    """What becomes of w = π_old/μ (the table in this file's header)."""
+    correction_level: Literal["token", "sequence"] = "token"
+    """Of tis and mis: a token's w, or the product over its response."""
+    w_low: NonNegative = 0.5
+    """α: smallest w (OpenRLHF, verl; TRL's for mis: 0.5; verl's for geometric: 0.999)."""
+    w_high: Positive = 5.0
+    """β: largest w (OpenRLHF, verl; slime's for tis: 2; TRL's for mis: 2; verl's for geometric:
+    1.001)."""
+    opsm_delta: Positive = 0.5
+    """δ of opsm, nats per token (TRL, as the paper gives none; slime: 0.0001)."""
+    # </own>
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """Reward over the group's mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
+    # Equal rewards become exactly 0 first: the mean of eight 0.3 is not quite 0.3.
+    rewards = rewards - rewards[:, :1]  # [P, G]
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
+    # about the reward.
+    return centred  # no std: dividing by it would weight prompts by their difficulty  # <own>
+
+
+# <own>
+def correction(
+    args: Args, logp: Tensor, old_logp: Tensor, rollout_logp: Tensor, A: Tensor, mask: Tensor
+) -> Tensor:
+    """C `[n, T]`: what a token's term is multiplied by for the engines' gap. A: `[n, 1]`."""
+
+    def kept(x: Tensor) -> Tensor:
+        return (x >= args.w_low) & (x <= args.w_high)
+
+    def over_response(x: Tensor) -> Tensor:
+        return (x * mask).sum(dim=1, keepdim=True)  # [n, 1]
+
+    length = over_response(mask).clamp(min=1)  # [n, 1]
+    log_w = (old_logp - rollout_logp) * mask  # [n, T]: the same weights, other numerics
+    geometric = (over_response(log_w) / length).exp()  # [n, 1]: a mean, whatever the length
+    drift = over_response(rollout_logp - logp) / length  # [n, 1]: of π_θ, gap and staleness
+    w = (over_response(log_w) if args.correction_level == "sequence" else log_w).exp()
+    masked = torch.where(kept(w), w, 0.0)  # as w: [n, T], or W [n, 1]. ∞ · False would be NaN
+    weight = {
+        "tis": w.clamp(max=args.w_high),
+        "mis": masked,
+        "icepop": masked,
+        "geometric": kept(geometric),
+        "opsm": (A >= 0) | (drift <= args.opsm_delta),
+        "none": torch.ones_like(mask),
+    }[args.correction]
+    return weight.to(mask.dtype).expand_as(mask)
+
+
+# </own>
+# The metrics that show the mechanism at work; the first stays 0 while it does nothing.
+# <own>
+ACTED = {
+    "corrected": "mean |C - 1|, C the correction",
+    "dropped_share": "tokens dropped by it (share)",
+    "weight_max": "largest w = π_old/μ of a token",
+}
+# </own>
+
+
+def policy_loss(
+    args: Args,
+    *,
+    logp: Tensor,
+    old_logp: Tensor,
+    rollout_logp: Tensor,
+    ref_logp: Tensor | None,
+    entropy: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+) -> tuple[Tensor, Tensor, dict]:
+    """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
+
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and
+    ranks and divides once: a mean of micro-batch means would be another objective. Every file is
+    handed the same tensors, needed or not.
+    """
+    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    # <own>
+    uncapped = (old_logp - rollout_logp).exp()  # [n, T]: w
+    weight = correction(args, logp.detach(), old_logp, rollout_logp, A, mask)  # [n, T]: C, a number
+    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 until the first optimiser step of a rollout
+    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
+    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
+    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
+    objective = weight * torch.minimum(ratio * A, clipped * A)  # [n, T]: outside of min and clip
+    per_response = (objective * mask).sum(dim=1)  # [n]: a sum, the reward is the whole response's
+    if args.length_norm:
+        per_response = per_response / mask.sum(dim=1).clamp(min=1)  # [n]
+    stats = {
+        "corrected": (((weight - 1).abs() * mask).sum(), mask.sum()),
+        "dropped_share": (((weight == 0) * mask).sum(), mask.sum()),
+        "masked_share": ((cut * mask).sum(), mask.sum()),
+        "masked_above": (((cut & out_above) * mask).sum(), mask.sum()),
+        "masked_below": (((cut & out_below) * mask).sum(), mask.sum()),
+        "weight": ((weight * mask).sum(), mask.sum()),
+        "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), None),
+    }
+    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # 1/G: the mean over responses
+    # </own>
+
+
+def main(args: Args, world: World) -> None:
+    """The whole training loop."""
+    lm, tokenizer = load_model(args.model, world)
+    task = load_task(args, tokenizer)
+    engine = make_engine(args, lm, world)
+    reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
+    policy = shard(Policy(lm), args, world)
+    if args.gradient_checkpointing:
+        policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+    decay = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
+    run = Run(args, world, Path(__file__).stem, ACTED)
+    stop = StopFlag()
+    done = 0  # steps
+    # <own>
+    if args.correction_level == "sequence" and args.correction not in ("tis", "mis"):
+        raise BadInput(f"--correction_level sequence: is for tis and mis, not {args.correction}")
+    if args.w_low > args.w_high:
+        raise BadInput(f"--w_low {args.w_low}: is above --w_high {args.w_high}")
+    # </own>
+    if args.resume:
+        done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
+        engine.load_state_dict(state["engine"])
+    engine.sync(policy)
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
+    run.start(task, done)
+    if done == 0:
+        with run.clock("evaluate"):
+            before = evaluate(engine, task, tokenizer, args, world)
+        run.log(0, before)
+
+    for step in run.steps(done):
+        means = Means()
+
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
+        # nothing else to save.
+        with run.clock("rollout"):
+            cursor = (step - 1) * args.prompts_per_step + world.rank * P
+            problems = [task.train(cursor + i) for i in range(P)]
+            prompts = [problem.prompt_ids for problem in problems]
+            rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)
+            N = len(rollout)  # P·G rows, a group's G rows side by side
+
+        # Reward and advantages. Groups never span ranks, so their statistics need no communication.
+        with run.clock("reward"):
+            texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+            scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+            rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+            rollout.advantages = advantages(rewards).flatten()  # [N]
+            means.add(distinct=(task.distinct(texts, G), P))  # 1: nothing left to compare
+
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
+        # from other kernels, and a ratio against them would mix two things: how far the policy
+        # moved, and how the engines differ (minirl.py is about that).
+        with run.clock("old_logp"):
+            # Mini-batches of whole groups; in each the ranks trade rows until tokens balance.
+            minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
+            # In the update's own micro-batches, so that its first ratios are exactly 1.
+            for minibatch in minibatches:
+                minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+                if reference:
+                    minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+            sampler = run.trusted(sampler_gap(minibatches, world))
+
+        # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
+        with run.clock("update"):
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+            for minibatch in minibatches:
+                denominator = 0.0
+                for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
+                    micro = minibatch.rows(rows)
+                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
+                    loss, count, stats = policy_loss(
+                        args,
+                        logp=logp,
+                        old_logp=micro.old_logp,
+                        rollout_logp=micro.rollout_logp,
+                        ref_logp=micro.ref_logp,
+                        entropy=entropy,
+                        advantages=micro.advantages,
+                        mask=micro.mask,
+                    )
+                    loss.backward()  # sums: gradients add up over micro-batches
+                    denominator = denominator + count
+                    means.add(loss=(loss, count), **stats)
+                    means.add(**by_sign(entropy, micro))
+                # Each rank has summed; the mean of the ranks' sums is FSDP's, or taken here where
+                # it is not needed. Times their number it is the sum over all ranks; divided by what
+                # they counted together, the mean that the objective asks for.
+                denominator = global_sum({"count": denominator}, world)["count"]
+                scale_gradients(policy, world.size / denominator)
+                norm = clip_gradients(policy, args.grad_clip)
+                # Neither NaN nor infinite: one such step would end the run. All ranks skip together
+                # (their shares add up to one).
+                healthy = run.healthy(norm, minibatch)
+                means.add(grad_norm=(norm if healthy else 0.0, healthy))
+                means.add(skipped=((not healthy) / world.size, None))
+                if healthy:
+                    optimizer.step()
+                optimizer.zero_grad()
+
+        with run.clock("sync"):
+            engine.sync(policy)
+
+        tokens = rollout.mask.sum()
+        means.add(
+            reward=(rewards.sum(), N),
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient
+            response_len=(tokens, N),
+            truncated=((~rollout.finished).sum(), N),
+            tokens=(tokens, None),
+            judge_killed=(task.killed, None),  # answers so far that broke the judge's bounds
+        )
+        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        if step % args.eval_every == 0 or step == args.steps:
+            with run.clock("evaluate"):
+                metrics |= evaluate(engine, task, tokenizer, args, world)
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs this line alone
+        done, stopping = step, stop.anywhere(world)
+        if step % args.save_every == 0 or step == args.steps or stopping:
+            with run.clock("save"):
+                state = {"engine": engine.state_dict()}
+                save_checkpoint(run.checkpoints, step, policy, optimizer, state, world)
+        if stopping:
+            break
+    if args.save_hf:
+        save_model(policy, tokenizer, run.folder / "model", world)
+    run.finish(done)
+
+
+if __name__ == "__main__":
+    launch(main, Args)
