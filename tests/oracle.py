@@ -625,6 +625,10 @@ class Oracle:
         change = formulas.of(self.name, "used", lambda name, weight: weight)
         names = [name for name, _ in untrained(self.model).named_parameters()]
         return [change(name, weight) for name, weight in zip(names, parameters, strict=True)]
+    def taught(self, step: int) -> tuple[torch.nn.Module, list[Tensor]]:
+        """goldilocks' teacher before a step's lesson: its backbone, weight and bias of its head."""
+        *backbone, weight, bias = self.records[0].lessons[step]["parameters"]
+        return self.lm(backbone).model, [x.double().requires_grad_() for x in (weight, bias)]
 
     def lm(self, parameters: list[Tensor]) -> torch.nn.Module:
         lm = copy.deepcopy(untrained(self.model))
@@ -735,6 +739,12 @@ class Oracle:
         yield
         for hook in hooks:
             hook.remove()
+
+
+def teaches(lm: torch.nn.Module, head: list[Tensor], prompt: str, top: float = 0.5) -> Tensor:
+    """f(q) = top σ(w · mean h + b) of a teacher."""
+    hidden = lm(torch.tensor([[VOCABULARY.index(c) for c in prompt]])).last_hidden_state[0]
+    return top / (1 + (-(hidden.mean(0) @ head[0][0] + head[1][0])).exp())
 
 
 def routers(lm: torch.nn.Module) -> list[torch.nn.Module]:

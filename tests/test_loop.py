@@ -9,7 +9,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import common.evaluation
 import common.rollout
@@ -39,6 +39,7 @@ from tests.oracle import (
     on_two_ranks,
     record,
     respond,
+    teaches,
 )
 
 pytestmark = pytest.mark.runs
@@ -307,10 +308,11 @@ def check_teacher(o: Oracle) -> None:
     """goldilocks: every slot takes its candidate of the largest f (none twice), every rank its own
     slots' in order; the teacher's gradient is that of the mean squared error on what the students'
     groups showed."""
-    if o.name != "goldilocks":
-        return
+    teacher = formulas.of(o.name, "teacher", GOLDILOCKS)
     for step in range(o.args["steps"]):
-        lm, head = taught(o, step)
+        lm, head = o.taught(step)
+        value = lambda prompt: teaches(lm, head, prompt, teacher.top)  # noqa: B023, E731
+        merit = lambda prompt: teacher.merit(value(prompt).item())  # noqa: B023, E731
         prompts = [prompt for one in o.records for prompt in one.training[step]["prompts"]]
         pool = [
             [TRAIN[(slot * 5 + k) % len(TRAIN)] for k in range(5)]
@@ -320,14 +322,11 @@ def check_teacher(o: Oracle) -> None:
             taken = []
             for candidates in pool:
                 free = [prompt for prompt in candidates if prompt not in taken] or candidates
-                taken.append(max(free, key=lambda prompt: value(lm, head, prompt).item()))
+                taken.append(max(free, key=merit))
             assert prompts == taken and prompts != [candidates[0] for candidates in pool]
-        targets = (
-            torch.tensor([[row.reward for row in respond(p, G)] for p in prompts])
-            .double()
-            .std(1, correction=0)
-        )
-        f = torch.stack([value(lm, head, prompt) for prompt in prompts])
+        rewards = torch.tensor([[row.reward for row in respond(p, G)] for p in prompts]).double()
+        targets = teacher.target(rewards)
+        f = torch.stack([value(prompt) for prompt in prompts])
         parameters = [*lm.parameters(), *head]
         gradient = torch.cat(
             [x.flatten() for x in torch.autograd.grad((f - targets).square().mean(), parameters)]
@@ -335,22 +334,22 @@ def check_teacher(o: Oracle) -> None:
         found = torch.cat([x.flatten() for x in o.records[0].lessons[step]["gradients"]]).double()
         assert close(found, gradient) and gradient.norm() < o.args["grad_clip"]
         assert o.records[0].lessons[step]["lr"] == [o.args["teacher_lr"], 10 * o.args["teacher_lr"]]
-        scores = torch.tensor(
-            [[value(lm, head, prompt).item() for prompt in row] for row in pool]
-        ).double()  # [B, K]
-        idle = float((targets == 0).double().mean())
+        scores = [value(prompt).item() for row in pool for prompt in row]  # B·K
+        merits = torch.tensor([[merit(prompt) for prompt in row] for row in pool])  # [B, K]
+        chosen = torch.tensor([merit(prompt) for prompt in prompts])  # [B]
+        idle = float((rewards == rewards[:, :1]).all(dim=1).double().mean())
         expected = {
-            "teacher_mean": float(scores.mean()),
+            "teacher_mean": sum(scores) / len(scores),
             "terms": sum(len(p) // 2 for p in prompts) / P,
         }
         if step:
             expected |= {
-                "chosen_over_mean": float((f.detach() - scores.mean(dim=1)).mean()),
+                "chosen_over_mean": float((chosen - merits.mean(dim=1)).mean()),
                 "zero_groups_chosen": idle,
             }
-        else:  # before its first lesson the teacher says 1/4 to everything
+        else:  # before its first lesson the teacher says the same to everything
             expected |= {
-                "teacher_mse": float((0.25 - targets).square().mean()),
+                "teacher_mse": float((teacher.top / 2 - targets).square().mean()),
                 "teacher_rank_corr": 0,
             }
             expected["zero_groups_uniform"] = idle
@@ -363,24 +362,16 @@ def check_teacher(o: Oracle) -> None:
         assert own == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
-def taught(o: Oracle, step: int) -> tuple[torch.nn.Module, list[torch.Tensor]]:
-    """The teacher before a step's lesson: its backbone, and weight and bias of its head."""
-    *backbone, weight, bias = o.records[0].lessons[step]["parameters"]
-    lm = o.lm(backbone).model
-    return lm, [x.double().requires_grad_() for x in (weight, bias)]
-
-
-def value(lm: torch.nn.Module, head: list[torch.Tensor], prompt: str) -> torch.Tensor:
-    """f(q) = 1/2 σ(w · mean h + b)."""
-    hidden = lm(torch.tensor([[oracle.VOCABULARY.index(c) for c in prompt]])).last_hidden_state[0]
-    return 0.5 / (1 + (-(hidden.mean(0) @ head[0][0] + head[1][0])).exp())
-
-
+# A teacher's range is (0, top); it chooses by a merit of f and learns a target of [P, G] rewards
+GOLDILOCKS = SimpleNamespace(
+    top=0.5, merit=lambda f: f, target=lambda R: R.std(dim=1, correction=0)
+)
 CHECKS = (
     *(check_gradients, check_rates, check_prompts, check_evaluation, check_sync, check_metrics),
     *(check_pivots, check_teacher),
 )
-SPECIAL = {check_pivots: ["deep_grpo"], check_teacher: ["goldilocks"]}
+TAUGHT = ["goldilocks", *(n for n in VARIANTS if formulas.of(n, "teacher", None))]
+SPECIAL = {check_pivots: ["deep_grpo"], check_teacher: TAUGHT}
 CASES = [(name, check) for check in CHECKS for name in SPECIAL.get(check, ALGORITHMS)]
 
 

@@ -125,7 +125,7 @@ def estimate(name: str, words: list[str]) -> dict[str, float]:
     response = number("max_new_tokens") + PROMPT
     tokens = max(number("micro_tokens"), response)  # the longest response is never split
     n, root, layer = shape.parameters(), shape.root(), shape.layer()
-    trained = n + (name == "goldilocks") * (n - shape.head() * (not shape.tied))
+    trained = n + hasattr(args, "teacher") * (n - shape.head() * (not shape.tied))
     kept = shape.kept() * tokens  # of one layer
     inputs = 2 * shape.hidden * tokens * shape.layers
     held = inputs + kept if "--gradient_checkpointing" in flags else kept * shape.layers

@@ -4,6 +4,7 @@
 - `advantages(R)` of one group's rewards, where it is not grpo's z-score;
 - where they are not the judge's, `rewards(o, step, rows)`, of which advantages are made;
 - `rounds(o)`: for each step of a tests.oracle.Oracle the rounds of sampling, slot -> prompt;
+- `teacher`, where it has goldilocks' with another range, merit or target (see test_loop.py);
 - `metrics(o, step)`: what the step must have logged besides, or in place of the usual;
 - `used(name, weight)`, where passes compute with other weights than the optimiser's;
 - `prepare(o, step, b)`, where `main` does more to a rollout than that: it changes the batch;

@@ -1,0 +1,157 @@
+"""PACED-RL: trajectory balance with every response enumerated, the partition function as accuracy,
+and goldilocks' choice."""
+
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+from common.model import load_model
+from torch import Tensor
+
+from . import goldilocks, loss_of, one, two_responses, written_here
+
+RIGHT = torch.tensor([1.0, 0, 0, 1, 0, 1], dtype=torch.float64)  # of six responses
+COUNTS = (
+    [1, 7, 3, 4, 2, 3],
+    [12, 2, 1, 1, 2, 2],
+    [1, 1, 1, 15, 1, 1],
+)  # how often π_old gives each
+BETAS = (0.05, 0.5, 2.0)
+
+
+def balance(module: ModuleType, counts: list[int], theta: Tensor, V: Tensor, beta: float) -> Tensor:
+    """The module's loss of a policy with these logits, in expectation over π_old: a group that
+    holds every response in exact proportion."""
+    weights = torch.tensor(counts)
+    rows = torch.repeat_interleave(torch.arange(6), weights)  # [n]
+    logp = theta.log_softmax(0)[rows][:, None]  # [n, 1]
+    old_logp = (weights.double() / weights.sum()).log()[rows][:, None]  # [n, 1]
+    A = module.advantages(RIGHT[rows][None], V.reshape(1))[0]  # [n]
+    batch = {"logp": logp, "old_logp": old_logp, "mask": torch.ones_like(logp), "advantages": A}
+    return loss_of(module, replace(module.Args(), anchor=beta), **batch)[0]
+
+
+def check_balance_is_the_regularised_optimum(module: ModuleType) -> None:
+    """All squares are 0 at π_θ = π_old exp(R/β) / Z with log Z = log E_old[exp(R/β)], which gives
+    the accuracy: p = (Z - 1) / (exp(1/β) - 1). Nowhere else."""
+    for beta in BETAS:
+        for counts in COUNTS:
+            old = torch.tensor(counts).double() / sum(counts)
+            Z, p = (old * (RIGHT / beta).exp()).sum(), (old * RIGHT).sum()
+            assert torch.isclose((Z - 1) / torch.tensor(1 / beta).double().expm1(), p)
+            best, V = old.log() + RIGHT / beta, beta * Z.log()
+            assert balance(module, counts, best, V, beta) < 1e-20
+            assert balance(module, counts, best, V + 0.1, beta) > 1e-4
+            assert balance(module, counts, best + RIGHT, V, beta) > 1e-4 * beta
+
+
+def check_partition_function_is_accuracy(module: ModuleType) -> None:
+    """For any π_θ the V = β log Z of least loss is p + β KL(π_old ‖ π_θ), at π_θ = π_old just p."""
+    generator = torch.Generator().manual_seed(0)
+    for beta in BETAS:
+        for counts in COUNTS:
+            old = torch.tensor(counts).double() / sum(counts)
+            moved = old.log() + 0.3 * torch.randn(6, generator=generator, dtype=torch.float64)
+            for theta in (old.log(), moved):
+                slopes = []  # of a parabola, at 0 and at 1
+                for at in (0.0, 1.0):
+                    V = torch.tensor(at, dtype=torch.float64, requires_grad=True)
+                    loss = balance(module, counts, theta, V, beta)
+                    slopes.append(torch.autograd.grad(loss, V)[0])
+                lowest = -slopes[0] / (slopes[1] - slopes[0])
+                kl = (old * (old.log() - theta.log_softmax(0))).sum()
+                assert torch.isclose(lowest, (old * RIGHT).sum() + beta * kl, rtol=1e-9)
+
+
+def check_policy_gradient(module: ModuleType) -> None:
+    """At π_θ = π_old the gradient is that of the expected reward, whatever β and V are: a baseline
+    of the prompt alone moves nothing in expectation."""
+    for counts in COUNTS:
+        old = torch.tensor(counts).double() / sum(counts)
+        theta = old.log().requires_grad_()
+        (expected,) = torch.autograd.grad((theta.softmax(0) * RIGHT).sum(), theta)
+        for beta in BETAS:
+            for V in (0.0, 0.7):
+                loss = balance(module, counts, theta, torch.tensor(V).double(), beta)
+                assert torch.allclose(-torch.autograd.grad(loss, theta)[0], expected, atol=1e-12)
+
+
+def check_fitting_is_the_same_square(module: ModuleType) -> None:
+    """At π_θ = π_old the slope in V is that of (V - mean R)² / 2β: the teacher's, by a factor."""
+    old = torch.tensor(COUNTS[0]).double() / sum(COUNTS[0])
+    for beta in BETAS:
+        V = torch.tensor(0.9, dtype=torch.float64, requires_grad=True)
+        (slope,) = torch.autograd.grad(balance(module, COUNTS[0], old.log(), V, beta), V)
+        assert torch.isclose(slope, (0.9 - (old * RIGHT).sum()) / beta)
+
+
+def check_weights(module: ModuleType) -> None:
+    """Every token of a response has the weight Â - β log(π_θ(y)/π_old(y)), long or short; padding
+    has none."""
+    batch = two_responses()
+    batch["logp"].requires_grad_()
+    batch["advantages"] = one(0.75, -0.25)[0]
+    loss_of(module, replace(module.Args(), anchor=0.5), **batch)[0].backward()
+    first, second = 0.75 - 0.5 * 0.2, -0.25 - 0.5 * -0.03  # log-ratios .1 - .2 + .3 and -.05 + .02
+    expected = torch.tensor([[first] * 3, [second, second, 0]], dtype=torch.float64)
+    assert torch.allclose(-batch["logp"].grad, expected / 2, atol=1e-12)
+
+
+def check_by_hand(module: ModuleType) -> None:
+    """β/2 (log Z + log ratio - R/β)² of two responses with V = 1/2, R = 1 and 0, β = 1/4."""
+    batch = two_responses()
+    batch["advantages"] = module.advantages(one(1.0, 0.0), one(0.5)[0])[0]
+    loss, stats = loss_of(module, replace(module.Args(), anchor=0.25), **batch)
+    squares = (2 + 0.2 - 4) ** 2 + (2 - 0.03 - 0) ** 2
+    assert abs(loss.item() - 0.125 * squares / 2) < 1e-12
+    assert abs(stats["anchor_kl"][0] + 0.25 * 0.17) < 1e-12 and stats["anchor_kl"][1] == 2
+
+
+def check_advantages(module: ModuleType) -> None:
+    """R - V of the own prompt: also a group all right says something where V < 1."""
+    rewards = torch.tensor([[1.0, 1, 1], [1, 0, 0]])
+    found = module.advantages(rewards, torch.tensor([0.75, 0.25]))
+    assert torch.equal(found, torch.tensor([[0.25, 0.25, 0.25], [0.75, -0.25, -0.25]]))
+
+
+def check_teacher_range_and_padding(module: ModuleType) -> None:
+    """Before it has learned V is 1/2; with a trained head padding changes nothing; range (0, 1)."""
+    lm, tokenizer = load_model("tiny")
+    teacher = module.Teacher(lm.base_model)
+    short, long = (tokenizer(text)["input_ids"] for text in ("1+2=", "1+2=3;9"))
+    ids = torch.tensor([short + [5, 5, 5], long])
+    assert torch.equal(teacher(ids, torch.tensor([4, 7])), torch.full((2,), 0.5))
+    torch.nn.init.normal_(teacher.head.weight, generator=torch.Generator().manual_seed(0))
+    padded = teacher(ids, torch.tensor([4, 7]))[0]
+    alone = teacher(ids[:1, :4], torch.tensor([4]))[0]
+    assert torch.allclose(padded, alone, atol=1e-6) and abs(alone - 0.5) > 0.01
+    torch.nn.init.constant_(teacher.head.bias, 100.0)
+    assert torch.allclose(teacher(ids, torch.tensor([4, 7])), torch.tensor(1.0))
+
+
+SHARED = (goldilocks.check_select, goldilocks.check_select_is_uniform_at_explore_1)
+CHECKS = [*written_here(globals()), *SHARED, goldilocks.check_rank_correlation]
+SUM = "((logp - old_logp) * mask).sum(dim=1, keepdim=True)"
+RETURN = "return imbalance.square().sum() / (2 * args.anchor), mask.new_tensor(len(mask)), stats"
+MUTANTS = {
+    "mean over tokens": (SUM, SUM.replace(".sum(", ".mean(")),
+    "balance of each token": (SUM, "(logp - old_logp) * mask"),
+    "padding": (SUM, "(logp - old_logp).sum(dim=1, keepdim=True)"),
+    "pushed away from π_old": ("args.anchor * log_ratio - A", "-args.anchor * log_ratio - A"),
+    "no pull": ("args.anchor * log_ratio - A", "log_ratio.sub(log_ratio.detach()) - A"),
+    "β of 1": ("args.anchor * log_ratio - A", "log_ratio - A"),
+    "reward divided": ("args.anchor * log_ratio - A", "args.anchor * log_ratio - A / args.anchor"),
+    "sign": (RETURN, RETURN.replace("return ", "return -")),
+    "no square": (RETURN, RETURN.replace(".square()", ".abs()")),
+    "no 1/β": (RETURN, RETURN.replace(" / (2 * args.anchor)", " / 2")),
+    "token mean": (RETURN, RETURN.replace("mask.new_tensor(len(mask))", "mask.sum()")),
+    "no baseline": ("return rewards - expected[:, None]", "return rewards - 0 * expected[:, None]"),
+    "the group's mean": (
+        "return rewards - expected[:, None]",
+        "return rewards - rewards.mean(dim=1, keepdim=True)",
+    ),
+    "KL of the other sign": ("(-args.anchor * log_ratio.sum()", "(args.anchor * log_ratio.sum()"),
+    "range (0, 1/2)": ("return self.head(mean)", "return 0.5 * self.head(mean)"),
+    "mean over padding": ("(hidden * real[..., None])", "hidden"),
+    "the worst candidate": ("key=lambda k: -scores[k]", "key=lambda k: scores[k]"),
+}

@@ -1,0 +1,486 @@
+"""PACED-RL: the partition function as a measure of difficulty.
+
+Kim et al., "Beyond Normalization: Rethinking the Partition Function as a Difficulty Scheduler for
+RLVR", 2026, arXiv 2602.12642.
+
+Objective, for G responses y_i to each prompt q, chosen for a partition function Z(q):
+
+    J = -1/G Σ_i β/2 (log Z(q) + log π_θ(y_i) - log π_old(y_i) - R_i/β)²
+    β log Z(q) = V(q) = σ(u · mean_t h_t(q) + v),     fitted to R by the same square
+    q = the one of K candidates whose V is nearest to τ = 1/2
+
+
+Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mean over responses:
+
+    Â_i - β log (π_θ(y_i) / π_old(y_i)),     Â_i = R_i - V(q)
+
+
+Max E[R] - β KL(π_θ ‖ π_old) has one answer, π* = π_old exp(R/β) / Z: not the best response alone,
+but each in proportion to its reward. Trajectory balance asks every single response to agree with
+it. The square is 0 for all of them exactly where π_θ = π* and Z = E_old[exp(R/β)]; with rewards 0
+and 1 that is 1 + p (exp(1/β) - 1), p the chance to be right. Z has to be learned with the policy.
+
+So far a normaliser. But take any π_θ: the log Z that fits it best is
+β log Z = p + β KL(π_old ‖ π_θ). At the start of a step it is p. What training must know anyway is
+how hard each prompt is, by its text, tried or not; and prompts at p = 1/2 teach most
+(goldilocks.py).
+
+On-policy, π_θ = π_old, the gradient is the plain policy gradient with the baseline V, which needs
+no group: a group all right still says that V is too low. As π_θ leaves π_old the second term pulls
+it back, where PPO's clip would cut.
+
+Trunk: goldilocks.py. Differs from it in:
+1. The teacher predicts the mean reward in place of sqrt(p (1-p)); its choice is what is nearest to
+   τ, not what is largest.
+2. The same number, as it was before the rollout, is log Z in the loss: trajectory balance in place
+   of the clipped ratio, no z-score, no reference model.
+
+Differs from the paper in:
+1. There Z is a small network on embeddings that are made once, and learns from the loss along with
+   the policy: it costs next to nothing. Here it is goldilocks' teacher, a language model with two
+   updates of its own a step, from a window, at π_θ = π_old.
+2. No replay. The paper's batches also hold old right answers to those prompts for which V was most
+   wrong (64 new ones a step into a buffer of 128).
+3. J is trajectory balance times β/2, so that the first term of the weight is the policy gradient's.
+4. K, the share of random choices and the teacher's rates are goldilocks' (ours).
+
+Confidence: balance against π_old, the proposition on V, τ and β as two readers of the paper report
+them, the paper not read; the identities are derived, and tested with all responses enumerated
+(tests/checks/paced.py). How candidates are drawn and replay enters the loss its text would settle.
+
+Run it:
+    torchrun -m variants.paced                              # laptop, two minutes, no download
+    torchrun -m variants.paced --explore 1                  # the same, prompts drawn uniformly
+    # a node of eight, the paper's lengths
+    torchrun --nproc_per_node=8 -m variants.paced --model Qwen/Qwen2.5-Math-1.5B --task math \\
+        --teacher_lr 1e-5 --prompts_per_step 128 --group_size 8 --max_new_tokens 3072 --lr 1e-6 \\
+        --weight_decay 0.1 --gradient_checkpointing
+"""
+
+from collections import deque  # <own>
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random  # <own>
+from typing import Literal
+
+from common.balance import deal
+from common.batch import Rollout  # <own>
+from common.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.data import Problem, Task, encode, load_task  # <own>
+from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
+from common.distributed import BadInput, gather  # <own>
+from common.evaluation import evaluate
+from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.flags import Share  # <own>
+from common.launch import launch
+from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
+from common.logprobs import response_logprobs, sampler_gap
+from common.model import load_model
+from common.rollout import make_engine
+from common.tracking import Means, Run, by_sign
+import torch
+from torch import Tensor, nn  # <own>
+
+
+@dataclass
+class Args(Flags):
+    model: str = "tiny"
+    """Hub name, local folder, or `tiny`, the embedded model."""
+    steps: Count = 150
+    """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
+    prompts_per_step: Count = 16
+    """P: prompts in a rollout, over all ranks (ours)."""
+    group_size: Count = 8
+    """G: responses to each prompt (DeepSeekMath: 64)."""
+    minibatches: Count = 4
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
+    (DeepSeekMath: 1)."""
+    max_new_tokens: Count = 64
+    """Length limit of a response (DeepSeekMath: 1024)."""
+    temperature: Temperature = 1.0
+    """Sampling temperature, also applied in every log-probability (papers: 1)."""
+    lr: Positive = 3e-4
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
+    1e-6 at 7B)."""
+    eval_every: Count = 25
+    """Steps between two measurements on the held-out problems (ours)."""
+    save_every: Count = 50
+    """Steps between two checkpoints (ours)."""
+    save_hf: bool = False
+    """Write the final model in the Hugging Face format, to `model` in the run folder."""
+    resume: bool | Literal["auto"] = False
+    """Go on from the newest checkpoint in the run folder; auto: if there is one."""
+    micro_tokens: Count = 16384
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
+    warmup: Whole = 5
+    """Steps over which lr rises linearly (ours; verl's default: none)."""
+    betas: Betas = (0.9, 0.95)
+    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
+    0.999)."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
+    grad_clip: Positive = 1.0
+    """Largest gradient norm (verl's default)."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward: less memory, a third more compute."""
+    anchor: Positive = 0.05  # <own>
+    """β: weight of KL(π_θ ‖ π_old) against the reward (paper)."""
+    target: Share = 0.5  # <own>
+    """τ: chance of a right answer that prompts are chosen to have (paper)."""
+    teacher: str = ""  # <own>
+    """Model whose backbone the teacher starts from: hub name or folder (default: the student's)."""
+    candidates: Count = 16  # <own>
+    """K: prompts that compete for each slot of the batch (ours)."""
+    explore: Share = 0.1  # <own>
+    """η: share of slots given to a random candidate, to keep the teacher's sample honest (ours)."""
+    window: Count = 2048  # <own>
+    """Latest prompts the teacher learns from; older ones tell of an older student (ours)."""
+    teacher_batch: Count = 64  # <own>
+    """Prompts in one of its updates; selection begins when the window holds as many (ours)."""
+    teacher_updates: Whole = 2  # <own>
+    """Updates of the teacher per step (ours)."""
+    teacher_lr: Positive = 1e-3  # <own>
+    """AdamW's rate for the teacher, ten times that for its head (ours; real models: 1e-5)."""
+
+
+def advantages(rewards: Tensor, expected: Tensor) -> Tensor:  # <own>
+    """R - V: `[P, G]`, `[P]` -> `[P, G]`. The baseline is what the prompt's text let expect."""
+    return rewards - expected[:, None]  # [P, G]  # <own>
+
+
+# <own>
+class Teacher(nn.Module):
+    """V(q) = β log Z(q) = σ(u · mean_t h_t(q) + v): the student's chance to be right, from the text
+    of the prompt."""
+
+    def __init__(self, backbone: nn.Module):
+        super().__init__()
+        self.lm, self.head = backbone, nn.Linear(backbone.config.hidden_size, 1)
+        [nn.init.zeros_(one) for one in self.head.parameters()]  # at first all V are 1/2
+
+    def forward(self, sequences: Tensor, lengths: Tensor) -> Tensor:
+        """`sequences [n, S]` right-padded, `lengths [n]` -> `[n]` in (0, 1)."""
+        hidden = self.lm(input_ids=sequences, use_cache=False).last_hidden_state  # [n, S, H]
+        real = torch.arange(hidden.shape[1], device=lengths.device) < lengths[:, None]  # [n, S]
+        mean = (hidden * real[..., None]).sum(dim=1) / lengths[:, None]  # [n, H]
+        return self.head(mean)[:, 0].float().sigmoid()  # as 1 < Z < exp(1/β)
+
+
+def select(values: Tensor, candidates: list[list], explore: float, rng: Random) -> list[tuple]:
+    """For each slot (which candidate, whether by chance): the best of `values [B, K]`, or with
+    probability `explore` any. No prompt is taken twice while its slot has another left."""
+    chosen, taken = [], set()
+    for scores, prompts in zip(values.tolist(), candidates):
+        order = sorted(range(len(prompts)), key=lambda k: -scores[k])
+        chance = rng.random() < explore
+        if chance:
+            rng.shuffle(order)
+        k = next((k for k in order if prompts[k] not in taken), order[0])
+        taken.add(prompts[k])
+        chosen.append((k, chance))
+    return chosen
+
+
+def rank_correlation(a: Tensor, b: Tensor) -> float:
+    """Spearman's: that of the ranks, equal values sharing theirs; 0 where a side is constant."""
+    if len(a) < 2:
+        return 0.0
+    # Values below each less values above it: twice its rank, but for a constant
+    ranks = [(x[:, None] - x).sign().double().sum(dim=1) for x in (a, b)]  # [n], [n]
+    return torch.corrcoef(torch.stack(ranks))[0, 1].nan_to_num().item()
+
+
+class Curriculum:
+    """Which prompts the student gets. In each step `choose`, before the rollout, asks the teacher
+    for V(q) of all candidates; `expects` has it for this rank's choices; `learn`, after the
+    rewards, fits it to how often they were solved.
+
+    The ranks divide the teacher's work and share what comes of it: all see the same values, make
+    the same choice and keep the same window.
+    """
+
+    def __init__(self, args: Args, task: Task, world: World):
+        if args.teacher_batch % world.size or args.teacher_batch > args.window:
+            limits = f"a multiple of the {world.size} ranks, and at most --window {args.window}"
+            raise BadInput(f"--teacher_batch {args.teacher_batch}: must be {limits}")
+        self.args, self.task, self.world = args, task, world
+        backbone, self.tokenizer = load_model(args.teacher or args.model, world, "--teacher")
+        self.encode(task.held_out[:1])  # refuses now, not after the run has begun
+        self.teacher = shard(Teacher(backbone.base_model), args, world)
+        if args.gradient_checkpointing:
+            self.teacher.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+        head = {"params": self.teacher.head.parameters(), "lr": 10 * args.teacher_lr}
+        groups = [{"params": self.teacher.lm.parameters()}, head]
+        self.optimizer = torch.optim.AdamW(groups, lr=args.teacher_lr, weight_decay=0.0, fused=True)
+        # The latest choices: (prompt ids, value observed, value predicted, whether by chance)
+        self.window = deque(maxlen=args.window)
+
+    def choose(self, step: int) -> list[Problem]:
+        """The problems of a step, all ranks', one for each of its B slots: of K candidates the one
+        with V(q) nearest to τ, or by chance any."""
+        args, B, K = self.args, self.args.prompts_per_step, self.args.candidates
+        P, rank = B // self.world.size, self.world.rank
+        slots = range((step - 1) * B, step * B)
+        pool = [[self.task.train(slot * K + k) for k in range(K)] for slot in slots]  # [B, K]
+        # Each rank asks about its own slots; then all choose for all slots alike, so that none
+        # takes a prompt that another has taken.
+        asked = [problem for slot in pool[rank * P : (rank + 1) * P] for problem in slot]
+        values = self.predict(self.encode(asked))  # [P·K]
+        self.values = gather(values, self.world).view(B, K).cpu()  # [B, K]
+        prompts = [[problem.prompt for problem in slot] for slot in pool]
+        explore = args.explore if len(self.window) >= args.teacher_batch else 1.0  # no teacher yet
+        self.rng = Random(f"{args.seed}/{step}")  # each step's own: nothing to save
+        self.merits = -(self.values - args.target).abs()  # [B, K]
+        choice = select(self.merits, prompts, explore, self.rng)
+        self.predicted = self.values[range(B), [k for k, _ in choice]]  # [B]
+        self.by_chance = torch.tensor([chance for _, chance in choice])  # [B]
+        self.chosen = [slot[k] for slot, (k, _) in zip(pool, choice)]
+        return self.chosen
+
+    def expects(self) -> Tensor:
+        """V `[P]` of this rank's choices, as they were chosen: the log Z of the step, times β."""
+        P, rank = len(self.chosen) // self.world.size, self.world.rank
+        return self.predicted[rank * P : (rank + 1) * P].to(self.world.device)
+
+    def learn(self, rewards: Tensor) -> dict[str, tuple]:
+        """From this rank's rewards `[P, G]`: how often every rank's choices were solved goes into
+        the window, and the teacher is updated. Returns the step's metrics."""
+        # The mean alone: Σ_i (V - R_i)² and G (V - mean R)² have the same gradient.
+        observed = gather(rewards.mean(dim=1), self.world).cpu()  # [B]
+        ids, columns = self.encode(self.chosen), (observed, self.predicted, self.by_chance)
+        self.window.extend(zip(ids, *(column.tolist() for column in columns)))
+        if len(self.window) >= self.args.teacher_batch:
+            for _ in range(self.args.teacher_updates):
+                self.teach()
+        return self.statistics(observed)
+
+    def encode(self, problems: list[Problem]) -> list[list[int]]:
+        """The bare prompts as the teacher's tokens."""
+        return [encode(problem.prompt, None, self.tokenizer, "--teacher") for problem in problems]
+
+    def predict(self, prompts: list[list[int]], targets: Tensor | None = None) -> Tensor:
+        """V(q) of these prompts `[n]`; with `targets [n]` also the gradient of Σ (V - target)²."""
+        # A batch of prompts without responses
+        none, values = [[]] * len(prompts), torch.zeros(len(prompts), device=self.world.device)
+        batch = Rollout.pack(prompts=prompts, tokens=none, logps=none, eos=[], device=values.device)
+        for rows in micro_batches(self.teacher, batch, self.args.micro_tokens, self.world):
+            micro, learning = batch.rows(rows), targets is not None
+            sequences = micro.sequences[:, : micro.prompt_len.max()]  # [b, S]
+            with torch.set_grad_enabled(learning):
+                f = self.teacher(sequences, micro.prompt_len)  # [b]
+            if learning:
+                (f - targets[rows]).square().sum().backward()
+            values[rows] = f.detach()
+        return values
+
+    def teach(self) -> None:
+        """One update: squared error on `--teacher_batch` random rows, each rank its share."""
+        n, world = self.args.teacher_batch, self.world
+        share = self.rng.sample(self.window, n)[world.rank :: world.size]
+        targets = torch.tensor([observed for _, observed, *_ in share], device=world.device)
+        self.predict([ids for ids, *_ in share], targets)
+        scale_gradients(self.teacher, world.size / n)
+        if clip_gradients(self.teacher, self.args.grad_clip) < float("inf"):  # nor NaN
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def statistics(self, observed: Tensor) -> dict[str, tuple]:
+        """Metrics as (sum, count) pairs, from the accuracies `[B]` that the choices had."""
+        chance, best = self.by_chance, ~self.by_chance  # [B], [B]
+        idle = (observed == 0) | (observed == 1)  # [B]
+        near = -(self.predicted - self.args.target).abs()  # [B]
+        above = near - self.merits.mean(dim=1)  # [B]
+        # The teacher is judged on random prompts, by what it said before they were tried. (What it
+        # chose itself is all alike: there the correlation is near 0 even for a good teacher.)
+        tried = [(f, y) for _, y, f, random in self.window if random][-self.args.teacher_batch :]
+        f, y = torch.tensor(tried).view(-1, 2).T  # [b], [b]
+        terms = sum(len(problem.prompt) // 2 for problem in self.chosen)  # drawn evenly: 4.5 each
+        return {
+            "chosen_over_mean": ((above * best).sum(), best.sum()),
+            "expected": (self.predicted.sum(), len(self.predicted)),
+            "teacher_mean": (self.values.sum(), self.values.numel()),
+            "teacher_mse": ((f - y).square().sum(), len(f)),
+            "teacher_rank_corr": (rank_correlation(f, y), len(f) > 1),
+            "zero_groups_chosen": ((idle & best).sum(), best.sum()),
+            "zero_groups_uniform": ((idle & chance).sum(), chance.sum()),
+            "terms": (terms, len(self.chosen) * self.task.name.startswith("arithmetic")),
+        }
+
+
+# </own>
+# The metrics that show the mechanism at work; the first stays 0 while it does nothing.
+# <own>
+ACTED = {
+    "chosen_over_mean": "nearer to τ than the mean candidate by",
+    "zero_groups_chosen": "chosen groups without gradient (share)",
+    "zero_groups_uniform": "random groups without gradient (share)",
+}
+# </own>
+
+
+def policy_loss(
+    args: Args,
+    *,
+    logp: Tensor,
+    old_logp: Tensor,
+    rollout_logp: Tensor,
+    ref_logp: Tensor | None,
+    entropy: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+) -> tuple[Tensor, Tensor, dict]:
+    """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
+
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and
+    ranks and divides once: a mean of micro-batch means would be another objective. Every file is
+    handed the same tensors, needed or not.
+    """
+    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    # <own>
+    # One ratio for the whole response: balance is a statement about trajectories.
+    log_ratio = ((logp - old_logp) * mask).sum(dim=1, keepdim=True)  # [n, 1]
+    # β (log Z + log π_θ - log π_old) - R, with V = β log Z in the advantage
+    imbalance = args.anchor * log_ratio - A  # [n, 1]
+    # How far V may lie above p: β KL(π_old ‖ π_θ), from responses of π_old.
+    stats = {"anchor_kl": (-args.anchor * log_ratio.sum(), mask.new_tensor(len(mask)))}
+    return imbalance.square().sum() / (2 * args.anchor), mask.new_tensor(len(mask)), stats
+    # </own>
+
+
+def main(args: Args, world: World) -> None:
+    """The whole training loop."""
+    lm, tokenizer = load_model(args.model, world)
+    task = load_task(args, tokenizer)
+    engine = make_engine(args, lm, world)
+    reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
+    curriculum = Curriculum(args, task, world)  # <own>
+    policy = shard(Policy(lm), args, world)
+    if args.gradient_checkpointing:
+        policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+    decay = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
+    both = nn.ModuleList([policy, curriculum.teacher])  # <own>
+    optimizers = [optimizer, curriculum.optimizer]  # <own>
+    run = Run(args, world, Path(__file__).stem, ACTED)
+    stop = StopFlag()
+    done = 0  # steps
+    if args.resume:
+        done, state = load_checkpoint(run.checkpoints, both, optimizers, world)  # <own>
+        engine.load_state_dict(state["engine"])
+        curriculum.window.extend(state["window"])  # <own>
+    engine.sync(policy)
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
+    run.start(task, done)
+    if done == 0:
+        with run.clock("evaluate"):
+            before = evaluate(engine, task, tokenizer, args, world)
+        run.log(0, before)
+
+    for step in run.steps(done):
+        means = Means()
+
+        # Choice: for each slot of the batch the candidate that is most evenly right and wrong.
+        with run.clock("teacher"):  # <own>
+            chosen = curriculum.choose(step)  # <own>
+
+        # Rollout: this rank's P prompts, G responses each.
+        with run.clock("rollout"):
+            problems = chosen[world.rank * P : (world.rank + 1) * P]  # <own>
+            prompts = [problem.prompt_ids for problem in problems]
+            rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)
+            N = len(rollout)  # P·G rows, a group's G rows side by side
+
+        # Reward and advantages. Groups never span ranks, so their statistics need no communication.
+        with run.clock("reward"):
+            texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+            scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+            rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+            rollout.advantages = advantages(rewards, curriculum.expects()).flatten()  # [N]  # <own>
+            means.add(distinct=(task.distinct(texts, G), P))  # 1: nothing left to compare
+
+        with run.clock("teacher"):  # <own>
+            means.add(**curriculum.learn(rewards))  # <own>
+
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
+        # from other kernels, and a ratio against them would mix two things: how far the policy
+        # moved, and how the engines differ (minirl.py is about that).
+        with run.clock("old_logp"):
+            # Mini-batches of whole groups; in each the ranks trade rows until tokens balance.
+            minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
+            # In the update's own micro-batches, so that its first ratios are exactly 1.
+            for minibatch in minibatches:
+                minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+                if reference:
+                    minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+            sampler = run.trusted(sampler_gap(minibatches, world))
+
+        # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
+        with run.clock("update"):
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+            for minibatch in minibatches:
+                denominator = 0.0
+                for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
+                    micro = minibatch.rows(rows)
+                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
+                    loss, count, stats = policy_loss(
+                        args,
+                        logp=logp,
+                        old_logp=micro.old_logp,
+                        rollout_logp=micro.rollout_logp,
+                        ref_logp=micro.ref_logp,
+                        entropy=entropy,
+                        advantages=micro.advantages,
+                        mask=micro.mask,
+                    )
+                    loss.backward()  # sums: gradients add up over micro-batches
+                    denominator = denominator + count
+                    means.add(loss=(loss, count), **stats)
+                    means.add(**by_sign(entropy, micro))
+                # Each rank has summed; the mean of the ranks' sums is FSDP's, or taken here where
+                # it is not needed. Times their number it is the sum over all ranks; divided by what
+                # they counted together, the mean that the objective asks for.
+                denominator = global_sum({"count": denominator}, world)["count"]
+                scale_gradients(policy, world.size / denominator)
+                norm = clip_gradients(policy, args.grad_clip)
+                # Neither NaN nor infinite: one such step would end the run. All ranks skip together
+                # (their shares add up to one).
+                healthy = run.healthy(norm, minibatch)
+                means.add(grad_norm=(norm if healthy else 0.0, healthy))
+                means.add(skipped=((not healthy) / world.size, None))
+                if healthy:
+                    optimizer.step()
+                optimizer.zero_grad()
+
+        with run.clock("sync"):
+            engine.sync(policy)
+
+        tokens = rollout.mask.sum()
+        means.add(
+            reward=(rewards.sum(), N),
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient
+            response_len=(tokens, N),
+            truncated=((~rollout.finished).sum(), N),
+            tokens=(tokens, None),
+            judge_killed=(task.killed, None),  # answers so far that broke the judge's bounds
+        )
+        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        if step % args.eval_every == 0 or step == args.steps:
+            with run.clock("evaluate"):
+                metrics |= evaluate(engine, task, tokenizer, args, world)
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs this line alone
+        done, stopping = step, stop.anywhere(world)
+        if step % args.save_every == 0 or step == args.steps or stopping:
+            with run.clock("save"):
+                state = {"engine": engine.state_dict()}
+                state["window"] = list(curriculum.window)  # <own>
+                save_checkpoint(run.checkpoints, step, both, optimizers, state, world)  # <own>
+        if stopping:
+            break
+    if args.save_hf:
+        save_model(policy, tokenizer, run.folder / "model", world)
+    run.finish(done)
+
+
+if __name__ == "__main__":
+    launch(main, Args)
