@@ -3,6 +3,7 @@
 - `objective(b)`: J of a tests.oracle.Batch, and statistics as (sum, count);
 - `advantages(R)` of one group's rewards, where it is not grpo's z-score;
 - `used(name, weight)`, where passes compute with other weights than the optimiser's;
+- `metrics(o, step)`, what an Oracle expects of a step's line beside the usual;
 - `FLAGS`, under which its mechanism acts on the oracle's stored answers;
 - `STORED`, flags for tests/stored.py's rollout, and `SMALL`, for small runs.
 """
