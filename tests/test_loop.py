@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from tests import formulas, oracle
 from tests.adapters import ALGORITHMS, NINE, VARIANTS
+from tests.checks.recipe import OFF, off
 from tests.helpers import SMALL, metrics, module_of, run_here
 from tests.oracle import (
     HELD_OUT,
@@ -485,15 +486,7 @@ def test_stapos_other_rule(alone):
     check_gradients(alone("stapo", entropy_over="rare", entropy_quantile=0.75))
 
 
-# The recipe's layers, and what turns each off
-LAYERS = {
-    "clip": {"clip_high": 0.2, "token_mean": False},
-    "tokens": {"tokens": "none"},
-    "curriculum": {"curriculum": False},
-    "branches": {"branches": 0},
-    "lag": {"lag": 0},
-}
-CHOICES = [(), *((name,) for name in LAYERS), *(tuple(LAYERS.keys() - {name}) for name in LAYERS)]
+CHOICES = [(), *((name,) for name in OFF), *(tuple(OFF.keys() - {name}) for name in OFF)]
 
 
 @pytest.mark.variants
@@ -504,10 +497,7 @@ def test_any_choice_of_the_recipes_layers(alone, layers, tokens):
     prompts, metrics."""
     if tokens == "maspo" and "tokens" not in layers:
         pytest.skip("the same as with stapo")
-    off = {
-        flag: value for name in LAYERS if name not in layers for flag, value in LAYERS[name].items()
-    }
-    o = alone("recipe", **({"tokens": tokens} | off))
+    o = alone("recipe", **off(*layers) | ({"tokens": tokens} if "tokens" in layers else {}))
     for check in CHECKS:
         check(o)
 
