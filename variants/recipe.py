@@ -194,6 +194,8 @@ class Args(Flags):
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
+    if len(rewards) == 0:  # of no branches, since no response failed  # <own>
+        return rewards  # <own>
     # Equal rewards become exactly 0 first: the mean of eight 0.3 is not quite 0.3.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
