@@ -26,6 +26,7 @@ BUDGET = {
     "deep_grpo": (489, 300, 131),
     "goldilocks": (496, 305, 137),
     "jet": (390, 230, 40),  # an object beside minirl's replay
+    "recipe": (990, 625, 360),  # the objects of six files, letter for letter
 }
 NAMES = "|".join(ALGORITHMS)
 
