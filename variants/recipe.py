@@ -16,22 +16,23 @@ Gradient weight on ∇ log π_θ(y_t), before each stream's average (a branch's 
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
 T_main and T_branch count the tokens left, I = 1.
-Each layer takes hold at another place of a step, which is why they can be combined:
+Each layer takes hold at its own place of a step, which is why they can be combined:
 
-    layer                       where             its file       off
-    1 clip-higher, token mean   loss, average     justrl.py      --clip_high 0.2 --no_token_mean
-    2 mask or gate of tokens    loss              stapo, maspo   --tokens none
-    3 curriculum                choice of prompts goldilocks.py  --no_curriculum
-    4 branches                  after the rewards deep_grpo.py   --branches 0
-    5 stale batches, held       queue, Â, lr      vcpo.py        --lag 0
+    layer                        where              its file        off
+    1 clip-higher, token mean    loss, average      justrl.py       --clip_high 0.2 --no_token_mean
+    2 mask or gate of tokens     loss               stapo, maspo    --tokens none
+    3 curriculum                 choice of prompts  goldilocks.py   --no_curriculum
+    4 branches                   after the rewards  deep_grpo.py    --branches 0
+    5 stale batches              queue, Â, lr       vcpo.py         --lag 0
 
-With layers 2 to 5 off this is justrl.py, with all five off grpo.py without its KL term, to the bit.
-With one layer alone it is that layer's file, but for what stands below. What a file has as an
-object or a function stands here letter for letter (a test holds the copies to their originals).
+With none this is grpo.py without its KL term, with 1 justrl.py, with 1 and 2 stapo.py or maspo.py,
+with 3 goldilocks.py (no KL term): to the bit. 4 and 5 are their files' but for what stands below.
+What a file has as an object or a function stands here letter for letter, and tests hold both.
 
-Where layers meet: the teacher of 3 sees rewards when they are sampled, the policy of 5 when they
-are due. STAPO's quantile is over main rows and branches. A branch's w is of its own tokens, not of
-its prefix. b is for groups of main rows; a branch is compared with its siblings' plain mean.
+Where layers meet: the teacher of 3 and the pivots of 4 learn from rewards when they are sampled,
+the policy of 5 when they are due. STAPO's quantile is over main rows and branches. A branch's w is
+of its own tokens, not of its prefix. b is for groups of main rows; a branch is compared with its
+siblings' plain mean.
 
 Trunk: goldilocks.py. Differs from it in:
 1. Layers 1, 2, 4 and 5; no KL term, no reference model.
@@ -693,7 +694,7 @@ def counted(args: Args, kept: Tensor) -> Tensor:
 # The metrics that show the mechanism at work; the first stays 0 while it does nothing.
 # <own>
 ACTED = {
-    "layers_acted": "layers that acted in the step",
+    "layers_acted": "how many layers acted in the step",
     "branches_used": "branches in the batch",
     "ess_ratio": "effective sample size (share of the batch)",
 }
@@ -858,8 +859,8 @@ def main(args: Args, world: World) -> None:
         # moved, and how the engines differ (minirl.py is about that).
         with run.clock("old_logp"):
             # <own>
-            # Mini-batches; the ranks trade whole groups, as b needs them, until tokens balance.
             rollout.rewards = nn.functional.pad(rewards.flatten(), (0, len(rollout) - N))  # main's
+            # Mini-batches; the ranks trade whole groups, as b needs them, until tokens balance.
             parts = branches.split(rollout, N) if branches else rollout.split(args.minibatches)
             minibatches = [dealt(part, world, G) for part in parts]
             # </own>
