@@ -18,8 +18,8 @@ Gradient weight on ∇ log π_θ(y_t), before the two averages:
 GRPO's clip is a cliff: a token just inside counts fully, one just outside not at all. SAPO's gate,
 the sech² above, is a smooth hill: it falls as the ratio leaves 1, to either side, and no token is
 ever quite lost. With the r in front the weight still grows up to r = 2 (to 1.57 Â) before it falls.
-A larger τ makes the hill narrower. τ_neg > τ_pos, since pushing a sampled token down raises all
-those that were not sampled, most of them nonsense: negative updates are the less certain ones.
+A larger τ makes the hill narrower. τ_neg > τ_pos, since pushing a sampled token down raises the
+logits of all those that were not sampled, most of them nonsense: the less certain kind of update.
 
 Do not read meaning into the loss's value: f(1) = 2/τ, only its gradient is normalised. And do not
 multiply f by r or detach it: f IS the ratio's replacement, its derivative supplies the gate.

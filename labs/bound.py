@@ -27,6 +27,8 @@ FILES = toy.given(
         "VCPO": ("vcpo", {}),
         "CISPO": ("cispo", {}),
         "DPPO": ("dppo", {}),
+        "VESPO": ("vespo", {}),
+        "Dr. GRPO": ("dr_grpo", {}),
     }
 )
 BOUNDS = ("no baseline, full weight", "best constant", "best for each prefix")

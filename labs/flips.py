@@ -2,7 +2,8 @@
 
 Responses of 40 tokens, the reward asks for the first 4 alone. What a router flip, a stale weight or
 another precision does to single tokens is done here by hand: log π_old ± 4 on 5% of them. Four
-plain gradient steps on each of 40 rollouts of 16 groups of 8.
+plain gradient steps on each of 40 rollouts of 16 groups of 8. DPPO sums over tokens where the
+others take means: its step is divided by their number. All losses are given grpo.py's advantages.
 
     python -m labs.flips
 """
@@ -24,10 +25,12 @@ FILES = {
     GSPO: ("gspo", {"clip_low": 0.05, "clip_high": 0.05}),
     "CISPO": ("cispo", {}),
     "DPPO": ("dppo", {}),
+    "VESPO": ("vespo", {}),
 }
 FILES = toy.given(FILES)
 ARMS = {f"{name}, {how}": name for how in ("clean", "flips") for name in FILES}
 COLOURS = {"GRPO": lab.BLACK, "MASPO": lab.ORANGE, "SAPO": lab.BLUE, GSPO: lab.GREEN}
+COLOURS |= {"CISPO": lab.PINK, "DPPO": lab.GREY}
 T, V, DECIDE, P, G, STEPS, LR, ROLLOUTS = 40, 6, 4, 16, 8, 4, 120.0, 40
 
 
@@ -43,13 +46,14 @@ def measure(arm: str, seed: int, quick: bool) -> dict:
         entropy.append(-(chances * chances.log())[DECIDE:].sum(-1).mean().item())
         tokens = toy.sample(logits, P * G, generator)  # [N, T]
         rewards = (tokens[:, :DECIDE] == 0).all(dim=1).double().view(P, G)  # [P, G]
-        held = {"advantages": module.advantages(rewards).flatten()}  # [N]
+        held = {"advantages": toy.load("grpo").advantages(rewards).flatten()}  # [N]
         held["old_logp"] = toy.logprobs(logits, tokens)  # [N, T]
         noise = torch.rand(2, *tokens.shape, generator=generator)  # [2, N, T]
         if arm.endswith("flips"):
             held["old_logp"] += 4.0 * (noise[0] < 0.05) * (noise[1] - 0.5).sign()
         for _ in range(STEPS):
-            logits = logits - LR * toy.gradient(module, flags, logits, tokens, **held)
+            step = LR / T if stem == "dppo" else LR
+            logits = logits - step * toy.gradient(module, flags, logits, tokens, **held)
     return {"success": success, "entropy": entropy}
 
 
@@ -75,14 +79,15 @@ def draw(results: dict) -> object:
         for axis, name in zip(axes, ("success", "entropy")):
             x = np.arange(len(runs[0][name]))
             lab.line(axis, x, runs, name, colour)
-            place = (x[-1], lab.over(runs, name)[0][-1]) if name == "entropy" else places[arm]
+            place = (x[-1], lab.over(runs, name)[0][-1]) if name == "entropy" else places.get(arm)
             below = {"va": "top" if arm == "GRPO" else "center"}
-            lab.label(axis, *place, arm, colour, **below)
+            if place:
+                lab.label(axis, *place, arm, colour, **below)
     for axis, name in zip(axes, ("success", "entropy")):
         clean = lab.over(results["GRPO, clean"], name)[0]
-        axis.plot(clean, color=lab.GREY, linewidth=2, linestyle=":")
+        axis.plot(clean, color=lab.BLACK, linewidth=2, linestyle=":")
         axis.set(xlabel="rollouts", xlim=(0, 30 if name == "success" else 1.3 * len(clean)))
-    lab.label(axes[1], 12, 1.72, "GRPO without flips", lab.GREY)
+    lab.label(axes[1], 12, 1.72, "GRPO without flips", lab.BLACK)
     return figure
 
 

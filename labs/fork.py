@@ -1,7 +1,8 @@
 """A rare right token: how fast may it grow? And how far may a common one move?
 
 One prompt, ten possible answers of one token, the right one at probability 0.001. A rollout is 32
-groups of 16 and serves 16 plain gradient steps, as many as make a clip matter.
+groups of 16 and serves 16 plain gradient steps, as many as make a clip matter. All losses are given
+grpo.py's advantages (DPPO's own have no std, which is another question).
 
     python -m labs.fork
 """
@@ -30,8 +31,8 @@ LOOKS = {
     "clip-higher": (lab.GREY, (17.3, 0.45), None),
     "MASPO": (lab.ORANGE, (8.4, 0.4), (0.0085, 0.42)),
     "SAPO": (lab.BLUE, (15.5, 0.05), (0.028, 0.2)),
-    "CISPO": (lab.GREEN, (8.0, 0.75), None),
-    "DPPO": (lab.PINK, (8.0, 0.65), (0.5, 0.1)),
+    "CISPO": (lab.GREEN, (8.4, 0.8), (0.0045, 0.8)),
+    "DPPO": (lab.PINK, (8.4, 0.2), (0.0092, 0.6)),
 }
 ANSWERS, P, G, STEPS, LR = 10, 32, 16, 16, 1.0
 STARTS = (0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7, 0.9)
@@ -45,7 +46,7 @@ def rollout(arm: str, logits: torch.Tensor, lr: float, generator: torch.Generato
     tokens = toy.sample(logits, P * G, generator)  # [N, 1]
     rewards = (tokens == 0).double().view(P, G)  # [P, G]
     held = {"old_logp": toy.logprobs(logits, tokens)}  # [N, 1]
-    held["advantages"] = module.advantages(rewards).flatten()  # [N]
+    held["advantages"] = toy.load("grpo").advantages(rewards).flatten()  # [N]
     for _ in range(STEPS):
         logits = logits - lr * toy.gradient(module, flags, logits, tokens, **held)
     return logits

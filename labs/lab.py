@@ -2,7 +2,8 @@
 
 A lab is a module with
     TITLE            the finding, over the figure
-    ARMS             arm -> what it is: for a toy anything, else a command line, `FILE FLAGS`
+    ARMS             arm -> what it is: for a toy anything, else a command line: `grpo.py FLAGS`,
+                     `-m variants.dapo FLAGS`
     measure(arm, seed, quick)   one run -> numbers and short series; not for command lines, whose
     COLUMNS          are the columns of metrics.jsonl that are kept instead
     QUICKLY          more flags for them when quick

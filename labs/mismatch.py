@@ -13,7 +13,7 @@ import sys
 
 from labs import lab
 
-TITLE = "Without the weight π/μ the gap to the sampler feeds on itself"
+TITLE = "The gap to the sampler grows; here replayed routing holds it, the weight alone does not"
 RUN = "minirl.py --model tiny-moe --lr 1e-3 --steps 80 --eval_every 20 --save_every 1000"
 RUN += " --sampler_tolerance 10"
 ARMS = {

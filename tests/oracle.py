@@ -423,7 +423,7 @@ def damaged(algorithm: str, where: str = "", old: str = "", new: str = "") -> Mo
 
 class Batch(SimpleNamespace):
     """All rows of a mini-batch: logp (with gradient), old, mu, ref, entropy, mask [n, T]; A, branch
-    [n]; args; lm."""
+    [n]; args; the models of logp and of old: lm, before."""
 
 
 def z_score(R: Tensor) -> Tensor:
@@ -440,6 +440,27 @@ def population_z_score(R: Tensor) -> Tensor:
 
 
 ADVANTAGES = {"minirl": centred, "deep_grpo": centred, "vcpo": population_z_score}
+
+
+def in_order(o: Oracle) -> list[list[dict[int, str]]]:
+    """The rounds of sampling of each step: slot of the batch -> prompt. In most files one round, of
+    problems (s-1)P to sP-1."""
+    starts = range(0, o.args["steps"] * P, P)
+    return [[{slot: TRAIN[(start + slot) % len(TRAIN)] for slot in range(P)}] for start in starts]
+
+
+def as_recorded(o: Oracle) -> list[list[dict[int, str]]]:
+    """One round a step, of the prompts that the ranks asked for: where they are chosen."""
+    steps = [[one.training[s]["prompts"] for one in o.records] for s in range(o.args["steps"])]
+    return [[dict(enumerate(prompt for own in step for prompt in own))] for step in steps]
+
+
+ROUNDS = {"goldilocks": as_recorded}
+
+
+def verdicts(o: Oracle, step: int, rows: list[Row]) -> list[float]:
+    """What a group's advantages are made of: in most files the judge's rewards."""
+    return [row.reward for row in rows]
 
 
 def response_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -572,15 +593,18 @@ class Oracle:
         self.name, self.records, self.model = name, records, model
         self.args, self.size, self.updates = records[0].flags, len(records), records[0].updates
         self.known: dict[int, tuple] = {}
+        self.rounds = formulas.of(name, "rounds", ROUNDS.get(name, in_order))(self)
 
     def groups(self, step: int, part: int) -> list[tuple[int, list[Row]]]:
         """(rank, a group's rows) of mini-batch `part` of a batch: every rank's own share, in its
         own order."""
-        found = []
+        filled, found = {}, []
+        for drawn in self.rounds[step]:
+            filled |= drawn  # a later round's group takes the slot
+        share = P // self.size // self.args["minibatches"]
         for one in self.records:
-            prompts = one.training[step]["prompts"]
-            share = len(prompts) // self.args["minibatches"]
-            found += [(one.rank, respond(p, G)) for p in prompts[part * share : (part + 1) * share]]
+            start = one.rank * P // self.size + part * share
+            found += [(one.rank, respond(filled[i], G)) for i in range(start, start + share)]
         return found
 
     def branches(self, step: int, part: int) -> list[list[Row]]:
@@ -619,8 +643,9 @@ class Oracle:
         groups = [rows for _, rows in self.groups(step, part)]
         advantage = ADVANTAGES.get(self.name, formulas.of(self.name, "advantages", z_score))
         grown = self.branches(step, part) if self.args.get("branches") else []
+        rewards = formulas.of(self.name, "rewards", verdicts)
         A = [
-            advantage(torch.tensor([row.reward for row in rows], dtype=torch.float64))
+            advantage(torch.tensor(rewards(self, step, rows), dtype=torch.float64))
             for rows in [*groups, *grown]
         ]
         # Branches must teach something
@@ -648,10 +673,12 @@ class Oracle:
             entropy=entropy.detach(),
             mask=mask,
             lm=lm,
+            before=before,
         )
         vars(b).update(
             A=A, rows=rows, args=self.args, branch=branch, rho=1.0, groups=groups, count=len(rows)
         )
+        formulas.of(self.name, "prepare", lambda *_: None)(self, step, b)
         return b
 
     def gradient(self, update: int) -> tuple[Tensor, Batch, dict]:
@@ -663,7 +690,7 @@ class Oracle:
         J, stats = formulas.of(self.name, "objective", OBJECTIVES.get(self.name))(b)
         found = torch.autograd.grad(-J, list(b.lm.parameters()))
         # The graph is not needed any more
-        b.J, b.logp, b.lm = float(J.detach()), b.logp.detach(), None
+        b.J, b.logp, b.lm, b.before = float(J.detach()), b.logp.detach(), None, None
         self.known[update] = torch.cat([part.flatten() for part in found]), b, stats
         return self.known[update]
 

@@ -91,12 +91,15 @@ def gradients(
         seen.append(torch.cat([part.flatten() for part in parts]))
         return 0.0
 
-    def old_logprobs(policy: torch.nn.Module, batch: Rollout, args: object, world: World) -> tuple:
+    def old_logprobs(
+        policy: torch.nn.Module, batch: Rollout, args: object, world: World, *readout: object
+    ) -> tuple:
         """Log-probs of "π_old" moved at random, so that ratios leave 1 and some tokens are
         clipped."""
         if hasattr(batch, "old_logp"):
-            return recompute(policy, batch, args, world)
-        return batch.stored_logp, None
+            return recompute(policy, batch, args, world, *readout)
+        found = recompute(policy, batch, args, world, *readout)[1] if readout else None
+        return batch.stored_logp, found
 
     flags = {"minibatches": 2} | FLAGS.get(name, formulas.of(name, "STORED", {})) | flags
     flags |= {"steps": 1, "prompts_per_step": len(prompts), "group_size": G, "lr": 1e-12}

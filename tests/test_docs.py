@@ -83,7 +83,7 @@ def test_links_lead_somewhere():
 
 def metric_names(algorithm: str) -> set[str]:
     """What a file logs: keywords of `means.add`; keys of `stats`, of `metrics` and of what a method
-    `statistics` returns; * where a name is put together."""
+    `statistics` or `step` returns; * where a name is put together."""
     names, logging = set(), ("stats", "metrics", "found")
     for node in ast.walk(ast.parse(PATHS[algorithm].read_text())):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "means.add":
@@ -93,7 +93,7 @@ def metric_names(algorithm: str) -> set[str]:
             if ast.unparse(target).startswith(logging):
                 names |= set(getattr(node.value, "keys", ())) | dict_keys(node.value)
                 names |= {target.slice} if isinstance(target, ast.Subscript) else set()
-        elif isinstance(node, ast.FunctionDef) and node.name == "statistics":
+        elif isinstance(node, ast.FunctionDef) and node.name in ("statistics", "step"):
             names |= dict_keys(*(n.value for n in ast.walk(node) if isinstance(n, ast.Return)))
     # An f-string's parts, or the one constant
     parts = [getattr(name, "values", [name]) for name in names]
@@ -170,6 +170,9 @@ tools.overhead x
 tools.overhead 0
 tools.memory grpo nope
 tools.weights nope
+tools.reader nope
+tools.reader grpo sapo stapo
+tools.reader grpo --out none/reader.html
 tools.make_tiny
 tools.make_tiny nope none
 tools.make_tiny tiny README.md

@@ -1,6 +1,7 @@
 """The gradient applied is that of the written objective, whatever the micro-batches, ranks, padding
 and row order; and π_old is evaluated as π_θ is."""
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from common.batch import Rollout
 from common.distributed import setup
 
+from tests import formulas
 from tests.adapters import ALGORITHMS, NINE, VARIANTS
 from tests.helpers import SMALL, forked, module_of, no_curves, run_here
 from tests.stored import PROMPTS, G, gradients, stored_rollout
@@ -41,9 +43,10 @@ def test_micro_batch_size_changes_nothing_elsewhere(world, tmp_path, monkeypatch
     assert_same(
         gradients(rollout, PROMPTS, world, tmp_path, monkeypatch, name, micro_tokens=150), whole
     )
-    if name == "stapo":  # with these flags enough is silenced to see it
-        silent = gradients(rollout, PROMPTS, world, tmp_path, monkeypatch, name, tau_p=0.0)
-        assert (whole - silent).norm() > 1e-3 * whole.norm()
+    if off := {"tau_p": 0.0} if name == "stapo" else formulas.of(name, "OFF", {}):
+        # With the stored flags enough is silenced, protected, ... to see it
+        without = gradients(rollout, PROMPTS, world, tmp_path, monkeypatch, name, **off)
+        assert (whole - without).norm() > 1e-3 * whole.norm()
 
 
 def test_padding_changes_nothing(reference, world, tmp_path, monkeypatch):
@@ -151,10 +154,11 @@ def test_a_micro_batch_without_rows_adds_nothing(name):
     """A rank that has few rows, and long ones, waits with such for the others' passes."""
     module = module_of(name)
     logp, none = torch.zeros(0, 7, requires_grad=True), torch.zeros(0, 7)
-    given = {key: none for key in ("old_logp", "rollout_logp", "ref_logp", "entropy", "mask")}
-    more = {"threshold": torch.tensor(0.0)} if name == "stapo" else {}
-    args, A = module.Args(), torch.zeros(0)
-    loss, count, stats = module.policy_loss(args, logp=logp, advantages=A, **given, **more)
+    # Columns, but for advantages `[n]` and what is one number for the whole mini-batch
+    special = {"logp": logp, "advantages": torch.zeros(0), "threshold": torch.tensor(0.0)}
+    names = [x for x in inspect.signature(module.policy_loss).parameters if x != "args"]
+    given = {x: special.get(x, none) for x in names}
+    loss, count, stats = module.policy_loss(module.Args(), **given)
     loss.backward()
     assert loss == 0 and count == 0
     for total, _ in stats.values():

@@ -15,8 +15,8 @@ from common.launch import parse
 from labs import bug, lab
 
 from tests import checks
-from tests.adapters import MODULES
-from tests.helpers import ROOT
+from tests.adapters import PATHS
+from tests.helpers import ROOT, module_of
 from tests.test_docs import refused
 
 NAMES = sorted(path.stem for path in (ROOT / "labs").glob("[a-z]*.md") if path.stem != "course")
@@ -128,11 +128,12 @@ def of_a_lab(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, o
     found = {}
     for command in module.ARMS.values():
         words = f"{command} {lab.QUICKLY} {getattr(module, 'QUICKLY', '')}".split()
-        monkeypatch.setattr(sys, "argv", words)
-        algorithm = words[0].removesuffix(".py")
-        args = parse(importlib.import_module(MODULES[algorithm]).Args)
+        module_too = words[0] == "-m"  # `-m variants.dapo`
+        algorithm = words[module_too].removesuffix(".py").removeprefix("variants.")
+        monkeypatch.setattr(sys, "argv", words[module_too:])
+        args = parse(module_of(algorithm).Args)
         assert not broken_rule(args), (command, broken_rule(args))
-        found[" ".join(words)] = args, (ROOT / words[0]).read_text()
+        found[" ".join(words)] = args, PATHS[algorithm].read_text()
     return found
 
 
@@ -230,10 +231,9 @@ def test_commands_and_links_of_the_pages_lead_somewhere(monkeypatch):
             assert (page.parent / link).exists(), (page, link)
         for program, words in re.findall(r"`python (?:-m )?([\w.]+)([^`]*)`", text):
             words, found = words.split(), found + 1
-            if program.endswith(".py"):
-                module = importlib.import_module(MODULES[program.removesuffix(".py")])
+            if program.endswith(".py") or program.startswith("variants."):
                 monkeypatch.setattr(sys, "argv", [program, *words])
-                parse(module.Args)
+                parse(module_of(program.removesuffix(".py").removeprefix("variants.")).Args)
             else:
                 assert importlib.util.find_spec(program), (page, program)
             if program == "labs.bug":

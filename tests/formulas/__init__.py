@@ -2,10 +2,14 @@
 
 - `objective(b)`: J of a tests.oracle.Batch, and statistics as (sum, count);
 - `advantages(R)` of one group's rewards, where it is not grpo's z-score;
+- where they are not the judge's, `rewards(o, step, rows)`, of which advantages are made;
+- `rounds(o)`: for each step of a tests.oracle.Oracle the rounds of sampling, slot -> prompt;
+- `metrics(o, step)`: what the step must have logged besides, or in place of the usual;
 - `used(name, weight)`, where passes compute with other weights than the optimiser's;
-- `metrics(o, step)`, what an Oracle expects of a step's line beside the usual;
+- `prepare(o, step, b)`, where `main` does more to a rollout than that: it changes the batch;
 - `FLAGS`, under which its mechanism acts on the oracle's stored answers;
-- `STORED`, flags for tests/stored.py's rollout, and `SMALL`, for small runs.
+- `STORED`, flags for tests/stored.py's rollout, and `SMALL`, for small runs;
+- `OFF`, flags that switch the mechanism off, which must show on the stored rollout.
 """
 
 import importlib

@@ -1,13 +1,17 @@
 """The recipe: one J for any choice of its layers."""
 
-from tests.oracle import Batch, G, K, Oracle, P, Tensor, clipped_surrogate, numpy, respond
-from tests.oracle import share, sides, token_mean, tokens, torch
+from tests.oracle import Batch, G, K, Oracle, P, Tensor, as_recorded, clipped_surrogate, in_order
+from tests.oracle import numpy, respond, share, sides, token_mean, tokens, torch
 
 FLAGS = {"tau_p": 0.9, "lag": 1, "rho_on": 0.5, "branches": K, "branch_weight": 0.7}
 FLAGS |= {"candidates": 5, "teacher_batch": P, "window": P, "teacher_updates": 1, "explore": 0.0}
 FLAGS |= {"lr": 3e-4, "grad_clip": 12.0}
 STORED = {"lag": 0, "candidates": 1, "branches": 4, "tau_p": 0.9, "entropy_quantile": 0.95}
 SMALL = "--lag 1 --candidates 4 --teacher_batch 8 --window 20".split()
+
+
+def rounds(o: Oracle) -> list[list[dict[int, str]]]:
+    return as_recorded(o) if o.args["curriculum"] else in_order(o)
 
 
 def age(b: Batch) -> tuple[Tensor, dict]:

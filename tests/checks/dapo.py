@@ -1,0 +1,156 @@
+"""DAPO: JustRL's loss, the punishment of length, and the rounds of sampling, with a sampler whose
+verdicts are known."""
+
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from common.batch import Rollout
+from common.distributed import World
+
+from . import justrl, written_here
+
+IDLE, MIXED = [1, 1], [0, 1]
+
+
+class Known:
+    """Sampler, tokenizer and judge in one. The answers to prompt n get the verdicts `groups[n]`;
+    (later ones [1, 1]); response j has n + j tokens: n, its verdict, and filler."""
+
+    def __init__(self, groups: list[list[int]]):
+        self.groups, self.asked = dict(enumerate(groups)), []
+
+    def train(self, n: int) -> SimpleNamespace:
+        return SimpleNamespace(prompt_ids=[n], answer=str(n))
+
+    def generate(self, prompts: list, n: int, limit: int, temperature: float) -> Rollout:
+        assert (n, limit, temperature) == (2, 9, 0.5)
+        self.asked.append([number for (number,) in prompts])
+        rows = [
+            [number, verdict, *[9] * (number + j - 2)]
+            for number in self.asked[-1]
+            for j, verdict in enumerate(self.groups.get(number, IDLE))
+        ]
+        logps = [[0.0] * len(row) for row in rows]
+        return Rollout.pack(prompts=prompts, tokens=rows, logps=logps, eos=[9], device="cpu")
+
+    def batch_decode(self, rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
+        return [f"{row[0]}:{row[1]}" for row in rows]
+
+    def judge(self, texts: list[str], answers: list[str]) -> list[float]:
+        assert [text.split(":")[0] for text in texts] == answers  # each by its own prompt's answer
+        return [float(text.split(":")[1]) for text in texts]
+
+
+def refilled(module: ModuleType, groups: list[list[int]], **flags: object) -> tuple:
+    """A step of two groups of two on prompts 2, 3, ...: the sampler, the draws, what came of
+    them."""
+    known = Known([[], [], *groups])
+    args = replace(module.Args(), group_size=2, max_new_tokens=9, temperature=0.5, **flags)
+    draws = module.Draws(args, known, known, known, World(0, 1, torch.device("cpu")))
+    draws.drawn = 2
+    with patch.object(module, "gather", lambda values, world: values):  # of one rank
+        problems = draws.problems(2)
+        rollout = known.generate([p.prompt_ids for p in problems], 2, 9, 0.5)
+        verdicts = torch.tensor([groups[0], groups[1]]).float()  # [2, 2]
+        return known, draws, *draws.refill(rollout, verdicts)
+
+
+def check_idle_slots_are_filled(module: ModuleType) -> None:
+    """Slots of groups all right or all wrong get the next prompts, round after round, and no other
+    slot; every row comes with its own reward."""
+    known, draws, rollout, rewards = refilled(module, [IDLE, MIXED, [0, 0], [1, 0], MIXED])
+    assert known.asked == [[2, 3], [4], [5]] and draws.drawn == 6
+    assert rollout.tokens[:, 0].tolist() == [5, 5, 3, 3]  # the place of 2 taken by 4, then by 5
+    assert rollout.tokens[:, 1].tolist() == [1, 0, 0, 1] and rewards.tolist() == [[1, 0], [0, 1]]
+    assert rollout.mask.sum(dim=1).tolist() == [5, 6, 3, 4]
+    known, *_, rollout, _ = refilled(module, [IDLE, IDLE, MIXED, MIXED])
+    assert known.asked == [[2, 3], [4, 5]] and rollout.tokens[::2, 0].tolist() == [4, 5]
+
+
+def check_part_marks(module: ModuleType) -> None:
+    """A group teaches where its rewards differ, be they parts of a mark."""
+    known, *_ = refilled(module, [[0.3, 0.7], [0.5, 0.5], MIXED])
+    assert known.asked == [[2, 3], [4]]
+
+
+def check_most_rounds(module: ModuleType) -> None:
+    """After `max_draws` rounds what is idle stays; with 1 nothing is drawn again."""
+    for rounds in (1, 3):
+        known, _, rollout, rewards = refilled(module, [IDLE, MIXED] + [IDLE] * 9, max_draws=rounds)
+        assert known.asked == [[2, 3], [4], [5]][:rounds]
+        assert rewards.tolist() == [[1, 1], [0, 1]] and len(rollout) == 4
+
+
+def check_cost(module: ModuleType) -> None:
+    """Rounds, groups and tokens beyond those used, reward of everything drawn; by hand."""
+    _, draws, rollout, _ = refilled(module, [IDLE, MIXED, [0, 0], [1, 0]])
+    found = {name: (float(a), b) for name, (a, b) in draws.statistics(rollout).items()}
+    # Dropped: 2 + 3 tokens of prompt 2, 4 + 5 of prompt 4; kept: 3 + 4 and 5 + 6
+    assert found["rounds"] == (3, 1) and found["drawn_per_used"] == (8, 4)
+    assert found["extra_tokens"] == (14, 18) and found["tokens"] == (14, None)
+    assert found["reward_drawn"] == (4, 8)  # 2 + 1 + 0 + 1
+
+
+def check_one_stream_for_all_ranks(module: ModuleType) -> None:
+    """Each rank takes its share behind the ranks before it; all count what all have taken."""
+    known = Known([])
+    for rank, mine in ((0, [10, 11]), (1, []), (2, [12, 13, 14])):
+        draws = module.Draws(module.Args(), known, known, known, World(rank, 3, None))
+        draws.drawn = 10
+        with patch.object(module, "gather", lambda values, world: torch.tensor([2, 0, 3])):
+            assert [problem.prompt_ids[0] for problem in draws.problems(len(mine))] == mine
+        assert draws.drawn == 15
+
+
+def check_overlong(module: ModuleType) -> None:
+    """The paper's: nothing up to 16384 tokens, then linear down to -1 at 20480; here the half of
+    it."""
+    flags = {"max_new_tokens": 20480, "overlong_buffer": 4096}
+    lengths = torch.tensor([0.0, 16384, 16385, 18432, 20480])
+    args = replace(module.Args(), overlong_penalty=1.0, **flags)
+    expected = torch.tensor([0.0, 0.0, -1 / 4096, -0.5, -1.0])
+    assert torch.allclose(module.overlong(lengths, args), expected)
+    assert torch.allclose(module.overlong(lengths, replace(module.Args(), **flags)), expected / 2)
+    flags["overlong_buffer"] = 0
+    assert (module.overlong(lengths, replace(module.Args(), **flags)) == 0).all()
+
+
+def check_truncated(module: ModuleType) -> None:
+    """On request responses that did not come to their end are out of the loss, and of nothing
+    else."""
+    rows = [[3, 9], [3, 4]]
+    logps = [[0.0, 0.0]] * 2
+    batch = Rollout.pack(prompts=[[1]], tokens=rows, logps=logps, eos=[9], device="cpu")
+    assert torch.equal(module.trained(batch, module.Args()), batch.mask)
+    masked = module.trained(batch, replace(module.Args(), mask_truncated=True))
+    assert masked.tolist() == [[1, 1], [0, 0]] and batch.mask.sum() == 4
+
+
+CHECKS = [*written_here(globals()), *justrl.CHECKS]
+INDEX, VERDICTS = "rows[:P][idle] = rows[P:]", "rewards[idle] = verdicts"
+MUTANTS = {
+    "punished from the start": ("(args.max_new_tokens - args.overlong_buffer)", "0"),
+    "rewarded below the buffer": (".clamp(min=0)  # [N]", "  # [N]"),
+    "length rewarded": ("return -args.overlong_penalty", "return args.overlong_penalty"),
+    "the full mark": ("overlong_penalty: NonNegative = 0.5", "overlong_penalty: NonNegative = 1"),
+    "truncated kept": ("if args.mask_truncated else", "if False else"),
+    "finished masked": ("batch.finished[:, None]", "~batch.finished[:, None]"),
+    "the same prompts again": ("self.drawn += sum(counts)", "pass"),
+    "every rank the same prompts": ("sum(counts[: self.world.rank])", "0"),
+    "the own rank's count": ("self.drawn += sum(counts)", "self.drawn += count"),
+    "only the hopeless": ("idle = (rewards == rewards[:, :1])", "idle = (rewards == 0)"),
+    "part marks lost": ("idle = (rewards == rewards[:, :1])", "idle = (rewards < 1)"),
+    "a round too many": ("self.rounds < args.max_draws", "self.rounds <= args.max_draws"),
+    "one round": ("while self.rounds < args.max_draws", "while self.rounds < 2"),
+    "old rows under new rewards": (INDEX, "pass"),
+    "new rows under old rewards": (VERDICTS, "pass"),
+    "order lost": (INDEX, "rows[:P] = torch.cat([rows[:P][~idle], rows[P:]])"),
+    "judged by others' answers": (
+        "scores = self.task.judge(texts, [p.answer for p in problems for _ in range(G)])",
+        "scores = self.task.judge(texts, [p.answer for _ in range(G) for p in problems])",
+    ),
+    "everything counted as dropped": ("(self.tokens - used, used)", "(self.tokens, used)"),
+    "reward of the last round": ("self.sum + verdicts.sum()", "verdicts.sum()"),
+}

@@ -1,0 +1,124 @@
+"""LACONIC: GRPO's loss, the cost of length, and how the price moves."""
+
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+from common.distributed import World
+
+from . import grpo, written_here
+
+
+def budget(module: ModuleType, price: float = 0.0, **flags: object) -> object:
+    """A budget of 10 tokens at some price of length."""
+    args = replace(module.Args(), **({"length_budget": 10} | flags))
+    made = module.Budget(args, World(0, 1, torch.device("cpu")))
+    made.price = price
+    return made
+
+
+def check_cost(module: ModuleType) -> None:
+    """c = (|y| - B) / B beyond the budget B, and 0 up to it."""
+    lengths = torch.tensor([1.0, 9, 10, 11, 15, 40])
+    expected = torch.tensor([0, 0, 0, 0.1, 0.5, 3])
+    assert torch.allclose(module.excess(lengths, 10), expected, rtol=0, atol=1e-6)
+
+
+def check_charge(module: ModuleType) -> None:
+    """R - λ c at the price before its step; the judge's own rewards are left as they are."""
+    rewards, lengths = torch.tensor([[1.0, 1, 0, 0]]), torch.tensor([[5.0, 20, 30, 10]])
+    made = budget(module, 0.2, price_lr=1.0, price_ceiling=9.0)
+    charged = made.charge(rewards, lengths)
+    assert torch.allclose(charged, torch.tensor([[1.0, 0.8, -0.4, 0]]))
+    assert rewards.tolist() == [[1, 1, 0, 0]]
+    found = {name: float(a) / b for name, (a, b) in made.statistics().items()}
+    assert abs(found["charged"] - 0.15) < 1e-6 and found["over_budget"] == 0.5
+    assert found["price"] == 0.2
+
+
+def check_price(module: ModuleType) -> None:
+    """λ moves by η (mean |y| / B - 1): up where responses are too long on average, down where they
+    are not, though some are; between floor and ceiling."""
+    bounds = {"price_floor": 0.01, "price_ceiling": 0.5}
+    for lengths, before, after in (
+        ([10, 20], 0.2, 0.25),  # 15 on average: 0.1 (1.5 - 1)
+        ([10, 10], 0.2, 0.2),
+        ([1, 15], 0.2, 0.18),  # one is too long, their mean is 8
+        ([2, 2], 0.05, 0.01),  # -0.03: the floor
+        ([90, 90], 0.2, 0.5),  # 1.0: the ceiling
+    ):
+        made = budget(module, before, price_lr=0.1, **bounds)
+        made.charge(torch.zeros(1, 2), torch.tensor([lengths]).float())
+        assert abs(made.price - after) < 1e-6, lengths
+
+
+def check_the_price_is_found(module: ModuleType) -> None:
+    """A policy that saves up to 8 of 16 tokens as λ goes from 0 to 1 comes to rest on a budget of
+    10 at λ = 3/4; where the budget does not bind λ falls to its floor."""
+    for tokens, price in ((10, 0.75), (20, 1e-5)):
+        made = budget(module, 0.5, length_budget=tokens, price_lr=0.1, price_ceiling=9.0)
+        for _ in range(200):
+            made.charge(torch.zeros(1, 1), torch.tensor([[16 - 8 * made.price]]))
+        assert abs(made.price - price) < 1e-3
+
+
+def check_right_beats_wrong(module: ModuleType) -> None:
+    """With the defaults the longest right answer is worth more than the shortest wrong one, at any
+    price."""
+    args = module.Args()
+    made = budget(module, args.price_ceiling, length_budget=args.length_budget)
+    lengths = torch.tensor([[float(args.max_new_tokens), 1.0]])
+    right, wrong = made.charge(torch.tensor([[1.0, 0]]), lengths)[0]
+    assert right > wrong
+
+
+def check_no_price_is_grpo(module: ModuleType) -> None:
+    """λ = 0, and lengths within the budget: the judge's rewards to the bit."""
+    rewards = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
+    long, short = torch.full((3, 4), 50.0), torch.full((3, 4), 10.0)
+    assert torch.equal(budget(module).charge(rewards, long), rewards)
+    assert torch.equal(budget(module, 0.3).charge(rewards, short), rewards)
+
+
+def check_equal_verdicts_forget_the_price(module: ModuleType) -> None:
+    """In a group all right the advantages are those of -c, the same at any price; not so where
+    verdicts differ."""
+    lengths = torch.tensor([[10.0, 12, 20, 40]])
+    for rewards, same in ((torch.ones(1, 4), True), (torch.tensor([[1.0, 0, 1, 1]]), False)):
+        low, high = (
+            module.advantages(budget(module, price).charge(rewards, lengths))
+            for price in (0.01, 0.3)
+        )
+        assert torch.allclose(low, high, atol=1e-3) == same
+    assert low[0, 0] > low[0, 1]
+
+
+CHECKS = [*written_here(globals()), *grpo.CHECKS]
+STEP, SLOPE = "self.price + args.price_lr * slope", "args.length_budget - 1"
+CLIP = "min(max(price, args.price_floor), args.price_ceiling)"
+MUTANTS = {
+    "cost not clipped": (".clamp(min=0)", ""),
+    "cost in tokens": ("(lengths / budget - 1)", "(lengths - budget)"),
+    "all tokens cost": ("(lengths / budget - 1)", "(lengths / budget)"),
+    "length earns": ("return rewards - self.paid", "return rewards + self.paid"),
+    "the judge's rewards changed": ("return rewards - self.paid", "return rewards.sub_(self.paid)"),
+    "not charged": ("return rewards - self.paid", "return rewards"),
+    "the next step's price": (
+        "self.paid = self.price * excess(lengths, args.length_budget)",
+        "self.paid = 2 * self.price * excess(lengths, args.length_budget)",
+    ),
+    "price falls where it should rise": (STEP, STEP.replace("+", "-")),
+    "price of the clipped cost": (
+        'slope = total["tokens"] / total["rows"] / args.length_budget - 1',
+        "slope = excess(lengths, args.length_budget).mean().item()",
+    ),
+    "slope in tokens": ("/ args.length_budget - 1", "- args.length_budget"),
+    "price does not move": (STEP, "self.price"),
+    "no floor": (CLIP, "min(price, args.price_ceiling)"),
+    "no ceiling": (CLIP, "max(price, args.price_floor)"),
+    "a ceiling above right answers": (
+        "price_ceiling: NonNegative = 0.3",
+        "price_ceiling: NonNegative = 0.4",
+    ),
+    "new price told": ("self.asked, self.price = self.price, ", "self.asked = self.price = "),
+}

@@ -1,0 +1,149 @@
+"""Lp-Reg: the proxy, which tokens it protects, how hard it pulls, and over what δ is."""
+
+import math
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import advantages_match, loss_of, matches, no_kl, one, terms, toy_batch, weight
+from . import written_here
+
+OFF = {"clip_low": 0.2, "clip_high": 0.28, "proxy_weight": 0.0}
+
+
+def check_without_the_spring(module: ModuleType) -> None:
+    """β = 0 and DAPO's ε: the base objective, of outside numbers."""
+    matches(module, "dapo_eps0.2_0.28_tokenmean", **OFF)
+
+
+def check_proxy(module: ModuleType) -> None:
+    """κ = 0.02: of 0.6, 0.385, 0.013, 0.002 the last two lie around 0.012. The rest is renormalised
+    to 1, and what is filtered out has probability 0."""
+    p = torch.tensor([[0.6, 0.385, 0.013, 0.002]] * 4, dtype=torch.float64)
+    proxy = module.proxy_logprobs(p.log(), torch.arange(4), kappa=0.02).exp()
+    assert torch.allclose(proxy, torch.tensor([0.6, 0.385, 0.013, 0.0]).double() / 0.998)
+    assert proxy[3] == 0 and abs(proxy.sum() - 1) < 1e-12
+    untouched = module.proxy_logprobs(p.log(), torch.arange(4), kappa=1e-9)
+    assert torch.allclose(untouched, p[0].log())
+
+
+def check_weights(module: ModuleType) -> None:
+    """M r Â + β (π_proxy/π_θ - 1), the second part on protected tokens: Â < 0, fallen. At Â = -1,
+    π_proxy = π_old and β = 1 it is -r + 1/r - 1, which is 0 at r = 0.618."""
+    for ratio in (0.1, 0.5, 0.9):
+        assert abs(weight(module, ratio, -1.0) - (-ratio + 1 / ratio - 1)) < 1e-12
+        assert (
+            abs(weight(module, ratio, -2.0, proxy_weight=0.5) + 2 * ratio - 0.5 / ratio + 0.5)
+            < 1e-9
+        )
+        assert abs(weight(module, ratio, 1.0) - ratio) < 1e-12
+    assert abs(weight(module, (5**0.5 - 1) / 2, -1.0)) < 1e-12
+    assert abs(weight(module, 1.5, -1.0) + 1.5) < 1e-12  # it has risen: nothing to protect
+
+
+def check_clip(module: ModuleType) -> None:
+    """r <= 10 where Â > 0, no bound where Â < 0."""
+    for advantage, ratio, expected in ((1, 9.9, 9.9), (1, 10.1, 0), (-1, 50, -50)):
+        assert abs(weight(module, ratio, advantage) - expected) < 1e-9
+    assert abs(weight(module, 0.01, -1.0, proxy_weight=0.0) + 0.01) < 1e-12
+
+
+def rare_batch() -> dict[str, Tensor]:
+    """Rows: right, wrong, wrong; r = 0.5. π_proxy is a little above π_old, but 0 in (1, 1)."""
+    probs = [[0.001, 0.9, 0.9, 0.9], [0.02, 0.01, 0.9, 0.8], [0.04, 0.7, 0.6, 0.5]]
+    mask = [[1.0, 1, 1, 1], [1, 1, 1, 1], [1, 1, 0, 0]]
+    batch = {"logp": torch.tensor(probs, dtype=torch.float64).log()}
+    batch |= {"mask": torch.tensor(mask).double(), "advantages": one(1.0, -1.0, -0.5)[0]}
+    batch["old_logp"] = batch["logp"] + math.log(2)
+    batch["proxy_logp"] = batch["old_logp"] - math.log(0.96)
+    batch["proxy_logp"][1, 1] = -torch.inf
+    return batch
+
+
+def check_protects_the_rare(module: ModuleType) -> None:
+    """With ρ = 0.4 of six bad tokens: (1,0), (1,1), (2,0). (1,1) is noise; the rare token of the
+    right response is not looked at, nor is padding."""
+    batch, args = rare_batch(), no_kl(module, rare_share=0.4)
+    batch["logp"].requires_grad_()
+    loss, stats = loss_of(module, args, **batch)
+    loss.backward()
+    expected = 0.5 * batch["advantages"][:, None] * batch["mask"]
+    expected[1, 0] += 2 / 0.96 - 1
+    expected[2, 0] += 2 / 0.96 - 1
+    assert torch.allclose(batch["logp"].grad, -expected / 10)
+    assert stats["protected_share"] == (2, 6) and stats["noise_share"] == (1, 3)
+    assert abs(stats["protected_pull"][0].item() - 2 * (2 / 0.96 - 1)) < 1e-12
+    assert torch.isfinite(loss)
+
+
+def check_by_hand(module: ModuleType) -> None:
+    """β k3 of one token at half its proxy: 2 - log 2 - 1."""
+    batch = {"logp": one(0.25).log(), "old_logp": one(0.25).log(), "mask": one(1.0)}
+    batch |= {"advantages": one(-1.0)[0], "proxy_logp": one(0.5).log()}
+    loss = loss_of(module, module.Args(), **batch)[0]
+    assert abs(loss.item() - (1 + 1 - math.log(2))) < 1e-12
+
+
+def check_is_exact_in_parts(module: ModuleType) -> None:
+    """With δ of the whole mini-batch, sums over any parts give the whole's loss; a part's own δ
+    would not."""
+    batch, args = rare_batch(), no_kl(module, rare_share=0.2)
+    bad = (batch["advantages"][:, None] < 0) & batch["mask"].bool()
+    threshold = module.rare_threshold(args, batch["logp"][bad])
+    whole = terms(module, args, **batch)
+    rows = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(3)]
+    split = [terms(module, args, **row, threshold=threshold) for row in rows]
+    assert torch.isclose(sum(s[0] for s in split), whole[0])
+    assert sum(s[1] for s in split) == whole[1]
+    assert not torch.isclose(terms(module, args, **rows[2])[0], split[2][0])
+
+
+def check_without_bad_tokens(module: ModuleType) -> None:
+    """A part without any, or whose group is all right, protects nothing and stays finite."""
+    batch = toy_batch() | {"advantages": torch.zeros(6).double()}
+    loss, stats = loss_of(module, module.Args(), **batch)
+    assert loss == 0 and stats["protected_share"] == (0, 0)
+
+
+def check_quantile_of_many(module: ModuleType) -> None:
+    """A mini-batch may have more tokens than torch.quantile takes."""
+    many = torch.arange(2**24 + 2).flip(0) / 2**24
+    assert abs(module.rare_threshold(no_kl(module, rare_share=0.1), many) - 0.1) < 1e-4
+
+
+def check_advantages(module: ModuleType) -> None:
+    """GRPO's z-score; exactly 0 for equal rewards."""
+    advantages_match(module, "ddof1_eps1e-6", 1e-8)
+    assert (module.advantages(torch.full((2, 8), 0.7)) == 0).all()
+
+
+CHECKS = written_here(globals())
+RETURN = "return -(objective * mask).sum(), mask.sum(), stats"
+RATIO, NOISE = "(proxy_logp - logp).masked_fill", "logprobs.exp() < kappa *"
+BAD = "bad, now = (A < 0) & mask.bool(), logp.detach()"
+MUTANTS = {
+    "right responses protected": (BAD, BAD.replace("<", ">")),
+    "both protected": (BAD, BAD.replace("<", "!=")),
+    "padding protected": (BAD, BAD.replace("mask.bool()", "(mask >= 0)")),
+    "the likeliest protected": ("now <= threshold + 1e-5", "now >= threshold - 1e-5"),
+    "all protected": ("protected = rare &", "protected = bad &"),
+    "risen tokens pulled down": ("rare & (now < proxy_logp - 1e-5)", "rare"),
+    "by π_old": ("now <= threshold", "old_logp <= threshold"),
+    "the spring pushes": ("objective - args.proxy_weight", "objective + args.proxy_weight"),
+    "k1 for k3": ("log_proxy_ratio.exp() - log_proxy_ratio - 1", "log_proxy_ratio"),
+    "k3 the other way round": (RATIO, "(logp - proxy_logp).masked_fill"),
+    "k3 without gradient": (RATIO, "(proxy_logp - now).masked_fill"),
+    "β ignored": ("objective - args.proxy_weight *", "objective -"),
+    "own threshold in every part": ("if threshold is None else threshold", ""),
+    "noise kept, the rest not": (NOISE, NOISE.replace("<", ">")),
+    "κ absolute": (" * logprobs.amax(-1, keepdim=True).exp()", ""),
+    "not renormalised": ("left.log_softmax(-1)", "left"),
+    "the upper quantile": ("values, args.rare_share", "values, 1 - args.rare_share"),
+    "PPO's lower bound": ("clip_low: NonNegative = 1.0", "clip_low: NonNegative = 0.2"),
+    "PPO's upper bound": ("clip_high: NonNegative = 9.0", "clip_high: NonNegative = 0.28"),
+    "max for min": ("torch.minimum(", "torch.maximum("),
+    "no clip": ("torch.minimum(ratio * A, clipped * A)", "ratio * A"),
+    "sign": (RETURN, RETURN.replace("-(", "(")),
+    "infinite where filtered out": (".masked_fill(~protected, 0.0)", " * protected"),
+}

@@ -1,0 +1,144 @@
+"""Signs: outside numbers at λ = 1, the two weights, and which responses are outliers."""
+
+from types import ModuleType, SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from . import advantages_match, gradient, loss_of, matches, no_kl, one, toy_batch, weight
+from . import written_here
+
+
+def check_fixture(module: ModuleType) -> None:
+    """With λ = 1 it is GRPO: value and gradient of TRL, OpenRLHF and others."""
+    matches(module, "grpo_eps0.2_seqmean", positive_weight=1.0)
+
+
+UP = {0.5: 0.5, 0.9: 0.9, 1.0: 1.0, 1.1: 1.1, 1.25: 0, 2.0: 0}
+DOWN = {0.5: 0, 0.75: 0, 0.9: 0.9, 1.0: 1.0, 1.3: 1.3, 4.0: 4.0}
+
+
+def check_weights(module: ModuleType) -> None:
+    """M r u Â: λ = 0.1, 0.5 and 2 where Â > 0, 1 where Â < 0; the clip asks for r and Â's sign."""
+    for positive in (0.1, 0.5, 2.0):
+        for ratio, expected in UP.items():
+            found = weight(module, ratio, 1.5, positive_weight=positive)
+            assert abs(found - 1.5 * positive * expected) < 1e-12
+        for ratio, expected in DOWN.items():
+            found = weight(module, ratio, -1.5, positive_weight=positive)
+            assert abs(found + 1.5 * expected) < 1e-12
+
+
+def check_negatives_alone(module: ModuleType) -> None:
+    """λ = 0: the gradient of wrong responses is GRPO's, that of right ones 0."""
+    whole, alone = (gradient(module, positive_weight=x) for x in (1.0, 0.0))
+    wrong = toy_batch()["advantages"] < 0
+    assert torch.equal(alone[wrong], whole[wrong]) and (alone[~wrong] == 0).all()
+    assert (whole[~wrong] != 0).any()
+
+
+def check_default(module: ModuleType) -> None:
+    """The paper's λ: a right response weighs a tenth of a wrong one."""
+    assert abs(weight(module, 1.0, 1.0) - 0.1) < 1e-12
+    assert abs(weight(module, 1.0, -1.0) + 1) < 1e-12
+
+
+def check_kl_keeps_its_weight(module: ModuleType) -> None:
+    """u is on the advantage alone: with λ = 0 a right response still has β (π_ref/π_θ - 1)."""
+    logp = one(0.25).log().requires_grad_()
+    batch = {"old_logp": one(0.25).log(), "ref_logp": one(0.5).log(), "mask": one(1.0)}
+    args = module.Args(beta=0.3, positive_weight=0.0)
+    loss_of(module, args, logp=logp, advantages=one(1.0)[0], **batch)[0].backward()
+    assert abs(-logp.grad.item() - 0.3 * (0.5 / 0.25 - 1)) < 1e-6
+
+
+def check_damped(module: ModuleType) -> None:
+    """The share of Σ |Â| that is taken away: 0.9 · 1.5 of 4 with λ = 0.1; none with 1."""
+    for positive, expected in ((0.1, 0.9 * 1.5), (1.0, 0.0)):
+        stats = loss_of(module, no_kl(module, positive_weight=positive), **toy_batch())[1]
+        taken, total = stats["damped"]
+        assert abs(taken - expected) < 1e-12 and abs(total - 4) < 1e-12
+
+
+def odd(module: ModuleType, values: list[float], k: float, column: int) -> list[int]:
+    """Which of these lengths (column 0) or mean log μ (1) are outliers; the other is equal."""
+    every = torch.full((len(values), 2), 7.0, dtype=torch.float64)
+    every[:, column] = torch.tensor(values)
+    found = module.outliers(no_kl(module, outliers=k), every, every)
+    return found.nonzero()[:, 0].tolist()
+
+
+def check_outliers(module: ModuleType) -> None:
+    """Nine values of 10 and one of 40: mean 13, population std 9, so that 40 is 3 of them away; on
+    either side, of length or of log-prob."""
+    for column, sign in ((0, 1), (1, 1), (1, -1)):
+        values = [sign * x for x in [10.0] * 9 + [40.0]]
+        assert odd(module, values, 2.95, column) == [9]
+        assert odd(module, values, 3.05, column) == []
+        assert odd(module, values, 0.3, column) == list(range(10))  # 10 is a third of a std away
+
+
+def check_no_outliers(module: ModuleType) -> None:
+    """Where all are alike, rounding makes none; k = 0 turns the filter off."""
+    assert odd(module, [0.1 + 1e-9 * i for i in range(8)], 1.0, 1) == []
+    assert odd(module, [1.0, 2, 3, 99], 0.0, 0) == []
+
+
+def check_statistics_are_of_all_ranks(module: ModuleType) -> None:
+    """What is usual is said by all responses, not by this rank's."""
+    own = torch.tensor([[10.0, -1], [40, -1]]).double()
+    every = torch.cat([own, torch.tensor([[10.0, -1]]).double().expand(8, 2)])
+    found = module.outliers(no_kl(module, outliers=2.5), own, every)
+    assert found.tolist() == [False, True]
+
+
+def stored() -> SimpleNamespace:
+    mask = torch.tensor([[1.0, 1, 1, 1], [1, 1, 0, 0]])
+    return SimpleNamespace(
+        mask=mask, rollout_logp=torch.tensor([[-1.0, -2, -3, -6], [-4, -2, 0, 0]])
+    )
+
+
+def check_measures(module: ModuleType) -> None:
+    """Length and mean log μ over the response, which a long one does not have lower for being
+    long."""
+    expected: Tensor = torch.tensor([[4.0, -3.0], [2.0, -3.0]]).double()
+    assert torch.equal(module.measures(stored()), expected)
+
+
+def check_advantages(module: ModuleType) -> None:
+    """GRPO's z-score; exactly 0 for equal rewards."""
+    advantages_match(module, "ddof1_eps1e-6", 1e-8)
+    assert (module.advantages(torch.full((2, 8), 0.7)) == 0).all()
+
+
+CHECKS = written_here(globals())
+WEIGHTS, RETURN = "torch.where(A > 0, args.positive_weight * A, A)", "return -per_response.sum(),"
+FAR = "((own - every.mean(0)).abs() > limit).any(1)"
+MUTANTS = {
+    "λ on wrong responses": (WEIGHTS, WEIGHTS.replace(">", "<")),
+    "λ on both": (WEIGHTS, "args.positive_weight * A"),
+    "λ ignored": (WEIGHTS, "A"),
+    "λ squared": (WEIGHTS, WEIGHTS.replace("weight", "weight**2")),
+    "wrong ones up as well": (WEIGHTS, WEIGHTS.replace(", A)", ", A.abs())")),
+    "another default": ("positive_weight: NonNegative = 0.1", "positive_weight: NonNegative = 0.5"),
+    "λ on the KL term": ("objective - args.beta * k3", "objective - args.beta * k3 * (A != 0)"),
+    "sample std": ("every.std(0, correction=0)", "every.std(0)"),
+    "one side only": (FAR, FAR.replace(".abs()", "")),
+    "both measures at once": (FAR, FAR.replace("any", "all")),
+    "usual ones left out": (FAR, FAR.replace(">", "<")),
+    "own statistics": ("every.mean(0)", "own.mean(0)"),
+    "rounding makes outliers": ("correction=0) + 1e-5", "correction=0)"),
+    "cannot be turned off": (" & (args.outliers > 0)", ""),
+    "the sum of log μ": ("rollout.rollout_logp.sum(1) / lengths", "rollout.rollout_logp.sum(1)"),
+    "the mean over padding": (
+        "rollout.rollout_logp.sum(1) / lengths",
+        "rollout.rollout_logp.mean(1)",
+    ),
+    "token mean": (
+        "return -per_response.sum(), mask.new_tensor(len(mask)), stats",
+        "return -(objective * mask).sum(), mask.sum(), stats",
+    ),
+    "sign": (RETURN, RETURN.replace("-per", "per")),
+    "max for min": ("torch.minimum(", "torch.maximum("),
+}

@@ -1,0 +1,311 @@
+"""Any two algorithm files side by side: one HTML page, which opens from disk and fetches nothing.
+
+    python -m tools.reader [A [B]] [--out reader.html]
+
+A and B are the files that it opens with: with one name, that file beside its trunk; without, the
+first trunk and the file nearest to it. All others can be chosen in the page. It is made from the
+files as they are: their lines (coloured by pygments), the marks that show what each changes, the
+checks and mutants of tests/checks, and the gradient weight of each file's own `policy_loss`.
+
+The page's form and its program are tools/reader.html; opened as reader.html#check it tests itself.
+"""
+
+import argparse
+import ast
+import importlib
+import inspect
+import json
+import os
+import re
+from math import log10
+from pathlib import Path
+from types import ModuleType
+
+import common  # noqa: F401  (before torch)
+import torch
+from common.distributed import BadInput, first_line
+from common.folder import whole
+from pygments.lexers import PythonLexer
+from pygments.token import Comment, Keyword, Name, Number, Operator, String
+from tests import checks
+from torch import Tensor
+
+from tools.marks import ROOT, algorithms, changes, marked_lines, trunk_of
+
+TEMPLATE = Path(__file__).with_suffix(".html")
+OURS = "<!doctype html><!-- tools.reader -->"  # a page that may be written over
+COLOURS = [  # the first that a token belongs to; what belongs to none is plain
+    (String.Doc, "d"),
+    (String, "s"),
+    (Comment, "c"),
+    (Keyword, "k"),
+    (Operator.Word, "k"),
+    (Number, "m"),
+    (Name.Builtin, "b"),
+    *((kind, "f") for kind in (Name.Function, Name.Class, Name.Decorator)),
+]
+MARK = re.compile(r"\s*# </?own>$")
+# Tokens that a loss may weigh differently: π_old, and the entropy where the token was drawn. One
+# in five is a fork, so that an 80% quantile of the entropy lies between the forks and the rest.
+KINDS = {
+    "unlikely": (0.02, 1.0),
+    "likely": (0.5, 0.8),
+    "nearly certain": (0.97, 0.15),
+    "rare, where another was sure": (0.0001, 0.1),
+    "at a fork": (0.02, 3.0),
+}
+LOWEST, HIGHEST, NEAR = 0.02, 50.0, 1e-3  # ratios shown; half the width of the closer look
+
+
+# A file's text
+
+
+def coloured(source: str) -> list[list[str]]:
+    """Every line as [colour, text, colour, text, ...]; without its mark, unless it is nothing
+    else: then its colour is "o"."""
+    lines: list[list[str]] = [[]]
+    for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(source):
+        colour = next((letter for group, letter in COLOURS if kind in group), "")
+        for i, part in enumerate(text.split("\n")):
+            if i:
+                lines.append([])
+            if part and lines[-1][-2:-1] == [colour]:
+                lines[-1][-1] += part
+            elif part:
+                lines[-1] += [colour, part]
+    if source.endswith("\n"):
+        lines.pop()
+    return [unmarked(line) for line in lines]
+
+
+def unmarked(line: list[str]) -> list[str]:
+    """A coloured line without the mark at its end."""
+    text = "".join(line[1::2])
+    if not MARK.search(text):
+        return line
+    if not (left := MARK.sub("", text)):
+        return ["o", text.strip()]
+    cut, kept = len(left), []
+    for colour, part in zip(line[::2], line[1::2]):
+        if part[:cut]:
+            kept += [colour, part[:cut]]
+        cut = max(0, cut - len(part))
+    return kept
+
+
+def sections(source: str) -> tuple[dict[str, int], list[str]]:
+    """The first line of each part of a file, in the order in which they stand, and the header's
+    lines of the gradient weight."""
+    lines, tree = source.splitlines(), ast.parse(source)
+    named = {node.name: node for node in tree.body if hasattr(node, "name")}
+    first = {n: min([d.lineno, *(x.lineno for x in d.decorator_list)]) for n, d in named.items()}
+    weight = next(i for i, line in enumerate(lines) if line.startswith("Gradient weight on "))
+    notes = next(i for i in range(weight + 1, len(lines)) if re.match(r"\S", lines[i]))
+    starts = {
+        "formula": 1,
+        "notes": notes + 1,
+        "imports": tree.body[0].end_lineno + 1,
+        "flags": first["Args"],
+        "advantages": first["advantages"],
+        "helpers": named["advantages"].end_lineno + 1,
+        "loss": first["policy_loss"],
+        "loop": first["main"],
+    }
+    return starts, [line.strip() for line in lines[weight + 1 : notes] if line.strip()]
+
+
+# Its gradient weight
+
+
+def weights(module: ModuleType, ratios: Tensor) -> Tensor:
+    """`weights_together`, ratio by ratio where a file's loss looks from one row to another (lp_reg:
+    at the rarest ones)."""
+    pair = torch.tensor([0.5, 0.7], dtype=torch.float64)
+    apart = [weights_together(module, ratio[None]) for ratio in pair]
+    if torch.cat(apart, -1).allclose(weights_together(module, pair)):
+        return weights_together(module, ratios)
+    return torch.cat([weights_together(module, ratio[None]) for ratio in ratios], -1)
+
+
+def weights_together(module: ModuleType, ratios: Tensor) -> Tensor:
+    """The weight on ∇ log π, by autograd of the file's own `policy_loss`: `[N]` -> `[2, kinds, N]`,
+    for Â = 1 and Â = -1.
+
+    One batch of one-token responses, so that a response's ratio is its token's; μ = π_old, and
+    π_ref = π_θ, where a KL term has no gradient.
+    """
+    old, entropy = torch.tensor(list(KINDS.values()), dtype=torch.float64).T  # [kinds]
+    ratios = torch.minimum(ratios, 1 / old[:, None])  # [kinds, N]: no probability above 1
+    shape = (2, *ratios.shape)
+
+    def column(values: Tensor) -> Tensor:
+        return values.expand(shape).reshape(-1, 1)  # [n, 1]
+
+    old_logp = column(old[:, None].log())  # [n, 1]
+    logp = (old_logp + column(ratios.log())).requires_grad_()  # [n, 1]
+    signs = torch.tensor([1.0, -1.0], dtype=torch.float64)[:, None, None]  # [2, 1, 1]
+    total, _, _ = module.policy_loss(
+        module.Args(),
+        logp=logp,
+        old_logp=old_logp,
+        rollout_logp=old_logp,
+        ref_logp=logp.detach(),
+        entropy=column(entropy[:, None]),
+        advantages=column(signs)[:, 0],
+        mask=torch.ones_like(old_logp),
+    )
+    return -torch.autograd.grad(total, logp)[0].reshape(shape)
+
+
+def curves(module: ModuleType) -> dict:
+    """A file's weights on a grid of ratios, close where they bend or jump.
+
+    `scale` is the largest of them at r = 1, which the others are divided by. `of` holds [Â = 1,
+    Â = -1] of the first kind, and of every other kind whose curve is another.
+    """
+    ratios = torch.cat(
+        [
+            torch.logspace(log10(LOWEST), log10(HIGHEST), 97, dtype=torch.float64),
+            torch.linspace(1 - NEAR, 1 + NEAR, 21, dtype=torch.float64),
+        ]
+    ).unique()  # [N]
+    while True:
+        between = (ratios[1:] * ratios[:-1]).sqrt()  # [N-1]
+        known, middle = weights(module, ratios), weights(module, between)  # [2, kinds, N], N-1
+        off = (middle - (known[..., 1:] + known[..., :-1]) / 2).abs() / (1 + middle.abs())
+        bent = (off > 2e-3).any(0).any(0) & (between > ratios[:-1] * (1 + 1e-6))  # a jump ends it
+        if not bent.any():
+            break
+        ratios = torch.cat([ratios, between[bent]]).unique()
+    known = weights(module, ratios)
+    scale = weights(module, torch.ones(1, dtype=torch.float64)).abs().max().item() or 1.0
+    known, limits = known / scale, [1 / old for old, _ in KINDS.values()]
+    of = {
+        k: [[short(c, 4) for c in sign] for sign in known[:, k]]
+        for k in range(len(KINDS))
+        if not k or not known[:, k, ratios < limits[k]].allclose(known[:, 0, ratios < limits[k]])
+    }
+    return {"scale": short(scale, 7), "ratios": [short(r, 9) for r in ratios], "of": of}
+
+
+def short(value: float, digits: int) -> float:
+    return float(f"{float(value):.{digits}g}")
+
+
+# Its tests
+
+
+def tests_of(path: Path, source: str) -> dict:
+    """Its checks, [name, what it holds], and mutants, [name, what stands there, what it becomes,
+    line]."""
+    every, mutants = checks.of(path.stem)
+    lines, damages = source.splitlines(), []
+    for name, (old, new, *_) in mutants.items():
+        damaged = checks.replaced(path, old, new).splitlines()
+        line = next((n for n, (a, b) in enumerate(zip(lines, damaged), 1) if a != b), 0)
+        damages.append([name, old.strip(), new.strip(), line])
+    held = [
+        [check.__name__.removeprefix("check_").replace("_", " "), inspect.getdoc(check)]
+        for check in every
+    ]
+    return {"checks": held, "mutants": damages}
+
+
+# The page
+
+
+def links(path: Path, folder: Path) -> dict[str, str]:
+    """The file and its checks, by their names from the root: how they are reached from `folder`."""
+    return {
+        one.relative_to(ROOT).as_posix(): Path(os.path.relpath(one, folder)).as_posix()
+        for one in (path, ROOT / "tests" / "checks" / path.name)
+    }
+
+
+def page_data(folder: Path) -> dict:
+    """All that the page knows; links lead from `folder`. A line that several files share is stored
+    once, `lines`, and the files have its number."""
+    known: dict[tuple, int] = {}
+    files = []
+    for path in algorithms():
+        source, trunk = path.read_text(), trunk_of(path)
+        module = importlib.import_module(
+            ".".join(path.relative_to(ROOT).with_suffix("").parts)  # grpo, or variants.dapo
+        )
+        starts, formula = sections(source)
+        files.append(
+            {
+                "name": path.stem,
+                "title": source.splitlines()[0].strip('"').rstrip("."),
+                "path": path.relative_to(ROOT).as_posix(),
+                "trunk": trunk and trunk.stem,
+                "changed": changes(path, trunk)[1] if trunk else 0,
+                "lines": [known.setdefault(tuple(x), len(known)) for x in coloured(source)],
+                "own": sorted(marked_lines(source)),
+                "sections": starts,
+                "formula": formula,
+                "weights": curves(module),
+                "links": links(path, folder),
+                **tests_of(path, source),
+            }
+        )
+    kinds = [[name, *numbers] for name, numbers in KINDS.items()]
+    span = {"wide": [LOWEST, HIGHEST], "near": [1 - NEAR, 1 + NEAR]}
+    return {"lines": list(known), "kinds": kinds, "spans": span, "files": files}
+
+
+def page(start: tuple[str, str], folder: Path) -> str:
+    """The whole page, to be written into `folder`; it opens with the two files of `start`."""
+    everything = {"start": start, **page_data(folder)}
+    data = json.dumps(everything, ensure_ascii=False, allow_nan=False)
+    # Inside <script> nothing is read as HTML but </script and <!--: no < is left
+    data = data.replace("<", r"\u003c")
+    return OURS + TEMPLATE.read_text().replace("{{data}}", data)
+
+
+def chosen(words: list[str]) -> tuple[str, str]:
+    """The two files to open with."""
+    files = {path.stem: path for path in algorithms()}
+    names = [Path(word).stem for word in words]
+    for word, name in zip(words, names):
+        if name not in files:
+            raise BadInput(f"no algorithm file {word}: choose among {', '.join(files)}")
+    if len(names) > 2:
+        raise BadInput(f"{len(names)} files: the page shows two")
+    if not names:
+        far = {n: changes(p, t)[1] for n, p in files.items() if (t := trunk_of(p))}
+        names = [min(far, key=far.get)]
+    if len(names) == 1:
+        trunk = trunk_of(files[names[0]])
+        names.insert(0, trunk.stem if trunk else names[0])
+    return names[0], names[1]
+
+
+def main(words: list[str], out: Path) -> None:
+    """Write the page and print where it is."""
+    start = chosen(words)
+    if not out.parent.is_dir():
+        raise BadInput(f"--out {out}: no folder {out.parent}")
+    if out.is_dir() or out.exists() and not out.read_bytes().startswith(OURS.encode()):
+        raise BadInput(f"--out {out}: is there, and not from here: give another name")
+    text = page(start, out.parent.resolve())
+    with whole(out) as partial:
+        partial.write_text(text)
+    print(out)
+
+
+if __name__ == "__main__":
+    # No usage: an error is one line
+    parser = argparse.ArgumentParser(
+        prog="tools.reader",
+        usage=argparse.SUPPRESS,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("files", nargs="*", metavar="FILE", help="a name, such as grpo")
+    parser.add_argument("--out", type=Path, default=Path("reader.html"), help="the page to write")
+    given = parser.parse_args()
+    try:
+        main(given.files, given.out)
+    except (BadInput, OSError) as error:
+        parser.error(first_line(error))

@@ -1,0 +1,388 @@
+"""DAPO: Decoupled Clip and Dynamic sAmpling Policy Optimization.
+
+Yu et al. (ByteDance Seed, Tsinghua), "DAPO: An Open-Source LLM Reinforcement Learning System at
+Scale", 2025, arXiv 2503.14476.
+
+Objective, over all tokens y_t of groups with right and wrong answers, r = π_θ(y_t) / π_old(y_t):
+
+    J = 1/(Σ_i |y_i|) Σ_i Σ_t min(r Â_i, clip(r, 1-ε_low, 1+ε_high) Â_i)
+    Â_i = (R_i - mean R) / std R,     R_i = the judge's verdict - 1/2 o_i
+    o_i: from 0 to 1 over the last tokens before the length limit
+
+
+Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
+
+    M r Â
+    M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
+
+A group all right or all wrong has no gradient. As the model improves most groups become all right:
+the part of the batch that teaches shrinks, its gradient is noisier from step to step, and in the
+token mean smaller, since idle tokens are counted too. Dynamic sampling fills the slots of idle
+groups again, with the next prompts of the stream, until every group has both kinds of answer. It
+pays with tokens that are sampled and dropped (`extra_tokens`), the more the better the model. The
+batch's own reward now lies between 1/G and 1 - 1/G whatever the model can do; `reward_drawn` is
+that of everything drawn.
+
+A response cut at the limit is judged wrong, good as its reasoning may be. The soft punishment gives
+notice: over the last `--overlong_buffer` tokens it grows to half of what a right answer earns.
+Shorter right answers beat longer ones, and a right one is never worse than a wrong one.
+
+Trunk: justrl.py, which has the token mean and clip-higher. Differs from it in:
+1. Dynamic sampling, at most `--max_draws` rounds a step; what is idle then stays. The filter looks
+   at verdicts: punished rewards differ even where all answers are wrong. How far the stream of
+   prompts has been read no longer follows from the step, and is saved.
+2. The punishment, in the rewards that advantages are made of.
+3. `--mask_truncated` keeps responses that were cut out of the loss.
+
+Differs from the paper in:
+1. A round draws one prompt for each idle slot. verl's recipe draws three batches and drops what is
+   too much: fewer rounds, more samples. After ten rounds it stops the run; here it goes on.
+2. Rewards are 0 and 1, there -1 and 1: under the z-score a punishment of 1 there is 1/2 here.
+3. The released script also has weight decay 0.1 and clip_ratio_c 10 (see justrl.py).
+
+Confidence: filter, punishment and sizes read in the authors' recipe for verl; the formula and the
+warm-up of 20 (the script: 10) second hand. verl's page on it says the best runs mask nothing.
+
+Run it:
+    torchrun -m variants.dapo                               # laptop, three minutes, no download
+    torchrun -m variants.dapo --max_draws 1                 # the same without dynamic sampling
+    # a node of eight; the paper's sizes, but for the model (32B, on 128 GPUs)
+    torchrun --nproc_per_node=8 -m variants.dapo --model Qwen/Qwen2.5-7B --task dapo-math-17k \\
+        --eval_task aime24 --prompts_per_step 512 --group_size 16 --minibatches 16 --lr 1e-6 \\
+        --max_new_tokens 20480 --overlong_buffer 4096 --warmup 20 --gradient_checkpointing
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from common.balance import deal
+from common.batch import Rollout  # <own>
+from common.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.data import Problem, Task, load_task  # <own>
+from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
+from common.distributed import gather  # <own>
+from common.evaluation import evaluate
+from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.launch import launch
+from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
+from common.logprobs import response_logprobs, sampler_gap
+from common.model import load_model
+from common.rollout import make_engine
+from common.tracking import Means, Run, by_sign
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Args(Flags):
+    model: str = "tiny"
+    """Hub name, local folder, or `tiny`, the embedded model."""
+    steps: Count = 150
+    """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
+    prompts_per_step: Count = 16
+    """P: prompts in a rollout, over all ranks (ours)."""
+    group_size: Count = 8
+    """G: responses to each prompt (DeepSeekMath: 64)."""
+    minibatches: Count = 4
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
+    (DeepSeekMath: 1)."""
+    max_new_tokens: Count = 64
+    """Length limit of a response (DeepSeekMath: 1024)."""
+    temperature: Temperature = 1.0
+    """Sampling temperature, also applied in every log-probability (papers: 1)."""
+    lr: Positive = 3e-4
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
+    1e-6 at 7B)."""
+    eval_every: Count = 25
+    """Steps between two measurements on the held-out problems (ours)."""
+    save_every: Count = 50
+    """Steps between two checkpoints (ours)."""
+    save_hf: bool = False
+    """Write the final model in the Hugging Face format, to `model` in the run folder."""
+    resume: bool | Literal["auto"] = False
+    """Go on from the newest checkpoint in the run folder; auto: if there is one."""
+    micro_tokens: Count = 16384
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
+    warmup: Whole = 5
+    """Steps over which lr rises linearly (ours; verl's default: none)."""
+    betas: Betas = (0.9, 0.95)
+    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
+    0.999)."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
+    grad_clip: Positive = 1.0
+    """Largest gradient norm (verl's default)."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward: less memory, a third more compute."""
+    clip_low: NonNegative = 0.2
+    """ε below 1 (authors' script)."""
+    clip_high: NonNegative = 0.28  # <own>
+    """ε above 1 (authors' script)."""
+    max_draws: Count = 10  # <own>
+    """Rounds of sampling in a step, with the first; 1: no dynamic sampling (verl's recipe)."""
+    overlong_buffer: Whole = 24  # <own>
+    """Last tokens before the limit, over which the punishment grows (ours; paper: 4096 of 20480).
+    """
+    overlong_penalty: NonNegative = 0.5  # <own>
+    """Punishment of a response of full length (paper: half of right over wrong)."""
+    mask_truncated: bool = False  # <own>
+    """Keep responses cut by the length limit out of the loss (verl: not in the best runs)."""
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
+    # Equal rewards become exactly 0 first: the mean of eight 0.3 is not quite 0.3.
+    rewards = rewards - rewards[:, :1]  # [P, G]
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
+    # about the reward. The 1e-6 only keeps 0/0 away.
+    return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
+
+
+# <own>
+def overlong(lengths: Tensor, args: Args) -> Tensor:
+    """What responses of these lengths get on top of the verdict, `[N]` -> `[N]`: 0 up to the
+    buffer, from there linearly down to -overlong_penalty at the limit."""
+    beyond = (lengths - (args.max_new_tokens - args.overlong_buffer)).clamp(min=0)  # [N]
+    return -args.overlong_penalty * beyond / max(1, args.overlong_buffer)  # [N]
+
+
+def trained(batch: Rollout, args: Args) -> Tensor:
+    """The tokens that the loss is over `[n, T]`: all, or with `--mask_truncated` those of responses
+    that came to their end."""
+    return batch.mask * batch.finished[:, None] if args.mask_truncated else batch.mask
+
+
+class Draws:
+    """Dynamic sampling. In each step `problems` hands out the first prompts; `refill`, after the
+    rewards, draws again for the slots of idle groups.
+
+    All ranks read one stream of prompts, idle slots in the batch's order: any number of ranks draws
+    the same ones. A rank without idle slots takes part in the others' rounds with no prompt.
+    """
+
+    def __init__(self, args: Args, engine: object, task: Task, tokenizer: object, world: World):
+        self.args, self.engine, self.task, self.world = args, engine, task, world
+        self.tokenizer, self.drawn = tokenizer, 0  # prompts read so far, by all ranks
+
+    def problems(self, count: int) -> list[Problem]:
+        """The next `count` problems for this rank; all ranks call it together."""
+        counts = gather(torch.tensor([count]), self.world).tolist()  # every rank's
+        first = self.drawn + sum(counts[: self.world.rank])
+        self.drawn += sum(counts)
+        return [self.task.train(first + i) for i in range(count)]
+
+    def refill(self, rollout: Rollout, rewards: Tensor) -> tuple[Rollout, Tensor]:
+        """The rollout and its rewards `[P, G]` with new groups in the slots of idle ones."""
+        args, (P, G) = self.args, rewards.shape
+        self.rounds, self.groups, self.tokens, self.sum = 1, P, rollout.mask.sum(), rewards.sum()
+        while self.rounds < args.max_draws:
+            idle = (rewards == rewards[:, :1]).all(dim=1)  # [P]: all right or all wrong
+            if not global_sum({"idle": idle.sum()}, self.world)["idle"]:
+                break
+            problems = self.problems(int(idle.sum()))  # F, on some ranks 0
+            prompts = [problem.prompt_ids for problem in problems]
+            fresh = self.engine.generate(prompts, G, args.max_new_tokens, args.temperature)
+            texts = self.tokenizer.batch_decode(fresh.response_ids(), skip_special_tokens=True)
+            scores = self.task.judge(texts, [p.answer for p in problems for _ in range(G)])
+            verdicts = rewards.new_tensor(scores).view(-1, G)  # [F, G]
+            rewards[idle] = verdicts
+            # The same with the rows: joined behind, then read in the idle ones' places.
+            rows = torch.arange(P * G + len(fresh), device=rewards.device).view(-1, G)  # [P + F, G]
+            rows[:P][idle] = rows[P:]
+            rollout = Rollout.join(rollout, fresh).rows(rows[:P].flatten())
+            self.rounds, self.groups = self.rounds + 1, self.groups + len(problems)
+            self.tokens, self.sum = self.tokens + fresh.mask.sum(), self.sum + verdicts.sum()
+        return rollout, rewards
+
+    def statistics(self, rollout: Rollout) -> dict[str, tuple]:
+        """Metrics of the step's rounds as (sum, count) pairs; `rollout` is what came of them."""
+        used, N, G = rollout.mask.sum(), len(rollout), self.args.group_size
+        return {
+            "rounds": (self.rounds, 1),
+            "drawn_per_used": (self.groups * G, N),
+            "extra_tokens": (self.tokens - used, used),
+            "reward_drawn": (self.sum, self.groups * G),
+            "overlong": (-overlong(rollout.mask.sum(dim=1), self.args).sum(), N),
+            "tokens": (self.tokens - used, None),  # added to the batch's
+        }
+
+
+# </own>
+# The metrics that show the mechanism at work; the first stays 0 while it does nothing.
+# <own>
+ACTED = {
+    "extra_tokens": "tokens sampled and dropped, per token trained on",
+    "reward_drawn": "reward of all that was drawn",
+    "overlong": "punishment of long responses, mean",
+}
+# </own>
+
+
+def policy_loss(
+    args: Args,
+    *,
+    logp: Tensor,
+    old_logp: Tensor,
+    rollout_logp: Tensor,
+    ref_logp: Tensor | None,
+    entropy: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+) -> tuple[Tensor, Tensor, dict]:
+    """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
+
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and
+    ranks and divides once: a mean of micro-batch means would be another objective. Every file is
+    handed the same tensors, needed or not.
+    """
+    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    # <own>
+    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 until the first optimiser step of a rollout
+    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
+    # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can
+    # be brought back.
+    objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
+    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
+    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
+    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
+    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
+    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
+    return -(objective * mask).sum(), mask.sum(), stats  # the mean over all tokens
+    # </own>
+
+
+def main(args: Args, world: World) -> None:
+    """The whole training loop."""
+    lm, tokenizer = load_model(args.model, world)
+    task = load_task(args, tokenizer)
+    engine = make_engine(args, lm, world)
+    draws = Draws(args, engine, task, tokenizer, world)  # <own>
+    reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
+    policy = shard(Policy(lm), args, world)
+    if args.gradient_checkpointing:
+        policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+    decay = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
+    run = Run(args, world, Path(__file__).stem, ACTED)
+    stop = StopFlag()
+    done = 0  # steps
+    if args.resume:
+        done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
+        engine.load_state_dict(state["engine"])
+        draws.drawn = state["drawn"]  # <own>
+    engine.sync(policy)
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
+    run.start(task, done)
+    if done == 0:
+        with run.clock("evaluate"):
+            before = evaluate(engine, task, tokenizer, args, world)
+        run.log(0, before)
+
+    for step in run.steps(done):
+        means = Means()
+
+        # Rollout: this rank's P prompts, G responses each.
+        with run.clock("rollout"):
+            problems = draws.problems(P)  # <own>
+            prompts = [problem.prompt_ids for problem in problems]
+            rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)
+            N = len(rollout)  # P·G rows, a group's G rows side by side
+
+        # Reward and advantages. Groups never span ranks, so their statistics need no communication.
+        with run.clock("reward"):
+            texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+            scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+            rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+        with run.clock("redraw"):  # <own>
+            rollout, rewards = draws.refill(rollout, rewards)  # <own>
+        with run.clock("reward"):  # <own>
+            shaped = rewards + overlong(rollout.mask.sum(dim=1), args).view(P, G)  # <own>
+            rollout.advantages = advantages(shaped).flatten()  # [N]  # <own>
+            means.add(distinct=(task.distinct(texts, G), P))  # 1: nothing left to compare
+
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
+        # from other kernels, and a ratio against them would mix two things: how far the policy
+        # moved, and how the engines differ (minirl.py is about that).
+        with run.clock("old_logp"):
+            # Mini-batches of whole groups; in each the ranks trade rows until tokens balance.
+            minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
+            # In the update's own micro-batches, so that its first ratios are exactly 1.
+            for minibatch in minibatches:
+                minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+                if reference:
+                    minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+            sampler = run.trusted(sampler_gap(minibatches, world))
+
+        # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
+        with run.clock("update"):
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+            for minibatch in minibatches:
+                denominator = 0.0
+                for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
+                    micro = minibatch.rows(rows)
+                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
+                    loss, count, stats = policy_loss(
+                        args,
+                        logp=logp,
+                        old_logp=micro.old_logp,
+                        rollout_logp=micro.rollout_logp,
+                        ref_logp=micro.ref_logp,
+                        entropy=entropy,
+                        advantages=micro.advantages,
+                        mask=trained(micro, args),  # <own>
+                    )
+                    loss.backward()  # sums: gradients add up over micro-batches
+                    denominator = denominator + count
+                    means.add(loss=(loss, count), **stats)
+                    means.add(**by_sign(entropy, micro))
+                # Each rank has summed; the mean of the ranks' sums is FSDP's, or taken here where
+                # it is not needed. Times their number it is the sum over all ranks; divided by what
+                # they counted together, the mean that the objective asks for.
+                denominator = global_sum({"count": denominator}, world)["count"]
+                scale_gradients(policy, world.size / max(1.0, denominator))  # <own>
+                norm = clip_gradients(policy, args.grad_clip)
+                # Neither NaN nor infinite: one such step would end the run. All ranks skip together
+                # (their shares add up to one).
+                healthy = run.healthy(norm, minibatch)
+                means.add(grad_norm=(norm if healthy else 0.0, healthy))
+                means.add(skipped=((not healthy) / world.size, None))
+                if healthy:
+                    optimizer.step()
+                optimizer.zero_grad()
+
+        with run.clock("sync"):
+            engine.sync(policy)
+
+        tokens = rollout.mask.sum()
+        means.add(
+            reward=(rewards.sum(), N),
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient
+            response_len=(tokens, N),
+            truncated=((~rollout.finished).sum(), N),
+            tokens=(tokens, None),
+            judge_killed=(task.killed, None),  # answers so far that broke the judge's bounds
+        )
+        means.add(**draws.statistics(rollout))  # <own>
+        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        if step % args.eval_every == 0 or step == args.steps:
+            with run.clock("evaluate"):
+                metrics |= evaluate(engine, task, tokenizer, args, world)
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs this line alone
+        done, stopping = step, stop.anywhere(world)
+        if step % args.save_every == 0 or step == args.steps or stopping:
+            with run.clock("save"):
+                state = {"engine": engine.state_dict()}
+                state["drawn"] = draws.drawn  # <own>
+                save_checkpoint(run.checkpoints, step, policy, optimizer, state, world)
+        if stopping:
+            break
+    if args.save_hf:
+        save_model(policy, tokenizer, run.folder / "model", world)
+    run.finish(done)
+
+
+if __name__ == "__main__":
+    launch(main, Args)

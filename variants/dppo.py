@@ -1,0 +1,317 @@
+"""DPPO: Divergence Proximal Policy Optimization.
+
+Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning",
+2026, arXiv 2602.04879.
+
+Objective, for responses y sampled by the inference engine, whose probabilities are μ:
+
+    J = E_y~μ [ Σ_t M_t sg[min(π_θ(y_t)/μ(y_t), c)] Â log π_θ(y_t) ]
+    M_t = 0 if (Â > 0 and π_θ > μ or Â < 0 and π_θ < μ) and D(μ, π_θ) > δ, else 1
+    D = |π_θ - μ|   or   D = μ log(μ/π_θ) + (1-μ) log((1-μ)/(1-π_θ))     (TV or KL of two coins)
+
+
+Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over responses:
+
+    M_t min(π_θ/μ, c) Â
+
+
+A trust region should bound how far two distributions are apart, and the ratio of the one token that
+was sampled is a poor measure of that. From 0.001 to 0.0013 the ratio is 1.3 and the token is cut,
+though 0.0003 of the mass has moved; from 0.9 to 0.99 it is 1.1 and passes, though a tenth has. A
+bound on ratios holds rare tokens back and lets common ones go.
+
+DPPO bounds the divergence itself, of a coin: this token or any other. Merging outcomes never adds
+to a divergence, so the coin's is a lower bound of the vocabulary's, and it costs no more than the
+log-probs at hand. The two δ of the paper mean much the same: TV <= sqrt(KL / 2) (Pinsker), so KL
+0.05 allows TV 0.158.
+
+The mask acts on the way out only, like PPO's. And it measures from μ, not from π_old: where sampler
+and trainer disagree, a token is that far from what was sampled before the first update. Around
+π_old, as in minirl.py, or without a region, as in cispo.py, the authors see the disagreement grow
+until the run collapses.
+
+Trunk: minirl.py. Differs from it in:
+1. The mask: a divergence from μ in place of the ratio to π_old.
+2. Cap 20. As the mask depends on μ, no ablation without it; no length norm, no routing replay,
+   without which the authors' mixture of experts stays stable.
+
+Differs from the paper in:
+1. The coin's divergence alone; there also one over the likeliest tokens.
+2. Advantages without std and sums over tokens are the trunk's; verl's script has both, the sums
+   divided by a constant.
+
+Confidence: masks read in the authors' code and verl's; δ as TRL and verl's script give the paper's;
+the cap is verl's default, where the paper asks for a large one.
+
+Run it:
+    torchrun -m variants.dppo                               # laptop, two minutes, no download
+    torchrun -m variants.dppo --trust_region kl
+    # a node of eight, the sizes of verl's script (which trains Qwen3-30B-A3B-Base)
+    torchrun --nproc_per_node=8 -m variants.dppo --model Qwen/Qwen3-8B-Base --task dapo-math-17k \\
+        --eval_task aime24 --prompts_per_step 256 --group_size 16 --minibatches 8 --lr 1e-6 \\
+        --max_new_tokens 8192 --gradient_checkpointing
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from common.balance import deal
+from common.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.data import load_task
+from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
+from common.evaluation import evaluate
+from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.launch import launch
+from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
+from common.logprobs import response_logprobs, sampler_gap
+from common.model import load_model
+from common.rollout import make_engine
+from common.tracking import Means, Run, by_sign
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Args(Flags):
+    model: str = "tiny"
+    """Hub name, local folder, or `tiny`, the embedded model."""
+    steps: Count = 150
+    """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
+    prompts_per_step: Count = 16
+    """P: prompts in a rollout, over all ranks (ours)."""
+    group_size: Count = 8
+    """G: responses to each prompt (DeepSeekMath: 64)."""
+    minibatches: Count = 4
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
+    (DeepSeekMath: 1)."""
+    max_new_tokens: Count = 64
+    """Length limit of a response (DeepSeekMath: 1024)."""
+    temperature: Temperature = 1.0
+    """Sampling temperature, also applied in every log-probability (papers: 1)."""
+    lr: Positive = 3e-4
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
+    1e-6 at 7B)."""
+    eval_every: Count = 25
+    """Steps between two measurements on the held-out problems (ours)."""
+    save_every: Count = 50
+    """Steps between two checkpoints (ours)."""
+    save_hf: bool = False
+    """Write the final model in the Hugging Face format, to `model` in the run folder."""
+    resume: bool | Literal["auto"] = False
+    """Go on from the newest checkpoint in the run folder; auto: if there is one."""
+    micro_tokens: Count = 16384
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
+    warmup: Whole = 5
+    """Steps over which lr rises linearly (ours; verl's default: none)."""
+    betas: Betas = (0.9, 0.95)
+    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
+    0.999)."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
+    grad_clip: Positive = 1.0
+    """Largest gradient norm (verl's default)."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward: less memory, a third more compute."""
+    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "float8"  # <own>
+    """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
+    trust_region: Literal["tv", "kl"] = "tv"  # <own>
+    """D: total variation or KL divergence, of the sampled token against all others."""
+    delta: NonNegative = 0.0  # <own>
+    """δ, the largest divergence from μ (0: the paper's, 0.15 of tv and 0.05 of kl)."""
+    is_cap: Positive = 20.0  # <own>
+    """c: largest importance weight π_θ/μ (verl's default)."""
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """Reward over the group's mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
+    # Equal rewards become exactly 0 first: the mean of eight 0.3 is not quite 0.3.
+    rewards = rewards - rewards[:, :1]  # [P, G]
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
+    # about the reward.
+    return centred  # no std: dividing by it would weight prompts by their difficulty  # <own>
+
+
+# The metrics that show the mechanism at work; the first stays 0 while it does nothing.
+# <own>
+ACTED = {
+    "masked_share": "tokens masked (share)",
+    "weight_max": "largest weight π_θ/μ, before its cap",
+}
+DELTA = {"tv": 0.15, "kl": 0.05}  # δ of the paper
+# </own>
+
+
+def policy_loss(
+    args: Args,
+    *,
+    logp: Tensor,
+    old_logp: Tensor,
+    rollout_logp: Tensor,
+    ref_logp: Tensor | None,
+    entropy: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+) -> tuple[Tensor, Tensor, dict]:
+    """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
+
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and
+    ranks and divides once: a mean of micro-batch means would be another objective. Every file is
+    handed the same tensors, needed or not.
+    """
+    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    # <own>
+    log_weight = logp.detach() - rollout_logp  # [n, T]
+    uncapped = log_weight.exp()  # [n, T]: π_θ/μ
+    weight = uncapped.clamp(max=args.is_cap)  # [n, T]: a number, no gradient
+    p, mu = logp.detach().exp(), rollout_logp.exp()  # [n, T]: the coins' probabilities
+    if args.trust_region == "tv":
+        divergence = (p - mu).abs()  # [n, T]
+    else:  # 1e-8: at μ = 1 the second term is 0, not 0 · ∞
+        others = ((1 - mu + 1e-8) / (1 - p + 1e-8)).log()  # [n, T]
+        divergence = (1 - mu) * others - mu * log_weight  # [n, T]: KL(μ ‖ π_θ)
+    # Not within: a p that rounds to more than 1 (the log of a negative, NaN) counts as beyond.
+    beyond = ~(divergence <= (args.delta or DELTA[args.trust_region]))  # [n, T]
+    out_above, out_below = beyond & (p > mu), beyond & (p < mu)  # [n, T]
+    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
+    objective = ~cut * weight * A * logp  # [n, T]: the gradient comes from log π_θ alone
+    per_response = (objective * mask).sum(dim=1)  # [n]: a sum, the reward is the whole response's
+    stats = {
+        "masked_share": ((cut * mask).sum(), mask.sum()),
+        "masked_above": (((cut & out_above) * mask).sum(), mask.sum()),
+        "masked_below": (((cut & out_below) * mask).sum(), mask.sum()),
+        "weight": ((weight * mask).sum(), mask.sum()),
+        "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), None),
+    }
+    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # 1/G: the mean over responses
+    # </own>
+
+
+def main(args: Args, world: World) -> None:
+    """The whole training loop."""
+    lm, tokenizer = load_model(args.model, world)
+    task = load_task(args, tokenizer)
+    engine = make_engine(args, lm, world)
+    reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
+    policy = shard(Policy(lm), args, world)
+    if args.gradient_checkpointing:
+        policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+    decay = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
+    run = Run(args, world, Path(__file__).stem, ACTED)
+    stop = StopFlag()
+    done = 0  # steps
+    if args.resume:
+        done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
+        engine.load_state_dict(state["engine"])
+    engine.sync(policy)
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
+    run.start(task, done)
+    if done == 0:
+        with run.clock("evaluate"):
+            before = evaluate(engine, task, tokenizer, args, world)
+        run.log(0, before)
+
+    for step in run.steps(done):
+        means = Means()
+
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
+        # nothing else to save.
+        with run.clock("rollout"):
+            cursor = (step - 1) * args.prompts_per_step + world.rank * P
+            problems = [task.train(cursor + i) for i in range(P)]
+            prompts = [problem.prompt_ids for problem in problems]
+            rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)
+            N = len(rollout)  # P·G rows, a group's G rows side by side
+
+        # Reward and advantages. Groups never span ranks, so their statistics need no communication.
+        with run.clock("reward"):
+            texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+            scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+            rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+            rollout.advantages = advantages(rewards).flatten()  # [N]
+            means.add(distinct=(task.distinct(texts, G), P))  # 1: nothing left to compare
+
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
+        # from other kernels, and a ratio against them would mix two things: how far the policy
+        # moved, and how the engines differ (minirl.py is about that).
+        with run.clock("old_logp"):
+            # Mini-batches of whole groups; in each the ranks trade rows until tokens balance.
+            minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
+            # In the update's own micro-batches, so that its first ratios are exactly 1.
+            for minibatch in minibatches:
+                minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+                if reference:
+                    minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+            sampler = run.trusted(sampler_gap(minibatches, world))
+
+        # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
+        with run.clock("update"):
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+            for minibatch in minibatches:
+                denominator = 0.0
+                for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
+                    micro = minibatch.rows(rows)
+                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
+                    loss, count, stats = policy_loss(
+                        args,
+                        logp=logp,
+                        old_logp=micro.old_logp,
+                        rollout_logp=micro.rollout_logp,
+                        ref_logp=micro.ref_logp,
+                        entropy=entropy,
+                        advantages=micro.advantages,
+                        mask=micro.mask,
+                    )
+                    loss.backward()  # sums: gradients add up over micro-batches
+                    denominator = denominator + count
+                    means.add(loss=(loss, count), **stats)
+                    means.add(**by_sign(entropy, micro))
+                # Each rank has summed; the mean of the ranks' sums is FSDP's, or taken here where
+                # it is not needed. Times their number it is the sum over all ranks; divided by what
+                # they counted together, the mean that the objective asks for.
+                denominator = global_sum({"count": denominator}, world)["count"]
+                scale_gradients(policy, world.size / denominator)
+                norm = clip_gradients(policy, args.grad_clip)
+                # Neither NaN nor infinite: one such step would end the run. All ranks skip together
+                # (their shares add up to one).
+                healthy = run.healthy(norm, minibatch)
+                means.add(grad_norm=(norm if healthy else 0.0, healthy))
+                means.add(skipped=((not healthy) / world.size, None))
+                if healthy:
+                    optimizer.step()
+                optimizer.zero_grad()
+
+        with run.clock("sync"):
+            engine.sync(policy)
+
+        tokens = rollout.mask.sum()
+        means.add(
+            reward=(rewards.sum(), N),
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient
+            response_len=(tokens, N),
+            truncated=((~rollout.finished).sum(), N),
+            tokens=(tokens, None),
+            judge_killed=(task.killed, None),  # answers so far that broke the judge's bounds
+        )
+        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        if step % args.eval_every == 0 or step == args.steps:
+            with run.clock("evaluate"):
+                metrics |= evaluate(engine, task, tokenizer, args, world)
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs this line alone
+        done, stopping = step, stop.anywhere(world)
+        if step % args.save_every == 0 or step == args.steps or stopping:
+            with run.clock("save"):
+                state = {"engine": engine.state_dict()}
+                save_checkpoint(run.checkpoints, step, policy, optimizer, state, world)
+        if stopping:
+            break
+    if args.save_hf:
+        save_model(policy, tokenizer, run.folder / "model", world)
+    run.finish(done)
+
+
+if __name__ == "__main__":
+    launch(main, Args)

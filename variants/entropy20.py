@@ -1,0 +1,328 @@
+"""80/20: only the tokens at which the policy hesitated are trained.
+
+Wang et al. (Qwen, Tsinghua), "Beyond the 80/20 Rule: High-Entropy Minority Tokens Drive Effective
+Reinforcement Learning for LLM Reasoning", 2025, arXiv 2506.01939.
+
+Objective, over all response tokens y_t of a mini-batch, with r = π_θ(y_t) / π_old(y_t):
+
+    J = 1/(Σ_i Σ_t I) Σ_i Σ_t I min(r Â_i, clip(r, 1-ε_low, 1+ε_high) Â_i)
+    Â_i = (R_i - mean R) / std R
+    I = 1 if H_t >= τ, else 0;    τ = the 80% quantile of H_t    (of π_θ now, no gradient)
+
+
+Gradient weight on ∇ log π_θ(y_t), before the average over the tokens kept:
+
+    I M r Â
+    M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
+
+H_t is the entropy of π_θ where y_t was drawn; the quantile is over the mini-batch.
+Most tokens of a worked answer were certain before they were drawn: the end of a word, the digits of
+a result. A few stand where the policy could have gone one way or another, and decide where the
+response goes: forks. The authors train those alone, with both signs, and report what training on
+all tokens gives at 8B, and more at 14B and 32B; the other 80% alone do much worse.
+
+What is lost is small: a token of probability near 1 has next to no gradient (at H = 0 none). And
+nothing is biased at the tokens kept. H belongs to the place and not to the token drawn there: at a
+fork all that could be drawn is trained, elsewhere nothing. stapo.py chooses by the token drawn, and
+only among rewarded ones; here the improbable token at a place of low entropy, which has the largest
+gradient of all, is left out when it is punished, too.
+
+Trunk: stapo.py. Differs from it in:
+1. The mask I: by entropy alone, right and wrong responses.
+2. No list of the tokens left out: it would be four fifths of all.
+
+Differs from the paper in:
+1. No dynamic sampling and no overlong punishment (the paper builds on DAPO). Tokens of groups whose
+   rewards are all equal are in the quantile and in the denominator.
+2. τ is the quantile over the mini-batch, of all ranks together. The authors' code takes the top 20%
+   of each micro-batch, so that what is trained depends on what fits into memory.
+3. Its script passes `clip_ratio_c=10`, verl's bound on r where Â < 0; here there is none.
+TRL (`top_entropy_quantile`) divides by all tokens: the same gradient, five times smaller.
+
+Confidence: objective and ε as in the paper and the authors' code; TRL's numbers agree, by the
+factor named. That π_θ's entropies are meant, not π_old's, is the code's.
+
+Run it:
+    torchrun -m variants.entropy20                          # laptop, two minutes, no download
+    # a node of eight; the paper's rollout, with 16 mini-batches and no warm-up
+    torchrun --nproc_per_node=8 -m variants.entropy20 --model Qwen/Qwen3-8B-Base \\
+        --task dapo-math-17k --eval_task aime24 --prompts_per_step 512 --group_size 16 \\
+        --minibatches 16 --max_new_tokens 20480 --lr 1e-6 --warmup 0 --tensor_parallel 2 \\
+        --gradient_checkpointing
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from common.balance import deal
+from common.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.data import load_task
+from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
+from common.distributed import gather  # <own>
+from common.evaluation import evaluate
+from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.flags import Share  # <own>
+from common.launch import launch
+from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
+from common.logprobs import response_logprobs, sampler_gap
+from common.model import load_model
+from common.rollout import make_engine
+from common.tracking import Means, Run, by_sign
+import numpy  # <own>
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Args(Flags):
+    model: str = "tiny"
+    """Hub name, local folder, or `tiny`, the embedded model."""
+    steps: Count = 150
+    """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
+    prompts_per_step: Count = 16
+    """P: prompts in a rollout, over all ranks (ours)."""
+    group_size: Count = 8
+    """G: responses to each prompt (DeepSeekMath: 64)."""
+    minibatches: Count = 4
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
+    (DeepSeekMath: 1)."""
+    max_new_tokens: Count = 64
+    """Length limit of a response (DeepSeekMath: 1024)."""
+    temperature: Temperature = 1.0
+    """Sampling temperature, also applied in every log-probability (papers: 1)."""
+    lr: Positive = 3e-4
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
+    1e-6 at 7B)."""
+    eval_every: Count = 25
+    """Steps between two measurements on the held-out problems (ours)."""
+    save_every: Count = 50
+    """Steps between two checkpoints (ours)."""
+    save_hf: bool = False
+    """Write the final model in the Hugging Face format, to `model` in the run folder."""
+    resume: bool | Literal["auto"] = False
+    """Go on from the newest checkpoint in the run folder; auto: if there is one."""
+    micro_tokens: Count = 16384
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
+    warmup: Whole = 5
+    """Steps over which lr rises linearly (ours; verl's default: none)."""
+    betas: Betas = (0.9, 0.95)
+    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
+    0.999)."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
+    grad_clip: Positive = 1.0
+    """Largest gradient norm (verl's default)."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward: less memory, a third more compute."""
+    clip_low: NonNegative = 0.2
+    """ε below 1 (paper)."""
+    clip_high: NonNegative = 0.28  # <own>
+    """ε above 1 (paper)."""
+    top_entropy: Share = 0.2  # <own>
+    """Share of the tokens that are trained: those of the largest entropy (paper)."""
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
+    # Equal rewards become exactly 0 first: the mean of eight 0.3 is not quite 0.3.
+    rewards = rewards - rewards[:, :1]  # [P, G]
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
+    # about the reward. The 1e-6 only keeps 0/0 away.
+    return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
+
+
+# <own>
+def entropy_threshold(args: Args, entropies: Tensor) -> Tensor:
+    """τ: `--top_entropy` of the entropies `[M]` are at least this."""
+    if len(entropies) == 0:
+        return entropies.new_tensor(0.0)
+    values = entropies.cpu().numpy()  # torch.quantile takes at most 2^24 numbers
+    return entropies.new_tensor(numpy.quantile(values, 1 - args.top_entropy))
+
+
+# </own>
+# The metrics that show the mechanism at work; the first stays 0 while it does nothing.
+# <own>
+ACTED = {
+    "left_out": "tokens not trained (share)",
+    "fork_entropy": "entropy of those trained (nats)",
+}
+# </own>
+
+
+def policy_loss(
+    args: Args,
+    *,
+    logp: Tensor,
+    old_logp: Tensor,
+    rollout_logp: Tensor,
+    ref_logp: Tensor | None,
+    entropy: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    threshold: Tensor | None = None,  # <own>
+) -> tuple[Tensor, Tensor, dict]:
+    """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
+
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and
+    ranks and divides once: a mean of micro-batch means would be another objective. Every file is
+    handed the same tensors, needed or not.
+    """
+    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    # <own>
+    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 until the first optimiser step of a rollout
+    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
+    objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
+    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
+    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
+    if threshold is None:
+        threshold = entropy_threshold(args, entropy[mask.bool()])  # []
+    forks = entropy >= threshold - 1e-5  # [n, T]: siblings begin alike, rounding must not part them
+    kept = mask * forks  # [n, T]: I
+    stats = {
+        "clip_share": ((cut * mask).sum(), mask.sum()),
+        "clip_above": (((cut & out_above) * mask).sum(), mask.sum()),
+        "clip_below": (((cut & out_below) * mask).sum(), mask.sum()),
+        "left_out": ((mask * ~forks).sum(), mask.sum()),
+        "fork_entropy": ((entropy * kept).sum(), kept.sum()),
+    }
+    return -(objective * kept).sum(), kept.sum(), stats  # a mean over the tokens left
+    # </own>
+
+
+def main(args: Args, world: World) -> None:
+    """The whole training loop."""
+    lm, tokenizer = load_model(args.model, world)
+    task = load_task(args, tokenizer)
+    engine = make_engine(args, lm, world)
+    reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
+    policy = shard(Policy(lm), args, world)
+    if args.gradient_checkpointing:
+        policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+    decay = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
+    run = Run(args, world, Path(__file__).stem, ACTED)
+    stop = StopFlag()
+    done = 0  # steps
+    if args.resume:
+        done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
+        engine.load_state_dict(state["engine"])
+    engine.sync(policy)
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
+    run.start(task, done)
+    if done == 0:
+        with run.clock("evaluate"):
+            before = evaluate(engine, task, tokenizer, args, world)
+        run.log(0, before)
+
+    for step in run.steps(done):
+        means = Means()
+
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
+        # nothing else to save.
+        with run.clock("rollout"):
+            cursor = (step - 1) * args.prompts_per_step + world.rank * P
+            problems = [task.train(cursor + i) for i in range(P)]
+            prompts = [problem.prompt_ids for problem in problems]
+            rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)
+            N = len(rollout)  # P·G rows, a group's G rows side by side
+
+        # Reward and advantages. Groups never span ranks, so their statistics need no communication.
+        with run.clock("reward"):
+            texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+            scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+            rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+            rollout.advantages = advantages(rewards).flatten()  # [N]
+            means.add(distinct=(task.distinct(texts, G), P))  # 1: nothing left to compare
+
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
+        # from other kernels, and a ratio against them would mix two things: how far the policy
+        # moved, and how the engines differ (minirl.py is about that).
+        with run.clock("old_logp"):
+            # Mini-batches of whole groups; in each the ranks trade rows until tokens balance.
+            minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
+            # In the update's own micro-batches, so that its first ratios are exactly 1.
+            for minibatch in minibatches:
+                minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+                if reference:
+                    minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+            sampler = run.trusted(sampler_gap(minibatches, world))
+
+        # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
+        with run.clock("update"):
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+            for minibatch in minibatches:
+                # <own>
+                # H of the whole mini-batch under π_θ, on all ranks: τ before any gradient.
+                _, entropy = all_logprobs(policy, minibatch, args, world)  # [m, T]
+                pool = gather(entropy[minibatch.mask.bool()], world)  # [M]
+                threshold = entropy_threshold(args, pool)  # []
+                # </own>
+                denominator = 0.0
+                for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
+                    micro = minibatch.rows(rows)
+                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
+                    loss, count, stats = policy_loss(
+                        args,
+                        logp=logp,
+                        old_logp=micro.old_logp,
+                        rollout_logp=micro.rollout_logp,
+                        ref_logp=micro.ref_logp,
+                        entropy=entropy,
+                        advantages=micro.advantages,
+                        mask=micro.mask,
+                        threshold=threshold,  # <own>
+                    )
+                    loss.backward()  # sums: gradients add up over micro-batches
+                    denominator = denominator + count
+                    means.add(loss=(loss, count), **stats)
+                    means.add(**by_sign(entropy, micro))
+                # Each rank has summed; the mean of the ranks' sums is FSDP's, or taken here where
+                # it is not needed. Times their number it is the sum over all ranks; divided by what
+                # they counted together, the mean that the objective asks for.
+                denominator = global_sum({"count": denominator}, world)["count"]
+                scale_gradients(policy, world.size / denominator)
+                norm = clip_gradients(policy, args.grad_clip)
+                # Neither NaN nor infinite: one such step would end the run. All ranks skip together
+                # (their shares add up to one).
+                healthy = run.healthy(norm, minibatch)
+                means.add(grad_norm=(norm if healthy else 0.0, healthy))
+                means.add(skipped=((not healthy) / world.size, None))
+                if healthy:
+                    optimizer.step()
+                optimizer.zero_grad()
+
+        with run.clock("sync"):
+            engine.sync(policy)
+
+        tokens = rollout.mask.sum()
+        means.add(
+            reward=(rewards.sum(), N),
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient
+            response_len=(tokens, N),
+            truncated=((~rollout.finished).sum(), N),
+            tokens=(tokens, None),
+            judge_killed=(task.killed, None),  # answers so far that broke the judge's bounds
+        )
+        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        if step % args.eval_every == 0 or step == args.steps:
+            with run.clock("evaluate"):
+                metrics |= evaluate(engine, task, tokenizer, args, world)
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs this line alone
+        done, stopping = step, stop.anywhere(world)
+        if step % args.save_every == 0 or step == args.steps or stopping:
+            with run.clock("save"):
+                state = {"engine": engine.state_dict()}
+                save_checkpoint(run.checkpoints, step, policy, optimizer, state, world)
+        if stopping:
+            break
+    if args.save_hf:
+        save_model(policy, tokenizer, run.folder / "model", world)
+    run.finish(done)
+
+
+if __name__ == "__main__":
+    launch(main, Args)

@@ -1,0 +1,363 @@
+"""Lp-Reg: low-probability regularisation, a spring under rare tokens of bad responses.
+
+Huang et al. (Tencent), "Low-probability Tokens Sustain Exploration in Reinforcement Learning with
+Verifiable Reward", 2025, arXiv 2510.03222.
+
+Objective, over all response tokens y_t of a mini-batch, with r = π_θ(y_t) / π_old(y_t):
+
+    J = 1/(Σ_i |y_i|) Σ_i Σ_t { min(r Â_i, clip(r, 1-ε_low, 1+ε_high) Â_i) - β I k3 }
+    I = 1 if Â_i < 0 and π_θ(y_t) <= δ and π_θ(y_t) < π_proxy(y_t), else 0
+    k3 = π_proxy/π_θ - log(π_proxy/π_θ) - 1
+    π_proxy = π_old without the tokens of p < κ max p, renormalised;    Â_i = (R_i - mean R) / std R
+
+Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
+
+    M r Â + β I (π_proxy/π_θ - 1)
+    M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
+
+δ is the ρ-quantile of π_θ(y_t) over the mini-batch's tokens of bad responses (Â < 0).
+A rare token in a bad response is punished with it, whether it was to blame or not. It is seldom
+drawn, so right responses seldom pay it back; over a run the rare ways to go on ("wait", "but") die
+out, and exploration with them. An entropy bonus would raise noise as well. Lp-Reg tells the two
+apart by where they stand: what has less than κ of the likeliest token's probability is noise, and
+nothing protects it. The rarest of the rest get a second term, 0 at π_proxy, that pulls up below it,
+the harder the further a token has fallen.
+
+What the spring holds: with nothing filtered out, Â = -1 and β = 1 the weight is -r + 1/r - 1, which
+is 0 at r = 0.62. Left to itself such a token falls to three fifths within a rollout, and no
+further. On-policy the term is small: at r = 1 it is the mass filtered out, over the rest. And PPO's
+clip would end the fall at 0.8; the authors' clip has no lower bound (ε_low = 1), so that the spring
+is all that holds. But a clip only stops pushing. A token that others drag down it lets go, and the
+spring pulls.
+
+Trunk: justrl.py. Differs from it in:
+1. The term β I k3, by a column π_proxy that the pass for π_old reads off beside it.
+2. ε_low = 1, ε_high = 9: in effect r <= 10 where Â > 0, and no bound where Â < 0.
+3. One more forward pass per mini-batch: δ is a quantile of π_θ over all of it.
+
+Differs from the paper in:
+1. δ is over the mini-batch of all ranks together, and at least one token is at or below it. The
+   authors' code sorts each micro-batch (two responses), and does nothing where ρ of its bad tokens
+   is less than two.
+2. Its k3 is verl's, cut at 10, which takes the gradient away from a token that has fallen to a
+   thirteenth of π_proxy: just where it is needed most. Ours is not cut.
+3. The paper writes KL(π_proxy ‖ π_θ) and asks for π_proxy > 0; the code has k3 of the token drawn,
+   and asks for π_proxy > π_θ. Ours is the code's.
+4. ρ is 0.01 at 14B and 0.005 at 32B, here 0.05: of a mini-batch's few hundred bad tokens 0.01 are
+   two to five, most of them noise by κ.
+
+Confidence: loss, proxy, constants and sizes read in the authors' code; the paper's own formula
+second hand.
+
+Run it:
+    torchrun -m variants.lp_reg                             # laptop, two minutes, no download
+    # a node of eight, the authors' sizes off-policy (they have 14B on eight nodes)
+    torchrun --nproc_per_node=8 -m variants.lp_reg --model Qwen/Qwen3-8B-Base \\
+        --task dapo-math-17k --eval_task aime24 --prompts_per_step 256 --group_size 8 \\
+        --minibatches 8 --max_new_tokens 8192 --max_prompt_tokens 2048 --lr 1e-6 --warmup 0 \\
+        --rare_share 0.01 --tensor_parallel 2 --gradient_checkpointing
+"""
+
+from dataclasses import dataclass
+from functools import partial  # <own>
+from pathlib import Path
+from typing import Literal
+
+from common.balance import deal
+from common.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.data import load_task
+from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
+from common.distributed import gather  # <own>
+from common.evaluation import evaluate
+from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.flags import Part, Share  # <own>
+from common.launch import launch
+from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
+from common.logprobs import response_logprobs, sampler_gap
+from common.model import load_model
+from common.rollout import make_engine
+from common.tracking import Means, Run, by_sign
+import numpy  # <own>
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Args(Flags):
+    model: str = "tiny"
+    """Hub name, local folder, or `tiny`, the embedded model."""
+    steps: Count = 150
+    """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
+    prompts_per_step: Count = 16
+    """P: prompts in a rollout, over all ranks (ours)."""
+    group_size: Count = 8
+    """G: responses to each prompt (DeepSeekMath: 64)."""
+    minibatches: Count = 4
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
+    (DeepSeekMath: 1)."""
+    max_new_tokens: Count = 64
+    """Length limit of a response (DeepSeekMath: 1024)."""
+    temperature: Temperature = 1.0
+    """Sampling temperature, also applied in every log-probability (papers: 1)."""
+    lr: Positive = 3e-4
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
+    1e-6 at 7B)."""
+    eval_every: Count = 25
+    """Steps between two measurements on the held-out problems (ours)."""
+    save_every: Count = 50
+    """Steps between two checkpoints (ours)."""
+    save_hf: bool = False
+    """Write the final model in the Hugging Face format, to `model` in the run folder."""
+    resume: bool | Literal["auto"] = False
+    """Go on from the newest checkpoint in the run folder; auto: if there is one."""
+    micro_tokens: Count = 16384
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
+    warmup: Whole = 5
+    """Steps over which lr rises linearly (ours; verl's default: none)."""
+    betas: Betas = (0.9, 0.95)
+    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
+    0.999)."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
+    grad_clip: Positive = 1.0
+    """Largest gradient norm (verl's default)."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward: less memory, a third more compute."""
+    clip_low: NonNegative = 1.0  # <own>
+    """ε below 1; at 1 there is no lower bound (authors' script)."""
+    clip_high: NonNegative = 9.0  # <own>
+    """ε above 1 (authors' script)."""
+    rare_share: Share = 0.05  # <own>
+    """ρ: share of the tokens of bad responses that may be protected, the rarest (ours; paper: 0.01
+    at 14B, 0.005 at 32B)."""
+    kappa: Part = 0.02  # <own>
+    """κ: a token with less than this part of the likeliest one's probability is noise (paper)."""
+    proxy_weight: NonNegative = 1.0  # <own>
+    """β of the term that protects (authors' script)."""
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
+    # Equal rewards become exactly 0 first: the mean of eight 0.3 is not quite 0.3.
+    rewards = rewards - rewards[:, :1]  # [P, G]
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
+    # about the reward. The 1e-6 only keeps 0/0 away.
+    return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
+
+
+# <own>
+def proxy_logprobs(logprobs: Tensor, tokens: Tensor, kappa: float) -> Tensor:
+    """log π_proxy of the tokens `[b]`, given log π_old `[b, V]`; -inf for what is filtered out."""
+    noise = logprobs.exp() < kappa * logprobs.amax(-1, keepdim=True).exp()  # [b, V]
+    left = logprobs.masked_fill(noise, -torch.inf)  # [b, V]
+    return left.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+
+
+def rare_threshold(args: Args, logp: Tensor) -> Tensor:
+    """log δ, given log π_θ `[M]` of all tokens of bad responses; below every token without any."""
+    if len(logp) == 0:
+        return logp.new_tensor(-torch.inf)
+    values = logp.detach().cpu().numpy()  # torch.quantile takes at most 2^24 numbers
+    return logp.new_tensor(numpy.quantile(values, args.rare_share))
+
+
+# </own>
+# The metrics that show the mechanism at work; the first stays 0 while it does nothing.
+# <own>
+ACTED = {
+    "protected_share": "tokens of bad responses protected (share)",
+    "protected_pull": "their pull upwards, β (π_proxy/π_θ - 1)",
+    "noise_share": "of the rarest, taken for noise (share)",
+}
+# </own>
+
+
+def policy_loss(
+    args: Args,
+    *,
+    logp: Tensor,
+    old_logp: Tensor,
+    rollout_logp: Tensor,
+    ref_logp: Tensor | None,
+    entropy: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    proxy_logp: Tensor | None = None,  # <own>
+    threshold: Tensor | None = None,  # <own>
+) -> tuple[Tensor, Tensor, dict]:
+    """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
+
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and
+    ranks and divides once: a mean of micro-batch means would be another objective. Every file is
+    handed the same tensors, needed or not.
+    """
+    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    # <own>
+    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 until the first optimiser step of a rollout
+    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
+    # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can
+    # be brought back.
+    objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
+    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
+    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
+    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
+    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
+    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
+    bad, now = (A < 0) & mask.bool(), logp.detach()  # [n, T], [n, T]
+    proxy_logp = old_logp if proxy_logp is None else proxy_logp  # [n, T]: with nothing filtered out
+    threshold = rare_threshold(args, now[bad]) if threshold is None else threshold  # []: log δ
+    # 1e-5: siblings begin alike, and rounding must not part them; a pull below that is rounding.
+    rare = bad & (now <= threshold + 1e-5)  # [n, T]
+    protected = rare & (now < proxy_logp - 1e-5)  # [n, T]: I
+    # Filled first: log 0 is -inf, and what is infinite cannot be masked away later.
+    log_proxy_ratio = (proxy_logp - logp).masked_fill(~protected, 0.0)  # [n, T]
+    k3 = log_proxy_ratio.exp() - log_proxy_ratio - 1  # [n, T]
+    objective = objective - args.proxy_weight * k3  # [n, T]
+    pull = args.proxy_weight * log_proxy_ratio.expm1()  # [n, T]
+    stats["protected_share"] = protected.sum(), bad.sum()
+    stats["protected_pull"] = pull.sum(), protected.sum()
+    stats["noise_share"] = (rare & proxy_logp.isinf()).sum(), rare.sum()
+    return -(objective * mask).sum(), mask.sum(), stats  # the mean over all tokens
+    # </own>
+
+
+def main(args: Args, world: World) -> None:
+    """The whole training loop."""
+    lm, tokenizer = load_model(args.model, world)
+    task = load_task(args, tokenizer)
+    engine = make_engine(args, lm, world)
+    reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
+    policy = shard(Policy(lm), args, world)
+    if args.gradient_checkpointing:
+        policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+    decay = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
+    run = Run(args, world, Path(__file__).stem, ACTED)
+    stop = StopFlag()
+    done = 0  # steps
+    if args.resume:
+        done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
+        engine.load_state_dict(state["engine"])
+    engine.sync(policy)
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
+    run.start(task, done)
+    if done == 0:
+        with run.clock("evaluate"):
+            before = evaluate(engine, task, tokenizer, args, world)
+        run.log(0, before)
+
+    for step in run.steps(done):
+        means = Means()
+
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
+        # nothing else to save.
+        with run.clock("rollout"):
+            cursor = (step - 1) * args.prompts_per_step + world.rank * P
+            problems = [task.train(cursor + i) for i in range(P)]
+            prompts = [problem.prompt_ids for problem in problems]
+            rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)
+            N = len(rollout)  # P·G rows, a group's G rows side by side
+
+        # Reward and advantages. Groups never span ranks, so their statistics need no communication.
+        with run.clock("reward"):
+            texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+            scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+            rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+            rollout.advantages = advantages(rewards).flatten()  # [N]
+            means.add(distinct=(task.distinct(texts, G), P))  # 1: nothing left to compare
+
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
+        # from other kernels, and a ratio against them would mix two things: how far the policy
+        # moved, and how the engines differ (minirl.py is about that).
+        with run.clock("old_logp"):
+            # Mini-batches of whole groups; in each the ranks trade rows until tokens balance.
+            minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
+            # In the update's own micro-batches, so that its first ratios are exactly 1.
+            for minibatch in minibatches:
+                # <own>
+                readout = partial(proxy_logprobs, kappa=args.kappa)  # in the entropy's place
+                both = all_logprobs(policy, minibatch, args, world, readout)  # [n, T], [n, T]
+                minibatch.old_logp, minibatch.proxy_logp = both
+                # </own>
+                if reference:
+                    minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+            sampler = run.trusted(sampler_gap(minibatches, world))
+
+        # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
+        with run.clock("update"):
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+            for minibatch in minibatches:
+                # <own>
+                # π_θ of the whole mini-batch, on all ranks: δ before any gradient.
+                now, _ = all_logprobs(policy, minibatch, args, world)  # [m, T]
+                bad = (minibatch.advantages[:, None] < 0) & minibatch.mask.bool()  # [m, T]
+                threshold = rare_threshold(args, gather(now[bad], world))  # []
+                # </own>
+                denominator = 0.0
+                for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
+                    micro = minibatch.rows(rows)
+                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
+                    loss, count, stats = policy_loss(
+                        args,
+                        logp=logp,
+                        old_logp=micro.old_logp,
+                        rollout_logp=micro.rollout_logp,
+                        ref_logp=micro.ref_logp,
+                        entropy=entropy,
+                        advantages=micro.advantages,
+                        mask=micro.mask,
+                        proxy_logp=micro.proxy_logp,  # <own>
+                        threshold=threshold,  # <own>
+                    )
+                    loss.backward()  # sums: gradients add up over micro-batches
+                    denominator = denominator + count
+                    means.add(loss=(loss, count), **stats)
+                    means.add(**by_sign(entropy, micro))
+                # Each rank has summed; the mean of the ranks' sums is FSDP's, or taken here where
+                # it is not needed. Times their number it is the sum over all ranks; divided by what
+                # they counted together, the mean that the objective asks for.
+                denominator = global_sum({"count": denominator}, world)["count"]
+                scale_gradients(policy, world.size / denominator)
+                norm = clip_gradients(policy, args.grad_clip)
+                # Neither NaN nor infinite: one such step would end the run. All ranks skip together
+                # (their shares add up to one).
+                healthy = run.healthy(norm, minibatch)
+                means.add(grad_norm=(norm if healthy else 0.0, healthy))
+                means.add(skipped=((not healthy) / world.size, None))
+                if healthy:
+                    optimizer.step()
+                optimizer.zero_grad()
+
+        with run.clock("sync"):
+            engine.sync(policy)
+
+        tokens = rollout.mask.sum()
+        means.add(
+            reward=(rewards.sum(), N),
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient
+            response_len=(tokens, N),
+            truncated=((~rollout.finished).sum(), N),
+            tokens=(tokens, None),
+            judge_killed=(task.killed, None),  # answers so far that broke the judge's bounds
+        )
+        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        if step % args.eval_every == 0 or step == args.steps:
+            with run.clock("evaluate"):
+                metrics |= evaluate(engine, task, tokenizer, args, world)
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs this line alone
+        done, stopping = step, stop.anywhere(world)
+        if step % args.save_every == 0 or step == args.steps or stopping:
+            with run.clock("save"):
+                state = {"engine": engine.state_dict()}
+                save_checkpoint(run.checkpoints, step, policy, optimizer, state, world)
+        if stopping:
+            break
+    if args.save_hf:
+        save_model(policy, tokenizer, run.folder / "model", world)
+    run.finish(done)
+
+
+if __name__ == "__main__":
+    launch(main, Args)

@@ -1,0 +1,303 @@
+"""VESPO: Variational sEquence-level Soft Policy Optimization.
+
+Shen et al., "VESPO: Variational Sequence-Level Soft Policy Optimization for Stable Off-Policy LLM
+Training", 2026, arXiv 2602.10693.
+
+Objective, over all response tokens y_t, with W = π_θ(y) / π_old(y) for a whole response y:
+
+    J = 1/(Σ_i |y_i|) Σ_i Σ_t sg[φ(W_i)] Â_i log π_θ(y_t)
+    φ(W) = W^k e^{λ(1-W)},     (k, λ) = (2, 3) if Â >= 0 else (3, 2)
+    Â_i = (R_i - mean R) / std R
+
+
+Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
+
+    φ(W) Â
+
+
+Responses were sampled from π_old, so the gradient of the expected reward has the weight W, the
+product of all token ratios. That is unbiased, but a product of hundreds of factors is next to 0 or
+huge, and one response carries the batch. GSPO takes the |y|-th root, which is no importance weight
+any more; vcpo.py caps W, and what is far above pushes with the whole cap.
+
+VESPO keeps the product and bends it. A proposal that is to stay near both π_old and π_θ, within a
+budget for its mean weight, reweighs by W^k e^{-λW}: small where W is small, and gone where it is
+large. φ(1) = 1, an on-policy response has the plain policy gradient. The top is at W = k / λ, and
+there the signs differ. A good response is pulled most at W = 2/3, where other updates have made it
+less likely than it was, and let go as it rises: φ(2) = 0.20. A bad one is pushed most at W = 1.5,
+where it has become likelier, still at W = 2, φ = 1.08, and let go as it falls: φ(0.5) = 0.34.
+
+Trunk: justrl.py. Differs from it in:
+1. -log π with the detached weight φ(W) of the whole response in place of min and clip.
+
+Differs from the paper in:
+1. Its W is against the sampler. The released runs without asynchrony take the trainer's π_old, as
+   here, and can fold the sampler's π_old/μ into W.
+2. Four optimiser steps per rollout where its runs take 8 to 64.
+
+Confidence: φ, constants, clamps and sizes read in the authors' code and scripts (the constants in
+that code's docstring are others, which nothing uses), the proposal in their README.
+
+Run it:
+    torchrun -m variants.vespo                              # laptop, two minutes, no download
+    # a node of eight; the authors: 2048 prompts, Qwen3-30B-A3B-Base, eight nodes, else the same
+    torchrun --nproc_per_node=8 -m variants.vespo --model Qwen/Qwen3-8B-Base --task dapo-math-17k \\
+        --eval_task aime25 --prompts_per_step 256 --group_size 8 --minibatches 8 --lr 1e-6 \\
+        --max_new_tokens 15360 --gradient_checkpointing --vllm_memory 0.4
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from common.balance import deal
+from common.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.data import load_task
+from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
+from common.evaluation import evaluate
+from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.flags import Exponent  # <own>
+from common.launch import launch
+from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
+from common.logprobs import response_logprobs, sampler_gap
+from common.model import load_model
+from common.rollout import make_engine
+from common.tracking import Means, Run, by_sign
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Args(Flags):
+    model: str = "tiny"
+    """Hub name, local folder, or `tiny`, the embedded model."""
+    steps: Count = 150
+    """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
+    prompts_per_step: Count = 16
+    """P: prompts in a rollout, over all ranks (ours)."""
+    group_size: Count = 8
+    """G: responses to each prompt (DeepSeekMath: 64)."""
+    minibatches: Count = 4
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
+    (DeepSeekMath: 1)."""
+    max_new_tokens: Count = 64
+    """Length limit of a response (DeepSeekMath: 1024)."""
+    temperature: Temperature = 1.0
+    """Sampling temperature, also applied in every log-probability (papers: 1)."""
+    lr: Positive = 3e-4
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
+    1e-6 at 7B)."""
+    eval_every: Count = 25
+    """Steps between two measurements on the held-out problems (ours)."""
+    save_every: Count = 50
+    """Steps between two checkpoints (ours)."""
+    save_hf: bool = False
+    """Write the final model in the Hugging Face format, to `model` in the run folder."""
+    resume: bool | Literal["auto"] = False
+    """Go on from the newest checkpoint in the run folder; auto: if there is one."""
+    micro_tokens: Count = 16384
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
+    warmup: Whole = 5
+    """Steps over which lr rises linearly (ours; verl's default: none)."""
+    betas: Betas = (0.9, 0.95)
+    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
+    0.999)."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
+    grad_clip: Positive = 1.0
+    """Largest gradient norm (verl's default)."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward: less memory, a third more compute."""
+    # <own>
+    k_pos: Exponent = 2.0
+    """k where Â >= 0 (authors' code)."""
+    lambda_pos: Exponent = 3.0
+    """λ where Â >= 0: φ is largest at W = k / λ (authors' code)."""
+    k_neg: Exponent = 3.0
+    """k where Â < 0 (authors' code)."""
+    lambda_neg: Exponent = 2.0
+    """λ where Â < 0 (authors' code)."""
+    # </own>
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
+    # Equal rewards become exactly 0 first: the mean of eight 0.3 is not quite 0.3.
+    rewards = rewards - rewards[:, :1]  # [P, G]
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
+    # about the reward. The 1e-6 only keeps 0/0 away.
+    return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
+
+
+# The metrics that show the mechanism at work; the first stays 0 while it does nothing.
+# <own>
+ACTED = {
+    "reshaped": "mean |φ - 1|, φ the weight of a response",
+    "weight_max": "largest W, before φ bends it",
+}
+# </own>
+
+
+def policy_loss(
+    args: Args,
+    *,
+    logp: Tensor,
+    old_logp: Tensor,
+    rollout_logp: Tensor,
+    ref_logp: Tensor | None,
+    entropy: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+) -> tuple[Tensor, Tensor, dict]:
+    """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
+
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and
+    ranks and divides once: a mean of micro-batch means would be another objective. Every file is
+    handed the same tensors, needed or not.
+    """
+    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    # <own>
+    log_ratio = (logp.detach() - old_logp).clamp(-20, 20)  # [n, T]: log r, a number, no gradient
+    # No 1/|y|: the product of the ratios itself. The authors' clamps keep W finite; φ is 0 there.
+    log_W = (log_ratio * mask).sum(dim=1, keepdim=True).clamp(-20, 20)  # [n, 1]
+    k = torch.where(A >= 0, args.k_pos, args.k_neg)  # [n, 1]
+    lam = torch.where(A >= 0, args.lambda_pos, args.lambda_neg)  # [n, 1]
+    phi = (lam + k * log_W - lam * log_W.exp()).exp()  # [n, 1]: W^k e^{λ(1-W)}
+    objective = phi * A * logp  # [n, T]: one weight for all tokens of a response
+    n = mask.new_tensor(len(mask))
+    stats = {"reshaped": ((phi - 1).abs().sum(), n)}
+    stats["gate_pos"] = (phi * (A > 0)).sum(), (A > 0).sum()
+    stats["gate_neg"] = (phi * (A < 0)).sum(), (A < 0).sum()
+    stats["weight_max"] = torch.cat([mask.new_zeros(1), log_W.exp()[:, 0]]).max(), None
+    return -(objective * mask).sum(), mask.sum(), stats  # the mean over all tokens
+    # </own>
+
+
+def main(args: Args, world: World) -> None:
+    """The whole training loop."""
+    lm, tokenizer = load_model(args.model, world)
+    task = load_task(args, tokenizer)
+    engine = make_engine(args, lm, world)
+    reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
+    policy = shard(Policy(lm), args, world)
+    if args.gradient_checkpointing:
+        policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+    decay = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
+    run = Run(args, world, Path(__file__).stem, ACTED)
+    stop = StopFlag()
+    done = 0  # steps
+    if args.resume:
+        done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
+        engine.load_state_dict(state["engine"])
+    engine.sync(policy)
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
+    run.start(task, done)
+    if done == 0:
+        with run.clock("evaluate"):
+            before = evaluate(engine, task, tokenizer, args, world)
+        run.log(0, before)
+
+    for step in run.steps(done):
+        means = Means()
+
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
+        # nothing else to save.
+        with run.clock("rollout"):
+            cursor = (step - 1) * args.prompts_per_step + world.rank * P
+            problems = [task.train(cursor + i) for i in range(P)]
+            prompts = [problem.prompt_ids for problem in problems]
+            rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)
+            N = len(rollout)  # P·G rows, a group's G rows side by side
+
+        # Reward and advantages. Groups never span ranks, so their statistics need no communication.
+        with run.clock("reward"):
+            texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+            scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+            rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+            rollout.advantages = advantages(rewards).flatten()  # [N]
+            means.add(distinct=(task.distinct(texts, G), P))  # 1: nothing left to compare
+
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
+        # from other kernels, and a ratio against them would mix two things: how far the policy
+        # moved, and how the engines differ (minirl.py is about that).
+        with run.clock("old_logp"):
+            # Mini-batches of whole groups; in each the ranks trade rows until tokens balance.
+            minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
+            # In the update's own micro-batches, so that its first ratios are exactly 1.
+            for minibatch in minibatches:
+                minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+                if reference:
+                    minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+            sampler = run.trusted(sampler_gap(minibatches, world))
+
+        # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
+        with run.clock("update"):
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+            for minibatch in minibatches:
+                denominator = 0.0
+                for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
+                    micro = minibatch.rows(rows)
+                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
+                    loss, count, stats = policy_loss(
+                        args,
+                        logp=logp,
+                        old_logp=micro.old_logp,
+                        rollout_logp=micro.rollout_logp,
+                        ref_logp=micro.ref_logp,
+                        entropy=entropy,
+                        advantages=micro.advantages,
+                        mask=micro.mask,
+                    )
+                    loss.backward()  # sums: gradients add up over micro-batches
+                    denominator = denominator + count
+                    means.add(loss=(loss, count), **stats)
+                    means.add(**by_sign(entropy, micro))
+                # Each rank has summed; the mean of the ranks' sums is FSDP's, or taken here where
+                # it is not needed. Times their number it is the sum over all ranks; divided by what
+                # they counted together, the mean that the objective asks for.
+                denominator = global_sum({"count": denominator}, world)["count"]
+                scale_gradients(policy, world.size / denominator)
+                norm = clip_gradients(policy, args.grad_clip)
+                # Neither NaN nor infinite: one such step would end the run. All ranks skip together
+                # (their shares add up to one).
+                healthy = run.healthy(norm, minibatch)
+                means.add(grad_norm=(norm if healthy else 0.0, healthy))
+                means.add(skipped=((not healthy) / world.size, None))
+                if healthy:
+                    optimizer.step()
+                optimizer.zero_grad()
+
+        with run.clock("sync"):
+            engine.sync(policy)
+
+        tokens = rollout.mask.sum()
+        means.add(
+            reward=(rewards.sum(), N),
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient
+            response_len=(tokens, N),
+            truncated=((~rollout.finished).sum(), N),
+            tokens=(tokens, None),
+            judge_killed=(task.killed, None),  # answers so far that broke the judge's bounds
+        )
+        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        if step % args.eval_every == 0 or step == args.steps:
+            with run.clock("evaluate"):
+                metrics |= evaluate(engine, task, tokenizer, args, world)
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs this line alone
+        done, stopping = step, stop.anywhere(world)
+        if step % args.save_every == 0 or step == args.steps or stopping:
+            with run.clock("save"):
+                state = {"engine": engine.state_dict()}
+                save_checkpoint(run.checkpoints, step, policy, optimizer, state, world)
+        if stopping:
+            break
+    if args.save_hf:
+        save_model(policy, tokenizer, run.folder / "model", world)
+    run.finish(done)
+
+
+if __name__ == "__main__":
+    launch(main, Args)
