@@ -25,7 +25,8 @@ def deal(batch: Rollout, world: World, unit: int = 1) -> Rollout:
     for n, rank, i in sorted(units, key=lambda one: -one[0]):
         goals[rank][i] = least = load.index(min(load))  # the longest first, to who has the least
         load[least] += n
-    goal = torch.tensor(goals[world.rank]).repeat_interleave(unit)  # [n]: the rank each row goes to
+    own = torch.tensor(goals[world.rank]).long()  # where each of its units goes; it may have none
+    goal = own.repeat_interleave(unit)  # [n]: the rank each row goes to
     order, leave = goal.argsort(stable=True), goal.bincount(minlength=world.size).tolist()
     come = [there.count(world.rank) * unit for there in goals]  # rows from each rank
 

@@ -253,6 +253,11 @@ class Record:
         responses)."""
         return [call for call in self.calls if call["n"] == G and call["prefixes"] is None]
 
+    @property
+    def branching(self) -> list[dict]:
+        """The calls that sampled new endings, a step each."""
+        return [call for call in self.calls if call["prefixes"] is not None]
+
 
 DEFAULTS = {"lr": 1e-3, "warmup": 3, "micro_tokens": 220, "temperature": T, "minibatches": M}
 DEFAULTS |= {"betas": (0.8, 0.9), "weight_decay": 0.01}
@@ -314,10 +319,8 @@ def record(
     """Run the module's `main` for some steps on the stored answers, with checkpoints if `save`."""
     name = module.__name__.removesuffix("_mutant").rpartition(".")[2]
     flags = DEFAULTS | FLAGS.get(name, formulas.of(name, "FLAGS", {})) | flags
-    if name == "vcpo":
-        steps += flags["lag"]
     args = module.Args(
-        steps=steps,
+        steps=steps + flags.get("lag", 0),
         prompts_per_step=P,
         group_size=G,
         max_new_tokens=LIMIT,
@@ -605,10 +608,10 @@ class Oracle:
         return found
 
     def branches(self, step: int, part: int) -> list[list[Row]]:
-        """deep_grpo: the siblings that were grown from this mini-batch's failed responses."""
+        """The siblings that were grown from this mini-batch's failed responses."""
         found = []
         for one in self.records:
-            call = [call for call in one.calls if call["prefixes"] is not None][step]
+            call = one.branching[step]
             own = [respond(prompt, G) for prompt in one.training[step]["prompts"]]
             failed = [(g, row) for g, rows in enumerate(own) for row in rows if row.reward == 0]
             assert [row.prompt for _, row in failed] == call["prompts"] and call["n"] == K
@@ -643,7 +646,7 @@ class Oracle:
         step, part = divmod(update, parts)
         groups = [rows for _, rows in self.groups(step, part)]
         advantage = ADVANTAGES.get(self.name, formulas.of(self.name, "advantages", z_score))
-        grown = self.branches(step, part) if self.name == "deep_grpo" else []
+        grown = self.branches(step, part) if self.args.get("branches") else []
         rewards = formulas.of(self.name, "rewards", verdicts)
         A = [
             advantage(torch.tensor(rewards(self, step, rows), dtype=torch.float64))

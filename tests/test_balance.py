@@ -30,6 +30,8 @@ def share_of(rank: int) -> Rollout:
 def on_a_rank(folder: Path) -> None:
     world = setup()
     dealt = {unit: vars(deal(share_of(world.rank), world, unit)) for unit in (1, UNIT)}
+    few = share_of(world.rank).rows(slice(2 * world.rank))  # none on the first
+    dealt["few"] = vars(deal(few, world))
     torch.save(dealt, folder / f"{world.rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -66,6 +68,14 @@ def test_rows_are_dealt_so_that_tokens_balance(tmp_path):
                     width = own.shape[0] if own.dim() else None
                     assert torch.equal(own, sent[:width] if width else sent)
                     assert not width or not sent[width:].any()
+
+
+def test_a_rank_without_rows_gets_some(tmp_path):
+    """0, 2 and 4 rows: two for each rank."""
+    assert forked(on_a_rank, tmp_path, ranks=RANKS).returncode == 0
+    parts = [torch.load(tmp_path / f"{rank}.pt")["few"]["advantages"] for rank in range(RANKS)]
+    names = [100, 101, 200, 201, 202, 203]
+    assert all(map(len, parts)) and sorted(torch.cat(parts).tolist()) == names
 
 
 def test_one_rank_keeps_its_rows():

@@ -30,6 +30,7 @@ BUDGET = {
     "dapo": (389, 231, 72),  # rounds of sampling, and two more parts of the recipe
     "jet": (390, 230, 40),  # an object beside minirl's replay
     "icepop": (388, 225, 50),  # a family of corrections
+    "recipe": (990, 625, 360),  # the objects of six files, letter for letter
 }
 NAMES = "|".join(ALGORITHMS)
 

@@ -4,12 +4,13 @@
 
 What is counted, with N parameters over R ranks (or --shard_ranks):
     states       float32 master copy, AdamW's two moments, float32 gradient: 16 N / R bytes
-                 (goldilocks: and as much for the teacher, the same model without its head; jet:
-                 and the 8-bit numbers as float32, 4 N / R)
+                 (goldilocks, recipe: and as much for the teacher, the same model without its head;
+                 jet: and the 8-bit numbers as float32, 4 N / R)
     reference    float32 shards, 4 N / R (0 without a KL term, or with --offload_reference)
     gathered     bfloat16 copies of what FSDP gathers at once, the root (embedding and head) and
                  two layers; and of the root and a layer the gradient before it is scattered, in
-                 bfloat16 and in float32 (vcpo: and one response's gradient of the head, float32)
+                 bfloat16 and in float32 (vcpo, recipe: and one response's gradient of the head,
+                 float32)
     activations  what one micro-batch of --micro_tokens keeps for the backward pass, or with
                  --gradient_checkpointing a layer's input for each layer and one layer whole; and
                  one block of logits
@@ -126,12 +127,14 @@ def estimate(name: str, words: list[str]) -> dict[str, float]:
     tokens = max(number("micro_tokens"), response)  # the longest response is never split
     n, root, layer = shape.parameters(), shape.root(), shape.layer()
     trained = n + hasattr(args, "teacher") * (n - shape.head() * (not shape.tied))
+    teacher = getattr(args, "curriculum", hasattr(args, "teacher"))
+    trained = n + teacher * (n - shape.head() * (not shape.tied))
     kept = shape.kept() * tokens  # of one layer
     inputs = 2 * shape.hidden * tokens * shape.layers
     held = inputs + kept if "--gradient_checkpointing" in flags else kept * shape.layers
     refers, offloads = number("beta") > 0, "--offload_reference" in flags
     sleeps, width = "--vllm_sleep" in flags, 1 if args.rollout_dtype == "float8" else 2
-    whole_gradient = 4 * shape.head() if name == "vcpo" else 0
+    whole_gradient = 4 * shape.head() if hasattr(args, "optimal_baseline") else 0
     parts = {
         "states": (16 * trained + 4 * n * (name == "jet")) / sharing,
         "reference": 4 * n / sharing if refers and not offloads else 0,

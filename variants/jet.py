@@ -180,16 +180,16 @@ class EightBits:
         yield
         self.round()
 
-    def step(self, optimizer: torch.optim.Optimizer) -> dict[str, tuple]:
+    def step(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor]:
         """The optimiser's step: the gradient at the rounded weights, applied to the masters.
 
-        Returns how far the rounded weights are from them, a share of their size.
+        Returns how far the rounded weights are from them, and their size: sums of |ŵ - w| and |w|.
         """
         with self.lifted():
             optimizer.step()
         pairs = list(zip(self.parts, self.masters))
         apart = sum((part - master).abs().sum() for part, master in pairs)  # []
-        return {"rounding": (apart, sum(master.abs().sum() for _, master in pairs))}
+        return apart, sum(master.abs().sum() for _, master in pairs)
 
 
 # </own>
@@ -352,7 +352,7 @@ def main(args: Args, world: World) -> None:
                 means.add(grad_norm=(norm if healthy else 0.0, healthy))
                 means.add(skipped=((not healthy) / world.size, None))
                 if healthy:
-                    means.add(**eight_bits.step(optimizer))  # <own>
+                    means.add(rounding=eight_bits.step(optimizer))  # <own>
                 optimizer.zero_grad()
 
         with run.clock("sync"):

@@ -1,0 +1,212 @@
+"""The recipe: each layer alone passes its own file's checks; what the layers are together."""
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType, SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from . import deep_grpo, goldilocks, grpo, justrl, loss_of, maspo, no_kl, one, stapo, terms
+from . import toy_batch, vcpo, weight, written_here
+
+# The layers, and what turns each off
+OFF = {
+    "clip": {"clip_high": 0.2, "token_mean": False},
+    "tokens": {"tokens": "none"},
+    "curriculum": {"curriculum": False},
+    "branches": {"branches": 0},
+    "lag": {"lag": 0},
+}
+
+
+def off(*layers: str) -> dict:
+    """The flags that leave these layers and no other."""
+    flags = [OFF[name].items() for name in OFF if name not in layers]
+    return {flag: value for pairs in flags for flag, value in pairs}
+
+
+def passes(module: ModuleType, checks: list[Callable], *layers: str, **flags: object) -> None:
+    """Another file's checks hold for the recipe with these layers alone."""
+    alone = SimpleNamespace(**vars(module) | {"Args": partial(module.Args, **off(*layers) | flags)})
+    for check in checks:
+        check(alone)
+
+
+def check_no_layer(module: ModuleType) -> None:
+    """With all layers off it is GRPO without its KL term: outside numbers, coefficients, parts."""
+    kl = (grpo.check_kl, grpo.check_kl_gradient)
+    passes(module, [check for check in grpo.CHECKS if check not in kl])
+
+
+def check_clip_and_average(module: ModuleType) -> None:
+    """Layer 1 alone is JustRL: outside numbers, coefficients, every token counts the same."""
+    passes(module, justrl.CHECKS, "clip")
+
+
+def check_stapos_mask(module: ModuleType) -> None:
+    """Layer 2 with layer 1 is STAPO: π_θ's own probabilities, the quantile over response tokens."""
+    checks = [stapo.check_fixture, stapo.check_uses_the_current_policy, stapo.check_quantiles]
+    both = ("clip", "tokens")
+    passes(module, [*checks, stapo.check_quantile_of_many], *both)
+    batch = stapo.spurious_batch()
+    batch["logp"].requires_grad_()
+    loss, stats = loss_of(module, module.Args(**off(*both)), **batch)
+    loss.backward()
+    kept = batch["mask"] * ~torch.tensor([[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
+    assert torch.allclose(batch["logp"].grad, -batch["advantages"][:, None] * kept / kept.sum())
+    share, tokens = stats["silenced_share"]
+    assert stats["silenced"][0] == 2 and abs(float(share / tokens) - 2 / 11) < 1e-9
+
+
+def check_maspos_gate(module: ModuleType) -> None:
+    """Layer 2 the other way, in place of the clip: the authors' numbers, at eight ratios."""
+    checks = [maspo.check_fixture, maspo.check_weights, maspo.check_gates]
+    passes(module, checks, "clip", "tokens", tokens="maspo")
+
+
+def check_teacher(module: ModuleType) -> None:
+    """Layer 3 is Goldilocks': what a prompt can teach, the choice, the teacher."""
+    passes(module, goldilocks.written_here(vars(goldilocks)), "curriculum")
+
+
+def check_pivots(module: ModuleType) -> None:
+    """Layer 4 is DEEP-GRPO's: where a response is cut, how the cut is drawn and learned."""
+    checks = "pivots pivot_distribution choice_is_in_proportion fit".split()
+    passes(module, [getattr(deep_grpo, f"check_{name}") for name in checks], "branches")
+
+
+def check_variance(module: ModuleType) -> None:
+    """Layer 5 is VCPO's: the baseline of least variance, the effective sample size."""
+    checks = "baseline baseline_has_the_least_variance ess".split()
+    passes(module, [getattr(vcpo, f"check_{name}") for name in checks], "lag")
+
+
+def check_age(module: ModuleType) -> None:
+    """With a lag min(π_old/μ, 8) stands before r and its clip, of the whole response; without one
+    μ does not matter."""
+    for mu, factor in ((0.5, 0.8), (0.2, 2.0), (0.01, 8.0)):
+        for ratio, advantage in ((1.1, 1.0), (1.5, 1.0), (0.7, -1.0), (1.5, -1.0)):
+            plain = weight(module, ratio, advantage, 0.4, mu, **off("clip"))
+            aged = weight(module, ratio, advantage, 0.4, mu, **off("clip", "lag"))
+            assert abs(aged - factor * plain) < 1e-9
+            assert abs(plain - weight(module, ratio, advantage, 0.4, 0.4, **off("clip"))) < 1e-12
+    old = one(-1.0, -2.0, -0.5)
+    logp = old.clone().requires_grad_()
+    batch = {"old_logp": old, "rollout_logp": old - one(0.3, -0.5, 0.4), "mask": one(1.0, 1, 1)}
+    args = module.Args(**off("clip", "lag"))
+    loss_of(module, args, logp=logp, advantages=one(1.0)[0], **batch)[0].backward()
+    assert torch.allclose(-logp.grad * 3, one(0.2).exp().expand(1, 3))
+
+
+BRANCH = torch.tensor([0.0, 1, 0, 0, 1, 0], dtype=torch.float64)  # of the toy batch
+
+
+def check_streams(module: ModuleType) -> None:
+    """Layer 4's rows are averaged over their own tokens, or responses, and weighed by λ."""
+    for layers in (("clip", "branches"), ("branches",)):
+        batch, args = toy_batch(), module.Args(**off(*layers), branch_weight=0.7)
+        batch["logp"].requires_grad_()
+        loss_of(module, args, **batch, branch=BRANCH)[0].backward()
+        found, expected = -batch["logp"].grad, torch.zeros_like(batch["mask"])
+        for stream, factor in ((BRANCH == 0, 1.0), (BRANCH == 1, 0.7)):
+            part = {name: x.detach()[stream] for name, x in batch.items()}
+            part["logp"].requires_grad_()
+            loss_of(module, args, **part)[0].backward()
+            expected[stream] = -factor * part["logp"].grad
+        assert torch.allclose(found, expected, rtol=1e-9, atol=1e-15)
+
+
+def everything(module: ModuleType) -> tuple[object, dict[str, Tensor]]:
+    """A batch on which the mask, the ages and both streams matter."""
+    generator = torch.Generator().manual_seed(0)
+    batch = toy_batch() | {"branch": BRANCH}
+    batch["entropy"] = torch.rand(batch["mask"].shape, generator=generator, dtype=torch.float64)
+    batch["rollout_logp"] = batch["old_logp"] - 0.3 * batch["entropy"]
+    return no_kl(module, tau_p=0.9, entropy_quantile=0.7), batch
+
+
+def check_parts_add_up(module: ModuleType) -> None:
+    """All layers on: with the mini-batch's tokens and balance, sums over any parts, one of them
+    branches only, give the whole's loss; with a part's own they do not. Either average."""
+    for token_mean in (True, False):
+        args, batch = everything(module)
+        args.token_mean = token_mean
+        whole = loss_of(module, args, **batch)[0]
+        now = batch["logp"], batch["entropy"]
+        kept = module.tokens_left(args, now, batch["advantages"], batch["mask"])
+        assert 0 < kept.sum() < batch["mask"].sum()
+        size = kept.sum(1) if token_mean else torch.ones_like(BRANCH)
+        balance = (size @ (1 - BRANCH)) / (size @ BRANCH)
+        parts = [{k: v[rows] for k, v in batch.items()} for rows in ([0, 2], [1, 4], [3, 5])]
+        left = [kept[rows] for rows in ([0, 2], [1, 4], [3, 5])]
+        found = [
+            terms(module, args, **part, kept=some, balance=balance)
+            for part, some in zip(parts, left)
+        ]
+        assert torch.isclose(sum(p[0] for p in found) / sum(p[1] for p in found), whole, rtol=1e-12)
+        own = [terms(module, args, **part) for part in parts]
+        assert not torch.isclose(sum(p[0] for p in own) / sum(p[1] for p in own), whole, rtol=1e-4)
+
+
+def check_statistics(module: ModuleType) -> None:
+    """What tells that a layer acts is 0 where it is off."""
+    args, batch = everything(module)
+    stats = loss_of(module, args, **batch)[1]
+    assert stats["silenced"][0] > 0 and stats["clip_share"][0] > 0 and stats["weight_max"][0] > 1
+    stats = loss_of(module, no_kl(module, **off("clip")), **batch)[1]
+    assert stats["silenced"][0] == 0 and "weight_max" not in stats and "gate_closed" not in stats
+    stats = loss_of(module, no_kl(module, tokens="maspo"), **batch)[1]
+    assert stats["gate_closed"][0] > 0 and "clip_share" not in stats  # the clip does not act
+
+
+CHECKS = written_here(globals())
+RETURN = "return -(objective * kept * stream[:, None]).sum(), size @ (1 - branch), stats"
+SURROGATE = "torch.minimum(ratio * A, clipped * A)"
+BY_AGE = "log_w = log_weight(old_logp, rollout_logp, mask)"
+STREAM = "stream = 1 + (args.branch_weight * balance - 1) * branch"
+GATE = "objective = gate * ratio * A"
+MUTANTS = {
+    "sign": (RETURN, RETURN.replace("-(", "(")),
+    "no mask": (RETURN, RETURN.replace(" * kept", "")),
+    "silenced all the same": (RETURN, RETURN.replace("kept", "mask")),
+    "branches in the main average": (RETURN, RETURN.replace("size @ (1 - branch)", "size.sum()")),
+    "one stream": (STREAM, STREAM.replace("balance", "1")),
+    "λ ignored": (STREAM, STREAM.replace("args.branch_weight *", "")),
+    "λ on main": (STREAM, STREAM.replace("* branch", "* (1 - branch)")),
+    "always a token-mean": ("if not args.token_mean:", "if False:"),
+    "never a token-mean": ("if not args.token_mean:", "if True:"),
+    "responses counted by tokens": (
+        "return kept.sum(dim=1) if args.token_mean else",
+        "return kept.sum(dim=1) if True else",
+    ),
+    "silenced tokens counted": ("size = counted(args, kept)", "size = counted(args, mask)"),
+    "own tokens in every part": ("if kept is None:", "if True:"),
+    "own balance in every part": ("if balance is None:", "if True:"),
+    "age of π_θ": (BY_AGE, BY_AGE.replace("old_logp", "logp")),
+    "no age": ("objective * weight[:, None]", "objective"),
+    "age without a lag": ("    if args.lag:\n        log_w", "    if True:\n        log_w"),
+    "age by token": (
+        "objective = objective * weight[:, None]",
+        "objective = objective * (old_logp - rollout_logp).exp().clamp(max=8)",
+    ),
+    "no cap": (".exp().clamp(max=args.is_cap)", ".exp()"),
+    "no clip": (SURROGATE, "ratio * A"),
+    "clip without min": (SURROGATE, "clipped * A"),
+    "gate beside the clip": (GATE, "objective = gate * objective"),
+    "gate without the ratio": (GATE, "objective = gate * A * logp"),
+    "gate differentiated": (
+        "with torch.no_grad():\n        old_p",
+        "with torch.enable_grad():\n        old_p",
+    ),
+    "the other mask": ('if args.tokens != "stapo":', 'if args.tokens == "stapo":'),
+    "entropy ignored": (" & sure & mask", " & mask"),
+    "the worst candidate": ("key=lambda k: -scores[k]", "key=lambda k: scores[k]"),
+    "no depth": ("* depth**depth_power", "* depth**0"),
+    "norms ignored": ("2 * norms.clamp(min=1e-30).log()", "0 * norms"),
+    "ESS not divided by B": (".exp() / len(log_w)", ".exp()"),
+    "population std": (
+        "centred / (rewards.std(dim=1, keepdim=True)",
+        "centred / (rewards.std(dim=1, keepdim=True, correction=0)",
+    ),
+}
