@@ -628,6 +628,7 @@ class Oracle:
         change = formulas.of(self.name, "used", lambda name, weight: weight)
         names = [name for name, _ in untrained(self.model).named_parameters()]
         return [change(name, weight) for name, weight in zip(names, parameters, strict=True)]
+
     def taught(self, step: int) -> tuple[torch.nn.Module, list[Tensor]]:
         """goldilocks' teacher before a step's lesson: its backbone, weight and bias of its head."""
         *backbone, weight, bias = self.records[0].lessons[step]["parameters"]

@@ -322,9 +322,9 @@ def check_teacher(o: Oracle) -> None:
     """Every slot takes its candidate of the largest f (none twice), every rank its own
     slots' in order; the teacher's gradient is that of the mean squared error on what the students'
     groups showed."""
-    teacher = formulas.of(o.name, "teacher", GOLDILOCKS)
     if not chooses(o):
         return
+    teacher = formulas.of(o.name, "teacher", GOLDILOCKS)
     for step in range(o.args["steps"]):
         lm, head = o.taught(step)
         value = lambda prompt: teaches(lm, head, prompt, teacher.top)  # noqa: B023, E731
@@ -386,8 +386,6 @@ CHECKS = (
     *(check_gradients, check_rates, check_prompts, check_evaluation, check_sync, check_metrics),
     *(check_pivots, check_teacher),
 )
-TAUGHT = ["goldilocks", *(n for n in VARIANTS if formulas.of(n, "teacher", None))]
-SPECIAL = {check_pivots: ["deep_grpo"], check_teacher: TAUGHT}
 SPECIAL = {
     check: [name for name in ALGORITHMS if hasattr(module_of(name).Args, flag)]
     for check, flag in ((check_pivots, "branches"), (check_teacher, "teacher"))

@@ -126,7 +126,6 @@ def estimate(name: str, words: list[str]) -> dict[str, float]:
     response = number("max_new_tokens") + PROMPT
     tokens = max(number("micro_tokens"), response)  # the longest response is never split
     n, root, layer = shape.parameters(), shape.root(), shape.layer()
-    trained = n + hasattr(args, "teacher") * (n - shape.head() * (not shape.tied))
     teacher = getattr(args, "curriculum", hasattr(args, "teacher"))
     trained = n + teacher * (n - shape.head() * (not shape.tied))
     kept = shape.kept() * tokens  # of one layer
