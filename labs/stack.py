@@ -35,7 +35,7 @@ ARMS = {
 }
 COLUMNS = ("greedy", "sampled", "tokens", "ess_ratio", "lr_scale", "zero_groups", "silenced")
 COLOURS = dict(zip(OFF, (lab.GREY, lab.PINK, lab.GREEN, lab.BLUE, lab.ORANGE)))
-SEEDS = 3
+SEEDS = 5
 
 
 def spent(run: dict) -> list[float]:
