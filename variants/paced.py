@@ -16,18 +16,18 @@ Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mea
 
 
 Max E[R] - β KL(π_θ ‖ π_old) has one answer, π* = π_old exp(R/β) / Z: not the best response alone,
-but each in proportion to its reward. Trajectory balance asks every single response to agree with
-it. The square is 0 for all of them exactly where π_θ = π* and Z = E_old[exp(R/β)]; with rewards 0
-and 1 that is 1 + p (exp(1/β) - 1), p the chance to be right. Z has to be learned with the policy.
+but every one at its old chance times exp(R/β). Trajectory balance asks each single response to
+agree with that. All squares are 0 exactly where π_θ = π* and Z = E_old[exp(R/β)], which for rewards
+0 and 1 is 1 + p (exp(1/β) - 1), p the chance to be right. So log Z has to be learned with π_θ.
 
-So far a normaliser. But take any π_θ: the log Z that fits it best is
-β log Z = p + β KL(π_old ‖ π_θ). At the start of a step it is p. What training must know anyway is
-how hard each prompt is, by its text, tried or not; and prompts at p = 1/2 teach most
-(goldilocks.py).
+Elsewhere it is a normaliser and no more. But for any π_θ the log Z of least loss obeys
+β log Z = p + β KL(π_old ‖ π_θ), and at the start of a step that is p. What training has to know
+anyway says how hard a prompt is, from its text, tried or not: take those that the model solves half
+the time (goldilocks.py says why).
 
-On-policy, π_θ = π_old, the gradient is the plain policy gradient with the baseline V, which needs
-no group: a group all right still says that V is too low. As π_θ leaves π_old the second term pulls
-it back, where PPO's clip would cut.
+At π_θ = π_old the gradient is the plain policy gradient with V as its baseline. It needs no group:
+one that is all right still says that V was too low. As π_θ leaves π_old the second term pulls it
+back, where PPO's clip would cut.
 
 Trunk: goldilocks.py. Differs from it in:
 1. The teacher predicts the mean reward in place of sqrt(p (1-p)); its choice is what is nearest to
@@ -36,11 +36,11 @@ Trunk: goldilocks.py. Differs from it in:
    of the clipped ratio, no z-score, no reference model.
 
 Differs from the paper in:
-1. There Z is a small network on embeddings that are made once, and learns from the loss along with
-   the policy: it costs next to nothing. Here it is goldilocks' teacher, a language model with two
-   updates of its own a step, from a window, at π_θ = π_old.
-2. No replay. The paper's batches also hold old right answers to those prompts for which V was most
-   wrong (64 new ones a step into a buffer of 128).
+1. There log Z is a small network on embeddings that are made once, trained by the loss along with
+   the policy: next to free. Here it is goldilocks' teacher, a language model, with two updates of
+   its own a step, from a window, at π_θ = π_old.
+2. No replay. There batches also hold earlier right answers to the prompts whose V was most wrong,
+   from a buffer of 128 (64 new ones a step).
 3. J is trajectory balance times β/2, so that the first term of the weight is the policy gradient's.
 4. K, the share of random choices and the teacher's rates are goldilocks' (ours).
 
