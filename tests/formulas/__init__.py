@@ -2,6 +2,7 @@
 
 - `objective(b)`: J of a tests.oracle.Batch, and statistics as (sum, count);
 - `advantages(R)` of one group's rewards, where it is not grpo's z-score;
+- `judge(text, answer)`, the reward in training, where it is not right or wrong;
 - `prepare(o, step, b)`, where `main` does more to a rollout than that: it changes the batch;
 - `FLAGS`, under which its mechanism acts on the oracle's stored answers;
 - `STORED`, flags for tests/stored.py's rollout, and `SMALL`, for small runs;
