@@ -20,6 +20,7 @@ import importlib
 import json
 import random
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -289,8 +290,9 @@ def loaded(name: str) -> tuple:
     return load_model(name)
 
 
-def task() -> tuple[Task, list[int]]:
-    """Problems by number, and the list in which the numbers asked for are written down."""
+def task(marks: Callable[[str, str], float]) -> tuple[Task, list[int]]:
+    """Problems by number, and the list in which the numbers asked for are written down; `marks`
+    judges in training."""
     asked: list[int] = []
 
     def problem(prompt: str) -> Problem:
@@ -301,10 +303,14 @@ def task() -> tuple[Task, list[int]]:
         return problem(TRAIN[index % len(TRAIN)])
 
     def judge(texts: list[str], answers: list[str]) -> list[float]:
-        return [reward(text, answer) for text, answer in zip(texts, answers)]
+        return list(map(marks, texts, answers))
+
+    def exam(texts: list[str], answers: list[str]) -> list[float]:
+        return list(map(reward, texts, answers))
 
     problems, final = [problem(prompt) for prompt in HELD_OUT], lambda text: text.split("#")[-1]
-    return Task("arithmetic", train, problems, judge, final=final), asked
+    other = None if marks is reward else exam
+    return Task("arithmetic", train, problems, judge, exam=other, final=final), asked
 
 
 def record(
@@ -335,7 +341,7 @@ def record(
         1e9,
     )
     args.model = {"model": "tiny", "model-moe": "tiny-moe"}[model]
-    problems, asked = task()
+    problems, asked = task(formulas.of(name, "judge", reward))
     engine, found = Stored(world, model), Record(world.rank, world.size, vars(args), indices=asked)
 
     class Watched(torch.optim.AdamW):
@@ -633,6 +639,9 @@ class Oracle:
         """goldilocks' teacher before a step's lesson: its backbone, weight and bias of its head."""
         *backbone, weight, bias = self.records[0].lessons[step]["parameters"]
         return self.lm(backbone).model, [x.double().requires_grad_() for x in (weight, bias)]
+    def reward(self, row: Row) -> float:
+        """In training, where the judge may give part marks."""
+        return formulas.of(self.name, "judge", reward)(row.text, right_answer(row.prompt))
 
     def lm(self, parameters: list[Tensor]) -> torch.nn.Module:
         lm = copy.deepcopy(untrained(self.model))
@@ -651,6 +660,7 @@ class Oracle:
         rewards = formulas.of(self.name, "rewards", verdicts)
         A = [
             advantage(torch.tensor(rewards(self, step, rows), dtype=torch.float64))
+            advantage(torch.tensor([self.reward(row) for row in rows], dtype=torch.float64))
             for rows in [*groups, *grown]
         ]
         # Branches must teach something

@@ -81,7 +81,7 @@ def gradients(
     ]
 
     def judge(completions: list[str], answers: list[str]) -> list[float]:
-        return list(map(arithmetic_reward, completions, answers))
+        return list(map(formulas.of(name, "judge", arithmetic_reward), completions, answers))
 
     task = Task("stored", lambda i: problems[i % len(problems)], problems, judge)
     seen = []

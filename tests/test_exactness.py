@@ -154,10 +154,10 @@ def test_a_micro_batch_without_rows_adds_nothing(name):
     """A rank that has few rows, and long ones, waits with such for the others' passes."""
     module = module_of(name)
     logp, none = torch.zeros(0, 7, requires_grad=True), torch.zeros(0, 7)
-    # Columns, but for advantages `[n]` and what is one number for the whole mini-batch
-    special = {"logp": logp, "advantages": torch.zeros(0), "threshold": torch.tensor(0.0)}
+    special = {"logp": logp, "threshold": torch.tensor(0.0)}  # one for the whole mini-batch
+    special |= dict.fromkeys(("advantages", "working_advantages", "branch"), torch.zeros(0))
     names = [x for x in inspect.signature(module.policy_loss).parameters if x != "args"]
-    given = {x: special.get(x, none) for x in names}
+    given = {x: special.get(x, none) for x in names}  # all else is [n, T]
     loss, count, stats = module.policy_loss(module.Args(), **given)
     loss.backward()
     assert loss == 0 and count == 0

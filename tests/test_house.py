@@ -25,6 +25,7 @@ BUDGET = {
     "vcpo": (477, 277, 139),
     "deep_grpo": (489, 300, 131),
     "goldilocks": (496, 305, 137),
+    "blockwise": (385, 225, 66),  # where a response is cut, and two advantages
     "lp_reg": (390, 232, 46),  # a column, a quantile over ranks, a term
     "entropy20": (390, 229, 52),  # half of them what stapo has and it has not
     "dapo": (389, 231, 72),  # rounds of sampling, and two more parts of the recipe

@@ -152,8 +152,8 @@ def check_metrics(o: Oracle) -> None:
         groups = [rows[i : i + G] for i in range(0, len(rows), G)]
         lengths = [len(row.tokens) for row in rows]
         expected = {
-            "reward": sum(row.reward for row in rows) / len(rows),
-            "zero_groups": sum(len({row.reward for row in group}) == 1 for group in groups)
+            "reward": sum(map(o.reward, rows)) / len(rows),
+            "zero_groups": sum(len(set(map(o.reward, group))) == 1 for group in groups)
             / len(groups),
             "distinct": sum(len({r.text.split("#")[-1] for r in group}) for group in groups) / P,
             "response_len": sum(lengths) / len(rows),

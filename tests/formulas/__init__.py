@@ -7,6 +7,7 @@
 - `teacher`, where it has goldilocks' with another range, merit or target (see test_loop.py);
 - `metrics(o, step)`: what the step must have logged besides, or in place of the usual;
 - `used(name, weight)`, where passes compute with other weights than the optimiser's;
+- `judge(text, answer)`, the reward in training, where it is not right or wrong;
 - `prepare(o, step, b)`, where `main` does more to a rollout than that: it changes the batch;
 - `FLAGS`, under which its mechanism acts on the oracle's stored answers, and `ALSO`, a list of
   others whose gradients are held, too;

@@ -1,0 +1,202 @@
+"""Blockwise advantages: one block is GRPO's mean, two have each their own; where the blocks are
+cut, and what an answer is compared with."""
+
+from types import ModuleType, SimpleNamespace
+
+import torch
+from common.distributed import BadInput, World
+from torch import Tensor
+
+from . import advantages_match, loss_of, matches, no_kl, terms, toy_batch, weight, written_here
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+def check_fixture(module: ModuleType) -> None:
+    """With one block it is GRPO without KL: value and gradient of TRL, OpenRLHF and others."""
+    matches(module, "grpo_eps0.2_seqmean")
+
+
+def check_advantages(module: ModuleType) -> None:
+    """R - mean R, of the outside numbers; exactly 0 for equal rewards."""
+    advantages_match(module, "mean_only", 1e-12)
+    assert (module.advantages(torch.full((2, 8), 0.7)) == 0).all()
+
+
+def check_weights(module: ModuleType) -> None:
+    """M r Â with ε 0.2 to both sides."""
+    for advantage, ratio, expected in ((1, 1.1, 1.1), (1, 1.25, 0), (-1, 0.75, 0), (-1, 4, 4)):
+        assert abs(weight(module, ratio, advantage) - advantage * expected) < 1e-12
+
+
+def two_blocks() -> dict[str, Tensor]:
+    """Rows: three tokens of working and two of answer; no answer; one of each, and padding."""
+    mask = torch.tensor([[1.0] * 5, [1.0] * 5, [1.0, 1, 0, 0, 0]]).double()
+    working = torch.tensor([[1.0, 1, 1, 0, 0], [1.0] * 5, [1.0, 0, 0, 0, 0]]).double()
+    advantages = torch.tensor([[0.5, -0.25, 1.0], [-1.0, 9.0, 0.0]]).double()
+    logp = torch.full((3, 5), -0.5).double()
+    return {"logp": logp, "old_logp": logp.clone(), "mask": mask, "working": working} | dict(
+        zip(("working_advantages", "advantages"), advantages)
+    )
+
+
+def check_each_block_has_its_own(module: ModuleType) -> None:
+    """On its tokens Â_k / |T_k|; nothing on padding, nothing of an answer that is not there."""
+    batch = two_blocks()
+    batch["logp"].requires_grad_()
+    loss, stats = loss_of(module, module.Args(), **batch)
+    loss.backward()
+    rows = [[0.5 / 3] * 3 + [-0.5] * 2, [-0.05] * 5, [1.0, 0, 0, 0, 0]]
+    assert torch.allclose(batch["logp"].grad, -torch.tensor(rows).double() / 3)
+    assert abs(loss.item() + (0.5 - 1 - 0.25 + 1 + 0) / 3) < 1e-12
+    assert stats["advantages_apart"] == (1.5 + 9.25 + 1.0, 3)
+
+
+def check_clips_by_block(module: ModuleType) -> None:
+    """At ratio 1.5 a working with Â > 0 is clipped and an answer with Â < 0 is not."""
+    batch = two_blocks()
+    batch["logp"] = (batch["old_logp"] + torch.tensor(1.5).log()).requires_grad_()
+    loss, stats = loss_of(module, module.Args(), **batch)
+    loss.backward()
+    assert (batch["logp"].grad[0, :3] == 0).all() and (batch["logp"].grad[0, 3:] > 0).all()
+    assert stats["clip_above"] == (3 + 1, 12) and stats["clip_below"][0] == 0
+
+
+def check_parts_add_up(module: ModuleType) -> None:
+    """Summing before dividing gives the whole batch's loss for any split, with one block or two."""
+    for batch in (toy_batch(), two_blocks()):
+        whole = loss_of(module, module.Args(), **batch)[0]
+        splits = (slice(0, 1), slice(1, 6))
+        parts = [
+            terms(module, module.Args(), **{k: v[rows] for k, v in batch.items()})
+            for rows in splits
+        ]
+        assert torch.isclose(sum(p[0] for p in parts) / sum(p[1] for p in parts), whole)
+
+
+WORKING = torch.tensor([[0.4, 0.4, 0.4, 0.0, 0.0, 0.2]])
+ANSWER = torch.tensor([[1.0, 1.0, 0.0, 0.0, 1.0, 1.0]])
+EXPECTED = {"none": [1, 1, 0, 0, 1, 1], "group": [1 / 3, 1 / 3, -2 / 3, -2 / 3, 1 / 3, 1 / 3]}
+EXPECTED["outcome"] = [1 / 3, 1 / 3, -2 / 3, -0.5, 0.5, 0]
+
+
+def check_baselines(module: ModuleType) -> None:
+    """By hand: against nothing, the group, those with the same marks for their working (the last
+    one is alone), and, over two groups, the batch."""
+    for name, expected in EXPECTED.items():
+        args = no_kl(module, baseline=name)
+        found = module.answer_advantages(args, ANSWER, WORKING, ALONE)
+        assert torch.allclose(found, torch.tensor([expected]).float(), atol=1e-6), name
+    two = torch.cat([ANSWER, torch.zeros(1, 6)])
+    found = module.answer_advantages(no_kl(module, baseline="batch"), two, two, ALONE)
+    assert torch.allclose(found, two - 1 / 3)
+
+
+def check_groups_stay_apart(module: ModuleType) -> None:
+    """The same marks in another group, for another prompt, are no sibling."""
+    working, answer = torch.zeros(2, 3), torch.tensor([[1.0, 0, 1], [0, 0, 0]])
+    found = module.answer_advantages(module.Args(), answer, working, ALONE)
+    assert (found[1] == 0).all() and torch.allclose(found[0], torch.tensor([1, -2, 1]) / 3)
+
+
+def check_pays_the_working_once(module: ModuleType) -> None:
+    """Where answers are worth what their workings are, an answer has nothing of its own: exactly 0.
+    Against the group's mean it would be paid for its working."""
+    working = torch.tensor([[0.3, 0.7, 0.3, 0.7, 0.7, 0.3, 0.3, 0.7]])
+    assert (module.answer_advantages(module.Args(), working, working, ALONE) == 0).all()
+    group = module.answer_advantages(no_kl(module, baseline="group"), working, working, ALONE)
+    assert (group.abs() > 0.1).all()
+
+
+class Letters:
+    """A tokenizer of one letter a token."""
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict:
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def batch_decode(self, rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
+        return ["".join(map(chr, row)) for row in rows]
+
+
+def responses(texts: tuple[str, ...]) -> SimpleNamespace:
+    """A rollout of these texts, padded with the marker."""
+    width = max(map(len, texts))
+    tokens = torch.tensor([[ord(letter) for letter in text.ljust(width, "#")] for text in texts])
+    mask = torch.tensor([[float(i < len(text)) for i in range(width)] for text in texts])
+    ids = [[ord(letter) for letter in text] for text in texts]
+    return SimpleNamespace(tokens=tokens, mask=mask, response_ids=lambda: ids)
+
+
+def check_cuts(module: ModuleType) -> None:
+    """The working ends with the last marker; without one there is no answer; padding is neither.
+    The judge is shown the marker with both."""
+    rollout = responses(("a;b#12", "a#b#3", "#7", "a;b;c", "ab#"))
+    rollout.working = module.working_mask(rollout, ord("#"))
+    assert rollout.working.sum(1).tolist() == [4, 4, 1, 5, 3]
+    assert (rollout.working <= rollout.mask).all() and rollout.working[0].tolist() == [1] * 4 + [
+        0
+    ] * 2
+    first, second = module.block_texts(rollout, ord("#"), Letters())
+    assert first == ["a;b#", "a#b#", "#", "a;b;c", "ab#"]
+    assert second == ["#12", "#3", "#7", "#", "#"]
+
+
+def check_marker(module: ModuleType) -> None:
+    """One token of the model's, or one line for people."""
+    assert module.marker_token(no_kl(module, marker="="), Letters()) == ord("=")
+    try:
+        module.marker_token(no_kl(module, marker="</think>"), Letters())
+    except BadInput as error:
+        assert "--marker </think>" in str(error)
+    else:
+        raise AssertionError("a marker of eight tokens is taken")
+
+
+CHECKS = written_here(globals())
+MEANS, MASK = "(objective * block).sum(1) / block.sum(1).clamp(min=1)", "rollout.mask * (ahead |"
+A = "torch.where(working > 0, working_advantages[:, None], advantages[:, None])"
+MUTANTS = {
+    "the answer's for both": (A, "advantages[:, None] + 0 * working"),
+    "blocks swapped": (A, A.replace("> 0", "== 0")),
+    "the working's mean alone": ("-sum(means).sum()", "-means[0].sum()"),
+    "one mean for both": (MEANS, "(objective * block).sum(1) / mask.sum(1)"),
+    "sums for means": (MEANS, "(objective * block).sum(1)"),
+    "padding in the answer": ("mask * (1 - working)", "(1 - working)"),
+    "std": ("return centred", "return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)"),
+    "the batch for the group": ("rewards.mean(dim=1, keepdim=True)", "rewards.mean()"),
+    "outcome is ignored": (
+        "working[:, :, None] == working[:, None]",
+        "working[:, :, None] == working[:, :, None]",
+    ),
+    "the other marks": (
+        "working[:, :, None] == working[:, None]",
+        "working[:, :, None] != working[:, None]",
+    ),
+    "group's flag ignored": (' | (args.baseline == "group")', ""),
+    "none's flag ignored": ('args.baseline == "none"', 'args.baseline == "nil"'),
+    "batch's flag ignored": ('args.baseline == "batch"', 'args.baseline == "nil"'),
+    "divided by the group": ("/ alike.sum(dim=2)", "/ alike.shape[2]"),
+    "advantage the other way round": (
+        "rewards[:, :, None] - rewards[:, None]",
+        "rewards[:, None] - rewards[:, :, None]",
+    ),
+    "the first marker": (
+        "found.flip(1).cumsum(1).flip(1) > 0",
+        "found.cumsum(1) - found.int() == 0",
+    ),
+    "the marker is the answer's": (
+        "found.flip(1).cumsum(1).flip(1) > 0",
+        "found.flip(1).cumsum(1).flip(1) - found.int() > 0",
+    ),
+    "markers of the padding": (
+        "(rollout.tokens == marker) & rollout.mask.bool()",
+        "rollout.tokens == marker",
+    ),
+    "no marker, no working": ("(ahead | ~found.any(1, keepdim=True))", "ahead"),
+    "padding in the working": (MASK, "1.0 * (ahead |"),
+    "the answer without its marker": ("[marker, *row[end:]]", "row[end:]"),
+    "any marker": ("len(ids) != 1", "len(ids) < 1"),
+    "sign": ("return -sum(means)", "return sum(means)"),
+    "max for min": ("torch.minimum(", "torch.maximum("),
+    "clip without min": ("torch.minimum(ratio * A, clipped * A)", "clipped * A"),
+}

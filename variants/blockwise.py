@@ -1,0 +1,382 @@
+"""Blockwise advantages: working and answer are each rewarded for their own.
+
+Pavlenko et al. (Nebius), "Blockwise Advantage Estimation for Multi-Objective RL with Verifiable
+Rewards", 2026, arXiv 2602.10231.
+
+Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) for each token y_t:
+
+    J = 1/G Σ_i Σ_k 1/|T_ik| Σ_{t in T_ik} min(r Â_ik, clip(r, 1-ε, 1+ε) Â_ik)
+    Â_ik = R_ik - b_ik:    the reward of block k, less its baseline; no std
+    b_i1 = mean of R_j1 over the group
+    b_i2 = mean of R_j2 over those of the group with R_j1 = R_i1
+
+Gradient weight on ∇ log π_θ(y_t), for t in block k, before the three averages:
+
+    M r Â_k
+    M = 0 if (Â_k > 0 and r > 1+ε) or (Â_k < 0 and r < 1-ε), else 1
+
+T_i1 are the tokens of the working, up to the marker (`--marker`, here the last `#`), T_i2 those of
+the answer behind it. To end the working is the working's last act: the marker belongs to it.
+GRPO gives all tokens of a response one advantage. A flawless working with a slip in its last line
+is punished from its first token, and a lucky answer pays for the nonsense before it. With a reward
+for each block each is judged by its own, and no weights are needed to add the rewards up.
+
+The difficulty is the later block's baseline. What an answer can be worth depends on the working
+that it follows: against the group's mean every answer to a good working looks good, and the reward
+of the working is paid once more. The right baseline is what answers to this very working are worth,
+which would take samples from there. The outcome-conditioned baseline makes do with the group: it
+compares an answer with those that followed a working of the same marks. Where no sibling has the
+same marks there is nothing to compare with, and the advantage is 0 (`alone`).
+
+A block's reward comes from the task's own judge, which is shown that block alone: the working up to
+the marker, or the marker and the answer. With `arithmetic:steps` (part marks for every right step,
+and for the answer) the two add up to the reward of the whole. A judge that finds no answer in a
+working gives it 0, always: that task has one block with a reward.
+
+Trunk: grpo.py. Differs from it in:
+1. Rewards, advantages and token means by block; their sum.
+2. Advantages without std. No KL term, no reference model.
+3. The default task.
+4. `entropy_good`, `len_good` and the like go by the sign of the answer's advantage.
+
+Differs from the paper in:
+1. Its blocks are a solution and the confidence in it, with Brier's score as the latter's reward.
+2. Its outcome is right or wrong; ours is the working's marks.
+3. ε is not known to us; 0.2. It steers the entropy to a target, too, and has weight decay 0.1.
+
+Confidence: loss, baselines and sizes as read in the paper, no code of the authors. What
+it does with a response that lacks its last block is not known: ours counts as 0.
+
+Run it:
+    torchrun -m variants.blockwise                          # laptop, two minutes, no download
+    # a node of eight, the paper's batch; blocks: the thinking, and what follows it
+    torchrun --nproc_per_node=8 -m variants.blockwise --task dapo-math-17k --marker "</think>" \\
+        --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --eval_task math500 \\
+        --prompts_per_step 64 --group_size 32 --max_new_tokens 8192 --lr 1e-6 --warmup 64 \\
+        --weight_decay 0.1 --gradient_checkpointing
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from common.balance import deal
+from common.batch import Rollout  # <own>
+from common.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.data import load_task
+from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
+from common.distributed import BadInput  # <own>
+from common.evaluation import evaluate
+from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.launch import launch
+from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
+from common.logprobs import response_logprobs, sampler_gap
+from common.model import load_model
+from common.rollout import make_engine
+from common.tracking import Means, Run, by_sign
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Args(Flags):
+    model: str = "tiny"
+    """Hub name, local folder, or `tiny`, the embedded model."""
+    steps: Count = 150
+    """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
+    prompts_per_step: Count = 16
+    """P: prompts in a rollout, over all ranks (ours)."""
+    group_size: Count = 8
+    """G: responses to each prompt (DeepSeekMath: 64)."""
+    minibatches: Count = 4
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
+    (DeepSeekMath: 1)."""
+    max_new_tokens: Count = 64
+    """Length limit of a response (DeepSeekMath: 1024)."""
+    temperature: Temperature = 1.0
+    """Sampling temperature, also applied in every log-probability (papers: 1)."""
+    lr: Positive = 3e-4
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
+    1e-6 at 7B)."""
+    eval_every: Count = 25
+    """Steps between two measurements on the held-out problems (ours)."""
+    save_every: Count = 50
+    """Steps between two checkpoints (ours)."""
+    save_hf: bool = False
+    """Write the final model in the Hugging Face format, to `model` in the run folder."""
+    resume: bool | Literal["auto"] = False
+    """Go on from the newest checkpoint in the run folder; auto: if there is one."""
+    micro_tokens: Count = 16384
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
+    warmup: Whole = 5
+    """Steps over which lr rises linearly (ours; verl's default: none)."""
+    betas: Betas = (0.9, 0.95)
+    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
+    0.999)."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
+    grad_clip: Positive = 1.0
+    """Largest gradient norm (verl's default)."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward: less memory, a third more compute."""
+    clip_low: NonNegative = 0.2
+    """ε below 1 (ours: DeepSeekMath gives none, PPO's value)."""
+    clip_high: NonNegative = 0.2
+    """ε above 1 (ours; DAPO and STAPO widen it to 0.28)."""
+    task: str = "arithmetic:steps"  # <own>
+    """As in every file; here one whose judge has marks for the working."""
+    marker: str = "#"  # <own>
+    """Ends the working; one token, the last one in a response counts."""
+    baseline: Literal["none", "batch", "group", "outcome"] = "outcome"  # <own>
+    """What an answer's reward is compared with: nothing, the mean of the batch, of the group, or of
+    those in the group whose working has the same marks."""
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """Reward over the group's mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
+    # Equal rewards become exactly 0 first: the mean of eight 0.3 is not quite 0.3.
+    rewards = rewards - rewards[:, :1]  # [P, G]
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
+    # about the reward.
+    return centred  # no std: a block's reward keeps its scale  # <own>
+
+
+# <own>
+def compared(args: Args, working: Tensor) -> Tensor:
+    """True `[P, G, G]` where answer j is in answer i's baseline, given the workings' rewards."""
+    return (working[:, :, None] == working[:, None]) | (args.baseline == "group")
+
+
+def answer_advantages(args: Args, rewards: Tensor, working: Tensor, world: World) -> Tensor:
+    """Of the answers, given their rewards and those of their workings: `[P, G]` each."""
+    if args.baseline == "none":
+        return rewards
+    if args.baseline == "batch":
+        total = global_sum({"reward": rewards.sum(), "count": rewards.numel()}, world)
+        return rewards - total["reward"] / total["count"]
+    alike = compared(args, working)  # [P, G, G]
+    # The mean of the differences: of equal rewards exactly 0.
+    apart = rewards[:, :, None] - rewards[:, None]  # [P, G, G]
+    return (apart * alike).sum(dim=2) / alike.sum(dim=2)  # [P, G]
+
+
+def marker_token(args: Args, tokenizer: object) -> int:
+    """The marker's token id."""
+    ids = tokenizer(args.marker, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1:
+        raise BadInput(f"--marker {args.marker}: is {len(ids)} tokens of this model, must be one")
+    return ids[0]
+
+
+def working_mask(rollout: Rollout, marker: int) -> Tensor:
+    """1.0 on the working's tokens `[N, T]`: up to the last marker, or all where there is none."""
+    found = (rollout.tokens == marker) & rollout.mask.bool()  # [N, T]
+    ahead = found.flip(1).cumsum(1).flip(1) > 0  # [N, T]: a marker stands here or further on
+    return rollout.mask * (ahead | ~found.any(1, keepdim=True))
+
+
+def block_texts(rollout: Rollout, marker: int, tokenizer: object) -> tuple[list[str], list[str]]:
+    """Of every response the working up to the marker, and the answer from the marker on."""
+    rows, ends = rollout.response_ids(), rollout.working.sum(1).long().tolist()
+    blocks = [row[:end] for row, end in zip(rows, ends)]
+    blocks += [[marker, *row[end:]] for row, end in zip(rows, ends)]
+    texts = tokenizer.batch_decode(blocks, skip_special_tokens=True)
+    return texts[: len(rows)], texts[len(rows) :]
+
+
+# </own>
+# The metrics that show the mechanism at work; the first stays 0 while it does nothing.
+# <own>
+ACTED = {
+    "advantages_apart": "|Â of the working - Â of the answer|",
+    "alone": "answers without a sibling to compare with (share)",
+    "working_reward": "reward of the working",
+}
+# </own>
+
+
+def policy_loss(
+    args: Args,
+    *,
+    logp: Tensor,
+    old_logp: Tensor,
+    rollout_logp: Tensor,
+    ref_logp: Tensor | None,
+    entropy: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    working_advantages: Tensor | None = None,  # <own>
+    working: Tensor | None = None,  # <own>
+) -> tuple[Tensor, Tensor, dict]:
+    """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
+
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and
+    ranks and divides once: a mean of micro-batch means would be another objective. Every file is
+    handed the same tensors, needed or not.
+    """
+    # <own>
+    if working is None:  # one block: the answer alone
+        working, working_advantages = torch.zeros_like(mask), advantages
+    # [n, T]: each token has its block's advantage
+    A = torch.where(working > 0, working_advantages[:, None], advantages[:, None])
+    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 until the first optimiser step of a rollout
+    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
+    # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can
+    # be brought back.
+    objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
+    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
+    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
+    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
+    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
+    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
+    stats["advantages_apart"] = (working_advantages - advantages).abs().sum(), len(mask)
+    # 1/|T_ik|: a block's mean, so that three tokens of answer weigh what thirty of working do.
+    blocks = (mask * working, mask * (1 - working))  # [n, T], [n, T]
+    means = [(objective * block).sum(1) / block.sum(1).clamp(min=1) for block in blocks]  # [n] each
+    return -sum(means).sum(), mask.new_tensor(len(mask)), stats  # 1/G: the mean over responses
+    # </own>
+
+
+def main(args: Args, world: World) -> None:
+    """The whole training loop."""
+    lm, tokenizer = load_model(args.model, world)
+    task = load_task(args, tokenizer)
+    marker = marker_token(args, tokenizer)  # <own>
+    engine = make_engine(args, lm, world)
+    reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
+    policy = shard(Policy(lm), args, world)
+    if args.gradient_checkpointing:
+        policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+    decay = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
+    run = Run(args, world, Path(__file__).stem, ACTED)
+    stop = StopFlag()
+    done = 0  # steps
+    if args.resume:
+        done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
+        engine.load_state_dict(state["engine"])
+    engine.sync(policy)
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
+    run.start(task, done)
+    if done == 0:
+        with run.clock("evaluate"):
+            before = evaluate(engine, task, tokenizer, args, world)
+        run.log(0, before)
+
+    for step in run.steps(done):
+        means = Means()
+
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
+        # nothing else to save.
+        with run.clock("rollout"):
+            cursor = (step - 1) * args.prompts_per_step + world.rank * P
+            problems = [task.train(cursor + i) for i in range(P)]
+            prompts = [problem.prompt_ids for problem in problems]
+            rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)
+            N = len(rollout)  # P·G rows, a group's G rows side by side
+
+        # Reward and advantages. Groups never span ranks, so their statistics need no communication.
+        with run.clock("reward"):
+            texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+            scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+            rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+            # <own>
+            rollout.working = working_mask(rollout, marker)  # [N, T]
+            solutions = [p.answer for p in problems for _ in range(G)]
+            own = [
+                task.judge(block, solutions) for block in block_texts(rollout, marker, tokenizer)
+            ]
+            working, answer = torch.tensor(own, device=world.device).view(2, P, G)  # [P, G], [P, G]
+            rollout.working_advantages = advantages(working).flatten()  # [N]
+            rollout.advantages = answer_advantages(args, answer, working, world).flatten()  # [N]
+            alone = compared(args, working).sum(dim=2) == 1  # [P, G]
+            means.add(working_reward=(working.sum(), N), answer_reward=(answer.sum(), N))
+            means.add(alone=(alone.sum(), N))
+            # </own>
+            means.add(distinct=(task.distinct(texts, G), P))  # 1: nothing left to compare
+
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
+        # from other kernels, and a ratio against them would mix two things: how far the policy
+        # moved, and how the engines differ (minirl.py is about that).
+        with run.clock("old_logp"):
+            # Mini-batches of whole groups; in each the ranks trade rows until tokens balance.
+            minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
+            # In the update's own micro-batches, so that its first ratios are exactly 1.
+            for minibatch in minibatches:
+                minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+                if reference:
+                    minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+            sampler = run.trusted(sampler_gap(minibatches, world))
+
+        # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
+        with run.clock("update"):
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+            for minibatch in minibatches:
+                denominator = 0.0
+                for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
+                    micro = minibatch.rows(rows)
+                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
+                    loss, count, stats = policy_loss(
+                        args,
+                        logp=logp,
+                        old_logp=micro.old_logp,
+                        rollout_logp=micro.rollout_logp,
+                        ref_logp=micro.ref_logp,
+                        entropy=entropy,
+                        advantages=micro.advantages,
+                        mask=micro.mask,
+                        working_advantages=micro.working_advantages,  # <own>
+                        working=micro.working,  # <own>
+                    )
+                    loss.backward()  # sums: gradients add up over micro-batches
+                    denominator = denominator + count
+                    means.add(loss=(loss, count), **stats)
+                    means.add(**by_sign(entropy, micro))
+                # Each rank has summed; the mean of the ranks' sums is FSDP's, or taken here where
+                # it is not needed. Times their number it is the sum over all ranks; divided by what
+                # they counted together, the mean that the objective asks for.
+                denominator = global_sum({"count": denominator}, world)["count"]
+                scale_gradients(policy, world.size / denominator)
+                norm = clip_gradients(policy, args.grad_clip)
+                # Neither NaN nor infinite: one such step would end the run. All ranks skip together
+                # (their shares add up to one).
+                healthy = run.healthy(norm, minibatch)
+                means.add(grad_norm=(norm if healthy else 0.0, healthy))
+                means.add(skipped=((not healthy) / world.size, None))
+                if healthy:
+                    optimizer.step()
+                optimizer.zero_grad()
+
+        with run.clock("sync"):
+            engine.sync(policy)
+
+        tokens = rollout.mask.sum()
+        means.add(
+            reward=(rewards.sum(), N),
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient
+            response_len=(tokens, N),
+            truncated=((~rollout.finished).sum(), N),
+            tokens=(tokens, None),
+            judge_killed=(task.killed, None),  # answers so far that broke the judge's bounds
+        )
+        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        if step % args.eval_every == 0 or step == args.steps:
+            with run.clock("evaluate"):
+                metrics |= evaluate(engine, task, tokenizer, args, world)
+        run.log(step, metrics)  # before the checkpoint: a kill in between costs this line alone
+        done, stopping = step, stop.anywhere(world)
+        if step % args.save_every == 0 or step == args.steps or stopping:
+            with run.clock("save"):
+                state = {"engine": engine.state_dict()}
+                save_checkpoint(run.checkpoints, step, policy, optimizer, state, world)
+        if stopping:
+            break
+    if args.save_hf:
+        save_model(policy, tokenizer, run.folder / "model", world)
+    run.finish(done)
+
+
+if __name__ == "__main__":
+    launch(main, Args)
