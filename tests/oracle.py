@@ -466,7 +466,7 @@ ROUNDS = {"goldilocks": as_recorded}
 
 def verdicts(o: Oracle, step: int, rows: list[Row]) -> list[float]:
     """What a group's advantages are made of: in most files the judge's rewards."""
-    return [row.reward for row in rows]
+    return [o.reward(row) for row in rows]
 
 
 def response_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -639,6 +639,7 @@ class Oracle:
         """goldilocks' teacher before a step's lesson: its backbone, weight and bias of its head."""
         *backbone, weight, bias = self.records[0].lessons[step]["parameters"]
         return self.lm(backbone).model, [x.double().requires_grad_() for x in (weight, bias)]
+
     def reward(self, row: Row) -> float:
         """In training, where the judge may give part marks."""
         return formulas.of(self.name, "judge", reward)(row.text, right_answer(row.prompt))
@@ -660,7 +661,6 @@ class Oracle:
         rewards = formulas.of(self.name, "rewards", verdicts)
         A = [
             advantage(torch.tensor(rewards(self, step, rows), dtype=torch.float64))
-            advantage(torch.tensor([self.reward(row) for row in rows], dtype=torch.float64))
             for rows in [*groups, *grown]
         ]
         # Branches must teach something
