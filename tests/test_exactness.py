@@ -154,10 +154,11 @@ def test_a_micro_batch_without_rows_adds_nothing(name):
     """A rank that has few rows, and long ones, waits with such for the others' passes."""
     module = module_of(name)
     logp, none = torch.zeros(0, 7, requires_grad=True), torch.zeros(0, 7)
-    special = {"logp": logp, "threshold": torch.tensor(0.0)}  # one for the whole mini-batch
+    # One number for the whole mini-batch; `[n]`; all else is `[n, T]`
+    special = {"logp": logp} | dict.fromkeys(("threshold", "balance"), torch.tensor(0.0))
     special |= dict.fromkeys(("advantages", "working_advantages", "branch"), torch.zeros(0))
     names = [x for x in inspect.signature(module.policy_loss).parameters if x != "args"]
-    given = {x: special.get(x, none) for x in names}  # all else is [n, T]
+    given = {x: special.get(x, none) for x in names}
     loss, count, stats = module.policy_loss(module.Args(), **given)
     loss.backward()
     assert loss == 0 and count == 0
