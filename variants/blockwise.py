@@ -30,8 +30,8 @@ same marks there is nothing to compare with, and the advantage is 0 (`alone`).
 
 A block's reward comes from the task's own judge, which is shown that block alone: the working up to
 the marker, or the marker and the answer. With `arithmetic:steps` (part marks for every right step,
-and for the answer) the two add up to the reward of the whole. A judge that finds no answer in a
-working gives it 0, always: that task has one block with a reward.
+and for the answer) the two add up to the reward of the whole. Where the judge never finds anything
+in a working (`arithmetic`), its reward is always 0 and nothing is learnt from it.
 
 Trunk: grpo.py. Differs from it in:
 1. Rewards, advantages and token means by block; their sum.

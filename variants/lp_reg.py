@@ -37,8 +37,8 @@ Trunk: justrl.py. Differs from it in:
 
 Differs from the paper in:
 1. δ is over the mini-batch of all ranks together, and at least one token is at or below it. The
-   authors' code sorts each micro-batch (two responses), and does nothing where ρ of its bad tokens
-   is less than two.
+   authors' code sorts each micro-batch, so that what is protected depends on what fits into memory,
+   and does nothing where ρ of its bad tokens is less than two.
 2. Its k3 is verl's, cut at 10, which takes the gradient away from a token that has fallen to a
    thirteenth of π_proxy: just where it is needed most. Ours is not cut.
 3. The paper writes KL(π_proxy ‖ π_θ) and asks for π_proxy > 0; the code has k3 of the token drawn,

@@ -16,16 +16,16 @@ Gradient weight on ∇ log π_θ(y_t), before the two averages:
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
 k3 is grpo.py's, a KL term towards π_ref.
-Two pieces of advice from early notes on stability, in one file to be tried, not to be believed. The
-first: weigh right and wrong responses apart. Which of them should weigh more is disputed. Those
-notes go easy on the wrong ones: to push a sampled token down lifts all others, the likeliest most,
-whether they are any good; arXiv 2505.18830 finds right tokens dragged down with the wrong response
-they stand in. This paper finds the opposite. What is pushed up is sampled more and pushed up again,
-until one way is left: pass@1 rises and pass@k falls. Pushing wrong responses down leaves the rest
-in its old proportions; wrong ones alone (λ = 0) often match PPO and GRPO, and λ = 0.1 does best.
-arXiv 2606.16154 lets it depend on the tokens' distribution. Adam undoes a common scale, so that λ
-sets a ratio: 10 is the advice, 0.1 the paper, 1 grpo.py. `python -m labs.signs` shows both sides on
-one prompt.
+Two pieces of advice that are often given for stability, in one file to be tried, not to be
+believed. The first: weigh right and wrong responses apart. Which of them should weigh more is
+disputed. The usual advice goes easy on the wrong ones: to push a sampled token down lifts all
+others, most of all the likeliest, whether they are any good; arXiv 2505.18830 finds right tokens
+dragged down with the wrong response they stand in. This paper finds the opposite. What is pushed up
+is sampled more and pushed up again, until one way is left: pass@1 rises and pass@k falls. Pushing
+wrong responses down leaves the rest in its old proportions; wrong ones alone (λ = 0) often match
+PPO and GRPO, and λ = 0.1, the authors' choice, improves pass@k on the whole. arXiv 2606.16154 lets
+it depend on the tokens' distribution. Adam undoes a common scale, so that λ sets a ratio: 10 is the
+advice, 0.1 the paper, 1 grpo.py. `python -m labs.signs` shows both sides on one prompt.
 
 The second: leave outliers out, here by length and by mean log-probability. No source gives numbers,
 and what is odd need not be noise. In 30 default steps (seed 1) 3% of the responses were outliers,
