@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -279,3 +280,10 @@ def test_the_browsers_check_can_fail(data, tmp_path, monkeypatch):
     problems = ["\n".join(report["problems"]) for report in found]
     for _, _, said in DAMAGES:
         assert any(said in problem for problem in problems), said
+
+
+def test_without_the_tests_there_are_no_checks_to_show(monkeypatch):
+    """Who downloads the repository for its tools may delete them."""
+    monkeypatch.setitem(sys.modules, "tests", None)
+    found = reader.tests_of(PATHS["grpo"], PATHS["grpo"].read_text())
+    assert found == {"checks": [], "mutants": []}

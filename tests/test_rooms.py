@@ -11,7 +11,7 @@ from tools.rooms import COMMON, executed
 
 # Code lines that a default laptop run executes, and all. Nearly half of them are for input that can
 # be wrong in many ways, folders that two runs want, damaged files, vLLM, mixtures of experts.
-EXECUTED, ALL = 1270, 2346
+EXECUTED, ALL = 1291, 2368
 OURS = {"common", "tools", "labs", "tests", "variants", *(path.stem for path in algorithms())}
 GROUND = ("flags", "distributed", "batch", "routing")  # rooms that stand on no other
 
@@ -58,9 +58,10 @@ def test_common_stands_on_nothing_above_it():
 
 
 def test_tools_do_not_need_tests():
-    """Nor labs: who downloads the repository for its tools may delete both."""
+    """Nor labs: who downloads the repository for its tools may delete both. (The reader shows the
+    checks where they are, and does without: test_reader.py.)"""
     for path in (ROOT / "tools").glob("*.py"):
-        assert not of_ours(path) & {"tests", "labs"}, path
+        assert not of_ours(path) & {"tests", "labs"} or path.stem == "reader", path
 
 
 def test_rooms_make_no_circle():
