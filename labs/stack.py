@@ -16,7 +16,7 @@ import numpy as np
 from labs import lab
 
 TITLE = "Five layers: alone, together, and all but one"
-RUN = "-m variants.recipe --steps 60 --eval_every 10 --eval_samples 2 --save_every 1000"
+RUN = "-m variants.recipe --steps 40 --eval_every 5 --eval_samples 2 --save_every 1000"
 RUN += " --tau_p 0.05 --entropy_quantile 0.95"
 OFF = {
     "clip": "--clip_high 0.2 --no_token_mean",
