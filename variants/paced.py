@@ -133,8 +133,8 @@ class Args(Flags):
     """K: prompts that compete for each slot of the batch (ours)."""
     explore: Share = 0.1  # <own>
     """η: share of slots given to a random candidate, to keep the teacher's sample honest (ours)."""
-    window: Count = 2048  # <own>
-    """Latest prompts the teacher learns from; older ones tell of an older student (ours)."""
+    window: Count = 256  # <own>
+    """Latest prompts the teacher learns from: few, as V has to follow the student (ours)."""
     teacher_batch: Count = 64  # <own>
     """Prompts in one of its updates; selection begins when the window holds as many (ours)."""
     teacher_updates: Whole = 2  # <own>
