@@ -4,7 +4,7 @@ variants/recipe.py with none of its layers (grpo.py without its KL term), with a
 one, with one alone (the clip and the average alone are justrl.py), and with a pair of which one may
 hurt the other: stale batches suffer from the variance of their weights, and a curriculum prefers
 prompts that are solved half of the time, where the rewards vary most. ESS/B tells whether the one
-feeds the other. STAPO's mask has flags under which it acts here.
+feeds the other. (STAPO's mask has flags under which it acts here; a stale batch is 16 updates old.)
 
     python -m labs.stack
 """
@@ -16,8 +16,8 @@ import numpy as np
 from labs import lab
 
 TITLE = "Five layers: alone, together, and all but one"
-RUN = "-m variants.recipe --steps 40 --eval_every 5 --eval_samples 2 --save_every 1000"
-RUN += " --tau_p 0.05 --entropy_quantile 0.95"
+RUN = "-m variants.recipe --steps 60 --eval_every 5 --eval_samples 2 --save_every 1000"
+RUN += " --tau_p 0.05 --entropy_quantile 0.95 --lag 4"
 OFF = {
     "clip": "--clip_high 0.2 --no_token_mean",
     "tokens": "--tokens none",
@@ -34,6 +34,7 @@ ARMS = {
     for arm, layers in LAYERS.items()
 }
 COLUMNS = ("greedy", "sampled", "tokens", "ess_ratio", "lr_scale", "zero_groups", "silenced")
+QUICKLY = "--steps 6"  # one more than the queue holds
 COLOURS = dict(zip(OFF, (lab.GREY, lab.PINK, lab.GREEN, lab.BLUE, lab.ORANGE)))
 SEEDS = 5
 
