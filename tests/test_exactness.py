@@ -134,10 +134,8 @@ def first_ratios(folder: Path, name: str) -> list[bool]:
         patch.setattr(module, "policy_loss", spy)
         patch.setattr("common.tracking.draw_curves", no_curves)
         flags = [*SMALL, "--steps", 1, "--micro_tokens", 60, "--lr", 1e-30, "--run_dir", folder]
-        assert (
-            run_here(module.main, *flags, *(["--lag", 0] if hasattr(module.Args, "lag") else []))
-            == 0
-        )
+        flags += ["--lag", 0] if hasattr(module.Args, "lag") else []
+        assert run_here(module.main, *flags) == 0
     return equal
 
 
