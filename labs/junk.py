@@ -1,8 +1,9 @@
-"""Positions that do not matter to the reward: what STAPO's mask does to them, and to a discovery.
+"""Positions that do not matter to the reward: what masks do to them, and to a discovery.
 
 *junk*: responses of 20 tokens of which one is at 0.99 (a junk token otherwise) and 8 that are open;
 the reward is a coin. *fork*: the first token alone decides; a wrong one is at 0.98, the right one
-at 0.001, two open tokens follow.
+at 0.001, two open tokens follow. Beside STAPO's mask those of two neighbours: the top 20% by
+entropy, and Lp-Reg's spring under rare tokens of bad responses.
 
     python -m labs.junk
 """
@@ -15,9 +16,9 @@ import torch
 from labs import lab, toy
 
 TITLE = "STAPO's mask cannot tell a slip from a discovery: it removes both"
-ARMS = {f"{task}, {name}": (task, stem) for task in ("junk", "fork") for name, stem in (
-    ("GRPO", "grpo"), ("STAPO", "stapo"))}  # fmt: skip
-COLOURS = {"GRPO": lab.BLACK, "STAPO": lab.ORANGE}
+FILES = {"GRPO": "grpo", "STAPO": "stapo", "top 20%": "entropy20", "Lp-Reg": "lp_reg"}
+ARMS = {f"{task}, {name}": (task, stem) for task in ("junk", "fork") for name, stem in FILES.items()}
+COLOURS = dict(zip(FILES, (lab.BLACK, lab.ORANGE, lab.GREEN, lab.BLUE)))
 P, G, V, LR = 16, 8, 20, {"junk": 4.0, "fork": 6.0}
 EVERY, ROLLOUTS = 2, {"junk": 200, "fork": 150}
 
@@ -46,6 +47,10 @@ def measure(arm: str, seed: int, quick: bool) -> dict:
         old_logp = toy.logprobs(logits, tokens)  # [N, T]
         entropy = -(chances * logits.log_softmax(-1)).sum(-1).expand_as(old_logp)  # [N, T]
         held = {"advantages": module.advantages(right.double()).flatten(), "entropy": entropy}
+        if stem == "lp_reg":
+            every = logits.log_softmax(-1).repeat(P * G, 1)  # [N·T, V]
+            proxy = module.proxy_logprobs(every, tokens.flatten(), module.Args().kappa)
+            held["proxy_logp"] = proxy.view(tokens.shape)
         slope = toy.gradient(module, {}, logits, tokens, old_logp=old_logp, **held)
         logits = logits - LR[task] * len(logits) * slope
     found = next((i for i, p in enumerate(curve) if p > 0.5), np.inf)
@@ -70,9 +75,11 @@ def draw(results: dict) -> object:
             runs = results[f"{task}, {name}"]
             x = EVERY * np.arange(len(runs[0]["p"]))
             lab.line(axis, x, runs, "p", colour)
-            lab.label(axis, x[-1], lab.over(runs, "p")[0][-1], name, colour)
-        axis.set(xlabel="rollouts", xlim=(0, 1.2 * len(x)))
-    lab.plain_ticks(axes[0], "y", (0.002, 0.005, 0.01))
+            level = "bottom" if name in ("GRPO", "top 20%") else "top"  # of two that end together
+            apart = 1.13 if name == "top 20%" and task == "junk" else 1.0
+            lab.label(axis, x[-1], apart * lab.over(runs, "p")[0][-1], name, colour, va=level)
+        axis.set(xlabel="rollouts", xlim=(0, 1.25 * x[-1]))
+    lab.plain_ticks(axes[0], "y", (0.002, 0.005, 0.01, 0.02, 0.05))
     lab.plain_ticks(axes[1], "y", (0.001, 0.01, 0.1, 1))
     return figure
 

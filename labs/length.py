@@ -2,62 +2,62 @@
 
 A response is right or wrong by the toss of a coin; its length is how long it goes on: after every
 token it stops with a chance of 0.1 at first, one chance for right responses and one for wrong ones.
-16 groups of 8, one plain gradient step each. The sum over tokens (minirl.py) has the step divided
-by the mean length, so that all three begin alike.
+16 groups of 8, one plain gradient step each. The losses with the group's mean alone and a constant
+for the length have a step size with which all begin alike. laconic.py has grpo.py's average, and
+takes a price for what is beyond a budget of 10 tokens off the reward.
 
     python -m labs.length
 """
 
 import sys
 
+import common  # noqa: F401  (before torch)
 import numpy as np
 import torch
+from common.distributed import World
 
 from labs import lab, toy
 
 TITLE = "1/|y| makes wrong answers long and right ones short, for nothing"
 ARMS = {
     "1/|y| (grpo)": ("grpo", {}, 1.0),
-    "token mean (stapo)": ("stapo", {"tau_p": 0.0}, 1.0),
-    "sum (minirl)": ("minirl", {}, 0.2),
+    "1/|y|, a budget (laconic)": ("laconic", {"length_budget": 10}, 1.0),
+    "token mean (justrl)": ("justrl", {}, 1.0),
+    "constant (dr_grpo)": ("dr_grpo", {"max_new_tokens": 60}, 12.0),
 }
-COLOURS = dict(zip(ARMS, (lab.BLACK, lab.BLUE, lab.ORANGE)))
+COLOURS = dict(zip(ARMS, (lab.BLACK, lab.GREEN, lab.BLUE, lab.ORANGE)))
+LOWER = {"right": list(ARMS)[1:3], "wrong": list(ARMS)[3:]}
 P, G, LONGEST, LR, ROLLOUTS, EVERY = 16, 8, 60, 1.0, 150, 3
-
-
-def read(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """log π of tokens `[N, T]` (1: it stops here) in right and wrong responses, half of the rows
-    each; `logits [2, 2]`."""
-    halves = tokens.view(2, -1)  # [2, N/2·T]
-    return logits.log_softmax(-1).gather(1, halves).view(tokens.shape)  # [N, T]
 
 
 def measure(arm: str, seed: int, quick: bool) -> dict:
     """The mean lengths of right and wrong responses (those of the policy, not of the sample)."""
     stem, flags, rate = ARMS[arm]
     module, generator = toy.load(stem), torch.Generator().manual_seed(seed)
-    logits = torch.tensor([[0.9, 0.1]] * 2, dtype=torch.float64).log()  # [2, 2]
+    budget = None
+    if stem == "laconic":
+        budget = module.Budget(module.Args(**flags), World(0, 1, torch.device("cpu")))
+    logits = torch.tensor([[0.9, 0.1]] * 2, dtype=torch.float64).log()  # [2, 2]: go on, stop
     lengths = []  # right, wrong
     for _ in range(15 if quick else ROLLOUTS):
         go = logits.softmax(-1)[:, 0]  # [2]
         lengths.append(((1 - go**LONGEST) / (1 - go)).tolist())
-        coin = torch.rand(P, G, generator=generator) < 0.5  # [P, G]
-        A = module.advantages(coin.double()).flatten()  # [N]
-        right = coin.flatten()  # [N]
-        A = torch.cat([A[right], A[~right]])
-        pad = 2 * max(right.sum(), (~right).sum())  # two halves of equal size, for `read`
-        stop = torch.rand(pad, LONGEST, generator=generator, dtype=torch.float64)
-        stop = (stop < 1 - go.repeat_interleave(pad // 2)[:, None]).long()  # [N', T]
-        mask = (stop.cumsum(1) - stop == 0).double()  # [N', T]: up to the token that stops
-        here = torch.cat([torch.arange(right.sum()), pad // 2 + torch.arange((~right).sum())])
-        old = read(logits, stop)  # [N', T]
+        coin = torch.rand(P, G, generator=generator) < 0.5  # [P, G]: right
+        which = (~coin).flatten().long()  # [N]: the row of `logits`
+        chance = torch.rand(P * G, LONGEST, generator=generator, dtype=torch.float64)
+        stop = (chance < 1 - go[which, None]).long()  # [N, T]
+        mask = (stop.cumsum(1) - stop == 0).double()  # [N, T]: up to the token that stops
+        rewards = coin.double()  # [P, G]
+        if budget:
+            rewards = budget.charge(rewards, mask.sum(1).view(P, G))
 
-        def rows(logits: torch.Tensor, tokens: torch.Tensor, here=here) -> torch.Tensor:
-            return read(logits, tokens)[here]
+        def read(logits: torch.Tensor, tokens: torch.Tensor, which=which) -> torch.Tensor:
+            rows = logits.log_softmax(-1)[which, None].expand(-1, LONGEST, 2)  # [N, T, 2]
+            return rows.gather(2, tokens[..., None])[..., 0]  # [N, T]
 
-        held = {"old_logp": old[here], "advantages": A, "mask": mask[here]}
-        slope = toy.gradient(module, flags, logits, stop, rows, **held)
-        logits = logits - rate * LR * slope
+        held = {"old_logp": read(logits, stop), "mask": mask}
+        held["advantages"] = module.advantages(rewards).flatten()
+        logits = logits - rate * LR * toy.gradient(module, flags, logits, stop, read, **held)
     right, wrong = zip(*lengths)
     found = {"right": right[::EVERY], "wrong": wrong[::EVERY]}
     return found | {"right end": right[-1], "wrong end": wrong[-1]}
@@ -78,9 +78,10 @@ def draw(results: dict) -> object:
             runs = results[arm]
             x = EVERY * np.arange(len(runs[0][which]))
             lab.line(axis, x, runs, which, colour)
-            align = {"va": "bottom" if "sum" in arm else "top"} if "/" not in arm else {}
+            lower = LOWER[which]  # of two lines that end together
+            align = {"va": "top" if arm in lower else "bottom"}
             lab.label(axis, x[-1], lab.over(runs, which)[0][-1], arm, colour, **align)
-        axis.set(xlabel="rollouts", ylabel="tokens", xlim=(0, 1.5 * len(x)))
+        axis.set(xlabel="rollouts", ylabel="tokens", xlim=(0, 1.6 * x[-1]))
     return figure
 
 

@@ -2,14 +2,13 @@
 
 One prompt, 20 possible answers of one token. *Easy*: four are right, at 0.05 each at first; *rare*:
 one is, at 0.002. 16 groups of 8, four plain gradient steps on each rollout, with grpo.py's loss;
-the arms change the advantages of one sign alone.
+the arms change the advantages of one sign alone. The last is variants/signs.py's loss as it is.
 
     python -m labs.signs
 """
 
 import sys
 
-import grpo
 import numpy as np
 import torch
 
@@ -17,9 +16,9 @@ from labs import lab, toy
 
 TITLE = "Wrong answers alone keep every right one alive, and never find a rare one"
 WEIGHTS = {"both": (1.0, 1.0), "right only": (1.0, 0.0), "wrong only": (0.0, 1.0)}
-WEIGHTS["wrong by half"] = (1.0, 0.5)
+WEIGHTS |= {"wrong by half": (1.0, 0.5), "right by a tenth": None}
 ARMS = {f"{task}, {name}": (task, name) for task in ("easy", "rare") for name in WEIGHTS}
-COLOURS = dict(zip(WEIGHTS, (lab.BLACK, lab.BLUE, lab.ORANGE, lab.GREY)))
+COLOURS = dict(zip(WEIGHTS, (lab.BLACK, lab.BLUE, lab.ORANGE, lab.GREY, lab.GREEN)))
 RIGHT, AT = {"easy": 4, "rare": 1}, {"easy": 0.05, "rare": 0.002}
 V, P, G, STEPS, LR, ROLLOUTS, EVERY = 20, 16, 8, 4, 0.5, 150, 3
 
@@ -27,7 +26,8 @@ V, P, G, STEPS, LR, ROLLOUTS, EVERY = 20, 16, 8, 4, 0.5, 150, 3
 def measure(arm: str, seed: int, quick: bool) -> dict:
     """p(right), and how many right answers are alive: e^(entropy among them), by rollout."""
     (task, name), generator = ARMS[arm], torch.Generator().manual_seed(seed)
-    right, (up, down) = RIGHT[task], WEIGHTS[name]
+    right, weights = RIGHT[task], WEIGHTS[name]
+    module, (up, down) = toy.load("grpo" if weights else "signs"), weights or (1.0, 1.0)
     chances = torch.full((V,), (1 - right * AT[task]) / (V - right), dtype=torch.float64)
     chances[:right] = AT[task]
     logits, success, alive = chances.log()[None], [], []  # [1, V]
@@ -37,11 +37,11 @@ def measure(arm: str, seed: int, quick: bool) -> dict:
         success.append(chances.sum().item())
         alive.append((-(among * among.log()).sum()).exp().item())
         tokens = toy.sample(logits, P * G, generator)  # [N, 1]
-        A = grpo.advantages((tokens < right).double().view(P, G)).flatten()  # [N]
+        A = module.advantages((tokens < right).double().view(P, G)).flatten()  # [N]
         held = {"advantages": torch.where(A > 0, up, down) * A}
         held["old_logp"] = toy.logprobs(logits, tokens)
         for _ in range(STEPS):
-            logits = logits - LR * toy.gradient(grpo, {}, logits, tokens, **held)
+            logits = logits - LR * toy.gradient(module, {}, logits, tokens, **held)
     until = next((i for i, p in enumerate(success) if p > 0.5), np.inf)
     series = {"p": success[::EVERY]} | ({"alive": alive[::EVERY]} if task == "easy" else {})
     return series | {"until": until, "end": success[-1], "left": alive[-1]}

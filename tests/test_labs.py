@@ -61,6 +61,9 @@ def direction_of_flips(found: dict) -> None:
 
 def direction_of_junk(found: dict) -> None:
     assert middle(found["junk, STAPO"], "end") < 0.9 * middle(found["junk, GRPO"], "end")
+    for name in ("junk", "fork"):  # what is sure is not trained
+        assert len({value for run in found[f"{name}, top 20%"] for value in run["p"]}) == 1
+    assert found["fork, Lp-Reg"] == found["fork, GRPO"]
 
 
 def direction_of_lock(found: dict) -> None:
@@ -75,7 +78,8 @@ def direction_of_signs(found: dict) -> None:
 
 
 def direction_of_length(found: dict) -> None:
-    grpo, *others = found.values()
+    grpo, priced, *others = found.values()
+    assert middle(grpo, "wrong end") > middle(priced, "wrong end") + 1
     for other in others:
         assert middle(grpo, "wrong end") > middle(other, "wrong end") + 1
         assert middle(grpo, "right end") < middle(other, "right end") - 1
