@@ -317,8 +317,8 @@ class Run:
             f"seconds  {total:.0f}: {spent}",
         )
         if not any(line.get(self.acted) for line in history):  # null, a NaN, is no deed either
-            idle = f"{self.acted} was 0 at every step"
-            self.say(f"\nWARNING: {idle}: what it measures never acted (too few steps?).")
+            idle = f"{self.acted} was 0 at every step: what it measures never acted"
+            self.say(f"\nWARNING: {idle} (too few steps? --minibatches 1?).")
         fallen = ", ".join(how for how in ("greedy", "sampled") if last[how] < first[how])
         if fallen:
             self.say(f"\nWARNING: held-out accuracy ({fallen}) ended below its start.")

@@ -3,8 +3,9 @@
 grpo.py on `--task arithmetic:steps` (the reward is the share of the right solution's steps that
 stand in the response) and on `--task arithmetic` (right or wrong). Beside it two ways of finding
 out which tokens earned a reward for the outcome, and what they still add to part marks: stapo.py's
-mask, with flags under which it acts, and deep_grpo.py's branches. Held-out answers are judged
-right or wrong in all arms.
+mask, with flags under which it acts, and deep_grpo.py's branches; and variants/blockwise.py, with
+an advantage for the working and one for the answer. Held-out answers are judged right or wrong in
+all arms.
 
     python -m labs.credit
 """
@@ -21,6 +22,7 @@ FILES = {
     "GRPO": "grpo.py --beta 0",
     "STAPO": "stapo.py --tau_p 0.05 --entropy_quantile 0.95",
     "DEEP-GRPO": "deep_grpo.py --beta 0",
+    "blockwise": "-m variants.blockwise",
 }
 TASKS = {"outcome": "arithmetic", "steps": "arithmetic:steps"}
 ARMS = {
@@ -29,7 +31,7 @@ ARMS = {
     for name, file in FILES.items()
 }
 COLUMNS = ("greedy", "sampled", "zero_groups", "tokens", "silenced", "extra_tokens")
-COLOURS = dict(zip(FILES, (lab.BLACK, lab.ORANGE, lab.BLUE)))
+COLOURS = dict(zip(FILES, (lab.BLACK, lab.ORANGE, lab.BLUE, lab.GREEN)))
 SEEDS, EARLY = 5, 20  # EARLY: a step
 
 

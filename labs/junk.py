@@ -17,7 +17,9 @@ from labs import lab, toy
 
 TITLE = "STAPO's mask cannot tell a slip from a discovery: it removes both"
 FILES = {"GRPO": "grpo", "STAPO": "stapo", "top 20%": "entropy20", "Lp-Reg": "lp_reg"}
-ARMS = {f"{task}, {name}": (task, stem) for task in ("junk", "fork") for name, stem in FILES.items()}
+ARMS = {
+    f"{task}, {name}": (task, stem) for task in ("junk", "fork") for name, stem in FILES.items()
+}
 COLOURS = dict(zip(FILES, (lab.BLACK, lab.ORANGE, lab.GREEN, lab.BLUE)))
 P, G, V, LR = 16, 8, 20, {"junk": 4.0, "fork": 6.0}
 EVERY, ROLLOUTS = 2, {"junk": 200, "fork": 150}

@@ -207,6 +207,17 @@ def tail(values: list[float], count: int = 20) -> float:
     return float(np.mean(values[-count:]))
 
 
+def spent(run: dict) -> list[float]:
+    """Tokens sampled for training up to each evaluation, with branches' and dropped ones; in
+    thousands."""
+    return [sum(run["tokens"][: int(step)]) / 1000 for step in run["sampled@"]]
+
+
+def at_tokens(run: dict, thousands: float) -> float:
+    """Sampled accuracy when so many tokens were sampled, between two evaluations on a line."""
+    return float(np.interp(thousands, spent(run), run["sampled"]))
+
+
 # Figures
 
 

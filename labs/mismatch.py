@@ -4,7 +4,8 @@ minirl.py on the embedded mixture of experts, at three times the usual step size
 weights to 8 bits, and its router then chooses other experts: the gap between μ and π_old grows as
 training goes on. The weight π/μ (`--correct_mismatch`) corrects for it; routing replay (r3) takes a
 part of the gap away. And a gap that is a plain bug, met in public code: a sampler at another
-temperature than the trainer's.
+temperature than the trainer's. Three neighbours under eight bits: icepop.py, dppo.py, and jet.py,
+whose trainer computes with the sampler's rounded weights.
 
     python -m labs.mismatch
 """
@@ -25,6 +26,8 @@ COLD = "args.max_new_tokens, args.temperature)", "args.max_new_tokens, 0.8)"
 ARMS["cold, weight π/μ"] = f"{RUN} --rollout_dtype float32"
 ARMS["cold, no weight"] = f"{RUN} --rollout_dtype float32 --no_correct_mismatch"
 DAMAGE = {arm: COLD for arm in ARMS if arm.startswith("cold")}  # the sampler at temperature 0.8
+FLAGS = RUN.removeprefix("minirl.py ")
+ARMS |= {name: f"-m variants.{name.lower()} {FLAGS}" for name in ("IcePop", "DPPO", "Jet")}
 COLUMNS = ("greedy", "sampled", "sampler_kl", "weight_max", "response_len")
 COLOURS = dict(zip(ARMS, (lab.BLUE, lab.ORANGE, lab.GREEN, lab.GREY, lab.PINK)))
 SEEDS, LOW = 5, 0.5

@@ -2,31 +2,53 @@
 
 `--task arithmetic:mix` trains on 75% of two terms, 20% of 16 terms (which no response of 64 tokens
 can finish) and 5% of 5 to 7 terms; held out are problems of 5 to 7 terms alone. grpo.py draws
-prompts as they come, goldilocks.py picks them by what its teacher expects them to teach.
+prompts as they come, goldilocks.py picks them by what its teacher expects them to teach. Two
+neighbours: variants/paced.py picks them by its partition function, variants/dapo.py draws groups
+without gradient again, and pays for it in tokens.
 
     python -m labs.mix
 """
 
 import sys
 
+import numpy as np
+
 from labs import lab
 
 TITLE = "A teacher that picks prompts learns the middle, from the same number of responses"
-FLAGS = "--task arithmetic:mix --beta 0 --steps 120 --eval_every 20 --save_every 1000"
-ARMS = {"uniform": f"grpo.py {FLAGS}", "Goldilocks": f"goldilocks.py {FLAGS}"}
-COLUMNS = ("greedy", "sampled", "zero_groups", "response_len")
-COLOURS = dict(zip(ARMS, (lab.ORANGE, lab.BLUE)))
+FLAGS = "--task arithmetic:mix --steps 120 --eval_every 20 --save_every 1000"
+FILES = {
+    "uniform": "grpo.py --beta 0",
+    "Goldilocks": "goldilocks.py --beta 0",
+    "PACED": "-m variants.paced",
+    "DAPO": "-m variants.dapo",
+}
+ARMS = {arm: f"{file} {FLAGS}" for arm, file in FILES.items()}
+COLUMNS = ("greedy", "sampled", "zero_groups", "response_len", "tokens")
+COLOURS = dict(zip(ARMS, (lab.ORANGE, lab.BLUE, lab.GREEN, lab.BLACK)))
 SEEDS = 5
 
 
 def rows(results: dict) -> list[list[str]]:
+    """Tokens are counted with those that DAPO drops; at equal ones: where the run that sampled
+    least ends."""
+    least = min(lab.spent(run)[-1] for runs in results.values() for run in runs)
     head = ["arm", "greedy at the end", "sampled at the end", "groups without gradient"]
-    table = [head]
+    table = [[*head, "tokens, thousands", "sampled at equal tokens"]]
     for arm, runs in results.items():
-        ended = [{name: run[name][-1] for name in ("greedy", "sampled")} for run in runs]
-        idle = [{"idle": lab.tail(run["zero_groups"], 120)} for run in runs]
-        cells = (lab.cell(ended, name) for name in ("greedy", "sampled"))
-        table.append([arm, *cells, lab.cell(idle, "idle")])
+        ended = [
+            {
+                "greedy": run["greedy"][-1],
+                "sampled": run["sampled"][-1],
+                "idle": np.mean(run["zero_groups"]),
+                "tokens": lab.spent(run)[-1],
+                "equal": lab.at_tokens(run, least),
+            }
+            for run in runs
+        ]
+        cells = [lab.cell(ended, name) for name in ("greedy", "sampled", "idle")]
+        cells += [lab.cell(ended, "tokens", ".0f"), lab.cell(ended, "equal")]
+        table.append([arm, *cells])
     return table
 
 

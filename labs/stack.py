@@ -39,14 +39,9 @@ COLOURS = dict(zip(OFF, (lab.GREY, lab.PINK, lab.GREEN, lab.BLUE, lab.ORANGE)))
 SEEDS = 5
 
 
-def spent(run: dict) -> list[float]:
-    """Tokens sampled for training up to each evaluation, branches' included; in thousands."""
-    return [sum(run["tokens"][: int(step)]) / 1000 for step in run["sampled@"]]
-
-
 def rows(results: dict) -> list[list[str]]:
-    """At equal tokens: where the run that sampled least ends, between evaluations on a line."""
-    least = min(spent(run)[-1] for runs in results.values() for run in runs)
+    """At equal tokens: where the run that sampled least ends."""
+    least = min(lab.spent(run)[-1] for runs in results.values() for run in runs)
     head = ["layers", "greedy at the end", "sampled at the end", "sampled, mean of evaluations"]
     head += ["tokens, thousands", "sampled at equal tokens"]
     table = [[*head, "groups without gradient", "ESS/B, mean", "ESS/B, lowest"]]
@@ -56,8 +51,8 @@ def rows(results: dict) -> list[list[str]]:
                 "greedy": run["greedy"][-1],
                 "sampled": run["sampled"][-1],
                 "steps": np.mean(run["sampled"]),
-                "tokens": spent(run)[-1],
-                "equal": np.interp(least, spent(run), run["sampled"]),
+                "tokens": lab.spent(run)[-1],
+                "equal": lab.at_tokens(run, least),
                 "idle": np.mean(run["zero_groups"]),
                 "ess": np.mean(run["ess_ratio"]) if len(run["ess_ratio"]) else np.nan,
                 "low": min(run["ess_ratio"], default=np.nan),
