@@ -16,13 +16,13 @@ Gradient weight on ∇ log π_θ(y_t), before the two averages:
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
 R_i is the reward of y_i, |y_i| its number of tokens; π_θ is being trained, π_old are the weights
-that sampled, π_ref those before training.
+that sampled, π_ref those before training, all given the prompt and the tokens before y_t.
 The group replaces PPO's value network: a response is good if it beats its siblings. The clip takes
 the gradient away from a token that has already moved by ε in the direction its advantage asks for
-(`--clip_high` up, `--clip_low` down). The KL term has the mean KL(π_θ ‖ π_ref). Its derivative is d
-k3 / d log π_θ = 1 - π_ref/π_θ, hence the weight above; and E[(1 - π_ref/π_θ) ∇ log π_θ] = -E_ref[∇
-log π_θ], as E[∇ log π_θ] = 0: the gradient that is followed has the mean ∇ KL(π_ref ‖ π_θ), the KL
-the other way round. That too pulls towards π_ref.
+(`--clip_high` up, `--clip_low` down). The KL term has the mean KL(π_θ ‖ π_ref). Its derivative by
+log π_θ is 1 - π_ref/π_θ, hence the weight above; and E[(1 - π_ref/π_θ) ∇ log π_θ] is
+-E_ref[∇ log π_θ], as E[∇ log π_θ] = 0: the gradient that is followed has the mean
+∇ KL(π_ref ‖ π_θ), the KL the other way round. That too pulls towards π_ref.
 
 This file is the trunk: the others differ from it only in the lines they mark, `diff grpo.py
 stapo.py` shows how.
@@ -253,9 +253,9 @@ def main(args: Args, world: World) -> None:
                     denominator = denominator + count
                     means.add(loss=(loss, count), **stats)
                     means.add(**by_sign(entropy, micro))
-                # Each rank has summed; the mean of the ranks' sums is FSDP's, or taken here where
-                # it is not needed. Times their number it is the sum over all ranks; divided by what
-                # they counted together, the mean that the objective asks for.
+                # Each rank has the gradient of its own sum; FSDP has averaged them over the ranks
+                # (where it is not needed, this does). Times the number of ranks that is the sum of
+                # all; divided by what all have counted, the mean that the objective asks for.
                 denominator = global_sum({"count": denominator}, world)["count"]
                 scale_gradients(policy, world.size / denominator)
                 norm = clip_gradients(policy, args.grad_clip)
@@ -274,7 +274,7 @@ def main(args: Args, world: World) -> None:
         tokens = rollout.mask.sum()
         means.add(
             reward=(rewards.sum(), N),
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: Â = 0
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
             tokens=(tokens, None),

@@ -4,14 +4,17 @@ variants/recipe.py with none of its layers (grpo.py without its KL term), with a
 one, with one alone (the clip and the average alone are justrl.py), and with a pair of which one may
 hurt the other: stale batches suffer from the variance of their weights, and a curriculum prefers
 prompts that are solved half of the time, where the rewards vary most. ESS/B tells whether the one
-feeds the other. (STAPO's mask has flags under which it acts here; a stale batch is 16 updates old.)
+feeds the other. All at the usual step size, and at three times it, where runs decay. (STAPO's mask
+has flags under which it acts here; a stale batch is 16 updates old.)
 
     python -m labs.stack
 """
 
 import sys
 
+import common  # noqa: F401  (before torch)
 import numpy as np
+from common.curves import smooth
 
 from labs import lab
 
@@ -29,57 +32,75 @@ LAYERS = {"nothing": (), "all five": tuple(OFF)}
 LAYERS |= {f"without {name}": tuple(other for other in OFF if other != name) for name in OFF}
 LAYERS |= {f"{name} alone": (name,) for name in OFF}
 LAYERS["stale, curriculum"] = ("stale", "curriculum")
+RATES = {"": "", ", lr 1e-3": " --lr 1e-3"}
 ARMS = {
-    arm: " ".join([RUN, *(flags for name, flags in OFF.items() if name not in layers)])
+    arm + rate: " ".join(
+        [RUN + flag, *(flags for name, flags in OFF.items() if name not in layers)]
+    )
+    for rate, flag in RATES.items()
     for arm, layers in LAYERS.items()
 }
-COLUMNS = ("greedy", "sampled", "tokens", "ess_ratio", "lr_scale", "zero_groups", "silenced")
+COLUMNS = ("greedy", "sampled", "tokens", "ess_ratio", "lr_scale", "silenced")
 QUICKLY = "--steps 6"  # one more than the queue holds
-COLOURS = dict(zip(OFF, (lab.GREY, lab.PINK, lab.GREEN, lab.BLUE, lab.ORANGE)))
+COLOURS = {"stale alone": lab.ORANGE, "stale, curriculum": lab.GREEN, "all five": lab.BLACK}
 SEEDS = 5
 
 
+def ended(run: dict, least: float) -> dict:
+    """What the table says of a run; `least`: thousands of tokens at which all are compared."""
+    return {
+        "greedy": run["greedy"][-1],
+        "sampled": run["sampled"][-1],
+        "mean": np.mean(run["sampled"]),
+        "tokens": lab.spent(run)[-1],
+        "equal": lab.at_tokens(run, least),
+        "ess": np.mean(run["ess_ratio"]) if run["ess_ratio"] else np.nan,
+    }
+
+
 def rows(results: dict) -> list[list[str]]:
-    """At equal tokens: where the run that sampled least ends."""
-    least = min(lab.spent(run)[-1] for runs in results.values() for run in runs)
-    head = ["layers", "greedy at the end", "sampled at the end", "sampled, mean of evaluations"]
-    head += ["tokens, thousands", "sampled at equal tokens"]
-    table = [[*head, "groups without gradient", "ESS/B, mean", "ESS/B, lowest"]]
-    for arm, runs in results.items():
-        ended = [
-            {
-                "greedy": run["greedy"][-1],
-                "sampled": run["sampled"][-1],
-                "steps": np.mean(run["sampled"]),
-                "tokens": lab.spent(run)[-1],
-                "equal": lab.at_tokens(run, least),
-                "idle": np.mean(run["zero_groups"]),
-                "ess": np.mean(run["ess_ratio"]) if len(run["ess_ratio"]) else np.nan,
-                "low": min(run["ess_ratio"], default=np.nan),
-            }
-            for run in runs
-        ]
-        cells = [lab.cell(ended, name) for name in ("greedy", "sampled", "steps")]
-        cells += [lab.cell(ended, "tokens", ".0f")]
-        cells += [lab.cell(ended, name) for name in ("equal", "idle")]
-        stale = "stale" in LAYERS[arm]
-        table.append([arm, *cells, *(lab.cell(ended, n) if stale else "–" for n in ("ess", "low"))])
+    """At equal tokens: where the run that sampled least ends, of one step size."""
+    shown = {"": ("greedy", "sampled", "mean", "tokens", "equal", "ess")}
+    shown[", lr 1e-3"] = ("greedy", "sampled", "mean", "ess")
+    titles = {"mean": "mean sampled", "tokens": "tokens, thousands", "ess": "ESS/B"}
+    titles["equal"] = "sampled at equal tokens"
+    head = ["layers"]
+    for rate, names in shown.items():
+        head += [rate.replace(", lr", "lr") + ": " * bool(rate) + titles.get(n, n) for n in names]
+    table = [head]
+    for layers in LAYERS:
+        cells = []
+        for rate, names in shown.items():
+            least = min(lab.spent(run)[-1] for arm in LAYERS for run in results[arm + rate])
+            runs = [ended(run, least) for run in results[layers + rate]]
+            for name in names:
+                known = name != "ess" or "stale" in LAYERS[layers]
+                form = ".0f" if name == "tokens" else ".2f"
+                cells.append(lab.cell(runs, name, form) if known else "–")
+        table.append([layers, *cells])
     return table
 
 
 def draw(results: dict) -> object:
-    words = "all but one, sampled accuracy", "one alone, sampled", "ESS/B of stale batches"
+    words = "sampled at the end, lr 3e-4", "lr 1e-3", "ESS/B of stale batches"
     figure, axes = lab.sheet(TITLE, *words, width=12)
-    few = {"all five": lab.BLACK} | {f"without {name}": c for name, c in COLOURS.items()}
-    one = {"nothing": lab.BLACK} | {f"{name} alone": c for name, c in COLOURS.items()}
-    aged = {"stale alone": lab.ORANGE, "stale, curriculum": lab.GREEN, "all five": lab.BLACK}
-    lab.curves(axes[0], results, "sampled", few)
-    lab.curves(axes[1], results, "sampled", one)
-    lab.curves(axes[2], results, "ess_ratio", aged, 9)
-    for axis, colours in zip(axes, (few, one, aged)):
-        lab.key(axis, colours)
-    for axis in axes:
-        axis.set_ylim(0, 1.02)
+    places = {layers: -y - (y > 1) - (y > 6) - (y > 11) for y, layers in enumerate(LAYERS)}
+    for axis, rate in zip(axes, RATES):
+        for layers, y in places.items():
+            values = [run["sampled"][-1] for run in results[layers + rate]]
+            colour = COLOURS.get(layers, lab.BLUE)
+            axis.scatter(values, np.full(len(values), y), s=16, color=colour, alpha=0.4)
+            axis.plot(np.median(values), y, "|", color=colour, markersize=14, markeredgewidth=3)
+        axis.set_yticks([*places.values()], labels=[""] * len(places))
+    axes[0].set_yticks([*places.values()], labels=[*places])
+    for rate, style in zip(RATES, ("-", ":")):
+        for layers, colour in COLOURS.items():
+            runs = results[layers + rate]
+            steps = np.array(runs[0]["ess_ratio@"])
+            smoothed = [{"ess": smooth(run["ess_ratio"], 9)} for run in runs]
+            lab.line(axes[2], steps, smoothed, "ess", colour, linestyle=style)
+    axes[2].set(xlabel="step (dotted: lr 1e-3)", ylim=(0, 1.02))
+    lab.key(axes[2], COLOURS)
     return figure
 
 

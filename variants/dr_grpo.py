@@ -243,9 +243,9 @@ def main(args: Args, world: World) -> None:
                     denominator = denominator + count
                     means.add(loss=(loss, count), **stats)
                     means.add(**by_sign(entropy, micro))
-                # Each rank has summed; the mean of the ranks' sums is FSDP's, or taken here where
-                # it is not needed. Times their number it is the sum over all ranks; divided by what
-                # they counted together, the mean that the objective asks for.
+                # Each rank has the gradient of its own sum; FSDP has averaged them over the ranks
+                # (where it is not needed, this does). Times the number of ranks that is the sum of
+                # all; divided by what all have counted, the mean that the objective asks for.
                 denominator = global_sum({"count": denominator}, world)["count"]
                 scale_gradients(policy, world.size / denominator)
                 norm = clip_gradients(policy, args.grad_clip)
@@ -264,7 +264,7 @@ def main(args: Args, world: World) -> None:
         tokens = rollout.mask.sum()
         means.add(
             reward=(rewards.sum(), N),
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: Â = 0
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
             tokens=(tokens, None),

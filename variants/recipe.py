@@ -15,7 +15,8 @@ Gradient weight on ∇ log π_θ(y_t), before each stream's average (a branch's 
     min(w, 8) I M r Â    or    min(w, 8) F r Â
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
-T_main and T_branch count the tokens left, I = 1.
+π_old are the weights when the batch is due, μ those that sampled it. b is vcpo.py's baseline, or the
+mean; F maspo.py's gate. T_main and T_branch count the tokens left, I = 1.
 Each layer takes hold at its own place of a step, which is why they can be combined:
 
     layer                        where              its file        off
@@ -926,9 +927,9 @@ def main(args: Args, world: World) -> None:
                     denominator = denominator + count
                     means.add(loss=(loss, count), **stats)
                     means.add(**by_sign(entropy, micro))
-                # Each rank has summed; the mean of the ranks' sums is FSDP's, or taken here where
-                # it is not needed. Times their number it is the sum over all ranks; divided by what
-                # they counted together, the mean that the objective asks for.
+                # Each rank has the gradient of its own sum; FSDP has averaged them over the ranks
+                # (where it is not needed, this does). Times the number of ranks that is the sum of
+                # all; divided by what all have counted, the mean that the objective asks for.
                 denominator = global_sum({"count": denominator}, world)["count"]
                 scale_gradients(policy, world.size / denominator)
                 # <own>
@@ -955,7 +956,7 @@ def main(args: Args, world: World) -> None:
         tokens = rollout.mask.sum()
         means.add(
             reward=(rewards.sum(), N),
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: no gradient
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: Â = 0
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
             tokens=(sampled, None),  # <own>
