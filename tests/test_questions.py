@@ -118,12 +118,29 @@ def test_numbers_of_groups_and_weights():
     def by_std(p: float) -> float:
         return math.sqrt(0.25 / (p * (1 - p)))
 
+    def counts(p: float, G: int) -> list[float]:
+        return [math.comb(G, c) * p**c * (1 - p) ** (G - c) for c in range(G + 1)]
+
+    def in_group(p: float, G: int) -> float:
+        """What the z-score of a group makes of p (1-p), the weight of a prompt without it."""
+        shares = [(q, c, math.sqrt(c * (1 - c / G) / (G - 1))) for c, q in enumerate(counts(p, G))]
+        return sum(q * c * (1 - c / G) / std for q, c, std in shares if std) / G
+
+    def against_half(p: float, G: int) -> float:
+        return in_group(p, G) / (p * (1 - p)) / (in_group(0.5, G) / 0.25)
+
+    assert against_half(1 / 8, 1000) == pytest.approx(by_std(1 / 8), rel=0.01)
+    assert in_group(0.01, 8) / math.sqrt(0.01 * 0.99) == pytest.approx(0.25, abs=0.01)
     equal = torch.full((8,), 0.7)
     error = equal - equal.mean()
     said(
         QUESTIONS,
         f"at p = 1/8 by {by_std(1 / 8):.1f} times as much as at 1/2, at p = 1/100 by "
-        f"{by_std(0.01):.0f} times",
+        f"{by_std(0.01):.0f} times; at G = 8 by {against_half(1 / 8, 8):.1f} and "
+        f"{against_half(0.01, 8):.1f} times, as a mixed group's std is never below "
+        f"{math.sqrt(1 / 8):.2f}",
+        f"moves {0.99 - 0.83:.2f} at ratio {0.99 / 0.83:.2f}",
+        f"at p = 0.01, though, {100 * 0.05 * 0.99 / (0.01 + 0.05 * 0.99):.0f}% of what is rewarded",
         f"√(G/(G-1)), {math.sqrt(8 / 7):.2f} at G = 8",
         f"differ from their mean by {short(error.abs().max())}",
         f"an advantage of {(error / (equal.std() + 1e-6)).abs().max():.2f} out of nothing",
@@ -154,6 +171,7 @@ def test_numbers_of_groups_and_weights():
 def test_numbers_of_curves_and_sequences():
     r = torch.linspace(0.5, 4, 350_001, dtype=torch.float64)
     weights = r / torch.cosh((r - 1) / 2) ** 2
+    down = r / torch.cosh(sapo.Args().tau_neg * (r - 1) / 2) ** 2
     q = torch.linspace(1e-4, 1 - 1e-6, 400_000, dtype=torch.float64)
     best = {}  # k equal steps, each with the chance q: ∇p = p (1-q) for each of them
     for k in (2, 30):
@@ -161,7 +179,8 @@ def test_numbers_of_curves_and_sequences():
         best[k] = float(p[(p * (1 - q) / (p * (1 - p)).sqrt()).argmax()])
     said(
         QUESTIONS,
-        f"rises to {weights.max():.2f} at r = {r[weights.argmax()]:.2f}",
+        f"rises to {weights.max():.2f} at r = {r[weights.argmax()]:.2f} (with τ_neg to "
+        f"{down.max():.2f} at r = {r[down.argmax()]:.2f})",
         f"at p = {best[2]:.2f} for k = 2 and at {best[30]:.2f} for k = 30",
         f"leaves {short(0.01 / math.sqrt(1000))} over 1,000 tokens",
         f"{short(0.01 / math.sqrt(100))} over 100",
@@ -171,7 +190,8 @@ def test_numbers_of_curves_and_sequences():
         f"it says {1 - 0.75**4:.2f} where the unbiased value is "
         f"{1 - math.comb(12, 4) / math.comb(16, 4):.2f}",
         f"a standard error of {math.sqrt(0.25 / 30):.2f}: the 95% interval is ± "
-        f"{1.96 * math.sqrt(0.25 / 30):.2f}",
+        f"{1.96 * math.sqrt(0.25 / 30):.2f}, that of a difference of two such scores, unpaired, ± "
+        f"{1.96 * math.sqrt(0.25 / 15):.2f}",
     )
     assert 1.01**1000 == pytest.approx(2e4, rel=0.05) and "T = 1,000 that is 2·10⁴" in QUESTIONS
     assert math.isnan(min(float("nan"), 1.0)) and min(1.0, float("nan")) == 1.0
