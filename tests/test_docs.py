@@ -4,6 +4,7 @@ somewhere."""
 import ast
 import fnmatch
 import importlib
+import json
 import re
 import runpy
 import sys
@@ -11,7 +12,7 @@ import sys
 import pytest
 import torch
 from common.launch import parse
-from tools import bench, memory
+from tools import bench, memory, results
 
 from tests.adapters import ALGORITHMS, MODULES, NINE, PATHS, VARIANTS
 from tests.gpu.shapes import qwen3_1_7b
@@ -217,6 +218,23 @@ def test_what_is_no_finished_run_gives_no_results(name, text, tmp_path, monkeypa
     (tmp_path / name).write_text(text)
     said = refused(monkeypatch, capsys, "tools.results", tmp_path)
     assert f"{tmp_path} is no finished run" in said and name in said
+
+
+def test_ranges_are_means_of_both_ends_over_runs(tmp_path):
+    """Step 0 evaluates; then 30 steps, of which 1 to 10 and the last third are averaged."""
+    for run, slope in (("a", 1.0), ("b", 2.0)):
+        (tmp_path / run).mkdir()
+        lines = [{"step": 0, "greedy": 0.1 * slope}]
+        lines += [{"step": s, "response_len": slope * s, "gap": None} for s in range(1, 31)]
+        lines[-1]["greedy"] = 0.5
+        summary = {
+            f"{how}_{when}": 0 for how in ("greedy", "sampled") for when in ("before", "after")
+        }
+        (tmp_path / run / "config.json").write_text(json.dumps({"algorithm": run}))
+        (tmp_path / run / "summary.json").write_text(json.dumps(summary))
+        (tmp_path / run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    rows = results.ranges([tmp_path / "a", tmp_path / "b"]).splitlines()[2:]
+    assert rows == ["| `greedy` | 0.1 to 0.2 | 0.5 |", "| `response_len` | 5.5 to 11 | 26 to 51 |"]
 
 
 def test_what_does_not_grow_with_the_batch_is_fixed():
