@@ -16,7 +16,7 @@ import numpy as np
 
 from labs import lab
 
-TITLE = "Part marks for every step: fewer idle groups, no higher end"
+TITLE = "Part marks: fewer idle groups, no higher end; each block for itself: a lower one"
 FLAGS = "--steps 60 --eval_every 10 --save_every 1000"
 FILES = {
     "GRPO": "grpo.py --beta 0",

@@ -26,7 +26,9 @@ that it follows: against the group's mean every answer to a good working looks g
 of the working is paid once more. The right baseline is what answers to this very working are worth,
 which would take samples from there. The outcome-conditioned baseline makes do with the group: it
 compares an answer with those that followed a working of the same marks. Where no sibling has the
-same marks there is nothing to compare with, and the advantage is 0 (`alone`).
+same marks there is nothing to compare with, and the advantage is 0 (`alone`). And a working is not
+told what became of its answer: here it comes to take a step too many, which costs it nothing, and
+accuracy falls again (labs/credit.md).
 
 A block's reward comes from the task's own judge, which is shown that block alone: the working up to
 the marker, or the marker and the answer. With `arithmetic:steps` (part marks for every right step,
