@@ -15,7 +15,9 @@ import numpy as np
 
 from labs import lab
 
-TITLE = "A teacher that picks prompts learns the middle; drawing again does, at three times its tokens"
+TITLE = (
+    "A teacher that picks prompts learns the middle; drawing again does, at three times its tokens"
+)
 FLAGS = "--task arithmetic:mix --steps 120 --eval_every 20 --save_every 1000"
 FILES = {
     "uniform": "grpo.py --beta 0",

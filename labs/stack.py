@@ -46,48 +46,65 @@ COLOURS = {"stale alone": lab.ORANGE, "stale, curriculum": lab.GREEN, "all five"
 SEEDS = 5
 
 
-def ended(run: dict, least: float) -> dict:
-    """What the table says of a run; `least`: thousands of tokens at which all are compared."""
-    return {
-        "greedy": run["greedy"][-1],
-        "sampled": run["sampled"][-1],
-        "mean": np.mean(run["sampled"]),
+def against(layers: str) -> str | None:
+    """The arm that a row is compared with, seed by seed."""
+    if layers == "nothing":
+        return None
+    return {"stale, curriculum": "stale alone"}.get(
+        layers, "all five" if layers.startswith("without") else "nothing"
+    )
+
+
+def ended(run: dict, other: dict | None, least: float) -> dict:
+    """What the table says of a run, and of the `other` of its seed; `least`: thousands of tokens at
+    which all are compared."""
+    found = {
+        "late": lab.tail(run["sampled"], 3),
         "tokens": lab.spent(run)[-1],
         "equal": lab.at_tokens(run, least),
         "ess": np.mean(run["ess_ratio"]) if run["ess_ratio"] else np.nan,
     }
+    if other:
+        found["gain"] = found["late"] - lab.tail(other["sampled"], 3)
+        found["pace"] = np.mean(run["sampled"]) - np.mean(other["sampled"])
+    return found
 
 
 def rows(results: dict) -> list[list[str]]:
     """At equal tokens: where the run that sampled least ends, of one step size."""
-    shown = {"": ("greedy", "sampled", "mean", "tokens", "equal", "ess")}
-    shown[", lr 1e-3"] = ("greedy", "sampled", "mean", "ess")
-    titles = {"mean": "mean sampled", "tokens": "tokens, thousands", "ess": "ESS/B"}
-    titles["equal"] = "sampled at equal tokens"
-    head = ["layers"]
+    titles = {
+        "late": "sampled, last three",
+        "gain": "less its reference's",
+        "tokens": "thousand tokens",
+    }
+    titles |= {"pace": "mean of all, less its reference's", "equal": "sampled at equal tokens"}
+    titles["ess"] = "ESS/B"
+    shown = {"": tuple(titles), ", lr 1e-3": ("late", "gain", "ess")}
+    forms = {"gain": "+.3f", "pace": "+.3f", "tokens": ".0f"}
+    table = [["layers"]]
     for rate, names in shown.items():
-        head += [rate.replace(", lr", "lr") + ": " * bool(rate) + titles.get(n, n) for n in names]
-    table = [head]
+        table[0] += [rate.lstrip(", ") + ": " * bool(rate) + titles[name] for name in names]
     for layers in LAYERS:
-        cells = []
+        cells, other = [], against(layers)
         for rate, names in shown.items():
             least = min(lab.spent(run)[-1] for arm in LAYERS for run in results[arm + rate])
-            runs = [ended(run, least) for run in results[layers + rate]]
+            runs = results[layers + rate]
+            pairs = zip(runs, results[other + rate] if other else [None] * len(runs))
+            told = [ended(run, beside, least) for run, beside in pairs]
             for name in names:
-                known = name != "ess" or "stale" in LAYERS[layers]
-                form = ".0f" if name == "tokens" else ".2f"
-                cells.append(lab.cell(runs, name, form) if known else "–")
+                known = "stale" in LAYERS[layers] if name == "ess" else name in told[0]
+                cells.append(lab.cell(told, name, forms.get(name, ".2f")) if known else "–")
         table.append([layers, *cells])
     return table
 
 
 def draw(results: dict) -> object:
-    words = "sampled at the end, lr 3e-4", "lr 1e-3", "ESS/B of stale batches"
+    words = "sampled, last three evaluations, lr 3e-4", "lr 1e-3", "ESS/B of stale batches"
     figure, axes = lab.sheet(TITLE, *words, width=12)
     places = {layers: -y - (y > 1) - (y > 6) - (y > 11) for y, layers in enumerate(LAYERS)}
     for axis, rate in zip(axes, RATES):
         for layers, y in places.items():
-            values = [run["sampled"][-1] for run in results[layers + rate]]
+            values = [lab.tail(run["sampled"], 3) for run in results[layers + rate]]
             colour = COLOURS.get(layers, lab.BLUE)
             axis.scatter(values, np.full(len(values), y), s=16, color=colour, alpha=0.4)
             axis.plot(np.median(values), y, "|", color=colour, markersize=14, markeredgewidth=3)
