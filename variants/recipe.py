@@ -15,8 +15,8 @@ Gradient weight on ∇ log π_θ(y_t), before each stream's average (a branch's 
     min(w, 8) I M r Â    or    min(w, 8) F r Â
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
-π_old are the weights when the batch is due, μ those that sampled it. b is vcpo.py's baseline, or the
-mean; F maspo.py's gate. T_main and T_branch count the tokens left, I = 1.
+π_old are the weights when the batch is due, μ those that sampled it. b is vcpo.py's baseline, or
+the mean; F maspo.py's gate. T_main and T_branch count the tokens left, I = 1.
 Each layer takes hold at its own place of a step, which is why they can be combined:
 
     layer                        where              its file        off
