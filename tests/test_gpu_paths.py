@@ -347,7 +347,7 @@ def push(folder: Path) -> None:
 
 def test_a_push_gathers_each_weight_once_in_two_bytes(tmp_path):
     """Cast before it is gathered; while one tensor is handed over, the next may be alive, and
-    gloo's thread may hold one or two a moment longer. Never all of them, some thirty."""
+    gloo's thread may hold one or two a moment longer. Never all 24 of them."""
     ended = forked(push, tmp_path, ranks=2)
     assert ended.returncode == 0, ended.stderr
     lm, _ = load_model("tiny-moe")
