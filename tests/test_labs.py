@@ -282,3 +282,21 @@ def test_a_run_as_a_process_gives_its_columns(tmp_path):
     found = lab.trained(f"minirl.py {words} {lab.QUICKLY}", 1, ("greedy", "reward"))
     assert found["greedy@"].tolist() == [0] and found["reward"].size < 4
     assert "sampler and trainer disagree" in found["stopped"]
+
+
+def test_tokens_are_counted_up_to_each_evaluation():
+    """Two steps of 1,000 and two of 2,000 tokens, measured at steps 0, 2 and 4."""
+    run = {"tokens": [1e3, 1e3, 2e3, 2e3], "sampled@": [0, 2, 4], "sampled": [0.2, 0.4, 0.8]}
+    assert lab.spent(run) == [0, 2, 6] and lab.at_tokens(run, 4) == pytest.approx(0.6)
+
+
+def test_a_row_of_the_stack_is_compared_seed_by_seed():
+    stack = load("stack")
+    others = {layers: stack.against(layers) for layers in stack.LAYERS}
+    assert others["nothing"] is None and others["stale, curriculum"] == "stale alone"
+    assert others["without clip"] == "all five" and others["clip alone"] == "nothing"
+    one, two = ({"sampled": [0.0, *[end] * 3], "tokens": [], "ess_ratio": []} for end in (0.8, 0.5))
+    for run in (one, two):
+        run["sampled@"] = [0, 1, 2, 3]
+    told = stack.ended(one, two, 0.0)
+    assert told["gain"] == pytest.approx(0.3) and told["pace"] == pytest.approx(0.225)
