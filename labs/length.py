@@ -2,8 +2,8 @@
 
 A response is right or wrong by the toss of a coin; its length is how long it goes on: after every
 token it stops with a chance of 0.1 at first, one chance for right responses and one for wrong ones.
-16 groups of 8, one plain gradient step each. The losses with the group's mean alone and a constant
-for the length have a step size with which all begin alike. laconic.py has grpo.py's average, and
+16 groups of 8, one plain gradient step each. dr_grpo.py, with the group's mean alone and a constant
+for the length, has a step size with which all begin alike. laconic.py has grpo.py's average, and
 takes a price for what is beyond a budget of 10 tokens off the reward.
 
     python -m labs.length
@@ -26,7 +26,7 @@ ARMS = {
     "constant (dr_grpo)": ("dr_grpo", {"max_new_tokens": 60}, 12.0),
 }
 COLOURS = dict(zip(ARMS, (lab.BLACK, lab.GREEN, lab.BLUE, lab.ORANGE)))
-LOWER = {"right": list(ARMS)[1:3], "wrong": list(ARMS)[3:]}
+LOWER = {"right": list(ARMS)[1:3], "wrong": list(ARMS)[3:]}  # of two lines that end together
 P, G, LONGEST, LR, ROLLOUTS, EVERY = 16, 8, 60, 1.0, 150, 3
 
 
@@ -78,9 +78,8 @@ def draw(results: dict) -> object:
             runs = results[arm]
             x = EVERY * np.arange(len(runs[0][which]))
             lab.line(axis, x, runs, which, colour)
-            lower = LOWER[which]  # of two lines that end together
-            align = {"va": "top" if arm in lower else "bottom"}
-            lab.label(axis, x[-1], lab.over(runs, which)[0][-1], arm, colour, **align)
+            level = "top" if arm in LOWER[which] else "bottom"
+            lab.label(axis, x[-1], lab.over(runs, which)[0][-1], arm, colour, va=level)
         axis.set(xlabel="rollouts", ylabel="tokens", xlim=(0, 1.6 * x[-1]))
     return figure
 
