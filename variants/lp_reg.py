@@ -316,8 +316,8 @@ def main(args: Args, world: World) -> None:
                     means.add(loss=(loss, count), **stats)
                     means.add(**by_sign(entropy, micro))
                 # Each rank has the gradient of its own sum; FSDP has averaged them over the ranks
-                # (where it is not needed, this does). Times the number of ranks that is the sum of
-                # all; divided by what all have counted, the mean that the objective asks for.
+                # (unsharded, scale_gradients does). Times the number of ranks that is the sum of
+                # all; over what all have counted, the mean that the objective asks for.
                 denominator = global_sum({"count": denominator}, world)["count"]
                 scale_gradients(policy, world.size / denominator)
                 norm = clip_gradients(policy, args.grad_clip)
@@ -336,7 +336,7 @@ def main(args: Args, world: World) -> None:
         tokens = rollout.mask.sum()
         means.add(
             reward=(rewards.sum(), N),
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # all equal: Â = 0
+            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # nothing to compare
             response_len=(tokens, N),
             truncated=((~rollout.finished).sum(), N),
             tokens=(tokens, None),
