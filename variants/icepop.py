@@ -258,8 +258,8 @@ def main(args: Args, world: World) -> None:
     # <own>
     if args.correction_level == "sequence" and args.correction not in ("tis", "mis"):
         raise BadInput(f"--correction_level sequence: is for tis and mis, not {args.correction}")
-    if args.w_low > args.w_high:
-        raise BadInput(f"--w_low {args.w_low}: is above --w_high {args.w_high}")
+    if not args.w_low <= 1 <= args.w_high:  # w of engines that agree
+        raise BadInput(f"--w_low {args.w_low}, --w_high {args.w_high}: 1 must lie between them")
     # </own>
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
