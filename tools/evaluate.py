@@ -7,14 +7,15 @@
 
 MODEL is a hub name, a folder in the Hugging Face format, `tiny`, `tiny-moe`, or a run folder,
 whatever algorithm and number of ranks wrote it; flags that are not given are then the run's own. A
-run under way is not disturbed. Each set is measured greedily, at T 1.0 / top-p 1.0 and at T 0.7 /
+run under way is not disturbed. A run folder is code, since its checkpoints are read with pickle:
+evaluate only your own. Each set is measured greedily, at T 1.0 / top-p 1.0 and at T 0.7 /
 top-p 0.9, the two settings that papers report. As soon as a set is done at a setting, its line of
-the table is printed and its responses are written, with their scores; where they cannot be written
-any more they go to a temporary folder, which is said at the end (exit code 1).
+the table is printed and its responses are written to a new file, with their scores; where they
+cannot be written any more they go to a temporary folder, which is said at the end (exit code 1).
 """
 
 import contextlib
-import functools
+import itertools
 import math
 import re
 import tempfile
@@ -28,7 +29,7 @@ from common.data import Problem, fitting, load_task, read_set, remarks_on, room,
 from common.distributed import CLOSING, BadInput, Refused, RunStopped, World
 from common.distributed import first_line, global_sum, shard, together
 from common.flags import Count, Flags, broken_rule
-from common.folder import as_lines, saved_config, spelled_out, whole
+from common.folder import append, spelled_out
 from common.launch import launch, settle, without_effect
 from common.logprobs import Policy
 from common.model import load_model
@@ -40,6 +41,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
+from tools.compare import config_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -83,11 +85,12 @@ class Set(NamedTuple):
 
 
 class Responses:
-    """All rows measured so far, in `folder`, or in a temporary one while that cannot be written."""
+    """All rows measured so far, in a new file in `folder`, or in a temporary one from when that
+    cannot be written on."""
 
     def __init__(self, folder: Path):
         self.folder, self.rows = folder, []
-        self.where, self.failure = None, ""  # the file that holds all rows; why it is not in folder
+        self.file, self.failure = None, ""  # that holds all rows; why it is not in folder
         self.made = [path for path in (folder, *folder.parents) if not path.exists()]
         CLOSING.append(self.release)
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,38 +102,43 @@ class Responses:
             with contextlib.suppress(OSError):
                 path.rmdir()
 
-    @functools.cached_property
-    def spare(self) -> Path:
-        """The temporary folder, made when it is first needed."""
-        return Path(tempfile.mkdtemp(prefix="evaluation-"))
-
     def keep(self, name: str, rows: list[dict]) -> None:
-        """Write the file again, with these rows too; a failure is remembered, not raised."""
+        """Add rows to the file; a failure is remembered, not raised."""
         self.rows += rows
-        self.where, self.failure = None, ""
-        for place in ("folder", "spare"):
+        for folder in (self.folder, None):  # None: a temporary one
             try:
-                path = getattr(self, place) / name
-                with whole(path) as partial:
-                    partial.write_text(as_lines(self.rows))
-                self.where = path
+                if self.file is None:
+                    self.file = unused(folder or Path(tempfile.mkdtemp(prefix="evaluation-")), name)
+                    rows = self.rows
+                append(self.file, rows)
                 return
             except OSError as error:
-                self.failure = self.failure or first_line(error)
+                if self.file and rows is self.rows:  # it is new, and empty
+                    self.file.unlink(missing_ok=True)
+                self.file, self.failure = None, self.failure or first_line(error)
 
     def conclude(self) -> str:
         """Where the rows are; RunStopped where that is not the folder that was asked for."""
         if self.failure:
-            kept = f"the responses are in {self.where}" if self.where else "only the table is left"
+            kept = f"the responses are in {self.file}" if self.file else "only the table is left"
             raise RunStopped(f"cannot write to {self.folder} ({self.failure}): {kept}")
-        return f"responses and scores: {self.where}"
+        return f"responses and scores: {self.file}"
+
+
+def unused(folder: Path, name: str) -> Path:
+    """A new, empty file: NAME.jsonl, or NAME.2.jsonl or the next number, if there is one."""
+    for number in itertools.count(1):
+        path = folder / f"{name}{f'.{number}' if number > 1 else ''}.jsonl"
+        with contextlib.suppress(FileExistsError):
+            path.open("x").close()
+            return path
 
 
 def prepare(args: Args, world: World) -> None:
     """Give flags that were not given the run's values, if MODEL is a run, and check them all."""
     given = replace(args, rollout_rows=Args.rollout_rows)  # which here has an effect on vLLM, too
     try:
-        config = saved_config(Path(args.model))
+        config = config_of(Path(args.model))
     except OSError as error:
         raise BadInput(f"MODEL {args.model}: cannot be read ({first_line(error)})") from error
     if config:
@@ -200,7 +208,7 @@ def load_weights(folder: Path, policy: nn.Module, world: World, flag: str) -> in
 
 def main(args: Args, world: World) -> None:
     """Measure every set at every setting."""
-    run, config = Path(args.model), saved_config(Path(args.model))
+    run, config = Path(args.model), config_of(Path(args.model))
     name = run.resolve().name if config else re.sub(r"[^\w.-]+", "-", args.model).strip("-")
     folder = spelled_out(args.run_dir) if args.run_dir else Path("runs/evaluations")
     folder = run if config and not args.run_dir else folder
@@ -236,7 +244,7 @@ def main(args: Args, world: World) -> None:
             rows = measure(engine, one, temperature, top_p, tokenizer, args, world)
             say(line_of(rows, args.eval_samples))
             if responses:
-                responses.keep("-".join(words)[:150] + ".jsonl", rows)
+                responses.keep("-".join(words)[:150], rows)
     judges = {id(one.judge): one.judge for one in sets}.values()
     killed = {"killed": sum(getattr(judge, "killed", 0) for judge in judges)}
     if killed := global_sum(killed, world)["killed"]:

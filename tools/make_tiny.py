@@ -1,13 +1,14 @@
 """Makes the embedded models and their tokenizer.
 
-    python -m tools.make_tiny tiny|tiny-moe|tiny-30k|tiny-500k [FOLDER]
+    python -m tools.make_tiny tiny|tiny-moe|tiny-30k|tiny-500k FOLDER
 
 A Qwen3 of 124k parameters (or a Qwen3-MoE of 248k: 8 experts, 2 for each token; or, for labs.scale,
 a narrower or a wider Qwen3) learns, by plain supervised training, to imitate a sloppy teacher: 55%
 of its demonstrations guess the answer without working, 3% of worked steps are wrong. The result
 guesses when greedy and works half the time when sampled: a start from which reinforcement learning
 has something to discover. 6 to 11 minutes on one thread, three times that for the mixture of
-experts and for 500k parameters.
+experts and for 500k parameters. FOLDER must be new or empty: to replace a model that is embedded,
+delete it first.
 """
 
 import argparse
@@ -63,6 +64,14 @@ def untrained(kind: str) -> PreTrainedModel:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts))
 
 
+def emptied(folder: Path) -> Path:
+    """The folder, made if need be; OSError, before any work is done, where something is in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise FileExistsError(f"{folder}: is not empty, give another")
+    return folder
+
+
 def main(kind: str, folder: Path) -> None:
     """Train the model on demonstrations and write it with its tokenizer."""
     torch.set_num_threads(1)
@@ -99,9 +108,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("kind", choices=list(EMBEDDED))
-    parser.add_argument("folder", nargs="?", type=Path, help="default: where the embedded model is")
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
     chosen = parser.parse_args()
-    folder = chosen.folder or EMBEDDED[chosen.kind]
-    if folder.is_file():  # said now, not after the training
-        parser.error(f"{folder}: is a file")
+    try:
+        folder = emptied(chosen.folder)
+    except OSError as error:
+        parser.error(str(error))
     main(chosen.kind, folder)

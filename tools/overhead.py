@@ -29,12 +29,14 @@ def measure(name: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
     flags += f" --eval_every {steps} --save_every {steps} --eval_problems 16 --eval_samples 1"
     flags += " --lag 2" if name == "vcpo" else ""
     words = [sys.executable, "-m", FILES[name], *flags.split(), "--run_dir", run_dir]
-    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    run = subprocess.run(words, cwd=ROOT, capture_output=True, encoding="utf-8")
     if run.returncode:
         last = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
         print(f"tools.overhead: error: {name}.py failed: {last}", file=sys.stderr)
         sys.exit(run.returncode)
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()
+    ]
     steady = lines[len(lines) // 4 :]  # goldilocks chooses and the first compilations are over
     seconds = [line["seconds"] - line["seconds_evaluate"] - line["seconds_save"] for line in steady]
     tokens = [line["tokens"] for line in steady]

@@ -1,13 +1,17 @@
-"""The table of docs/results.md, from finished runs; or the ranges of docs/metrics.md.
+"""The table of docs/results.md, from finished runs; or the ranges of docs/metrics.md. All numbers
+are those of metrics.jsonl: a run is finished where its last line is that of its last step.
 
 python -m tools.results runs/grpo-arithmetic-s1 runs/grpo-arithmetic-s2 ...
 python -m tools.results --ranges runs/*-arithmetic-s1
 """
 
 import argparse
-import json
+import sys
 from collections import defaultdict
 from pathlib import Path
+
+from common.distributed import BadInput, first_line
+from tools.compare import load
 
 FIRST = 10  # steps of a run that count as its beginning; its last third is its end
 SHOWN = {"greedy": 2, "sampled": 2, "length": 0}  # column -> digits
@@ -15,23 +19,17 @@ SHOWN = {"greedy": 2, "sampled": 2, "length": 0}  # column -> digits
 
 def read(folder: Path) -> dict:
     """A finished run's algorithm, and its numbers before and after."""
-    path = folder / "config.json"
-    try:
-        found = {"algorithm": str(json.loads(path.read_text())["algorithm"])}
-        path = folder / "metrics.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        found["steps"] = lines
-        found["length_before"] = float(lines[1]["response_len"])
-        found["length_after"] = float(lines[-1]["response_len"])
-        path = folder / "summary.json"
-        summary = json.loads(path.read_text())
-        names = [f"{how}_{when}" for how in ("greedy", "sampled") for when in ("before", "after")]
-        return found | {name: float(summary[name]) for name in names}
-    except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{folder} is no finished run: it has no {path.name}") from None
-    except (OSError, ValueError, TypeError, LookupError) as error:
-        why = f"{path.name} is not that of one ({error!r})"
-        raise ValueError(f"{folder} is no finished run: {why}") from error
+    run = load(folder)
+    done, steps = run.lines[-1]["step"], run.config.get("steps")
+    if done != steps:
+        raise BadInput(f"{folder} is no finished run: at step {done} of {steps}")
+    found = {"algorithm": run.config["algorithm"], "steps": run.lines}
+    for name, metric in (("greedy",) * 2, ("sampled",) * 2, ("length", "response_len")):
+        known = [line[metric] for line in run.lines if line.get(metric) is not None]
+        if not known:
+            raise BadInput(f"{folder}: metrics.jsonl has no {metric}")
+        found |= {f"{name}_before": known[0], f"{name}_after": known[-1]}
+    return found
 
 
 def table(folders: list[Path]) -> str:
@@ -80,6 +78,7 @@ def ranges(folders: list[Path]) -> str:
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")
     # No usage: an error is one line
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -88,5 +87,5 @@ if __name__ == "__main__":
     try:
         words = parser.parse_args()
         print((ranges if words.ranges else table)(words.folders))
-    except ValueError as error:
-        parser.error(str(error))
+    except (BadInput, OSError) as error:
+        parser.error(first_line(error))

@@ -73,7 +73,7 @@ def main() -> None:
     """Print a line for each room, and the two totals."""
     rows = []
     for path, seen in sorted(traced().items()):
-        source = path.read_text()
+        source = path.read_text("utf-8")
         rows.append((executed(source, seen), len(code_lines(source)), path.relative_to(COMMON)))
     for run, every, name in (*rows, (sum(r[0] for r in rows), sum(r[1] for r in rows), "total")):
         print(f"{run:5d} of {every:4d}  {name}")

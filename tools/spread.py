@@ -10,6 +10,7 @@ as its own. Headers (the first docstring) are each file's own and are left alone
 something is left to do.
 """
 
+import argparse
 import difflib
 import re
 import subprocess
@@ -98,10 +99,16 @@ def spread(base: list[str], theirs: list[str], ours: list[str]) -> Spread:
     return result
 
 
+def git(*words: str) -> subprocess.CompletedProcess:
+    """`git WORDS` in the repository."""
+    how = {"cwd": ROOT, "capture_output": True, "encoding": "utf-8"}
+    return subprocess.run(["git", *words], **how)
+
+
 def committed(path: Path, commit: str) -> str | None:
     """The file's text in that commit, if it was there."""
     name = f"{commit}:{path.relative_to(ROOT).as_posix()}"
-    shown = subprocess.run(["git", "show", name], cwd=ROOT, capture_output=True, text=True)
+    shown = git("show", name)
     return shown.stdout if shown.returncode == 0 else None
 
 
@@ -114,12 +121,12 @@ def main(commit: str, dry: bool) -> int:
         done.add(path)
         trunk = trunk_of(path)
         before = committed(trunk, commit) if trunk else None
-        if before is None or before == trunk.read_text():
+        if before is None or before == trunk.read_text("utf-8"):
             continue
-        header, ours = body(path.read_text())
-        result = spread(body(before)[1], body(trunk.read_text())[1], ours)
+        header, ours = body(path.read_text("utf-8"))
+        result = spread(body(before)[1], body(trunk.read_text("utf-8"))[1], ours)
         if not dry:
-            path.write_text("\n".join([*header, *result.lines]) + "\n")
+            path.write_text("\n".join([*header, *result.lines]) + "\n", encoding="utf-8")
         print(
             f"{path.stem}: {result.placed} placed, {len(result.left)} left to you",
             *result.left,
@@ -130,7 +137,13 @@ def main(commit: str, dry: bool) -> int:
 
 
 if __name__ == "__main__":
-    words = [word for word in sys.argv[1:] if word != "--dry"]
-    if len(words) > 1 or any(word.startswith("-") for word in words):
-        sys.exit("usage: python -m tools.spread [--dry] [COMMIT]")
-    sys.exit(1 if main((words or ["HEAD"])[0], "--dry" in sys.argv) else 0)
+    sys.stdout.reconfigure(errors="backslashreplace")
+    # No usage: an error is one line
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--dry", action="store_true", help="write nothing")
+    parser.add_argument("commit", nargs="?", default="HEAD", metavar="COMMIT")
+    words = parser.parse_args()
+    if git("rev-parse", "--verify", "--quiet", f"{words.commit}^{{commit}}").returncode:
+        parser.error(f"COMMIT {words.commit}: this repository has none of that name")
+    sys.exit(1 if main(words.commit, words.dry) else 0)

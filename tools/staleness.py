@@ -50,7 +50,9 @@ def run(way: str, lr: float, lag: int, seed: int, keep: Path) -> None:
     module = vcpo if way in OFF else grpo
     sys.argv = [f"{module.__name__}.py", *words.split()]
     launch(module.main, module.Args)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()
+    ]
     greedy = [f"{line['greedy']:.2f}" for line in lines if "greedy" in line]
     sampled = [line["sampled"] for line in lines if "sampled" in line]
     cells = [f"{lr:g}", str(lag), way, str(seed), " · ".join(greedy), f"{sampled[-1]:.2f}"]
@@ -125,6 +127,8 @@ if __name__ == "__main__":
     parser.add_argument("way", choices=WAYS, nargs="?", metavar="WAY")
     parser.add_argument("--keep", type=Path, metavar="FOLDER")
     chosen = parser.parse_args()
+    if not 0 < chosen.lr < 1e9:  # not NaN
+        parser.error(f"LR {chosen.lr}: must be a number above 0")
     if chosen.lag < 0:
         parser.error(f"LAG {chosen.lag}: must be 0 or more")
     with tempfile.TemporaryDirectory() as folder:
@@ -133,4 +137,5 @@ if __name__ == "__main__":
             run(chosen.way, chosen.lr, chosen.lag, chosen.seed, Path(keep))
         for way in () if chosen.way else WAYS[:4]:
             words = map(str, (chosen.lr, chosen.lag, chosen.seed, way, "--keep", keep))
-            subprocess.run([sys.executable, "-m", "tools.staleness", *words], check=True)
+            if code := subprocess.run([sys.executable, "-m", "tools.staleness", *words]).returncode:
+                sys.exit(code)  # it has said why
