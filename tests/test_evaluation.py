@@ -338,24 +338,37 @@ def test_a_damaged_checkpoint_is_passed_over(measured, tmp_path, finished):
     assert code == 0 and "step_000004 is damaged" in printed and "run after step 2" in printed
 
 
-# Results that cannot be written
+# Responses that are there already, or cannot be written
+
+
+def test_an_evaluation_writes_over_no_other(measured, tmp_path):
+    """The same model and set again, in other sizes: the first one's rows stay as they were."""
+    flags = ["tiny", "--eval_problems", 4, "--run_dir", tmp_path, "--eval_samples"]
+    assert measured(*flags, 2)[0] == 0
+    before = tree(tmp_path)
+    code, printed, _ = measured(*flags, 1)
+    (new,) = tree(tmp_path).keys() - before.keys()
+    assert code == 0 and before.items() <= tree(tmp_path).items()
+    assert new.name == "evaluation-tiny-arithmetic.2.jsonl" and str(new) in printed
+    found = [json.loads(line)["scores"] for line in new.read_text().splitlines()]
+    assert [len(scores) for scores in found] == [1] * 12
 
 
 @pytest.mark.parametrize("spare", [True, False])
 def test_what_is_measured_is_kept(spare, measured, tmp_path, monkeypatch):
     """The disk is full from the second setting on: the table is whole, all rows are in a temporary
     folder (or, if that is full too, the table is all), exit code 1."""
-    write, out, written = Path.write_text, tmp_path / "out", []
+    append, out, written = evaluate.append, tmp_path / "out", []
 
-    def full(self: Path, text: str) -> int:
-        written.append(self)
-        if len(written) > 1 and (self.parent == out or not spare):
+    def full(path: Path, rows: list[dict]) -> None:
+        written.append(path)
+        if len(written) > 1 and (path.parent == out or not spare):
             raise OSError(28, "No space left on device")
-        return write(self, text)
+        append(path, rows)
 
     (tmp_path / "spare").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "spare"))
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(evaluate, "append", full)
     flags = ["--eval_problems", 4, "--eval_samples", 1, "--run_dir", out]
     code, printed, said = measured("tiny", *flags)
     assert code == 1 and len(table(printed)) == 3 and "Traceback" not in said
@@ -367,7 +380,7 @@ def test_what_is_measured_is_kept(spare, measured, tmp_path, monkeypatch):
         assert line.endswith(f"the responses are in {kept}") and len(rows(kept.parent)) == 12
     else:
         assert line.endswith("only the table is left")
-    assert not list(tmp_path.rglob("*.partial"))
+        assert not [path for path in tmp_path.rglob("*.jsonl") if not path.stat().st_size]
 
 
 def test_what_was_measured_before_an_interruption_is_kept(measured, tmp_path, monkeypatch):
@@ -391,14 +404,21 @@ def test_what_was_measured_before_an_interruption_is_kept(measured, tmp_path, mo
 def empty_run(folder: Path) -> Path:
     """A run that has not saved yet."""
     folder.mkdir()
-    config = dict.fromkeys("algorithm acted ranks seed lr eval_task".split(), "")
-    config |= {"model": "tiny", "task": "arithmetic"}
+    config = {"algorithm": "grpo", "acted": {}, "ranks": 1, "seed": 1, "lr": 3e-4}
+    config |= {"eval_task": "", "model": "tiny", "task": "arithmetic"}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 def broken_run(folder: Path) -> Path:
     (empty_run(folder) / "config.json").write_text("{")
+    return folder
+
+
+def odd_run(folder: Path) -> Path:
+    """A run whose model is a number."""
+    config = json.loads((empty_run(folder) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model": 5}))
     return folder
 
 
@@ -417,6 +437,7 @@ WRONG = {
     "{tmp}": "no config.json with *.safetensors",
     "{empty}": "MODEL {tmp}/run: no checkpoint in {tmp}/run/checkpoints",
     "{broken}": "{tmp}/run/config.json: damaged",
+    "{odd}": "{tmp}/run/config.json: model is '5'",
     "{other}": "step_000002 does not fit its model",
     "tiny --eval_samples 0": "--eval_samples 0: must be 1 or more",
     "tiny --eval_task nosuchset": "--eval_task nosuchset: unknown",
@@ -435,7 +456,7 @@ def test_a_wrong_call_is_one_line(words, measured, tmp_path, monkeypatch, moved)
     monkeypatch.setattr("common.rollout.HFEngine.generate", None)
     (tmp_path / "file").touch()
     made = {"tmp": str(tmp_path)}
-    for name, make in {"empty": empty_run, "broken": broken_run}.items():
+    for name, make in {"empty": empty_run, "broken": broken_run, "odd": odd_run}.items():
         if name in words:
             made[name] = str(make(tmp_path / "run"))
     if "other" in words:
