@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tools import arguments
 from tools.marks import ROOT
 
 HEAVY = re.compile(r"aten::(mm|addmm|bmm|_scaled_dot_product\w+)")
@@ -297,9 +298,7 @@ SIDES = {"ours": ours, "trl": trl, "profile": profiled}
 
 def main() -> None:
     """One side in this process, or (without --side) both in turn and the table."""
-    # No usage: an error is one line
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = arguments(__doc__)
     add, words = parser.add_argument, ("P", "G", "T")
     add("model", nargs="?", default="tiny", help="tiny, a model folder, or qwen3-1.7b")
     add("--full", action="store_true", help="every response as long as the limit")

@@ -8,7 +8,6 @@ seed goes a band; in the table stands their mean ± their standard deviation. A 
 algorithm and by the flags in which it differs from another.
 """
 
-import argparse
 import shlex
 import sys
 import textwrap
@@ -20,6 +19,7 @@ import numpy as np
 from common.curves import PANELS, ROUNDING, series, sheet, smooth, telling
 from common.distributed import BadInput, first_line
 from common.folder import read_lines, saved_config, whole
+from tools import arguments
 
 # Flags that change nothing in what is trained
 FREE = set("seed run_dir resume eval_only eval_every save_every save_hf wandb acted".split())
@@ -275,14 +275,7 @@ def main(folders: list[Path], out: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")
-    # No usage: an error is one line
-    parser = argparse.ArgumentParser(
-        prog="tools.compare",
-        usage=argparse.SUPPRESS,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments(__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER")
     parser.add_argument("--out", default="compare", help="a name or a folder (default: compare)")
     words = parser.parse_args()

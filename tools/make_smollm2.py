@@ -8,12 +8,12 @@ and chat template included, and we write it out in float32. FOLDER, which must b
 gets sums.jsonl: all one-digit additions, asked in words.
 """
 
-import argparse
 import importlib.util
 import json
 from pathlib import Path
 
 import torch
+from tools import arguments
 from tools.make_tiny import emptied
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -43,9 +43,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    # No usage: an error is one line
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = arguments(__doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     folder = parser.parse_args().folder
     if not all(map(importlib.util.find_spec, NEEDED)):

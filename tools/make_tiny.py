@@ -11,13 +11,13 @@ experts and for 500k parameters. FOLDER must be new or empty: to replace a model
 delete it first.
 """
 
-import argparse
 import math
 import random
 from pathlib import Path
 
 from common.model import EMBEDDED
 from common.tiny import arithmetic
+from tools import arguments
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
@@ -104,9 +104,7 @@ def main(kind: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    # No usage: an error is one line
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = arguments(__doc__)
     parser.add_argument("kind", choices=list(EMBEDDED))
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     chosen = parser.parse_args()

@@ -9,7 +9,6 @@ keeps the marks that its trunk has: together they are all that has left `grpo.py
     python -m tools.marks            changed code lines of every file, and those outside its marks
 """
 
-import argparse
 import ast
 import difflib
 import io
@@ -17,6 +16,8 @@ import re
 import sys
 import tokenize
 from pathlib import Path
+
+from tools import arguments
 
 ROOT = Path(__file__).parent.parent
 FIRST = "grpo"  # the trunk of trunks
@@ -112,9 +113,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")
-    # No usage: an error is one line
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.parse_args()
+    arguments(__doc__).parse_args()
     sys.exit(1 if main() else 0)

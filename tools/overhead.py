@@ -7,7 +7,6 @@ checkpoints) and of sampled tokens per step, as ratios to the same seed's grpo.p
 docs/cost.md's table, smallest and largest seed in brackets.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -15,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tools import arguments
 from tools.marks import FIRST, ROOT, algorithms
 
 # Name of each algorithm file -> its module
@@ -60,9 +60,7 @@ def main(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    # No usage: an error is one line
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = arguments(__doc__)
     parser.add_argument("steps", nargs="?", type=int, default=40, help="4 or more (default: 40)")
     steps = parser.parse_args().steps
     if steps < 4:

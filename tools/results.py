@@ -5,12 +5,11 @@ python -m tools.results runs/grpo-arithmetic-s1 runs/grpo-arithmetic-s2 ...
 python -m tools.results --ranges runs/*-arithmetic-s1
 """
 
-import argparse
-import sys
 from collections import defaultdict
 from pathlib import Path
 
 from common.distributed import BadInput, first_line
+from tools import arguments
 from tools.compare import load
 
 FIRST = 10  # steps of a run that count as its beginning; its last third is its end
@@ -78,10 +77,7 @@ def ranges(folders: list[Path]) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")
-    # No usage: an error is one line
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = arguments(__doc__)
     parser.add_argument("--ranges", action="store_true", help="every metric, at both ends of a run")
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER")
     try:

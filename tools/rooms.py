@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from types import FrameType
 
+from tools import arguments
 from tools.marks import ROOT, code_lines
 
 COMMON = ROOT / "common"
@@ -80,4 +81,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    arguments(__doc__).parse_args()
     main()

@@ -10,7 +10,6 @@ as its own. Headers (the first docstring) are each file's own and are left alone
 something is left to do.
 """
 
-import argparse
 import difflib
 import re
 import subprocess
@@ -18,6 +17,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tools import arguments
 from tools.marks import ROOT, algorithms, trunk_of
 
 MARK = r"# </?\w+>$"
@@ -137,10 +137,7 @@ def main(commit: str, dry: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")
-    # No usage: an error is one line
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = arguments(__doc__)
     parser.add_argument("--dry", action="store_true", help="write nothing")
     parser.add_argument("commit", nargs="?", default="HEAD", metavar="COMMIT")
     words = parser.parse_args()

@@ -18,7 +18,6 @@ none and clip differ from the other four in the loss (grpo.py's without KL), tru
 the controls alone.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from pathlib import Path
 import grpo
 import vcpo
 from common.launch import launch
+from tools import arguments
 
 UPDATES, EVERY, PROMPTS = 150, 25, 8
 OFF = {"ess": "--no_optimal_baseline", "baseline": "--no_ess_scaling"}  # what each half leaves out
@@ -118,9 +118,7 @@ def delay(lag: int, against_sampler: bool) -> None:
 
 
 if __name__ == "__main__":
-    # No usage: an error is one line
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = arguments(__doc__)
     parser.add_argument("lr", type=float, metavar="LR")
     parser.add_argument("lag", type=int, metavar="LAG")
     parser.add_argument("seed", type=int, nargs="?", default=1, metavar="SEED")

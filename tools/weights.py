@@ -10,7 +10,6 @@ train-inference gap (μ = π_old), vcpo before its baseline. No curve goes beyon
 the token's probability would pass 1.
 """
 
-import argparse
 import importlib
 from dataclasses import replace
 
@@ -20,6 +19,7 @@ import torch
 from matplotlib import pyplot
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
+from tools import arguments
 from tools.marks import ROOT
 
 NARROW = 1e-3  # half the width of gspo's axis
@@ -100,8 +100,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # No usage: an error is one line
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.parse_args()
+    arguments(__doc__).parse_args()
     main()
