@@ -204,6 +204,13 @@ def test_the_page_has_the_numbers_of_its_table(name):
     assert f"python -m labs.{name} " in page and (ROOT / "labs/figures" / f"{name}.png").exists()
 
 
+def test_every_box_to_tick_has_its_line():
+    """Two on a line are one box and text, as every renderer of Markdown has it."""
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "labs").glob("*.md")]:
+        text = page.read_text(encoding="utf-8")
+        assert text.count("[ ] ") == len(re.findall(r"^- \[ \] \S", text, re.MULTILINE)), page
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_shipped_table_is_a_full_run(name):
     table = json.loads((ROOT / "labs/tables" / f"{name}.json").read_text())
