@@ -105,7 +105,10 @@ def make(lab: ModuleType, name: str, words: argparse.Namespace) -> None:
     runs, own = hasattr(lab, "COLUMNS"), getattr(lab, "SEEDS", SEEDS)
     if not words.redraw:
         some = 1 if runs else QUICK
-        seeds = words.seeds or (some if words.quick else max(own, count(stored(table))))
+        own = (
+            own if runs else max(own, count(stored(table).get("results", {})))
+        )  # a toy is measured anew
+        seeds = words.seeds or (some if words.quick else own)
         run(lab, table, seeds, words.quick, words.first_seed)
     results, smoke = stored(table)["results"], runs and words.quick
     try:
@@ -144,34 +147,36 @@ def stored(table: Path) -> dict:
     return content
 
 
-def count(table: dict) -> int:
-    """Seeds that a table has of some arm."""
-    return max((len(runs) for runs in table.get("results", {}).values()), default=0)
+def count(results: dict) -> int:
+    """Seeds that some arm has."""
+    return max(map(len, results.values()), default=0)
 
 
 def run(lab: ModuleType, table: Path, seeds: int, quick: bool, first: int = 1) -> None:
     """Every arm with every seed, `first` and those after it.
 
     A lab of whole training runs has two under way at a time, writes its table after each, and goes
-    on where its table ends. A toy's is written at the end. A table is not replaced by a smaller
-    one, and one of other seeds not touched; quick ones are nobody's work.
+    on where its table ends. A toy's is written at the end. Runs are not replaced by fewer, and a
+    table of other seeds is not touched; quick ones are nobody's work.
     """
     runs = hasattr(lab, "COLUMNS")
     old = {} if quick else stored(table)
     if old and old.get("first_seed", 1) != first:
         raise BadInput(f"{table}: begins with seed {old.get('first_seed', 1)}, not {first}")
-    if seeds < count(old):
-        more = f"has {count(old)} seeds, which {seeds} would replace"
-        raise BadInput(f"{table}: {more}; give --seeds {count(old)} or more, or another --out")
     known = {
         arm: old["results"].get(arm, []) if runs and old and old["arms"].get(arm) == what else []
         for arm, what in lab.ARMS.items()
     }
+    lost = {arm: found for arm, found in old.get("results", {}).items() if not known.get(arm)}
+    if seeds < (most := count(lost)):
+        more = f"has {most} seeds, which {seeds} would replace"
+        raise BadInput(f"{table}: {more}; give --seeds {most} or more, or another --out")
     todo = [(s, arm) for s in range(seeds) for arm in lab.ARMS if s >= len(known[arm])]
-    options = [f"--seeds {seeds}"] + [f"--first_seed {first}"] * (first != 1) + ["--quick"] * quick
+    most = max(seeds, count(known))
+    options = [f"--seeds {most}"] + [f"--first_seed {first}"] * (first != 1) + ["--quick"] * quick
     head = {
         "command": " ".join(["python -m", lab.__spec__.name, *options]),
-        "seeds": seeds,
+        "seeds": most,
         "first_seed": first,
         "quick": quick,
         **({"note": SMOKE} if runs and quick else {}),
@@ -301,13 +306,13 @@ def cell(runs: list[dict], name: str, form: str = ".2f") -> str:
 
 
 def wins(a: list[dict], b: list[dict], name: str | Callable[[dict], float]) -> str:
-    """In how many seeds the number of `a` is above that of `b` of the same seed: `19 of 20`.
+    """In how many seeds, of those that both have, `a` is above `b`: `19 of 20`.
 
     `name` is a number's, or a function of a run, such as `lambda run: run["greedy"][-1]`. A tie,
     like a NaN, is no win; where less is better, give the two the other way round.
     """
     value = name if callable(name) else lambda run: run[name]
-    won = [value(one) > value(other) for one, other in zip(a, b, strict=True)]
+    won = [value(one) > value(other) for one, other in zip(a, b)]
     return f"{sum(won)} of {len(won)}"
 
 
