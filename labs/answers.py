@@ -11,6 +11,7 @@ import argparse
 import importlib
 import json
 import re
+import warnings
 from pathlib import Path
 from types import ModuleType
 
@@ -46,7 +47,8 @@ def tolerance(values: list[float]) -> tuple[float, float]:
 
 def answer(cells: list[str], middle: str) -> str:
     """A cell of the key: of the page's, and of every seed's alone."""
-    values, (first, *_) = [number(cell) for cell in cells], middle.split()
+    values, first = [number(cell) for cell in cells], middle.split()[0]
+    values = [value for value in values if not np.isnan(value)]
     if " of " in middle or not np.isfinite(values).any():
         return middle
     digits = len(first.partition(".")[2]) if "e" not in first else None
@@ -59,10 +61,12 @@ def answer(cells: list[str], middle: str) -> str:
 def numbers(module: ModuleType, results: dict) -> list[list[str]]:
     """The lab's table with the range of one seed."""
     most = max(map(len, results.values()))
-    alone = [
-        module.rows({arm: [runs[min(seed, len(runs) - 1)]] for arm, runs in results.items()})
-        for seed in range(most)
-    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of medians of what never came
+        alone = [
+            module.rows({arm: [runs[min(seed, len(runs) - 1)]] for arm, runs in results.items()})
+            for seed in range(most)
+        ]
     head, *rows = module.rows(results)
     return [head] + [
         [row[0], *(answer([one[y + 1][x + 1] for one in alone], c) for x, c in enumerate(row[1:]))]
