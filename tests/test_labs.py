@@ -1,6 +1,7 @@
 """The labs: each runs, in the direction that its page says; the pages' numbers are the tables'."""
 
 import importlib.util
+import io
 import json
 import re
 import runpy
@@ -444,3 +445,82 @@ def test_a_row_of_the_stack_is_compared_seed_by_seed():
         run["sampled@"] = [0, 1, 2, 3]
     told = stack.ended(one, two, 0.0)
     assert told["gain"] == pytest.approx(0.3) and told["pace"] == pytest.approx(0.225)
+
+
+def run_folder(folder: Path, steps: int, ended: bool = True) -> None:
+    """What a run of so many steps leaves; without its summary if it did not end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = dict.fromkeys("algorithm ranks model task lr".split(), "x")
+    (folder / "config.json").write_text(json.dumps(config | {"seed": 1, "steps": 9, "acted": {}}))
+    lines = [{"step": step, "greedy": 0.5, "sampled": 0.5} for step in range(steps + 1)]
+    more = dict.fromkeys("reward response_len entropy grad_norm tokens seconds".split(), 1.0)
+    rows = [json.dumps(line | (more if line["step"] else {})) for line in lines]
+    (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "summary.json").unlink(missing_ok=True)
+    if ended:
+        (folder / "summary.json").write_text("{}")
+
+
+def test_the_bug_hunt_takes_whole_runs_and_names_its_command(tmp_path, monkeypatch, capsys):
+    """A run that was stopped, or resumed beyond its summary, is run again; a whole one not."""
+    made, steps = [], 2
+
+    def process(words: list[str], **_: object) -> object:
+        if words[0] != sys.executable:
+            return original(words, **_)
+        folder = Path(words[words.index("--run_dir") + 1])
+        made.append(folder.name)
+        run_folder(folder, steps)
+        return bug.subprocess.CompletedProcess(words, 0)
+
+    original = bug.subprocess.run
+    monkeypatch.setattr(bug.subprocess, "run", process)
+    bug.play(5, tmp_path, bug.QUICKLY)
+    assert len(made) == 2 and not any(
+        (tmp_path / f"bug_5{end}").exists() for end in (".png", ".md")
+    )
+    page = (tmp_path / "bug_5.quick.md").read_text(encoding="utf-8")
+    assert f"Made by `python -m labs.bug 5 --quick --out {tmp_path}`" in page and lab.SMOKE in page
+    assert (tmp_path / "bug_5.quick.png").stat().st_size > 10_000
+    assert lab.SMOKE in capsys.readouterr().out
+    bug.play(5, tmp_path, bug.QUICKLY)
+    assert len(made) == 2
+    for others in ((1, True), (2, False), (3, True)):  # fewer steps; no summary; another run
+        run_folder(tmp_path / made[0], *others)
+        bug.play(5, tmp_path, bug.QUICKLY)
+        assert made[2:] == made[:1] and made.pop()
+    steps = 1  # as if somebody had stopped it
+    run_folder(tmp_path / made[0], 1)
+    with pytest.raises(BadInput, match="was stopped before its end"):
+        bug.play(5, tmp_path, bug.QUICKLY)
+
+
+def test_somebodys_file_is_refused_before_the_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(bug, "train", None)
+    (tmp_path / "bug_5.md").write_text("my notes")
+    with pytest.raises(BadInput, match="not from here"):
+        bug.play(5, tmp_path)
+    assert (tmp_path / "bug_5.md").read_text() == "my notes"
+
+
+def test_every_quick_bug_has_whole_mini_batches():
+    """Flags of a bug and those that make it quick go together."""
+    for one in bug.BUGS:
+        words = f"{bug.RUN} {one.flags} {bug.QUICKLY}".split()
+        args = dict(zip(words[::2], words[1::2]))
+        prompts = int(args.get("--prompts_per_step", module_of(one.file).Args().prompts_per_step))
+        assert prompts % int(args.get("--minibatches", 1)) == 0, one.named
+
+
+def test_a_terminal_without_greek_gets_escapes(monkeypatch):
+    """As PYTHONIOENCODING=ascii makes it; and a table is read in no other encoding than UTF-8."""
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, "ascii", write_through=True))
+    lab.survive_the_terminal()
+    print(lab.text(load("precision").rows(results("precision"))))
+    assert b"mean |\\u0394 log \\u03c0| after four" in raw.getvalue()
+    for name in ("lab", "bug", "notebook", "answers", "toy"):
+        source = (ROOT / "labs" / f"{name}.py").read_text(encoding="utf-8")
+        calls = re.findall(r"(?:read_text|write_text|open)\([^()]*(?:\([^()]*\)[^()]*)*\)", source)
+        calls = [call for call in calls if not call.startswith("open(call")]  # Popen
+        assert all("utf-8" in call for call in calls), (name, calls)
