@@ -19,7 +19,7 @@ import common  # noqa: F401  (before torch)
 import torch
 from torch import Tensor
 
-FIXTURE = json.loads((Path(__file__).parent.parent / "fixtures" / "losses.json").read_text("utf-8"))
+FIXTURE = json.loads((Path(__file__).parent.parent / "fixtures" / "losses.json").read_text())
 
 
 def of(algorithm: str) -> tuple[list[Callable], dict[str, tuple]]:
@@ -37,7 +37,7 @@ def written_here(namespace: dict) -> list[Callable]:
 def replaced(path: Path, old: str, new: str) -> str:
     """A file's text with `old`, which must stand there once, replaced; line breaks inside it are no
     matter, so that a formatter may move them."""
-    source, tokens = path.read_text("utf-8"), re.findall(r"\w+|\s+|.", old.strip())
+    source, tokens = path.read_text(), re.findall(r"\w+|\s+|.", old.strip())
     # A formatter also puts a comma before a bracket that closes on a line of its own
     loose = [r",?\s*" + re.escape(t) if t in ")]}" else re.escape(t) for t in tokens if t.strip()]
     found = re.findall(re.escape(old), source) or re.findall(r"\s*".join(loose), source)
