@@ -2,7 +2,7 @@
 
     python -m labs.bug                      what there is
     python -m labs.bug 3                    two short runs (a minute or two each), one figure
-    python -m labs.bug 3 --quick            the same in seconds: to try the machine, not to see much
+    python -m labs.bug 3 --quick            the same in seconds: a smoke test, which shows nothing
     python -m labs.bug 3 --reveal           the line, the check that sees it, and where it was real
 
 Most damages are named ones of the tests: no damaged file is stored anywhere.
@@ -11,6 +11,7 @@ Most damages are named ones of the tests: no damaged file is stored anywhere.
 import argparse
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -19,13 +20,17 @@ from pathlib import Path
 
 import common  # noqa: F401  (before torch)
 from common.distributed import BadInput, first_line
+from common.folder import read_lines, whole
 from tests import checks
 from tools import compare
 from tools.marks import ROOT, algorithms
 
+from labs import lab
+
 LOOP = "tests/test_loop.py"
 RUN = "--steps 30 --eval_every 10 --eval_problems 128 --eval_samples 2 --save_every 1000"
-QUICKLY = "--steps 2 --eval_every 2 --eval_problems 8 --prompts_per_step 4"
+QUICKLY = "--steps 2 --eval_every 2 --eval_problems 8"
+OUT = Path("runs/labs/bugs")
 
 
 @dataclass
@@ -50,7 +55,7 @@ class Bug:
             return self.named
         if self.seen_by != LOOP:
             return checks.of(self.file)[1][self.named][:2]
-        text = (ROOT / "tests" / "loop_mutants.txt").read_text()
+        text = (ROOT / "tests" / "loop_mutants.txt").read_text(encoding="utf-8")
         block = rf"^{self.file} [^:]*: {re.escape(self.named)}\n- (.*)\n\+ (.*)$"
         return tuple(p.replace("\\n", "\n") for p in re.search(block, text, re.MULTILINE).groups())
 
@@ -187,19 +192,31 @@ def damaged(bug: Bug) -> str:
     return checks.replaced(path, *bug.damage())
 
 
+def finished(folder: Path, steps: int) -> bool:
+    """Whether there is a run of so many steps that went to its end, evaluation and all."""
+    if not (folder / "summary.json").exists():
+        return False
+    last = read_lines(folder / "metrics.jsonl")[-1:]
+    return bool(last) and last[0]["step"] == steps and "greedy" in last[0]
+
+
 def train(path: Path, folder: Path, flags: str) -> None:
     """`python path RUN FLAGS`, one thread, unless the folder has that run."""
-    if (folder / "summary.json").exists():
+    words = [*RUN.split(), *flags.split()]
+    steps = int([value for name, value in zip(words, words[1:]) if name == "--steps"][-1])
+    if finished(folder, steps):
         return
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, str(path), *RUN.split(), *flags.split(), "--run_dir", str(folder)]
+    words = [sys.executable, str(path), *words, "--run_dir", str(folder)]
     ended = subprocess.run(words, env=environment, stdout=subprocess.DEVNULL)
     if ended.returncode:
         raise BadInput(f"{path.name} ended with exit code {ended.returncode}, see above")
+    if not finished(folder, steps):
+        raise BadInput(f"{path.name} was stopped before its end; the same command runs it again")
 
 
 def play(number: int, out: Path, more: str = "") -> None:
-    """Both runs, with `more` flags, and their figure."""
+    """Both runs, with `more` flags, which make it quick, and their figure."""
     bug = BUGS[number - 1]
     flags = f"{bug.flags} {more}"
     mark = re.sub(r"\W+", "_", flags).strip("_")
@@ -208,20 +225,36 @@ def play(number: int, out: Path, more: str = "") -> None:
         out / f"damaged_{number}_{mark}".strip("_"),
     )
     wrong.parent.mkdir(parents=True, exist_ok=True)
+    quick = ".quick" * bool(more)
+    picture, page = compare.target(str(out / f"bug_{number}{quick}"))  # refuses before the runs
     source = out / f"source_{number}"
     source.mkdir(exist_ok=True)
-    (source / f"{bug.file}.py").write_text(damaged(bug))
+    (source / f"{bug.file}.py").write_text(damaged(bug), encoding="utf-8")
     train(ROOT / f"{bug.file}.py", right, flags)
     train(source / f"{bug.file}.py", wrong, flags)
-    compare.main([right, wrong], str(out / f"bug_{number}"))
-    print(textwrap.fill(f"Bug {number}. {bug.look} Then --reveal.", 100))
+    kinds = compare.kinds([compare.load(folder) for folder in (right, wrong)])
+    figure, rows = compare.draw(kinds), compare.table(kinds)
+    if quick:
+        lab.entitle(figure, lab.SMOKE)
+        rows = f"{lab.SMOKE}\n\n{rows}"
+    words = [str(number), *["--quick"] * bool(more), *(["--out", str(out)] if out != OUT else [])]
+    command = shlex.join(["python", "-m", "labs.bug", *words])
+    text = f"{compare.OURS}\n\n![Curves]({picture.name})\n\n{rows}\n\nMade by `{command}`\n"
+    with whole(page) as partial:  # first: it is what tells our picture from another's
+        partial.write_text(text, encoding="utf-8")
+    with whole(picture) as partial:
+        figure.savefig(partial, dpi=100, format="png")
+    print(rows, "", picture, page, sep="\n")
+    told = f"{lab.SMOKE}. " * bool(more) + f"Bug {number}. {bug.look} Then --reveal."
+    print(textwrap.fill(told, 100))
 
 
 def reveal(number: int) -> str:
     """The line, the reason, the check, the source."""
     bug = BUGS[number - 1]
     path = next(path for path in algorithms() if path.stem == bug.file)
-    changed, before = damaged(bug).splitlines(), path.read_text().splitlines()
+    before = path.read_text(encoding="utf-8").splitlines()
+    changed = damaged(bug).splitlines()
     at = next(i for i, (a, b) in enumerate(zip(before, changed)) if a != b)
     gone = len(before) - len(changed)
     lines = [f"{path.name}:{at + 1}", f"- {before[at].strip()}"]
@@ -235,6 +268,7 @@ def reveal(number: int) -> str:
 
 def main() -> None:
     """List, play or reveal."""
+    lab.survive_the_terminal()
     parser = argparse.ArgumentParser(
         prog="labs.bug",
         usage=argparse.SUPPRESS,  # an error is one line
@@ -244,7 +278,7 @@ def main() -> None:
     parser.add_argument("number", nargs="?", type=int, metavar="N")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--reveal", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("runs/labs/bugs"))
+    parser.add_argument("--out", type=Path, default=OUT)
     words = parser.parse_args()
     try:
         if words.number is None:
@@ -258,6 +292,9 @@ def main() -> None:
             play(words.number, words.out, QUICKLY if words.quick else "")
     except (BadInput, OSError) as error:
         parser.error(first_line(error))
+    except KeyboardInterrupt:
+        print("labs.bug: interrupted; a run that ended is not run again", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

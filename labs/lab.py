@@ -4,17 +4,30 @@ A lab is a module with
     TITLE            the finding, over the figure
     ARMS             arm -> what it is: for a toy anything, else a command line: `grpo.py FLAGS`,
                      `-m variants.dapo FLAGS`
-    measure(arm, seed, quick)   one run -> numbers and short series; not for command lines, whose
+    measure(arm, seed, quick)   one run -> numbers and short series; `quick` is False: a quick toy
+                     is a full one of few seeds. Not for command lines, whose
     COLUMNS          are the columns of metrics.jsonl that are kept instead
-    QUICKLY          more flags for them when quick
+    QUICKLY          more flags for them when quick, which is a smoke test and shows nothing
     DAMAGE           arm -> (what stands in its file once, what it becomes): a bug, on purpose
+    SEEDS            runs of each arm, where it is not 20
     rows(results)    the table: a list of rows of cells, the head first
     draw(results)    the figure
-`results` is {arm: [one run's numbers, ...]}, a run for each seed. The page NAME.md quotes medians
-of the table as `0.97<!--row/column-->`; between `<!--table-->` and `<!--/table-->` it stands whole.
+`results` is {arm: [one run's numbers, ...]}, a run for each seed, from the table's first seed on,
+so that the n-th runs of two arms are a pair. The page NAME.md quotes medians of the table as
+`0.97<!--row/column-->`; between `<!--table-->` and `<!--/table-->` it stands whole.
+
+What a lab may say:
+- An arm that is named after a paper is that paper's method, or its name says what it is not.
+- A sentence with "because" is measured, by an arm or a number of the table, or it is labelled as a
+  guess ("we think").
+- A difference within the spread of the control's seeds is called that, and not an effect.
+- Where the ranges of two arms overlap, their seeds are compared in pairs: "19 of 20 seeds" (`wins`)
+  and not two medians.
+- "Replicated" is what was run again with seeds that its author had not seen (`--first_seed`).
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -22,6 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
@@ -30,102 +44,183 @@ from types import ModuleType
 import common  # noqa: F401  (before torch)
 import numpy as np
 from common.curves import series, smooth
-from common.distributed import BadInput, first_line
+from common.distributed import BadInput, blame, first_line
 from common.folder import read_lines, whole
 from tests.checks import replaced
 from tools.marks import ROOT
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
-SEEDS, QUICK = 20, 3  # of a full run, of a quick one
+SEEDS, QUICK = 20, 3  # of a full run; of a quick toy, which shows what the full one does
 QUICKLY = "--steps 4 --eval_every 2 --eval_problems 16"  # of training runs, when quick
+SMOKE = "Smoke test: shows nothing"  # in place of their finding
 # Told apart by the colour-blind, too (Okabe and Ito)
 BLACK, GREY, BLUE, ORANGE, GREEN, PINK = "#222222 #888888 #0072B2 #D55E00 #009E73 #CC79A7".split()
+CHILDREN: set[subprocess.Popen] = set()  # training runs under way
 
 
 def main(lab: ModuleType) -> None:
     """`python -m labs.NAME`: measure, write the table and the figure, print the table."""
+    survive_the_terminal()
     name = lab.__spec__.name.split(".")[-1]
+    runs, own = hasattr(lab, "COLUMNS"), getattr(lab, "SEEDS", SEEDS)
+    quickly = "one short run of each arm, to try the machine: shows nothing"
     parser = argparse.ArgumentParser(
         prog=f"labs.{name}",
         usage=argparse.SUPPRESS,  # an error is one line
         description=lab.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seeds", type=int, help=f"runs of each arm (default: {SEEDS})")
-    parser.add_argument("--quick", action="store_true", help="fewer seeds, smaller: seconds")
+    parser.add_argument("--seeds", type=int, help=f"runs of each arm (default: {own})")
+    parser.add_argument("--first_seed", type=int, default=1, help="the others follow (default: 1)")
+    few = quickly if runs else f"{QUICK} seeds, at full length"
+    parser.add_argument("--quick", action="store_true", help=few)
     parser.add_argument("--redraw", action="store_true", help="only draw the table that is there")
     parser.add_argument("--out", type=Path, default=Path("runs/labs"), help="default: runs/labs")
     words = parser.parse_args()
-    table, figure = words.out / "tables" / f"{name}.json", words.out / "figures" / f"{name}.png"
-    full = getattr(lab, "SEEDS", SEEDS)
-    seeds = words.seeds if words.seeds is not None else QUICK if words.quick else full
     try:
-        if seeds < 1:
-            raise BadInput(f"--seeds {seeds}: must be 1 or more")
-        if words.redraw and not table.exists():
-            raise BadInput(f"--redraw: no {table}; the one that we ship is drawn with --out labs")
-        for path in (table, figure):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        if not words.redraw:
-            run(lab, table, seeds, words.quick)
-        results = json.loads(table.read_text())["results"]
-        with whole(figure) as partial:
-            lab.draw(results).savefig(partial, dpi=150, format="png")
-        page = HERE / f"{name}.md"
-        if words.out.resolve() == HERE and page.exists():
-            page.write_text(filled(page.read_text(), lab.rows(results)))
-        print(text(lab.rows(results)), "", table, figure, sep="\n")
+        make(lab, name, words)
     except (BadInput, OSError) as error:
         parser.error(first_line(error))
+    except KeyboardInterrupt:
+        kept = "runs that ended are kept, and the same command goes on from there"
+        kept = kept if runs and not words.quick else "nothing was written"
+        print(f"{parser.prog}: interrupted; {kept}", file=sys.stderr)
+        sys.exit(130)
 
 
-def run(lab: ModuleType, table: Path, seeds: int, quick: bool) -> None:
-    """Every arm with every seed; the table is written after each run.
+def make(lab: ModuleType, name: str, words: argparse.Namespace) -> None:
+    """What was asked for, of the lab `name`."""
+    for flag, least in (("seeds", 1), ("first_seed", 0)):
+        if (value := getattr(words, flag)) is not None and value < least:
+            raise BadInput(f"--{flag} {value}: must be {least} or more")
+    # Seeds that are not the page's, and quick runs, have tables of their own.
+    kind = f".from{words.first_seed}" * (words.first_seed != 1) + ".quick" * words.quick
+    table = words.out / "tables" / f"{name}{kind}.json"
+    figure = words.out / "figures" / f"{name}{kind}.png"
+    if words.redraw and not table.exists():
+        raise BadInput(f"--redraw: no {table}; the one that we ship is drawn with --out labs")
+    for path in (table, figure):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    runs, own = hasattr(lab, "COLUMNS"), getattr(lab, "SEEDS", SEEDS)
+    if not words.redraw:
+        some = 1 if runs else QUICK
+        own = (
+            own if runs else max(own, count(stored(table).get("results", {})))
+        )  # a toy is measured anew
+        seeds = words.seeds or (some if words.quick else own)
+        run(lab, table, seeds, words.quick, words.first_seed)
+    results, smoke = stored(table)["results"], runs and words.quick
+    try:
+        rows, drawn = lab.rows(results), lab.draw(results)
+    except LookupError as error:  # another version's arms or columns
+        if not words.redraw:
+            raise
+        raise BadInput(f"{table}: not what this lab draws (it lacks {error})") from error
+    if smoke:
+        entitle(drawn, SMOKE)
+        drawn.text(0.5, 0.5, SMOKE, fontsize=30, color=GREY, alpha=0.7, ha="center", va="center")
+    with whole(figure) as partial:
+        drawn.savefig(partial, dpi=150, format="png")
+    page = HERE / f"{name}.md"
+    if words.out.resolve() == HERE and not kind and page.exists():
+        page.write_text(filled(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    print(*[SMOKE, ""] * smoke, text(rows), "", table, figure, sep="\n")
 
-    A lab of whole training runs has two under way at a time, and goes on where its table ends.
+
+def survive_the_terminal() -> None:
+    """One that cannot show an arrow or a Greek letter is no reason to stop."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def stored(table: Path) -> dict:
+    """A lab's table as it was written; empty where there is none. BadInput if it is none."""
+    if not table.exists():
+        return {}
+    with blame(f"{table}: damaged, remove it or give another --out"):
+        content = json.loads(table.read_text(encoding="utf-8"))
+        found = [run.keys() for runs in content["results"].values() for run in runs]
+        if not found or not {"seeds", "quick", "arms"} <= content.keys():
+            raise ValueError("no table of a lab")
+    return content
+
+
+def count(results: dict) -> int:
+    """Seeds that some arm has."""
+    return max(map(len, results.values()), default=0)
+
+
+def run(lab: ModuleType, table: Path, seeds: int, quick: bool, first: int = 1) -> None:
+    """Every arm with every seed, `first` and those after it.
+
+    A lab of whole training runs has two under way at a time, writes its table after each, and goes
+    on where its table ends. A toy's is written at the end. Runs are not replaced by fewer, and a
+    table of other seeds is not touched; quick ones are nobody's work.
     """
     runs = hasattr(lab, "COLUMNS")
-    old = json.loads(table.read_text()) if runs and table.exists() else {}
+    old = {} if quick else stored(table)
+    if old and old.get("first_seed", 1) != first:
+        raise BadInput(f"{table}: begins with seed {old.get('first_seed', 1)}, not {first}")
     known = {
-        arm: old["results"][arm] if old and old["arms"].get(arm) == what else []
+        arm: old["results"].get(arm, []) if runs and old and old["arms"].get(arm) == what else []
         for arm, what in lab.ARMS.items()
     }
-    if old and old["quick"] != quick:
-        known = {arm: [] for arm in lab.ARMS}
+    lost = {arm: found for arm, found in old.get("results", {}).items() if not known.get(arm)}
+    if seeds < (most := count(lost)):
+        more = f"has {most} seeds, which {seeds} would replace"
+        raise BadInput(f"{table}: {more}; give --seeds {most} or more, or another --out")
     todo = [(s, arm) for s in range(seeds) for arm in lab.ARMS if s >= len(known[arm])]
-    options = [f"--seeds {seeds}"] + ["--quick"] * quick
+    most = max(seeds, count(known))
+    options = [f"--seeds {most}"] + [f"--first_seed {first}"] * (first != 1) + ["--quick"] * quick
     head = {
         "command": " ".join(["python -m", lab.__spec__.name, *options]),
-        "seeds": seeds,
+        "seeds": most,
+        "first_seed": first,
         "quick": quick,
+        **({"note": SMOKE} if runs and quick else {}),
         "date": str(date.today()),
         "arms": {arm: what if isinstance(what, str) else "" for arm, what in lab.ARMS.items()},
     }
 
     def one(job: tuple[int, str]) -> dict:
-        seed, arm = job
+        seed, arm = first + job[0], job[1]
         if runs:
             flags = f"{QUICKLY} {getattr(lab, 'QUICKLY', '')}" if quick else ""
             damage = getattr(lab, "DAMAGE", {}).get(arm)
-            return trained(f"{lab.ARMS[arm]} {flags}", seed + 1, lab.COLUMNS, damage)
-        return lab.measure(arm, seed + 1, quick)
+            return trained(f"{lab.ARMS[arm]} {flags}", seed, lab.COLUMNS, damage)
+        return lab.measure(arm, seed, False)
 
     start, spent = time.time(), old.get("seconds", 0) if any(known.values()) else 0
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, stopping(pool):
         done = pool.map(one, todo) if runs else map(one, todo)
-        for (_, arm), found in zip(todo, tqdm(done, lab.__spec__.name, len(todo), leave=False)):
+        bar = {"desc": lab.__spec__.name, "total": len(todo), "leave": False}
+        # disable=None: no bar where nobody watches, in a notebook or a file
+        for (_, arm), found in zip(todo, tqdm(done, disable=None, **bar)):
             known[arm].append({key: plain(value) for key, value in found.items()})
-            if runs or len(known[arm]) == seeds:
+            if runs or min(map(len, known.values())) == seeds:
                 head["seconds"] = round(spent + time.time() - start)
                 write(table, head | {"results": known})
+
+
+@contextlib.contextmanager
+def stopping(pool: ThreadPoolExecutor) -> Iterator[None]:
+    """On an error, and on Ctrl-C, no run begins any more, and those under way end."""
+    try:
+        yield
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in list(CHILDREN):
+            child.terminate()
+        raise
 
 
 def write(table: Path, content: dict) -> None:
     """A table, a series a line."""
     lines = re.sub(r"(?<=[\[\d,])\s+(?=[-\]\dN])", " ", json.dumps(content, indent=1))
     with whole(table) as partial:
-        partial.write_text(lines.replace("[ ", "[").replace(" ]", "]") + "\n")
+        partial.write_text(lines.replace("[ ", "[").replace(" ]", "]") + "\n", encoding="utf-8")
 
 
 def plain(value: object) -> object:
@@ -138,24 +233,32 @@ def plain(value: object) -> object:
 
 def trained(command: str, seed: int, columns: tuple, damage: tuple[str, str] | None = None) -> dict:
     """A training run as a process of one thread -> its columns of metrics.jsonl, each with the
-    steps, as `name` and `name@`. One that stopped itself is a result, too: `stopped` says why."""
+    steps, as `name` and `name@`. One that stopped itself is a result, too: `stopped` says why. One
+    that somebody stopped, or that broke, is none."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    environment["PYTHONIOENCODING"] = "utf-8"
     with tempfile.TemporaryDirectory() as folder:
         words = [*command.split(), "--seed", seed, "--run_dir", f"{folder}/run"]
         if damage:
             source, words[0] = ROOT / words[0], f"{folder}/{words[0]}"
-            Path(words[0]).write_text(replaced(source, *damage))
+            Path(words[0]).write_text(replaced(source, *damage), encoding="utf-8")
             environment["PYTHONPATH"] = str(ROOT)
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "encoding": "utf-8"}
         call = [sys.executable, *map(str, words)]
-        ended = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True)
-        metrics = Path(folder, "run", "metrics.jsonl")
-        if not metrics.exists() or ended.returncode < 0:
-            raise BadInput(f"{command}: {(ended.stderr.splitlines() or ['no word'])[-1]}")
-        lines = read_lines(metrics)
+        with subprocess.Popen(call, cwd=ROOT, env=environment, **pipes) as child:
+            CHILDREN.add(child)
+            said = (child.communicate()[1].splitlines() or ["no word"])[-1]
+            CHILDREN.discard(child)
+        run, code = Path(folder, "run"), child.returncode
+        if code == 0 and not (run / "summary.json").exists():
+            raise BadInput(f"{command} --seed {seed}: was stopped before its end: no result")
+        if code and not (code == 1 and ": error: " in said and (run / "metrics.jsonl").exists()):
+            raise BadInput(f"{command} --seed {seed}: exit code {code}: {said}")
+        lines = read_lines(run / "metrics.jsonl")
     found = {}
     for name in columns:
         found[f"{name}@"], found[name] = series(lines, name)
-    return found | ({"stopped": ended.stderr.splitlines()[-1]} if ended.returncode else {})
+    return found | ({"stopped": said} if code else {})
 
 
 # The table, in a terminal and in the page
@@ -202,6 +305,17 @@ def cell(runs: list[dict], name: str, form: str = ".2f") -> str:
     return middle if low == high else f"{middle} ({low}–{high})"
 
 
+def wins(a: list[dict], b: list[dict], name: str | Callable[[dict], float]) -> str:
+    """In how many seeds, of those that both have, `a` is above `b`: `19 of 20`.
+
+    `name` is a number's, or a function of a run, such as `lambda run: run["greedy"][-1]`. A tie,
+    like a NaN, is no win; where less is better, give the two the other way round.
+    """
+    value = name if callable(name) else lambda run: run[name]
+    won = [value(one) > value(other) for one, other in zip(a, b)]
+    return f"{sum(won)} of {len(won)}"
+
+
 def tail(values: list[float], count: int = 20) -> float:
     """The mean of a series' last values."""
     return float(np.mean(values[-count:]))
@@ -221,12 +335,17 @@ def at_tokens(run: dict, thousands: float) -> float:
 # Figures
 
 
+def entitle(figure: object, words: str) -> None:
+    """The finding, or what takes its place."""
+    figure.suptitle(words, x=0.01, ha="left", fontsize=13, fontweight="bold")
+
+
 def sheet(title: str, *panels: str, width: float = 9.0, height: float = 4.2) -> tuple:
     """A figure under its finding, and axes side by side, one for each panel's title."""
     from matplotlib.figure import Figure  # here: it takes a second that no test should cost
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    entitle(figure, title)
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, words in zip(axes, panels):
         axis.set_title(words, fontsize=10, loc="left", color="#444444")

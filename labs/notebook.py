@@ -2,9 +2,10 @@
 
     python -m labs.notebook [FILE]          default: runs/labs/course.ipynb
 
-A fenced bash block of the page becomes a cell, each of its lines a command of the shell; a line
-`**Look** at FILE.png` shows that figure. All else is text. The first cell has what makes every
-command take seconds.
+It works in any checkout of this repository: its first cell looks for the folder upwards from where
+the notebook lies. A fenced bash block of the page becomes a cell, each of its lines a command of
+the shell; a line `**Look** at FILE.png` shows that figure. All else is text. A file that is there
+is not written over: it may hold somebody's answers.
 """
 
 import argparse
@@ -14,30 +15,52 @@ import re
 from pathlib import Path
 
 from common.distributed import BadInput, first_line
-from common.folder import whole
-from tools.marks import ROOT
+
+from labs.lab import survive_the_terminal
 
 PAGE = Path(__file__).parent / "course.md"
 FIRST = """\
 import os
 import sys
+from pathlib import Path
 
 from IPython.display import Image
 
-os.chdir({root!r})  # the repository
+here = Path.cwd().resolve()
+folders = [folder for folder in (here, *here.parents) if (folder / "labs/course.md").exists()]
+assert folders, f"no repository above {here}: move this notebook into the repository's folder"
+os.chdir(folders[0])
+os.environ.update(TQDM_MININTERVAL="30", TQDM_MAXINTERVAL="60")  # quiet progress bars
+
 QUICK = STEPS = ""
-# To try the machine, in seconds:
+# To try the machine, in a few minutes: then the training runs are smoke tests and show nothing
 # QUICK, STEPS = "--quick", "--steps 9 --prompts_per_step 4 --eval_problems 8"
+
+
+def look(file):
+    \"\"\"The figure of training runs.\"\"\"
+    if QUICK:
+        print("Smoke test: shows nothing")
+    quick = Path(file).with_suffix(".quick.png")
+    return Image(str(quick if QUICK and quick.exists() else file))
 """
 PART = re.compile(r"^```bash\n(.*?)^```\n|^\*\*Look\*\* at `(.*?)`.*?\n", re.MULTILINE | re.DOTALL)
 
 
 def command(line: str) -> str:
-    """A line for the shell as a line of a cell: this Python, and a place for quick flags."""
+    """A line for the shell as a line of a cell: this Python, and where training runs, or the bug
+    hunt's, a place for quick flags. A toy of few seeds is quick enough, and shows what it shows."""
     line, mark, comment = line.partition("  # ")
-    if re.match(r"python (\w+\.py|-m labs\.(?!blank|grade))", line):
-        line += " {STEPS}" if ".py" in line else " {QUICK}"
+    if re.match(r"python \w+\.py", line):
+        line += " {STEPS}"
+    elif re.match(r"python -m labs\.bug \d+$", line):
+        line += " {QUICK}"
     return "!" + re.sub(r"\bpython ", '"{sys.executable}" ', line) + mark + comment
+
+
+def picture(file: str) -> str:
+    """A cell that shows a figure: a toy's, or one of training runs."""
+    return f'Image("{file}")' if file.startswith("runs/labs/figures/") else f'look("{file}")'
 
 
 def cell(kind: str, text: str) -> dict:
@@ -47,14 +70,14 @@ def cell(kind: str, text: str) -> dict:
     return {"cell_type": kind, "metadata": {}, "source": lines} | more
 
 
-def notebook(page: str, root: Path, folder: Path) -> dict:
-    """A notebook of the page, which works in the folder `root` and lies in `folder`."""
+def notebook(page: str, folder: Path) -> dict:
+    """A notebook of the page, which lies in `folder`."""
     page = re.sub(r"\]\((?!http)", f"]({os.path.relpath(PAGE.parent, folder)}/", page)
-    cells, end = [cell("code", FIRST.format(root=str(root)))], 0
+    cells, end = [cell("code", FIRST)], 0
     for part in PART.finditer(page):
         cells.append(cell("markdown", page[end : part.end() if part[2] else part.start()]))
         shell = "\n".join(map(command, (part[1] or "").splitlines()))
-        cells.append(cell("code", shell or f'Image("{part[2]}")'))
+        cells.append(cell("code", shell or picture(part[2])))
         end = part.end()
     cells = [*cells, cell("markdown", page[end:])]
     kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
@@ -62,7 +85,9 @@ def notebook(page: str, root: Path, folder: Path) -> dict:
     return {"nbformat": 4, "nbformat_minor": 4, "metadata": kernel, "cells": kept}
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write it, if it is not there yet."""
+    survive_the_terminal()
     parser = argparse.ArgumentParser(
         prog="labs.notebook",
         usage=argparse.SUPPRESS,  # an error is one line
@@ -76,9 +101,16 @@ if __name__ == "__main__":
         if file.suffix != ".ipynb":
             raise BadInput(f"{file}: a notebook's name ends in .ipynb")
         file.parent.mkdir(parents=True, exist_ok=True)
-        with whole(file) as partial:
-            made = notebook(PAGE.read_text(), ROOT, file.parent)
-            partial.write_text(json.dumps(made, indent=1) + "\n")
+        made = json.dumps(notebook(PAGE.read_text(encoding="utf-8"), file.parent), indent=1) + "\n"
+        if not file.exists():
+            with file.open("x", encoding="utf-8") as new:
+                new.write(made)
+        elif file.read_bytes() != made.encode():
+            raise BadInput(f"{file}: is there, with somebody's work in it: give another name")
         print(file)
     except (BadInput, OSError) as error:
         parser.error(first_line(error))
+
+
+if __name__ == "__main__":
+    main()

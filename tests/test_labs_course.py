@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
-from labs import notebook
+from labs import answers, notebook
 
 from tests.helpers import ROOT
 from tests.test_docs import refused
@@ -51,7 +52,7 @@ def shell(line: str) -> int:
 
 
 @pytest.mark.curves
-def test_every_cell_works_in_its_order(tmp_path, monkeypatch):
+def test_every_cell_works_in_its_order(tmp_path, monkeypatch, capsys):
     """With the first cell's quick flags; the exercise is solved once its file is there."""
     real, shown, commands = subprocess.run, [], 0
 
@@ -62,27 +63,34 @@ def test_every_cell_works_in_its_order(tmp_path, monkeypatch):
         return subprocess.CompletedProcess(words, program(words[1:]))
 
     monkeypatch.setattr(subprocess, "run", here)
-    monkeypatch.chdir(tmp_path)
-    made = notebook.notebook(notebook.PAGE.read_text(), tmp_path, tmp_path / "runs" / "labs")
+    (tmp_path / "labs").mkdir()
+    (tmp_path / "labs/course.md").touch()  # by which the first cell knows the folder
+    (tmp_path / "runs/labs").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "runs/labs")
+    made = notebook.notebook(notebook.PAGE.read_text(encoding="utf-8"), tmp_path / "runs/labs")
     first, *cells = ["".join(c["source"]) for c in made["cells"] if c["cell_type"] == "code"]
     display, names = ModuleType("IPython.display"), {}
     display.Image = lambda path: shown.append(Path(path).stat().st_size)
     with monkeypatch.context() as only_now:  # matplotlib asks the real one for more
         only_now.setitem(sys.modules, "IPython", ModuleType("IPython"))
         only_now.setitem(sys.modules, "IPython.display", display)
+        only_now.setitem(os.environ, "TQDM_MININTERVAL", "")  # and puts back what the cell sets
+        only_now.setitem(os.environ, "TQDM_MAXINTERVAL", "")
         exec(first.replace("# QUICK, STEPS", "QUICK, STEPS"), names)
-    assert names["QUICK"] == "--quick"
+    assert names["QUICK"] == "--quick" and Path.cwd() == tmp_path
     for line in "\n".join(cells).splitlines():
         if not line.startswith("!"):
             exec(line, names)
             continue
-        line = line[1:].replace("{QUICK}", names["QUICK"]).replace("{STEPS}", names["STEPS"])
+        line = line[1:].replace("--seeds 5", "--seeds 1")  # the time; toys are never shortened
+        line = line.replace("{QUICK}", names["QUICK"]).replace("{STEPS}", names["STEPS"])
         assert shell(line) == 0, line
         commands += 1
         exercise = Path("mine/grpo.py")
         if exercise.exists() and "NotImplementedError" in exercise.read_text():
             exercise.write_text((ROOT / "grpo.py").read_text())
     assert commands >= 10 and len(shown) >= 5 and min(shown) > 10_000
+    assert capsys.readouterr().out.count("Smoke test: shows nothing\n") >= 3  # runs, not toys
 
 
 def test_the_notebook_is_the_page(tmp_path, monkeypatch):
@@ -105,3 +113,94 @@ def test_the_notebook_is_the_page(tmp_path, monkeypatch):
 
 def test_another_name_is_refused(monkeypatch, capsys, tmp_path):
     refused(monkeypatch, capsys, "labs.notebook", tmp_path / "course.txt")
+
+
+def test_a_notebook_that_is_there_is_not_written_over(monkeypatch, capsys, tmp_path):
+    """Untouched it is the same; with a word in it, it is somebody's."""
+    file = tmp_path / "course.ipynb"
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", ["notebook", str(file)])
+        notebook.main()
+    assert capsys.readouterr().out == f"{file}\n" * 2
+    file.write_text("two hours of answers")
+    assert "somebody's work" in refused(monkeypatch, capsys, "labs.notebook", file)
+    assert file.read_text() == "two hours of answers"
+
+
+def test_the_notebook_names_no_folder_of_the_machine_that_made_it():
+    """It is handed out; outside a checkout its first cell says so."""
+    made = notebook.notebook(notebook.PAGE.read_text(encoding="utf-8"), Path("runs/labs").resolve())
+    assert str(ROOT) not in json.dumps(made)
+    find = notebook.FIRST.split("\nhere = ")[1].split("os.chdir")[0]
+    with pytest.raises(AssertionError, match="no repository above"):
+        exec("from pathlib import Path\nhere = " + find.replace("Path.cwd()", "Path('/')"), {})
+
+
+def questions(page: str) -> list[list[str]]:
+    """The boxes of a page: of every question, what may be ticked."""
+    blocks = re.findall(r"(?:^- \[ \] .*\n(?:(?!- |\n).*\n)*)+", page, re.MULTILINE)
+    return [
+        [" ".join(box.split()) for box in re.split(r"^- \[ \] ", block, flags=re.MULTILINE)[1:]]
+        for block in blocks
+    ]
+
+
+def ticked(text: str) -> list[str]:
+    """The boxes that the key ticks: what is fat at the head of a numbered line."""
+    return [" ".join(box.split()) for box in re.findall(r"^\d\. \*\*(.*?)\*\*", text, re.M | re.S)]
+
+
+KEY = (ROOT / "labs/answers.md").read_text(encoding="utf-8")
+PAGES = sorted((ROOT / "labs").glob("[a-z]*.md"))
+PAGES = [page for page in PAGES if page.stem not in ("answers", "course")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_the_key_ticks_one_box_of_every_question(page):
+    """In the page's order and words; and it has the numbers of the lab's table as it is now."""
+    section = KEY.split(f"\n## {page.stem}\n")[1].split("\n## ")[0]
+    asked, told = questions(page.read_text(encoding="utf-8")), ticked(section)
+    assert len(asked) == len(told) >= 1
+    for boxes, box in zip(asked, told):
+        assert box in boxes
+    assert f"<!--numbers: {page.stem}-->" in section
+    assert answers.filled(section) == section, "python -m labs.answers"
+
+
+def test_the_key_answers_the_course():
+    """Every box of the worksheet that is right stands in it, fat."""
+    course = (ROOT / "labs/course.md").read_text(encoding="utf-8")
+    told = " ".join(KEY.split("## The course")[1].split("\n## ")[0].split())
+    for boxes in questions(course):
+        assert sum(f"**{box}**" in told for box in boxes) == 1, boxes
+    bugs = re.findall(r"\d+", re.search(r"another number of ([\d, and]+)\.", course)[1])
+    assert len(bugs) >= 4 and all(f"\n| {number} | " in KEY for number in bugs)
+    for name in ("sampler_logprobs", "rank_advantages", "accumulate", "ess_ratio", "pass_at_k"):
+        assert f"| `{name}` |" in KEY
+
+
+def test_what_one_seed_may_give():
+    """Half of the range of five seeds at both ends, an eighth of twenty's; a share stays one."""
+    assert answers.tolerance([2.0, 3.0, 4.0, 4.0, 4.0]) == (1.0, 5.0)
+    assert answers.tolerance([10.0] * 19 + [18.0]) == (9.0, 19.0)
+    assert answers.tolerance([0.5, 0.6, 0.7, 0.8, 0.9]) == pytest.approx((0.3, 1.0))
+    assert answers.tolerance([3.0, np.inf]) == (3.0, np.inf)
+    assert answers.answer(["0.41"] * 4 + ["0.45"], "0.41 (0.41–0.45)") == "0.41 (0.39 to 0.47)"
+    assert answers.answer(["2.1 · 10⁻³"] * 5, "2.1 · 10⁻³") == "2.1 · 10⁻³"
+    assert answers.answer(["1 of 1", "0 of 1"], "1 of 2") == "1 of 2"
+    assert answers.answer(["–", "–"], "–") == "–"
+
+
+def test_the_key_says_how_often_its_brackets_hold():
+    """Of five seeds of twenty, chosen at random: the others of the small labs' tables, 9 in 10."""
+    random, held = np.random.default_rng(0), []
+    for name in ("length", "fork", "precision"):
+        table = json.loads((ROOT / "labs/tables" / f"{name}.json").read_text(encoding="utf-8"))
+        for runs in table["results"].values():
+            for column in [key for key, value in runs[0].items() if isinstance(value, float)]:
+                values = np.array([run[column] for run in runs])
+                for _ in range(20 if np.ptp(values) else 0):
+                    order = random.permutation(values)
+                    low, high = answers.tolerance(order[:5].tolist())
+                    held += [low <= value <= high for value in order[5:]]
+    assert len(held) > 1000 and 0.85 < np.mean(held) < 0.99
