@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, get_type_hints
 
-LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 3e38  # of a tensor's sizes, and of float32
+LARGEST = 2**31  # no number here is as large
 
 
 class Rule(NamedTuple):
@@ -39,7 +39,7 @@ class Flags:
 
     task: str = "arithmetic"
     """`arithmetic` (or arithmetic:mix, :deep, :noisy, :steps), a .jsonl or .parquet file, a hub set
-    (gsm8k, math, dapo-math-17k, ...), or reasoning_gym:<name>."""
+    (gsm8k, math, dapo-math-17k, ...), or a .py file that defines load_task, as tools/gym.py."""
     seed: Seed = 1
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     run_dir: str = ""
@@ -57,8 +57,8 @@ class Flags:
     """Park vLLM's weights on the CPU while the trainer computes."""
     tensor_parallel: Count = 1
     """Neighbouring ranks that share one vLLM engine."""
-    vllm: tuple[str, ...] = ()
-    """KEY=VALUE ...: further options of vLLM's engine (kv_cache_dtype=fp8 enforce_eager=true)."""
+    vllm: str = ""
+    """Further options of vLLM's engine, as JSON: {"kv_cache_dtype": "fp8", "enforce_eager": true}."""
     sampler_tolerance: NonNegative = 0.0
     """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16
     0.05, float8 0.1)."""
@@ -81,6 +81,8 @@ class Flags:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights
     are float32."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward: less memory, a third more compute."""
     shard_ranks: Whole = 0
     """Neighbouring ranks that share one model's weights, and others hold replicas: a node's GPUs,
     where nodes are linked slowly (0: all ranks; below 10M parameters each has its own)."""
@@ -92,12 +94,8 @@ def broken_rule(args: object) -> str:
     """What is wrong with the first flag that breaks the rule of its kind; "" if none does."""
     for name, kind in get_type_hints(type(args), include_extras=True).items():
         value = getattr(args, name)
-        for rule in filter(
-            lambda extra: isinstance(extra, Rule), getattr(kind, "__metadata__", ())
-        ):
-            for number in value if isinstance(value, tuple) else (value,):
-                if abs(number) > (LARGEST_INT if isinstance(number, int) else LARGEST_FLOAT):
-                    return f"--{name} {str(number)[:40]}: is too large"
-                if not rule.holds(number):  # false for NaN
-                    return f"--{name} {number}: must be {rule.words}"
+        numbers = value if isinstance(value, tuple) else (value,)
+        for rule in getattr(kind, "__metadata__", ()):
+            if isinstance(rule, Rule) and not all(abs(x) < LARGEST and rule.holds(x) for x in numbers):
+                return f"--{name} {str(value)[:40]}: must be {rule.words}"  # as NaN never is
     return ""

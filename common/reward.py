@@ -1,10 +1,10 @@
-"""Judges: exact match for arithmetic, math-verify for mathematics, reasoning-gym for its tasks.
+"""Judges: exact match for arithmetic, math-verify for mathematics, a function of yours.
 
-The two libraries run sympy on whatever the model wrote, which can hang, take all memory or raise.
-Each answer is so judged in a worker process under bounds that the kernel enforces: an alarm kills
-the worker even in the middle of C code (a Python-level time-out would not; and math-verify's own,
-based on signals, silently fails when called from a thread). `python -m common.reward` is that
-worker: JSON lines in, one verdict a line out. It does not import torch.
+math-verify runs sympy on whatever the model wrote, which can hang, take all memory or raise. Each
+answer is so judged in a worker process under bounds that the kernel enforces: an alarm kills the
+worker even in the middle of C code (a Python-level time-out would not; and math-verify's own, based
+on signals, silently fails when called from a thread). `python -m common.reward` is that worker:
+JSON lines in, one verdict a line out. It does not import torch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 import queue
 import resource
+import runpy
 import signal
 import subprocess
 import sys
@@ -21,8 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SECONDS, MEMORY = 5.0, 2 * 2**30  # bounds on one answer
-START_SECONDS = 120.0  # bound on the start of a worker: slow disks are slow, but a hang must end
-GYM_SIZE = 100_000  # problems in a reasoning-gym set; some sets make all of them at once
 TAIL = 2000  # characters searched for an answer that is not boxed
 
 
@@ -65,18 +64,33 @@ def final_answer(completion: str) -> str:
     return ""
 
 
-class MathJudge:
-    """Scores text answers with math-verify in worker processes.
+def math_score() -> Callable[[str, str], bool]:
+    """math-verify's comparison of a completion's final answer with a reference."""
+    from math_verify import parse, verify
 
-    With `gym` it scores by that reasoning-gym set's own function, which may give part marks; the
-    reference answers are then the problems' indices. `killed` counts the answers that broke their
-    bounds of `seconds` and `memory` (bytes).
+    def score(completion: str, reference: str) -> bool:
+        gold, answer = f"${reference}$", final_answer(completion)
+        gold, answer = (parse(text, parsing_timeout=None) for text in (gold, answer))
+        return verify(gold, answer, timeout_seconds=None)
+
+    return score
+
+
+class Judge:
+    """Scores completions in worker processes, by math-verify or by a function of yours.
+
+    `scorer` is FILE:NAME: in that Python file NAME() returns the function (completion, reference)
+    -> score. `killed` counts the answers that broke their bounds of `seconds` and `memory` (bytes).
     """
 
     def __init__(
-        self, workers: int = 0, seconds: float = SECONDS, memory: int = MEMORY, gym: str = ""
+        self,
+        scorer: str = f"{__file__}:math_score",
+        workers: int = 0,
+        seconds: float = SECONDS,
+        memory: int = MEMORY,
     ):
-        self.limits, self.gym, self.killed = (seconds, memory), gym, 0
+        self.words, self.killed = [scorer, str(seconds), str(memory)], 0
         cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         workers = workers or min(8, max(1, cores))
         self.idle: queue.Queue[subprocess.Popen | None] = queue.Queue()
@@ -85,15 +99,14 @@ class MathJudge:
         self.threads = ThreadPoolExecutor(workers)
 
     def __call__(self, completions: list[str], answers: list[str]) -> list[float]:
-        """1.0 where the final answer equals the reference, else 0.0 (or part marks)."""
+        """The scores: 1.0 where the final answer equals the reference, else 0.0 (or part marks)."""
         return list(self.threads.map(self._judge, completions, answers))
 
     def _judge(self, completion: str, answer: str) -> float:
         worker, verdict = self.idle.get(), ""
         try:
             worker = worker or self._start()
-            text = completion if self.gym else final_answer(completion)
-            worker.stdin.write(json.dumps([text, answer]) + "\n")
+            worker.stdin.write(json.dumps([completion, answer]) + "\n")
             worker.stdin.flush()
             verdict = worker.stdout.readline()
         except BrokenPipeError:
@@ -108,22 +121,19 @@ class MathJudge:
         return float(verdict or 0)
 
     def _start(self) -> subprocess.Popen:
-        words = [*map(str, self.limits), self.gym, str(START_SECONDS)]
         worker = subprocess.Popen(
-            [sys.executable, "-m", "common.reward", *words],
+            [sys.executable, "-m", "common.reward", *self.words],
             cwd=Path(__file__).parent.parent,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
             text=True,
             start_new_session=True,  # Ctrl-C: the trainer finishes its step and needs its judge
         )
         if worker.stdout.readline() != "ready\n":
             from common.distributed import RunStopped  # imports torch: a worker does without
 
-            worker.kill()
             reason = f"exit code {worker.wait()}: is its package installed, is memory left?"
-            raise RunStopped(f"the judge {self.gym or 'math-verify'} does not start ({reason})")
+            raise RunStopped(f"the judge {self.words[0]} does not start ({reason})")
         return worker
 
     def close(self) -> None:
@@ -136,18 +146,18 @@ class MathJudge:
                 worker.stdout.close()
 
 
-def worker(seconds: float, memory: int, gym: str, start_seconds: float) -> None:
-    """Judge [answer, reference] lines from stdin until it closes; print a score for each."""
-    verdicts, sys.stdout = sys.stdout, sys.stderr  # what a library prints must not pass for one
-    # SIGALRM's default action: the kernel ends this process.
-    signal.setitimer(signal.ITIMER_REAL, start_seconds)
-    score = gym_score(gym) if gym else math_score()
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+def worker(scorer: str, seconds: str, memory: str) -> None:
+    """Judge [completion, reference] lines from stdin until it closes; print a score for each."""
+    verdicts, sys.stdout = sys.stdout, open(os.devnull, "w")  # a library's print is no verdict
+    file, _, name = scorer.rpartition(":")
+    score = runpy.run_path(file)[name]()
+    sys.stderr = sys.stdout
+    resource.setrlimit(resource.RLIMIT_AS, (int(memory), int(memory)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.setitimer(signal.ITIMER_REAL, 0)
     print("ready", file=verdicts, flush=True)
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        # SIGALRM's default action: the kernel ends this process.
+        signal.setitimer(signal.ITIMER_REAL, float(seconds))
         try:
             points = float(score(*json.loads(line)))
         except Exception:  # MemoryError and RecursionError included
@@ -156,31 +166,5 @@ def worker(seconds: float, memory: int, gym: str, start_seconds: float) -> None:
         print(points, file=verdicts, flush=True)
 
 
-def math_score() -> Callable[[str, str], bool]:
-    """math-verify's comparison of an answer with a reference."""
-    from math_verify import parse, verify
-
-    def score(answer: str, reference: str) -> bool:
-        gold = parse(f"${reference}$", parsing_timeout=None)
-        return verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None)
-
-    return score
-
-
-def gym_score(name: str) -> Callable[[str, str], float]:
-    """A reasoning-gym set's own score of an answer to the problem with that index."""
-    from reasoning_gym.utils import extract_answer
-
-    rows = gym_rows(name)
-    return lambda answer, index: rows.score_answer(extract_answer(answer), rows[int(index)])
-
-
-def gym_rows(name: str) -> object:
-    """The problems of a reasoning-gym set, by index; the same ones in every process."""
-    import reasoning_gym
-
-    return reasoning_gym.create_dataset(name, size=GYM_SIZE, seed=0)
-
-
 if __name__ == "__main__":
-    worker(float(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4]))
+    worker(*sys.argv[1:])

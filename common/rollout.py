@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from common.batch import Rollout
-from common.distributed import RunStopped, World, full_parameters, receive
+from common.distributed import RunStopped, World, full_parameters
 from common.model import head_logits
 from common.routing import Routing
 
@@ -42,7 +42,7 @@ class HFEngine:
         report them, where the model has some."""
         self.float8 = dtype == "float8"
         precision = torch.float32 if dtype == "float32" else torch.bfloat16
-        self.lm = receive(copy.deepcopy(lm), world).eval().requires_grad_(False)
+        self.lm = copy.deepcopy(lm).to(world.device).eval().requires_grad_(False)
         for parameter in self.lm.parameters():  # not .to(dtype): rotary frequencies stay float32
             parameter.data = parameter.data.to(precision)
         self.device, self.max_rows, self.routing = world.device, max_rows, Routing(self.lm)

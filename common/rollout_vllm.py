@@ -1,21 +1,16 @@
 """Sampling with vLLM inside the trainer's process: every call to it is here."""
 
-import contextlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import fields
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.batch import Rollout
-from common.distributed import CLOSING, TIMEOUT, BadInput, Refused, RunStopped, World
-from common.distributed import from_environment, full_parameters, together
+from common.distributed import CLOSING, TIMEOUT, RunStopped, World, blame, full_parameters
 from common.model import EMBEDDED
 from common.routing import why_not_replayed
 
@@ -28,30 +23,13 @@ class VLLMEngine:
     """
 
     def __init__(self, args: object, lm: PreTrainedModel, world: World):
-        cpu, ranks = world.device.type == "cpu", args.tensor_parallel
-        options = vllm_options(args, lm, world)
-        if cpu and ("quantization" in options or args.vllm_sleep):
-            raise BadInput("--rollout vllm: --rollout_dtype float8 and --vllm_sleep need a GPU")
-        low = not cpu and torch.cuda.get_device_capability(world.device) < (8, 9)
-        if "quantization" in options and low:
-            needs = "needs a GPU of compute capability 8.9 (H100, L40, RTX 40) or newer"
-            raise BadInput(f"--rollout_dtype float8: {needs}: use auto")
         # In this process, where weights are handed over without a copy.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-        os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if cpu else {}  # not all to one core
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        try:
+        with blame("--rollout vllm: needs vLLM (pip install -r requirements.txt); or --rollout hf"):
             import vllm
-        except ImportError as error:
-            advice = "needs the package (pip install -r requirements.txt), or use --rollout hf"
-            raise BadInput(f"--rollout vllm: {advice}") from error
-        given = passed_through(args.vllm, options, vllm.EngineArgs)
-        if not Path(options["model"]).exists():  # on the hub: of each node one rank downloads
-            what = f"--model {args.model}: cannot be downloaded"
-            with together(world, Refused, what, Exception):  # where the others wait
-                if from_environment("LOCAL_RANK", 0) == 0:
-                    snapshot_download(args.model, allow_patterns=["*.json", "*.safetensors"])
-        self.SamplingParams, self.world, self.cpu, self.calls = vllm.SamplingParams, world, cpu, 0
+        options, ranks = vllm_options(args, lm, world), args.tensor_parallel
+        self.SamplingParams, self.world, self.calls = vllm.SamplingParams, world, 0
         self.eos, self.sleeps = lm.generation_config.eos_token_id, args.vllm_sleep
         self.reports_experts = "enable_return_routed_experts" in options
         # Neighbouring ranks share an engine, as vLLM groups them; each engine has another seed.
@@ -59,31 +37,8 @@ class VLLMEngine:
         groups = torch.arange(world.size).view(-1, ranks).tolist()
         groups = [dist.new_group(group, TIMEOUT, backend="gloo") for group in groups]
         self.group = groups[world.rank // ranks]
-        if cpu:
-            from vllm import _custom_ops as kernels
-
-            # By default linear weights are packed at load, and a later push misses what is tied to
-            # them (the head).
-            assert hasattr(kernels, "_supports_onednn"), "vLLM packs its CPU weights in another way"
-            kernels._supports_onednn = False
-            options |= {"kv_cache_memory_bytes": 2**28, "enforce_eager": True}
-        try:
-            self.llm = vllm.LLM(**options | given)
-        except (ValueError, TypeError) as error:
-            if not given:
-                raise
-            reason = " ".join(str(error).split())[:240]
-            raise BadInput(f"--vllm {' '.join(args.vllm)}: vLLM refuses that ({reason})") from error
-        # vLLM keeps to this stream, so we must.
-        self.stream = None if cpu else torch.cuda.current_stream(world.device)
+        self.llm, self.awake = vllm.LLM(**options), {"weights", "kv_cache"}
         CLOSING.append(self.llm.llm_engine.engine_core.shutdown)
-        cache = self.llm.llm_engine.vllm_config.cache_config
-        tokens = (cache.num_gpu_blocks or 0) * cache.block_size
-        if world.rank == 0:
-            longest = args.max_prompt_tokens + args.max_new_tokens
-            full = f"{tokens // longest:,} responses of full length"
-            print(f"vLLM: room for {tokens:,} tokens in each KV cache, {full}", flush=True)
-        self.awake = {"weights", "kv_cache"}
         self._sleep()
 
     def _sleep(self) -> None:
@@ -92,36 +47,22 @@ class VLLMEngine:
             self.llm.sleep(level=1)
             self.awake = set()
 
-    @contextlib.contextmanager
-    def _awake(self, *parts: str) -> Iterator[None]:
-        """Work on the engine's own stream, after what the caller has under way.
-
-        With --vllm_sleep `parts`, which this work needs, are woken if they sleep.
-        """
+    def _wake(self, *parts: str) -> None:
         if asleep := sorted(set(parts) - self.awake):
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=asleep)
             self.awake |= {*asleep}
-        if self.stream:
-            caller = torch.cuda.current_stream(self.world.device)
-            self.stream.wait_stream(caller)
-        with torch.cuda.stream(self.stream):
-            yield
-        if self.stream:
-            caller.wait_stream(self.stream)
 
     def sync(self, policy: torch.nn.Module) -> None:
         """Push the trainer's weights into the engine, one whole tensor at a time.
 
         They stay awake: what comes next is sampling, or a checkpoint.
         """
+        self._wake("weights")
         weights = {"weights_iterator": checkpoint_parameters(policy, self.dtype)}
-        with self._awake("weights"):
-            self.llm.collective_rpc("reload_weights", kwargs=weights)
-            if self.cpu:
-                self.llm.apply_model(repack_experts)
-            if not self.llm.reset_prefix_cache():
-                raise RunStopped("vLLM kept its prefix cache: keys and values of old weights")
+        self.llm.collective_rpc("reload_weights", kwargs=weights)
+        if not self.llm.reset_prefix_cache():
+            raise RunStopped("vLLM kept its prefix cache: keys and values of old weights")
 
     def state_dict(self) -> dict:
         return {"calls": self.calls}
@@ -155,8 +96,8 @@ class VLLMEngine:
             self.SamplingParams(max_tokens=limit - len(prefix), seed=seed % 2**62, **how)
             for (_, prefix), seed in zip(pairs, seeds)
         ]
-        with self._awake("weights", "kv_cache"):
-            answers = self.llm.generate(requests, sampling, use_tqdm=False) if requests else []
+        self._wake("weights", "kv_cache")
+        answers = self.llm.generate(requests, sampling, use_tqdm=False) if requests else []
         self._sleep()  # the trainer needs the memory now
         first = sum(len(part) for part in asked[: dist.get_rank(self.group)])
         mine = answers[first : first + len(prompts)]
@@ -175,13 +116,16 @@ class VLLMEngine:
 
 
 def vllm_options(args: object, lm: PreTrainedModel, world: World) -> dict:
-    """What `vllm.LLM` is made with on this rank, but for what `--vllm` adds."""
+    """What `vllm.LLM` is made with on this rank, and what `--vllm` adds."""
     ranks = args.tensor_parallel
     precision = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype
     # Of one engine at a time; an evaluation, which has no groups, sends what it likes.
     rows = getattr(args, "prompts_per_step", 1024) * getattr(args, "group_size", 1)
     longest = args.max_prompt_tokens + args.max_new_tokens
     options = {
+        "gpu_memory_utilization": args.vllm_memory,
+        "enable_sleep_mode": args.vllm_sleep,
+        "hf_overrides": {"head_dtype": "float32"},  # as the trainer's: see head_logits
         "model": str(EMBEDDED.get(args.model, args.model)),
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "dtype": torch.float32 if precision == "float32" else torch.bfloat16,
@@ -199,10 +143,6 @@ def vllm_options(args: object, lm: PreTrainedModel, world: World) -> dict:
         # Triton's experts, as others leave CUDA graphs stale after a push; not the router.
         options |= {"quantization": "fp8_per_channel", "moe_backend": "triton"}
         options |= {"quantization_config": {"ignore": [r"re:.*\.mlp\.gate$"]}}
-    if world.device.type == "cpu":
-        return options
-    options |= {"gpu_memory_utilization": args.vllm_memory, "enable_sleep_mode": args.vllm_sleep}
-    options["hf_overrides"] = {"head_dtype": "float32"}  # as the trainer's: see head_logits
     if ranks > 1:  # it hands on addresses that expandable segments (common/__init__) have not
         options["disable_custom_all_reduce"] = True
     # Only on request: vLLM then schedules no batch ahead, which would outlive the cache's reset,
@@ -210,24 +150,8 @@ def vllm_options(args: object, lm: PreTrainedModel, world: World) -> dict:
     asked = getattr(args, "routing_replay", "none") == "r3"
     if asked and not why_not_replayed(lm) and ranks == 1:
         options |= {"enable_return_routed_experts": True, "async_scheduling": False}
-    return options
-
-
-def passed_through(words: tuple[str, ...], own: dict, EngineArgs: type) -> dict:
-    """`--vllm KEY=VALUE ...` as options; VALUE is JSON, or else text. What is in `own` is ours."""
-    given, known = {}, {field.name for field in fields(EngineArgs)}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise BadInput(f"--vllm {word}: must be KEY=VALUE")
-        if key in own:
-            raise BadInput(f"--vllm {word}: {key} follows from the other flags")
-        if key not in known:
-            raise BadInput(f"--vllm {word}: vLLM has no option {key!r}")
-        with contextlib.suppress(json.JSONDecodeError):
-            value = json.loads(value)
-        given[key] = value
-    return given
+    with blame(f"--vllm {args.vllm}: must be JSON, as {{\"enforce_eager\": true}}"):
+        return options | json.loads(args.vllm or "{}")
 
 
 def checkpoint_parameters(
@@ -249,11 +173,3 @@ def experts_apart(name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield name.replace("down_proj", f"{i}.down_proj.weight"), down
     else:
         yield name, full
-
-
-def repack_experts(model: torch.nn.Module) -> None:
-    """On a CPU vLLM packs experts' weights at the first load alone: pushed ones need it again."""
-    for layer in model.modules():
-        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-        if kernel is not None:
-            kernel.fused_experts.process_weights_after_loading(layer)

@@ -32,7 +32,7 @@ import pytest
 import torch
 from common.batch import Rollout
 from common.data import Problem, Task
-from common.distributed import World, setup
+from common.distributed import CLOSING, World, setup
 from common.model import load_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -378,8 +378,11 @@ def record(
         if hasattr(module, "choose_pivot"):
             choose_pivot = module.choose_pivot
             patch.setattr(module, "choose_pivot", choose)
-        patch.setattr(module, "StopFlag", lambda: SimpleNamespace(anywhere=lambda world: False))
+        still = SimpleNamespace(anywhere=lambda world: False)
+        patch.setattr("common.tracking.StopFlag", lambda: still)
         module.main(args, world)
+    while CLOSING:  # the next one may go on with this run
+        CLOSING.pop()()
     found.calls, found.synced = engine.calls, engine.synced
     if world.rank == 0:
         found.metrics = [

@@ -50,7 +50,7 @@ def receives(folder: Path) -> None:
         for shard_ranks in (1, 2):
             args = grpo.Args(dtype="float32", shard_ranks=shard_ranks)
             seen.clear()
-            lm, _ = load_model(name, world)
+            lm, _ = load_model(name)
             assert len(seen) == (world.rank == 0)
             assert all(p.is_meta == (world.rank == 1) for p in lm.parameters())
             assert lm.generation_config.eos_token_id == whole.generation_config.eos_token_id
@@ -98,7 +98,7 @@ def fetches(folder: Path) -> None:
         return result
 
     common.model.read_model = fetch
-    load_model("tiny", world)
+    load_model("tiny")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -128,7 +128,7 @@ def clips(folder: Path) -> None:
     world, found = setup(), []
     for shard_ranks in (4, 2, 1):
         for dtype in ("float32", "bfloat16"):
-            lm, _ = load_model("tiny", world)
+            lm, _ = load_model("tiny")
             policy = shard(Policy(lm), grpo.Args(dtype=dtype, shard_ranks=shard_ranks), world)
             (logprobs_of(policy).sum() * (world.rank + 1)).backward()  # the ranks' mean: 2.5
             scale_gradients(policy, 2.0)
@@ -170,7 +170,7 @@ def test_resume_on_other_ranks(tmp_path, capsys, world):
     lm, _ = load_model("tiny")
     policy = Policy(lm)
     optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
-    done, state = load_checkpoint(folder / "checkpoints", policy, optimizer, world)
+    done, state = load_checkpoint(folder, policy, optimizer, world)
     assert (done, state["other_ranks"]) == (2, 4)
     dist.destroy_process_group()
     saved = tensors(folder / "checkpoints/step_000002", tmp_path / "t.pt")
