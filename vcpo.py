@@ -33,7 +33,7 @@ Differs from grpo.py in:
 3. The baseline and the step length, as above; one optimiser step per batch.
 4. A pass more, before each update: b needs every response's own gradient norm. All of a
    micro-batch come out of one backward pass that makes no gradient of any weight
-   (common/norms.py); then b is known, and the update is grpo.py's loop.
+   (common/plumbing/norms.py); then b is known, and the update is grpo.py's loop.
 
 Differs from the paper in:
 1. The weighting in b is the paper's w²|g|²; the released code comes out at min(w, 8)² w² |g|², as
@@ -65,23 +65,24 @@ from concurrent.futures import Future, ThreadPoolExecutor  # <own>
 from dataclasses import dataclass
 from functools import partial  # <own>
 from pathlib import Path
-from typing import Annotated  # <own>
+from typing import Annotated, Literal  # <own>
 
-from common.balance import deal
 from common.batch import Rollout  # <own>
-from common.checkpoint import load_checkpoint, save_checkpoint
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import CLOSING, BadInput, gather  # <own>
-from common.evaluation import evaluate
-from common.flags import Betas, Count, Flags, NonNegative, Positive, Several, Temperature, Whole
-from common.launch import launch
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
 from common.logprobs import response_logprobs, sampler_gap
-from common.model import load_model
-from common.norms import gradient_norms, strange_part  # <own>
+from common.plumbing.balance import deal
+from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.plumbing.evaluation import evaluate
+from common.plumbing.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.plumbing.launch import launch
+from common.plumbing.metrics import Means, by_sign, of_rollout
+from common.plumbing.model import load_model
+from common.plumbing.norms import gradient_norms, strange_part  # <own>
+from common.plumbing.tracking import Run
 from common.rollout import make_engine
-from common.tracking import Means, Run, by_sign, of_rollout
 import torch
 import tyro  # <own>
 from torch import Tensor
@@ -95,7 +96,7 @@ class Args(Flags):
     """Rollouts, all but the first `lag` followed by `minibatches` optimiser steps (ours)."""
     prompts_per_step: Count = 8  # <own>
     """P: prompts in a rollout, over all ranks (ours)."""
-    group_size: Several = 8
+    group_size: Count = 8
     """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: Count = 1  # <own>
     """Optimiser steps per batch (paper: 1)."""
@@ -110,8 +111,10 @@ class Args(Flags):
     """Steps between two measurements on the held-out problems (ours)."""
     save_every: Count = 50
     """Steps between two checkpoints (ours)."""
-    resume: bool = False
-    """Go on from the newest checkpoint of this run, if there is one."""
+    save_hf: bool = False
+    """Write the final model in the Hugging Face format, to `model` in the run folder."""
+    resume: bool | Literal["auto"] = False
+    """Go on from the newest checkpoint in the run folder; auto: if there is one."""
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 0  # <own>
@@ -257,7 +260,9 @@ class Stale:
 
     def load_state_dict(self, state: dict) -> None:
         if state["other_ranks"] and (state["queue"] or state["ahead"]):
-            raise BadInput(f"--resume: batches in flight: go on with {state['other_ranks']} rank(s)")
+            raise BadInput(
+                f"--resume: batches in flight: go on with {state['other_ranks']} rank(s)"
+            )
         for version, batch in state["queue"]:
             self.queue.append((version, [Rollout(**part).to(self.device) for part in batch]))
         if state["ahead"]:
@@ -308,7 +313,7 @@ def policy_loss(
 
 def main(args: Args, world: World) -> None:
     """The whole training loop."""
-    lm, tokenizer = load_model(args.model)
+    lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
@@ -331,7 +336,7 @@ def main(args: Args, world: World) -> None:
         run.log(0, evaluate(engine, task, tokenizer, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
-    for step in run.steps(done, args.steps):
+    for step in run.steps(done):
         means = Means()
 
         # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
@@ -423,7 +428,10 @@ def main(args: Args, world: World) -> None:
             if healthy:
                 optimizer.step()
             optimizer.zero_grad()
-            means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=(not healthy, 1))
+            means.add(
+                grad_norm=(norm if healthy else 0.0, healthy),
+                skipped=((not healthy) / world.size, None),
+            )
 
         run.clock("sync")
         stale.wait()  # <own>
@@ -440,6 +448,8 @@ def main(args: Args, world: World) -> None:
             state = {"engine": engine.state_dict()}
             state |= stale.state_dict()  # <own>
             save_checkpoint(run.folder, step, policy, optimizer, state, world)
+    if args.save_hf:
+        save_model(policy, tokenizer, run.folder / "model", world)
     run.finish()
 
 

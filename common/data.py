@@ -5,33 +5,31 @@ The data cursor is therefore one integer, the same for any number of ranks, and 
 what the uninterrupted one would have.
 """
 
-import json
+import contextlib
 import math
 import random
 import re
-import runpy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.distributed import BadInput, blame
-from common.folder import checksum
-from common.reward import Judge, arithmetic_reward, final_answer
+from common.plumbing.folder import checksum
+from common.plumbing.sets import HUB, Row, local_file, read_set
+from common.reward import Judge, arithmetic_reward, final_answer, loaded
 from common.tiny import arithmetic
 
 MOST_HELD_OUT = 100_000  # arithmetic problems: there are not many more
 PLAIN_PROMPT = "Question: {prompt}\nAnswer:"  # for tokenizers without a chat template
 CHARACTERS = 100  # of a prompt to a token, at the most: a longer prompt is not even tokenised
 CHECKED = 32  # references that the judge is tried on before the run
-TRIED = 1000  # rows whose prompts are encoded before the run, to see that some fit
+TRIED = 1000  # prompts that are encoded before the run, to see that some fit
 PLAIN_NUMBER = re.compile(r"-?\d{1,100}([./]\d{1,100})?")  # a reference that needs no trying
-Row = tuple[str, str]  # prompt, reference answer
 
 
 @dataclass
@@ -60,10 +58,10 @@ class Task:
         """How many different answers, added up over groups of `group` responses."""
         return len({(i // group, self.final(text)) for i, text in enumerate(texts)})
 
-    @property
     def killed(self) -> int:
-        """Answers so far that broke the judge's bounds; 0 for judges that count none."""
-        return getattr(self.judge, "killed", 0)
+        """Answers since the last call that broke the judge's bounds."""
+        killed, self.judge.killed = getattr(self.judge, "killed", 0), 0
+        return killed
 
 
 def load_task(args: object, tokenizer: Tokenizer) -> Task:
@@ -71,12 +69,9 @@ def load_task(args: object, tokenizer: Tokenizer) -> Task:
     file = args.task.partition(":")[0]
     if args.eval_task and (file.endswith(".py") or args.task in arithmetic.KINDS):
         raise BadInput(f"--eval_task: --task {args.task} has its own held-out problems and judge")
-    if file.endswith(".py"):  # anybody's: it defines a function like this one
-        with blame(f"--task {args.task}: cannot be used"):
-            return runpy.run_path(file)["load_task"](args, tokenizer)
     if args.task in arithmetic.KINDS:
         return arithmetic_task(args, tokenizer)
-    return dataset_task(args, tokenizer)
+    return (file_task if file.endswith(".py") else dataset_task)(args, tokenizer)
 
 
 def arithmetic_task(args: object, tokenizer: Tokenizer) -> Task:
@@ -100,7 +95,9 @@ def arithmetic_task(args: object, tokenizer: Tokenizer) -> Task:
 
     longest = len(problem("9" + "*9" * (max(kind.terms) - 1) + "=").prompt_ids)
     if longest > room(args, tokenizer):
-        raise BadInput(f"--task {args.task}: a prompt of {longest} tokens; {limits(args, tokenizer)}")
+        raise BadInput(
+            f"--task {args.task}: prompts of {longest} tokens; {limits(args, tokenizer)}"
+        )
     if args.eval_problems > MOST_HELD_OUT:
         raise BadInput(f"--eval_problems {args.eval_problems}: at most {MOST_HELD_OUT}")
     rng, chosen = random.Random("held-out"), {}  # a dict: no problem twice, and the order is kept
@@ -113,6 +110,42 @@ def arithmetic_task(args: object, tokenizer: Tokenizer) -> Task:
     return Task(args.task, train, held_out, judge, exam=exam, final=final)
 
 
+def file_task(args: object, tokenizer: Tokenizer) -> Task:
+    """A task of yours: FILE.py, or what is called NAME in it, FILE.py:NAME (see tools/gym.py).
+
+    `train(i) -> (prompt, reference)` is a pure function of i, `held_out` a sequence of such pairs;
+    `reward(response, reference) -> float`, if there is one, judges in place of math-verify, in the
+    same bounded workers. A prompt goes through the chat template if the model has one, else it is
+    taken as it is.
+    """
+    flag, plain = f"--task {args.task}", None if not tokenizer.chat_template else ""
+    with blame(f"{flag}: cannot be used"):
+        given = loaded(args.task)
+        rows = list(islice(given.held_out, args.eval_problems))
+        given.train(0)
+    judge = Judge(args.task if hasattr(given, "reward") else "")
+
+    def problem(row: Row) -> Problem | None:
+        with blame(f"{flag}: {str(row)[:40]} is no (prompt, reference), two texts"):
+            prompt, reference = (str(part) for part in row)
+        return fitting((prompt, reference), plain, args, tokenizer)
+
+    def train(index: int) -> Problem:
+        rng = random.Random(f"instead/{args.seed}/{index}")
+        for _ in range(TRIED):
+            if found := problem(given.train(index)):
+                return found
+            index = rng.randrange(2**31)  # too long: another one, by a rule of the index alone
+        raise BadInput(f"{flag}: hardly a prompt fits; {limits(args, tokenizer)}")
+
+    held_out = [found for row in rows if (found := problem(row))]
+    if not held_out:
+        encode(str(rows[0][0]), plain, tokenizer)  # raises, if that is why
+        raise BadInput(f"{flag}: no held-out problem fits; {limits(args, tokenizer)}")
+    train(0)
+    return Task(args.task, train, held_out, judge, checksum(Path(args.task.partition(":")[0])))
+
+
 def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
     """A finite set as an endless stream of seeded shuffles; a prompt is encoded when it is drawn.
 
@@ -122,6 +155,9 @@ def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
     rows, judge = read_set(args.task, args, "train"), Judge()
     own_split = args.eval_task or (args.task in HUB and HUB[args.task].test)
     spec = args.eval_task or args.task
+    files = [path for path in map(local_file, dict.fromkeys((args.task, spec))) if path]
+    if len({path.resolve() for path in files}) < len(files):
+        raise BadInput(f"--eval_task {spec}: is the training file, of which a part is held back")
     test = read_set(spec, args, "test", "--eval_task") if own_split else rows
     remarks = remarks_on(args.task, rows, judge)
     remarks += remarks_on(spec, test, judge) if args.eval_task else []
@@ -130,21 +166,24 @@ def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
     for row in order:
         distinct.setdefault(test[row][0].strip(), test[row])
     most = min(args.eval_problems, len(distinct) if own_split else max(1, len(distinct) // 4))
-    tried = (fitting(row, args, tokenizer) for row in islice(distinct.values(), max(most, TRIED)))
+    problem = partial(fitting, instruction=args.instruction, args=args, tokenizer=tokenizer)
+    tried = map(problem, islice(distinct.values(), max(most, TRIED)))
     held_out = list(islice(filter(None, tried), most))
     never = distinct.keys() if own_split else {problem.prompt.strip() for problem in held_out}
     kept = np.array([i for i, row in enumerate(rows) if row[0].strip() not in never])
     sample = random.Random("tried").sample(list(kept), min(TRIED, len(kept)))
-    long = sum(fitting(rows[i], args, tokenizer) is None for i in sample)
-    if not held_out or long == len(sample):
+    idle = sum(problem(rows[i]) is None for i in sample)
+    if not held_out or idle == len(sample):
+        encode(rows[0][0], args.instruction, tokenizer)  # raises, if that is why
         why = f"all are held out or too long; {limits(args, tokenizer)}"
         raise BadInput(f"--task {args.task}: no problem left of {len(rows)}: {why}")
     if len(held_out) < args.eval_problems:
         remarks.append(f"{len(held_out)} of {len(distinct)} problems are held out")
     if (lost := len(rows) - len(kept)) > (0 if own_split else len(held_out)):
         remarks.append(f"{lost} rows have a prompt that is held out and are not trained on")
-    if long:
-        remarks.append(f"{long} of {len(sample)} prompts tried are too long: such are skipped")
+    if idle:
+        what = "too long, or not to be written by the tokenizer: such are skipped"
+        remarks.append(f"{idle} of {len(sample)} prompts tried are {what}")
 
     @lru_cache(2)
     def epoch(number: int) -> np.ndarray:
@@ -153,11 +192,10 @@ def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
     def train(index: int) -> Problem:
         number, place = divmod(index, len(kept))
         row, rng = epoch(number)[place], random.Random(f"instead/{args.seed}/{index}")
-        while not (found := fitting(rows[row], args, tokenizer)):
-            row = rng.choice(kept)  # too long: another row, by a rule of the index alone
+        while not (found := problem(rows[row])):
+            row = rng.choice(kept)  # another row, by a rule of the index alone
         return found
 
-    files = [path for path in map(local_file, (args.task, args.eval_task)) if path]
     return Task(args.task, train, held_out, judge, "".join(map(checksum, files)), remarks)
 
 
@@ -183,7 +221,7 @@ def remarks_on(spec: str, rows: list[Row], judge: Judge) -> list[str]:
 
 def room(args: object, tokenizer: Tokenizer) -> int:
     """Tokens that a prompt may have, so that its response fits too."""
-    positions = getattr(tokenizer, "model_max_length", math.inf)
+    positions = min(getattr(tokenizer, "model_max_length", math.inf), 10**9)
     return min(args.max_prompt_tokens, positions - args.max_new_tokens)
 
 
@@ -193,12 +231,15 @@ def limits(args: object, tokenizer: Tokenizer) -> str:
     return f"room is for {room(args, tokenizer)}: --max_prompt_tokens, and {left}"
 
 
-def fitting(row: Row, args: object, tokenizer: Tokenizer) -> Problem | None:
-    """(prompt, answer) as a problem, or None if the prompt is too long."""
+def fitting(
+    row: Row, instruction: str | None, args: object, tokenizer: Tokenizer
+) -> Problem | None:
+    """(prompt, answer) as a problem, or None if the prompt is too long or cannot be written."""
     (prompt, answer), most = row, room(args, tokenizer)
     if len(prompt) <= CHARACTERS * most:
-        ids = encode(prompt, args.instruction, tokenizer)
-        return Problem(prompt, answer, ids) if len(ids) <= most else None
+        with contextlib.suppress(BadInput):
+            ids = encode(prompt, instruction, tokenizer)
+            return Problem(prompt, answer, ids) if len(ids) <= most else None
 
 
 def encode(
@@ -220,116 +261,3 @@ def encode(
         if not ids or max(ids) >= getattr(tokenizer, "embedded", math.inf):
             raise ValueError("no token, or one of which the model has no embedding")
         return ids
-
-
-# Sets of problems: on the hub, or in a file
-
-
-class HubSet(NamedTuple):
-    """Where a set lives on the hub, and its columns; a split that it has not is ""."""
-
-    path: str
-    prompt: str
-    answer: str
-    train: str = ""
-    test: str = "test"
-    config: str | None = None
-    extract: Callable[[object], object] = lambda answer: answer
-
-
-def boxed(solution: str) -> str:
-    """MATH: the content of the solution's last \\boxed{...}."""
-    return re.fullmatch(r"\\boxed\{(.*)\}", final_answer(solution), re.DOTALL)[1]
-
-
-def after_hashes(solution: str) -> str:
-    """GSM8K: the number after `####`, without thousands separators."""
-    return re.search("####(.*)", solution)[1].replace(",", "")
-
-
-def listed(answers: list[str]) -> str:
-    """OlympiadBench: a list of final answers, often between dollar signs."""
-    return ", ".join(answer.strip().strip("$") for answer in answers)
-
-
-MATH, DAPO = "DigitalLearningGmbH/MATH-lighteval", "open-r1/DAPO-Math-17k-Processed"
-OLYMPIAD = "math-ai/olympiadbench"
-HUB = {
-    "gsm8k": HubSet("openai/gsm8k", "question", "answer", "train", "test", "main", after_hashes),
-    "math": HubSet(MATH, "problem", "solution", "train", extract=boxed),
-    "dapo-math-17k": HubSet(DAPO, "prompt", "solution", "train", "", "en"),
-    # "025" is 25.
-    "aime24": HubSet("HuggingFaceH4/aime_2024", "problem", "answer", "train", "", extract=int),
-    "aime25": HubSet("math-ai/aime25", "problem", "answer", extract=int),
-    "amc23": HubSet("math-ai/amc23", "question", "answer"),
-    "math500": HubSet("HuggingFaceH4/MATH-500", "problem", "answer"),
-    "minerva": HubSet("math-ai/minervamath", "question", "answer"),
-    "olympiadbench": HubSet(OLYMPIAD, "question", "final_answer", extract=listed),
-}
-
-
-def local_file(spec: str) -> Path | None:
-    """The file that `spec` names, alone (`my.jsonl`) or after the hub set whose columns it has."""
-    name, _, path = spec.partition(":")
-    file = Path(path if name in HUB else spec)
-    return file if file.suffix in (".jsonl", ".parquet") else None
-
-
-def read_set(spec: str, args: object, split: str, flag: str = "--task") -> list[Row]:
-    """The rows of `spec`: a hub name (`gsm8k`) or a file (columns by flag).
-
-    Of a set without a split of its own for tests, "test" takes all rows.
-    """
-    path, name = local_file(spec), spec.partition(":")[0]
-    columns = HUB.get(name) or HubSet("", args.prompt_column, args.answer_column)
-    if path is None and spec not in HUB:
-        made = f"{', '.join(arithmetic.KINDS)}, a .py file, " if flag == "--task" else ""
-        known = f"{made}a .jsonl or .parquet file, {', '.join(HUB)}"
-        raise BadInput(f"{flag} {spec}: unknown, use one of {known}")
-    if path is None and split == "train" and not columns.train:
-        raise BadInput(f"--task {spec}: has no training split, use it as --eval_task")
-    split = columns.test or columns.train if split == "test" else columns.train
-    with blame(f"{flag} {spec}: cannot be read"):
-        rows = list(pairs(source(path, columns, split), columns, str(path or name)))
-        if not rows or columns.prompt == columns.answer:
-            raise BadInput(f"{flag} {spec}: holds no problem with an answer")
-        return rows
-
-
-def source(path: Path | None, columns: HubSet, split: str) -> Iterable[bytes | dict]:
-    """What a file or a hub set holds: lines of JSON, or rows."""
-    if path is None:
-        import datasets
-
-        return datasets.load_dataset(columns.path, columns.config, split=split)
-    if path.suffix == ".jsonl":
-        return path.open("rb")
-    import pyarrow.parquet
-
-    batches = pyarrow.parquet.ParquetFile(path).iter_batches()
-    return (row for batch in batches for row in batch.to_pylist())
-
-
-def pairs(rows: Iterable[bytes | dict], columns: HubSet, where: str) -> Iterator[Row]:
-    """Prompt and reference answer of each row; the first that has none is named."""
-    for number, row in enumerate(rows, 1):
-        if isinstance(row, bytes) and not row.strip():
-            continue
-        try:
-            row = json.loads(row.decode("utf-8-sig")) if isinstance(row, bytes) else row
-            prompt, answer = row[columns.prompt], as_text(columns.extract(row[columns.answer]))
-            if not isinstance(prompt, str) or not prompt.strip() or not answer:
-                raise ValueError("empty, or no text")
-        except Exception as error:  # another's data: no JSON, no UTF-8, no column, ...
-            flags = "" if columns.path else " (--prompt_column, --answer_column)"
-            wanted = f"{columns.prompt!r}, a text, and {columns.answer!r}{flags}"
-            raise BadInput(f"{where}:{number}: needs {wanted}: {error!r}") from error
-        yield prompt, answer
-
-
-def as_text(answer: object) -> str:
-    """A reference as text: AMC's 27.0 is 27; what no response could equal is refused."""
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise TypeError(f"{str(answer)[:40]} is neither a text nor a number")
-    whole = isinstance(answer, float) and answer == int(answer)  # raises for NaN and infinities
-    return str(int(answer) if whole else answer).strip()

@@ -1,8 +1,7 @@
-"""Ranks: set-up from torchrun's environment, FSDP2 sharding, exact global sums, clean stops."""
+"""Ranks: set-up from torchrun's environment, FSDP2 sharding, exact sums over ranks."""
 
 import contextlib
 import os
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -58,6 +57,7 @@ class World:
     rank: int
     size: int
     device: torch.device
+    store: dist.Store | None = None  # a board on which all ranks write, also while one is lost
 
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -75,37 +75,38 @@ def setup() -> World:
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # more only pays above 10M parameters
-    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
     if alone:  # a store inside this process, no port to collide on
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        return World(rank, size, device)
-    # torchrun's store outlives a restart, with the addresses of the dead in it: a new name each
-    # time. Several nodes count their restarts apart: for them docs/gpu.md names a variable.
-    one_node = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") if one_node else None
-    store = next(rendezvous("env://", timeout=TIMEOUT))[0]
-    how = {"store": dist.PrefixStore(f"restart {restart}", store), "timeout": TIMEOUT}
-    dist.init_process_group(backend, rank=rank, world_size=size, **how)
-    return World(rank, size, device)
+        store = dist.HashStore()
+    else:
+        # torchrun's store outlives a restart, with the addresses of the dead in it: a new name each
+        # time. Several nodes count their restarts apart: for them docs/gpu.md names a variable.
+        one_node = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") if one_node else None
+        meeting = next(rendezvous("env://", timeout=TIMEOUT))[0]
+        store = dist.PrefixStore(f"restart {restart}", meeting)
+    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    return World(rank, size, device, store)
 
 
 def shard(policy: nn.Module, args: object, world: World, offload: bool = False) -> nn.Module:
     """FSDP2 in place: each decoder layer a unit, the rest (embedding, last norm, head) the root's.
 
-    `--shard_ranks` neighbours share a model, and others hold replicas of their shards. Master
-    weights, gradients and their sums over ranks stay float32; with dtype bfloat16 the forward and backward passes run on bfloat16 copies. Every
+    `--shard_ranks` neighbours share a model, and others hold replicas of their shards. The weights
+    are rank 0's, handed out a unit at a time. Master weights, gradients and their sums over ranks
+    stay float32; with dtype bfloat16 the forward and backward passes run on bfloat16 copies. Every
     unit gives its gathered copy back after a pass, the root too (its default is to wait for a
     backward pass, which a reference model never has). With `offload` the shards wait in CPU memory.
     A rank with a model of its own in float32, not offloaded, has nothing to split or cast and keeps
     the plain module: FSDP2 would give the same gradient and, at the embedded model's size, take
-    some 15% of the step for its bookkeeping. `scale_gradients` then does its sums over ranks.
+    some 15% of the step for its bookkeeping. `divide_gradients` then does its sums over ranks.
     """
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     small = sum(parameter.numel() for parameter in policy.parameters()) < SMALL
     sharing = args.shard_ranks or (1 if small else world.size)  # ranks
     if sharing == 1 and args.dtype == "float32" and not offload:
-        return policy.to(world.device)
+        return receive(policy, world)
     cast = (torch.bfloat16, torch.float32) if args.dtype == "bfloat16" else ()
     how = {"mp_policy": MixedPrecisionPolicy(*cast), "reshard_after_forward": True}
     replicas, names = world.size // sharing, ("replicas", "shards")
@@ -114,8 +115,31 @@ def shard(policy: nn.Module, args: object, world: World, offload: bool = False) 
     if offload and world.device.type == "cuda":
         how["offload_policy"] = CPUOffloadPolicy()
     for layer in policy.lm.base_model.layers:
-        fully_shard(layer, **how)
-    return fully_shard(policy, **how)
+        fully_shard(receive(layer, world), **how)
+    return fully_shard(receive(policy, world), **how)
+
+
+def receive(module: nn.Module, world: World) -> nn.Module:
+    """Put rank 0's weights and buffers on every rank's device, in place of what a rank has.
+
+    The others need no more than their shapes (the meta device): a node would else hold the model
+    once for each of its ranks. What is sharded already is left alone, what is tied stays tied.
+    """
+    received = {}
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, value in tensors.items():
+                if value is None or isinstance(value, DTensor):
+                    continue
+                if id(value) not in received:
+                    empty = torch.empty_like(value, device=world.device)
+                    whole = empty if value.is_meta else value.detach().to(world.device)
+                    if world.size > 1:
+                        dist.broadcast(whole, src=0)
+                    trained = isinstance(value, nn.Parameter)
+                    received[id(value)] = nn.Parameter(whole) if trained else whole
+                tensors[name] = received[id(value)]
+    return module
 
 
 def full_parameters(
@@ -156,19 +180,20 @@ def gather(values: Tensor, world: World) -> Tensor:
     return torch.cat(parts).to(values.device)
 
 
-def divide_gradients(policy: nn.Module, count: Tensor, world: World) -> None:
-    """From each rank's gradient of its own sum to that of the mean over what all have counted.
+def divide_gradients(policy: nn.Module, count: float | Tensor, world: World) -> None:
+    """From each rank's gradient of its own sum to the gradient of the mean over all ranks.
 
-    FSDP averages gradients over the ranks in each backward pass; those of a plain module on several
-    ranks are averaged here, in one message. Times the number of ranks that is the sum of all.
+    `count` is what this rank has summed over. FSDP has averaged the gradients over the ranks in
+    each backward pass; those of a plain module are averaged here, in one message. Times the number
+    of ranks that is the sum of all; over what all ranks have counted, it is the mean that the
+    objective asks for, whatever the micro-batches and the number of ranks.
     """
     gradients = [one.grad for one in policy.parameters() if one.grad is not None]
     if world.size > 1 and not isinstance(gradients[0], DTensor):
         flat = nn.utils.parameters_to_vector(gradients)
         dist.all_reduce(flat)
         nn.utils.vector_to_parameters(flat.div_(world.size), gradients)
-    counted = global_sum({"count": count}, world)["count"]
-    factor = world.size / (counted or 1.0)
+    factor = world.size / global_sum({"count": count}, world)["count"]
     for gradient in gradients:
         gradient.mul_(factor)
 
@@ -176,20 +201,3 @@ def divide_gradients(policy: nn.Module, count: Tensor, world: World) -> None:
 def clip_gradients(policy: nn.Module, max_norm: float) -> float:
     """Scale the gradient, over all shards, to norm `max_norm` at most; returns its norm before."""
     return whole_tensor(torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm)).item()
-
-
-class StopFlag:
-    """SIGINT and SIGTERM finish the current step; a second one kills as usual."""
-
-    def __init__(self):
-        self.raised = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._raise)
-
-    def _raise(self, number: int, frame: object) -> None:
-        self.raised = True
-        signal.signal(number, signal.SIG_DFL)
-
-    def anywhere(self, world: World) -> bool:
-        """True on all ranks once one was signalled: they must leave the loop at the same step."""
-        return global_sum({"stop_max": float(self.raised)}, world)["stop_max"] > 0

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from common.batch import Rollout
-from common.distributed import RunStopped, World, full_parameters
-from common.model import head_logits
-from common.routing import Routing
+from common.distributed import RunStopped, World, full_parameters, receive
+from common.plumbing.model import head_logits
+from common.plumbing.routing import Routing
 
 # Float8 leaves routers as they are: a rounded one chooses other experts.
 ROUTERS = ("gate.weight", "router.weight")
@@ -42,7 +42,7 @@ class HFEngine:
         report them, where the model has some."""
         self.float8 = dtype == "float8"
         precision = torch.float32 if dtype == "float32" else torch.bfloat16
-        self.lm = copy.deepcopy(lm).to(world.device).eval().requires_grad_(False)
+        self.lm = receive(copy.deepcopy(lm), world).eval().requires_grad_(False)
         for parameter in self.lm.parameters():  # not .to(dtype): rotary frequencies stay float32
             parameter.data = parameter.data.to(precision)
         self.device, self.max_rows, self.routing = world.device, max_rows, Routing(self.lm)
@@ -176,7 +176,7 @@ def float8(weight: Tensor) -> Tensor:
 def make_engine(args: object, lm: PreTrainedModel, world: World) -> object:
     """The engine that `--rollout` names (`auto`: see `launch.check`), with its own weights."""
     if args.rollout == "vllm":
-        from common.rollout_vllm import VLLMEngine
+        from common.plumbing.vllm import VLLMEngine
 
         return VLLMEngine(args, lm, world)
     dtype = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype

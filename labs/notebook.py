@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 from common.distributed import BadInput, first_line
-from common.folder import whole
+from common.plumbing.folder import whole
 from tools.marks import ROOT
 
 PAGE = Path(__file__).parent / "course.md"

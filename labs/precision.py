@@ -18,7 +18,7 @@ from common.data import load_task
 from common.distributed import clip_gradients
 from common.logprobs import Policy, response_logprobs
 from common.distributed import ALONE
-from common.model import load_model
+from common.plumbing.model import load_model
 from common.rollout import HFEngine
 from tests import checks
 

@@ -17,9 +17,9 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import common.checkpoint
-from common.launch import launch
-from common.tracking import Run
+import common.plumbing.checkpoint
+from common.plumbing.launch import launch
+from common.plumbing.tracking import Run
 
 from tests.adapters import MODULES
 
@@ -33,7 +33,7 @@ SIGNALS = {
 
 def drive(algorithm: str, flags: Sequence, moment: object = "", step: int = 0) -> None:
     """Patch `common` for the moment, and launch the algorithm."""
-    log, healthy, dcp_save = Run.log, Run.healthy, common.checkpoint.dcp.save
+    log, healthy, dcp_save = Run.log, Run.healthy, common.plumbing.checkpoint.dcp.save
     saving, updates = [], []
 
     def log_and_end(self: Run, done: int, metrics: dict) -> None:
@@ -57,7 +57,7 @@ def drive(algorithm: str, flags: Sequence, moment: object = "", step: int = 0) -
             os.kill(os.getpid(), signal.SIGKILL)
         return healthy(self, norm, batch)
 
-    Run.log, Run.healthy, common.checkpoint.dcp.save = log_and_end, lose, save_and_kill
+    Run.log, Run.healthy, common.plumbing.checkpoint.dcp.save = log_and_end, lose, save_and_kill
     module = importlib.import_module(MODULES[algorithm])
     sys.argv = [f"{algorithm}.py", *map(str, flags)]
     launch(module.main, module.Args)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from common.data import HUB, TRIED
 from common.distributed import BadInput, World
-from common.evaluation import evaluate
+from common.plumbing.evaluation import evaluate
 from common.tiny import arithmetic
 from grpo import Args
 
@@ -299,7 +299,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     ):
         for field, value in (("task", "--task"), ("eval_task", "--eval_task")):
             train = write(tmp_path / "train.jsonl", numbered(8))
-            with pytest.raises(BadInput, match=f"^{value} {tmp_path}/{name}: cannot be read .*{message}"):
+            with pytest.raises(
+                BadInput, match=f"^{value} {tmp_path}/{name}: cannot be read .*{message}"
+            ):
                 load(**{"task": train, field: str(tmp_path / name)})
     with pytest.raises(BadInput, match="^--eval_task nowhere.jsonl: cannot be read .*No such file"):
         load(train, eval_task="nowhere.jsonl")
@@ -330,8 +332,7 @@ def test_a_held_out_prompt_is_never_trained_on(tmp_path):
     assert held_out == [problem.prompt for problem in other.held_out] and len(set(held_out)) == 5
     assert not {task.train(i).prompt for i in range(200)} & set(held_out)
     assert any(
-        "21 of 41 rows repeat a prompt, 1 with another answer" in line
-        for line in task.remarks
+        "21 of 41 rows repeat a prompt, 1 with another answer" in line for line in task.remarks
     )
     assert any("rows have a prompt that is held out" in line for line in task.remarks)
     again = load(path, eval_task=write(tmp_path / "test.jsonl", numbered(3)), eval_problems=1)
@@ -513,7 +514,9 @@ def test_unknown_tasks_and_missing_packages_are_named(monkeypatch, tiny):
     with pytest.raises(BadInput, match="--task nowhere.jsonl: cannot be read .*No such file"):
         load("nowhere.jsonl")
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(BadInput, match="--task tools/gym.py:chain_sum: cannot be used .*reasoning_gym"):
+    with pytest.raises(
+        BadInput, match="--task tools/gym.py:chain_sum: cannot be used .*reasoning_gym"
+    ):
         load("tools/gym.py:chain_sum")
 
 

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from common.launch import parse
+from common.plumbing.launch import parse
 from tools import bench, memory, results
 
 from tests.adapters import ALGORITHMS, MODULES, NINE, PATHS, VARIANTS

@@ -16,10 +16,10 @@ import torch
 from common.batch import Rollout
 from common.data import Problem, load_task
 from common.distributed import CLOSING, World
-from common.folder import locked
-from common.launch import launch, parse
-from common.model import load_model
-from common.tracking import Run
+from common.plumbing.folder import locked
+from common.plumbing.launch import launch, parse
+from common.plumbing.model import load_model
+from common.plumbing.tracking import Run
 from tools import evaluate
 from tools.evaluate import SETTINGS, Args, bootstrap, head, line_of, pass_at_k
 from tqdm import tqdm

@@ -3,11 +3,11 @@ and is resumable."""
 
 import errno
 
-import common.checkpoint
+import common.plumbing.checkpoint
 import grpo
 import pytest
 import torch
-from common.folder import checkpoints
+from common.plumbing.folder import checkpoints
 from common.rollout import HFEngine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -65,7 +65,7 @@ def test_a_full_disk_during_a_save(tmp_path, finished, monkeypatch, capsys, wher
     """The second save fails: a line that says so, the first checkpoint whole, no partial one, and
     resume goes on."""
     flags = [*SMALL, "--steps", 4]
-    owner, name = (common.checkpoint.dcp, "save") if where == "shards" else (torch, "save")
+    owner, name = (common.plumbing.checkpoint.dcp, "save") if where == "shards" else (torch, "save")
     save, saves = getattr(owner, name), []
 
     def full(*arguments: object, **keywords: object) -> None:
@@ -113,7 +113,9 @@ def test_a_lost_rank_ends_the_others_and_the_run_resumes(tmp_path):
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     lost = started(*ranks, "tests/driver.py", "grpo", "lost", 5, *flags, "--steps", 100)
     assert lost.returncode != 0, lost.stderr
-    assert "common/launch.py" not in lost.stderr, lost.stderr  # no traceback but torchrun's own
+    assert "common/plumbing/launch.py" not in lost.stderr, (
+        lost.stderr
+    )  # no traceback but torchrun's own
     assert "error: another rank is gone" in lost.stderr
     assert "go on with --resume" in lost.stderr
     cause = lost.stderr.partition("Root Cause")[2]

@@ -17,15 +17,15 @@ import types
 from dataclasses import replace
 from pathlib import Path
 
-import common.checkpoint
-import common.tracking
+import common.plumbing.checkpoint
+import common.plumbing.tracking
 import grpo
 import pytest
 import torch
 from common.data import load_task
 from common.distributed import BadInput, StopFlag, World
-from common.folder import as_lines, checkpoints, last_saved, locked, new_folder, read_lines
-from common.launch import parse
+from common.plumbing.folder import as_lines, checkpoints, last_saved, locked, new_folder, read_lines
+from common.plumbing.launch import parse
 
 from tests.driver import drive
 from tests.helpers import (
@@ -292,7 +292,7 @@ def test_broken_files_of_a_run_are_one_line(name, run, refused, monkeypatch, cap
     assert tree(run) == before
     monkeypatch.setattr(sys, "argv", ["curves.py", str(run)])
     with pytest.raises(SystemExit) as stop, pytest.warns(RuntimeWarning):
-        runpy.run_module("common.curves", run_name="__main__")
+        runpy.run_module("common.plumbing.curves", run_name="__main__")
     said = capsys.readouterr().err
     assert stop.value.code == 2 and message in said and said.count("\n") == 1
 
@@ -352,7 +352,7 @@ def test_metrics_that_cannot_be_written(tmp_path, monkeypatch, capsys):
         return full() if len(written) == 4 else as_lines(rows)
 
     with monkeypatch.context() as patch:
-        patch.setattr("common.tracking.as_lines", sometimes)
+        patch.setattr("common.plumbing.tracking.as_lines", sometimes)
         assert run_here(grpo.main, *flags) == 1
     said = capsys.readouterr().err.split("\n")
     assert said[-1] == ""
@@ -375,7 +375,7 @@ def test_a_full_disk_at_the_start(run, monkeypatch, refused):
 
 def test_a_summary_that_cannot_be_written(run, monkeypatch, refused):
     (run / "summary.json").unlink()
-    monkeypatch.setattr("common.tracking.draw_curves", full)
+    monkeypatch.setattr("common.plumbing.tracking.draw_curves", full)
     said = refused(*SMALL, "--steps", 4, "--run_dir", run, "--resume", code=1)
     assert "cannot write the results" in said
 

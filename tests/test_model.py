@@ -14,7 +14,7 @@ from common import logprobs as model_module
 from common.data import encode
 from common.distributed import BadInput, shard
 from common.logprobs import Policy, token_logprobs
-from common.model import EMBEDDED, eos_ids, load_model
+from common.plumbing.model import EMBEDDED, eos_ids, load_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import (

@@ -4,16 +4,16 @@ import copy
 import shutil
 from pathlib import Path
 
-import common.model
+import common.plumbing.model
 import grpo
 import pytest
 import torch
 import torch.distributed as dist
 import vcpo
-from common.checkpoint import load_checkpoint
+from common.plumbing.checkpoint import load_checkpoint
 from common.distributed import clip_gradients, full_parameters, scale_gradients, setup, shard
 from common.logprobs import Policy, frozen_reference
-from common.model import load_model
+from common.plumbing.model import load_model
 from common.rollout import HFEngine
 from torch.distributed.tensor import DTensor
 
@@ -38,8 +38,8 @@ def logprobs_of(policy: Policy) -> torch.Tensor:
 def receives(folder: Path) -> None:
     """One of two ranks: what it ends up with is what it would have loaded itself."""
     world, seen = setup(), []
-    read = common.model.AutoModelForCausalLM.from_pretrained
-    common.model.AutoModelForCausalLM.from_pretrained = lambda *a, **k: (
+    read = common.plumbing.model.AutoModelForCausalLM.from_pretrained
+    common.plumbing.model.AutoModelForCausalLM.from_pretrained = lambda *a, **k: (
         seen.append(a) or read(*a, **k)
     )
     for name in ("tiny", "tiny-moe", str(folder / "untied")):
@@ -88,7 +88,7 @@ def test_rank_0_loads_for_all(tmp_path):
 
 def fetches(folder: Path) -> None:
     """One of two ranks, alone on a node or not, for which `read_model` is a hub with a cache."""
-    world, read = setup(), common.model.read_model
+    world, read = setup(), common.plumbing.model.read_model
 
     def fetch(name: str, flag: str, whole: bool) -> tuple:
         cached = (folder / "cache").exists()
@@ -97,7 +97,7 @@ def fetches(folder: Path) -> None:
         (folder / f"{world.rank}{' from the cache' if cached else ''}").touch()
         return result
 
-    common.model.read_model = fetch
+    common.plumbing.model.read_model = fetch
     load_model("tiny")
     dist.barrier()
     dist.destroy_process_group()

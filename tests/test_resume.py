@@ -145,7 +145,7 @@ def test_resume_refuses_another_run(tmp_path, monkeypatch, capsys):
     other = tmp_path / "model"
     shutil.copytree(ROOT / "common/tiny/model", other)
     resized(other)
-    monkeypatch.setattr("common.model.EMBEDDED", {"tiny": other})
+    monkeypatch.setattr("common.plumbing.model.EMBEDDED", {"tiny": other})
     assert "does not fit --model, or is damaged (then delete it) (Size mismatch" in refused()
     assert not dist.is_initialized()
 

@@ -9,7 +9,7 @@ import pytest
 import stapo
 import torch
 from common.logprobs import Policy
-from common.model import load_model
+from common.plumbing.model import load_model
 from tools.evaluate import load_weights
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 

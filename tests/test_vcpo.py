@@ -9,7 +9,7 @@ import vcpo
 from common.batch import Rollout
 from common.distributed import gather
 from common.logprobs import Policy
-from common.model import load_model
+from common.plumbing.model import load_model
 from common.rollout import HFEngine
 
 from tests.helpers import SMALL, assert_same_run, command, metrics, run_here

@@ -26,15 +26,15 @@ from typing import Annotated, Literal, NamedTuple
 from common.data import Problem, fitting, limits, load_task, read_set, remarks_on
 from common.distributed import CLOSING, BadInput, RunStopped, World
 from common.distributed import blame, first_line, global_sum, shard
-from common.flags import Count, Flags, broken_rule
-from common.folder import as_lines, checkpoints, saved_config, whole
-from common.launch import launch, settle
+from common.plumbing.flags import Count, Flags, broken_rule
+from common.plumbing.folder import as_lines, checkpoints, saved_config, whole
+from common.plumbing.launch import launch, settle
 from common.logprobs import Policy
-from common.model import load_model
+from common.plumbing.model import load_model
 from common.reward import Judge
 from common.rollout import make_engine
 from common.tiny import arithmetic
-from common.tracking import Run
+from common.plumbing.tracking import Run
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -158,7 +158,9 @@ def load_sets(
             sets.append(Set(spec, task.held_out, task.exam or task.judge))
             continue
         rows = read_set(spec, args, "test", "--eval_task")
-        tried = (fitting(row, args, tokenizer) for row in tqdm(rows, "tokenising", leave=False, delay=3))
+        tried = (
+            fitting(row, args, tokenizer) for row in tqdm(rows, "tokenising", leave=False, delay=3)
+        )
         if not (found := [problem for problem in tried if problem]):
             left = f"no problem left of {len(rows)}; {limits(args, tokenizer)}"
             raise BadInput(f"--eval_task {spec}: {left}")

@@ -1,47 +1,43 @@
-"""A task file: procedural sets of the `reasoning-gym` package, each scored by its own function.
+"""Procedural sets of the `reasoning-gym` package as tasks, each scored by its own function.
 
     torchrun grpo.py --task tools/gym.py:chain_sum --model Qwen/Qwen3-1.7B-Base
 
-Any file that defines `load_task(args, tokenizer) -> Task` is one, and this is an example to copy.
-Held out is the second half of the set's problems, from the end.
+An example of a task file (`common/data.py: file_task`), to copy. Held out is the second half of a
+set's problems, from the end. Some sets run what the model wrote as Python, in their own scoring:
+those are refused, since no time limit keeps such code from doing harm.
 """
 
-import random
-from collections.abc import Callable
+import reasoning_gym
+from reasoning_gym.utils import extract_answer
 
 SIZE = 100_000  # problems in a set; some sets make all of them at once
 PROMPT = "{question}\nGive the final answer between <answer> and </answer>."
+EVALUATES = set("binary_matrix spiral_matrix string_insertion n_queens simple_integration".split())
+EVALUATES |= set("intermediate_integration polynomial_multiplication countdown puzzle24".split())
 
 
-def load_task(args: object, tokenizer: object) -> object:
-    """The set that `--task tools/gym.py:NAME` names."""
-    from common.data import Problem, Task, encode
-    from common.reward import Judge
-    import reasoning_gym
+class Set:
+    """What a task file has: problems to train on, held-out ones, a reward."""
 
-    rows = reasoning_gym.create_dataset(name := args.task.partition(":")[2], size=SIZE, seed=0)
+    def __init__(self, name: str):
+        if name in EVALUATES:
+            raise ValueError(f"{name} would execute what the model writes")
+        self.rows = reasoning_gym.create_dataset(name, size=SIZE, seed=0)
+        self.held_out = (self.problem(i) for i in range(SIZE - 1, SIZE // 2, -1))
 
-    def problem(index: int) -> Problem:
-        question = PROMPT.format(question=rows[index]["question"])
-        return Problem(question, f"{name} {index}", encode(question, "", tokenizer))
+    def problem(self, index: int) -> tuple[str, str]:
+        """The reference is the problem's number: from it the set's scoring has the rest."""
+        return PROMPT.format(question=self.rows[index]["question"]), str(index)
 
-    offset = random.Random(args.seed).randrange(SIZE // 2)
-    held_out = [problem(SIZE - 1 - i) for i in range(args.eval_problems)]
-    train = lambda i: problem((offset + i) % (SIZE // 2))  # noqa: E731
-    return Task(args.task, train, held_out, Judge(f"{__file__}:score"))
+    def train(self, i: int) -> tuple[str, str]:
+        return self.problem(i % (SIZE // 2))
+
+    def reward(self, response: str, reference: str) -> float:
+        return self.rows.score_answer(extract_answer(response), self.rows[int(reference)])
 
 
-def score() -> Callable[[str, str], float]:
-    """In the judge's worker: a set's own score of an answer to the problem "name index"."""
-    import reasoning_gym
-    from reasoning_gym.utils import extract_answer
-
-    sets = {}
-
-    def score(completion: str, reference: str) -> float:
-        name, index = reference.split()
-        if name not in sets:
-            sets[name] = reasoning_gym.create_dataset(name, size=SIZE, seed=0)
-        return sets[name].score_answer(extract_answer(completion), sets[name][int(index)])
-
-    return score
+def __getattr__(name: str) -> Set:
+    """`tools/gym.py:NAME` is the set of that name."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Set(name)

@@ -15,7 +15,7 @@ import math
 import random
 from pathlib import Path
 
-from common.model import EMBEDDED
+from common.plumbing.model import EMBEDDED
 from common.tiny import arithmetic
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers

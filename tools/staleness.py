@@ -28,7 +28,7 @@ from pathlib import Path
 
 import grpo
 import vcpo
-from common.launch import launch
+from common.plumbing.launch import launch
 
 UPDATES, EVERY, PROMPTS = 150, 25, 8
 OFF = {"ess": "--no_optimal_baseline", "baseline": "--no_ess_scaling"}  # what each half leaves out

@@ -61,21 +61,23 @@ Run it:
 from dataclasses import dataclass
 from functools import partial  # <own>
 from pathlib import Path
+from typing import Literal
 
-from common.balance import deal
-from common.checkpoint import load_checkpoint, save_checkpoint
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather  # <own>
-from common.evaluation import evaluate
-from common.flags import Betas, Count, Flags, NonNegative, Positive, Several, Temperature, Whole
-from common.flags import Part, Share  # <own>
-from common.launch import launch
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
 from common.logprobs import response_logprobs, sampler_gap
-from common.model import load_model
+from common.plumbing.balance import deal
+from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.plumbing.evaluation import evaluate
+from common.plumbing.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.plumbing.flags import Part, Share  # <own>
+from common.plumbing.launch import launch
+from common.plumbing.metrics import Means, by_sign, of_rollout
+from common.plumbing.model import load_model
+from common.plumbing.tracking import Run
 from common.rollout import make_engine
-from common.tracking import Means, Run, by_sign, of_rollout
 import numpy  # <own>
 import torch
 from torch import Tensor
@@ -89,7 +91,7 @@ class Args(Flags):
     """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
     prompts_per_step: Count = 16
     """P: prompts in a rollout, over all ranks (ours)."""
-    group_size: Several = 8
+    group_size: Count = 8
     """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: Count = 4
     """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
@@ -105,8 +107,10 @@ class Args(Flags):
     """Steps between two measurements on the held-out problems (ours)."""
     save_every: Count = 50
     """Steps between two checkpoints (ours)."""
-    resume: bool = False
-    """Go on from the newest checkpoint of this run, if there is one."""
+    save_hf: bool = False
+    """Write the final model in the Hugging Face format, to `model` in the run folder."""
+    resume: bool | Literal["auto"] = False
+    """Go on from the newest checkpoint in the run folder; auto: if there is one."""
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 5
@@ -219,7 +223,7 @@ def policy_loss(
 
 def main(args: Args, world: World) -> None:
     """The whole training loop."""
-    lm, tokenizer = load_model(args.model)
+    lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
@@ -238,7 +242,7 @@ def main(args: Args, world: World) -> None:
         run.log(0, evaluate(engine, task, tokenizer, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
-    for step in run.steps(done, args.steps):
+    for step in run.steps(done):
         means = Means()
 
         # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
@@ -310,7 +314,10 @@ def main(args: Args, world: World) -> None:
             if healthy:
                 optimizer.step()
             optimizer.zero_grad()
-            means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=(not healthy, 1))
+            means.add(
+                grad_norm=(norm if healthy else 0.0, healthy),
+                skipped=((not healthy) / world.size, None),
+            )
 
         run.clock("sync")
         engine.sync(policy)
@@ -325,6 +332,8 @@ def main(args: Args, world: World) -> None:
             run.clock("save")
             state = {"engine": engine.state_dict()}
             save_checkpoint(run.folder, step, policy, optimizer, state, world)
+    if args.save_hf:
+        save_model(policy, tokenizer, run.folder / "model", world)
     run.finish()
 
 

@@ -66,22 +66,23 @@ from pathlib import Path
 from random import Random  # <own>
 from typing import Annotated, Literal  # <own>
 
-from common.balance import deal
 from common.batch import Rollout  # <own>
-from common.checkpoint import load_checkpoint, save_checkpoint
 from common.data import Problem, Task, encode, load_task  # <own>
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import CLOSING, BadInput, gather, global_sum  # <own>
-from common.evaluation import evaluate
-from common.flags import Betas, Count, Flags, NonNegative, Positive, Several, Temperature, Whole
-from common.flags import Exponent, Share  # <own>
-from common.launch import launch
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
 from common.logprobs import response_logprobs, sampler_gap
-from common.model import load_model
-from common.norms import gradient_norms, strange_part  # <own>
+from common.plumbing.balance import deal
+from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.plumbing.evaluation import evaluate
+from common.plumbing.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.plumbing.flags import Exponent, Share  # <own>
+from common.plumbing.launch import launch
+from common.plumbing.metrics import Means, by_sign, of_rollout
+from common.plumbing.model import load_model
+from common.plumbing.norms import gradient_norms, strange_part  # <own>
+from common.plumbing.tracking import Run
 from common.rollout import make_engine
-from common.tracking import Means, Run, by_sign, of_rollout
 import numpy  # <own>
 import torch
 import tyro  # <own>
@@ -96,7 +97,7 @@ class Args(Flags):
     """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
     prompts_per_step: Count = 16
     """P: prompts in a rollout, over all ranks (ours)."""
-    group_size: Several = 8
+    group_size: Count = 8
     """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: Count = 4
     """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
@@ -112,8 +113,10 @@ class Args(Flags):
     """Steps between two measurements on the held-out problems (ours)."""
     save_every: Count = 50
     """Steps between two checkpoints (ours)."""
-    resume: bool = False
-    """Go on from the newest checkpoint of this run, if there is one."""
+    save_hf: bool = False
+    """Write the final model in the Hugging Face format, to `model` in the run folder."""
+    resume: bool | Literal["auto"] = False
+    """Go on from the newest checkpoint in the run folder; auto: if there is one."""
     micro_tokens: Count = 16384
     """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
     warmup: Whole = 5
@@ -315,7 +318,7 @@ class Curriculum:
             limits = f"a multiple of the {world.size} ranks, and at most --window {args.window}"
             raise BadInput(f"--teacher_batch {args.teacher_batch}: must be {limits}")
         self.args, self.task, self.world = args, task, world
-        backbone, self.tokenizer = load_model(args.teacher or args.model, "--teacher")
+        backbone, self.tokenizer = load_model(args.teacher or args.model, world, "--teacher")
         self.encode(task.held_out[:1])  # refuses now, not after the run has begun
         self.teacher = shard(Teacher(backbone.base_model), args, world)
         head = {"params": self.teacher.head.parameters(), "lr": 10 * args.teacher_lr}
@@ -643,7 +646,9 @@ class Stale:
 
     def load_state_dict(self, state: dict) -> None:
         if state["other_ranks"] and (state["queue"] or state["ahead"]):
-            raise BadInput(f"--resume: batches in flight: go on with {state['other_ranks']} rank(s)")
+            raise BadInput(
+                f"--resume: batches in flight: go on with {state['other_ranks']} rank(s)"
+            )
         for version, batch in state["queue"]:
             self.queue.append((version, [Rollout(**part).to(self.device) for part in batch]))
         if state["ahead"]:
@@ -761,7 +766,7 @@ def policy_loss(
 
 def main(args: Args, world: World) -> None:
     """The whole training loop."""
-    lm, tokenizer = load_model(args.model)
+    lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
     # <own>
@@ -804,7 +809,7 @@ def main(args: Args, world: World) -> None:
         run.log(0, evaluate(engine, task, tokenizer, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
-    for step in run.steps(done, args.steps):
+    for step in run.steps(done):
         means = Means()
 
         # <own>
@@ -928,7 +933,10 @@ def main(args: Args, world: World) -> None:
             if healthy:
                 optimizer.step()
             optimizer.zero_grad()
-            means.add(grad_norm=(norm if healthy else 0.0, healthy), skipped=(not healthy, 1))
+            means.add(
+                grad_norm=(norm if healthy else 0.0, healthy),
+                skipped=((not healthy) / world.size, None),
+            )
 
         run.clock("sync")
         stale.wait()  # <own>
@@ -951,6 +959,8 @@ def main(args: Args, world: World) -> None:
             state["feedback"] = list(branches.feedback) if branches else []
             # </own>
             save_checkpoint(run.folder, step, both, optimizers, state, world)  # <own>
+    if args.save_hf:
+        save_model(policy, tokenizer, run.folder / "model", world)
     run.finish()
 
 

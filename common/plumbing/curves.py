@@ -1,5 +1,5 @@
 """A run's picture: metrics.jsonl and config.json -> curves.png, also while the run is under way:
-`python -m common.curves RUN_FOLDER ...`."""
+`python -m common.plumbing.curves RUN_FOLDER ...`."""
 
 import sys
 import textwrap
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from common.distributed import BadInput, first_line
-from common.folder import read_lines, saved_config, whole
+from common.plumbing.folder import read_lines, saved_config, whole
 
 PANELS = {  # metric -> title of its panel; the algorithm's telling metrics stand before `entropy`
     "reward": "reward (training samples)",
@@ -121,9 +121,9 @@ if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
-            raise BadInput("usage: python -m common.curves RUN_FOLDER ...")
+            raise BadInput("usage: python -m common.plumbing.curves RUN_FOLDER ...")
         for argument in sys.argv[1:]:
             print(draw_curves(Path(argument)))
     except (BadInput, OSError) as error:
-        print(f"common.curves: error: {first_line(error)}", file=sys.stderr)
+        print(f"common.plumbing.curves: error: {first_line(error)}", file=sys.stderr)
         sys.exit(2)

@@ -3,42 +3,55 @@
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from common.distributed import BadInput, blame
+from common.distributed import ALONE, BadInput, World, blame
 
 logging.disable_progress_bar()  # the run has its own
-TINY = Path(__file__).parent / "tiny"
+TINY = Path(__file__).parents[1] / "tiny"
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 EMBEDDED = {"tiny": TINY / "model", "tiny-moe": TINY / "model-moe"}
 EMBEDDED |= {f"tiny-{size}": TINY / f"model-{size}" for size in ("30k", "500k")}
 
 
-def load_model(name: str, flag: str = "--model") -> Loaded:
-    """Model (float32, on the CPU; attention by sdpa) and tokenizer, by hub name, folder or `tiny`;
-    `flag` is named if they are wrong.
+def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded:
+    """Model (float32; attention by sdpa) and tokenizer, by hub name, folder or `tiny`; `flag` is
+    named if they are wrong.
 
+    Rank 0 alone holds the weights, on the CPU, or a node would need its number of ranks times their
+    memory. The others know their shapes (meta device), until `distributed.receive` hands them out.
     Weights are loaded in float32 because they are the optimiser's master copy: at lr 1e-6 an update
     is smaller than the spacing of bfloat16 numbers and would round to nothing. The forward pass
     casts down (see `distributed.shard`).
     """
-    source = EMBEDDED.get(name, name)
-    if not name or not Path(source).is_dir() and name.count("/") != 1:  # no hub name
-        raise BadInput(f"{flag} {name!r}: no folder, no hub name, none of {', '.join(EMBEDDED)}")
+    source = str(EMBEDDED.get(name, name))
+    if not name or not Path(source).is_dir() and name.count("/") != 1:  # nor a hub name
+        known = f"use a folder, a hub name (owner/name), {' or '.join(EMBEDDED)}"
+        raise BadInput(f"{flag} {name!r}: no such folder; {known}")
     logging.set_verbosity_error()  # what transformers only warns about is refused by check_weights
-    options = {"attn_implementation": "sdpa", "dtype": torch.float32}
-    report = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    own = {"trust_remote_code": False}  # a model folder's own code never runs
+    how = own | {"attn_implementation": "sdpa", "dtype": torch.float32}
+    report = {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
     with blame(f"{flag} {name}: cannot be loaded"):
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        lm, found = AutoModelForCausalLM.from_pretrained(source, **options, **report)
-        check_weights(lm, found)
+        tokenizer = AutoTokenizer.from_pretrained(source, **own)
         # Where there is none, transformers makes up one with special tokens alone.
         if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
             raise ValueError("no tokenizer")
-        lm.generation_config.eos_token_id = sorted(eos_ids(lm, tokenizer))
+        if world.rank == 0:
+            lm, found = AutoModelForCausalLM.from_pretrained(source, **how, **report)
+            check_weights(lm, found)
+            lm.generation_config.eos_token_id = sorted(eos_ids(lm, tokenizer))
+        else:
+            with torch.device("meta"):
+                config = AutoConfig.from_pretrained(source, **own)
+                lm = AutoModelForCausalLM.from_config(config, **how).eval()
+    if world.size > 1:
+        dist.broadcast_object_list(eos := [lm.generation_config.eos_token_id])
+        lm.generation_config.eos_token_id = eos[0]
     # The tokenizer's own limit is often another model's or none.
     positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     tokenizer.model_max_length = positions or tokenizer.model_max_length
@@ -56,10 +69,11 @@ def check_weights(lm: PreTrainedModel, report: dict) -> None:
     """Refuse weights that do not fit `config.json`: transformers makes up what is missing."""
     # A vision tower's weights may be left over, but no layer of the language model, no classifier.
     parts = ("model.layers.", "score.", "classifier.")
-    extra = [key for key in report["unexpected_keys"] if key.startswith(parts)]
-    wrong = [*report["missing_keys"], *map(str, report["mismatched_keys"]), *extra]
+    extra = [f"{key} has no place" for key in report["unexpected_keys"] if key.startswith(parts)]
+    other = [f"{key} is {tuple(found)}" for key, found, _ in report["mismatched_keys"]]
+    wrong = sorted([*[f"{key} is missing" for key in report["missing_keys"]], *other, *extra])
     if wrong:
-        raise ValueError(f"{len(wrong)} weights do not fit its config.json, first: {min(wrong)}")
+        raise ValueError(f"{len(wrong)} weights do not fit its config.json, first: {wrong[0]}")
     head = getattr(lm, "lm_head", None)
     if not isinstance(head, nn.Linear) or head.bias is not None:  # Policy uses its weight alone
         raise ValueError(f"{type(lm).__name__} has no output head lm_head without a bias")
@@ -69,8 +83,8 @@ def eos_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]
     """Every token id that ends a response: the tokenizer's, and a chat model's config has more."""
     declared = lm.generation_config.eos_token_id
     ids = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])}
-    if ids == {None}:
-        raise ValueError("neither tokenizer nor generation config names an EOS token")
+    if not ids - {None} or not all(isinstance(one, int | None) for one in ids):
+        raise ValueError("neither tokenizer nor generation config names EOS tokens by number")
     return ids - {None}
 
 

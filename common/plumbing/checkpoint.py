@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.distributed import RunStopped, World, blame, full_parameters
-from common.folder import checkpoints
+from common.plumbing.folder import checkpoints
 
 KEEP_CHECKPOINTS = 3
 
@@ -68,8 +68,8 @@ def load_checkpoint(
     """
     checkpoint = checkpoints(folder)[-1]
     weights, moments = get_state_dict(policy, optimizer)
-    what = f"--resume: {checkpoint} does not fit --model, or is damaged (then delete it)"
-    with blame(what):
+    what = f"--resume: {checkpoint} does not fit --model, or is damaged: then delete it, and the "
+    with blame(what + "one before it is taken"):
         dcp.load({"policy": weights, "optimizer": moments}, checkpoint_id=checkpoint / "shards")
         own = checkpoint / f"rank{world.rank}.pt"
         path = own if own.exists() else checkpoint / "rank0.pt"

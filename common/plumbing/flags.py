@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, get_type_hints
 
-LARGEST = 2**31  # no number here is as large
+LARGEST = 2**31 - 1  # of a tensor's sizes; no other number here comes near
 
 
 class Rule(NamedTuple):
@@ -39,7 +39,7 @@ class Flags:
 
     task: str = "arithmetic"
     """`arithmetic` (or arithmetic:mix, :deep, :noisy, :steps), a .jsonl or .parquet file, a hub set
-    (gsm8k, math, dapo-math-17k, ...), or a .py file that defines load_task, as tools/gym.py."""
+    (gsm8k, math, dapo-math-17k, ...), or a .py file of your own (see common/data.py: file_task)."""
     seed: Seed = 1
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     run_dir: str = ""
@@ -57,8 +57,8 @@ class Flags:
     """Park vLLM's weights on the CPU while the trainer computes."""
     tensor_parallel: Count = 1
     """Neighbouring ranks that share one vLLM engine."""
-    vllm: str = ""
-    """Further options of vLLM's engine, as JSON: {"kv_cache_dtype": "fp8", "enforce_eager": true}."""
+    vllm: tuple[str, ...] = ()
+    """KEY=VALUE ...: further options of vLLM's engine (kv_cache_dtype=fp8 enforce_eager=true)."""
     sampler_tolerance: NonNegative = 0.0
     """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16
     0.05, float8 0.1)."""
@@ -94,8 +94,8 @@ def broken_rule(args: object) -> str:
     """What is wrong with the first flag that breaks the rule of its kind; "" if none does."""
     for name, kind in get_type_hints(type(args), include_extras=True).items():
         value = getattr(args, name)
-        numbers = value if isinstance(value, tuple) else (value,)
-        for rule in getattr(kind, "__metadata__", ()):
-            if isinstance(rule, Rule) and not all(abs(x) < LARGEST and rule.holds(x) for x in numbers):
-                return f"--{name} {str(value)[:40]}: must be {rule.words}"  # as NaN never is
+        for rule in (one for one in getattr(kind, "__metadata__", ()) if isinstance(one, Rule)):
+            for number in value if isinstance(value, tuple) else (value,):
+                if not (abs(number) <= LARGEST and rule.holds(number)):  # true for NaN
+                    return f"--{name} {str(number)[:40]}: must be {rule.words}"
     return ""

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import glob
 import hashlib
 import json
 import os
@@ -10,7 +9,6 @@ import re
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import TextIO
 
 from common.distributed import BadInput, blame
 
@@ -20,15 +18,17 @@ def new_folder(name: Path) -> Path:
     for number in count(1):
         folder = name if number == 1 else name.with_name(f"{name.name}.{number}")
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True)  # of two runs at once one makes it
             return folder
 
 
-def last_saved(name: Path) -> Path | None:
-    """Of the runs in `name`, name.2, ... the one that wrote a checkpoint last."""
-    found = [name, *name.parent.glob(f"{glob.escape(name.name)}.*")]
-    saved = [path for path in found if checkpoints(path)]
-    return max(saved, key=lambda path: checkpoints(path)[-1].stat().st_mtime, default=None)
+def newest_run(name: Path) -> Path | None:
+    """Of the runs name, name.2, name.3, ... the last; None if there is none."""
+    numbered = {1: name}
+    for path in name.parent.glob("*"):
+        if found := re.fullmatch(re.escape(name.name) + r"\.([0-9]+)", path.name):
+            numbered[int(found[1])] = path
+    return next((numbered[i] for i in sorted(numbered)[::-1] if saved_config(numbered[i])), None)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -37,24 +37,24 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in found if re.fullmatch("step_[0-9]{6}", path.name))
 
 
-def locked(folder: Path) -> TextIO:
-    """Keeps other runs out of `folder` while it is open: the kernel lets go when its holder ends."""
-    file = (folder / "config.json").open("a")
+def lock(folder: Path) -> int:
+    """Keep other runs out of `folder` as long as this process has the descriptor returned."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise BadInput(f"--resume: a run is under way in {folder}") from None
     except OSError:  # a file system without locks
         pass
-    return file
+    return descriptor
 
 
 def saved_config(folder: Path) -> dict:
-    """config.json of the run in `folder`; empty where there is none."""
+    """config.json of the run in `folder`; empty where there is none, or another program's."""
     path = folder / "config.json"
     with blame(f"{path}: damaged, no JSON"):
         config = json.loads(path.read_bytes()) if path.is_file() else {}
-        return config if "algorithm" in config else {}
+        return config if {"algorithm", "acted", "task", "seed"} <= config.keys() else {}
 
 
 @contextlib.contextmanager

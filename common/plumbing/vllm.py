@@ -1,5 +1,6 @@
 """Sampling with vLLM inside the trainer's process: every call to it is here."""
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -10,9 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.batch import Rollout
-from common.distributed import CLOSING, TIMEOUT, RunStopped, World, blame, full_parameters
-from common.model import EMBEDDED
-from common.routing import why_not_replayed
+from common.distributed import CLOSING, TIMEOUT, BadInput, RunStopped, World
+from common.distributed import blame, full_parameters
+from common.plumbing.model import EMBEDDED
+from common.plumbing.routing import why_not_replayed
 
 
 class VLLMEngine:
@@ -23,13 +25,14 @@ class VLLMEngine:
     """
 
     def __init__(self, args: object, lm: PreTrainedModel, world: World):
+        cpu, ranks = world.device.type == "cpu", args.tensor_parallel
+        options = vllm_options(args, lm, world)
         # In this process, where weights are handed over without a copy.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        with blame("--rollout vllm: needs vLLM (pip install -r requirements.txt); or --rollout hf"):
+        with blame("--rollout vllm: needs vLLM (pip install -r requirements.txt), or --rollout hf"):
             import vllm
-        options, ranks = vllm_options(args, lm, world), args.tensor_parallel
-        self.SamplingParams, self.world, self.calls = vllm.SamplingParams, world, 0
+        self.SamplingParams, self.world, self.cpu, self.calls = vllm.SamplingParams, world, cpu, 0
         self.eos, self.sleeps = lm.generation_config.eos_token_id, args.vllm_sleep
         self.reports_experts = "enable_return_routed_experts" in options
         # Neighbouring ranks share an engine, as vLLM groups them; each engine has another seed.
@@ -37,8 +40,14 @@ class VLLMEngine:
         groups = torch.arange(world.size).view(-1, ranks).tolist()
         groups = [dist.new_group(group, TIMEOUT, backend="gloo") for group in groups]
         self.group = groups[world.rank // ranks]
-        self.llm, self.awake = vllm.LLM(**options), {"weights", "kv_cache"}
+        options |= passed_through(args.vllm, options) | (for_a_cpu() if cpu else {})
+        refused = blame(f"--vllm {' '.join(args.vllm)}: vLLM refuses that")
+        with refused if args.vllm else contextlib.nullcontext():
+            self.llm = vllm.LLM(**options)
+        # vLLM keeps to this stream, so we must.
+        self.stream = None if cpu else torch.cuda.current_stream(world.device)
         CLOSING.append(self.llm.llm_engine.engine_core.shutdown)
+        self.awake = {"weights", "kv_cache"}
         self._sleep()
 
     def _sleep(self) -> None:
@@ -47,22 +56,36 @@ class VLLMEngine:
             self.llm.sleep(level=1)
             self.awake = set()
 
-    def _wake(self, *parts: str) -> None:
+    @contextlib.contextmanager
+    def _awake(self, *parts: str) -> Iterator[None]:
+        """Work on the engine's own stream, after what the caller has under way.
+
+        With --vllm_sleep `parts`, which this work needs, are woken if they sleep.
+        """
         if asleep := sorted(set(parts) - self.awake):
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=asleep)
             self.awake |= {*asleep}
+        if self.stream:
+            caller = torch.cuda.current_stream(self.world.device)
+            self.stream.wait_stream(caller)
+        with torch.cuda.stream(self.stream):
+            yield
+        if self.stream:
+            caller.wait_stream(self.stream)
 
     def sync(self, policy: torch.nn.Module) -> None:
         """Push the trainer's weights into the engine, one whole tensor at a time.
 
         They stay awake: what comes next is sampling, or a checkpoint.
         """
-        self._wake("weights")
         weights = {"weights_iterator": checkpoint_parameters(policy, self.dtype)}
-        self.llm.collective_rpc("reload_weights", kwargs=weights)
-        if not self.llm.reset_prefix_cache():
-            raise RunStopped("vLLM kept its prefix cache: keys and values of old weights")
+        with self._awake("weights"):
+            self.llm.collective_rpc("reload_weights", kwargs=weights)
+            if self.cpu:
+                self.llm.apply_model(repack_experts)
+            if not self.llm.reset_prefix_cache():
+                raise RunStopped("vLLM kept its prefix cache: keys and values of old weights")
 
     def state_dict(self) -> dict:
         return {"calls": self.calls}
@@ -96,8 +119,8 @@ class VLLMEngine:
             self.SamplingParams(max_tokens=limit - len(prefix), seed=seed % 2**62, **how)
             for (_, prefix), seed in zip(pairs, seeds)
         ]
-        self._wake("weights", "kv_cache")
-        answers = self.llm.generate(requests, sampling, use_tqdm=False) if requests else []
+        with self._awake("weights", "kv_cache"):
+            answers = self.llm.generate(requests, sampling, use_tqdm=False) if requests else []
         self._sleep()  # the trainer needs the memory now
         first = sum(len(part) for part in asked[: dist.get_rank(self.group)])
         mine = answers[first : first + len(prompts)]
@@ -116,16 +139,13 @@ class VLLMEngine:
 
 
 def vllm_options(args: object, lm: PreTrainedModel, world: World) -> dict:
-    """What `vllm.LLM` is made with on this rank, and what `--vllm` adds."""
+    """What `vllm.LLM` is made with on this rank, but for what `--vllm` adds."""
     ranks = args.tensor_parallel
     precision = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype
     # Of one engine at a time; an evaluation, which has no groups, sends what it likes.
     rows = getattr(args, "prompts_per_step", 1024) * getattr(args, "group_size", 1)
     longest = args.max_prompt_tokens + args.max_new_tokens
     options = {
-        "gpu_memory_utilization": args.vllm_memory,
-        "enable_sleep_mode": args.vllm_sleep,
-        "hf_overrides": {"head_dtype": "float32"},  # as the trainer's: see head_logits
         "model": str(EMBEDDED.get(args.model, args.model)),
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "dtype": torch.float32 if precision == "float32" else torch.bfloat16,
@@ -139,10 +159,20 @@ def vllm_options(args: object, lm: PreTrainedModel, world: World) -> dict:
         "use_tqdm_on_load": False,
         "generation_config": "vllm",  # no top-p, top-k or penalty out of the model's own
     }
+    gpu = world.device.type == "cuda"
+    if not gpu and (precision == "float8" or args.vllm_sleep):
+        raise BadInput("--rollout vllm: --rollout_dtype float8 and --vllm_sleep need a GPU")
     if precision == "float8":
+        if torch.cuda.get_device_capability(world.device) < (8, 9):
+            needs = "needs a GPU of compute capability 8.9 (H100, L40, RTX 40) or newer"
+            raise BadInput(f"--rollout_dtype float8: {needs}: use auto")
         # Triton's experts, as others leave CUDA graphs stale after a push; not the router.
         options |= {"quantization": "fp8_per_channel", "moe_backend": "triton"}
         options |= {"quantization_config": {"ignore": [r"re:.*\.mlp\.gate$"]}}
+    if not gpu:
+        return options
+    options |= {"gpu_memory_utilization": args.vllm_memory, "enable_sleep_mode": args.vllm_sleep}
+    options["hf_overrides"] = {"head_dtype": "float32"}  # as the trainer's: see head_logits
     if ranks > 1:  # it hands on addresses that expandable segments (common/__init__) have not
         options["disable_custom_all_reduce"] = True
     # Only on request: vLLM then schedules no batch ahead, which would outlive the cache's reset,
@@ -150,8 +180,30 @@ def vllm_options(args: object, lm: PreTrainedModel, world: World) -> dict:
     asked = getattr(args, "routing_replay", "none") == "r3"
     if asked and not why_not_replayed(lm) and ranks == 1:
         options |= {"enable_return_routed_experts": True, "async_scheduling": False}
-    with blame(f"--vllm {args.vllm}: must be JSON, as {{\"enforce_eager\": true}}"):
-        return options | json.loads(args.vllm or "{}")
+    return options
+
+
+def passed_through(words: tuple[str, ...], own: dict) -> dict:
+    """`--vllm KEY=VALUE ...` as options; VALUE is JSON, or else text. What is in `own` is ours."""
+    given = dict(word.partition("=")[::2] for word in words)
+    if ours := given.keys() & own:
+        raise BadInput(f"--vllm {min(ours)}: follows from the other flags")
+    for key, value in given.items():
+        with contextlib.suppress(json.JSONDecodeError):
+            given[key] = json.loads(value)
+    return given
+
+
+def for_a_cpu() -> dict:
+    """What the CPU build needs, on which this file is tested without a GPU."""
+    from vllm import _custom_ops as kernels
+
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or all ranks share one core
+    # By default linear weights are packed at load, and a later push misses what is tied to them
+    # (the head).
+    assert hasattr(kernels, "_supports_onednn"), "vLLM packs its CPU weights in another way"
+    kernels._supports_onednn = False
+    return {"kv_cache_memory_bytes": 2**28, "enforce_eager": True}
 
 
 def checkpoint_parameters(
@@ -173,3 +225,11 @@ def experts_apart(name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield name.replace("down_proj", f"{i}.down_proj.weight"), down
     else:
         yield name, full
+
+
+def repack_experts(model: torch.nn.Module) -> None:
+    """On a CPU vLLM packs experts' weights at the first load alone: pushed ones need it again."""
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)

@@ -1,25 +1,26 @@
-"""What a run leaves behind: metrics, progress bar, curves and summary in its folder."""
+"""What a run leaves behind: its folder with metrics, curves and summary, and what it says."""
 
 import json
 import math
+import os
 import re
+import signal
+import stat
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from tqdm import tqdm
 
-from common.batch import Rollout
-from common.curves import draw_curves
-from common.distributed import CLOSING, BadInput, RunStopped, StopFlag, World, blame, global_sum
-from common.folder import as_lines, last_saved, locked, new_folder, read_lines, saved_config
-from common.folder import whole
+from common.distributed import CLOSING, BadInput, RunStopped, World, blame, global_sum
+from common.plumbing.curves import draw_curves
+from common.plumbing.folder import as_lines, checkpoints, lock, new_folder, newest_run
+from common.plumbing.folder import read_lines, saved_config, whole
 
 MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
 MOST_APART = 3  # steps in a row in which sampler and trainer disagree, before the run stops
@@ -29,58 +30,25 @@ ROWS = ("metrics.jsonl", "silenced.jsonl")  # written line by line, and cut back
 SHOWN = ("reward", "greedy", "ref_kl", "sampler_kl")  # on the progress bar
 
 
-class Means:
-    """Metrics of a step as (sum, count): exact means over any micro-batches and ranks.
-
-    A count of None leaves the sum as it is; a name that ends in `_max` takes the maximum instead.
-    Where nothing was counted there is no mean, and the metric is left out of the step.
-    """
+class StopFlag:
+    """SIGINT, SIGTERM and SIGHUP finish the current step; a second one kills as usual."""
 
     def __init__(self):
-        self.sums = defaultdict(lambda: torch.tensor(0.0))
-        self.counts, self.plain = defaultdict(float), set()
+        self.raised = False
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup: the user said to go on
+                signal.signal(number, self._raise)
 
-    def add(self, **pairs: tuple[Tensor | float, Tensor | float | None]) -> Self:
-        for name, (total, count) in pairs.items():
-            number = not isinstance(total, Tensor)
-            value = torch.tensor(float(total)) if number else total.detach().double()
-            combine = torch.maximum if name.endswith("_max") else torch.add
-            self.sums[name] = combine(self.sums[name], value)
-            self.counts[name] = self.counts[name] + (0.0 if count is None else count)
-            if count is None:
-                self.plain.add(name)
-        return self
+    def _raise(self, number: int, frame: object) -> None:
+        self.raised = True
+        signal.signal(number, signal.SIG_DFL)
+        for output in (1, 2) if number == signal.SIGHUP else ():
+            if stat.S_ISCHR(os.fstat(output).st_mode):  # the terminal is gone: writing would fail
+                os.dup2(os.open(os.devnull, os.O_WRONLY), output)
 
-    def reduce(self, world: World) -> dict[str, float]:
-        """Every metric over all ranks."""
-        sums, counts = global_sum(self.sums, world), global_sum(self.counts, world)
-        means = {name: sums[name] / counts[name] for name in self.sums if counts[name]}
-        return means | {name: sums[name] for name in self.plain}
-
-
-def by_sign(entropy: Tensor, batch: Rollout) -> dict[str, tuple[Tensor, Tensor]]:
-    """Entropy `[n, T]` per token, and of good (Â > 0) and bad rows (Â < 0) apart; and tokens per
-    row of both. Means for all rows hide what a collapse does first: only bad ones grow longer.
-    """
-    found = {"entropy": (entropy.sum(), batch.mask.sum())}
-    for name, rows in (("good", batch.advantages > 0), ("bad", batch.advantages < 0)):
-        tokens = batch.mask[rows].sum()
-        found[f"entropy_{name}"] = entropy[rows].sum(), tokens
-        found[f"len_{name}"] = tokens, rows.sum()
-    return found
-
-
-def of_rollout(rollout: Rollout, rewards: Tensor, task: object) -> dict[str, tuple]:
-    """What was sampled, and how it was judged: rewards `[P, G]`."""
-    tokens, N = rollout.mask.sum(), len(rollout)
-    return {
-        "reward": (rewards.sum(), N),
-        "zero_groups": ((rewards == rewards[:, :1]).all(dim=1).sum(), len(rewards)),
-        "response_len": (tokens, N),
-        "truncated": ((~rollout.finished).sum(), N),
-        "tokens": (tokens, None),
-        "judge_killed": (task.killed, None),  # answers so far that broke the judge's bounds
-    }
+    def anywhere(self, world: World) -> bool:
+        """True on all ranks once one was signalled: they must leave the loop at the same step."""
+        return global_sum({"stop_max": float(self.raised)}, world)["stop_max"] > 0
 
 
 class Run:
@@ -98,85 +66,96 @@ class Run:
     ):
         """`acted`: metrics that show the algorithm at work, and their words for plots.
 
-        The first one stays 0 while the algorithm's own mechanism does nothing.
+        The first one stays 0 while the algorithm's own mechanism does nothing. Writes nothing yet.
         """
         self.args, self.task, self.world, self.acted = args, task, world, next(iter(acted))
         self.seconds, self.since, self.stopping = defaultdict(float), time.perf_counter(), False
         self.wandb, self.skipped, self.apart = None, 0, 0
-        stem = re.sub(r"[^\w.-]+", "-", Path(args.task).stem)
-        self.name = Path(args.run_dir or f"runs/{algorithm}-{stem}-s{args.seed}").expanduser()
-        self._agree_on(last_saved(self.name) if args.resume else None)
-        if args.resume and not self.folder:
-            self.say(f"no checkpoint in {self.name}: starting anew")
-        args.resume = bool(self.folder)
-        config = asdict(args) | {"algorithm": algorithm, "acted": acted, "data": task.fingerprint}
-        config |= {"ranks": world.size}
+        config = {"algorithm": algorithm, "acted": acted, "ranks": world.size}
+        config = asdict(args) | config | {"data": task.fingerprint}
         self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
-        if args.resume and world.rank == 0:
-            self._take()
+        stem = re.sub(r"[^\w.-]+", "-", Path(args.task).stem)
+        name = Path(args.run_dir or f"runs/{algorithm}-{stem}-s{args.seed}").expanduser()
+        self.folder = name if name.name not in ("", "..") else name.resolve()
+        if args.resume:
+            self._agree_on(newest_run(self.folder) or self.folder)
+            args.resume = bool(checkpoints(self.folder)) or args.resume
+            if args.resume == "auto":
+                self.say(f"no checkpoint in {self.folder}: starting anew")
+                args.resume, self.folder = False, name
+            elif world.rank == 0:
+                self._take()
+
+    def _agree_on(self, folder: Path) -> None:
+        """All ranks take the first one's folder."""
+        dist.broadcast_object_list(found := [folder])
+        self.folder = found[0]
 
     def _take(self) -> None:
         """Go on with this folder's run: alone, and only if it is the same one."""
-        CLOSING.append(locked(self.folder).close)
+        if not checkpoints(self.folder):
+            raise BadInput(f"--resume: no checkpoint in {self.folder}")
+        CLOSING.append(partial(os.close, lock(self.folder)))
         saved = saved_config(self.folder)
         for name in sorted(self.config.keys() - FREE_ON_RESUME):
             if saved.get(name) != self.config[name]:
                 wrong = f"{name} {saved.get(name)!r}, this run {self.config[name]!r}"
                 raise BadInput(f"--resume: {self.folder} has {wrong}")
 
-    def _agree_on(self, folder: Path | None) -> None:
-        """All ranks take the first one's folder."""
-        found = [folder]
-        dist.broadcast_object_list(found)
-        self.folder = found[0]
-
     def start(self, done: int) -> None:
         """Make the run folder, now that all input is known to be right, and say what comes."""
-        a = self.args
-        with blame(f"--run_dir {self.name}: cannot be used"):
+        a, self.done = self.args, done
+        with blame(f"--run_dir {self.folder}: cannot be used"):
             if self.world.rank == 0:
-                self._cut(done) if a.resume else self._make()
+                self._cut() if a.resume else self._make()
         self._agree_on(self.folder)
         self.stop = StopFlag()  # before, a signal ends at once
         if a.wandb and self.world.rank == 0:
-            with blame(f"--wandb {a.wandb}: does not start"):  # no package, network, login
+            with blame(f"--wandb {a.wandb}: does not start"):  # no network, no login
                 import wandb
 
                 name = {"name": self.folder.name, "id": self.folder.name}
                 self.wandb = wandb.init(project=a.wandb, config=self.config, resume="allow", **name)
         ranks = f"{self.world.size} rank(s) on {self.world.device}, {a.dtype}"
         each = f"{a.prompts_per_step} prompts x {a.group_size} responses"
+        plan = f"steps {done + 1} to {a.steps}, each {each}, {a.minibatches} mini-batch(es)"
         self.say(
             f"{self.config['algorithm']}: {a.model} on {a.task}; {ranks}; {a.rollout} samples",
-            f"steps {done + 1} to {a.steps}, each {each}; results in {self.folder}",
+            plan if done < a.steps else f"all {done} steps are done: to go on, give more --steps",
+            f"results in {self.folder}",
             *self.task.remarks,
         )
 
     def _make(self) -> None:
-        self.folder = new_folder(self.name)
-        with whole(self.folder / "config.json") as partial:
-            partial.write_text(json.dumps(self.config, indent=2) + "\n")
-        CLOSING.append(locked(self.folder).close)
+        self.folder = new_folder(self.folder)
+        CLOSING.append(partial(os.close, lock(self.folder)))
+        self._write("config.json", json.dumps(self.config, indent=2) + "\n")
 
-    def _cut(self, done: int) -> None:
+    def _cut(self) -> None:
         """Forget the steps that were done after the checkpoint."""
+        if self.done > self.args.steps:
+            raise BadInput(f"--steps {self.args.steps}: {self.folder} is at step {self.done}")
         for path in filter(Path.exists, (self.folder / name for name in ROWS)):
-            rows = [row for row in read_lines(path) if row["step"] <= done]
-            with whole(path) as partial:
-                partial.write_text(as_lines(rows))
+            rows = [row for row in read_lines(path) if row["step"] <= self.done]
+            self._write(path.name, as_lines(rows))
+        self._write("config.json", json.dumps(self.config, indent=2) + "\n")
+        (self.folder / "summary.json").unlink(missing_ok=True)  # of fewer steps
+
+    def _write(self, name: str, text: str) -> None:
+        with whole(self.folder / name) as partial:
+            partial.write_text(text)
 
     def say(self, *lines: str) -> None:
         """Print on rank 0."""
         if lines and self.world.rank == 0:
             print(*lines, sep="\n", flush=True)
 
-    def steps(self, done: int, last: int) -> Iterator[int]:
-        """Step numbers from `done` + 1 to `last`, or until a signal asks to stop; behind a
+    def steps(self, done: int) -> Iterator[int]:
+        """Step numbers from `done` + 1 to --steps, or until a signal asks to stop; behind a
         progress bar on rank 0."""
-        self.done = done
         look = {"disable": self.world.rank > 0, "dynamic_ncols": True, "unit": "step"}
-        Run.bar = tqdm(total=last, initial=done, **look)
-        for step in range(done + 1, last + 1):
+        Run.bar = tqdm(total=self.args.steps, initial=done, **look)
+        for step in range(done + 1, self.args.steps + 1):
             if not self.stopping:
                 yield step
                 self.bar.update()
@@ -256,7 +235,7 @@ class Run:
             curves, lines = draw_curves(self.folder), read_lines(self.folder / "metrics.jsonl")
             if self.done < self.args.steps:
                 return self.say(f"stopped after step {self.done}, saved: go on with --resume")
-            first, *_, last = [line for line in lines if "greedy" in line]
+            first, *_, last = [line for line in lines if "greedy" in line] * 2
             summary = {"seconds": sum(line["seconds"] for line in lines)}
             for how in ("greedy", "sampled"):
                 summary |= {f"{how}_before": first[how], f"{how}_after": last[how]}
@@ -264,18 +243,18 @@ class Run:
             for name, value in (pair for line in lines for pair in line.items()):
                 if name.startswith("seconds_"):
                     split[name.removeprefix("seconds_")] += value
-            with whole(self.folder / "summary.json") as partial:
-                partial.write_text(json.dumps(summary, indent=2) + "\n")
+            self._write("summary.json", json.dumps(summary, indent=2) + "\n")
+        phases = ", ".join(f"{phase} {spent:.1f}" for phase, spent in split.items())
         self.say(
             f"\nheld-out accuracy, greedy   {first['greedy']:.3f} -> {last['greedy']:.3f}",
             f"held-out accuracy, sampled  {first['sampled']:.3f} -> {last['sampled']:.3f}",
             f"curves   {curves}",
-            f"seconds  {summary['seconds']:.0f}: "
-            + ", ".join(f"{phase} {spent:.1f}" for phase, spent in split.items()),
+            f"seconds  {summary['seconds']:.0f}: {phases}",
         )
-        if killed := last.get("judge_killed"):
+        if killed := sum(line.get("judge_killed", 0) for line in lines):
             self.say(f"\n{killed:.0f} answers broke the judge's time or memory bounds")
-        if not any(line.get(self.acted) for line in lines):  # null, a NaN, is no deed either
+        acted = [line[self.acted] for line in lines if self.acted in line]
+        if acted and not any(acted):  # null, a NaN, is no deed either; without any it was off
             idle = f"{self.acted} was 0 at every step: what it measures never acted"
             self.say(f"\nWARNING: {idle} (too few steps? --minibatches 1?).")
         if min(last[how] - first[how] for how in ("greedy", "sampled")) < 0:
