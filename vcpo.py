@@ -139,8 +139,7 @@ class Args(Flags):
     optimal_baseline: bool = True  # <own>
     """Centre advantages on b, see the header; False: on the group's mean."""
     asynchronous: Annotated[bool, tyro.conf.arg(name="async")] = False  # <own>
-    """Sample the next batch beside the update, as one of the `lag` (resume with the same --steps
-    and --eval_every)."""
+    """Sample the next batch beside the update, as one of the `lag`."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -195,6 +194,9 @@ def baseline_shifts(args: Args, policy: Policy, batch: Rollout, world: World) ->
     return shifts.flatten()
 
 
+CHECK_EVERY = 25  # steps between two rollouts that are not sampled ahead
+
+
 class Stale:
     """Batches that wait until they are `lag` batches old, as in an asynchronous system.
 
@@ -243,9 +245,9 @@ class Stale:
         return due
 
     def sample_ahead(self, prompts: list[list[int]], step: int) -> None:
-        """With `--async`: start on the next step's rollout, unless an evaluation comes first, which
-        needs the engine."""
-        if self.args.asynchronous and step % self.args.eval_every and step < self.args.steps:
+        """With `--async`: start on the next step's rollout; now and then leave it to its own step,
+        where the sampler can be checked against the weights that it had."""
+        if self.args.asynchronous and step % CHECK_EVERY:
             self.ahead = self.thread.submit(self.generate, prompts)
 
     def wait(self) -> None:
@@ -421,7 +423,9 @@ def main(args: Args, world: World) -> None:
             rho = ess_ratio(gather(log_w, world)).item()
             scale = min(1.0, rho / args.rho_on) ** 0.5 if args.ess_scaling else 1.0
             optimizer.param_groups[0]["lr"] = warm_lr * scale
-            means.add(ess_ratio=(rho, 1), lr_scale=(scale, 1), lr_damping=(1 - scale, 1))
+            means.add(ess_ratio=(rho, 1), lr_scale=(scale, 1))
+            if args.ess_scaling:
+                means.add(lr_damping=(1 - scale, 1))
             # </own>
             norm = clip_gradients(policy, args.grad_clip)
             healthy = run.healthy(norm, minibatch)  # else NaN or infinite: it would end the run
