@@ -1,25 +1,25 @@
-"""What all algorithm files share, and no more; imported before torch, for what it sets below.
+"""What all algorithm files share; imported before torch, for what it sets below.
 
-Who follows `grpo.py` through a step reads four rooms, in this order:
-    batch        the rollout that every stage of a step hands on
-    rollout      prompts in, sampled responses and their log-probabilities out
-    logprobs     the trainer's log-probabilities of the same tokens
-    reward       the judges (its first page: the sandbox below is plumbing)
-The others are plumbing, which need not be read to understand an algorithm:
-    launch       command line to `main`, and errors that are one line
-    flags        the flags that only this folder reads, and what numbers may be
-    distributed  ranks: sharding, exact sums, gradients, stops
-    balance      rows that change ranks, so that none waits for another's long responses
-    checkpoint   saving and resuming to the bit
-    model        loading weights and tokenizer
-    routing      mixtures of experts: recording and replaying their choice (minirl)
-    norms        the norm of each response's gradient, in one pass (vcpo)
-    rollout_vllm the vLLM engine
-    data         tasks: where problems come from (tiny/: the embedded one, and its models)
-    evaluation   the two accuracies of a run
-    tracking     metrics, messages, summary
-    curves       metrics.jsonl -> curves.png
-    folder       one run at a time in a folder, files that are whole or not there
+Who follows `grpo.py` through a step reads six rooms, in this order:
+    batch         the rollout that every stage of a step hands on
+    data          tasks: where prompts and reference answers come from
+    rollout       prompts in, sampled responses and their log-probabilities out
+    reward        the judges
+    logprobs      the trainer's log-probabilities of the same tokens, in micro-batches
+    distributed   ranks: sharding, exact sums and means, clean stops
+Below, in `plumbing/`, is what need not be read to understand an algorithm:
+    launch, flags            command line to `main`; errors that are one line
+    tracking, folder         what a run leaves behind; files that are whole or not there
+    metrics, curves          sums and counts -> metrics.jsonl -> curves.png
+    checkpoint               saving and resuming to the bit
+    model                    loading weights and tokenizer
+    evaluation               the two accuracies of a run
+    sets                     the rows of a hub set or a file (hub.json: which, and their columns)
+    balance                  rows that change ranks, so that none waits for another's long responses
+    vllm                     the vLLM engine
+    routing                  mixtures of experts: recording and replaying their choice (minirl)
+    norms                    the norm of each response's gradient, in one pass (vcpo)
+`tiny/` is the embedded task, and its models.
 """
 
 import os

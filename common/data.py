@@ -8,7 +8,6 @@ what the uninterrupted one would have.
 import contextlib
 import math
 import random
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -20,16 +19,14 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.distributed import BadInput, blame
 from common.plumbing.folder import checksum
-from common.plumbing.sets import HUB, Row, local_file, read_set
+from common.plumbing.sets import HUB, Row, local_file, read_set, remarks_on
 from common.reward import Judge, arithmetic_reward, final_answer, loaded
 from common.tiny import arithmetic
 
 MOST_HELD_OUT = 100_000  # arithmetic problems: there are not many more
 PLAIN_PROMPT = "Question: {prompt}\nAnswer:"  # for tokenizers without a chat template
 CHARACTERS = 100  # of a prompt to a token, at the most: a longer prompt is not even tokenised
-CHECKED = 32  # references that the judge is tried on before the run
 TRIED = 1000  # prompts that are encoded before the run, to see that some fit
-PLAIN_NUMBER = re.compile(r"-?\d{1,100}([./]\d{1,100})?")  # a reference that needs no trying
 
 
 @dataclass
@@ -199,23 +196,6 @@ def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
     return Task(args.task, train, held_out, judge, "".join(map(checksum, files)), remarks)
 
 
-def remarks_on(spec: str, rows: list[Row], judge: Judge) -> list[str]:
-    """What to say of prompts that come again, and of references that no response can match."""
-    remarks, prompts = [], {prompt.strip() for prompt, _ in rows}
-    if again := len(rows) - len(prompts):
-        other = len({(prompt.strip(), answer) for prompt, answer in rows}) - len(prompts)
-        how = f"{again} of {len(rows)} rows repeat a prompt, {other} with another answer"
-        remarks.append(f"{spec}: {how}")
-    odd = sorted({answer for _, answer in rows if not PLAIN_NUMBER.fullmatch(answer)})
-    tried = random.Random("tried").sample(odd, min(CHECKED, len(odd)))  # all could take hours
-    scores = judge([rf"\boxed{{{answer}}}" for answer in tried], tried)
-    judge.killed = 0  # it counts the model's answers
-    if wrong := [answer for answer, score in zip(tried, scores) if score < 1]:
-        what = f"cannot be matched by any response, {wrong[0][:40]!r} for one"
-        remarks.append(f"{spec}: {len(wrong)} of {len(tried)} references tried {what}")
-    return remarks
-
-
 # How a prompt becomes tokens
 
 
@@ -259,5 +239,5 @@ def encode(
         # The template wrote its special tokens already.
         ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
         if not ids or max(ids) >= getattr(tokenizer, "embedded", math.inf):
-            raise ValueError("no token, or one of which the model has no embedding")
+            raise ValueError(f"no token left, or one without an embedding: {max(ids, default='')}")
         return ids

@@ -1,7 +1,9 @@
-"""Ranks: set-up from torchrun's environment, FSDP2 sharding, exact sums over ranks."""
+"""Ranks: set-up from torchrun's environment, FSDP2 sharding, exact sums over ranks, clean stops."""
 
 import contextlib
 import os
+import signal
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -201,3 +203,24 @@ def divide_gradients(policy: nn.Module, count: float | Tensor, world: World) -> 
 def clip_gradients(policy: nn.Module, max_norm: float) -> float:
     """Scale the gradient, over all shards, to norm `max_norm` at most; returns its norm before."""
     return whole_tensor(torch.nn.utils.clip_grad_norm_(policy.parameters(), max_norm)).item()
+
+
+class StopFlag:
+    """SIGINT, SIGTERM and SIGHUP finish the current step; a second one kills as usual."""
+
+    def __init__(self):
+        self.raised = False
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup: the user said to go on
+                signal.signal(number, self._raise)
+
+    def _raise(self, number: int, frame: object) -> None:
+        self.raised = True
+        signal.signal(number, signal.SIG_DFL)
+        for output in (1, 2) if number == signal.SIGHUP else ():
+            if stat.S_ISCHR(os.fstat(output).st_mode):  # the terminal is gone: writing would fail
+                os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+
+    def anywhere(self, world: World) -> bool:
+        """True on all ranks once one was signalled: they must leave the loop at the same step."""
+        return global_sum({"stop_max": float(self.raised)}, world)["stop_max"] > 0

@@ -23,12 +23,7 @@ from common.plumbing.tracking import Run
 
 from tests.adapters import MODULES
 
-SIGNALS = {
-    "log": signal.SIGKILL,
-    "term": signal.SIGTERM,
-    "int": signal.SIGINT,
-    "hup": signal.SIGHUP,
-}
+SIGNALS = {"term": signal.SIGTERM, "int": signal.SIGINT, "hup": signal.SIGHUP}
 
 
 def drive(algorithm: str, flags: Sequence, moment: object = "", step: int = 0) -> None:
@@ -37,9 +32,11 @@ def drive(algorithm: str, flags: Sequence, moment: object = "", step: int = 0) -
     saving, updates = [], []
 
     def log_and_end(self: Run, done: int, metrics: dict) -> None:
-        log(self, done, metrics)
         if done == step and moment in SIGNALS:
             os.kill(os.getpid(), SIGNALS[moment])
+        log(self, done, metrics)
+        if done == step and moment == "log":
+            os.kill(os.getpid(), signal.SIGKILL)
         if done == step and hasattr(moment, "set"):
             moment.set()
             signal.pause()

@@ -292,7 +292,7 @@ def test_broken_files_of_a_run_are_one_line(name, run, refused, monkeypatch, cap
     assert tree(run) == before
     monkeypatch.setattr(sys, "argv", ["curves.py", str(run)])
     with pytest.raises(SystemExit) as stop, pytest.warns(RuntimeWarning):
-        runpy.run_module("common.plumbing.curves", run_name="__main__")
+        runpy.run_module("tools.curves", run_name="__main__")
     said = capsys.readouterr().err
     assert stop.value.code == 2 and message in said and said.count("\n") == 1
 

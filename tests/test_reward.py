@@ -154,5 +154,5 @@ def test_a_judge_that_does_not_start_ends_the_run_in_one_line(monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/false")
     judge = Judge(workers=1)
     for _ in range(2):
-        with pytest.raises(RunStopped, match="the judge .*math_score does not start .exit code 1"):
+        with pytest.raises(RunStopped, match="the judge math-verify does not start .exit code 1"):
             judge([r"\boxed{7}"] * 3, ["7"] * 3)

@@ -132,7 +132,7 @@ def test_async_samples_with_the_weights_it_says(tmp_path, monkeypatch):
     monkeypatch.setattr(HFEngine, "generate", sampled)
     flags = [*ASYNC[:-1], 100, "--steps", 6, "--run_dir", tmp_path / "run"]
     assert run_here(vcpo.main, *flags) == 0
-    assert versions[2:-2] == [0, 0, 0, 1, 2, 3]  # between the evaluations: two calls each
+    assert versions[2:-2] == [0, 0, 0, 1, 2, 3, 4]  # between the evaluations: two calls each
 
 
 def test_async_resumes_with_more_steps_to_the_bit(tmp_path):

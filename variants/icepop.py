@@ -66,7 +66,7 @@ Run it:
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal  # <own>
+from typing import Literal
 
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
@@ -267,7 +267,7 @@ def main(args: Args, world: World) -> None:
         run.log(0, evaluate(engine, task, tokenizer, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
-    for step in run.steps(done):
+    for step in run.steps(done, args.steps):
         means = Means()
 
         # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:

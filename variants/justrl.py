@@ -179,7 +179,7 @@ def main(args: Args, world: World) -> None:
         run.log(0, evaluate(engine, task, tokenizer, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
-    for step in run.steps(done):
+    for step in run.steps(done, args.steps):
         means = Means()
 
         # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:

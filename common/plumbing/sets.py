@@ -1,27 +1,34 @@
 """Sets of problems, on the hub or in a file, as (prompt, reference answer) rows in memory."""
 
 import json
+import random
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from common.distributed import BadInput, blame
-from common.reward import final_answer
+from common.reward import Judge, final_answer
 
+CHECKED = 32  # references that the judge is tried on before the run
+PLAIN_NUMBER = re.compile(r"-?\d{1,100}([./]\d{1,100})?")  # a reference that needs no trying
 Row = tuple[str, str]  # prompt, reference answer
 
 
-class HubSet(NamedTuple):
-    """Where a set lives on the hub, and its columns; a split that it has not is ""."""
+class Columns(NamedTuple):
+    """Where a set lives on the hub ("": a file), and its columns; a split that it has not is ""."""
 
     path: str
     prompt: str
     answer: str
+    extract: str = ""  # how the answer is read out of its column
     train: str = ""
-    test: str = "test"
+    test: str = ""
     config: str | None = None
-    extract: Callable[[object], object] = lambda answer: answer
+
+
+HUB = json.loads(Path(__file__).with_name("hub.json").read_text())
+HUB = {name: Columns(**row) for name, row in HUB.items()}
 
 
 def boxed(solution: str) -> str:
@@ -39,20 +46,8 @@ def listed(answers: list[str]) -> str:
     return ", ".join(answer.strip().strip("$") for answer in answers)
 
 
-MATH, DAPO = "DigitalLearningGmbH/MATH-lighteval", "open-r1/DAPO-Math-17k-Processed"
-OLYMPIAD = "math-ai/olympiadbench"
-HUB = {
-    "gsm8k": HubSet("openai/gsm8k", "question", "answer", "train", "test", "main", after_hashes),
-    "math": HubSet(MATH, "problem", "solution", "train", extract=boxed),
-    "dapo-math-17k": HubSet(DAPO, "prompt", "solution", "train", "", "en"),
-    # "025" is 25.
-    "aime24": HubSet("HuggingFaceH4/aime_2024", "problem", "answer", "train", "", extract=int),
-    "aime25": HubSet("math-ai/aime25", "problem", "answer", extract=int),
-    "amc23": HubSet("math-ai/amc23", "question", "answer"),
-    "math500": HubSet("HuggingFaceH4/MATH-500", "problem", "answer"),
-    "minerva": HubSet("math-ai/minervamath", "question", "answer"),
-    "olympiadbench": HubSet(OLYMPIAD, "question", "final_answer", extract=listed),
-}
+EXTRACT = {"": lambda answer: answer, "number": int}  # "025" is 25
+EXTRACT |= {"boxed": boxed, "after_hashes": after_hashes, "listed": listed}
 
 
 def local_file(spec: str) -> Path | None:
@@ -68,7 +63,7 @@ def read_set(spec: str, args: object, split: str, flag: str = "--task") -> list[
     Of a set without a split of its own for tests, "test" takes all rows.
     """
     path, name = local_file(spec), spec.partition(":")[0]
-    columns = HUB.get(name) or HubSet("", args.prompt_column, args.answer_column)
+    columns = HUB.get(name) or Columns("", args.prompt_column, args.answer_column)
     if path is None and spec not in HUB:
         made = "arithmetic, a .py file, " if flag == "--task" else ""
         known = f"{made}a .jsonl or .parquet file, {', '.join(HUB)}"
@@ -88,7 +83,7 @@ def read_set(spec: str, args: object, split: str, flag: str = "--task") -> list[
     return rows
 
 
-def source(path: Path | None, columns: HubSet, split: str) -> Iterable[bytes | dict]:
+def source(path: Path | None, columns: Columns, split: str) -> Iterable[bytes | dict]:
     """What a file or a hub set holds: lines of JSON, or rows."""
     if path is None:
         import datasets
@@ -111,7 +106,7 @@ def once(pairs: list[tuple[str, object]]) -> dict:
     return row
 
 
-def pairs(rows: Iterable[bytes | dict], columns: HubSet, where: str) -> Iterator[Row]:
+def pairs(rows: Iterable[bytes | dict], columns: Columns, where: str) -> Iterator[Row]:
     """Prompt and reference answer of each row; the first that has none is named."""
     for number, row in enumerate(rows, 1):
         if isinstance(row, bytes) and not row.strip():
@@ -121,7 +116,8 @@ def pairs(rows: Iterable[bytes | dict], columns: HubSet, where: str) -> Iterator
         with blame(f"{where}:{number}: {wanted}"):
             if isinstance(row, bytes):
                 row = json.loads(row.decode("utf-8-sig"), object_pairs_hook=once)
-            prompt, answer = row[columns.prompt], as_text(columns.extract(row[columns.answer]))
+            prompt = row[columns.prompt]
+            answer = as_text(EXTRACT[columns.extract](row[columns.answer]))
             if not isinstance(prompt, str) or not prompt.strip() or not answer:
                 raise ValueError("empty, or no text")
         yield prompt, answer
@@ -133,3 +129,20 @@ def as_text(answer: object) -> str:
         raise TypeError(f"{str(answer)[:40]} is neither a text nor a number")
     whole = isinstance(answer, float) and answer == int(answer)  # raises for NaN and infinities
     return str(int(answer) if whole else answer).strip()
+
+
+def remarks_on(spec: str, rows: list[Row], judge: Judge) -> list[str]:
+    """What to say of prompts that come again, and of references that no response can match."""
+    remarks, prompts = [], {prompt.strip() for prompt, _ in rows}
+    if again := len(rows) - len(prompts):
+        other = len({(prompt.strip(), answer) for prompt, answer in rows}) - len(prompts)
+        how = f"{again} of {len(rows)} rows repeat a prompt, {other} with another answer"
+        remarks.append(f"{spec}: {how}")
+    odd = sorted({answer for _, answer in rows if not PLAIN_NUMBER.fullmatch(answer)})
+    tried = random.Random("tried").sample(odd, min(CHECKED, len(odd)))  # all could take hours
+    scores = judge([rf"\boxed{{{answer}}}" for answer in tried], tried)
+    judge.killed = 0  # it counts the model's answers
+    if wrong := [answer for answer, score in zip(tried, scores) if score < 1]:
+        what = f"cannot be matched by any response, {wrong[0][:40]!r} for one"
+        remarks.append(f"{spec}: {len(wrong)} of {len(tried)} references tried {what}")
+    return remarks

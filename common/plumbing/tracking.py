@@ -4,8 +4,6 @@ import json
 import math
 import os
 import re
-import signal
-import stat
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,7 +15,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common.distributed import CLOSING, BadInput, RunStopped, World, blame, global_sum
+from common.distributed import CLOSING, BadInput, RunStopped, StopFlag, World, blame
 from common.plumbing.curves import draw_curves
 from common.plumbing.folder import as_lines, checkpoints, lock, new_folder, newest_run
 from common.plumbing.folder import read_lines, saved_config, whole
@@ -28,27 +26,6 @@ FREE_ON_RESUME = set("acted steps run_dir resume save_every save_hf eval_every".
 FREE_ON_RESUME |= {"eval_samples", "wandb", "ranks", "shard_ranks"}
 ROWS = ("metrics.jsonl", "silenced.jsonl")  # written line by line, and cut back on resume
 SHOWN = ("reward", "greedy", "ref_kl", "sampler_kl")  # on the progress bar
-
-
-class StopFlag:
-    """SIGINT, SIGTERM and SIGHUP finish the current step; a second one kills as usual."""
-
-    def __init__(self):
-        self.raised = False
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup: the user said to go on
-                signal.signal(number, self._raise)
-
-    def _raise(self, number: int, frame: object) -> None:
-        self.raised = True
-        signal.signal(number, signal.SIG_DFL)
-        for output in (1, 2) if number == signal.SIGHUP else ():
-            if stat.S_ISCHR(os.fstat(output).st_mode):  # the terminal is gone: writing would fail
-                os.dup2(os.open(os.devnull, os.O_WRONLY), output)
-
-    def anywhere(self, world: World) -> bool:
-        """True on all ranks once one was signalled: they must leave the loop at the same step."""
-        return global_sum({"stop_max": float(self.raised)}, world)["stop_max"] > 0
 
 
 class Run:
@@ -150,12 +127,12 @@ class Run:
         if lines and self.world.rank == 0:
             print(*lines, sep="\n", flush=True)
 
-    def steps(self, done: int) -> Iterator[int]:
-        """Step numbers from `done` + 1 to --steps, or until a signal asks to stop; behind a
+    def steps(self, done: int, last: int) -> Iterator[int]:
+        """Step numbers from `done` + 1 to `last`, or until a signal asks to stop; behind a
         progress bar on rank 0."""
         look = {"disable": self.world.rank > 0, "dynamic_ncols": True, "unit": "step"}
-        Run.bar = tqdm(total=self.args.steps, initial=done, **look)
-        for step in range(done + 1, self.args.steps + 1):
+        Run.bar = tqdm(total=last, initial=done, **look)
+        for step in range(done + 1, last + 1):
             if not self.stopping:
                 yield step
                 self.bar.update()
