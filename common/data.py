@@ -93,7 +93,7 @@ def arithmetic_task(args: object, tokenizer: Tokenizer) -> Task:
     longest = len(problem("9" + "*9" * (max(kind.terms) - 1) + "=").prompt_ids)
     if longest > room(args, tokenizer):
         raise BadInput(
-            f"--task {args.task}: prompts of {longest} tokens; {limits(args, tokenizer)}"
+            f"--task {args.task}: a prompt of {longest} tokens; {limits(args, tokenizer)}"
         )
     if args.eval_problems > MOST_HELD_OUT:
         raise BadInput(f"--eval_problems {args.eval_problems}: at most {MOST_HELD_OUT}")
@@ -110,10 +110,10 @@ def arithmetic_task(args: object, tokenizer: Tokenizer) -> Task:
 def file_task(args: object, tokenizer: Tokenizer) -> Task:
     """A task of yours: FILE.py, or what is called NAME in it, FILE.py:NAME (see tools/gym.py).
 
-    `train(i) -> (prompt, reference)` is a pure function of i, `held_out` a sequence of such pairs;
-    `reward(response, reference) -> float`, if there is one, judges in place of math-verify, in the
-    same bounded workers. A prompt goes through the chat template if the model has one, else it is
-    taken as it is.
+    `train(i) -> (prompt, reference)` is a pure function of i (a seed begins at another i),
+    `held_out` has such pairs; `reward(response, reference) -> float`, if there is one, judges in
+    place of math-verify, in the same bounded workers. A prompt goes through the chat template if
+    the model has one, else it is taken as it is.
     """
     flag, plain = f"--task {args.task}", None if not tokenizer.chat_template else ""
     with blame(f"{flag}: cannot be used"):
@@ -129,6 +129,7 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
 
     def train(index: int) -> Problem:
         rng = random.Random(f"instead/{args.seed}/{index}")
+        index += 1_000_003 * (args.seed - 1)
         for _ in range(TRIED):
             if found := problem(given.train(index)):
                 return found
@@ -137,7 +138,8 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
 
     held_out = [found for row in rows if (found := problem(row))]
     if not held_out:
-        encode(str(rows[0][0]), plain, tokenizer)  # raises, if that is why
+        for prompt, _ in rows[:1]:
+            encode(str(prompt), plain, tokenizer)  # raises, if that is why
         raise BadInput(f"{flag}: no held-out problem fits; {limits(args, tokenizer)}")
     train(0)
     return Task(args.task, train, held_out, judge, checksum(Path(args.task.partition(":")[0])))

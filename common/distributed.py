@@ -69,6 +69,8 @@ def setup() -> World:
     """Join the process group: NCCL on GPUs, gloo on CPUs; `python file.py` is a world of one."""
     one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     alone = "MASTER_PORT" not in os.environ
+    if alone and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise BadInput("WORLD_SIZE is set, but no MASTER_PORT: start several ranks with torchrun")
     os.environ |= one if alone else one | os.environ  # vLLM reads them, too
     rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     gpu = torch.cuda.is_available()

@@ -4,6 +4,7 @@ wrong are named."""
 import copy
 import importlib.util
 import json
+import os
 import random
 import sys
 from collections import Counter
@@ -174,7 +175,10 @@ def test_columns_templates_and_long_prompts(tmp_path):
     columns = {"prompt_column": "q", "answer_column": "a"}
     columns |= {"instruction": "Think.", "max_prompt_tokens": 60}
     task = load(path, **columns)
-    assert "1 of 6 prompts tried are too long: such are skipped" in task.remarks
+    assert (
+        "1 of 6 prompts tried are too long, or not to be written by the tokenizer: such are skipped"
+        in task.remarks
+    )
     text = "".join(map(chr, task.train(0).prompt_ids))
     assert text == f"Question: {task.train(0).prompt} Think.\nAnswer:"
     text = "".join(map(chr, load(path, Chat(), **columns).train(0).prompt_ids))
@@ -185,9 +189,7 @@ def test_parquet(tmp_path):
     path = tmp_path / "set.parquet"
     datasets.Dataset.from_list(numbered(6)).to_parquet(path)
     assert {problem.answer for problem in load(str(path)).held_out} < {str(i) for i in range(6)}
-    with pytest.raises(
-        BadInput, match="set.parquet:1: needs 'prompt', a text, and 'result'.*KeyError"
-    ):
+    with pytest.raises(BadInput, match="set.parquet:1: needs 'prompt', a text, and 'result'"):
         load(str(path), answer_column="result")
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(BadInput, match="set.parquet: cannot be read .*arquet"):
@@ -233,9 +235,9 @@ def test_eval_task_is_another_set(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([*numbered(2), "{not json"], "set.jsonl:3: .*JSONDecodeError"),
-        ([*numbered(2), [1, 2]], "set.jsonl:3: .*TypeError"),
-        ([{"prompt": "x"}], "set.jsonl:1: needs 'prompt', .* and 'answer' .*KeyError"),
+        ([*numbered(2), "{not json"], "set.jsonl:3: needs .*property name"),
+        ([*numbered(2), [1, 2]], "set.jsonl:3: needs .*indices"),
+        ([{"prompt": "x"}], "set.jsonl:1: needs 'prompt', .* and 'answer'"),
         ([{"prompt": 7, "answer": 7}], "set.jsonl:1: .*no text"),
         ([{"prompt": " ", "answer": 7}], "set.jsonl:1: .*empty"),
         ([{"prompt": "x", "answer": None}], "set.jsonl:1: .*None is neither a text nor"),
@@ -263,7 +265,7 @@ def test_malformed_rows_are_named(tmp_path, rows, message):
 def test_other_encodings_are_named(tmp_path, code):
     path = tmp_path / "set.jsonl"
     path.write_bytes('{"prompt": "naïve?", "answer": 7}\n'.encode(code))
-    with pytest.raises(BadInput, match="set.jsonl:1: needs .*(UnicodeDecodeError|JSONDecodeError)"):
+    with pytest.raises(BadInput, match="set.jsonl:1: needs .*(codec|Expecting)"):
         load(str(path))
 
 
@@ -293,17 +295,13 @@ def test_numbers_keep_their_digits(tmp_path):
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "folder.jsonl").mkdir()
-    for name, message in (
-        ("folder.jsonl", "Is a directory"),
-        ("a" * 300 + ".jsonl", "File name too long"),
-    ):
+    os.mkfifo(tmp_path / "pipe.jsonl")  # which would be waited for
+    train = write(tmp_path / "train.jsonl", numbered(8))
+    for name in ("folder", "pipe", "nowhere"):
         for field, value in (("task", "--task"), ("eval_task", "--eval_task")):
-            train = write(tmp_path / "train.jsonl", numbered(8))
-            with pytest.raises(
-                BadInput, match=f"^{value} {tmp_path}/{name}: cannot be read .*{message}"
-            ):
-                load(**{"task": train, field: str(tmp_path / name)})
-    with pytest.raises(BadInput, match="^--eval_task nowhere.jsonl: cannot be read .*No such file"):
+            with pytest.raises(BadInput, match=f"^{value} {tmp_path}/{name}.jsonl: no such file"):
+                load(**{"task": train, field: f"{tmp_path}/{name}.jsonl"})
+    with pytest.raises(BadInput, match="^--eval_task nowhere.jsonl: no such file"):
         load(train, eval_task="nowhere.jsonl")
 
 
@@ -361,7 +359,7 @@ def test_references_that_cannot_be_matched_are_counted(tmp_path):
     rows.append({"prompt": "same?", "answer": "same?"})
     remarks = " ".join(load(write(tmp_path / "set.jsonl", rows)).remarks)
     assert "2 of 5 references tried cannot be matched" in remarks
-    with pytest.raises(BadInput, match="holds no problem with an answer"):
+    with pytest.raises(BadInput, match="is the --prompt_column, too"):
         load(write(tmp_path / "set.jsonl", rows), answer_column="prompt")
     clean = [line for line in load(write(tmp_path / "clean.jsonl", numbered(8))).remarks]
     assert clean == []
@@ -485,7 +483,7 @@ def test_evaluation_sets_are_named_by_their_own_flag(tmp_path):
             BadInput, match="^--eval_task .*: unknown, use one of a .jsonl or .parquet file, gsm8k"
         ):
             load(path, eval_task=spec)
-    with pytest.raises(BadInput, match="--eval_task nowhere.jsonl: cannot be read"):
+    with pytest.raises(BadInput, match="--eval_task nowhere.jsonl: no such file"):
         load(path, eval_task="nowhere.jsonl")
     for name in ("math500", "aime25"):
         with pytest.raises(
@@ -511,7 +509,7 @@ def test_unreadable_answers_are_named(tmp_path):
 def test_unknown_tasks_and_missing_packages_are_named(monkeypatch, tiny):
     with pytest.raises(BadInput, match="--task aritmetic: unknown, use one of arithmetic"):
         load("aritmetic")
-    with pytest.raises(BadInput, match="--task nowhere.jsonl: cannot be read .*No such file"):
+    with pytest.raises(BadInput, match="--task nowhere.jsonl: no such file"):
         load("nowhere.jsonl")
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(
@@ -573,23 +571,68 @@ def test_reasoning_gym(tmp_path, monkeypatch):
     spec.loader.exec_module(module)
     # Here; in the worker PYTHONPATH finds it
     monkeypatch.setitem(sys.modules, "reasoning_gym", module)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.utils", SimpleNamespace(extract_answer=None))
     task = load("tools/gym.py:chain_sum")
-    task.judge.words[1] = "2.0"
+    task.judge.seconds = 2.0
     problem = task.train(3)
-    said = (problem.answer.split()[1], "raise", "hang")
+    said = (problem.answer, "raise", "hang")
     given = ["no", *(f"<answer>{answer}</answer>" for answer in said)]
     assert task.judge(given, [problem.answer] * 4) == [0.01, 1.0, 0.0, 0.0]
     assert task.judge.killed == 1
     again = load("tools/gym.py:chain_sum", seed=2)
     assert task.held_out == again.held_out and task.train(0) != again.train(0)
-    indices = {int(task.train(i).answer.split()[1]) for i in range(300)}
-    assert max(indices) < 50_000 <= min(int(p.answer.split()[1]) for p in task.held_out)
+    indices = {int(task.train(i).answer) for i in range(300)}
+    assert max(indices) < 50_000 <= min(int(p.answer) for p in task.held_out)
     task.judge.close()
     with pytest.raises(BadInput, match="--task tools/gym.py:nothing: .* 'nothing' not registered"):
         load("tools/gym.py:nothing")
+    with pytest.raises(BadInput, match="countdown would execute what the model writes"):
+        load("tools/gym.py:countdown")
+
+
+MINE = """
+def train(i): return f"{i % 7}+1=", str(i % 7 + 1)
+held_out = [("8+1=", "9"), ("9+1=", "10")]
+def reward(response, answer): return float(response.strip("#") == answer)
+class other:
+    train = staticmethod(lambda i: ("1+1=", "2"))
+    held_out = [("2+2=", "4")]
+"""
+
+
+def test_a_task_of_yours(tmp_path):
+    """Its problems in order, its held-out ones, its reward in a bounded worker; another seed begins
+    elsewhere; a file may hold several, and one without a reward is math-verify's."""
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    task = load(str(file))
+    assert [task.train(i).prompt for i in (0, 1, 7)] == ["0+1=", "1+1=", "0+1="]
+    assert [(p.prompt, p.answer) for p in task.held_out] == [("8+1=", "9"), ("9+1=", "10")]
+    assert task.judge(["#9", "9", "8"], ["9"] * 3) == [1.0, 1.0, 0.0]
+    task.judge.close()
+    assert load(str(file), seed=2).train(0).prompt == "4+1="  # 1,000,003 further on
+    other = load(f"{file}:other")
+    assert other.train(5).answer == "2" and not other.judge.spec
+    assert task.fingerprint and task.fingerprint == other.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train = 1", "cannot be used .*'held_out'"),
+        ("held_out = []\ndef train(i): return 'a'", "no held-out"),
+        ("held_out = [3]\ndef train(i): return 3", "is no .prompt, reference."),
+        ("def train(", "cannot be used"),
+    ],
+)
+def test_a_task_of_yours_that_is_none_is_named(tmp_path, text, message):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(BadInput, match=message) as error:
+        load(str(tmp_path / "mine.py"))
+    assert "\n" not in str(error.value)
 
 
 def test_a_link_in_a_circle_is_no_file(tmp_path):
     (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
-    with pytest.raises(BadInput, match="cannot be read .*Too many levels"):
+    with pytest.raises(BadInput, match="no such file"):
         load(str(tmp_path / "loop.jsonl"))

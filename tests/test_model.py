@@ -239,10 +239,7 @@ BROKEN = {
         lambda folder: (folder / "model.safetensors").write_bytes(b""),
         "header too small",
     ),
-    "other width": (
-        configured(intermediate_size=96),
-        r"6 weights do not fit .* is \(64, 192\)",
-    ),
+    "other width": (configured(intermediate_size=96), r"6 weights do not fit .* is \(64, 192\)"),
     "more layers": (
         configured(num_hidden_layers=3, layer_types=["full_attention"] * 3),
         r"11 weights do not fit .*layers\.2\..* is missing",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import vcpo
 from common.plumbing.checkpoint import load_checkpoint
-from common.distributed import clip_gradients, full_parameters, scale_gradients, setup, shard
+from common.distributed import clip_gradients, full_parameters, divide_gradients, setup, shard
 from common.logprobs import Policy, frozen_reference
 from common.plumbing.model import load_model
 from common.rollout import HFEngine
@@ -131,7 +131,7 @@ def clips(folder: Path) -> None:
             lm, _ = load_model("tiny")
             policy = shard(Policy(lm), grpo.Args(dtype=dtype, shard_ranks=shard_ranks), world)
             (logprobs_of(policy).sum() * (world.rank + 1)).backward()  # the ranks' mean: 2.5
-            scale_gradients(policy, 2.0)
+            divide_gradients(policy, 2.0)
             norm = clip_gradients(policy, 0.5)
             assert clip_gradients(policy, 1.0) == pytest.approx(0.5, rel=1e-4)
             found.append((dtype, norm, [full for _, full in full_parameters(policy)]))

@@ -13,7 +13,12 @@ from tools.rooms import COMMON, executed
 # executes is for vLLM, other people's sets, models and rewards, experts, gradient norms, resuming.
 EXECUTED, ALL, ROOM = 1140, 1960, 180
 OURS = {"common", "tools", "labs", "tests", "variants", *(path.stem for path in algorithms())}
-GROUND = ("distributed", "batch", "plumbing.flags", "plumbing.routing")  # rooms that stand on no other
+GROUND = (
+    "distributed",
+    "batch",
+    "plumbing.flags",
+    "plumbing.routing",
+)  # rooms that stand on no other
 
 
 def imported(source: str) -> set[str]:

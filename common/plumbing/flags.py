@@ -96,6 +96,8 @@ def broken_rule(args: object) -> str:
         value = getattr(args, name)
         for rule in (one for one in getattr(kind, "__metadata__", ()) if isinstance(one, Rule)):
             for number in value if isinstance(value, tuple) else (value,):
-                if not (abs(number) <= LARGEST and rule.holds(number)):  # true for NaN
-                    return f"--{name} {str(number)[:40]}: must be {rule.words}"
+                large = abs(number) > LARGEST
+                if large or not rule.holds(number):  # true for NaN
+                    wrong = "is too large" if large else f"must be {rule.words}"
+                    return f"--{name} {str(number)[:40]}: {wrong}"
     return ""

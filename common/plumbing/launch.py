@@ -95,9 +95,10 @@ def parse(Args: type) -> object:
         if stop.code == 2:
             # The first line is the box's title; rules divide the rest, its first part says why.
             lines = [line.strip(" │") for line in box.getvalue().splitlines()[1:]]
-            said = itertools.takewhile(lambda line: line.strip("─-╰╯"), lines)
+            parts = itertools.groupby(lines, lambda line: bool(line.strip("─-╰╯")))
+            said = next((" ".join(part) for words, part in parts if words), "wrong flags")
             if first:
-                print(f"{Path(sys.argv[0]).name}: error: {' '.join(said)}", file=sys.stderr)
+                print(f"{Path(sys.argv[0]).name}: error: {said}", file=sys.stderr)
         raise
 
 

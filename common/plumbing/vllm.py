@@ -30,7 +30,7 @@ class VLLMEngine:
         # In this process, where weights are handed over without a copy.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        with blame("--rollout vllm: needs vLLM (pip install -r requirements.txt), or --rollout hf"):
+        with blame("--rollout vllm: pip install -r requirements.txt, or use --rollout hf"):
             import vllm
         self.SamplingParams, self.world, self.cpu, self.calls = vllm.SamplingParams, world, cpu, 0
         self.eos, self.sleeps = lm.generation_config.eos_token_id, args.vllm_sleep
