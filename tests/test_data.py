@@ -7,6 +7,7 @@ import json
 import os
 import random
 import sys
+from types import SimpleNamespace
 from collections import Counter
 
 import datasets
