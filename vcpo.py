@@ -33,7 +33,7 @@ Differs from grpo.py in:
 3. The baseline and the step length, as above; one optimiser step per batch.
 4. A pass more, before each update: b needs every response's own gradient norm. All of a
    micro-batch come out of one backward pass that makes no gradient of any weight
-   (common/norms.py); then b is known, and the update is grpo.py's loop.
+   (common/plumbing/norms.py); then b is known, and the update is grpo.py's loop.
 
 Differs from the paper in:
 1. The weighting in b is the paper's w²|g|²; the released code comes out at min(w, 8)² w² |g|², as
@@ -67,21 +67,22 @@ from functools import partial  # <own>
 from pathlib import Path
 from typing import Annotated, Literal  # <own>
 
-from common.balance import deal
 from common.batch import Rollout  # <own>
-from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.data import load_task
-from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
-from common.distributed import CLOSING, BadInput, Refused, gather  # <own>
-from common.evaluation import evaluate
-from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
-from common.launch import launch
+from common.distributed import World, clip_gradients, divide_gradients, shard
+from common.distributed import CLOSING, BadInput, gather  # <own>
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
 from common.logprobs import response_logprobs, sampler_gap
-from common.model import load_model
-from common.norms import gradient_norms, strange_part  # <own>
+from common.plumbing.balance import deal
+from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.plumbing.evaluation import evaluate
+from common.plumbing.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.plumbing.launch import launch
+from common.plumbing.metrics import Means, by_sign, of_rollout
+from common.plumbing.model import load_model
+from common.plumbing.norms import gradient_norms, strange_part  # <own>
+from common.plumbing.tracking import Run
 from common.rollout import make_engine
-from common.tracking import Means, Run, by_sign
 import torch
 import tyro  # <own>
 from torch import Tensor
@@ -125,8 +126,6 @@ class Args(Flags):
     """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
     """Largest gradient norm (verl's default)."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in backward: less memory, a third more compute."""
     lag: Whole = 8  # <own>
     """k: batches trained on between a batch's sampling and its own training (paper: 12 on GSM8K, 10
     on MATH)."""
@@ -140,8 +139,7 @@ class Args(Flags):
     optimal_baseline: bool = True  # <own>
     """Centre advantages on b, see the header; False: on the group's mean."""
     asynchronous: Annotated[bool, tyro.conf.arg(name="async")] = False  # <own>
-    """Sample the next batch beside the update, as one of the `lag` (resume with the same --steps
-    and --eval_every)."""
+    """Sample the next batch beside the update, as one of the `lag`."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -196,6 +194,9 @@ def baseline_shifts(args: Args, policy: Policy, batch: Rollout, world: World) ->
     return shifts.flatten()
 
 
+CHECK_EVERY = 25  # steps between two rollouts that are not sampled ahead
+
+
 class Stale:
     """Batches that wait until they are `lag` batches old, as in an asynchronous system.
 
@@ -244,9 +245,9 @@ class Stale:
         return due
 
     def sample_ahead(self, prompts: list[list[int]], step: int) -> None:
-        """With `--async`: start on the next step's rollout, unless an evaluation comes first, which
-        needs the engine."""
-        if self.args.asynchronous and step % self.args.eval_every and step < self.args.steps:
+        """With `--async`: start on the next step's rollout; now and then leave it to its own step,
+        where the sampler can be checked against the weights that it had."""
+        if self.args.asynchronous and step % CHECK_EVERY:
             self.ahead = self.thread.submit(self.generate, prompts)
 
     def wait(self) -> None:
@@ -261,7 +262,9 @@ class Stale:
 
     def load_state_dict(self, state: dict) -> None:
         if state["other_ranks"] and (state["queue"] or state["ahead"]):
-            raise Refused(f"--resume: batches in flight: go on with {state['other_ranks']} rank(s)")
+            raise BadInput(
+                f"--resume: batches in flight: go on with {state['other_ranks']} rank(s)"
+            )
         for version, batch in state["queue"]:
             self.queue.append((version, [Rollout(**part).to(self.device) for part in batch]))
         if state["ahead"]:
@@ -317,66 +320,61 @@ def main(args: Args, world: World) -> None:
     engine = make_engine(args, lm, world)
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
     policy = shard(Policy(lm), args, world)
-    if args.gradient_checkpointing:
-        policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     decay = {"betas": args.betas, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
-    run = Run(args, world, Path(__file__).stem, ACTED)
-    stop = StopFlag()
+    run = Run(args, task, world, Path(__file__).stem, ACTED)
     done = 0  # steps
     stale = Stale(engine, run)  # <own>
     if args.resume:
-        done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
+        done, state = load_checkpoint(run.folder, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
         stale.load_state_dict(state)  # <own>
     engine.sync(policy)
-    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
-    run.start(task, done)
     if args.optimal_baseline and (part := strange_part(policy)):  # <own>
-        run.say(f"no gradient norms in one pass for {part}: a pass for each response")  # <own>
+        raise BadInput(f"{part}: no gradient norms, use --no_optimal_baseline")  # <own>
+    run.start(done)
     if done == 0:
-        with run.clock("evaluate"):
-            before = evaluate(engine, task, tokenizer, args, world)
-        run.log(0, before)
+        run.clock("evaluate")
+        run.log(0, evaluate(engine, task, tokenizer, args, world))
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
-    for step in run.steps(done):
+    for step in run.steps(done, args.steps):
         means = Means()
 
         # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
         # nothing else to save.
-        with run.clock("rollout"):
-            cursor = (step - 1) * args.prompts_per_step + world.rank * P
-            problems = [task.train(cursor + i) for i in range(P)]
-            prompts = [problem.prompt_ids for problem in problems]
-            rollout = stale.sample(prompts)  # <own>
-            N = len(rollout)  # P·G rows, a group's G rows side by side
+        run.clock("rollout")
+        cursor = (step - 1) * args.prompts_per_step + world.rank * P
+        problems = [task.train(cursor + i) for i in range(P)]
+        prompts = [problem.prompt_ids for problem in problems]
+        rollout = stale.sample(prompts)  # <own>
 
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
-        with run.clock("reward"):
-            texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
-            scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
-            rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
-            rollout.advantages = advantages(rewards).flatten()  # [N]
-            means.add(distinct=(task.distinct(texts, G), P))  # 1: nothing left to compare
+        run.clock("reward")
+        texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+        scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+        rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+        rollout.advantages = advantages(rewards).flatten()  # [N]
+        means.add(distinct=(task.distinct(texts, G), P))  # 1: nothing left to compare
 
         # π_old: the weights that sampled, evaluated by the trainer. The loss does not use it: its
         # weights are against μ, what the sampler reported, and correct for staleness and engine at
         # once. The sampler check needs it; what was sampled ahead comes from weights that the
         # trainer no longer has, and goes unchecked.
-        with run.clock("old_logp"):
-            # <own>
-            # Mini-batches; the ranks trade whole groups, as b needs them, until tokens balance.
-            rollout.rewards = rewards.flatten()  # [N]
-            minibatches = [deal(part, world, G) for part in rollout.split(args.minibatches)]
-            # </own>
-            for minibatch in minibatches:
-                minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
-                if reference:
-                    minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
-            # <own>
-            ahead = stale.was_ahead
-            sampler = {} if ahead else run.trusted(sampler_gap(minibatches, world))
-            # </own>
+        run.clock("old_logp")
+        # <own>
+        # Mini-batches; the ranks trade whole groups, as b needs them, until tokens balance.
+        rollout.rewards = rewards.flatten()  # [N]
+        minibatches = [deal(part, world, G) for part in rollout.split(args.minibatches)]
+        # </own>
+        for minibatch in minibatches:
+            minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+            if reference:
+                minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+        # <own>
+        ahead = stale.was_ahead
+        sampler = {} if ahead else run.trusted(sampler_gap(minibatches, world))
+        # </own>
 
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
         # fills there is none: the step trains on nothing and logs what it sampled.
@@ -391,86 +389,72 @@ def main(args: Args, world: World) -> None:
         # </own>
 
         # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
-        with run.clock("update"):
-            warm_lr = args.lr * min(1.0, stale.number / max(1, args.warmup))  # <own>
-            for group in optimizer.param_groups:
-                group["lr"] = warm_lr  # <own>
-            for minibatch in minibatches:
-                # <own>
-                shift = baseline_shifts(args, policy, minibatch, world)  # [n]
-                minibatch.advantages = minibatch.advantages - shift
-                means.add(baseline_shift=(shift.abs().sum(), len(shift)))
-                log_w = torch.zeros_like(shift)  # [n]
-                # </own>
-                denominator = 0.0
-                for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
-                    micro = minibatch.rows(rows)
-                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                    log_w[rows] = log_weight(logp, micro.rollout_logp, micro.mask)  # <own>
-                    loss, count, stats = policy_loss(
-                        args,
-                        logp=logp,
-                        old_logp=micro.old_logp,
-                        rollout_logp=micro.rollout_logp,
-                        ref_logp=micro.ref_logp,
-                        entropy=entropy,
-                        advantages=micro.advantages,
-                        mask=micro.mask,
-                    )
-                    loss.backward()  # sums: gradients add up over micro-batches
-                    denominator = denominator + count
-                    means.add(loss=(loss, count), **stats)
-                    means.add(**by_sign(entropy, micro))
-                # Each rank has the gradient of its own sum; FSDP has averaged them over the ranks
-                # (unsharded, scale_gradients does). Times the number of ranks that is the sum of
-                # all; over what all have counted, the mean that the objective asks for.
-                denominator = global_sum({"count": denominator}, world)["count"]
-                scale_gradients(policy, world.size / denominator)
-                # <own>
-                rho = ess_ratio(gather(log_w, world)).item()
-                scale = min(1.0, rho / args.rho_on) ** 0.5 if args.ess_scaling else 1.0
-                optimizer.param_groups[0]["lr"] = warm_lr * scale
-                means.add(ess_ratio=(rho, 1), lr_scale=(scale, 1), lr_damping=(1 - scale, 1))
-                # </own>
-                norm = clip_gradients(policy, args.grad_clip)
-                # Neither NaN nor infinite: one such step would end the run. All ranks skip together
-                # (their shares add up to one).
-                healthy = run.healthy(norm, minibatch)
-                means.add(grad_norm=(norm if healthy else 0.0, healthy))
-                means.add(skipped=((not healthy) / world.size, None))
-                if healthy:
-                    optimizer.step()
-                optimizer.zero_grad()
+        run.clock("update")
+        warm_lr = args.lr * min(1.0, stale.number / max(1, args.warmup))  # <own>
+        for group in optimizer.param_groups:
+            group["lr"] = warm_lr  # <own>
+        for minibatch in minibatches:
+            # <own>
+            shift = baseline_shifts(args, policy, minibatch, world)  # [n]
+            minibatch.advantages = minibatch.advantages - shift
+            means.add(baseline_shift=(shift.abs().sum(), len(shift)))
+            log_w = torch.zeros_like(shift)  # [n]
+            # </own>
+            denominator = 0.0
+            for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
+                micro = minibatch.rows(rows)
+                logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
+                log_w[rows] = log_weight(logp, micro.rollout_logp, micro.mask)  # <own>
+                loss, count, stats = policy_loss(
+                    args,
+                    logp=logp,
+                    old_logp=micro.old_logp,
+                    rollout_logp=micro.rollout_logp,
+                    ref_logp=micro.ref_logp,
+                    entropy=entropy,
+                    advantages=micro.advantages,
+                    mask=micro.mask,
+                )
+                loss.backward()  # sums: gradients add up over micro-batches
+                denominator = denominator + count
+                means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
+            divide_gradients(policy, denominator, world)  # by what all ranks have counted: the mean
+            # <own>
+            rho = ess_ratio(gather(log_w, world)).item()
+            scale = min(1.0, rho / args.rho_on) ** 0.5 if args.ess_scaling else 1.0
+            optimizer.param_groups[0]["lr"] = warm_lr * scale
+            means.add(ess_ratio=(rho, 1), lr_scale=(scale, 1))
+            if args.ess_scaling:
+                means.add(lr_damping=(1 - scale, 1))
+            # </own>
+            norm = clip_gradients(policy, args.grad_clip)
+            healthy = run.healthy(norm, minibatch)  # else NaN or infinite: it would end the run
+            if healthy:
+                optimizer.step()
+            optimizer.zero_grad()
+            means.add(
+                grad_norm=(norm if healthy else 0.0, healthy),
+                skipped=((not healthy) / world.size, None),
+            )
 
-        with run.clock("sync"):
-            stale.wait()  # <own>
-            engine.sync(policy)
+        run.clock("sync")
+        stale.wait()  # <own>
+        engine.sync(policy)
 
-        tokens = rollout.mask.sum()
-        means.add(
-            reward=(rewards.sum(), N),
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # nothing to compare
-            response_len=(tokens, N),
-            truncated=((~rollout.finished).sum(), N),
-            tokens=(tokens, None),
-            judge_killed=(task.killed, None),  # answers so far that broke the judge's bounds
-        )
-        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
-        if step % args.eval_every == 0 or step == args.steps:
-            with run.clock("evaluate"):
-                metrics |= evaluate(engine, task, tokenizer, args, world)
+        metrics = means.add(**of_rollout(rollout, rewards, task)).reduce(world) | sampler
+        metrics["lr"] = optimizer.param_groups[0]["lr"]
+        if run.due(step, args.eval_every):
+            run.clock("evaluate")
+            metrics |= evaluate(engine, task, tokenizer, args, world)
         run.log(step, metrics)  # before the checkpoint: a kill in between costs this line alone
-        done, stopping = step, stop.anywhere(world)
-        if step % args.save_every == 0 or step == args.steps or stopping:
-            with run.clock("save"):
-                state = {"engine": engine.state_dict()}
-                state |= stale.state_dict()  # <own>
-                save_checkpoint(run.checkpoints, step, policy, optimizer, state, world)
-        if stopping:
-            break
+        if run.due(step, args.save_every):
+            run.clock("save")
+            state = {"engine": engine.state_dict()}
+            state |= stale.state_dict()  # <own>
+            save_checkpoint(run.folder, step, policy, optimizer, state, world)
     if args.save_hf:
         save_model(policy, tokenizer, run.folder / "model", world)
-    run.finish(done)
+    run.finish()
 
 
 if __name__ == "__main__":

@@ -1,30 +1,28 @@
-"""What all algorithm files share, and no more; imported before torch, for what it sets below.
+"""What all algorithm files share; imported before torch, for what it sets below.
 
-Who follows `grpo.py` through a step reads four rooms, in this order:
-    batch        the rollout that every stage of a step hands on
-    rollout      prompts in, sampled responses and their log-probabilities out
-    logprobs     the trainer's log-probabilities of the same tokens
-    reward       the judges (its first page: the sandbox below is plumbing)
-The others are plumbing, which need not be read to understand an algorithm:
-    launch       command line to `main`, and errors that are one line
-    flags        the flags that only this folder reads, and what numbers may be
-    distributed  ranks: sharding, exact sums, gradients, stops
-    balance      rows that change ranks, so that none waits for another's long responses
-    checkpoint   saving and resuming to the bit
-    model        loading weights and tokenizer
-    routing      mixtures of experts: recording and replaying their choice (minirl)
-    norms        the norm of each response's gradient, in one pass (vcpo)
-    rollout_vllm the vLLM engine
-    data         tasks: where problems come from (tiny/: the embedded one, and its models)
-    evaluation   the two accuracies of a run
-    tracking     metrics, messages, summary
-    curves       metrics.jsonl -> curves.png
-    folder       one run at a time in a folder, files that are whole or not there
+Who follows `grpo.py` through a step reads six rooms, in this order:
+    batch         the rollout that every stage of a step hands on
+    data          tasks: where prompts and reference answers come from
+    rollout       prompts in, sampled responses and their log-probabilities out
+    reward        the judges
+    logprobs      the trainer's log-probabilities of the same tokens, in micro-batches
+    distributed   ranks: sharding, exact sums and means, clean stops
+Below, in `plumbing/`, is what need not be read to understand an algorithm:
+    launch, flags            command line to `main`; errors that are one line
+    tracking, folder         what a run leaves behind; files that are whole or not there
+    metrics, curves          sums and counts -> metrics.jsonl -> curves.png
+    checkpoint               saving and resuming to the bit
+    model                    loading weights and tokenizer
+    evaluation               the two accuracies of a run
+    sets                     the rows of a hub set or a file (hub.json: which, and their columns)
+    balance                  rows that change ranks, so that none waits for another's long responses
+    vllm                     the vLLM engine
+    routing                  mixtures of experts: recording and replaying their choice (minirl)
+    norms                    the norm of each response's gradient, in one pass (vcpo)
+`tiny/` is the embedded task, and its models.
 """
 
 import os
-import signal
-import sys
 
 # OpenMP reads these once, when torch loads. Idle threads must sleep, not spin: on a busy machine
 # spinning makes a tiny model 10 to 30 times slower.
@@ -32,23 +30,3 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Every micro-batch has another shape, and vLLM wants whole stretches of memory back.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-
-
-def _end(number: int, frame: object) -> None:
-    """Ctrl-C while modules and models load: one line, and the end that the shell expects.
-
-    An exception would come out of some import as a page of traceback, or as another one, or not at
-    all.
-    """
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        os.write(2, b"interrupted\n")
-    signal.signal(number, signal.SIG_DFL)
-    signal.raise_signal(number)
-
-
-# Only where an algorithm file is the program: notebooks, pytest and others keep their own way.
-_root = os.path.dirname(os.path.dirname(__file__))
-_program = os.path.abspath(getattr(sys.modules["__main__"], "__file__", None) or "")
-_ours = os.path.dirname(_program) in (_root, os.path.join(_root, "variants"))
-if _ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, _end)

@@ -1,4 +1,4 @@
-"""Ranks: set-up from torchrun's environment, FSDP2 sharding, exact global sums, clean stops."""
+"""Ranks: set-up from torchrun's environment, FSDP2 sharding, exact sums over ranks, clean stops."""
 
 import contextlib
 import os
@@ -27,10 +27,6 @@ class BadInput(ValueError):
     """Something the user gave is wrong: shown as one line, exit code 2, nothing written."""
 
 
-class Refused(BadInput):
-    """Bad input that all ranks refuse together: the first one says it for all."""
-
-
 class RunStopped(RuntimeError):
     """Going on would train on wrong numbers: shown as one line, exit code 1."""
 
@@ -45,7 +41,7 @@ def blame(what: str, kind: type = BadInput) -> Iterator[None]:
         yield
     except (BadInput, RunStopped):
         raise
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         raise kind(f"{what} ({first_line(error)})") from error
 
 
@@ -63,52 +59,38 @@ class World:
     rank: int
     size: int
     device: torch.device
+    store: dist.Store | None = None  # a board on which all ranks write, also while one is lost
+
+
+ALONE = World(0, 1, torch.device("cpu"))
 
 
 def setup() -> World:
     """Join the process group: NCCL on GPUs, gloo on CPUs; `python file.py` is a world of one."""
-    size, alone = from_environment("WORLD_SIZE", 1, least=1), "MASTER_PORT" not in os.environ
-    rank, local_rank = from_environment("RANK", 0, most=size - 1), from_environment("LOCAL_RANK", 0)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank)}
-    host = os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    if alone and size > 1:
-        raise BadInput(f"WORLD_SIZE={size}, but no MASTER_PORT: start several ranks with torchrun")
-    if torch.cuda.is_available():
-        found = torch.cuda.device_count()
-        if local_rank >= found:
-            wrong = f"{local_rank + 1} ranks or more on a machine with {found} GPU(s)"
-            raise BadInput(
-                f"{wrong}: --nproc_per_node {found}, or CUDA_VISIBLE_DEVICES= for its CPU"
-            )
-        device = torch.device("cuda", local_rank)
+    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    alone = "MASTER_PORT" not in os.environ
+    if alone and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise BadInput("WORLD_SIZE is set, but no MASTER_PORT: start several ranks with torchrun")
+    os.environ |= one if alone else one | os.environ  # vLLM reads them, too
+    rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", local) if gpu else torch.device("cpu")
+    if gpu:
         torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-        # More only pays above 10M parameters.
-        torch.set_num_threads(from_environment("OMP_NUM_THREADS", 1, least=1))
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # more only pays above 10M parameters
     if alone:  # a store inside this process, no port to collide on
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        return World(rank, size, device)
-    port = from_environment("MASTER_PORT", 0, least=1, most=65535)
-    # torchrun's store outlives a restart, with the addresses of the dead in it: a new name each
-    # time. Several nodes count their restarts apart: for them docs/gpu.md names a variable.
-    one_node = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") if one_node else None
-    with blame(f"ranks cannot meet at {host}:{port}", RunStopped):
-        store = next(rendezvous("env://", timeout=TIMEOUT))[0]
-        how = {"store": dist.PrefixStore(f"restart {restart}", store), "timeout": TIMEOUT}
-        dist.init_process_group(backend, rank=rank, world_size=size, **how)
-    return World(rank, size, device)
-
-
-def from_environment(name: str, default: int, least: int = 0, most: int = 2**31) -> int:
-    """A whole number that the launcher or the user set (of OpenMP's list the first)."""
-    text = os.environ.get(name, "").split(",")[0] or str(default)
-    if text.isdecimal() and least <= int(text) <= most:
-        return int(text)
-    wrong = f"{name}={os.environ[name]} in the environment"
-    raise BadInput(f"{wrong}: must be a number from {least} to {most}")
+        store = dist.HashStore()
+    else:
+        # torchrun's store outlives a restart, with the addresses of the dead in it: a new name each
+        # time. Several nodes count their restarts apart: for them docs/gpu.md names a variable.
+        one_node = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") if one_node else None
+        meeting = next(rendezvous("env://", timeout=TIMEOUT))[0]
+        store = dist.PrefixStore(f"restart {restart}", meeting)
+    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    return World(rank, size, device, store)
 
 
 def shard(policy: nn.Module, args: object, world: World, offload: bool = False) -> nn.Module:
@@ -121,8 +103,10 @@ def shard(policy: nn.Module, args: object, world: World, offload: bool = False) 
     backward pass, which a reference model never has). With `offload` the shards wait in CPU memory.
     A rank with a model of its own in float32, not offloaded, has nothing to split or cast and keeps
     the plain module: FSDP2 would give the same gradient and, at the embedded model's size, take
-    some 15% of the step for its bookkeeping. `scale_gradients` then does its sums over ranks.
+    some 15% of the step for its bookkeeping. `divide_gradients` then does its sums over ranks.
     """
+    if args.gradient_checkpointing:
+        policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     small = sum(parameter.numel() for parameter in policy.parameters()) < SMALL
     sharing = args.shard_ranks or (1 if small else world.size)  # ranks
     if sharing == 1 and args.dtype == "float32" and not offload:
@@ -142,8 +126,8 @@ def shard(policy: nn.Module, args: object, world: World, offload: bool = False) 
 def receive(module: nn.Module, world: World) -> nn.Module:
     """Put rank 0's weights and buffers on every rank's device, in place of what a rank has.
 
-    A rank other than 0 needs no more than their shapes (the meta device). What is sharded already
-    is left alone, and what is tied stays tied.
+    The others need no more than their shapes (the meta device): a node would else hold the model
+    once for each of its ranks. What is sharded already is left alone, what is tied stays tied.
     """
     received = {}
     for part in module.modules():
@@ -152,8 +136,8 @@ def receive(module: nn.Module, world: World) -> nn.Module:
                 if value is None or isinstance(value, DTensor):
                     continue
                 if id(value) not in received:
-                    own, where = value.detach(), {"device": world.device}
-                    whole = torch.empty_like(own, **where) if own.is_meta else own.to(**where)
+                    empty = torch.empty_like(value, device=world.device)
+                    whole = empty if value.is_meta else value.detach().to(world.device)
                     if world.size > 1:
                         dist.broadcast(whole, src=0)
                     trained = isinstance(value, nn.Parameter)
@@ -200,38 +184,20 @@ def gather(values: Tensor, world: World) -> Tensor:
     return torch.cat(parts).to(values.device)
 
 
-@contextlib.contextmanager
-def together(world: World, kind: type, what: str, *also: type) -> Iterator[None]:
-    """Work on files inside; where it fails on one rank, all raise `kind`: "`what` (the cause)".
+def divide_gradients(policy: nn.Module, count: float | Tensor, world: World) -> None:
+    """From each rank's gradient of its own sum to the gradient of the mean over all ranks.
 
-    To fail is to raise an OSError or one of `also`.
-    """
-    failure = ""
-    try:
-        yield
-    except (BadInput, RunStopped) as error:
-        failure = str(error)
-    except (OSError, *also) as error:
-        failure = f"{what} ({first_line(error)})"
-    failures = [failure] * world.size
-    if world.size > 1:
-        dist.all_gather_object(failures, failure)
-    if any(failures):
-        raise kind(next(filter(None, failures)))
-
-
-def scale_gradients(policy: nn.Module, factor: float) -> None:
-    """Multiply every gradient by `factor`: sums become the mean that the objective asks for.
-
-    A plain module on several ranks gets the mean over them here, which FSDP takes in each backward
-    pass: one message for all gradients of an optimiser step. (All ranks have the same ones: a pass
-    over no rows gives zeros.)
+    `count` is what this rank has summed over. FSDP has averaged the gradients over the ranks in
+    each backward pass; those of a plain module are averaged here, in one message. Times the number
+    of ranks that is the sum of all; over what all ranks have counted, it is the mean that the
+    objective asks for, whatever the micro-batches and the number of ranks.
     """
     gradients = [one.grad for one in policy.parameters() if one.grad is not None]
-    if dist.get_world_size() > 1 and not isinstance(gradients[0], DTensor):
+    if world.size > 1 and not isinstance(gradients[0], DTensor):
         flat = nn.utils.parameters_to_vector(gradients)
         dist.all_reduce(flat)
-        nn.utils.vector_to_parameters(flat.div_(dist.get_world_size()), gradients)
+        nn.utils.vector_to_parameters(flat.div_(world.size), gradients)
+    factor = world.size / global_sum({"count": count}, world)["count"]
     for gradient in gradients:
         gradient.mul_(factor)
 
@@ -247,8 +213,7 @@ class StopFlag:
     def __init__(self):
         self.raised = False
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # Under nohup the user said to go on.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup: the user said to go on
                 signal.signal(number, self._raise)
 
     def _raise(self, number: int, frame: object) -> None:

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from common.batch import Rollout
 from common.distributed import World, global_sum, shard
-from common.model import head_logits
-from common.routing import Routing, routers
+from common.plumbing.model import head_logits
+from common.plumbing.routing import Routing, routers
 
 BLOCK_ELEMENTS = 2**26  # logits made at once: 256 MB in float32, whatever the vocabulary
 Pair = tuple[Tensor, Tensor]

@@ -1,28 +1,30 @@
-"""Judges: exact match for arithmetic, math-verify for mathematics, reasoning-gym for its tasks.
+"""Judges: exact match for arithmetic, math-verify for mathematics, a function of yours.
 
-The two libraries run sympy on whatever the model wrote, which can hang, take all memory or raise.
-Each answer is so judged in a worker process under bounds that the kernel enforces: an alarm kills
-the worker even in the middle of C code (a Python-level time-out would not; and math-verify's own,
-based on signals, silently fails when called from a thread). `python -m common.reward` is that
-worker: JSON lines in, one verdict a line out. It does not import torch.
+math-verify runs sympy on whatever the model wrote, which can hang, take all memory or raise. Each
+answer is so judged in a worker process under bounds that the kernel enforces: an alarm kills the
+worker even in the middle of C code (a Python-level time-out would not; and math-verify's own, based
+on signals, silently fails when called from a thread). `python -m common.reward` is that worker:
+JSON lines in, one verdict a line out. It does not import torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
+import math
 import os
 import queue
 import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SECONDS, MEMORY = 5.0, 2 * 2**30  # bounds on one answer
-START_SECONDS = 120.0  # bound on the start of a worker: slow disks are slow, but a hang must end
-GYM_SIZE = 100_000  # problems in a reasoning-gym set; some sets make all of them at once
+START = 120.0  # seconds, bound on the start of a worker: slow disks are slow, but a hang must end
 TAIL = 2000  # characters searched for an answer that is not boxed
 
 
@@ -65,18 +67,35 @@ def final_answer(completion: str) -> str:
     return ""
 
 
-class MathJudge:
-    """Scores text answers with math-verify in worker processes.
+def reward(completion: str, reference: str) -> float:
+    """1.0 where math-verify finds the completion's final answer equal to the reference, else 0."""
+    from math_verify import parse, verify  # takes seconds, in the workers alone
 
-    With `gym` it scores by that reasoning-gym set's own function, which may give part marks; the
-    reference answers are then the problems' indices. `killed` counts the answers that broke their
-    bounds of `seconds` and `memory` (bytes).
+    gold, answer = f"${reference}$", final_answer(completion)
+    gold, answer = (parse(text, parsing_timeout=None) for text in (gold, answer))
+    return float(verify(gold, answer, timeout_seconds=None))
+
+
+def loaded(spec: str) -> object:
+    """The module FILE.py, or of FILE.py:NAME what is called so in it."""
+    file, _, name = spec.partition(":")
+    where = importlib.util.spec_from_file_location(Path(file).stem, file)
+    module = importlib.util.module_from_spec(where)
+    where.loader.exec_module(module)
+    return getattr(module, name) if name else module
+
+
+class Judge:
+    """Scores completions in worker processes, by math-verify or by a function of yours.
+
+    `spec` is FILE.py, or FILE.py:NAME, that has a function `reward(completion, reference)`, as this
+    file has. `killed` counts the answers that broke their bounds of `seconds` and `memory` (bytes).
     """
 
     def __init__(
-        self, workers: int = 0, seconds: float = SECONDS, memory: int = MEMORY, gym: str = ""
+        self, spec: str = "", workers: int = 0, seconds: float = SECONDS, memory: int = MEMORY
     ):
-        self.limits, self.gym, self.killed = (seconds, memory), gym, 0
+        self.spec, self.seconds, self.memory, self.killed = spec, seconds, memory, 0
         cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         workers = workers or min(8, max(1, cores))
         self.idle: queue.Queue[subprocess.Popen | None] = queue.Queue()
@@ -84,31 +103,39 @@ class MathJudge:
             self.idle.put(None)  # started when first needed
         self.threads = ThreadPoolExecutor(workers)
 
-    def __call__(self, completions: list[str], answers: list[str]) -> list[float]:
-        """1.0 where the final answer equals the reference, else 0.0 (or part marks)."""
-        return list(self.threads.map(self._judge, completions, answers))
+    def __call__(self, completions: list[str], references: list[str]) -> list[float]:
+        """The scores: 1.0 where the final answer equals the reference, else 0.0 (or part marks)."""
+        return list(self.threads.map(self._judge, completions, references))
 
-    def _judge(self, completion: str, answer: str) -> float:
-        worker, verdict = self.idle.get(), ""
+    def _judge(self, completion: str, reference: str) -> float:
+        worker = self.idle.get()
         try:
             worker = worker or self._start()
-            text = completion if self.gym else final_answer(completion)
-            worker.stdin.write(json.dumps([text, answer]) + "\n")
-            worker.stdin.flush()
-            verdict = worker.stdout.readline()
-        except BrokenPipeError:
-            pass
-        finally:
-            if worker and not verdict:  # the kernel ended it
+            verdict = self._ask(worker, 2 * self.seconds, json.dumps([completion, reference]))
+            if not verdict:  # the kernel ended it, or it did not answer
                 self.killed += 1
                 worker.kill()
                 worker.wait()
                 worker = None
+        finally:
             self.idle.put(worker)
         return float(verdict or 0)
 
+    @staticmethod
+    def _ask(worker: subprocess.Popen, seconds: float, line: str = "") -> str:
+        """What the worker answers to a line; "" where it does not within `seconds`: what it judges
+        may have turned its own alarm off."""
+        deadline = threading.Timer(seconds, worker.kill)
+        deadline.start()
+        with contextlib.suppress(BrokenPipeError):
+            worker.stdin.write(line + "\n")
+            worker.stdin.flush()
+        answer = worker.stdout.readline()
+        deadline.cancel()
+        return answer
+
     def _start(self) -> subprocess.Popen:
-        words = [*map(str, self.limits), self.gym, str(START_SECONDS)]
+        words = [self.spec and os.path.abspath(self.spec), str(self.seconds), str(self.memory)]
         worker = subprocess.Popen(
             [sys.executable, "-m", "common.reward", *words],
             cwd=Path(__file__).parent.parent,
@@ -118,12 +145,12 @@ class MathJudge:
             text=True,
             start_new_session=True,  # Ctrl-C: the trainer finishes its step and needs its judge
         )
-        if worker.stdout.readline() != "ready\n":
+        if self._ask(worker, START) != "ready\n":
             from common.distributed import RunStopped  # imports torch: a worker does without
 
             worker.kill()
             reason = f"exit code {worker.wait()}: is its package installed, is memory left?"
-            raise RunStopped(f"the judge {self.gym or 'math-verify'} does not start ({reason})")
+            raise RunStopped(f"the judge {self.spec or 'math-verify'} does not start ({reason})")
         return worker
 
     def close(self) -> None:
@@ -136,51 +163,29 @@ class MathJudge:
                 worker.stdout.close()
 
 
-def worker(seconds: float, memory: int, gym: str, start_seconds: float) -> None:
-    """Judge [answer, reference] lines from stdin until it closes; print a score for each."""
-    verdicts, sys.stdout = sys.stdout, sys.stderr  # what a library prints must not pass for one
-    # SIGALRM's default action: the kernel ends this process.
-    signal.setitimer(signal.ITIMER_REAL, start_seconds)
-    score = gym_score(gym) if gym else math_score()
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+def worker(spec: str, seconds: str, memory: str) -> None:
+    """Judge [completion, reference] lines from stdin until it closes; answer each with a score."""
+    verdicts = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints must not pass for one
+    score = (loaded(spec) if spec else sys.modules[__name__]).reward
+    if not spec:
+        score("1", "1")  # loads math-verify: from here on memory is bounded
+    sys.stdin.readline()
+    with contextlib.suppress(ValueError, OSError):  # macOS knows no such bound
+        resource.setrlimit(resource.RLIMIT_AS, (int(memory), int(memory)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.setitimer(signal.ITIMER_REAL, 0)
     print("ready", file=verdicts, flush=True)
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        # SIGALRM's default action: the kernel ends this process.
+        signal.setitimer(signal.ITIMER_REAL, float(seconds))
         try:
             points = float(score(*json.loads(line)))
+            points = points if math.isfinite(points) else 0.0
         except Exception:  # MemoryError and RecursionError included
             points = 0.0
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(points, file=verdicts, flush=True)
 
 
-def math_score() -> Callable[[str, str], bool]:
-    """math-verify's comparison of an answer with a reference."""
-    from math_verify import parse, verify
-
-    def score(answer: str, reference: str) -> bool:
-        gold = parse(f"${reference}$", parsing_timeout=None)
-        return verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None)
-
-    return score
-
-
-def gym_score(name: str) -> Callable[[str, str], float]:
-    """A reasoning-gym set's own score of an answer to the problem with that index."""
-    from reasoning_gym.utils import extract_answer
-
-    rows = gym_rows(name)
-    return lambda answer, index: rows.score_answer(extract_answer(answer), rows[int(index)])
-
-
-def gym_rows(name: str) -> object:
-    """The problems of a reasoning-gym set, by index; the same ones in every process."""
-    import reasoning_gym
-
-    return reasoning_gym.create_dataset(name, size=GYM_SIZE, seed=0)
-
-
 if __name__ == "__main__":
-    worker(float(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4]))
+    worker(*sys.argv[1:])

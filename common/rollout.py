@@ -15,8 +15,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from common.batch import Rollout
 from common.distributed import RunStopped, World, full_parameters, receive
-from common.model import head_logits
-from common.routing import Routing
+from common.plumbing.model import head_logits
+from common.plumbing.routing import Routing
 
 # Float8 leaves routers as they are: a rounded one chooses other experts.
 ROUTERS = ("gate.weight", "router.weight")
@@ -176,7 +176,7 @@ def float8(weight: Tensor) -> Tensor:
 def make_engine(args: object, lm: PreTrainedModel, world: World) -> object:
     """The engine that `--rollout` names (`auto`: see `launch.check`), with its own weights."""
     if args.rollout == "vllm":
-        from common.rollout_vllm import VLLMEngine
+        from common.plumbing.vllm import VLLMEngine
 
         return VLLMEngine(args, lm, world)
     dtype = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype

@@ -18,7 +18,7 @@ from types import ModuleType
 import common  # noqa: F401  (before torch)
 import numpy as np
 from common.distributed import BadInput, first_line
-from common.folder import whole
+from common.plumbing.folder import whole
 
 from labs import lab
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import common  # noqa: F401  (before torch)
 from common.distributed import BadInput, first_line
-from common.folder import read_lines, whole
+from common.plumbing.folder import read_lines, whole
 from tests import checks
 from tools import compare
 from tools.marks import ROOT, algorithms

@@ -43,9 +43,9 @@ from types import ModuleType
 
 import common  # noqa: F401  (before torch)
 import numpy as np
-from common.curves import series, smooth
+from common.plumbing.curves import series, smooth
 from common.distributed import BadInput, blame, first_line
-from common.folder import read_lines, whole
+from common.plumbing.folder import read_lines, whole
 from tests.checks import replaced
 from tools.marks import ROOT
 from tqdm import tqdm

@@ -17,7 +17,8 @@ from common.batch import Rollout
 from common.data import load_task
 from common.distributed import clip_gradients
 from common.logprobs import Policy, response_logprobs
-from common.model import ALONE, load_model
+from common.distributed import ALONE
+from common.plumbing.model import load_model
 from common.rollout import HFEngine
 from tests import checks
 

@@ -4,7 +4,7 @@ import importlib
 from dataclasses import replace
 
 import common  # noqa: F401  (before torch)
-from common.reward import MathJudge, arithmetic_reward
+from common.reward import Judge, arithmetic_reward
 from tools.marks import ROOT, algorithms
 from torch import Tensor
 
@@ -16,7 +16,7 @@ MODULES = {
 ALGORITHMS = tuple(PATHS)
 NINE = tuple(name for name, path in PATHS.items() if path.parent == ROOT)
 VARIANTS = tuple(name for name in ALGORITHMS if name not in NINE)
-_math_judge: MathJudge | None = None
+_math_judge: Judge | None = None
 
 
 def policy_loss(
@@ -71,5 +71,5 @@ def reward(task: str, completion: str, answer: str) -> float:
     if task != "math":
         raise ValueError(f"task {task!r}: use arithmetic or math")
     global _math_judge
-    _math_judge = _math_judge or MathJudge(workers=1)
+    _math_judge = _math_judge or Judge(workers=1)
     return _math_judge([completion], [answer])[0]

@@ -12,7 +12,7 @@ import grpo
 import torch
 import torch.distributed as dist
 from common.distributed import setup
-from common.model import load_model
+from common.plumbing.model import load_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.gpu.shapes import byte_tokenizer
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _no_curves(request, monkeypatch):
     """Runs draw their curves in tests marked `curves` alone: it takes longer than they do."""
     if "curves" not in request.keywords:
-        monkeypatch.setattr("common.tracking.draw_curves", no_curves)
+        monkeypatch.setattr("common.plumbing.tracking.draw_curves", no_curves)
 
 
 @pytest.fixture

@@ -17,29 +17,26 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import common.checkpoint
-from common.launch import launch
-from common.tracking import Run
+import common.plumbing.checkpoint
+from common.plumbing.launch import launch
+from common.plumbing.tracking import Run
 
 from tests.adapters import MODULES
 
-SIGNALS = {
-    "log": signal.SIGKILL,
-    "term": signal.SIGTERM,
-    "int": signal.SIGINT,
-    "hup": signal.SIGHUP,
-}
+SIGNALS = {"term": signal.SIGTERM, "int": signal.SIGINT, "hup": signal.SIGHUP}
 
 
 def drive(algorithm: str, flags: Sequence, moment: object = "", step: int = 0) -> None:
     """Patch `common` for the moment, and launch the algorithm."""
-    log, healthy, dcp_save = Run.log, Run.healthy, common.checkpoint.dcp.save
+    log, healthy, dcp_save = Run.log, Run.healthy, common.plumbing.checkpoint.dcp.save
     saving, updates = [], []
 
     def log_and_end(self: Run, done: int, metrics: dict) -> None:
-        log(self, done, metrics)
         if done == step and moment in SIGNALS:
             os.kill(os.getpid(), SIGNALS[moment])
+        log(self, done, metrics)
+        if done == step and moment == "log":
+            os.kill(os.getpid(), signal.SIGKILL)
         if done == step and hasattr(moment, "set"):
             moment.set()
             signal.pause()
@@ -57,7 +54,7 @@ def drive(algorithm: str, flags: Sequence, moment: object = "", step: int = 0) -
             os.kill(os.getpid(), signal.SIGKILL)
         return healthy(self, norm, batch)
 
-    Run.log, Run.healthy, common.checkpoint.dcp.save = log_and_end, lose, save_and_kill
+    Run.log, Run.healthy, common.plumbing.checkpoint.dcp.save = log_and_end, lose, save_and_kill
     module = importlib.import_module(MODULES[algorithm])
     sys.argv = [f"{algorithm}.py", *map(str, flags)]
     launch(module.main, module.Args)

@@ -24,7 +24,7 @@ from pathlib import Path
 import common  # noqa: F401  (before torch)
 import pytest
 import torch
-from common.launch import launch
+from common.plumbing.launch import launch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.adapters import ALGORITHMS, MODULES, VARIANTS

@@ -32,8 +32,8 @@ import pytest
 import torch
 from common.batch import Rollout
 from common.data import Problem, Task
-from common.distributed import World, setup
-from common.model import load_model
+from common.distributed import CLOSING, World, setup
+from common.plumbing.model import load_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -373,13 +373,16 @@ def record(
         patch.setattr(module, "make_engine", lambda *arguments: engine)
         if not save:
             patch.setattr(module, "save_checkpoint", lambda *arguments: None)
-        patch.setattr("common.tracking.draw_curves", lambda *arguments: "")
+        patch.setattr("common.plumbing.tracking.draw_curves", lambda *arguments: "")
         patch.setattr(torch.optim, "AdamW", Watched)
         if hasattr(module, "choose_pivot"):
             choose_pivot = module.choose_pivot
             patch.setattr(module, "choose_pivot", choose)
-        patch.setattr(module, "StopFlag", lambda: SimpleNamespace(anywhere=lambda world: False))
+        still = SimpleNamespace(anywhere=lambda world: False)
+        patch.setattr("common.plumbing.tracking.StopFlag", lambda: still)
         module.main(args, world)
+    while CLOSING:  # the next one may go on with this run
+        CLOSING.pop()()
     found.calls, found.synced = engine.calls, engine.synced
     if world.rank == 0:
         found.metrics = [

@@ -8,7 +8,7 @@ import torch
 from common.batch import Rollout
 from common.data import Problem, Task
 from common.distributed import World
-from common.model import load_model
+from common.plumbing.model import load_model
 from common.reward import arithmetic_reward
 from common.rollout import HFEngine
 from common.tiny import arithmetic
@@ -111,7 +111,7 @@ def gradients(
         patch.setattr(module, "make_engine", lambda *arguments: Fixed(rollout, world))
         patch.setattr(module, "evaluate", lambda *arguments: {"greedy": 0.0, "sampled": 0.0})
         patch.setattr(module, "clip_gradients", spy)
-        patch.setattr("common.tracking.draw_curves", lambda *arguments: "")
+        patch.setattr("common.plumbing.tracking.draw_curves", lambda *arguments: "")
         patch.setattr(module, "save_checkpoint", lambda *arguments: None)
         module.main(args, world)
     return torch.stack(seen)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from common.balance import deal
+from common.plumbing.balance import deal
 from common.batch import Rollout
 from common.distributed import World, setup
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from common.curves import draw_curves, series, smooth
+from common.plumbing.curves import draw_curves, series, smooth
 from common.distributed import BadInput
 from matplotlib.figure import Figure
 
@@ -226,7 +226,7 @@ def test_a_wrong_call_is_one_line(words, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["curves.py", *words])
     with pytest.raises(SystemExit) as stop:
-        runpy.run_path("common/curves.py", run_name="__main__")
+        runpy.run_path("tools/curves.py", run_name="__main__")
     said = capsys.readouterr()
     assert stop.value.code == 2 and said.err.count("\n") == 1 and not said.out
     assert ("holds no run" if words and words != ["-h"] else "usage: ") in said.err
@@ -235,5 +235,5 @@ def test_a_wrong_call_is_one_line(words, monkeypatch, capsys):
 def test_a_run_is_drawn_again(tmp_path, monkeypatch, capsys):
     run = a_run(tmp_path / "run", some_lines())
     monkeypatch.setattr(sys, "argv", ["curves.py", str(run)])
-    runpy.run_path(str(ROOT / "common/curves.py"), run_name="__main__")
+    runpy.run_path(str(ROOT / "tools/curves.py"), run_name="__main__")
     assert capsys.readouterr().out == f"{run / 'curves.png'}\n" and (run / "curves.png").exists()

@@ -7,14 +7,15 @@ import json
 import os
 import random
 import sys
+from types import SimpleNamespace
 from collections import Counter
 
 import datasets
 import pytest
 import torch
-from common.data import HUB, TRIED, read_set
+from common.data import HUB, TRIED
 from common.distributed import BadInput, World
-from common.evaluation import evaluate
+from common.plumbing.evaluation import evaluate
 from common.tiny import arithmetic
 from grpo import Args
 
@@ -78,7 +79,7 @@ def test_kinds_of_arithmetic_draw_what_they_say(tiny):
         assert {prompt[-3] for prompt in stream} == set(kind.last)
         longest = max(kind.terms)
         assert load(name, tiny[1], max_new_tokens=256 - 2 * longest).held_out
-        with pytest.raises(BadInput, match=f"--task {name}: its longest prompt has {2 * longest} "):
+        with pytest.raises(BadInput, match=f"--task {name}: a prompt of {2 * longest} tokens"):
             load(name, tiny[1], max_new_tokens=257 - 2 * longest)
     mix = arithmetic.KINDS["arithmetic:mix"]
     assert [mix.terms.count(n) / len(mix.terms) for n in (2, 16)] == [0.75, 0.2]
@@ -175,7 +176,10 @@ def test_columns_templates_and_long_prompts(tmp_path):
     columns = {"prompt_column": "q", "answer_column": "a"}
     columns |= {"instruction": "Think.", "max_prompt_tokens": 60}
     task = load(path, **columns)
-    assert len(task.dropped) == 1
+    assert (
+        "1 of 6 prompts tried are too long, or not to be written by the tokenizer: such are skipped"
+        in task.remarks
+    )
     text = "".join(map(chr, task.train(0).prompt_ids))
     assert text == f"Question: {task.train(0).prompt} Think.\nAnswer:"
     text = "".join(map(chr, load(path, Chat(), **columns).train(0).prompt_ids))
@@ -186,12 +190,10 @@ def test_parquet(tmp_path):
     path = tmp_path / "set.parquet"
     datasets.Dataset.from_list(numbered(6)).to_parquet(path)
     assert {problem.answer for problem in load(str(path)).held_out} < {str(i) for i in range(6)}
-    with pytest.raises(
-        BadInput, match="set.parquet:row 1: needs the columns 'prompt' .* and 'result'"
-    ):
+    with pytest.raises(BadInput, match="set.parquet:1: needs 'prompt', a text, and 'result'"):
         load(str(path), answer_column="result")
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(BadInput, match="set.parquet: not a parquet file"):
+    with pytest.raises(BadInput, match="set.parquet: cannot be read .*arquet"):
         load(str(path))
 
 
@@ -234,49 +236,24 @@ def test_eval_task_is_another_set(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([*numbered(2), "{not json"], "set.jsonl:3: not a JSON object"),
-        ([*numbered(2), [1, 2]], "set.jsonl:3: needs the columns"),
-        ([{"prompt": "x"}], "set.jsonl:1: needs the columns 'prompt' .* and 'answer'"),
-        ([{"prompt": 7, "answer": 7}], "set.jsonl:1: 'prompt' must be a text"),
-        ([{"prompt": " ", "answer": 7}], "set.jsonl:1: 'prompt' must be a text"),
-        ([{"prompt": "x", "answer": None}], "set.jsonl:1: .*'answer' must not be empty"),
+        ([*numbered(2), "{not json"], "set.jsonl:3: needs .*property name"),
+        ([*numbered(2), [1, 2]], "set.jsonl:3: needs .*indices"),
+        ([{"prompt": "x"}], "set.jsonl:1: needs 'prompt', .* and 'answer'"),
+        ([{"prompt": 7, "answer": 7}], "set.jsonl:1: .*no text"),
+        ([{"prompt": " ", "answer": 7}], "set.jsonl:1: .*empty"),
+        ([{"prompt": "x", "answer": None}], "set.jsonl:1: .*None is neither a text nor"),
         ([], "holds no problem"),
-        (numbered(1), "no training problem left of 1: the prompts are all held out"),
-        (
-            [{"prompt": "x", "answer": 1}] * 60,
-            "no training problem left of 60: the prompts are all held out",
-        ),
+        (numbered(1), "no problem left of 1: all are held out"),
+        ([{"prompt": "x", "answer": 1}] * 60, "no problem left of 60: all are held out"),
         ([*numbered(2), "\xff".encode("latin1").decode("latin1")], "set.jsonl:3"),
-        (
-            [*numbered(2), {"prompt": "x", "answer": True}],
-            "set.jsonl:3: 'answer' .*True is neither a text nor",
-        ),
-        (
-            [*numbered(2), {"prompt": "x", "answer": [7]}],
-            r"set.jsonl:3: 'answer' .*\[7\] is neither a text nor",
-        ),
-        (
-            [*numbered(2), {"prompt": "x", "answer": {"a": 7}}],
-            "set.jsonl:3: 'answer' .*is neither a text nor",
-        ),
-        (
-            [*numbered(2), '{"prompt": "x", "answer": NaN}'],
-            "set.jsonl:3: 'answer' .*nan is neither a text nor",
-        ),
-        (
-            [*numbered(2), '{"prompt": "x", "answer": -Infinity}'],
-            "set.jsonl:3: 'answer' cannot be read",
-        ),
-        (
-            [*numbered(2), {"prompt": "x", "answer": " "}],
-            "set.jsonl:3: .*'answer' must not be empty",
-        ),
-        (['{"prompt": "x", "prompt": "y", "answer": 7}'], "set.jsonl:1: not a JSON object .*twice"),
-        (["[" * 100_000], "set.jsonl:1: not a JSON object .*recursion"),
-        (
-            [{"prompt": [{"role": "user", "content": "x"}], "answer": 7}],
-            "set.jsonl:1: 'prompt' must be a text",
-        ),
+        ([*numbered(2), {"prompt": "x", "answer": True}], "set.jsonl:3: .*True is neither"),
+        ([*numbered(2), {"prompt": "x", "answer": [7]}], r"set.jsonl:3: .*\[7\] is neither"),
+        ([*numbered(2), {"prompt": "x", "answer": {"a": 7}}], "set.jsonl:3: .*is neither"),
+        ([*numbered(2), '{"prompt": "x", "answer": NaN}'], "set.jsonl:3: .*NaN"),
+        ([*numbered(2), '{"prompt": "x", "answer": -Infinity}'], "set.jsonl:3: .*infinity"),
+        ([*numbered(2), {"prompt": "x", "answer": " "}], "set.jsonl:3: .*empty"),
+        (["[" * 100_000], "set.jsonl:1: .*recursion"),
+        ([{"prompt": [{"role": "user", "content": "x"}], "answer": 7}], "set.jsonl:1: .*no text"),
     ],
 )
 def test_malformed_rows_are_named(tmp_path, rows, message):
@@ -289,7 +266,7 @@ def test_malformed_rows_are_named(tmp_path, rows, message):
 def test_other_encodings_are_named(tmp_path, code):
     path = tmp_path / "set.jsonl"
     path.write_bytes('{"prompt": "naïve?", "answer": 7}\n'.encode(code))
-    with pytest.raises(BadInput, match="set.jsonl:1: not text in UTF-8, save it as such"):
+    with pytest.raises(BadInput, match="set.jsonl:1: needs .*(codec|Expecting)"):
         load(str(path))
 
 
@@ -319,15 +296,13 @@ def test_numbers_keep_their_digits(tmp_path):
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "folder.jsonl").mkdir()
-    for name, message in (
-        ("folder.jsonl", "Is a directory"),
-        ("a" * 300 + ".jsonl", "File name too long"),
-    ):
+    os.mkfifo(tmp_path / "pipe.jsonl")  # which would be waited for
+    train = write(tmp_path / "train.jsonl", numbered(8))
+    for name in ("folder", "pipe", "nowhere"):
         for field, value in (("task", "--task"), ("eval_task", "--eval_task")):
-            train = write(tmp_path / "train.jsonl", numbered(8))
-            with pytest.raises(BadInput, match=f"^{value} {tmp_path}/{name}: {message}$"):
-                load(**{"task": train, field: str(tmp_path / name)})
-    with pytest.raises(BadInput, match="^--eval_task nowhere.jsonl: no such file$"):
+            with pytest.raises(BadInput, match=f"^{value} {tmp_path}/{name}.jsonl: no such file"):
+                load(**{"task": train, field: f"{tmp_path}/{name}.jsonl"})
+    with pytest.raises(BadInput, match="^--eval_task nowhere.jsonl: no such file"):
         load(train, eval_task="nowhere.jsonl")
 
 
@@ -356,8 +331,7 @@ def test_a_held_out_prompt_is_never_trained_on(tmp_path):
     assert held_out == [problem.prompt for problem in other.held_out] and len(set(held_out)) == 5
     assert not {task.train(i).prompt for i in range(200)} & set(held_out)
     assert any(
-        "21 of 41 rows repeat a prompt; 1 prompts have several answers" in line
-        for line in task.remarks
+        "21 of 41 rows repeat a prompt, 1 with another answer" in line for line in task.remarks
     )
     assert any("rows have a prompt that is held out" in line for line in task.remarks)
     again = load(path, eval_task=write(tmp_path / "test.jsonl", numbered(3)), eval_problems=1)
@@ -371,17 +345,11 @@ def test_a_held_out_prompt_is_never_trained_on(tmp_path):
 
 
 def test_the_training_file_is_no_held_out_set(tmp_path):
-    """However its path is spelled; and a copy of it leaves nothing to train on."""
+    """It leaves nothing to train on, under whatever name."""
     path = write(tmp_path / "set.jsonl", numbered(8))
-    (tmp_path / "d").mkdir()
-    (tmp_path / "link.jsonl").symlink_to(path)
-    for spelled in (path, f"{tmp_path}/d/../set.jsonl", f"{tmp_path}/link.jsonl"):
-        with pytest.raises(BadInput, match="--eval_task .*is the training file"):
-            load(path, eval_task=spelled)
-    with pytest.raises(
-        BadInput, match="no training problem left of 8: the prompts are all held out"
-    ):
-        load(path, eval_task=write(tmp_path / "copy.jsonl", numbered(8)))
+    for same in (path, write(tmp_path / "copy.jsonl", numbered(8))):
+        with pytest.raises(BadInput, match="no problem left of 8: all are held out"):
+            load(path, eval_task=same)
 
 
 def test_references_that_cannot_be_matched_are_counted(tmp_path):
@@ -391,9 +359,8 @@ def test_references_that_cannot_be_matched_are_counted(tmp_path):
     ]
     rows.append({"prompt": "same?", "answer": "same?"})
     remarks = " ".join(load(write(tmp_path / "set.jsonl", rows)).remarks)
-    assert "2 of 5 references tried (of 5 that are no plain numbers) cannot be matched" in remarks
-    assert "1 rows have their own prompt as the answer" in remarks
-    with pytest.raises(BadInput, match="--answer_column prompt: is the --prompt_column, too"):
+    assert "2 of 5 references tried cannot be matched" in remarks
+    with pytest.raises(BadInput, match="is the --prompt_column, too"):
         load(write(tmp_path / "set.jsonl", rows), answer_column="prompt")
     clean = [line for line in load(write(tmp_path / "clean.jsonl", numbered(8))).remarks]
     assert clean == []
@@ -426,17 +393,15 @@ def test_a_prompt_and_its_response_fit_into_the_model(tmp_path, tiny):
     path = write(tmp_path / "set.jsonl", [*numbered(6), {"prompt": "long" * 10, "answer": 1}])
     plain = {"instruction": ""}
     # 58 tokens with "Question: ... Answer:"
-    assert len(load(path, Short(), max_new_tokens=64, **plain).dropped) == 1
-    assert len(load(path, Short(), max_new_tokens=40, **plain).dropped) == 0
-    with pytest.raises(
-        BadInput, match="no problem left of 7; .* 100 positions less --max_new_tokens 90"
-    ):
+    assert "too long" in load(path, Short(), max_new_tokens=64, **plain).remarks[-1]
+    assert "too long" not in load(path, Short(), max_new_tokens=40, **plain).remarks[-1]
+    with pytest.raises(BadInput, match="no problem left of 7: .* 10: .* --max_new_tokens 90"):
         load(path, Short(), max_new_tokens=90, **plain)
     assert load("arithmetic", tiny[1], max_new_tokens=242).held_out
     for tokens in (243, 5000):
         with pytest.raises(
             BadInput,
-            match=f"longest prompt has 14 tokens.*256 positions less --max_new_tokens {tokens}",
+            match=f"a prompt of 14 tokens; room is for {256 - tokens}:.* --max_new_tokens {tokens}",
         ):
             load("arithmetic", tiny[1], max_new_tokens=tokens)
 
@@ -448,7 +413,7 @@ def test_a_huge_prompt_is_dropped_without_being_tokenised(tmp_path):
             return super().__call__(text)
 
     path = write(tmp_path / "set.jsonl", [*numbered(6), {"prompt": "x" * 10**6, "answer": 1}])
-    assert len(load(path, Counting()).dropped) == 1
+    assert "too long" in load(path, Counting()).remarks[-1]
 
 
 class Counted(Letters):
@@ -475,7 +440,7 @@ def test_prompts_of_a_large_set_are_encoded_when_they_are_drawn(tmp_path):
     path, tokenizer = write(tmp_path / "set.jsonl", numbered(6000)), Counted()
     task = load(path, tokenizer)
     before = len(tokenizer.given)
-    assert before <= TRIED + 2 and not task.dropped
+    assert before <= TRIED + 2 and not task.remarks
     assert task.train(5).prompt in tokenizer.given[-1] and len(tokenizer.given) == before + 1
 
 
@@ -484,19 +449,16 @@ def test_a_row_that_is_too_long_is_replaced_by_a_rule_of_the_index_alone(tmp_pat
     epoch stay as they are; what was met is counted once."""
     path = write(tmp_path / "set.jsonl", some_long(3000))
     task, again = load(path, **LAZY), load(path, **LAZY)
-    known = len(task.dropped)
-    assert TRIED / 4 < known < TRIED / 2  # of a sample
     drawn = [task.train(i) for i in range(3000)]
     assert [again.train(i) for i in reversed(range(2000, 2100))] == drawn[2000:2100][::-1]
     assert max(len(problem.prompt_ids) for problem in drawn) <= 60
     assert all(int(problem.answer) % 3 for problem in drawn)
     held_out = {int(problem.answer) for problem in task.held_out}
     assert {int(p.answer) for p in drawn} == {i for i in range(3000) if i % 3} - held_out
-    assert len(task.dropped) == 1000 > len(again.dropped) >= known
     longer = load(path, max_prompt_tokens=200, instruction="")
     whole = [longer.train(i) for i in range(300)]
     kept = [(a, b) for a, b in zip(drawn, whole) if int(b.answer) % 3]
-    assert not longer.dropped and len(kept) > 150
+    assert not longer.remarks and len(kept) > 150
     # The held-out problems may be others where long ones count: but for those the order is the same
     if held_out == {int(problem.answer) for problem in longer.held_out}:
         assert all(a == b for a, b in kept)
@@ -504,69 +466,26 @@ def test_a_row_that_is_too_long_is_replaced_by_a_rule_of_the_index_alone(tmp_pat
 
 def test_a_large_set_of_which_nothing_fits_is_refused_soon(tmp_path):
     tokenizer = Counted()
-    with pytest.raises(BadInput, match=f"no problem left of {TRIED}; .*--max_prompt_tokens 9 "):
+    with pytest.raises(BadInput, match="no problem left of 6000: .* 9: --max_prompt_tokens"):
         load(write(tmp_path / "set.jsonl", numbered(6000)), tokenizer, max_prompt_tokens=9)
-    assert len(tokenizer.given) == TRIED
+    assert len(tokenizer.given) <= 3 * TRIED
     test = write(tmp_path / "test.jsonl", [{"prompt": "1?", "answer": 1}])
     path = write(
         tmp_path / "long.jsonl", [{"prompt": 9 * f"{i:09}", "answer": i} for i in range(5)]
     )
-    with pytest.raises(BadInput, match="--task .*: no training problem left of 5: .* too long; "):
+    with pytest.raises(BadInput, match="--task .*: no problem left of 5: .* too long; "):
         load(path, eval_task=test, **LAZY)
-
-
-def test_a_row_keeps_some_bytes_in_memory_and_no_text(tmp_path):
-    rows = read_set(write(tmp_path / "set.jsonl", numbered(1000)), Args(), "train")
-    arrays = (rows.places, rows.prompts, rows.answers, rows.source.starts)
-    assert sum(memoryview(array).nbytes for array in arrays) <= 28 * 1000 + 8
-    assert rows[999] == ("question 999?", "999") and len(rows) == 1000
-    with pytest.raises(IndexError):
-        rows[1000]
-
-
-@pytest.mark.parametrize("change", ["answer", "length", "empty"])
-def test_a_file_that_changes_under_the_run_stops_it(tmp_path, change):
-    path = tmp_path / "set.jsonl"
-    task = load(write(path, numbered(5000)))
-    if change == "answer":
-        write(path, [row | {"answer": 9999 - row["answer"]} for row in numbered(5000)])
-    else:
-        path.write_text("" if change == "empty" else " " + path.read_text())
-    with pytest.raises(BadInput, match=r"set.jsonl:\d+: changed under the run"):
-        [task.train(i) for i in range(100)]  # some may still be in the file's buffer, as they were
-
-
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_slow_work_says_what_it_does(tmp_path, monkeypatch, tiny, rank):
-    """Reading, tokenising, drawing: each behind a bar, that comes after seconds only, and on the
-    first rank alone."""
-    bars = []
-
-    def tqdm(things: object, what: str, *, delay: float, disable: bool, leave: bool) -> object:
-        assert delay > 0 and not leave
-        bars.append((what, disable))
-        return things
-
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr("common.data.tqdm", tqdm)
-    path = write(tmp_path / "set.jsonl", numbered(8))
-    load(path)
-    load("arithmetic", tiny[1])
-    words = (f"reading {path}", "tokenising", "drawing held-out problems")
-    assert bars == [(what, rank == "1") for what in words]
 
 
 def test_evaluation_sets_are_named_by_their_own_flag(tmp_path):
     path = write(tmp_path / "set.jsonl", numbered(8))
-    for spec in ("arithmetic", "reasoning_gym:chain_sum", f"{path},", "gsm8k:"):
+    for spec in ("arithmetic", f"{path},", "gsm8k:", "aime24,aime25"):
         with pytest.raises(
             BadInput, match="^--eval_task .*: unknown, use one of a .jsonl or .parquet file, gsm8k"
         ):
-            read_set(spec, Args(), "test", "--eval_task")
+            load(path, eval_task=spec)
     with pytest.raises(BadInput, match="--eval_task nowhere.jsonl: no such file"):
         load(path, eval_task="nowhere.jsonl")
-    with pytest.raises(BadInput, match="one set, several are for tools.evaluate"):
-        load(path, eval_task="aime24,aime25")
     for name in ("math500", "aime25"):
         with pytest.raises(
             BadInput, match=f"--task {name}: has no training split, use it as --eval_task"
@@ -578,13 +497,13 @@ def test_unreadable_answers_are_named(tmp_path):
     wrong = {
         "math": {"problem": "Find x.", "solution": "it is 7"},
         "gsm8k": {"question": "Find x.", "answer": "it is 7"},
-        "olympiadbench": {"question": "Find x.", "final_answer": "7"},
+        "olympiadbench": {"question": "Find x.", "final_answer": 7},
         "aime24": {"problem": "Find x.", "answer": "seven"},
     }
     for name, row in wrong.items():
-        with pytest.raises(BadInput, match="local.jsonl:1: '.*' cannot be read as an answer"):
+        with pytest.raises(BadInput, match="local.jsonl:1: needs"):
             load(f"{name}:" + write(tmp_path / "local.jsonl", [row]))
-    with pytest.raises(BadInput, match="set.parquet: not a parquet file"):
+    with pytest.raises(BadInput, match="set.parquet: cannot be read .*arquet"):
         load(write(tmp_path / "set.parquet", ["text"]))
 
 
@@ -594,8 +513,10 @@ def test_unknown_tasks_and_missing_packages_are_named(monkeypatch, tiny):
     with pytest.raises(BadInput, match="--task nowhere.jsonl: no such file"):
         load("nowhere.jsonl")
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(BadInput, match="pip install reasoning-gym"):
-        load("reasoning_gym:chain_sum")
+    with pytest.raises(
+        BadInput, match="--task tools/gym.py:chain_sum: cannot be used .*reasoning_gym"
+    ):
+        load("tools/gym.py:chain_sum")
 
 
 def test_a_model_that_cannot_read_the_task_is_named(tmp_path, tiny):
@@ -651,33 +572,68 @@ def test_reasoning_gym(tmp_path, monkeypatch):
     spec.loader.exec_module(module)
     # Here; in the worker PYTHONPATH finds it
     monkeypatch.setitem(sys.modules, "reasoning_gym", module)
-    task = load("reasoning_gym:chain_sum", max_prompt_tokens=200)
-    task.judge.limits = (2.0, 2**31)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.utils", SimpleNamespace(extract_answer=None))
+    task = load("tools/gym.py:chain_sum")
+    task.judge.seconds = 2.0
     problem = task.train(3)
     said = (problem.answer, "raise", "hang")
     given = ["no", *(f"<answer>{answer}</answer>" for answer in said)]
     assert task.judge(given, [problem.answer] * 4) == [0.01, 1.0, 0.0, 0.0]
     assert task.judge.killed == 1
-    again = load("reasoning_gym:chain_sum", max_prompt_tokens=200, seed=2)
+    again = load("tools/gym.py:chain_sum", seed=2)
     assert task.held_out == again.held_out and task.train(0) != again.train(0)
     indices = {int(task.train(i).answer) for i in range(300)}
     assert max(indices) < 50_000 <= min(int(p.answer) for p in task.held_out)
-    # a tenth of its prompts is longer
-    assert all(len(task.train(i).prompt_ids) <= 200 for i in range(300))
     task.judge.close()
-    with pytest.raises(
-        BadInput, match="--task reasoning_gym:nothing: Dataset 'nothing' not registered"
-    ):
-        load("reasoning_gym:nothing")
-    with pytest.raises(BadInput, match="--eval_problems 60000"):
-        load("reasoning_gym:chain_sum", eval_problems=60_000)
-    with pytest.raises(BadInput, match="hardly a prompt fits"):
-        load("reasoning_gym:chain_sum", max_prompt_tokens=20)
+    with pytest.raises(BadInput, match="--task tools/gym.py:nothing: .* 'nothing' not registered"):
+        load("tools/gym.py:nothing")
+    with pytest.raises(BadInput, match="countdown would execute what the model writes"):
+        load("tools/gym.py:countdown")
 
 
-def test_pipes_and_links_in_a_circle_are_no_files(tmp_path):
-    os.mkfifo(tmp_path / "pipe.jsonl")
+MINE = """
+def train(i): return f"{i % 7}+1=", str(i % 7 + 1)
+held_out = [("8+1=", "9"), ("9+1=", "10")]
+def reward(response, answer): return float(response.strip("#") == answer)
+class other:
+    train = staticmethod(lambda i: ("1+1=", "2"))
+    held_out = [("2+2=", "4")]
+"""
+
+
+def test_a_task_of_yours(tmp_path):
+    """Its problems in order, its held-out ones, its reward in a bounded worker; another seed begins
+    elsewhere; a file may hold several, and one without a reward is math-verify's."""
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    task = load(str(file))
+    assert [task.train(i).prompt for i in (0, 1, 7)] == ["0+1=", "1+1=", "0+1="]
+    assert [(p.prompt, p.answer) for p in task.held_out] == [("8+1=", "9"), ("9+1=", "10")]
+    assert task.judge(["#9", "9", "8"], ["9"] * 3) == [1.0, 1.0, 0.0]
+    task.judge.close()
+    assert load(str(file), seed=2).train(0).prompt == "4+1="  # 1,000,003 further on
+    other = load(f"{file}:other")
+    assert other.train(5).answer == "2" and not other.judge.spec
+    assert task.fingerprint and task.fingerprint == other.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train = 1", "cannot be used .*'held_out'"),
+        ("held_out = []\ndef train(i): return 'a'", "no held-out"),
+        ("held_out = [3]\ndef train(i): return 3", "is no .prompt, reference."),
+        ("def train(", "cannot be used"),
+    ],
+)
+def test_a_task_of_yours_that_is_none_is_named(tmp_path, text, message):
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(BadInput, match=message) as error:
+        load(str(tmp_path / "mine.py"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_link_in_a_circle_is_no_file(tmp_path):
     (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
-    for name, message in (("pipe", "is no plain file"), ("loop", "no such file|Too many levels")):
-        with pytest.raises(BadInput, match=message):
-            load(str(tmp_path / f"{name}.jsonl"))
+    with pytest.raises(BadInput, match="no such file"):
+        load(str(tmp_path / "loop.jsonl"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from common.batch import Rollout
 from common.logprobs import Policy, response_logprobs
-from common.model import load_model
+from common.plumbing.model import load_model
 from common.rollout import HFEngine
 
 from tests.checks import loss_of

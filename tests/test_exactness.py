@@ -132,7 +132,7 @@ def first_ratios(folder: Path, name: str) -> list[bool]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "policy_loss", spy)
-        patch.setattr("common.tracking.draw_curves", no_curves)
+        patch.setattr("common.plumbing.tracking.draw_curves", no_curves)
         flags = [*SMALL, "--steps", 1, "--micro_tokens", 60, "--lr", 1e-30, "--run_dir", folder]
         flags += ["--lag", 0] if hasattr(module.Args, "lag") else []
         assert run_here(module.main, *flags) == 0

@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from common.batch import Rollout
 from common.distributed import CLOSING, BadInput, World, full_parameters, setup, shard
-from common.launch import check, parse
+from common.plumbing.launch import check, parse
 from common.logprobs import Policy
-from common.model import head_logits, load_model
-from common.rollout_vllm import VLLMEngine, checkpoint_parameters
+from common.plumbing.model import head_logits, load_model
+from common.plumbing.vllm import VLLMEngine, checkpoint_parameters
 from tools.marks import algorithms
 from torch.distributed.tensor import DTensor
 
@@ -164,7 +164,7 @@ def test_one_rank_of_a_node_downloads_for_its_engines(
     """On nodes beyond the first no rank has had the weights: else all engines ask the hub."""
     found = []
     spy = lambda name, **how: found.append(name)  # noqa: E731
-    monkeypatch.setattr("common.rollout_vllm.snapshot_download", spy)
+    monkeypatch.setattr("common.plumbing.vllm.snapshot_download", spy)
     monkeypatch.setitem(os.environ, "LOCAL_RANK", str(local_rank))
     engine_of()
     assert not found  # embedded
@@ -397,7 +397,7 @@ def test_a_rank_that_fails_does_not_wait_for_the_others(monkeypatch, capsys):
         raise ValueError("a mistake of ours")
 
     monkeypatch.setattr(fail, "__module__", "grpo", raising=False)
-    monkeypatch.setattr("common.launch.os._exit", lambda code: sys.exit(code))
+    monkeypatch.setattr("common.plumbing.launch.os._exit", lambda code: sys.exit(code))
     assert run_here(fail, "--steps", 1) == 1
     said = capsys.readouterr().err
     assert "a mistake of ours" in said and "rank 0 failed in" in said

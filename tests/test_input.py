@@ -15,9 +15,9 @@ BAD_INPUT = {
     "not a number": (["--lr", "fast"], "Error parsing --lr: could not"),
     "unknown task": (["--task", "aritmetic"], "--task aritmetic: unknown"),
     "missing file": (["--task", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
-    "malformed row": (["--task", "BAD_ROWS"], "bad.jsonl:2: not a JSON object"),
+    "malformed row": (["--task", "BAD_ROWS"], "bad.jsonl:2: needs 'prompt'"),
     "no such model": (["--model", "nowhere/nothing"], "--model nowhere/nothing"),
-    "model without weights": (["--model", "EMPTY_MODEL"], "weights"),
+    "model without weights": (["--model", "EMPTY_MODEL"], "empty: cannot be loaded"),
     "a group of one": (["--group_size", 1], "--group_size 1"),
     "mini-batches do not divide": (["--minibatches", 5], "--prompts_per_step 16"),
     "zero steps": (["--steps", 0], "--steps 0: must be 1 or more"),
@@ -33,7 +33,7 @@ BAD_INPUT = {
         ["--dtype", "float7"],
         "error: invalid choice 'float7' for argument '--dtype'. Expected",
     ),
-    "nothing to resume": (["--resume"], "--resume: no run in"),
+    "nothing to resume": (["--resume"], "--resume: no checkpoint in"),
 }
 
 
@@ -106,7 +106,7 @@ OUT_OF_RANGE = [
     ("deep_grpo", "--branches 1", "--branches 1: must be 2 or more"),
     ("deep_grpo", "--boundary z", "--boundary 'z': no token ends in it"),
     ("deep_grpo", "--boundary @", "--boundary '@': no token ends in it"),
-    ("deep_grpo", "--depth_power 1e30", "--depth_power 1e+30: must be from 0 to 100"),
+    ("deep_grpo", "--depth_power 1e3", "--depth_power 1000.0: must be from 0 to 100"),
 ]
 
 
@@ -123,18 +123,9 @@ def test_every_file_checks_its_own_flags(algorithm, flags, message, tmp_path, ca
 
 
 ENVIRONMENT = [
-    ({"OMP_NUM_THREADS": "abc"}, 2, "OMP_NUM_THREADS=abc in the environment"),
-    ({"RANK": "x"}, 2, "RANK=x in the environment"),
-    ({"RANK": "-1"}, 2, "RANK=-1 in the environment"),
-    (
-        {"RANK": "5", "WORLD_SIZE": "2"},
-        2,
-        "RANK=5 in the environment: must be a number from 0 to 1",
-    ),
-    ({"WORLD_SIZE": "0"}, 2, "WORLD_SIZE=0 in the environment: must be a number from 1"),
     ({"WORLD_SIZE": "2"}, 2, "no MASTER_PORT: start several ranks with torchrun"),
-    ({"MASTER_PORT": "99999"}, 2, "MASTER_PORT=99999 in the environment"),
-    ({"MASTER_PORT": "BUSY"}, 1, "ranks cannot meet at 127.0.0.1:"),
+    ({"MASTER_PORT": "99999"}, 2, "the ranks cannot be set up (port must have value"),
+    ({"MASTER_PORT": "BUSY"}, 2, "the ranks cannot be set up ("),
     ({"OMP_NUM_THREADS": "1,2", "LOCAL_RANK": ""}, 0, ""),  # a list for OpenMP's levels; unset
 ]
 
@@ -158,7 +149,7 @@ def test_a_wrong_environment_is_one_line(variables, code, message, tmp_path, mon
 @pytest.mark.skipif(bool(importlib.util.find_spec("vllm")), reason="vLLM is installed")
 def test_without_vllm_its_install_line_is_shown(tmp_path, capsys):
     assert run_here(grpo.main, "--rollout", "vllm", "--run_dir", tmp_path / "run") == 2
-    assert "pip install -r requirements.txt), or use --rollout hf" in capsys.readouterr().err
+    assert "pip install -r requirements.txt, or use --rollout hf" in capsys.readouterr().err
 
 
 def test_exit_code_and_line_of_the_real_command(capsys):

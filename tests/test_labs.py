@@ -12,8 +12,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 from common.distributed import BadInput
-from common.flags import broken_rule
-from common.launch import parse
+from common.plumbing.flags import broken_rule
+from common.plumbing.launch import parse
 from labs import bug, lab
 
 from tests import checks

@@ -197,7 +197,7 @@ def test_every_bug_is_one_place_and_seen(number):
 
 
 def test_there_are_enough_bugs_and_each_run_has_flags_that_exist(monkeypatch):
-    from common.launch import parse
+    from common.plumbing.launch import parse
 
     assert 8 <= len(bug.BUGS) <= 12 and sum(bool(one.real) for one in bug.BUGS) >= 6
     for one in bug.BUGS:

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import common.evaluation
+import common.plumbing.evaluation
 import common.rollout
 import grpo
 import pytest
 import torch
 import vcpo
 from common.distributed import setup
-from common.model import load_model
+from common.plumbing.model import load_model
 from transformers import PreTrainedModel
 
 from tests import formulas, oracle
@@ -570,7 +570,7 @@ def check_evaluation_is_beside_training(module: ModuleType, folder: Path) -> Non
         ]
         flags += ["--lag", 1] if module.__name__ == "vcpo" else []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("common.tracking.draw_curves", lambda *arguments: "")
+            patch.setattr("common.plumbing.tracking.draw_curves", lambda *arguments: "")
             assert run_here(module.main, *flags) == 0
         rows = metrics(folder / f"every-{every}")
         assert sum("greedy" in row for row in rows) == (4 if every == 1 else 2)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from common.batch import Rollout
 from common.logprobs import BLOCK_ELEMENTS, Policy, all_logprobs, token_logprobs
-from common.model import load_model
+from common.plumbing.model import load_model
 from common.rollout import HFEngine
 from tools.memory import SHAPES
 from torch._subclasses.fake_tensor import FakeTensorMode

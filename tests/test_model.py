@@ -14,7 +14,7 @@ from common import logprobs as model_module
 from common.data import encode
 from common.distributed import BadInput, shard
 from common.logprobs import Policy, token_logprobs
-from common.model import EMBEDDED, eos_ids, load_model
+from common.plumbing.model import EMBEDDED, eos_ids, load_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -239,10 +239,7 @@ BROKEN = {
         lambda folder: (folder / "model.safetensors").write_bytes(b""),
         "header too small",
     ),
-    "other width": (
-        configured(intermediate_size=96),
-        r"6 weights do not fit .* is \(64, 192\), not \(64, 96\)",
-    ),
+    "other width": (configured(intermediate_size=96), r"6 weights do not fit .* is \(64, 192\)"),
     "more layers": (
         configured(num_hidden_layers=3, layer_types=["full_attention"] * 3),
         r"11 weights do not fit .*layers\.2\..* is missing",
@@ -290,8 +287,7 @@ def test_a_broken_model_folder_is_named(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("tiney", "no such folder; did you mean tiny?"),
-        ("tinymoe", "no such folder; did you mean tiny-moe?"),
+        ("tiney", "no such folder; use a folder, a hub name (owner/name), tiny or"),
         ("", "no such folder; use a folder"),
         ("Qwen3-0.6B", "hub name"),
         ("./tiny/model", "no such folder"),
@@ -332,7 +328,7 @@ def test_the_tokenizer_knows_the_models_positions(tmp_path, tiny):
 
 def test_a_folder_without_weights_is_named(tmp_path, tiny):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(BadInput, match=f"--model {tmp_path}.*weights"):
+    with pytest.raises(BadInput, match=f"--model {tmp_path}: cannot be loaded"):
         load_model(str(tmp_path))
 
 
@@ -345,7 +341,7 @@ def changed(folder: Path, name: str, **entries: object) -> None:
 def test_an_eos_that_is_no_number_is_named(eos, words, tmp_path):
     folder = Path(shutil.copytree(words, tmp_path / "model"))
     changed(folder, "generation_config.json", eos_token_id=eos)
-    with pytest.raises(BadInput, match="EOS token that is no number|cannot be loaded"):
+    with pytest.raises(BadInput, match="EOS tokens by number|cannot be loaded"):
         load_model(str(folder))
 
 
@@ -358,7 +354,7 @@ def test_tokens_without_an_embedding_and_empty_prompts_are_named(words, tmp_path
     tokenizer.save_pretrained(folder)
     _, tokenizer = load_model(str(folder))
     assert encode("two and two", None, tokenizer)
-    with pytest.raises(BadInput, match="no embedding: 258"):
+    with pytest.raises(BadInput, match="without an embedding: 258"):
         encode("two and wug", None, tokenizer)
     tokenizer.chat_template = "{# nothing #}"
     with pytest.raises(BadInput, match="no token left"):

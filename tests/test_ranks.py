@@ -4,16 +4,16 @@ import copy
 import shutil
 from pathlib import Path
 
-import common.model
+import common.plumbing.model
 import grpo
 import pytest
 import torch
 import torch.distributed as dist
 import vcpo
-from common.checkpoint import load_checkpoint
-from common.distributed import clip_gradients, full_parameters, scale_gradients, setup, shard
+from common.plumbing.checkpoint import load_checkpoint
+from common.distributed import clip_gradients, full_parameters, divide_gradients, setup, shard
 from common.logprobs import Policy, frozen_reference
-from common.model import load_model
+from common.plumbing.model import load_model
 from common.rollout import HFEngine
 from torch.distributed.tensor import DTensor
 
@@ -38,8 +38,8 @@ def logprobs_of(policy: Policy) -> torch.Tensor:
 def receives(folder: Path) -> None:
     """One of two ranks: what it ends up with is what it would have loaded itself."""
     world, seen = setup(), []
-    read = common.model.AutoModelForCausalLM.from_pretrained
-    common.model.AutoModelForCausalLM.from_pretrained = lambda *a, **k: (
+    read = common.plumbing.model.AutoModelForCausalLM.from_pretrained
+    common.plumbing.model.AutoModelForCausalLM.from_pretrained = lambda *a, **k: (
         seen.append(a) or read(*a, **k)
     )
     for name in ("tiny", "tiny-moe", str(folder / "untied")):
@@ -50,7 +50,7 @@ def receives(folder: Path) -> None:
         for shard_ranks in (1, 2):
             args = grpo.Args(dtype="float32", shard_ranks=shard_ranks)
             seen.clear()
-            lm, _ = load_model(name, world)
+            lm, _ = load_model(name)
             assert len(seen) == (world.rank == 0)
             assert all(p.is_meta == (world.rank == 1) for p in lm.parameters())
             assert lm.generation_config.eos_token_id == whole.generation_config.eos_token_id
@@ -88,7 +88,7 @@ def test_rank_0_loads_for_all(tmp_path):
 
 def fetches(folder: Path) -> None:
     """One of two ranks, alone on a node or not, for which `read_model` is a hub with a cache."""
-    world, read = setup(), common.model.read_model
+    world, read = setup(), common.plumbing.model.read_model
 
     def fetch(name: str, flag: str, whole: bool) -> tuple:
         cached = (folder / "cache").exists()
@@ -97,8 +97,8 @@ def fetches(folder: Path) -> None:
         (folder / f"{world.rank}{' from the cache' if cached else ''}").touch()
         return result
 
-    common.model.read_model = fetch
-    load_model("tiny", world)
+    common.plumbing.model.read_model = fetch
+    load_model("tiny")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -128,10 +128,10 @@ def clips(folder: Path) -> None:
     world, found = setup(), []
     for shard_ranks in (4, 2, 1):
         for dtype in ("float32", "bfloat16"):
-            lm, _ = load_model("tiny", world)
+            lm, _ = load_model("tiny")
             policy = shard(Policy(lm), grpo.Args(dtype=dtype, shard_ranks=shard_ranks), world)
             (logprobs_of(policy).sum() * (world.rank + 1)).backward()  # the ranks' mean: 2.5
-            scale_gradients(policy, 2.0)
+            divide_gradients(policy, 2.0)
             norm = clip_gradients(policy, 0.5)
             assert clip_gradients(policy, 1.0) == pytest.approx(0.5, rel=1e-4)
             found.append((dtype, norm, [full for _, full in full_parameters(policy)]))
@@ -170,7 +170,7 @@ def test_resume_on_other_ranks(tmp_path, capsys, world):
     lm, _ = load_model("tiny")
     policy = Policy(lm)
     optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
-    done, state = load_checkpoint(folder / "checkpoints", policy, optimizer, world)
+    done, state = load_checkpoint(folder, policy, optimizer, world)
     assert (done, state["other_ranks"]) == (2, 4)
     dist.destroy_process_group()
     saved = tensors(folder / "checkpoints/step_000002", tmp_path / "t.pt")

@@ -4,7 +4,7 @@ import time
 
 import pytest
 from common.distributed import RunStopped
-from common.reward import MathJudge, final_answer
+from common.reward import Judge, final_answer
 
 from tests import adapters
 
@@ -13,7 +13,7 @@ SECONDS = 2.0
 
 @pytest.fixture(scope="module")
 def judge():
-    judge = MathJudge(workers=1, seconds=SECONDS, memory=2**30)
+    judge = Judge(workers=1, seconds=SECONDS, memory=2**30)
     yield judge
     judge.close()
 
@@ -114,7 +114,7 @@ def test_hostile_answers_cost_little_and_earn_nothing(judge, name):
 def test_broken_bounds_are_counted_and_leave_the_others_alone():
     """In one batch: a hanging answer scores 0 and is counted, its neighbours are judged, order is
     kept."""
-    judge = MathJudge(workers=2, seconds=1.0)
+    judge = Judge(workers=2, seconds=1.0)
     good, hanging = r"\boxed{7}", r"\boxed{9^{9^{9^{9}}}}"
     assert judge([good, hanging, good, "8", good], ["7"] * 5) == [1.0, 0.0, 1.0, 0.0, 1.0]
     assert judge.killed == 1
@@ -124,7 +124,7 @@ def test_broken_bounds_are_counted_and_leave_the_others_alone():
 def test_memory_is_bounded():
     """An answer that asks for more memory than allowed is refused or killed; the worker's share
     stays bounded."""
-    judge = MathJudge(workers=1, seconds=20.0, memory=2**28)
+    judge = Judge(workers=1, seconds=20.0, memory=2**28)
     assert judge([r"\boxed{2^{40000000000}}", r"\boxed{7}"], ["7", "7"]) == [0.0, 1.0]
     judge.close()
 
@@ -132,7 +132,7 @@ def test_memory_is_bounded():
 def test_a_killed_worker_is_replaced():
     """A worker that dies between two answers (out-of-memory killer) costs one answer at the
     most."""
-    judge = MathJudge(workers=1)
+    judge = Judge(workers=1)
     assert judge([r"\boxed{7}"], ["7"]) == [1.0]
     worker = judge.idle.get()
     worker.kill()
@@ -152,17 +152,7 @@ def test_final_answer():
 def test_a_judge_that_does_not_start_ends_the_run_in_one_line(monkeypatch):
     """Also for those who wait for another worker: nobody waits for ever."""
     monkeypatch.setattr("sys.executable", "/bin/false")
-    judge = MathJudge(workers=1)
+    judge = Judge(workers=1)
     for _ in range(2):
         with pytest.raises(RunStopped, match="the judge math-verify does not start .exit code 1"):
             judge([r"\boxed{7}"] * 3, ["7"] * 3)
-
-
-def test_a_start_that_hangs_is_ended(tmp_path, monkeypatch):
-    """A library that never comes back from its import."""
-    (tmp_path / "math_verify.py").write_text("while True: pass\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr("common.reward.START_SECONDS", 1)
-    judge = MathJudge(workers=1)
-    with pytest.raises(RunStopped, match="does not start .exit code -14"):
-        judge([r"\boxed{7}"], ["7"])

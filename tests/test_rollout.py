@@ -12,9 +12,9 @@ from common import logprobs as rollout_module
 from common.batch import Rollout
 from common.distributed import RunStopped
 from common.logprobs import Policy, micro_batches, response_logprobs, sampler_gap
-from common.model import load_model
+from common.plumbing.model import load_model
 from common.rollout import HFEngine
-from common.tracking import Run
+from common.plumbing.tracking import Run
 from grpo import Args
 
 DENSE = SimpleNamespace(lm=torch.nn.Module())  # as a policy without experts

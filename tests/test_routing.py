@@ -9,9 +9,9 @@ import torch
 from common.batch import Rollout
 from common.distributed import shard
 from common.logprobs import Policy, all_logprobs, response_logprobs
-from common.model import load_model
+from common.plumbing.model import load_model
 from common.rollout import HFEngine
-from common.routing import Routing, routers
+from common.plumbing.routing import Routing, routers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 PROMPTS = ["7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9="]
@@ -135,7 +135,6 @@ SHAPE = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16
 SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
 SHAPE |= {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2}
 SHAPE |= {"vocab_size": 64, "pad_token_id": 0, "eos_token_id": 1}
-LFM2 = {"layer_types": ["full_attention"] * 2, "num_dense_layers": 0}
 # Softmax or sigmoid, before or after the top k, renormalised or not, indices first or last
 REPLAYED = {
     "qwen3_moe": {"norm_topk_prob": True},
@@ -148,9 +147,9 @@ REPLAYED = {
     "granitemoe": {},
     "aria_text": {"moe_num_experts": 8, "moe_topk": 2},
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 0},
-    "lfm2_moe": {**LFM2, "use_expert_bias": False},
 }
 V3 = {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "qk_rope_head_dim": 16}
+LFM2 = {"layer_types": ["full_attention"] * 2, "num_dense_layers": 0}
 LEFT_ALONE = {"phimoe": {}, "deepseek_v3": V3, "lfm2_moe": LFM2}
 
 

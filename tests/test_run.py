@@ -9,7 +9,7 @@ import pytest
 import stapo
 import torch
 from common.logprobs import Policy
-from common.model import load_model
+from common.plumbing.model import load_model
 from tools.evaluate import load_weights
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
@@ -62,7 +62,7 @@ def test_two_ranks_do_the_same_work(tmp_path, world):
     assert re.search(r"2 rank\(s\) on cpu", run.stdout)
     assert run.stdout.count("held-out accuracy, greedy") == 1
     assert all(line["sampler_gap"] < 1e-4 for line in lines[1:])
-    found = load_weights(tmp_path / "run/checkpoints", Policy(load_model("tiny")[0]), world, "")
+    found = load_weights(tmp_path / "run", Policy(load_model("tiny")[0]))
     assert found == 4
 
 

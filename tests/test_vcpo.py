@@ -9,7 +9,7 @@ import vcpo
 from common.batch import Rollout
 from common.distributed import gather
 from common.logprobs import Policy
-from common.model import load_model
+from common.plumbing.model import load_model
 from common.rollout import HFEngine
 
 from tests.helpers import SMALL, assert_same_run, command, metrics, run_here
@@ -92,12 +92,13 @@ def test_a_signal_while_the_queue_fills(tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 6, tmp_path)
 
 
-ASYNC = [*SMALL, "--minibatches", 1, "--lag", 2, "--async", "--eval_every", 4]
+ASYNC = [*SMALL, "--minibatches", 1, "--lag", 2, "--async", "--eval_every", 3]
 
 
-def test_async_keeps_the_lag_and_leaves_evaluated_steps_in_turn(tmp_path, capsys):
-    """The overlap is one of the k updates: k - 1 batches wait. After an evaluation one is sampled
-    in turn, checked."""
+def test_async_keeps_the_lag_and_leaves_some_steps_in_turn(tmp_path, capsys, monkeypatch):
+    """The overlap is one of the k updates: k - 1 batches wait. Now and then one is sampled in turn,
+    and checked; when does not depend on what is measured or on how long the run is."""
+    monkeypatch.setattr(vcpo, "CHECK_EVERY", 4)
     assert run_here(vcpo.main, *ASYNC, "--steps", 9, "--run_dir", tmp_path / "run") == 0
     assert "not the speed-up" in capsys.readouterr().out
     lines = metrics(tmp_path / "run")[1:]
@@ -131,7 +132,16 @@ def test_async_samples_with_the_weights_it_says(tmp_path, monkeypatch):
     monkeypatch.setattr(HFEngine, "generate", sampled)
     flags = [*ASYNC[:-1], 100, "--steps", 6, "--run_dir", tmp_path / "run"]
     assert run_here(vcpo.main, *flags) == 0
-    assert versions[2:-2] == [0, 0, 0, 1, 2, 3]  # between the evaluations: two calls each
+    assert versions[2:-2] == [0, 0, 0, 1, 2, 3, 4]  # between the evaluations: two calls each
+
+
+def test_async_resumes_with_more_steps_to_the_bit(tmp_path):
+    """A run of 3 steps that goes on to 7, evaluated at other steps, is the one of 7 at once."""
+    flags, run = [*ASYNC, "--save_every", 3], ["--run_dir", tmp_path / "parts"]
+    assert run_here(vcpo.main, *flags, "--steps", 7, "--run_dir", tmp_path / "whole") == 0
+    assert run_here(vcpo.main, *flags, "--steps", 3, *run) == 0
+    assert run_here(vcpo.main, *flags, "--steps", 7, *run, "--resume") == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 7, tmp_path)
 
 
 def test_async_resumes_to_the_bit(tmp_path):

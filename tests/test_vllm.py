@@ -10,13 +10,13 @@ import common  # noqa: F401  (before torch)
 import grpo
 import pytest
 import torch
-from common.checkpoint import save_model
+from common.plumbing.checkpoint import save_model
 from common.distributed import CLOSING, RunStopped, setup, shard
 from common.logprobs import Policy, all_logprobs, sampler_gap
-from common.model import EMBEDDED, load_model
+from common.plumbing.model import EMBEDDED, load_model
 from common.rollout import make_engine
-from common.rollout_vllm import VLLMEngine
-from common.tracking import Run
+from common.plumbing.vllm import VLLMEngine
+from common.plumbing.tracking import Run
 
 from tests.helpers import SMALL, metrics, started
 
@@ -155,7 +155,7 @@ def test_the_sampler_check_sees_weights_that_were_not_pushed(engine_of, world, m
 
 
 TRAP = """
-import common.rollout_vllm as rollout
+import common.plumbing.vllm as rollout
 from tests import test_vllm
 from vllm import _custom_ops
 model, trap = {model!r}, {trap!r}

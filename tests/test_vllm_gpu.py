@@ -16,8 +16,8 @@ import minirl
 import pytest
 import torch
 from common.distributed import World
-from common.model import load_model
-from common.rollout_vllm import passed_through, vllm_options
+from common.plumbing.model import load_model
+from common.plumbing.vllm import passed_through, vllm_options
 
 from tests.helpers import started
 

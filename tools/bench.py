@@ -52,7 +52,7 @@ def prompts_of(model: str, count: int) -> list[str]:
 def folder_of(model: str, scratch: str) -> str:
     """The model's folder: the embedded one, the one given, or random weights of Qwen3-1.7B, which
     are written to the empty folder `scratch`."""
-    from common.model import EMBEDDED
+    from common.plumbing.model import EMBEDDED
 
     if model != "qwen3-1.7b":
         return str(EMBEDDED.get(model, model))
@@ -83,8 +83,8 @@ def ours(model: str, folder: str, full: bool, size: list[int], minibatches: int)
     import torch
     from common.data import Problem, Task
     from common.distributed import setup
-    from common.launch import check
-    from common.model import load_model
+    from common.plumbing.launch import check
+    from common.plumbing.model import load_model
     from common.rollout import make_engine
 
     P, G, T, steps = size
@@ -125,7 +125,7 @@ def ours(model: str, folder: str, full: bool, size: list[int], minibatches: int)
 def profiled(model: str, folder: str, full: bool, size: list[int], minibatches: int) -> dict:
     """Of grpo.py's phases: CPU seconds, and in a last step, under torch.profiler, the operators
     called and the share of matrix products and attention in what it sees."""
-    from common.tracking import Run
+    from common.plumbing.tracking import Run
     from torch.profiler import ProfilerActivity, profile
 
     clock, steps, found = Run.clock, size[3], {phase: {"cpu": []} for phase in PHASES}

@@ -16,9 +16,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import numpy as np
-from common.curves import PANELS, ROUNDING, series, sheet, smooth, telling
+from common.plumbing.curves import PANELS, ROUNDING, series, sheet, smooth, telling
 from common.distributed import BadInput, first_line
-from common.folder import read_lines, saved_config, whole
+from common.plumbing.folder import read_lines, saved_config, whole
 from tools import arguments
 
 # Flags that change nothing in what is trained

@@ -24,26 +24,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from common.checkpoint import newest_whole, step_of
+from common.plumbing.checkpoint import newest_whole, step_of
 from common.data import Problem, fitting, load_task, read_set, remarks_on, room, slowly
 from common.distributed import CLOSING, BadInput, Refused, RunStopped, World
 from common.distributed import first_line, global_sum, shard, together
-from common.flags import Count, Flags, broken_rule
-from common.folder import append, spelled_out
-from common.launch import launch, settle, without_effect
+from common.plumbing.flags import Count, Flags, broken_rule
+from common.plumbing.folder import append, spelled_out
+from common.plumbing.launch import launch, settle, without_effect
 from common.logprobs import Policy
-from common.model import load_model
-from common.reward import MathJudge
+from common.plumbing.model import load_model
+from common.reward import Judge
 from common.rollout import make_engine
 from common.tiny import arithmetic
-from common.tracking import Run
+from common.plumbing.tracking import Run
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
 from tools.compare import config_of
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -52,7 +51,6 @@ SETTINGS = ((0.0, 1.0), (1.0, 1.0), (0.7, 0.9))  # (temperature, top-p); 0 is gr
 RESAMPLES = 2000
 OF_THE_RUN = "task eval_problems eval_samples max_new_tokens max_prompt_tokens instruction "
 OF_THE_RUN += "prompt_column answer_column rollout_dtype"  # flags that a run folder is asked for
-UNREAD = "sampler_tolerance wandb offload_reference"  # flags of training
 
 
 @dataclass
@@ -63,7 +61,7 @@ class Args(Flags):
     """Without --eval_task: the held-out problems of this task are measured (a run: of its own)."""
     eval_task: str = ""
     """Sets to measure whole, comma-separated: hub sets, .jsonl or .parquet files, arithmetic,
-    reasoning_gym:<name>."""
+    a task file FILE.py."""
     eval_samples: Count = 4
     """n: responses to each problem, at both settings but the greedy one (ours)."""
     rollout_rows: Count = 1024
@@ -150,11 +148,6 @@ def prepare(args: Args, world: World) -> None:
     if wrong := broken_rule(args):
         raise BadInput(wrong)
     settle(args, world, config.get("model", args.model))
-    given.rollout = args.rollout
-    given.task, given.eval_task = ("", args.eval_task) if args.eval_task else (args.task, "")
-    idle = [f"--{name} has no effect here" for name in UNREAD.split() if vars(given)[name]]
-    for line in (*idle, *without_effect(given, world)) if world.rank == 0 else ():
-        print(line, flush=True)
 
 
 def load_sets(
@@ -172,16 +165,18 @@ def load_sets(
         warning = f"{args.task} changed since the run: it may have trained on these problems"
         judge = task.exam or task.judge
         return [Set(task.name, task.held_out, judge)], [*task.remarks, *[warning] * changed]
-    sets, remarks, judge = [], [], MathJudge()
+    sets, remarks, judge = [], [], Judge()
     for spec in dict.fromkeys(args.eval_task.split(",")):
-        if spec in arithmetic.KINDS or spec.startswith("reasoning_gym:"):
+        if spec in arithmetic.KINDS or ".py" in spec:
             task = load_task(replace(args, task=spec, eval_task=""), tokenizer)
             sets.append(Set(spec, task.held_out, task.exam or task.judge))
             continue
         rows = read_set(spec, args, "test", "--eval_task")
-        tried = (fitting(row, args, tokenizer) for row in slowly(rows, "tokenising"))
+        tried = (
+            fitting(row, args, tokenizer) for row in tqdm(rows, "tokenising", leave=False, delay=3)
+        )
         if not (found := [problem for problem in tried if problem]):
-            left = f"no problem left of {len(rows)}; {room(args, tokenizer)[1]}"
+            left = f"no problem left of {len(rows)}; {limits(args, tokenizer)}"
             raise BadInput(f"--eval_task {spec}: {left}")
         sets.append(Set(spec, found, judge))
         remarks += remarks_on(spec, rows, judge)
@@ -190,37 +185,36 @@ def load_sets(
     return sets, remarks
 
 
-def load_weights(folder: Path, policy: nn.Module, world: World, flag: str) -> int:
-    """Give the policy the weights of the newest whole checkpoint; returns its step.
+def load_weights(folder: Path, policy: nn.Module) -> int:
+    """Give the policy the weights of a run's newest checkpoint; returns its step.
 
     Any algorithm may have written it, on any number of ranks.
     """
-    checkpoint, _ = newest_whole(folder, world, flag)
-    weights, shards = get_model_state_dict(policy), dcp.FileSystemReader(checkpoint / "shards")
-    # Of several models that were saved as one the policy is the first.
-    alone = f"policy.{next(iter(weights))}" in shards.read_metadata().state_dict_metadata
-    named = weights if alone else {f"0.{name}": value for name, value in weights.items()}
-    what = f"{flag}: {checkpoint} does not fit its model"
-    with together(world, Refused, what, CheckpointException):
+    if not (found := checkpoints(folder)):
+        raise BadInput(f"MODEL {folder}: no checkpoint")
+    weights, shards = get_model_state_dict(policy), dcp.FileSystemReader(found[-1] / "shards")
+    with blame(f"MODEL {folder}: {found[-1]} is damaged or does not fit its model"):
+        # Of several models that were saved as one the policy is the first.
+        alone = f"policy.{next(iter(weights))}" in shards.read_metadata().state_dict_metadata
+        named = weights if alone else {f"0.{name}": value for name, value in weights.items()}
         dcp.load({"policy": named}, storage_reader=shards)  # in place
-    return step_of(checkpoint)
+    return int(found[-1].name.removeprefix("step_"))
 
 
 def main(args: Args, world: World) -> None:
     """Measure every set at every setting."""
     run, config = Path(args.model), config_of(Path(args.model))
     name = run.resolve().name if config else re.sub(r"[^\w.-]+", "-", args.model).strip("-")
-    folder = spelled_out(args.run_dir) if args.run_dir else Path("runs/evaluations")
-    folder = run if config and not args.run_dir else folder
-    with together(world, Refused, f"--run_dir {folder}: cannot be used"):
+    folder = Path(args.run_dir or (run if config else "runs/evaluations")).expanduser()
+    with blame(f"--run_dir {folder}: cannot be used"):
         responses = Responses(folder) if world.rank == 0 else None
     args.model = config.get("model", args.model)
-    lm, tokenizer = load_model(args.model, world, "MODEL")
+    lm, tokenizer = load_model(args.model, "MODEL")
     sets, remarks = load_sets(args, config, tokenizer)
     engine, step = make_engine(args, lm, world), 0
     if config:
         policy = shard(Policy(lm), args, world)
-        step = load_weights(run / "checkpoints", policy, world, f"MODEL {run}")
+        step = load_weights(run, policy)
         engine.sync(policy)
         del policy
     del lm
@@ -250,9 +244,8 @@ def main(args: Args, world: World) -> None:
     if killed := global_sum(killed, world)["killed"]:
         say(f"{killed:.0f} answers broke the judge's bounds: scored 0")
     Run.bar.close()
-    with together(world, RunStopped, ""):
-        if responses:
-            say(responses.conclude())
+    if responses:
+        say(responses.conclude())
 
 
 def measure(

@@ -15,7 +15,7 @@ import math
 import random
 from pathlib import Path
 
-from common.model import EMBEDDED
+from common.plumbing.model import EMBEDDED
 from common.tiny import arithmetic
 from tools import arguments
 import torch

@@ -24,7 +24,7 @@ from types import ModuleType
 import common  # noqa: F401  (before torch)
 import torch
 from common.distributed import BadInput, first_line
-from common.folder import whole
+from common.plumbing.folder import whole
 from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
 from torch import Tensor

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import grpo
 import vcpo
-from common.launch import launch
+from common.plumbing.launch import launch
 from tools import arguments
 
 UPDATES, EVERY, PROMPTS = 150, 25, 8

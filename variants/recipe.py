@@ -66,22 +66,23 @@ from pathlib import Path
 from random import Random  # <own>
 from typing import Annotated, Literal  # <own>
 
-from common.balance import deal
 from common.batch import Rollout  # <own>
-from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.data import Problem, Task, encode, load_task  # <own>
-from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
-from common.distributed import CLOSING, BadInput, Refused, gather  # <own>
-from common.evaluation import evaluate
-from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
-from common.flags import Exponent, Share  # <own>
-from common.launch import launch
+from common.distributed import World, clip_gradients, divide_gradients, shard
+from common.distributed import CLOSING, BadInput, gather, global_sum  # <own>
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
 from common.logprobs import response_logprobs, sampler_gap
-from common.model import load_model
-from common.norms import gradient_norms, strange_part  # <own>
+from common.plumbing.balance import deal
+from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.plumbing.evaluation import evaluate
+from common.plumbing.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.plumbing.flags import Exponent, Share  # <own>
+from common.plumbing.launch import launch
+from common.plumbing.metrics import Means, by_sign, of_rollout
+from common.plumbing.model import load_model
+from common.plumbing.norms import gradient_norms, strange_part  # <own>
+from common.plumbing.tracking import Run
 from common.rollout import make_engine
-from common.tracking import Means, Run, by_sign
 import numpy  # <own>
 import torch
 import tyro  # <own>
@@ -127,8 +128,6 @@ class Args(Flags):
     """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
     """Largest gradient norm (verl's default)."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in backward: less memory, a third more compute."""
     clip_low: NonNegative = 0.2
     """ε below 1 (papers)."""
     clip_high: NonNegative = 0.28  # <own>
@@ -322,8 +321,6 @@ class Curriculum:
         backbone, self.tokenizer = load_model(args.teacher or args.model, world, "--teacher")
         self.encode(task.held_out[:1])  # refuses now, not after the run has begun
         self.teacher = shard(Teacher(backbone.base_model), args, world)
-        if args.gradient_checkpointing:
-            self.teacher.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
         head = {"params": self.teacher.head.parameters(), "lr": 10 * args.teacher_lr}
         groups = [{"params": self.teacher.lm.parameters()}, head]
         self.optimizer = torch.optim.AdamW(groups, lr=args.teacher_lr, weight_decay=0.0, fused=True)
@@ -387,7 +384,7 @@ class Curriculum:
         share = self.rng.sample(self.window, n)[world.rank :: world.size]
         targets = torch.tensor([observed for _, observed, *_ in share], device=world.device)
         self.predict([ids for ids, *_ in share], targets)
-        scale_gradients(self.teacher, world.size / n)
+        divide_gradients(self.teacher, n / world.size, world)
         if clip_gradients(self.teacher, self.args.grad_clip) < float("inf"):  # nor NaN
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -584,6 +581,9 @@ def baseline_shifts(args: Args, policy: Policy, batch: Rollout, world: World) ->
     return shifts.flatten()
 
 
+CHECK_EVERY = 25  # steps between two rollouts that are not sampled ahead
+
+
 class Stale:
     """Batches that wait until they are `lag` batches old, as in an asynchronous system.
 
@@ -632,9 +632,9 @@ class Stale:
         return due
 
     def sample_ahead(self, prompts: list[list[int]], step: int) -> None:
-        """With `--async`: start on the next step's rollout, unless an evaluation comes first, which
-        needs the engine."""
-        if self.args.asynchronous and step % self.args.eval_every and step < self.args.steps:
+        """With `--async`: start on the next step's rollout; now and then leave it to its own step,
+        where the sampler can be checked against the weights that it had."""
+        if self.args.asynchronous and step % CHECK_EVERY:
             self.ahead = self.thread.submit(self.generate, prompts)
 
     def wait(self) -> None:
@@ -649,7 +649,9 @@ class Stale:
 
     def load_state_dict(self, state: dict) -> None:
         if state["other_ranks"] and (state["queue"] or state["ahead"]):
-            raise Refused(f"--resume: batches in flight: go on with {state['other_ranks']} rank(s)")
+            raise BadInput(
+                f"--resume: batches in flight: go on with {state['other_ranks']} rank(s)"
+            )
         for version, batch in state["queue"]:
             self.queue.append((version, [Rollout(**part).to(self.device) for part in batch]))
         if state["ahead"]:
@@ -780,8 +782,6 @@ def main(args: Args, world: World) -> None:
     # </own>
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
     policy = shard(Policy(lm), args, world)
-    if args.gradient_checkpointing:
-        policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     decay = {"betas": args.betas, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
     # <own>
@@ -790,12 +790,11 @@ def main(args: Args, world: World) -> None:
         both = nn.ModuleList([policy, curriculum.teacher])
         optimizers = [optimizer, curriculum.optimizer]
     # </own>
-    run = Run(args, world, Path(__file__).stem, ACTED)
-    stop = StopFlag()
+    run = Run(args, task, world, Path(__file__).stem, ACTED)
     done = 0  # steps
     stale = Stale(engine, run)  # <own>
     if args.resume:
-        done, state = load_checkpoint(run.checkpoints, both, optimizers, world)  # <own>
+        done, state = load_checkpoint(run.folder, both, optimizers, world)  # <own>
         engine.load_state_dict(state["engine"])
         # <own>
         stale.load_state_dict(state)
@@ -805,16 +804,15 @@ def main(args: Args, world: World) -> None:
             branches.feedback.extend(state["feedback"])
         # </own>
     engine.sync(policy)
-    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
-    run.start(task, done)
     if args.lag and args.optimal_baseline and (part := strange_part(policy)):  # <own>
-        run.say(f"no gradient norms in one pass for {part}: a pass for each response")  # <own>
+        raise BadInput(f"{part}: no gradient norms, use --no_optimal_baseline")  # <own>
+    run.start(done)
     if done == 0:
-        with run.clock("evaluate"):
-            before = evaluate(engine, task, tokenizer, args, world)
-        run.log(0, before)
+        run.clock("evaluate")
+        run.log(0, evaluate(engine, task, tokenizer, args, world))
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
-    for step in run.steps(done):
+    for step in run.steps(done, args.steps):
         means = Means()
 
         # <own>
@@ -822,58 +820,57 @@ def main(args: Args, world: World) -> None:
         # problems in their order: the cursor is a function of the step.
         cursor = (step - 1) * args.prompts_per_step + world.rank * P
         if curriculum:
-            with run.clock("teacher"):
-                problems = curriculum.choose(step)[world.rank * P : (world.rank + 1) * P]
+            run.clock("teacher")
+            problems = curriculum.choose(step)[world.rank * P : (world.rank + 1) * P]
         else:
             problems = [task.train(cursor + i) for i in range(P)]
         # </own>
 
         # Rollout: this rank's P prompts, G responses each.
-        with run.clock("rollout"):
-            prompts = [problem.prompt_ids for problem in problems]
-            rollout = stale.sample(prompts)  # <own>
-            N = len(rollout)  # P·G rows, a group's G rows side by side
+        run.clock("rollout")
+        prompts = [problem.prompt_ids for problem in problems]
+        rollout = stale.sample(prompts)  # <own>
 
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
-        with run.clock("reward"):
-            texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
-            scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
-            rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
-            rollout.advantages = advantages(rewards).flatten()  # [N]
-            means.add(distinct=(task.distinct(texts, G), P))  # 1: nothing left to compare
+        run.clock("reward")
+        texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+        scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+        rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+        rollout.advantages = advantages(rewards).flatten()  # [N]
+        means.add(distinct=(task.distinct(texts, G), P))  # 1: nothing left to compare
 
         # <own>
         if curriculum:
-            with run.clock("teacher"):
-                means.add(**curriculum.learn(rewards))
+            run.clock("teacher")
+            means.add(**curriculum.learn(rewards))
         sampled = rollout.mask.sum()  # tokens
         rollout.branch = torch.zeros_like(rollout.advantages)  # [N]
         if branches:
             # K new endings of every failed response, behind the main rows.
-            with run.clock("branch"):
-                rollout = branches.grow(rollout, rewards, problems, cursor)
-                means.add(**branches.statistics(rollout, rewards))
+            run.clock("branch")
+            rollout = branches.grow(rollout, rewards, problems, cursor)
+            means.add(**branches.statistics(rollout, rewards))
         # </own>
 
         # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
         # from other kernels, and a ratio against them would mix two things: how far the policy
         # moved, and how the engines differ (minirl.py is about that).
-        with run.clock("old_logp"):
-            # <own>
-            rollout.rewards = nn.functional.pad(rewards.flatten(), (0, len(rollout) - N))  # main's
-            # Mini-batches; the ranks trade whole groups, as b needs them, until tokens balance.
-            parts = branches.split(rollout, N) if branches else rollout.split(args.minibatches)
-            minibatches = [dealt(part, world, G) for part in parts]
-            # </own>
-            # In the update's own micro-batches, so that its first ratios are exactly 1.
-            for minibatch in minibatches:
-                minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
-                if reference:
-                    minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
-            # <own>
-            ahead = stale.was_ahead
-            sampler = {} if ahead else run.trusted(sampler_gap(minibatches, world))
-            # </own>
+        run.clock("old_logp")
+        # <own>
+        rollout.rewards = nn.functional.pad(rewards.flatten(), (0, len(rollout) - P * G))  # main's
+        # Mini-batches; the ranks trade whole groups, as b needs them, until tokens balance.
+        parts = branches.split(rollout, P * G) if branches else rollout.split(args.minibatches)
+        minibatches = [dealt(part, world, G) for part in parts]
+        # </own>
+        # In the update's own micro-batches, so that its first ratios are exactly 1.
+        for minibatch in minibatches:
+            minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+            if reference:
+                minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+        # <own>
+        ahead = stale.was_ahead
+        sampler = {} if ahead else run.trusted(sampler_gap(minibatches, world))
+        # </own>
 
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
         # fills there is none: the step trains on nothing and logs what it sampled.
@@ -889,100 +886,87 @@ def main(args: Args, world: World) -> None:
         # </own>
 
         # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
-        with run.clock("update"):
+        run.clock("update")
+        # <own>
+        # π_old of a stale batch is what the update starts from: the clip bounds how far one
+        # batch moves the policy, its age is the weights' affair.
+        for minibatch in minibatches if args.lag else ():
+            minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+        # </own>
+        warm_lr = args.lr * min(1.0, stale.number / max(1, args.warmup))  # <own>
+        for group in optimizer.param_groups:
+            group["lr"] = warm_lr  # <own>
+        for minibatch in minibatches:
             # <own>
-            # π_old of a stale batch is what the update starts from: the clip bounds how far one
-            # batch moves the policy, its age is the weights' affair.
-            for minibatch in minibatches if args.lag else ():
-                minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+            balance, found = prepare(args, policy, minibatch, branches, world)
+            means.add(**found)
+            log_w = torch.zeros_like(minibatch.advantages)  # [n]
             # </own>
-            warm_lr = args.lr * min(1.0, stale.number / max(1, args.warmup))  # <own>
-            for group in optimizer.param_groups:
-                group["lr"] = warm_lr  # <own>
-            for minibatch in minibatches:
-                # <own>
-                balance, found = prepare(args, policy, minibatch, branches, world)
-                means.add(**found)
-                log_w = torch.zeros_like(minibatch.advantages)  # [n]
-                # </own>
-                denominator = 0.0
-                for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
-                    micro = minibatch.rows(rows)
-                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                    log_w[rows] = log_weight(logp, micro.rollout_logp, micro.mask)  # <own>
-                    loss, count, stats = policy_loss(
-                        args,
-                        logp=logp,
-                        old_logp=micro.old_logp,
-                        rollout_logp=micro.rollout_logp,
-                        ref_logp=micro.ref_logp,
-                        entropy=entropy,
-                        advantages=micro.advantages,
-                        mask=micro.mask,
-                        kept=micro.kept,  # <own>
-                        branch=micro.branch,  # <own>
-                        balance=balance,  # <own>
-                    )
-                    loss.backward()  # sums: gradients add up over micro-batches
-                    denominator = denominator + count
-                    means.add(loss=(loss, count), **stats)
-                    means.add(**by_sign(entropy, micro))
-                # Each rank has the gradient of its own sum; FSDP has averaged them over the ranks
-                # (unsharded, scale_gradients does). Times the number of ranks that is the sum of
-                # all; over what all have counted, the mean that the objective asks for.
-                denominator = global_sum({"count": denominator}, world)["count"]
-                scale_gradients(policy, world.size / denominator)
-                # <own>
-                if args.lag:
-                    rho = ess_ratio(gather(log_w, world)).item()
-                    scale = min(1.0, rho / args.rho_on) ** 0.5 if args.ess_scaling else 1.0
-                    optimizer.param_groups[0]["lr"] = warm_lr * scale
-                    means.add(ess_ratio=(rho, 1), lr_scale=(scale, 1), lr_damping=(1 - scale, 1))
-                # </own>
-                norm = clip_gradients(policy, args.grad_clip)
-                # Neither NaN nor infinite: one such step would end the run. All ranks skip together
-                # (their shares add up to one).
-                healthy = run.healthy(norm, minibatch)
-                means.add(grad_norm=(norm if healthy else 0.0, healthy))
-                means.add(skipped=((not healthy) / world.size, None))
-                if healthy:
-                    optimizer.step()
-                optimizer.zero_grad()
+            denominator = 0.0
+            for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
+                micro = minibatch.rows(rows)
+                logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
+                log_w[rows] = log_weight(logp, micro.rollout_logp, micro.mask)  # <own>
+                loss, count, stats = policy_loss(
+                    args,
+                    logp=logp,
+                    old_logp=micro.old_logp,
+                    rollout_logp=micro.rollout_logp,
+                    ref_logp=micro.ref_logp,
+                    entropy=entropy,
+                    advantages=micro.advantages,
+                    mask=micro.mask,
+                    kept=micro.kept,  # <own>
+                    branch=micro.branch,  # <own>
+                    balance=balance,  # <own>
+                )
+                loss.backward()  # sums: gradients add up over micro-batches
+                denominator = denominator + count
+                means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
+            divide_gradients(policy, denominator, world)  # by what all ranks have counted: the mean
+            # <own>
+            if args.lag:
+                rho = ess_ratio(gather(log_w, world)).item()
+                scale = min(1.0, rho / args.rho_on) ** 0.5 if args.ess_scaling else 1.0
+                optimizer.param_groups[0]["lr"] = warm_lr * scale
+                means.add(ess_ratio=(rho, 1), lr_scale=(scale, 1))
+                if args.ess_scaling:
+                    means.add(lr_damping=(1 - scale, 1))
+            # </own>
+            norm = clip_gradients(policy, args.grad_clip)
+            healthy = run.healthy(norm, minibatch)  # else NaN or infinite: it would end the run
+            if healthy:
+                optimizer.step()
+            optimizer.zero_grad()
+            means.add(
+                grad_norm=(norm if healthy else 0.0, healthy),
+                skipped=((not healthy) / world.size, None),
+            )
 
-        with run.clock("sync"):
-            stale.wait()  # <own>
-            engine.sync(policy)
+        run.clock("sync")
+        stale.wait()  # <own>
+        engine.sync(policy)
 
-        tokens = rollout.mask.sum()
-        means.add(
-            reward=(rewards.sum(), N),
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # nothing to compare
-            response_len=(tokens, N),
-            truncated=((~rollout.finished).sum(), N),
-            tokens=(sampled, None),  # <own>
-            judge_killed=(task.killed, None),  # answers so far that broke the judge's bounds
-        )
-        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        found = of_rollout(rollout, rewards, task) | {"tokens": (sampled, None)}  # <own>
+        metrics = means.add(**found).reduce(world) | sampler  # <own>
+        metrics["lr"] = optimizer.param_groups[0]["lr"]
         metrics["layers_acted"] = sum(bool(metrics.get(name)) for name in LAYERS)  # <own>
-        if step % args.eval_every == 0 or step == args.steps:
-            with run.clock("evaluate"):
-                metrics |= evaluate(engine, task, tokenizer, args, world)
+        if run.due(step, args.eval_every):
+            run.clock("evaluate")
+            metrics |= evaluate(engine, task, tokenizer, args, world)
         run.log(step, metrics)  # before the checkpoint: a kill in between costs this line alone
-        done, stopping = step, stop.anywhere(world)
-        if step % args.save_every == 0 or step == args.steps or stopping:
-            with run.clock("save"):
-                state = {"engine": engine.state_dict()}
-                # <own>
-                state |= stale.state_dict()
-                state["window"] = list(curriculum.window) if curriculum else []
-                state["feedback"] = list(branches.feedback) if branches else []
-                # </own>
-                save_checkpoint(run.checkpoints, step, both, optimizers, state, world)  # <own>
-        if stopping:
-            break
+        if run.due(step, args.save_every):
+            run.clock("save")
+            state = {"engine": engine.state_dict()}
+            # <own>
+            state |= stale.state_dict()
+            state["window"] = list(curriculum.window) if curriculum else []
+            state["feedback"] = list(branches.feedback) if branches else []
+            # </own>
+            save_checkpoint(run.folder, step, both, optimizers, state, world)  # <own>
     if args.save_hf:
         save_model(policy, tokenizer, run.folder / "model", world)
-    run.finish(done)
+    run.finish()
 
 
 if __name__ == "__main__":

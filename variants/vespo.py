@@ -52,19 +52,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from common.balance import deal
-from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.data import load_task
-from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
-from common.evaluation import evaluate
-from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
-from common.flags import Exponent  # <own>
-from common.launch import launch
+from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
 from common.logprobs import response_logprobs, sampler_gap
-from common.model import load_model
+from common.plumbing.balance import deal
+from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.plumbing.evaluation import evaluate
+from common.plumbing.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.plumbing.flags import Exponent  # <own>
+from common.plumbing.launch import launch
+from common.plumbing.metrics import Means, by_sign, of_rollout
+from common.plumbing.model import load_model
+from common.plumbing.tracking import Run
 from common.rollout import make_engine
-from common.tracking import Means, Run, by_sign
 import torch
 from torch import Tensor
 
@@ -108,8 +109,6 @@ class Args(Flags):
     """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
     """Largest gradient norm (verl's default)."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in backward: less memory, a third more compute."""
     # <own>
     k_pos: Exponent = 2.0
     """k where Â >= 0 (authors' code)."""
@@ -183,122 +182,101 @@ def main(args: Args, world: World) -> None:
     engine = make_engine(args, lm, world)
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
     policy = shard(Policy(lm), args, world)
-    if args.gradient_checkpointing:
-        policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
     decay = {"betas": args.betas, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
-    run = Run(args, world, Path(__file__).stem, ACTED)
-    stop = StopFlag()
+    run = Run(args, task, world, Path(__file__).stem, ACTED)
     done = 0  # steps
     if args.resume:
-        done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)
+        done, state = load_checkpoint(run.folder, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
     engine.sync(policy)
-    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
-    run.start(task, done)
+    run.start(done)
     if done == 0:
-        with run.clock("evaluate"):
-            before = evaluate(engine, task, tokenizer, args, world)
-        run.log(0, before)
+        run.clock("evaluate")
+        run.log(0, evaluate(engine, task, tokenizer, args, world))
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
-    for step in run.steps(done):
+    for step in run.steps(done, args.steps):
         means = Means()
 
         # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
         # nothing else to save.
-        with run.clock("rollout"):
-            cursor = (step - 1) * args.prompts_per_step + world.rank * P
-            problems = [task.train(cursor + i) for i in range(P)]
-            prompts = [problem.prompt_ids for problem in problems]
-            rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)
-            N = len(rollout)  # P·G rows, a group's G rows side by side
+        run.clock("rollout")
+        cursor = (step - 1) * args.prompts_per_step + world.rank * P
+        problems = [task.train(cursor + i) for i in range(P)]
+        prompts = [problem.prompt_ids for problem in problems]
+        rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
-        with run.clock("reward"):
-            texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
-            scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
-            rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
-            rollout.advantages = advantages(rewards).flatten()  # [N]
-            means.add(distinct=(task.distinct(texts, G), P))  # 1: nothing left to compare
+        run.clock("reward")
+        texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+        scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+        rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+        rollout.advantages = advantages(rewards).flatten()  # [N]
+        means.add(distinct=(task.distinct(texts, G), P))  # 1: nothing left to compare
 
         # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
         # from other kernels, and a ratio against them would mix two things: how far the policy
         # moved, and how the engines differ (minirl.py is about that).
-        with run.clock("old_logp"):
-            # Mini-batches of whole groups; in each the ranks trade rows until tokens balance.
-            minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
-            # In the update's own micro-batches, so that its first ratios are exactly 1.
-            for minibatch in minibatches:
-                minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
-                if reference:
-                    minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
-            sampler = run.trusted(sampler_gap(minibatches, world))
+        run.clock("old_logp")
+        # Mini-batches of whole groups; in each the ranks trade rows until tokens balance.
+        minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
+        # In the update's own micro-batches, so that its first ratios are exactly 1.
+        for minibatch in minibatches:
+            minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+            if reference:
+                minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+        sampler = run.trusted(sampler_gap(minibatches, world))
 
         # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
-        with run.clock("update"):
-            for group in optimizer.param_groups:
-                group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
-            for minibatch in minibatches:
-                denominator = 0.0
-                for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
-                    micro = minibatch.rows(rows)
-                    logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                    loss, count, stats = policy_loss(
-                        args,
-                        logp=logp,
-                        old_logp=micro.old_logp,
-                        rollout_logp=micro.rollout_logp,
-                        ref_logp=micro.ref_logp,
-                        entropy=entropy,
-                        advantages=micro.advantages,
-                        mask=micro.mask,
-                    )
-                    loss.backward()  # sums: gradients add up over micro-batches
-                    denominator = denominator + count
-                    means.add(loss=(loss, count), **stats)
-                    means.add(**by_sign(entropy, micro))
-                # Each rank has the gradient of its own sum; FSDP has averaged them over the ranks
-                # (unsharded, scale_gradients does). Times the number of ranks that is the sum of
-                # all; over what all have counted, the mean that the objective asks for.
-                denominator = global_sum({"count": denominator}, world)["count"]
-                scale_gradients(policy, world.size / denominator)
-                norm = clip_gradients(policy, args.grad_clip)
-                # Neither NaN nor infinite: one such step would end the run. All ranks skip together
-                # (their shares add up to one).
-                healthy = run.healthy(norm, minibatch)
-                means.add(grad_norm=(norm if healthy else 0.0, healthy))
-                means.add(skipped=((not healthy) / world.size, None))
-                if healthy:
-                    optimizer.step()
-                optimizer.zero_grad()
+        run.clock("update")
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+        for minibatch in minibatches:
+            denominator = 0.0
+            for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
+                micro = minibatch.rows(rows)
+                logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
+                loss, count, stats = policy_loss(
+                    args,
+                    logp=logp,
+                    old_logp=micro.old_logp,
+                    rollout_logp=micro.rollout_logp,
+                    ref_logp=micro.ref_logp,
+                    entropy=entropy,
+                    advantages=micro.advantages,
+                    mask=micro.mask,
+                )
+                loss.backward()  # sums: gradients add up over micro-batches
+                denominator = denominator + count
+                means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
+            divide_gradients(policy, denominator, world)  # by what all ranks have counted: the mean
+            norm = clip_gradients(policy, args.grad_clip)
+            healthy = run.healthy(norm, minibatch)  # else NaN or infinite: it would end the run
+            if healthy:
+                optimizer.step()
+            optimizer.zero_grad()
+            means.add(
+                grad_norm=(norm if healthy else 0.0, healthy),
+                skipped=((not healthy) / world.size, None),
+            )
 
-        with run.clock("sync"):
-            engine.sync(policy)
+        run.clock("sync")
+        engine.sync(policy)
 
-        tokens = rollout.mask.sum()
-        means.add(
-            reward=(rewards.sum(), N),
-            zero_groups=((rewards == rewards[:, :1]).all(dim=1).sum(), P),  # nothing to compare
-            response_len=(tokens, N),
-            truncated=((~rollout.finished).sum(), N),
-            tokens=(tokens, None),
-            judge_killed=(task.killed, None),  # answers so far that broke the judge's bounds
-        )
-        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
-        if step % args.eval_every == 0 or step == args.steps:
-            with run.clock("evaluate"):
-                metrics |= evaluate(engine, task, tokenizer, args, world)
+        metrics = means.add(**of_rollout(rollout, rewards, task)).reduce(world) | sampler
+        metrics["lr"] = optimizer.param_groups[0]["lr"]
+        if run.due(step, args.eval_every):
+            run.clock("evaluate")
+            metrics |= evaluate(engine, task, tokenizer, args, world)
         run.log(step, metrics)  # before the checkpoint: a kill in between costs this line alone
-        done, stopping = step, stop.anywhere(world)
-        if step % args.save_every == 0 or step == args.steps or stopping:
-            with run.clock("save"):
-                state = {"engine": engine.state_dict()}
-                save_checkpoint(run.checkpoints, step, policy, optimizer, state, world)
-        if stopping:
-            break
+        if run.due(step, args.save_every):
+            run.clock("save")
+            state = {"engine": engine.state_dict()}
+            save_checkpoint(run.folder, step, policy, optimizer, state, world)
     if args.save_hf:
         save_model(policy, tokenizer, run.folder / "model", world)
-    run.finish(done)
+    run.finish()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from dataclasses import replace
 from types import ModuleType
 
 import torch
-from common.model import load_model
+from common.plumbing.model import load_model
 from torch import Tensor
 
 from . import goldilocks, loss_of, one, two_responses, written_here

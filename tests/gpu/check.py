@@ -28,7 +28,7 @@ import torch  # noqa: E402
 from common.batch import Rollout  # noqa: E402
 from common.distributed import World, setup, shard  # noqa: E402
 from common.logprobs import Policy, all_logprobs, response_logprobs, token_logprobs  # noqa: E402
-from common.model import load_model  # noqa: E402
+from common.plumbing.model import load_model  # noqa: E402
 from common.rollout import HFEngine  # noqa: E402
 from gpu.shapes import qwen3_1_7b  # noqa: E402
 from torch import Tensor  # noqa: E402

@@ -4,20 +4,17 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import fields
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.batch import Rollout
-from common.distributed import CLOSING, TIMEOUT, BadInput, Refused, RunStopped, World
-from common.distributed import from_environment, full_parameters, together
-from common.model import EMBEDDED
-from common.routing import why_not_replayed
+from common.distributed import CLOSING, TIMEOUT, BadInput, RunStopped, World
+from common.distributed import blame, full_parameters
+from common.plumbing.model import EMBEDDED
+from common.plumbing.routing import why_not_replayed
 
 
 class VLLMEngine:
@@ -30,27 +27,11 @@ class VLLMEngine:
     def __init__(self, args: object, lm: PreTrainedModel, world: World):
         cpu, ranks = world.device.type == "cpu", args.tensor_parallel
         options = vllm_options(args, lm, world)
-        if cpu and ("quantization" in options or args.vllm_sleep):
-            raise BadInput("--rollout vllm: --rollout_dtype float8 and --vllm_sleep need a GPU")
-        low = not cpu and torch.cuda.get_device_capability(world.device) < (8, 9)
-        if "quantization" in options and low:
-            needs = "needs a GPU of compute capability 8.9 (H100, L40, RTX 40) or newer"
-            raise BadInput(f"--rollout_dtype float8: {needs}: use auto")
         # In this process, where weights are handed over without a copy.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-        os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if cpu else {}  # not all to one core
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        try:
+        with blame("--rollout vllm: pip install -r requirements.txt, or use --rollout hf"):
             import vllm
-        except ImportError as error:
-            advice = "needs the package (pip install -r requirements.txt), or use --rollout hf"
-            raise BadInput(f"--rollout vllm: {advice}") from error
-        given = passed_through(args.vllm, options, vllm.EngineArgs)
-        if not Path(options["model"]).exists():  # on the hub: of each node one rank downloads
-            what = f"--model {args.model}: cannot be downloaded"
-            with together(world, Refused, what, Exception):  # where the others wait
-                if from_environment("LOCAL_RANK", 0) == 0:
-                    snapshot_download(args.model, allow_patterns=["*.json", "*.safetensors"])
         self.SamplingParams, self.world, self.cpu, self.calls = vllm.SamplingParams, world, cpu, 0
         self.eos, self.sleeps = lm.generation_config.eos_token_id, args.vllm_sleep
         self.reports_experts = "enable_return_routed_experts" in options
@@ -59,30 +40,13 @@ class VLLMEngine:
         groups = torch.arange(world.size).view(-1, ranks).tolist()
         groups = [dist.new_group(group, TIMEOUT, backend="gloo") for group in groups]
         self.group = groups[world.rank // ranks]
-        if cpu:
-            from vllm import _custom_ops as kernels
-
-            # By default linear weights are packed at load, and a later push misses what is tied to
-            # them (the head).
-            assert hasattr(kernels, "_supports_onednn"), "vLLM packs its CPU weights in another way"
-            kernels._supports_onednn = False
-            options |= {"kv_cache_memory_bytes": 2**28, "enforce_eager": True}
-        try:
-            self.llm = vllm.LLM(**options | given)
-        except (ValueError, TypeError) as error:
-            if not given:
-                raise
-            reason = " ".join(str(error).split())[:240]
-            raise BadInput(f"--vllm {' '.join(args.vllm)}: vLLM refuses that ({reason})") from error
+        options |= passed_through(args.vllm, options) | (for_a_cpu() if cpu else {})
+        refused = blame(f"--vllm {' '.join(args.vllm)}: vLLM refuses that")
+        with refused if args.vllm else contextlib.nullcontext():
+            self.llm = vllm.LLM(**options)
         # vLLM keeps to this stream, so we must.
         self.stream = None if cpu else torch.cuda.current_stream(world.device)
         CLOSING.append(self.llm.llm_engine.engine_core.shutdown)
-        cache = self.llm.llm_engine.vllm_config.cache_config
-        tokens = (cache.num_gpu_blocks or 0) * cache.block_size
-        if world.rank == 0:
-            longest = args.max_prompt_tokens + args.max_new_tokens
-            full = f"{tokens // longest:,} responses of full length"
-            print(f"vLLM: room for {tokens:,} tokens in each KV cache, {full}", flush=True)
         self.awake = {"weights", "kv_cache"}
         self._sleep()
 
@@ -195,11 +159,17 @@ def vllm_options(args: object, lm: PreTrainedModel, world: World) -> dict:
         "use_tqdm_on_load": False,
         "generation_config": "vllm",  # no top-p, top-k or penalty out of the model's own
     }
+    gpu = world.device.type == "cuda"
+    if not gpu and (precision == "float8" or args.vllm_sleep):
+        raise BadInput("--rollout vllm: --rollout_dtype float8 and --vllm_sleep need a GPU")
     if precision == "float8":
+        if torch.cuda.get_device_capability(world.device) < (8, 9):
+            needs = "needs a GPU of compute capability 8.9 (H100, L40, RTX 40) or newer"
+            raise BadInput(f"--rollout_dtype float8: {needs}: use auto")
         # Triton's experts, as others leave CUDA graphs stale after a push; not the router.
         options |= {"quantization": "fp8_per_channel", "moe_backend": "triton"}
         options |= {"quantization_config": {"ignore": [r"re:.*\.mlp\.gate$"]}}
-    if world.device.type == "cpu":
+    if not gpu:
         return options
     options |= {"gpu_memory_utilization": args.vllm_memory, "enable_sleep_mode": args.vllm_sleep}
     options["hf_overrides"] = {"head_dtype": "float32"}  # as the trainer's: see head_logits
@@ -213,21 +183,27 @@ def vllm_options(args: object, lm: PreTrainedModel, world: World) -> dict:
     return options
 
 
-def passed_through(words: tuple[str, ...], own: dict, EngineArgs: type) -> dict:
+def passed_through(words: tuple[str, ...], own: dict) -> dict:
     """`--vllm KEY=VALUE ...` as options; VALUE is JSON, or else text. What is in `own` is ours."""
-    given, known = {}, {field.name for field in fields(EngineArgs)}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise BadInput(f"--vllm {word}: must be KEY=VALUE")
-        if key in own:
-            raise BadInput(f"--vllm {word}: {key} follows from the other flags")
-        if key not in known:
-            raise BadInput(f"--vllm {word}: vLLM has no option {key!r}")
+    given = dict(word.partition("=")[::2] for word in words)
+    if ours := given.keys() & own:
+        raise BadInput(f"--vllm {min(ours)}: follows from the other flags")
+    for key, value in given.items():
         with contextlib.suppress(json.JSONDecodeError):
-            value = json.loads(value)
-        given[key] = value
+            given[key] = json.loads(value)
     return given
+
+
+def for_a_cpu() -> dict:
+    """What the CPU build needs, on which this file is tested without a GPU."""
+    from vllm import _custom_ops as kernels
+
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or all ranks share one core
+    # By default linear weights are packed at load, and a later push misses what is tied to them
+    # (the head).
+    assert hasattr(kernels, "_supports_onednn"), "vLLM packs its CPU weights in another way"
+    kernels._supports_onednn = False
+    return {"kv_cache_memory_bytes": 2**28, "enforce_eager": True}
 
 
 def checkpoint_parameters(

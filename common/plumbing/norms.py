@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from common.batch import Rollout
-from common.distributed import World, clip_gradients, scale_gradients
+from common.distributed import World
 from common.logprobs import BLOCK_ELEMENTS, TokenLogprobs, micro_batches, response_logprobs
 
 
@@ -26,11 +26,9 @@ def gradient_norms(
 
     All ranks call it together, each with responses of its own, as many as it has.
     """
-    alone = bool(strange_part(policy))
-    measure = partial(in_turn, world=world) if alone else in_one_pass
     logp, norms = torch.zeros_like(batch.mask), batch.mask.new_zeros(len(batch))  # [N, T], [N]
-    for rows in micro_batches(policy, batch, 1 if alone else args.micro_tokens, world):
-        logp[rows], norms[rows] = measure(policy, batch.rows(rows), args.temperature)
+    for rows in micro_batches(policy, batch, args.micro_tokens, world):
+        logp[rows], norms[rows] = in_one_pass(policy, batch.rows(rows), args.temperature)
     return logp, norms
 
 
@@ -42,24 +40,6 @@ def strange_part(policy: nn.Module) -> str:
         if [*module.parameters(recurse=False)] and module not in known and not part_of(module):
             return type(module).__name__
     return ""
-
-
-def in_turn(
-    policy: nn.Module, row: Rollout, temperature: float, world: World
-) -> tuple[Tensor, float]:
-    """log π `[1, T]` and |g| of one response, by a backward pass for each rank's in turn.
-
-    `row` is empty on a rank that has none left.
-    """
-    norms = []
-    for owner in range(world.size):
-        logp, _ = response_logprobs(policy, row, temperature)  # [1, T]
-        # The mean over ranks, times their number: what is left is the owner's gradient.
-        (logp.sum() * (owner == world.rank)).backward()
-        scale_gradients(policy, world.size)
-        norms.append(clip_gradients(policy, float("inf")))  # inf: measures and does not clip
-        policy.zero_grad()
-    return logp.detach(), norms[world.rank]
 
 
 def in_one_pass(policy: nn.Module, micro: Rollout, temperature: float) -> tuple[Tensor, Tensor]:

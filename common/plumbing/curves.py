@@ -1,14 +1,12 @@
-"""A run's picture: metrics.jsonl and config.json -> curves.png, also while the run is under way:
-`python -m common.curves RUN_FOLDER ...`."""
+"""A run's picture: metrics.jsonl and config.json -> curves.png."""
 
-import sys
 import textwrap
 from pathlib import Path
 
 import numpy as np
 
-from common.distributed import BadInput, first_line
-from common.folder import read_lines, saved_config, whole
+from common.distributed import BadInput
+from common.plumbing.folder import read_lines, saved_config, whole
 
 PANELS = {  # metric -> title of its panel; the algorithm's telling metrics stand before `entropy`
     "reward": "reward (training samples)",
@@ -90,7 +88,7 @@ def draw_curves(folder: Path) -> Path:
     titles = {
         name: (PANELS | acted)[name]
         for name, (_, values) in found.items()
-        if np.any(values >= least.get(name, -np.inf))  # False for NaN, and without a value
+        if len(values) > (len(lines) > 4) and np.any(values >= least.get(name, -np.inf))  # not NaN
     }
     if not titles:
         raise BadInput(f"{folder}: nothing to draw yet, metrics.jsonl holds no number")
@@ -110,20 +108,11 @@ def draw_curves(folder: Path) -> Path:
         else:
             axis.plot(steps, values, ".-", markersize=1, linewidth=1, color=color, alpha=0.3)
             axis.plot(steps, line := smooth(values, width), color=color)
+            low, high = axis.get_ylim()
             if name == "grad_norm":  # one of nearly 0 would flatten all the rest
-                axis.set_ylim(bottom=max(axis.get_ylim()[0], np.nanmin(line) / 20))
+                axis.set_ylim(bottom=max(low, np.nanmin(line) / 20))
+            elif (room := 0.1 * abs(high) - (high - low)) > 0:  # or rounding would fill the panel
+                axis.set_ylim(low - room / 2, high + room / 2)
     with whole(folder / "curves.png") as partial:
         figure.savefig(partial, dpi=100, format="png")
     return folder / "curves.png"
-
-
-if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
-            raise BadInput("usage: python -m common.curves RUN_FOLDER ...")
-        for argument in sys.argv[1:]:
-            print(draw_curves(Path(argument)))
-    except (BadInput, OSError) as error:
-        print(f"common.curves: error: {first_line(error)}", file=sys.stderr)
-        sys.exit(2)

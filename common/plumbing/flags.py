@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, get_type_hints
 
-LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 3e38  # of a tensor's sizes, and of float32
+LARGEST = 2**31 - 1  # of a tensor's sizes; no other number here comes near
 
 
 class Rule(NamedTuple):
@@ -39,7 +39,7 @@ class Flags:
 
     task: str = "arithmetic"
     """`arithmetic` (or arithmetic:mix, :deep, :noisy, :steps), a .jsonl or .parquet file, a hub set
-    (gsm8k, math, dapo-math-17k, ...), or reasoning_gym:<name>."""
+    (gsm8k, math, dapo-math-17k, ...), or a .py file of your own (see common/data.py: file_task)."""
     seed: Seed = 1
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     run_dir: str = ""
@@ -81,6 +81,8 @@ class Flags:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights
     are float32."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in backward: less memory, a third more compute."""
     shard_ranks: Whole = 0
     """Neighbouring ranks that share one model's weights, and others hold replicas: a node's GPUs,
     where nodes are linked slowly (0: all ranks; below 10M parameters each has its own)."""
@@ -92,12 +94,10 @@ def broken_rule(args: object) -> str:
     """What is wrong with the first flag that breaks the rule of its kind; "" if none does."""
     for name, kind in get_type_hints(type(args), include_extras=True).items():
         value = getattr(args, name)
-        for rule in filter(
-            lambda extra: isinstance(extra, Rule), getattr(kind, "__metadata__", ())
-        ):
+        for rule in (one for one in getattr(kind, "__metadata__", ()) if isinstance(one, Rule)):
             for number in value if isinstance(value, tuple) else (value,):
-                if abs(number) > (LARGEST_INT if isinstance(number, int) else LARGEST_FLOAT):
-                    return f"--{name} {str(number)[:40]}: is too large"
-                if not rule.holds(number):  # false for NaN
-                    return f"--{name} {number}: must be {rule.words}"
+                large = abs(number) > LARGEST
+                if large or not rule.holds(number):  # true for NaN
+                    wrong = "is too large" if large else f"must be {rule.words}"
+                    return f"--{name} {str(number)[:40]}: {wrong}"
     return ""

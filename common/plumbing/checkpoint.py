@@ -1,0 +1,102 @@
+"""Checkpoints that survive a kill at any moment, and the model in the Hugging Face format."""
+
+import random
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from common.distributed import RunStopped, World, blame, full_parameters
+from common.plumbing.folder import checkpoints
+
+KEEP_CHECKPOINTS = 3
+
+
+def save_checkpoint(
+    folder: Path, step: int, policy: nn.Module, optimizer: Optimizer, state: dict, world: World
+) -> None:
+    """Write `folder/checkpoints/step_<n>`: sharded weights and moments, and each rank's random
+    number generators and `state`.
+
+    Written under another name and renamed when complete, so that a kill at any moment leaves the
+    older ones usable. Several optimisers come as a list.
+    """
+    final, partial = folder / f"checkpoints/step_{step:06d}", folder / "checkpoints/partial"
+    if world.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    dist.barrier()
+    # get_state_dict lets an optimiser that never stepped take an empty step: undo its count.
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+    unused = [one for one in optimizers if not one.state]
+    weights, moments = get_state_dict(policy, optimizer)
+    for values in (values for one in unused for values in one.state.values()):
+        values["step"].zero_()
+    what = f"cannot save {final}; those before it are whole: mend that and go on with --resume"
+    with blame(what, RunStopped):
+        partial.mkdir(parents=True, exist_ok=True)
+        dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=partial / "shards")
+        share = {"generators": generators(world), "state": state, "ranks": world.size}
+        torch.save(share, partial / f"rank{world.rank}.pt")
+        dist.barrier()
+        if world.rank == 0:
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            for old in checkpoints(folder)[:-KEEP_CHECKPOINTS]:
+                shutil.rmtree(old)
+
+
+def generators(world: World) -> dict:
+    """The state of every random number generator that the trainer draws from."""
+    states = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state()} if world.device.type == "cuda" else {})
+
+
+def load_checkpoint(
+    folder: Path, policy: nn.Module, optimizer: Optimizer, world: World
+) -> tuple[int, dict]:
+    """Restore the newest checkpoint in place; returns its step and this rank's `state`.
+
+    Weights and moments fit any number of ranks. `state["other_ranks"]` is how many saved, if not as
+    many as now: a rank beyond has the first one's state, and what belongs to one rank alone is to
+    be refused.
+    """
+    checkpoint = checkpoints(folder)[-1]
+    weights, moments = get_state_dict(policy, optimizer)
+    what = f"--resume: {checkpoint} does not fit --model, or is damaged: then delete it, and the "
+    with blame(what + "one before it is taken"):
+        dcp.load({"policy": weights, "optimizer": moments}, checkpoint_id=checkpoint / "shards")
+        own = checkpoint / f"rank{world.rank}.pt"
+        path = own if own.exists() else checkpoint / "rank0.pt"
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+    set_state_dict(policy, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    states = saved["generators"]
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and world.device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"])
+    other = saved["ranks"] if saved["ranks"] != world.size else 0
+    if other and world.rank == 0:
+        print(f"{checkpoint}: saved by {other} rank(s), now {world.size}: not to the bit")
+    return int(checkpoint.name.removeprefix("step_")), saved["state"] | {"other_ranks": other}
+
+
+def save_model(policy: nn.Module, tokenizer: Tokenizer, folder: Path, world: World) -> None:
+    """Write the model in the Hugging Face format: loadable by transformers, vLLM, and `--model`."""
+    weights = {}
+    for name, full in full_parameters(policy):  # all ranks gather, the first one keeps
+        if world.rank == 0:
+            weights[name] = full.cpu()
+    if world.rank == 0:
+        embedding, head = policy.lm.get_input_embeddings(), policy.lm.get_output_embeddings()
+        if head.weight is embedding.weight:
+            shared = next(name for name in weights if name.endswith("embed_tokens.weight"))
+            weights["lm_head.weight"] = weights[shared]
+        with blame(f"cannot write {folder}", RunStopped):
+            policy.lm.save_pretrained(folder, state_dict=weights)
+            tokenizer.save_pretrained(folder)

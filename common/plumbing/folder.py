@@ -1,0 +1,91 @@
+"""The run folder: one that the run made itself, and files that are whole or not there."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+from common.distributed import BadInput, blame
+
+
+def new_folder(name: Path) -> Path:
+    """A folder that nobody else has: `name`, or where that is taken name.2, name.3, ..."""
+    for number in count(1):
+        folder = name if number == 1 else name.with_name(f"{name.name}.{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)  # of two runs at once one makes it
+            return folder
+
+
+def newest_run(name: Path) -> Path | None:
+    """Of the runs name, name.2, name.3, ... the last; None if there is none."""
+    numbered = {1: name}
+    for path in name.parent.glob("*"):
+        if found := re.fullmatch(re.escape(name.name) + r"\.([0-9]+)", path.name):
+            numbered[int(found[1])] = path
+    return next((numbered[i] for i in sorted(numbered)[::-1] if saved_config(numbered[i])), None)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """A run's checkpoints, oldest first; what has another name is none of ours."""
+    found = (folder / "checkpoints").glob("step_*")
+    return sorted(path for path in found if re.fullmatch("step_[0-9]{6}", path.name))
+
+
+def lock(folder: Path) -> int:
+    """Keep other runs out of `folder` as long as this process has the descriptor returned."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BadInput(f"--resume: a run is under way in {folder}") from None
+    except OSError:  # a file system without locks
+        pass
+    return descriptor
+
+
+def saved_config(folder: Path) -> dict:
+    """config.json of the run in `folder`; empty where there is none, or another program's."""
+    path = folder / "config.json"
+    with blame(f"{path}: damaged, no JSON"):
+        config = json.loads(path.read_bytes()) if path.is_file() else {}
+        return config if {"algorithm", "acted", "task", "seed"} <= config.keys() else {}
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A path to write to, which becomes `path` when all is written, and is gone if that fails."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def as_lines(rows: list[dict]) -> str:
+    """Rows as JSON lines. JSON has no NaN and no infinities: they become null."""
+    plain = (json.loads(json.dumps(row), parse_constant=lambda name: None) for row in rows)
+    return "".join(json.dumps(row, allow_nan=False) + "\n" for row in plain)
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The rows of a run's JSON-lines file, but for a last one cut short by a kill."""
+    rows, lines = [], path.read_bytes().splitlines()
+    for number, line in enumerate(lines, 1):
+        damaged = blame(f"{path}:{number}: damaged, repair or remove the line")
+        with damaged if number < len(lines) else contextlib.suppress(Exception):
+            row = json.loads(line)
+            rows.append(row | {"step": int(row["step"])})
+    return rows
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file of any size."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

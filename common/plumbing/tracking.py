@@ -1,0 +1,238 @@
+"""What a run leaves behind: its folder with metrics, curves and summary, and what it says."""
+
+import json
+import math
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from common.distributed import CLOSING, BadInput, RunStopped, StopFlag, World, blame
+from common.plumbing.curves import draw_curves
+from common.plumbing.folder import as_lines, checkpoints, lock, new_folder, newest_run
+from common.plumbing.folder import read_lines, saved_config, whole
+
+MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
+MOST_APART = 3  # steps in a row in which sampler and trainer disagree, before the run stops
+FREE_ON_RESUME = set("acted steps run_dir resume save_every save_hf eval_every".split())
+FREE_ON_RESUME |= {"eval_samples", "wandb", "ranks", "shard_ranks"}
+ROWS = ("metrics.jsonl", "silenced.jsonl")  # written line by line, and cut back on resume
+SHOWN = ("reward", "greedy", "ref_kl", "sampler_kl")  # on the progress bar
+
+
+class Run:
+    """The run folder: config.json, metrics.jsonl, curves.png, summary.json, checkpoints/.
+
+    A run makes its own folder, or with --resume goes on in one that it alone has open: nothing of
+    another run is ever moved or written over.
+    """
+
+    phase = ""  # what is being done now, for messages about failures
+    bar = tqdm(disable=True)
+
+    def __init__(
+        self, args: object, task: object, world: World, algorithm: str, acted: dict[str, str]
+    ):
+        """`acted`: metrics that show the algorithm at work, and their words for plots.
+
+        The first one stays 0 while the algorithm's own mechanism does nothing. Writes nothing yet.
+        """
+        self.args, self.task, self.world, self.acted = args, task, world, next(iter(acted))
+        self.seconds, self.since, self.stopping = defaultdict(float), time.perf_counter(), False
+        self.wandb, self.skipped, self.apart = None, 0, 0
+        config = {"algorithm": algorithm, "acted": acted, "ranks": world.size}
+        config = asdict(args) | config | {"data": task.fingerprint}
+        self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
+        stem = re.sub(r"[^\w.-]+", "-", Path(args.task).stem)
+        name = Path(args.run_dir or f"runs/{algorithm}-{stem}-s{args.seed}").expanduser()
+        self.folder = name if name.name not in ("", "..") else name.resolve()
+        if args.resume:
+            self._agree_on(newest_run(self.folder) or self.folder)
+            args.resume = bool(checkpoints(self.folder)) or args.resume
+            if args.resume == "auto":
+                self.say(f"no checkpoint in {self.folder}: starting anew")
+                args.resume, self.folder = False, name
+            elif world.rank == 0:
+                self._take()
+
+    def _agree_on(self, folder: Path) -> None:
+        """All ranks take the first one's folder."""
+        dist.broadcast_object_list(found := [folder])
+        self.folder = found[0]
+
+    def _take(self) -> None:
+        """Go on with this folder's run: alone, and only if it is the same one."""
+        if not checkpoints(self.folder):
+            raise BadInput(f"--resume: no checkpoint in {self.folder}")
+        CLOSING.append(partial(os.close, lock(self.folder)))
+        saved = saved_config(self.folder)
+        for name in sorted(self.config.keys() - FREE_ON_RESUME):
+            if saved.get(name) != self.config[name]:
+                wrong = f"{name} {saved.get(name)!r}, this run {self.config[name]!r}"
+                raise BadInput(f"--resume: {self.folder} has {wrong}")
+
+    def start(self, done: int) -> None:
+        """Make the run folder, now that all input is known to be right, and say what comes."""
+        a, self.done = self.args, done
+        with blame(f"--run_dir {self.folder}: cannot be used"):
+            if self.world.rank == 0:
+                self._cut() if a.resume else self._make()
+        self._agree_on(self.folder)
+        self.stop = StopFlag()  # before, a signal ends at once
+        if a.wandb and self.world.rank == 0:
+            with blame(f"--wandb {a.wandb}: does not start"):  # no network, no login
+                import wandb
+
+                name = {"name": self.folder.name, "id": self.folder.name}
+                self.wandb = wandb.init(project=a.wandb, config=self.config, resume="allow", **name)
+        ranks = f"{self.world.size} rank(s) on {self.world.device}, {a.dtype}"
+        each = f"{a.prompts_per_step} prompts x {a.group_size} responses"
+        plan = f"steps {done + 1} to {a.steps}, each {each}, {a.minibatches} mini-batch(es)"
+        self.say(
+            f"{self.config['algorithm']}: {a.model} on {a.task}; {ranks}; {a.rollout} samples",
+            plan if done < a.steps else f"all {done} steps are done: to go on, give more --steps",
+            f"results in {self.folder}",
+            *self.task.remarks,
+        )
+
+    def _make(self) -> None:
+        self.folder = new_folder(self.folder)
+        CLOSING.append(partial(os.close, lock(self.folder)))
+        self._write("config.json", json.dumps(self.config, indent=2) + "\n")
+
+    def _cut(self) -> None:
+        """Forget the steps that were done after the checkpoint."""
+        if self.done > self.args.steps:
+            raise BadInput(f"--steps {self.args.steps}: {self.folder} is at step {self.done}")
+        for path in filter(Path.exists, (self.folder / name for name in ROWS)):
+            rows = [row for row in read_lines(path) if row["step"] <= self.done]
+            self._write(path.name, as_lines(rows))
+        self._write("config.json", json.dumps(self.config, indent=2) + "\n")
+        (self.folder / "summary.json").unlink(missing_ok=True)  # of fewer steps
+
+    def _write(self, name: str, text: str) -> None:
+        with whole(self.folder / name) as partial:
+            partial.write_text(text)
+
+    def say(self, *lines: str) -> None:
+        """Print on rank 0."""
+        if lines and self.world.rank == 0:
+            print(*lines, sep="\n", flush=True)
+
+    def steps(self, done: int, last: int) -> Iterator[int]:
+        """Step numbers from `done` + 1 to `last`, or until a signal asks to stop; behind a
+        progress bar on rank 0."""
+        look = {"disable": self.world.rank > 0, "dynamic_ncols": True, "unit": "step"}
+        Run.bar = tqdm(total=last, initial=done, **look)
+        for step in range(done + 1, last + 1):
+            if not self.stopping:
+                yield step
+                self.bar.update()
+
+    def clock(self, phase: str) -> None:
+        """From here on time counts towards `phase`."""
+        if self.world.device.type == "cuda":
+            # Kernels run behind the host's back: without this their time lands elsewhere.
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.seconds[f"seconds_{Run.phase or 'load'}"] += now - self.since
+        self.since, Run.phase = now, phase
+
+    def due(self, step: int, every: int) -> bool:
+        """Whether this step is one of every `every`, or the last one."""
+        return step % every == 0 or step == self.args.steps or self.stopping
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Append the step's line to metrics.jsonl and show it on the progress bar."""
+        self.clock("log")
+        seconds = sum(self.seconds.values())
+        line = {"step": step} | metrics | self.seconds
+        line |= {"tokens_per_s": metrics.get("tokens", 0) / seconds, "seconds": seconds}
+        self.seconds.clear()
+        self.note("metrics.jsonl", [line])
+        self.done, self.stopping = step, self.stop.anywhere(self.world)
+        if self.wandb:
+            self.wandb.log(line, step=step)
+        shown = [name for name in (*SHOWN, self.acted, "tokens_per_s") if name in line]
+        self.bar.set_postfix({name: f"{line[name]:.3g}" for name in shown}, refresh=False)
+
+    def note(self, name: str, rows: list[dict]) -> None:
+        """Append rows to a JSON-lines file of the run folder, on rank 0."""
+        if rows and self.world.rank == 0:
+            what = f"cannot write {self.folder / name}: mend that and go on with --resume"
+            with blame(what, RunStopped), (self.folder / name).open("a") as file:
+                file.write(as_lines(rows))
+
+    def healthy(self, norm: float, batch: object) -> bool:
+        """Whether the gradient is a number (its norm, the same on every rank), or to be skipped;
+        after MOST_SKIPPED in a row the run stops, and leaves the batch in its folder.
+        """
+        self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
+        if self.skipped == MOST_SKIPPED:
+            torch.save(vars(batch), path := self.folder / f"bad_batch_rank{self.world.rank}.pt")
+            raise RunStopped(
+                f"{MOST_SKIPPED} gradients in a row were NaN or infinite, none was applied; the "
+                f"last batch is in {path}. Usual causes: a learning rate, weight or penalty far "
+                "too large, a mask or length of 0."
+            )
+        return not self.skipped
+
+    def trusted(self, sampler: dict[str, float]) -> dict[str, float]:
+        """The same metrics of the sampler; the run stops where its gap to the trainer is beyond the
+        tolerance in MOST_APART steps in a row, or ten times beyond: every ratio would be wrong
+        without a word.
+        """
+        precision, gap = {self.args.dtype, self.args.rollout_dtype}, sampler["sampler_gap"]
+        usual = 0.1 if "float8" in precision else 0.05 if "bfloat16" in precision else 1e-3
+        tolerance = self.args.sampler_tolerance or usual
+        self.apart = 0 if gap <= tolerance else self.apart + 1
+        if self.apart == MOST_APART or not gap <= 10 * tolerance:  # true for NaN
+            raise RunStopped(
+                f"sampler and trainer disagree: mean |log π_old - log μ| is {gap:.2g}, tolerance "
+                f"{tolerance:.2g}. Usual causes: weights not synced after the last update, a "
+                "temperature or top-p that only one side applies, token ids re-encoded from text, "
+                "a lower precision on one side (then raise --sampler_tolerance)."
+            )
+        return sampler
+
+    def finish(self) -> None:
+        """Draw the curves; after the last step also write summary.json and say what happened."""
+        if self.world.rank > 0:
+            return
+        self.bar.close()
+        with blame(f"cannot write the results to {self.folder}", RunStopped):
+            curves, lines = draw_curves(self.folder), read_lines(self.folder / "metrics.jsonl")
+            if self.done < self.args.steps:
+                return self.say(f"stopped after step {self.done}, saved: go on with --resume")
+            first, *_, last = [line for line in lines if "greedy" in line] * 2
+            summary = {"seconds": sum(line["seconds"] for line in lines)}
+            for how in ("greedy", "sampled"):
+                summary |= {f"{how}_before": first[how], f"{how}_after": last[how]}
+            split = summary["seconds_split"] = defaultdict(float)
+            for name, value in (pair for line in lines for pair in line.items()):
+                if name.startswith("seconds_"):
+                    split[name.removeprefix("seconds_")] += value
+            self._write("summary.json", json.dumps(summary, indent=2) + "\n")
+        phases = ", ".join(f"{phase} {spent:.1f}" for phase, spent in split.items())
+        self.say(
+            f"\nheld-out accuracy, greedy   {first['greedy']:.3f} -> {last['greedy']:.3f}",
+            f"held-out accuracy, sampled  {first['sampled']:.3f} -> {last['sampled']:.3f}",
+            f"curves   {curves}",
+            f"seconds  {summary['seconds']:.0f}: {phases}",
+        )
+        if killed := sum(line.get("judge_killed", 0) for line in lines):
+            self.say(f"\n{killed:.0f} answers broke the judge's time or memory bounds")
+        acted = [line[self.acted] for line in lines if self.acted in line]
+        if acted and not any(acted):  # null, a NaN, is no deed either; without any it was off
+            idle = f"{self.acted} was 0 at every step: what it measures never acted"
+            self.say(f"\nWARNING: {idle} (too few steps? --minibatches 1?).")
+        if min(last[how] - first[how] for how in ("greedy", "sampled")) < 0:
+            self.say("\nWARNING: held-out accuracy ended below its start.")
