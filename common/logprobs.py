@@ -100,12 +100,7 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: object,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        temperature: float,
-        readout: Readout,
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, readout: Readout
     ) -> Pair:
         ctx.save_for_backward(hidden, weight, targets)
         ctx.temperature = temperature
@@ -120,7 +115,7 @@ class TokenLogprobs(torch.autograd.Function):
         return logp, found
 
     @staticmethod
-    def backward(ctx: object, d_logp: Tensor, _: None) -> tuple:
+    def backward(ctx, d_logp: Tensor, _: None) -> tuple:
         hidden, weight, targets = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)  # [M, H]
         # Summed over blocks in float32: in bfloat16 every block would round what came before it.

@@ -11,7 +11,8 @@ import copy
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
+from transformers import PreTrainedModel as Model
 
 from common.batch import Rollout
 from common.distributed import RunStopped, World, full_parameters, receive
@@ -30,13 +31,7 @@ class HFEngine:
     """
 
     def __init__(
-        self,
-        lm: PreTrainedModel,
-        world: World,
-        seed: int,
-        dtype: str,
-        max_rows: int,
-        experts: bool = True,
+        self, lm: Model, world: World, seed: int, dtype: str, max_rows: int, experts: bool = True
     ):
         """`dtype`: float32, bfloat16, or float8: e4m3 matrices, computing in bfloat16. `experts`:
         report them, where the model has some."""
@@ -173,7 +168,7 @@ def float8(weight: Tensor) -> Tensor:
     return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
 
 
-def make_engine(args: object, lm: PreTrainedModel, world: World) -> object:
+def make_engine(args: object, lm: Model, world: World) -> object:
     """The engine that `--rollout` names (`auto`: see `launch.check`), with its own weights."""
     if args.rollout == "vllm":
         from common.plumbing.vllm import VLLMEngine
