@@ -5,7 +5,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import loss_of, matches, no_kl, terms, written_here
+from . import COUNTED, ZSCORE, advantages_match, check_clip_statistics, check_equal_rewards, loss_of
+from . import matches, no_kl, terms, written_here
 
 
 def check_fixture(module: ModuleType) -> None:
@@ -82,19 +83,26 @@ def check_is_exact_in_parts(module: ModuleType) -> None:
     assert sum(terms(module, args, **row)[1] for row in rows) != whole[1]
 
 
+def check_advantages(module: ModuleType) -> None:
+    """GRPO's z-score."""
+    advantages_match(module, "ddof1_eps1e-6", 1e-8)
+
+
 def check_quantile_of_many(module: ModuleType) -> None:
     """A mini-batch may have more tokens than torch.quantile takes."""
     many = torch.arange(2**24 + 2).flip(0) / 2**24
     assert abs(module.entropy_threshold(module.Args(), many) - 0.8) < 1e-4
 
 
-CHECKS = written_here(globals())
+CHECKS = [*written_here(globals()), check_equal_rewards, check_clip_statistics]
 RARE = "(advantages[:, None] > 0) & (logp.detach"
 QUANTILE = "numpy.quantile(values, args.entropy_quantile"
 SPURIOUS = "spurious_tokens(args, logp, entropy, advantages, mask, threshold)  # [n, T]"
 CLAMP = "ratio.clamp(1 - args.clip_low, 1 + args.clip_high)"
 RETURN = "return -(objective * kept).sum(), kept.sum()"
 MUTANTS = {
+    **ZSCORE,
+    **COUNTED,
     "negative advantages silenced too": (RARE, RARE.replace(">", "!=")),
     "only negative ones": (RARE, RARE.replace(">", "<")),
     "entropy ignored": (" & sure & mask", " & mask"),
