@@ -168,15 +168,12 @@ def weighs(
     **rest: object,
 ) -> None:
     """That gradient weight is as expected, or the message has the numbers."""
-    places = [f"r = {number(ratio)}", f"Â = {advantage:+.4g}"]
     names = {"old": "π_old", "mu": "μ"}
+    places = [f"r = {number(ratio)}", f"Â = {advantage:+.4g}"]
     places += [f"{names.get(name, name)} = {value}" for name, value in rest.items()]
-    near(
-        weight(module, ratio, advantage, **rest),
-        expected,
-        f"{', '.join(places)}: weight",
-        tolerance,
-    )
+    found = weight(module, ratio, advantage, **rest)
+    told = f"weight {number(found, expected)}, expected {number(expected, found)}"
+    assert abs(found - expected) <= tolerance, f"{', '.join(places)}: {told}"
 
 
 def gradient(module: ModuleType, **flags: object) -> Tensor:
