@@ -108,9 +108,9 @@ def explained(file: str, names: list[str]) -> list[str]:
     """Comment lines: what each of these statistics of a file is."""
     if not names:
         return []
-    told = ["The statistics, each a pair of two sums (total, count), over response tokens alone:"]
+    told = ["The statistics: pairs (total, count) of sums, here written total / count:"]
     for name in names:
-        words = OWN.get((file, name), STATISTICS[name])
+        words = OWN.get((file, name)) or STATISTICS.get(name, "see the head of the file")
         told += textwrap.wrap(
             f"{name}: {words}", 94, initial_indent="  ", subsequent_indent=" " * 6
         )

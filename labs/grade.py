@@ -69,7 +69,8 @@ def read(path: Path) -> str:
         with tokenize.open(path) as file:
             return file.read()
     except (SyntaxError, UnicodeDecodeError, LookupError) as error:
-        raise BadInput(f"{path}: is no text that Python reads: {first_line(error)}") from error
+        told = "it is not UTF-8, nor what a coding line of its own says"
+        raise BadInput(f"{path}: is no text that Python reads: {told}") from error
 
 
 # In the student's process
@@ -218,8 +219,8 @@ FORGED = "something else than the checks speaks in the channel of their verdicts
 
 
 def lines(pipe: int, child: int) -> Iterator[str]:
-    """What comes through the channel, line by line, each within its seconds; at last, as `.args` of
-    a StopIteration would be, why nothing more does."""
+    """What comes through the channel, line by line, each within its seconds. What the generator
+    returns is why nothing more does."""
     held, until = b"", time.monotonic() + SECONDS
     while time.monotonic() < until:
         if select.select([pipe], [], [], 0.2)[0]:
@@ -240,7 +241,7 @@ def ended(child: int) -> str:
     for _ in range(20):
         if dead := os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if dead.si_code == os.CLD_EXITED:
-                return f"it ended the process, with code {dead.si_status}"
+                return f"it ended the process, with code {dead.si_status}, before a verdict"
             return f"it ended the process: {signal.strsignal(dead.si_status).lower()}"
         time.sleep(0.05)
     return "it closed the channel of the verdicts"
@@ -376,7 +377,7 @@ def report(found: list[Verdict], total: int) -> str:
         for part in filter(None, (words, reason and f"Here: {printable(reason)}")):
             told.append(textwrap.fill(part, 92, initial_indent=" " * 9, subsequent_indent=" " * 9))
     if len(said) < len(found) and said[0][0]:
-        told.append(f"After that {len(found) - len(said)} checks were not run.")
+        told.append(f"Not run after that: {len(found) - len(said)}.")
     held = total - len(found) if all(check for check, _ in said) else 0
     return "\n".join([*told, f"{held} of {total} checks hold."])
 
@@ -400,7 +401,11 @@ def main() -> int:
         source = read(words.file)
     except (BadInput, OSError) as error:
         parser.error(first_line(error))
-    found = graded(words.file, source)
+    try:
+        found = graded(words.file, source)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     print(report(found, len(every)))
     if found and words.hint:
         print(textwrap.fill("Hint. " + hint(words.file.stem, found), 100))

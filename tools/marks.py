@@ -24,13 +24,15 @@ FIRST = "grpo"  # the trunk of trunks
 def algorithms() -> list[Path]:
     """Every algorithm file, the first trunk first: what launches a `main` of its own."""
     files = [path for folder in (ROOT, ROOT / "variants") for path in sorted(folder.glob("*.py"))]
-    own = [path for path in files if "launch(main, Args)" in path.read_text()]
+    own = [path for path in files if "launch(main, Args)" in path.read_text(encoding="utf-8")]
     return sorted(own, key=lambda path: (path.stem != FIRST, path.parent != ROOT, path.stem))
 
 
 def trunk_of(path: Path, source: str | None = None) -> Path | None:
     """The file that this one departs from; None for the first trunk."""
-    named = re.search(r"^Trunk: (\w+)\.py", source or path.read_text(), re.MULTILINE)
+    named = re.search(
+        r"^Trunk: (\w+)\.py", source or path.read_text(encoding="utf-8"), re.MULTILINE
+    )
     if named:
         return next(
             p for p in (path.with_name(f"{named[1]}.py"), ROOT / f"{named[1]}.py") if p.exists()
@@ -82,7 +84,7 @@ def changes(path: Path, trunk: Path) -> tuple[list[str], int]:
     """Changed code lines against `trunk` that lie outside the marks of either file, and how many
     changed in all."""
     (ours, own), (theirs, old) = (
-        (code_lines(s := p.read_text()), marked_lines(s)) for p in (path, trunk)
+        (code_lines(s := p.read_text(encoding="utf-8")), marked_lines(s)) for p in (path, trunk)
     )
     loose, changed = [], 0
     matcher = difflib.SequenceMatcher(

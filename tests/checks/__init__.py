@@ -20,7 +20,9 @@ import common  # noqa: F401  (before torch)
 import torch
 from torch import Tensor
 
-FIXTURE = json.loads((Path(__file__).parent.parent / "fixtures" / "losses.json").read_text())
+FIXTURE = json.loads(
+    (Path(__file__).parent.parent / "fixtures" / "losses.json").read_text(encoding="utf-8")
+)
 
 
 def of(algorithm: str) -> tuple[list[Callable], dict[str, tuple]]:
@@ -39,7 +41,7 @@ def written_here(namespace: dict) -> list[Callable]:
 def replaced(path: Path, old: str, new: str) -> str:
     """A file's text with `old`, which must stand there once, replaced; line breaks inside it are no
     matter, so that a formatter may move them."""
-    source, tokens = path.read_text(), re.findall(r"\w+|\s+|.", old.strip())
+    source, tokens = path.read_text(encoding="utf-8"), re.findall(r"\w+|\s+|.", old.strip())
     # A formatter also puts a comma before a bracket that closes on a line of its own
     loose = [r",?\s*" + re.escape(t) if t in ")]}" else re.escape(t) for t in tokens if t.strip()]
     found = re.findall(re.escape(old), source) or re.findall(r"\s*".join(loose), source)
@@ -350,7 +352,7 @@ def unread(algorithm: str) -> Callable:
 
     body = next(
         node
-        for node in ast.parse(PATHS[algorithm].read_text()).body
+        for node in ast.parse(PATHS[algorithm].read_text(encoding="utf-8")).body
         if isinstance(node, ast.FunctionDef) and node.name == "policy_loss"
     ).body
     read = {n.id for part in body for n in ast.walk(part) if isinstance(n, ast.Name)}
