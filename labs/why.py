@@ -38,8 +38,7 @@ def compared(node: ast.expr, frame: FrameType) -> str:
 
     def sides(a: ast.expr, b: object) -> str:
         label = short(ast.unparse(a))
-        label = "" if label in TOLD else f"{label}: "
-        return label + difference(of(a), b)
+        return difference("" if label in TOLD else label, of(a), b)
 
     if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.And):
         return next((compared(part, frame) for part in node.values if not of(part)), "")
@@ -62,17 +61,18 @@ def compared(node: ast.expr, frame: FrameType) -> str:
     return ""
 
 
-def difference(found: object, expected: object) -> str:
+def difference(label: str, found: object, expected: object) -> str:
     """Both, and of tensors where they are furthest apart."""
     if isinstance(found, Tensor) or isinstance(expected, Tensor):
         try:
-            near(found, expected, "", 0.0)
+            near(found, expected, label, 0.0)
         except AssertionError as error:
             return str(error).removeprefix(": ").strip()
-        return "too far apart"
+        return f"{label}: too far apart"
+    told = f"{value(found)}, expected {value(expected)}"
     if isinstance(found, int | float) and isinstance(expected, int | float):
-        return f"{number(found, expected)}, expected {number(expected, found)}"
-    return f"{value(found)}, expected {value(expected)}"
+        told = f"{number(found, expected)}, expected {number(expected, found)}"
+    return f"{label}: {told}" if label else told
 
 
 def shown(x: object) -> bool:

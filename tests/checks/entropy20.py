@@ -5,8 +5,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import COUNTED, FIXTURE, ZSCORE, advantages_match, check_clip_statistics, check_equal_rewards
-from . import gradient, loss_of, matches, no_kl, terms, toy_batch, weight, written_here
+from . import COUNTED, FIXTURE, SHARE, ZSCORE, advantages_match, check_clip_statistics
+from . import check_equal_rewards, gradient, loss_of, matches, no_kl, terms, toy_batch, weight
+from . import written_here
 
 
 def forks_of_the_fixture() -> Tensor:
@@ -102,6 +103,8 @@ FORKS = "entropy >= threshold - 1e-5"
 MUTANTS = {
     **ZSCORE,
     **COUNTED,
+    "clip_share of what is left": (SHARE, SHARE.replace("cut * mask", "cut * kept")),
+    "fork_entropy of all": ("((entropy * kept).sum()", "((entropy * mask).sum()"),
     "TRL's denominator": (RETURN, RETURN.replace("kept.sum()", "mask.sum()")),
     "the surest tokens": (FORKS, "entropy <= threshold + 1e-5"),
     "rounding parts siblings": (FORKS, "entropy >= threshold"),

@@ -65,7 +65,10 @@ def check_statistics(module: ModuleType) -> None:
     Â (grpo_cut_share), and of these Σ F r |Â| over Σ r |Â| (kept_where_grpo_cuts); the mean of σ
     where π_old is below 0.1 (width_rare) and above 0.9 (width_common)."""
     batch = busy_batch()
-    t, args = response_tokens(batch), replace(module.Args(), token_clip=0.22)
+    t, args = (
+        response_tokens(batch),
+        replace(module.Args(), token_clip=0.22, beta_pos=0.05, beta_neg=0.3),
+    )
     width = (args.sigma_base / t.old**args.alpha).clamp(args.sigma_base, args.sigma_high)
     risk = torch.where(t.A > 0, 1 + args.beta_pos * t.A, 1 / (1 - args.beta_neg * t.A))
     sigma, outward = width * risk.clamp(0.1, 10), t.A * (t.r - 1) > 0
@@ -102,6 +105,7 @@ PER_RESPONSE = "(objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)"
 MUTANTS = {
     **ZSCORE,
     "μ for π_old": ("ratio = (logp - old_logp).exp()", "ratio = (logp - rollout_logp).exp()"),
+    "one β for both": ("1 - args.beta_neg * A", "1 - args.beta_pos * A"),
     "width of μ": ("old_p = old_logp.exp()", "old_p = rollout_logp.exp()"),
     "a clip as well": (
         "objective = gate * ratio * A",

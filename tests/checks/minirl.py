@@ -28,10 +28,12 @@ def check_sums_tokens(module: ModuleType) -> None:
     batch = two_responses()
     for flags, scale in (({}, 1.0), ({"length_norm": True}, batch["mask"].sum(1, keepdim=True))):
         logp = batch["logp"].detach().requires_grad_()
-        loss_of(module, no_kl(module, clip_high=9.0, **flags), **batch | {"logp": logp})[
-            0
-        ].backward()
+        args = no_kl(module, clip_high=9.0, **flags)
+        loss = loss_of(module, args, **batch | {"logp": logp})[0]
+        loss.backward()
         expected = -logp.detach().exp() * batch["advantages"][:, None] * batch["mask"] / scale / 2
+        value = (expected * logp).sum()
+        near(loss, value, f"the loss, 3 tokens and 2 {flags}", 1e-9)
         near(logp.grad, expected, f"∂ loss / ∂ log π of 3 tokens and of 2 {flags}", 1e-9)
 
 
@@ -110,6 +112,10 @@ MUTANTS = {
     **COUNTED,
     "weight before the cap": ("((weight * mask).sum()", "((uncapped * mask).sum()"),
     "a lower bound": (".clamp(max=args.is_cap)", ".clamp(1 / args.is_cap, args.is_cap)"),
+    "a ratio of its own for log π": (
+        "~cut * weight * A * logp",
+        "~cut * weight * A * (logp - logp.detach()).exp()",
+    ),
     "mask from above alone": (
         "cut = ((A > 0) & out_above) | ((A < 0) & out_below)",
         "cut = (A > 0) & out_above",

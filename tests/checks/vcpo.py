@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import EQUAL, advantages_match, busy_batch, check_equal_rewards, counts, loss_of
+from . import EQUAL, advantages_match, busy_batch, check_equal_rewards, counts, loss_of, near
 from . import written_here
 
 
@@ -35,6 +35,7 @@ def check_weights(module: ModuleType) -> None:
         weight = log_w.exp().clamp(max=8.0) * tensors["advantages"] / tensors["mask"].sum(1) / 3
         assert torch.allclose(-logp.grad, weight[:, None] * tensors["mask"], rtol=1e-9, atol=0)
         assert torch.isclose(stats["weight_max"][0], log_w.exp().max())
+        near(loss, (logp.grad * logp).sum(), "the loss", 1e-9 * weight.abs().max())
 
 
 def check_advantages(module: ModuleType) -> None:
