@@ -340,7 +340,8 @@ def hint(name: str, found: list[Verdict]) -> str:
             break
         best = [damage for damage in best if causes[damage] & left == seen]
         these = "all of it" if seen == {c for c, _ in found} else ", ".join(map(plainly, seen))
-        said.append(f"{' or '.join(f"'{one}'" for one in best)} has just this effect ({these})")
+        names = " or ".join(f"'{damage}'" for damage in best)
+        said.append(f"{names} has just this effect ({these})")
         left -= seen
     if left and name not in MODULES:
         told = exercise_checks.CHECKS[name]
