@@ -103,6 +103,8 @@ FORKS = "entropy >= threshold - 1e-5"
 MUTANTS = {
     **ZSCORE,
     **COUNTED,
+    "no clip": ("torch.minimum(ratio * A, clipped * A)", "ratio * A"),
+    "clip without min": ("torch.minimum(ratio * A, clipped * A)", "clipped * A"),
     "clip_share of what is left": (SHARE, SHARE.replace("cut * mask", "cut * kept")),
     "fork_entropy of all": ("((entropy * kept).sum()", "((entropy * mask).sum()"),
     "TRL's denominator": (RETURN, RETURN.replace("kept.sum()", "mask.sum()")),

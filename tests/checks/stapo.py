@@ -123,6 +123,8 @@ MUTANTS = {
     "negative advantages silenced too": (RARE, RARE.replace(">", "!=")),
     "only negative ones": (RARE, RARE.replace(">", "<")),
     "μ for π_old": ("ratio = (logp - old_logp).exp()", "ratio = (logp - rollout_logp).exp()"),
+    "no clip": ("torch.minimum(ratio * A, clipped * A)", "ratio * A"),
+    "clip without min": ("torch.minimum(ratio * A, clipped * A)", "clipped * A"),
     "clip_share of what is left": (SHARE, SHARE.replace("cut * mask", "cut * kept")),
     "silenced_share of what is left": (
         '"silenced_share": (spurious.sum(), mask.sum())',
