@@ -122,11 +122,15 @@ def emptied(source: str, taken: tuple[str, ...], file: str = "") -> str:
     lines = source.splitlines()
     functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
     for node in reversed([n for n in functions if n.name in taken]):
-        end = node.end_lineno
-        if lines[end : end + 1] == ["    # </own>"]:  # its beginning goes with the body
+        start, end = node.body[0].end_lineno, node.end_lineno
+        marks = [line.strip() for line in lines[start:end]]
+        opened = marks.count("# <own>") > marks.count("# </own>")
+        if closed := opened and lines[end : end + 1] == ["    # </own>"]:
             end += 1
         todo = [*explained(file, statistics(node)), TODO.format(name=node.name)]
-        lines[node.body[0].end_lineno : end] = todo
+        if opened and not closed:  # its end stands further down
+            todo.insert(0, "    # <own>")
+        lines[start:end] = todo
     return "\n".join(lines) + "\n"
 
 
