@@ -1,6 +1,6 @@
 """An exercise: a file of this repository with its heart taken out.
 
-    python -m labs.blank                    lists the exercises
+    python -m labs.blank                    lists the exercises, from * (easy) to ***
     python -m labs.blank grpo > mine/grpo.py
     python -m labs.grade mine/grpo.py
 
@@ -14,18 +14,81 @@ import sys
 import textwrap
 from pathlib import Path
 
-from common.distributed import BadInput, first_line
 from tools.marks import algorithms
 
 EXERCISES = Path(__file__).parent / "exercises.py"
 TAKEN = ("advantages", "policy_loss")
-STATS, INDENT = "The statistics are", "    # "
-TODO = '    raise NotImplementedError("TODO: {name}")'
+INDENT, TODO = "    # ", '    raise NotImplementedError("TODO: {name}")'
+# What is asked for is small, has a catch, or needs the head of the file read closely
+EASY = "grpo dr_grpo justrl dapo goldilocks laconic sampler_logprobs accumulate pass_at_k shift"
+HARD = "maspo vcpo deep_grpo stapo icepop lp_reg blockwise recipe rank_advantages"
+TOKENS = "/ response tokens"
+# What each statistic is, for a student who is to write it: what is added up / what it is divided by
+STATISTICS = {
+    "clip_share": f"tokens with M = 0: Â > 0 and r > 1+ε, or Â < 0 and r < 1-ε {TOKENS}",
+    "clip_above": f"of these the ones with Â > 0 {TOKENS}",
+    "clip_below": f"of these the ones with Â < 0 {TOKENS}",
+    "ref_kl": f"k3, not times β, and only where β > 0 {TOKENS}",
+    "masked_share": f"tokens with M = 0 {TOKENS}",
+    "masked_above": f"of these the ones with Â > 0 {TOKENS}",
+    "masked_below": f"of these the ones with Â < 0 {TOKENS}",
+    "weight": f"the weight π_θ/μ, after its cap {TOKENS}",
+    "weight_max": "the largest π_θ/μ of a response token, before its cap / None",
+    "gate_closed": f"1 - the gate {TOKENS}",
+    "gate_pos": "the gate, where Â > 0 / response tokens with Â > 0",
+    "gate_neg": "the gate, where Â < 0 / response tokens with Â < 0",
+    "silenced": "tokens silenced / None",
+    "silenced_share": f"tokens silenced {TOKENS}",
+    "silenced_prob": "π_θ of the tokens silenced / tokens silenced",
+    "silenced_entropy": "H where they stand / tokens silenced",
+    "grpo_cut_share": f"tokens with r beyond 1 ± token_clip in the direction of Â {TOKENS}",
+    "kept_where_grpo_cuts": "F r |Â| of those tokens / r |Â| of them",
+    "width_rare": "σ where π_old < 0.1 / response tokens with π_old < 0.1",
+    "width_common": "σ where π_old > 0.9 / response tokens with π_old > 0.9",
+    "clip_share_of_tokens": "tokens of the clipped responses / tokens of those with Â ≠ 0",
+    "token_clip_share": "tokens with r beyond 1 ± token_clip in the direction of Â / tokens of "
+    "responses with Â ≠ 0",
+    "kept_beyond_clip": f"tokens that PPO's clip would drop: Â > 0 and r > 1+ε, or Â < 0 and "
+    f"r < 1-ε {TOKENS}",
+    "capped_share": f"tokens with r over the cap {TOKENS}",
+    "reshaped": "|φ - 1| / responses",
+    "left_out": f"tokens that are not trained {TOKENS}",
+    "fork_entropy": "H of the tokens that are / tokens that are",
+    "corrected": f"|C - 1| {TOKENS}",
+    "dropped_share": f"tokens with C = 0 {TOKENS}",
+    "damped": "|Â| - |u Â| of responses / |Â| of responses",
+    "protected_share": "tokens protected / response tokens with Â < 0",
+    "protected_pull": "β (π_proxy/π_θ - 1) of the tokens protected / tokens protected",
+    "noise_share": "rare tokens that the proxy has filtered out / rare tokens",
+    "advantages_apart": "|Â of the working - Â of the answer| / responses",
+    "anchor_kl": "β log(π_old/π_θ) of whole responses / responses",
+}
+# ... where a file means something else by the name
+OWN = {
+    ("gspo", "clip_share"): "responses with M = 0 / responses with Â ≠ 0",
+    ("gspo", "clip_above"): "of these the ones with Â > 0 / responses with Â ≠ 0",
+    ("gspo", "clip_below"): "of these the ones with Â < 0 / responses with Â ≠ 0",
+    ("vespo", "gate_pos"): "φ, where Â > 0 / responses with Â > 0",
+    ("vespo", "gate_neg"): "φ, where Â < 0 / responses with Â < 0",
+    ("vespo", "weight_max"): "the largest W / None",
+    ("vcpo", "weight"): "min(w, cap) of the whole response / responses",
+    ("vcpo", "weight_max"): "the largest w of a response, before its cap / None",
+    ("cispo", "weight_max"): "the largest r of a response token, before its cap / None",
+    ("icepop", "weight"): f"C {TOKENS}",
+    ("icepop", "weight_max"): "the largest π_old/μ of a response token / None",
+    ("recipe", "weight"): "min(w, cap) of the whole response / responses; only with a lag",
+    ("recipe", "weight_max"): "the largest w of a response, before its cap / None; only with a lag",
+    ("recipe", "gate_closed"): f"1 - the gate {TOKENS}; with MASPO's gate, in place of clip_*",
+}
+
+
+class NoExercise(ValueError):
+    """There is none of this name."""
 
 
 def single() -> list[str]:
     """The exercises that are one function each."""
-    tree = ast.parse(EXERCISES.read_text())
+    tree = ast.parse(EXERCISES.read_text(encoding="utf-8"))
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
 
 
@@ -33,35 +96,52 @@ def statistics(function: ast.FunctionDef) -> list[str]:
     """The names that a `policy_loss` gives its statistics."""
     found = []
     for node in ast.walk(function):
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("stats"):
-            target = node.targets[0]
-            keys = [target.slice] if isinstance(target, ast.Subscript) else node.value.keys
-            found += [key.value for key in keys]
-    return found
+        if isinstance(node, ast.Assign | ast.AugAssign):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if ast.unparse(target).startswith("stats"):
+                keys = [target.slice] if isinstance(target, ast.Subscript) else node.value.keys
+                found += [key.value for key in keys]
+    return list(dict.fromkeys(found))
 
 
-def emptied(source: str, names: tuple[str, ...]) -> str:
-    """The source, of these functions only signature and docstring."""
+def explained(file: str, names: list[str]) -> list[str]:
+    """Comment lines: what each of these statistics of a file is."""
+    if not names:
+        return []
+    told = ["The statistics: pairs (total, count) of sums, here written total / count:"]
+    for name in names:
+        words = OWN.get((file, name)) or STATISTICS.get(name, "see the head of the file")
+        told += textwrap.wrap(
+            f"{name}: {words}", 94, initial_indent="  ", subsequent_indent=" " * 6
+        )
+    return [INDENT + line for line in told]
+
+
+def emptied(source: str, taken: tuple[str, ...], file: str = "") -> str:
+    """The source, of these functions only signature and docstring; and what the statistics are."""
     lines = source.splitlines()
     functions = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
-    for node in reversed([n for n in functions if n.name in names]):
-        names = ", ".join(statistics(node))
-        told = textwrap.wrap(
-            f"{STATS}: {names}", 94, initial_indent=INDENT, subsequent_indent=INDENT
-        )
-        todo = [*(told if names else []), TODO.format(name=node.name)]
-        lines[node.body[0].end_lineno : node.end_lineno] = todo
+    for node in reversed([n for n in functions if n.name in taken]):
+        start, end = node.body[0].end_lineno, node.end_lineno
+        marks = [line.strip() for line in lines[start:end]]
+        opened = marks.count("# <own>") > marks.count("# </own>")
+        if closed := opened and lines[end : end + 1] == ["    # </own>"]:
+            end += 1
+        todo = [*explained(file, statistics(node)), TODO.format(name=node.name)]
+        if opened and not closed:  # its end stands further down
+            todo.insert(0, "    # <own>")
+        lines[start:end] = todo
     return "\n".join(lines) + "\n"
 
 
 def blank(name: str) -> str:
-    """The text of an exercise. BadInput for a name that is none."""
+    """The text of an exercise. NoExercise for a name that is none."""
     files = {path.stem: path for path in algorithms()}
     if name in files:
-        return emptied(files[name].read_text(), TAKEN)
+        return emptied(files[name].read_text(encoding="utf-8"), TAKEN, name)
     if name not in single():
-        raise BadInput(f"{name}: no exercise; there are {', '.join([*files, *single()])}")
-    source = EXERCISES.read_text()
+        raise NoExercise(f"{name}: no exercise; there are {', '.join([*files, *single()])}")
+    source = EXERCISES.read_text(encoding="utf-8")
     nodes = {node.name: node for node in ast.parse(source).body if hasattr(node, "name")}
     node, used = nodes[name], ast.unparse(nodes[name])
     imports = [n for n in ast.parse(source).body if isinstance(n, ast.Import | ast.ImportFrom)]
@@ -72,7 +152,24 @@ def blank(name: str) -> str:
     return "\n\n".join(part for part in parts if part).replace("\n\n\n\n", "\n\n\n")
 
 
-if __name__ == "__main__":
+def listed() -> str:
+    """Every exercise with its difficulty and one line: the title of the file, or what the function
+    is."""
+    tree = ast.parse(EXERCISES.read_text(encoding="utf-8"))
+    told = {n.name: ast.get_docstring(n) for n in tree.body if isinstance(n, ast.FunctionDef)}
+    titles = {
+        path.stem: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))).split("\n\n")[0]
+        for path in algorithms()
+    }
+    rows = []
+    for name, words in (titles | told).items():
+        stars = "*" if name in EASY.split() else "***" if name in HARD.split() else "**"
+        first = " ".join(words.split("\n\n")[0].split())
+        rows.append(f"{name:17}{stars:4} {textwrap.shorten(first, 78, placeholder=' ...')}")
+    return "\n".join(rows) + "\n"
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(
         prog="labs.blank",
         usage=argparse.SUPPRESS,  # an error is one line
@@ -81,8 +178,13 @@ if __name__ == "__main__":
     )
     parser.add_argument("name", nargs="?", metavar="NAME")
     name = parser.parse_args().name
+    if hasattr(sys.stdout, "reconfigure"):  # a file of exercises is UTF-8, as Python reads it
+        sys.stdout.reconfigure(encoding="utf-8")
     try:
-        everything = [path.stem for path in algorithms()] + single()
-        sys.stdout.write(blank(name) if name else "\n".join(everything) + "\n")
-    except (BadInput, OSError) as error:
-        parser.error(first_line(error))
+        sys.stdout.write(blank(name) if name else listed())
+    except (NoExercise, OSError) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,13 @@
 """What is held of each of exercises.py: name -> checks of a module that has the function, and a
-hint to each."""
+hint to each; and damages, which the grader's hint names: name -> {damage: (what stands in
+exercises.py once, what it becomes)}."""
 
 import itertools
 from collections.abc import Callable
 from types import ModuleType
 
 import torch
+from tests.checks import near
 from torch import Tensor
 
 float64 = torch.float64
@@ -48,23 +50,31 @@ def check_temperature(module: ModuleType) -> None:
     for temperature in (0.5, 1.0, 2.0):
         chances = (logits / temperature).exp()
         wanted = (chances / chances.sum(1, keepdim=True)).log()[[0, 1], [2, 1]]
-        found = module.sampler_logprobs(logits, torch.tensor([2, 1]), temperature)
-        assert found.shape == (2,) and torch.allclose(found.double(), wanted, atol=1e-6)
+        found = module.sampler_logprobs(logits.clone(), torch.tensor([2, 1]), temperature)
+        near(found, wanted, f"logits {logits.tolist()}, tokens [2, 1], T = {temperature}", 1e-6)
 
 
 def check_large_logits(module: ModuleType) -> None:
     """Logits of 1000 and of -1000 give finite log-probs: no exp of a logit, no log of a 0."""
     logits = torch.tensor([[1000.0, 0.0], [-1000.0, 0.0]])
     found = module.sampler_logprobs(logits, torch.tensor([1, 0]), 1.0)
-    assert torch.allclose(found, torch.tensor([-1000.0, -1000.0]))
+    near(found, [-1000.0, -1000.0], "logits [1000, 0], token 1, and [-1000, 0], token 0", 1e-3)
+
+
+def check_logits_are_left(module: ModuleType) -> None:
+    """The logits are left as they are: nothing is changed in place."""
+    logits = torch.tensor([[1.0, 2.0, 4.0]])
+    module.sampler_logprobs(logits, torch.tensor([1]), 2.0)
+    assert logits.tolist() == [[1, 2, 4]], f"[[1, 2, 4]] has become {logits.tolist()}"
 
 
 def check_bfloat16(module: ModuleType) -> None:
     """bfloat16 logits are made float32 before the softmax, not after."""
     logits = torch.linspace(-1, 1, 1000).bfloat16()[None]
     found = module.sampler_logprobs(logits, torch.tensor([500]), 1.0)
-    assert found.dtype != torch.bfloat16
-    assert torch.allclose(found, logits.float().log_softmax(-1)[:, 500], atol=1e-4)
+    assert found.dtype != torch.bfloat16, "the log-probs are bfloat16"
+    wanted = logits.float().log_softmax(-1)[:, 500]
+    near(found, wanted, "of a thousand bfloat16 logits from -1 to 1 the 500th", 1e-4)
 
 
 REWARDS = [torch.tensor([1.0, 0, 0], dtype=float64), torch.tensor([1, 0.5, 1], dtype=float64)]
@@ -79,14 +89,26 @@ def check_spread_groups(module: ModuleType) -> None:
     for group in (0, 1):
         own = rewards[groups == group]
         wanted[groups == group] = (own - own.mean()) / (own.std() + 1e-6)
-    assert torch.allclose(torch.cat(found), wanted, atol=1e-9)
+    near(
+        torch.cat(found), wanted, "rewards 1, 0, 0 and 1, .5, 1 of groups 0, 0, 1 and 1, 0, 1", 1e-9
+    )
 
 
 def check_rank_without_rows(module: ModuleType) -> None:
     """A rank without a row of some group, or without any, still takes part in every sum."""
     none = (torch.zeros(0, dtype=float64), torch.zeros(0, dtype=torch.long), 2)
     found = on_ranks(module.rank_advantages, (torch.cat(REWARDS), torch.cat(GROUPS), 2), none)
-    assert found[1].shape == (0,) and found[0].isfinite().all()
+    assert found[1].shape == (0,), f"a rank without rows gets {list(found[1].shape)} advantages"
+    assert found[0].isfinite().all(), f"the other rank's are {found[0].tolist()}"
+
+
+def check_equal_rewards(module: ModuleType) -> None:
+    """Eight float32 rewards of 0.7 on two ranks, and a group of one, have advantages of 0, to 1e-6:
+    rounding is not made large."""
+    rewards = torch.full((8,), 0.7), torch.full((1,), 0.7)
+    groups = torch.tensor([0] * 7 + [1]), torch.tensor([0])
+    found = torch.cat(on_ranks(module.rank_advantages, *((*x, 2) for x in zip(rewards, groups))))
+    near(found, torch.zeros(9), "eight rewards of 0.7, and (at [7]) a group of one", 1e-6)
 
 
 def check_large_rewards(module: ModuleType) -> None:
@@ -94,7 +116,7 @@ def check_large_rewards(module: ModuleType) -> None:
     difference of two large numbers."""
     rewards = torch.tensor([10000.0, 10001.0, 10001.0, 10000.0])
     found = on_ranks(module.rank_advantages, (rewards, torch.zeros(4, dtype=torch.long), 1))[0]
-    assert torch.allclose(found.abs(), torch.tensor(0.8660), atol=1e-3)
+    near(found, [-0.8660, 0.8660, 0.8660, -0.8660], "rewards 10000 and 10001, twice each", 1e-3)
 
 
 def parts(parameter: Tensor, sizes: list[int], alive: list[int]) -> list[Callable]:
@@ -113,28 +135,36 @@ def parts(parameter: Tensor, sizes: list[int], alive: list[int]) -> list[Callabl
 
 def check_any_division(module: ModuleType) -> None:
     """Micro-batches of 1 and 9 tokens give the gradient of the mean over ten, as one of 10 does."""
-    for sizes in ([10], [1, 9], [3, 3, 4]):
+    for sizes in ([1, 9], [3, 3, 4], [10]):
         parameter = torch.tensor(2.0, dtype=float64, requires_grad=True)
         mean = module.accumulate(parameter, parts(parameter, sizes, [0]))
         tokens = torch.arange(10, dtype=float64)
         assert parameter.grad is not None, "parameter.grad is None"
-        assert abs(parameter.grad - (2 * (2 - tokens)).mean()) < 1e-12, sizes
-        assert abs(float(mean) - ((2 - tokens) ** 2).mean()) < 1e-12, sizes
+        where = f"of micro-batches of {sizes} tokens"
+        near(parameter.grad, (2 * (2 - tokens)).mean(), f"the gradient {where}")
+        near(mean, ((2 - tokens) ** 2).mean(), f"the mean loss {where}")
 
 
 def check_ess(module: ModuleType) -> None:
     """Equal weights give 1, a single heavy one 1/B, and the formula in between."""
     log_w = torch.tensor([0.1, -0.3, 0.7, 0.0], dtype=float64)
     w = log_w.exp()
-    assert abs(module.ess_ratio(log_w) - w.sum() ** 2 / (4 * (w**2).sum())) < 1e-12
-    assert abs(module.ess_ratio(torch.zeros(5)) - 1) < 1e-6
+    wanted = w.sum() ** 2 / (4 * (w**2).sum())
+    near(module.ess_ratio(log_w), wanted, f"log w = {log_w.tolist()}")
+    near(module.ess_ratio(torch.zeros(5)), 1, "log w = 0, five times", 1e-6)
 
 
 def check_ess_far_out(module: ModuleType) -> None:
-    """log w of 500 or -500, all alike, give 1: a common factor is no matter."""
+    """log w of 500 or -500, all alike, give 1: a common factor is no matter, and what is far below
+    the largest counts for nothing."""
+    uneven = torch.tensor([0.0, -1, -2, -2])
+    w = uneven.exp()
     for shift in (-500.0, 500.0):
-        assert abs(module.ess_ratio(torch.full((4,), shift)) - 1) < 1e-4
-    assert abs(module.ess_ratio(torch.tensor([300.0, 0, 0, 0])) - 0.25) < 1e-4
+        near(module.ess_ratio(torch.full((4,), shift)), 1, f"log w = {shift:g}, four times", 1e-4)
+        wanted = w.sum() ** 2 / (4 * (w**2).sum())
+        told = f"log w = {[shift + x for x in uneven.tolist()]}"
+        near(module.ess_ratio(uneven + shift), wanted, told, 1e-3)
+    near(module.ess_ratio(torch.tensor([300.0, 0, 0, 0])), 0.25, "log w = [300, 0, 0, 0]", 1e-4)
 
 
 def check_pass_by_counting(module: ModuleType) -> None:
@@ -142,40 +172,58 @@ def check_pass_by_counting(module: ModuleType) -> None:
     for n, c, k in ((5, 2, 3), (6, 1, 2), (4, 0, 2), (4, 4, 1), (5, 3, 5), (7, 3, 1)):
         chosen = list(itertools.combinations([1] * c + [0] * (n - c), k))
         wanted = sum(any(pick) for pick in chosen) / len(chosen)
-        assert abs(module.pass_at_k(n, c, k) - wanted) < 1e-12, (n, c, k)
+        near(module.pass_at_k(n, c, k), wanted, f"n = {n}, c = {c}, k = {k}")
 
 
 def check_pass_of_many(module: ModuleType) -> None:
     """n = 10,000 neither overflows nor takes long."""
-    assert abs(module.pass_at_k(10_000, 1, 5_000) - 0.5) < 1e-9
-    assert abs(module.pass_at_k(10_000, 5_000, 1) - 0.5) < 1e-9
+    near(module.pass_at_k(10_000, 1, 5_000), 0.5, "n = 10000, c = 1, k = 5000", 1e-9)
+    near(module.pass_at_k(10_000, 5_000, 1), 0.5, "n = 10000, c = 5000, k = 1", 1e-9)
+
+
+def shifted(module: ModuleType, rows: list, starts: list, ends: list, wanted: list) -> None:
+    """The columns are these, and the tokens those behind them."""
+    sequences = torch.tensor(rows)
+    predicts, tokens = module.shift(sequences.clone(), torch.tensor(starts), torch.tensor(ends))
+    told = f"sequences {rows}, prompt_len {starts}, ends {ends}"
+    assert predicts.shape == sequences.shape, f"{told}: predicts is {list(predicts.shape)}"
+    found = predicts.long().tolist()
+    assert found == wanted, f"{told}: predicts {found}, expected {wanted}"
+    assert predicts.dtype == torch.bool, f"{told}: predicts is of {predicts.dtype}, not of bool"
+    behind = [row[t + 1] for row, on in zip(rows, wanted) for t in range(len(row)) if on[t]]
+    assert tokens.tolist() == behind, f"{told}: tokens {tokens.tolist()}, expected {behind}"
 
 
 def check_columns(module: ModuleType) -> None:
     """The column before each response token, the prompt's last one first; no prompt, no padding."""
-    sequences = torch.tensor([[5, 6, 7, 8, 2, 0], [5, 9, 2, 0, 0, 0]])
-    predicts, tokens = module.shift(sequences, torch.tensor([2, 1]), torch.tensor([5, 3]))
-    wanted = [[0, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0]]
-    assert predicts.long().tolist() == wanted
-    assert tokens.tolist() == [7, 8, 2, 9, 2]
+    rows = [[5, 6, 7, 8, 2, 0], [5, 9, 2, 0, 0, 0]]
+    shifted(module, rows, [2, 1], [5, 3], [[0, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0]])
 
 
 def check_full_row(module: ModuleType) -> None:
     """A response that ends in the last column, at the length limit, is whole too."""
-    sequences = torch.tensor([[5, 6, 7, 8]])
-    predicts, tokens = module.shift(sequences, torch.tensor([1]), torch.tensor([4]))
-    assert predicts.long().tolist() == [[1, 1, 1, 0]] and tokens.tolist() == [6, 7, 8]
+    shifted(module, [[5, 6, 7, 8]], [1], [4], [[1, 1, 1, 0]])
+
+
+def check_any_ids(module: ModuleType) -> None:
+    """Places count, not ids: a response may have tokens whose id is 0, or padding's, or its own
+    EOS in the middle; one that is empty predicts nothing."""
+    rows = [[5, 0, 0, 7, 0, 2, 2], [0, 3, 2, 0, 2, 2, 2], [5, 6, 4, 2, 2, 2, 2]]
+    wanted = [[0, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0, 0], [0] * 7]
+    shifted(module, rows, [2, 1, 3], [6, 5, 3], wanted)
 
 
 CHECKS = {
     "sampler_logprobs": {
         check_temperature: "divide the logits by the temperature before the softmax",
         check_large_logits: "log_softmax, not the log of a softmax",
+        check_logits_are_left: "logits / temperature, not logits /= temperature",
         check_bfloat16: ".float() first: eight bits of mantissa are two digits",
     },
     "rank_advantages": {
         check_spread_groups: "sums per group (index_add), then all_sum, then divide",
         check_rank_without_rows: "no branch on what this rank has: the others wait for its part",
+        check_equal_rewards: "sum in float64, whose mean of eight 0.7 is 0.7; divide by 1 at least",
         check_large_rewards: "sum squares of (reward - mean), in a second all_sum",
     },
     "accumulate": {
@@ -192,5 +240,122 @@ CHECKS = {
     "shift": {
         check_columns: "column t predicts token t+1: begin one before the response",
         check_full_row: "the last token predicts nothing, and is predicted",
+        check_any_ids: "only prompt_len and ends say what is response: compare columns with them",
+    },
+}
+
+AFTER, TOKENS = "torch.arange(1, sequences.shape[1] + 1)", "sequences.roll(-1, dims=1)[predicts]"
+WIDE, VARIANCE = "(wide / temperature)", "all_sum(zero.index_add(0, groups, centred**2))"
+PASS = "1 - math.prod(1 - k / i for i in range(n - c + 1, n + 1))"
+ESS = "(2 * log_w.logsumexp(0) - (2 * log_w).logsumexp(0)).exp() / len(log_w)"
+BACKWARD = "loss.backward()\n        total, tokens = total + loss.item(), tokens + float(count)\n"
+LATER = "total, tokens = total + loss, tokens + float(count)\n    total.backward()\n"
+MUTANTS = {
+    "sampler_logprobs": {
+        "no temperature": (WIDE, "wide"),
+        "times the temperature": (WIDE, "(wide * temperature)"),
+        "log-probs divided by the temperature": (
+            f"{WIDE}.log_softmax(-1)",
+            "(wide.log_softmax(-1) / temperature)",
+        ),
+        "softmax in bfloat16": ("logits.float()", "logits"),
+        "float32 after the softmax": (
+            f"{WIDE}.log_softmax(-1)",
+            "(logits / temperature).log_softmax(-1).float()",
+        ),
+        "log of a softmax": (f"{WIDE}.log_softmax(-1)", f"{WIDE}.softmax(-1).log()"),
+        "probabilities": (f"{WIDE}.log_softmax(-1)", f"{WIDE}.softmax(-1)"),
+        "logits for log-probs": (f"{WIDE}.log_softmax(-1)", WIDE),
+        "softmax over the rows": ("log_softmax(-1)", "log_softmax(0)"),
+        "divided in place": (WIDE, "wide.div_(temperature)"),
+        "of shape [N, 1]": ("gather(1, tokens[:, None])[:, 0]", "gather(1, tokens[:, None])"),
+    },
+    "rank_advantages": {
+        "population std": ("(size - 1).clamp(min=1)", "size"),
+        "mean of this rank": (
+            "all_sum(zero.index_add(0, groups, exact)) / size",
+            "zero.index_add(0, groups, exact) / size + 0 * all_sum(zero)",
+        ),
+        "mean of all groups": (
+            "all_sum(zero.index_add(0, groups, exact)) / size",
+            "(all_sum(zero.index_add(0, groups, exact)).sum() / size.sum()).expand(count)",
+        ),
+        "std of this rank": (VARIANCE, "zero.index_add(0, groups, centred**2)"),
+        "mean of squares less square of mean": (
+            "centred**2",
+            "(rewards**2 - (mean.float() ** 2)[groups]).double()",
+        ),
+        "a rank without rows returns at once": (
+            "    exact = rewards.double()",
+            "    if not len(rewards):\n        return rewards\n    exact = rewards.double()",
+        ),
+        "in float32": ("exact = rewards.double()", "exact = rewards"),
+        "a group of one divided by 0": ("(size - 1).clamp(min=1)", "(size - 1)"),
+        "no std": ("centred / (variance.sqrt()[groups] + 1e-6)", "centred"),
+        "variance for std": ("variance.sqrt()[groups]", "variance[groups]"),
+    },
+    "accumulate": {
+        "mean of the micro-batches' means": (
+            "loss.backward()",
+            "(loss / count / len(micros)).backward()",
+        ),
+        "sum of the means": ("loss.backward()", "(loss / count).backward()"),
+        "divided by the micro-batches": (
+            "parameter.grad /= tokens",
+            "parameter.grad /= len(micros)",
+        ),
+        "not divided": ("parameter.grad /= tokens", "pass"),
+        "one backward at the end": (BACKWARD, LATER),
+        "the last micro-batch's gradient": (
+            "        loss.backward()",
+            "        parameter.grad = None\n        loss.backward()",
+        ),
+        "the sum of the losses": ("return total / tokens", "return total"),
+        "the mean over micro-batches": ("return total / tokens", "return total / len(micros)"),
+    },
+    "ess_ratio": {
+        "plain space": (ESS, "log_w.exp().sum() ** 2 / (log_w.exp() ** 2).sum() / len(log_w)"),
+        "not divided by B": (" / len(log_w)", ""),
+        "clamped": (
+            ESS,
+            ESS.replace("log_w.logsumexp", "log_w.clamp(-20, 20).logsumexp").replace(
+                "(2 * log_w)", "(2 * log_w.clamp(-20, 20))"
+            ),
+        ),
+        "not squared above": ("2 * log_w.logsumexp(0) -", "log_w.logsumexp(0) -"),
+        "not squared below": ("(2 * log_w).logsumexp(0)", "log_w.logsumexp(0)"),
+        "the logarithm": ("logsumexp(0)).exp() /", "logsumexp(0)) /"),
+        "less the mean": (
+            ESS,
+            "(w := (log_w - log_w.mean()).exp()).sum() ** 2 / (w**2).sum() / len(w)",
+        ),
+    },
+    "pass_at_k": {
+        "drawn with replacement": (PASS, "1 - (1 - c / n) ** k"),
+        "a factor too early": ("n - c + 1, n + 1", "n - c, n"),
+        "the chance that none is right": (PASS, PASS.removeprefix("1 - ")),
+        "k times the mean": (PASS, "min(1.0, k * c / n)"),
+        "that all are right": (PASS, "math.comb(c, k) / math.comb(n, k)"),
+        "binomials in floats": (PASS, "1 - float(math.comb(n - c, k)) / float(math.comb(n, k))"),
+        "the mean": (PASS, "c / n"),
+    },
+    "shift": {
+        "no shift": (AFTER, "torch.arange(sequences.shape[1])"),
+        "no EOS": ("after < ends[:, None]", "after < ends[:, None] - 1"),
+        "the first token is missing": ("after >= prompt_len", "after > prompt_len"),
+        "a token too many at the end": ("after < ends", "after <= ends"),
+        "the prompt too": ("(after >= prompt_len[:, None]) & (after < ends", "(after < ends"),
+        "padding too": (" & (after < ends[:, None])", ""),
+        "tokens of the predicting columns": (TOKENS, "sequences[predicts]"),
+        "tokens column by column": (TOKENS, "sequences.roll(-1, dims=1).T[predicts.T]"),
+        "tokens whose id is 0 dropped": (
+            "(after < ends[:, None])",
+            "(after < ends[:, None]) & (sequences.roll(-1, dims=1) != 0)",
+        ),
+        "the last column dropped": (
+            "(after < ends[:, None])",
+            "(after < ends[:, None]) & (after < sequences.shape[1] - 1)",
+        ),
+        "numbers for bool": ("return predicts,", "return predicts.long(),"),
     },
 }

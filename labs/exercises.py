@@ -25,15 +25,16 @@ def rank_advantages(
     `groups [n]` (0 to count - 1), of any size -> its advantages `[n]`.
 
     `all_sum(x)` is the sum over all ranks of their `x`; every rank must call it equally often, with
-    the same shapes. Sample standard deviation (divide by the size - 1) plus 1e-6; equal rewards
-    give 0 to 1e-6. A rank may have no rows of a group.
+    the same shapes. Sample standard deviation (divide by the size - 1) plus 1e-6; equal rewards, be
+    they part marks in float32, and a group of one give 0 to 1e-6. A rank may lack rows of a group.
     """
-    zero = rewards.new_zeros(count)
-    size = all_sum(zero.index_add(0, groups, torch.ones_like(rewards)))  # [count]
-    mean = all_sum(zero.index_add(0, groups, rewards)) / size  # [count]
-    centred = rewards - mean[groups]  # [n]: squares of what is centred cancel nothing
-    variance = all_sum(zero.index_add(0, groups, centred**2)) / (size - 1)  # [count]
-    return centred / (variance.sqrt()[groups] + 1e-6)
+    exact = rewards.double()  # [n]: the float32 mean of eight 0.7 is not 0.7
+    zero = exact.new_zeros(count)
+    size = all_sum(zero.index_add(0, groups, torch.ones_like(exact)))  # [count]
+    mean = all_sum(zero.index_add(0, groups, exact)) / size  # [count]
+    centred = exact - mean[groups]  # [n]: squares of what is centred cancel nothing
+    variance = all_sum(zero.index_add(0, groups, centred**2)) / (size - 1).clamp(min=1)  # [count]
+    return (centred / (variance.sqrt()[groups] + 1e-6)).to(rewards.dtype)
 
 
 def accumulate(parameter: Tensor, micros: list[Callable[[], tuple[Tensor, Tensor]]]) -> float:
@@ -71,8 +72,8 @@ def shift(sequences: Tensor, prompt_len: Tensor, ends: Tensor) -> tuple[Tensor, 
     """Which column predicts which token: `sequences [n, S]` are prompt, response, padding; the
     response of row i is columns prompt_len[i] to ends[i] - 1 (its EOS the last of them).
 
-    -> `predicts [n, S]`, True on the columns whose logits predict a response token, and the tokens
-    that they predict, `[M]`, in the order of `predicts.nonzero()`.
+    -> `predicts [n, S]` of bool, True on the columns whose logits predict a response token, and the
+    tokens that they predict, `[M]`, in the order of `predicts.nonzero()`. Any id may be padding's.
     """
     after = torch.arange(1, sequences.shape[1] + 1)  # [S]: the column that each one predicts
     predicts = (after >= prompt_len[:, None]) & (after < ends[:, None])  # [n, S]

@@ -1,39 +1,53 @@
-"""Grades an exercise of labs.blank, in words.
+"""Grades an exercise of labs.blank, in words and numbers.
 
     python -m labs.grade mine/grpo.py [--hint]
 
-The file's name says which exercise it is. Exit code 0 where all its checks hold, else 1. --hint
-says what usually turns the same checks red.
+The file's name says which exercise it is. Exit code 0 where all its checks hold, 1 where one does
+not, 2 where FILE is no exercise. --hint says which damage has the same effect.
+
+The file runs in a process of its own, with bounds on time and memory, so that no accident in it
+passes for an answer. The bounds are no prison: a file can do what you can do, and one that is made
+to deceive the grader may succeed. So read what comes from others before you grade it.
 """
 
 import argparse
+import builtins
+import contextlib
 import importlib
+import json
 import linecache
 import os
+import re
+import secrets
+import select
 import signal
 import sys
 import textwrap
+import time
+import tokenize
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 import common  # noqa: F401  (before torch)
+import numpy
 import torch
 from common.distributed import BadInput, first_line
 from tests import checks
 from tests.adapters import MODULES
+from torch import Tensor
 
 from labs import exercise_checks
 from labs.blank import TAKEN, single
+from labs.why import why
 
-SECONDS = 20  # for one check: the slowest takes one
+SECONDS = 30  # for one check: the slowest takes one
+MEMORY = 4 << 30  # bytes, beyond what the grader itself has
+LARGEST = 1 << 20  # bytes of a file
+NOT_RUN = "not run"
 Verdict = tuple[Callable | None, str]  # a check (None: loading the file), what is wrong with it
-
-
-class TooLong(BaseException):
-    """A check has had its seconds."""
 
 
 def exercise(name: str) -> tuple[list[Callable], tuple[str, ...]]:
@@ -46,41 +60,44 @@ def exercise(name: str) -> tuple[list[Callable], tuple[str, ...]]:
     return list(exercise_checks.CHECKS[name]), (name,)
 
 
-@contextmanager
-def guarded() -> Iterator[None]:
-    """Seconds are counted, what is printed is swallowed."""
-
-    def end(number: int, frame: object) -> None:
-        raise TooLong
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(SECONDS)
+def read(path: Path) -> str:
+    """The text of a file, decoded as Python does it: with or without a mark, by its coding line."""
+    if not path.is_file():
+        raise BadInput(f"{path}: no such file" if not path.exists() else f"{path}: is no file")
+    if path.stat().st_size > LARGEST:
+        raise BadInput(f"{path}: has more than {LARGEST} bytes: no exercise is that long")
     try:
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-            yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        with tokenize.open(path) as file:
+            return file.read()
+    except (SyntaxError, UnicodeDecodeError, LookupError) as error:
+        told = "it is not UTF-8, nor what a coding line of its own says"
+        raise BadInput(f"{path}: is no text that Python reads: {told}") from error
+
+
+# In the student's process
 
 
 def in_words(error: BaseException, path: Path) -> str:
-    """What a student's exception says, and at which line of the file it was met."""
-    if isinstance(error, TooLong):
-        return f"it was still at work after {SECONDS} seconds: a loop without end?"
-    if isinstance(error, RecursionError):
-        return "it calls itself without end"
-    if isinstance(error, SyntaxError) and error.filename == str(path):
-        return f"line {error.lineno} is no Python: {error.msg}"
-    if isinstance(error, NotImplementedError):
-        return first_line(error)
-    if isinstance(error, KeyError) and not error.__traceback__.tb_next.tb_next:
-        return f"{error} is missing from the statistics, the third that policy_loss returns"
-    lines = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-    if isinstance(error, AssertionError) and not lines:
-        return first_line(error) if error.args and isinstance(error.args[0], str) else ""
-    at = f" at line {lines[-1].lineno}: {lines[-1].line}" if lines else ""
-    said = textwrap.shorten(" ".join(str(error).split()), 200, placeholder=" ...")
-    return f"{type(error).__name__}{at} ({said})"
+    """What an exception says, and at which line of the student's file it was met."""
+    kind = type(error).__name__
+    try:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame for frame in frames if frame.filename == str(path)]
+        if isinstance(error, RecursionError):
+            return "it calls itself without end"
+        if isinstance(error, SyntaxError) and error.filename == str(path):
+            return f"line {error.lineno} is no Python: {error.msg}"
+        if isinstance(error, NotImplementedError):
+            return first_line(error)
+        if isinstance(error, KeyError) and not lines:
+            return f"{error} is missing from the statistics, the third that policy_loss returns"
+        if isinstance(error, AssertionError) and frames[-1] not in lines:
+            return " ".join(str(error).split()) if error.args else why(error)
+        kind += f" at line {lines[-1].lineno}: {lines[-1].line}" if lines else ""
+        said = textwrap.shorten(" ".join(str(error).split()), 200, placeholder=" ...")
+        return f"{kind} ({said})" if said else kind
+    except BaseException:  # its words raise one, too
+        return f"{kind}, which cannot be put into words"
 
 
 def load(path: Path, source: str) -> ModuleType:
@@ -92,17 +109,64 @@ def load(path: Path, source: str) -> ModuleType:
     return module
 
 
+def bare(x: object) -> object:
+    """The tensors and numbers that a function returned, as what they are without methods of their
+    own: one whose `==` is always true is a number like others."""
+    if isinstance(x, Tensor):
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor.as_subclass(x, Tensor)
+    if isinstance(x, numpy.generic):
+        return numpy.generic.item(x)
+    if isinstance(x, dict):
+        return {str(name): bare(value) for name, value in dict.items(x)}
+    if isinstance(x, tuple | list):
+        kind = tuple if isinstance(x, tuple) else list
+        return kind(bare(value) for value in kind.__iter__(x))
+    for kind in (int, float):
+        if isinstance(x, kind) and type(x) not in (kind, bool):
+            return getattr(kind, f"__{kind.__name__}__")(x)
+    if x is None or type(x) in (int, float, bool):
+        return x
+    raise TypeError(f"it returns {type(x).__name__}, which is neither a tensor nor a number")
+
+
+def wrapped(function: Callable) -> Callable:
+    return lambda *args, **kwargs: bare(function(*args, **kwargs))
+
+
+def machinery() -> dict:
+    """What the verdict rests on, which no answer has a reason to change."""
+    names = (__name__, "tests.checks", "labs.exercise_checks", "labs.why", *MODULES.values())
+    ours = [m for name, m in sys.modules.items() if name.startswith(names)]
+    found = {}
+    for owner in (*ours, builtins, torch, Tensor):
+        for name, thing in vars(owner).items():
+            found[id(owner), name] = thing
+            if owner in ours and isinstance(thing, FunctionType):
+                found[id(owner), name, "code"] = thing.__code__
+            elif owner in ours and isinstance(thing, dict | list | tuple) and name.isupper():
+                found[id(owner), name, "text"] = repr(thing)
+    return found
+
+
+def differs(now: object, before: object) -> bool:
+    """Not where torch replaces a function of its own, as some imports make it do."""
+    if isinstance(before, str):
+        return now != before
+    return now is not before and not str(getattr(now, "__module__", "")).startswith("torch.")
+
+
 def verdicts(path: Path, source: str) -> Iterator[Verdict]:
-    """What is wrong with the text of an exercise that stands, or would, at `path`, check by check.
+    """What is wrong with the text of an exercise that stands, or would, at `path`, check by check:
+    an empty reason for a check that holds.
 
     Nothing that a wrong answer does comes out of here as an exception.
     """
     every, wanted = exercise(path.stem)
+    importlib.import_module(MODULES.get(path.stem, "labs.exercises"))  # and what it imports
+    before = machinery()
     try:
-        with guarded():
-            module = load(path, source)
-    except KeyboardInterrupt:
-        raise
+        module = load(path, source)
     except BaseException as error:
         yield None, in_words(error, path)
         return
@@ -110,39 +174,200 @@ def verdicts(path: Path, source: str) -> Iterator[Verdict]:
     if missing:
         yield None, f"there is no function {' and no '.join(missing)} in it"
         return
+    yield None, ""
+    for name in wanted:
+        setattr(module, name, wrapped(getattr(module, name)))
     for check in every:
+        reason = ""
         torch.manual_seed(0)
         try:
-            with guarded():
-                check(module)
-        except KeyboardInterrupt:
-            raise
+            check(module)
         except BaseException as error:
-            yield check, in_words(error, path)
+            reason = in_words(error, path) or "it does not hold"
+        now = {} if reason else machinery()  # only a good verdict can be a false one
+        if now and any(differs(now.get(key), thing) for key, thing in before.items()):
+            reason = "the file changes what it is judged by"
+        yield check, reason
 
 
-def likely(name: str, red: list[Callable]) -> list[str]:
-    """Of an algorithm's named damages, those that turn exactly the same checks red."""
-    every, mutants = checks.of(name)
-    original = importlib.import_module(MODULES[name])
-    names = {check.__name__ for check in red}
-    return [
-        damage
-        for damage, (old, new, *_) in mutants.items()
-        if {c.__name__ for c in checks.red(checks.mutate(original, old, new), every)} == names
-    ]
+def bounded(channel: int) -> None:
+    """From here on this process has bounds, and speaks through the channel alone."""
+    os.setpgid(0, 0)
+    os.closerange(3, channel), os.closerange(channel + 1, 4096)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nowhere, number)
+    sys.stdout = sys.stderr = open(nowhere, "w", closefd=False)
+    with contextlib.suppress(ImportError, ValueError, OSError):  # not every system has each
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (600, 600))  # where the grader itself was killed
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def answer(path: Path, source: str, channel: int, key: str) -> None:
+    """The whole life of the student's process: verdicts into the channel, a line each."""
+    me = os.getpid()
+    for number, (_, reason) in enumerate(verdicts(path, source)):
+        if os.getpid() == me:  # not from a fork of the student's
+            line = json.dumps({"key": key, "number": number, "reason": reason}) + "\n"
+            os.write(channel, line.encode())
+
+
+# In the grader's
+
+SILENT = "it was still at work after {} seconds: a loop without end?"
+FORGED = "something else than the checks speaks in the channel of their verdicts"
+
+
+def lines(pipe: int, child: int) -> Iterator[str]:
+    """What comes through the channel, line by line, each within its seconds. What the generator
+    returns is why nothing more does."""
+    held, until = b"", time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        if select.select([pipe], [], [], 0.2)[0]:
+            part = os.read(pipe, 1 << 16)
+            if not part or len(held) > LARGEST:
+                return ended(child)
+            *whole, held = (held + part).split(b"\n")
+            for line in whole:
+                yield line.decode(errors="replace")
+                until = time.monotonic() + SECONDS
+        elif os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return ended(child)
+    return SILENT.format(SECONDS)
+
+
+def ended(child: int) -> str:
+    """How the process came to its end; it has a second to do so."""
+    for _ in range(20):
+        if dead := os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if dead.si_code == os.CLD_EXITED:
+                return f"it ended the process, with code {dead.si_status}, before a verdict"
+            return f"it ended the process: {signal.strsignal(dead.si_status).lower()}"
+        time.sleep(0.05)
+    return "it closed the channel of the verdicts"
+
+
+def graded(path: Path, source: str) -> list[Verdict]:
+    """The verdicts on a file that are not good, from a process of its own.
+
+    Whatever ends that process, or keeps it too long, is the verdict on the check it was at. The
+    rest is not run then: what has not been said to hold does not.
+    """
+    steps, key = [None, *exercise(path.stem)[0]], secrets.token_hex()
+    ours, theirs = os.pipe()
+    with warnings.catch_warnings(action="ignore"):  # of threads that sleep in libraries
+        child = os.fork()
+    if child == 0:
+        try:
+            os.close(ours)
+            bounded(theirs)
+            answer(path, source, theirs, key)
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    found: list[Verdict] = []
+    spoken = lines(ours, child)
+    try:
+        for number, step in enumerate(steps):
+            try:
+                said = json.loads(next(spoken))
+                reason, on = said["reason"], number or not said["reason"]
+                if (said["key"], said["number"]) != (key, number):
+                    raise ValueError
+            except StopIteration as last:
+                reason, on = last.value, False
+            except (ValueError, TypeError, KeyError):
+                reason, on = FORGED, False
+            found += [(step, reason)] * bool(reason)
+            if not on:
+                return found + [(rest, NOT_RUN) for rest in steps[number + 1 :]]
+        return found
+    finally:
+        os.close(ours)
+        for kill in (os.killpg, os.kill):  # with what it has started, and where it has no group yet
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+# Hints
+
+
+def damages(name: str) -> Iterator[tuple[str, Callable[[], ModuleType]]]:
+    """The named damages of an exercise, and what makes each."""
+    if name in MODULES:
+        original, mutants = importlib.import_module(MODULES[name]), checks.of(name)[1]
+    else:
+        original = importlib.import_module("labs.exercises")
+        mutants = exercise_checks.MUTANTS[name]
+    for damage, (old, new, *_) in mutants.items():
+        yield damage, lambda old=old, new=new: checks.mutate(original, old, new)
+
+
+def explained(name: str, found: list[Verdict]) -> dict[str, set[Callable]]:
+    """Damages whose verdicts, numbers included, are among those found, and which of them."""
+    # Where it was raised is of no matter
+    reasons = {check: re.sub(r" at line \d+: .* \(", " (", reason) for check, reason in found}
+    every = exercise(name)[0]
+    causes, until = {}, time.monotonic() + SECONDS
+    for damage, made in damages(name):
+        if time.monotonic() > until:  # of a file whose checks are slow
+            break
+        module = made()
+        alike = {c for c in every if c in reasons and verdict(module, c) == reasons[c]}
+        if alike and not any(verdict(module, c) for c in every if c not in reasons):
+            causes[damage] = alike
+    return causes
+
+
+def verdict(module: ModuleType, check: Callable) -> str:
+    """What a check says of a module of ours."""
+    torch.manual_seed(0)
+    try:
+        check(module)
+    except Exception as error:
+        return in_words(error, Path()) or "it does not hold"
+    return ""
 
 
 def hint(name: str, found: list[Verdict]) -> str:
-    """What usually turns these checks red."""
-    red = [check for check, _ in found if check]
+    """Which damages we know that have the same effect, to the digits of the verdicts."""
     if any("TODO" in reason for _, reason in found):
         return "Write what is still a TODO, then ask again."
-    if name not in MODULES:
-        return "; ".join(exercise_checks.CHECKS[name][check] for check in red)
-    causes = likely(name, red) if red else []
-    told = "Such a damage turns just these checks red: " + "; ".join(causes)
-    return told if causes else f"Compare with the gradient weight in the head of {name}.py."
+    found = [(check, reason) for check, reason in found if reason != NOT_RUN]
+    left, said = {check for check, _ in found if check}, []
+    causes = explained(name, found) if left else {}
+    while left and causes:
+        most = max(len(seen & left) for seen in causes.values())
+        best = [damage for damage, seen in causes.items() if len(seen & left) == most]
+        seen = causes[best[0]] & left
+        if not seen:
+            break
+        best = [damage for damage in best if causes[damage] & left == seen]
+        names = " or ".join(f"'{damage}'" for damage in best)
+        if seen == {check for check, _ in found}:
+            said.append(f"{names} has just this effect")
+        else:
+            said.append(f"{names} would explain: {', '.join(sorted(map(plainly, seen)))}")
+        left -= seen
+    if left and name not in MODULES:
+        told = exercise_checks.CHECKS[name]
+        said += [told[check] for check in told if check in left]
+    elif left:
+        names = ", ".join(sorted(map(plainly, left))) if said else "These numbers"
+        said.append(
+            f"{names}: of no damage that we have a name for. Compare with the gradient weight in "
+            f"the head of {name}.py, and with what its blank says of each statistic"
+        )
+    return ". ".join(said) + "." if said else "Nothing of it could be run."
+
+
+# The verdict
 
 
 def plainly(check: Callable | None) -> str:
@@ -150,16 +375,24 @@ def plainly(check: Callable | None) -> str:
     return check.__name__.removeprefix("check_").replace("_", " ") if check else "the file"
 
 
+def printable(text: str) -> str:
+    """Without what a terminal would obey."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def report(found: list[Verdict], total: int) -> str:
     """The verdict, for a terminal."""
-    lines = []
-    for check, reason in found:
-        lines.append(f"NOT YET  {plainly(check)}")
+    said = [(check, reason) for check, reason in found if reason != NOT_RUN]
+    told = []
+    for check, reason in said:
+        told.append(f"NOT YET  {plainly(check)}")
         words = " ".join((check.__doc__ or "").split()) if check else ""
-        for part in filter(None, (words, reason and f"Here: {reason}")):
-            lines.append(textwrap.fill(part, 92, initial_indent=" " * 9, subsequent_indent=" " * 9))
-    held = total - len(found) if all(check for check, _ in found) else 0
-    return "\n".join([*lines, f"{held} of {total} checks hold."])
+        for part in filter(None, (words, reason and f"Here: {printable(reason)}")):
+            told.append(textwrap.fill(part, 92, initial_indent=" " * 9, subsequent_indent=" " * 9))
+    if len(said) < len(found) and said[0][0]:
+        told.append(f"Not run after that: {len(found) - len(said)}.")
+    held = total - len(found) if all(check for check, _ in said) else 0
+    return "\n".join([*told, f"{held} of {total} checks hold."])
 
 
 def main() -> int:
@@ -173,12 +406,19 @@ def main() -> int:
     parser.add_argument("file", type=Path, metavar="FILE")
     parser.add_argument("--hint", action="store_true")
     words = parser.parse_args()
+    for stream in (sys.stdout, sys.stderr):  # a terminal may know fewer letters than we use
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     try:
         every, _ = exercise(words.file.stem)
-        source = words.file.read_text()
-    except (BadInput, OSError, UnicodeDecodeError) as error:
+        source = read(words.file)
+    except (BadInput, OSError) as error:
         parser.error(first_line(error))
-    found = list(verdicts(words.file, source))
+    try:
+        found = graded(words.file, source)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     print(report(found, len(every)))
     if found and words.hint:
         print(textwrap.fill("Hint. " + hint(words.file.stem, found), 100))

@@ -1,6 +1,8 @@
 """The grader and what it grades: blanks, true files, damages, whatever else a student hands in."""
 
+import ast
 import importlib
+import os
 import re
 import sys
 from itertools import islice
@@ -28,8 +30,9 @@ def solution(name: str) -> str:
 
 
 def graded(name: str, source: str, most: int | None = None) -> list[tuple]:
-    """The grader's verdicts, or the first ones."""
-    return list(islice(grade.verdicts(Path(f"/handed/in/{name}.py"), source), most))
+    """What the grader finds wrong, or the first of it; in this process."""
+    every = grade.verdicts(Path(f"/handed/in/{name}.py"), source)
+    return list(islice((verdict for verdict in every if verdict[1]), most))
 
 
 def test_every_exercise_has_a_blank_checks_and_hints():
@@ -38,6 +41,20 @@ def test_every_exercise_has_a_blank_checks_and_hints():
         assert hasattr(exercises, name) and all(
             check.__doc__ and hint for check, hint in every.items()
         )
+        assert len(exercise_checks.MUTANTS[name]) >= 7
+
+
+def loss_in(source: str) -> ast.FunctionDef:
+    return next(n for n in ast.parse(source).body if getattr(n, "name", "") == "policy_loss")
+
+
+def test_the_list_has_a_line_and_a_difficulty_for_each():
+    rows = blank.listed().splitlines()
+    assert [row.split()[0] for row in rows] == [*FILES, *blank.single()]
+    assert all(
+        re.match(r"\w+ +(\*|\*\*|\*\*\*) +\S.{20,}", row) and len(row) <= 100 for row in rows
+    )
+    assert set(f"{blank.EASY} {blank.HARD}".split()) <= {*FILES, *blank.single()}
 
 
 @pytest.mark.parametrize("name", [*ALGORITHMS, *blank.single()])
@@ -53,6 +70,11 @@ def test_the_true_file_passes_and_its_blank_says_what_is_to_do(name):
         assert (
             "raise NotImplementedError" in empty and "torch.minimum(" not in empty.split('"""')[-1]
         )
+        alone = [line.strip() for line in empty.splitlines()]
+        assert alone.count("# <own>") == alone.count("# </own>")
+        for stat in blank.statistics(loss_in(true)):
+            assert f"{blank.INDENT}  {stat}: " in empty
+            assert stat in blank.STATISTICS or (name, stat) in blank.OWN
         kept = set(empty.splitlines()) - set(true.splitlines())
         kept = {line for line in kept if not line.startswith(blank.INDENT)}
         assert kept == {blank.TODO.format(name=taken) for taken in blank.TAKEN}
@@ -74,51 +96,67 @@ def test_damages_fail(name):
     assert len(passed) <= 0.05 * len(mutants)
 
 
-ALIKE = {
-    "sampler_logprobs": [
-        ("(wide / temperature)", "wide"),
-        ("logits.float()", "logits"),
-        ("(wide / temperature).log_softmax(-1)", "(wide / temperature).softmax(-1).log()"),
-    ],
-    "rank_advantages": [
-        ("(size - 1)", "size"),
-        ("all_sum(zero.index_add(0, groups, rewards)) / size", "rewards.mean().expand(count)"),
-        ("centred**2", "rewards**2 - mean[groups] ** 2"),
-        ("    zero = ", "    if not len(rewards):\n        return rewards\n    zero = "),
-    ],
-    "accumulate": [
-        ("parameter.grad /= tokens", "parameter.grad /= len(micros)"),
-        ("loss.backward()", "(loss / count).backward()"),
-    ],
-    "ess_ratio": [
-        ("log_w.logsumexp(0) -", "log_w.exp().sum().log() -"),
-        (" / len(log_w)", ""),
-    ],
-    "pass_at_k": [
-        ("1 - math.prod(1 - k / i for i in range(n - c + 1, n + 1))", "1 - (1 - c / n) ** k"),
-        ("n - c + 1, n + 1", "n - c, n"),
-    ],
-    "shift": [
-        ("torch.arange(1, sequences.shape[1] + 1)", "torch.arange(sequences.shape[1])"),
-        ("after < ends", "after <= ends"),
-        ("after >= prompt_len", "after > prompt_len"),
-    ],
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    "name, old, new", [(name, *pair) for name, pairs in ALIKE.items() for pair in pairs]
+    "name, damage",
+    [(name, damage) for name, every in exercise_checks.MUTANTS.items() for damage in every],
 )
-def test_damaged_exercises_fail(name, old, new):
-    source = solution(name)
-    assert source.count(old) == 1
-    assert graded(name, source.replace(old, new)), (name, new)
+def test_damaged_exercises_fail_and_the_hint_names_the_damage(name, damage):
+    old, new = exercise_checks.MUTANTS[name][damage]
+    whole = checks.replaced(blank.EXERCISES, old, new)
+    found = graded(name, whole)
+    assert found and f"'{damage}' has just this effect" in re.sub(
+        r"\s+", " ", grade.hint(name, found)
+    )
 
 
+DEF = "def pass_at_k(n, c, k):\n"
+RAISES = f"class Mute(Exception):\n    def __str__(self):\n        raise self\n\n\n{DEF}"
+EQUAL = """class Equal(float):
+    __sub__ = __rsub__ = __abs__ = lambda self, *other: self
+    __eq__ = __lt__ = __le__ = lambda self, other: True
+    __hash__ = float.__hash__
+"""
 WRONG = {
     "a syntax error": ("def pass_at_k(n, c, k):\n    return (", "no Python"),
     "no function": ("x = 1\n", "there is no function pass_at_k"),
     "not callable": ("pass_at_k = 0.5\n", "there is no function"),
+    "words that raise": (RAISES + "    raise Mute\n", "Mute at line 8"),
+    "words for a terminal": (DEF + "    raise ValueError('\\x1b[2J\\ud800')\n", "ValueError"),
+    "an interrupt": (DEF + "    raise KeyboardInterrupt\n", "KeyboardInterrupt"),
+    "a crash": (DEF + "    import ctypes; ctypes.string_at(0)\n", "segmentation fault"),
+    "an end": (DEF + "    import os; os._exit(0)\n", "it ended the process, with code 0"),
+    "an end at import": ("import os; os._exit(0)\n", "it ended the process"),
+    "an end at the end": (
+        "import atexit, os; atexit.register(os._exit, 0)\n" + DEF + "    return 0.25\n",
+        "n = 5, c = 2, k = 3: 0.25, expected 0.9",
+    ),
+    "closed descriptors": ("import os; os.closerange(0, 99)\n", "ended the process"),
+    "a fork": (DEF + "    import os; os.fork(); return 0.25\n", "0.25, expected 0.9"),
+    "a thread that sleeps": (
+        "import threading, time; threading.Thread(target=time.sleep, args=(999,)).start()\n",
+        "there is no function",
+    ),
+    "no alarm": (
+        "import signal; signal.alarm(0)\n" + DEF + "    while True: pass\n",
+        "without end",
+    ),
+    "more memory than there is": (DEF + "    return bytearray(1 << 50)[0]\n", "MemoryError"),
+    "a number equal to all": (EQUAL + DEF + "    return Equal(0.25)\n", "0.25, expected 0.9"),
+    "an object": (DEF + "    return object()\n", "neither a tensor nor a number"),
+    "checks without code": (
+        "from labs import exercise_checks\n"
+        "exercise_checks.near.__code__ = (lambda *a: None).__code__\n" + DEF + "    return 1\n",
+        "changes what it is judged by",
+    ),
+    "another near": (
+        "from labs import exercise_checks\nexercise_checks.near = print\n" + DEF + "    return 1\n",
+        "changes what it is judged by",
+    ),
+    "a verdict of its own": (
+        'import os\nfor n in range(3, 99):\n    try: os.write(n, b\'{"reason": ""}\\n\')\n'
+        "    except OSError: pass\n" + DEF + "    return 1\n",
+        "speaks in the channel",
+    ),
     "an exception": ("def pass_at_k(n, c, k):\n    return 1 / 0\n", "line 3: return 1 / 0"),
     "recursion": ("def pass_at_k(n, c, k):\n    return pass_at_k(n, c, k)\n", "calls itself"),
     "another signature": ("def pass_at_k(n):\n    return 1\n", "takes 1 positional argument"),
@@ -143,6 +181,36 @@ def test_a_wrong_answer_is_told_in_words(case, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr()
     assert words in re.sub(r"\s+", " ", said.out), said.out
     assert "Traceback" not in said.out and "noise" not in said.out and not said.err
+    assert "\x1b" not in said.out
+
+
+def test_what_a_file_prints_is_not_in_the_verdict(tmp_path, monkeypatch, capfd):
+    path = tmp_path / "pass_at_k.py"
+    path.write_text("import os\nprint('noise')\nos.write(1, b'2 of 2')\n" + solution("pass_at_k"))
+    monkeypatch.setattr(sys, "argv", ["grade", str(path)])
+    assert grade.main() == 0
+    assert capfd.readouterr().out == "2 of 2 checks hold.\n"
+
+
+@pytest.mark.parametrize("coding", ["utf-8-sig", "latin-1", "utf-16"])
+def test_files_are_decoded_as_python_decodes_them(coding, tmp_path, monkeypatch, capsys):
+    """A byte order mark and a coding line are known; what Python cannot read is refused."""
+    path, line = tmp_path / "pass_at_k.py", f"# coding: {coding}\n" if coding == "latin-1" else ""
+    path.write_text(f"{line}# é\n{solution('pass_at_k')}", encoding=coding)
+    if coding == "utf-16":
+        assert "pass_at_k.py: is no text" in refused(monkeypatch, capsys, "labs.grade", path)
+        return
+    monkeypatch.setattr(sys, "argv", ["grade", str(path)])
+    assert grade.main() == 0
+
+
+def test_what_is_no_file_is_refused(tmp_path, monkeypatch, capsys):
+    """A pipe would be read for ever."""
+    os.mkfifo(tmp_path / "grpo.py")
+    (tmp_path / "gspo.py").mkdir()
+    (tmp_path / "sapo.py").write_text("#" * (grade.LARGEST + 1))
+    for name, words in (("grpo", "is no file"), ("gspo", "is no file"), ("sapo", "more than")):
+        assert words in refused(monkeypatch, capsys, "labs.grade", tmp_path / f"{name}.py")
 
 
 def test_wrong_shapes_and_dtypes_are_told_in_words():
@@ -163,14 +231,65 @@ def test_wrong_shapes_and_dtypes_are_told_in_words():
 def test_grading_the_true_file_says_so(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["grade", str(ROOT / "gspo.py")])
     assert grade.main() == 0
-    assert capsys.readouterr().out == "6 of 6 checks hold.\n"
+    total = len(checks.of("gspo")[0])
+    assert capsys.readouterr().out == f"{total} of {total} checks hold.\n"
 
 
-def test_a_hint_names_the_damage():
-    """What turns the same checks red stands in the hint."""
-    old, new, *_ = checks.of("grpo")[1]["KL rewarded"]
-    found = graded("grpo", checks.replaced(FILES["grpo"], old, new))
-    assert "KL rewarded" in grade.hint("grpo", found)
+def damaged(*names: str) -> str:
+    """grpo.py with these of its named damages."""
+    source = FILES["grpo"].read_text()
+    for name in names:
+        old, new, *_ = checks.of("grpo")[1][name]
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    return source
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "KL rewarded",
+        "KL of π_old",
+        "KL times r",
+        "clip in log space",
+        "clip_high on both sides",
+        "clip_share as a mean",
+        "divided by the longest response",
+        "equal rewards not made 0",
+        "epsilon inside the root",
+        "sum for mean",
+        "clip_above and clip_below swapped",
+        "ref_kl times β",
+    ],
+)
+def test_a_hint_names_the_damage_that_was_done(name):
+    """And no other."""
+    said = re.sub(r"\s+", " ", grade.hint("grpo", graded("grpo", damaged(name))))
+    assert said == f"'{name}' has just this effect.", said
+
+
+def test_a_hint_tells_two_damages_apart():
+    found = graded("grpo", damaged("no clip", "equal rewards not made 0"))
+    said = grade.hint("grpo", found)
+    assert "'no clip' would explain: asymmetric clip" in said
+    assert "'equal rewards not made 0' would explain: equal rewards." in said
+
+
+def test_a_hint_that_knows_nothing_says_so():
+    source = damaged().replace("torch.minimum(ratio * A, clipped * A)", "ratio * A * 1.01")
+    assert "of no damage that we have a name for" in grade.hint("grpo", graded("grpo", source))
+
+
+def test_verdicts_have_numbers():
+    reasons = dict(
+        (grade.plainly(check), reason) for check, reason in graded("grpo", damaged("no clip"))
+    )
+    assert reasons["coefficients"] == "r = 1.25, Â = +1: weight 1.25, expected 0"
+    (found,) = graded("grpo", damaged("equal rewards not made 0"))
+    assert "eight rewards of 0.7 give 0.0596, expected 0" in found[1]
+    for name in ALGORITHMS:  # a comparison without words of its own has them, too
+        source = FILES[name].read_text().replace("return -", "return -1.1 * ")
+        assert all(re.search(r"\d", reason) for _, reason in graded(name, source, 3)), name
 
 
 def test_wrong_calls_are_one_line(tmp_path, monkeypatch, capsys):

@@ -6,6 +6,7 @@ held. `MUTANTS` are damages, name -> (what stands in the file once, what it beco
 at least one check must see; a third entry names the check that must see it.
 """
 
+import ast
 import importlib
 import json
 import re
@@ -13,19 +14,22 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import common  # noqa: F401  (before torch)
 import torch
 from torch import Tensor
 
-FIXTURE = json.loads((Path(__file__).parent.parent / "fixtures" / "losses.json").read_text())
+FIXTURE = json.loads(
+    (Path(__file__).parent.parent / "fixtures" / "losses.json").read_text(encoding="utf-8")
+)
 
 
 def of(algorithm: str) -> tuple[list[Callable], dict[str, tuple]]:
-    """CHECKS and MUTANTS of an algorithm, by its file's stem."""
+    """CHECKS and MUTANTS of an algorithm, by its file's stem; behind the CHECKS of its own those
+    that hold for every `policy_loss`."""
     module = importlib.import_module(f"tests.checks.{algorithm}")
-    return list(module.CHECKS), module.MUTANTS
+    return [*module.CHECKS, check_padding_counts_for_nothing, unread(algorithm)], module.MUTANTS
 
 
 def written_here(namespace: dict) -> list[Callable]:
@@ -37,7 +41,7 @@ def written_here(namespace: dict) -> list[Callable]:
 def replaced(path: Path, old: str, new: str) -> str:
     """A file's text with `old`, which must stand there once, replaced; line breaks inside it are no
     matter, so that a formatter may move them."""
-    source, tokens = path.read_text(), re.findall(r"\w+|\s+|.", old.strip())
+    source, tokens = path.read_text(encoding="utf-8"), re.findall(r"\w+|\s+|.", old.strip())
     # A formatter also puts a comma before a bracket that closes on a line of its own
     loose = [r",?\s*" + re.escape(t) if t in ")]}" else re.escape(t) for t in tokens if t.strip()]
     found = re.findall(re.escape(old), source) or re.findall(r"\s*".join(loose), source)
@@ -66,6 +70,30 @@ def red(module: ModuleType, checks: list[Callable]) -> Iterator[Callable]:
 
 
 # Tools of the checks
+
+
+def number(x: float, other: float | None = None) -> str:
+    """x with four digits, or as many as part it from the other."""
+    texts = [[f"{float(value):.{digits}g}" for value in (x, other or 0)] for digits in (4, 8, 12)]
+    return next((a for a, b in texts if a != b), texts[0][0])
+
+
+def near(found: object, expected: object, what: str, tolerance: float = 1e-12) -> None:
+    """AssertionError with what it is, found and expected number, where the two are further apart;
+    of tensors, where they are furthest."""
+    found, expected = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (found, expected))
+    assert found.shape == expected.shape, (
+        f"{what}: of shape {list(found.shape)}, expected {list(expected.shape)}"
+    )
+    # Where both are the same infinity there is no distance
+    apart = torch.where(found == expected, 0.0, (found - expected).abs()).nan_to_num(torch.inf)
+    if found.numel() and apart.max() > tolerance:
+        at = int(apart.argmax())
+        place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), found.shape))
+        where = f" at {list(place)}" if place else ""
+        ours, theirs = found.flatten()[at].item(), expected.flatten()[at].item()
+        told = f"{number(ours, theirs)}, expected {number(theirs, ours)}"
+        raise AssertionError(f"{what}{where}: {told}")
 
 
 def terms(module: ModuleType, args: object, **tensors: Tensor) -> tuple[Tensor, Tensor, dict]:
@@ -133,6 +161,23 @@ def weight(
     return -logp.grad.item()
 
 
+def weighs(
+    module: ModuleType,
+    ratio: float,
+    advantage: float,
+    expected: float,
+    tolerance: float = 1e-12,
+    **rest: object,
+) -> None:
+    """That gradient weight is as expected, or the message has the numbers."""
+    names = {"old": "π_old", "mu": "μ"}
+    places = [f"r = {number(ratio)}", f"Â = {advantage:+.4g}"]
+    places += [f"{names.get(name, name)} = {value}" for name, value in rest.items()]
+    found = weight(module, ratio, advantage, **rest)
+    told = f"weight {number(found, expected)}, expected {number(expected, found)}"
+    assert abs(found - expected) <= tolerance, f"{', '.join(places)}: {told}"
+
+
 def gradient(module: ModuleType, **flags: object) -> Tensor:
     """The gradient on the toy batch."""
     batch = toy_batch()
@@ -145,9 +190,9 @@ def matches(module: ModuleType, case: str, **flags: object) -> None:
     """Value and gradient on the toy batch are those of the fixture's case, to 1e-8."""
     expected, batch = FIXTURE["cases"][case], toy_batch()
     loss = loss_of(module, no_kl(module, **flags), **batch)[0]
-    assert abs(loss.item() - expected["loss"]) < 1e-8
+    near(loss, expected["loss"], "the loss of the toy batch", 1e-8)
     wanted = torch.tensor(expected["grad"], dtype=torch.float64)
-    assert torch.allclose(gradient(module, **flags), wanted, rtol=0, atol=1e-8)
+    near(gradient(module, **flags), wanted, "∂ loss / ∂ log π on the toy batch", 1e-8)
 
 
 def advantages_match(module: ModuleType, case: str, tolerance: float) -> None:
@@ -156,7 +201,15 @@ def advantages_match(module: ModuleType, case: str, tolerance: float) -> None:
     rewards, expected = (
         torch.tensor(numbers[name], dtype=torch.float64) for name in ("rewards", case)
     )
-    assert torch.allclose(module.advantages(rewards), expected, rtol=0, atol=tolerance)
+    found = module.advantages(rewards.clone())
+    for group, ours, theirs in zip(rewards.tolist(), found, expected):
+        near(ours, theirs, f"advantages of rewards {group}", tolerance)
+    assert found.shape == expected.shape, f"of rewards [P, G] they are {list(found.shape)}"
+    if case == "ddof1_eps1e-6":  # a large group has large ones
+        one_right = torch.zeros(2, 64, dtype=torch.float64)
+        one_right[1, 5] = 1.0
+        expected = (one_right - 1 / 64) / (0.125 + 1e-6) * one_right.sum(1, keepdim=True)
+        near(module.advantages(one_right), expected, "of 0 and of 1 right of 64", 1e-8)
 
 
 def gradient_law(module: ModuleType, power: float, **flags: object) -> None:
@@ -181,3 +234,195 @@ def gradient_law(module: ModuleType, power: float, **flags: object) -> None:
         law = (p * (1 - p)) ** power * apart.norm()
         sample_std = ((n - 1) / n) ** 0.5 if power == 0.5 else 1.0  # by which the file divides
         assert torch.isclose(theta.grad.norm(), law * sample_std, rtol=1e-4)
+
+
+def busy_batch() -> dict[str, Tensor]:
+    """The toy batch with μ, π_ref and entropies of their own, and with padding on which everything
+    that can be counted would be: outward ratios, likely and rare tokens."""
+    batch, generator = toy_batch(), torch.Generator().manual_seed(7)
+    mask, A = batch["mask"], batch["advantages"][:, None]
+    noise = torch.rand(3, *mask.shape, generator=generator, dtype=torch.float64)
+    batch["rollout_logp"] = batch["old_logp"] + noise[0] - 0.4
+    batch["ref_logp"] = batch["logp"] + noise[1] - 0.5
+    batch["entropy"] = 2 * noise[2]
+    old = torch.tensor([-0.02, -4.0]).double().repeat(3).expand_as(mask)  # [6, 6]
+    garbage = {"old_logp": old, "logp": old + torch.where(A < 0, -2.0, 2.0), "entropy": 3 + 0 * old}
+    garbage |= {"rollout_logp": old - 3, "ref_logp": old + 3}
+    return batch | {name: torch.where(mask > 0, batch[name], x) for name, x in garbage.items()}
+
+
+def response_tokens(batch: dict[str, Tensor]) -> SimpleNamespace:
+    """Of every response token, in one row `[M]`: r, Â, π_old, π_θ/μ, log(π_ref/π_θ) and H; and how
+    many there are."""
+    on = batch["mask"] > 0
+    A, old = batch["advantages"][:, None].expand_as(on), batch["old_logp"]
+    columns = {"A": A, "old": old.exp(), "r": (batch["logp"] - old).exp(), "H": batch["entropy"]}
+    columns["w"] = (batch["logp"] - batch["rollout_logp"]).exp()
+    columns["ref"] = batch["ref_logp"] - batch["logp"]
+    return SimpleNamespace(**{name: x.detach()[on] for name, x in columns.items()}, M=on.sum())
+
+
+def counts(stats: dict, expected: dict[str, tuple], where: str = "") -> None:
+    """These statistics are these (sum, count) pairs; a count of None stands for a maximum or a sum
+    that is not divided."""
+    for name, (total, count) in expected.items():
+        assert name in stats, f"{name} is missing from the statistics, the third that is returned"
+        pair = stats[name]
+        assert isinstance(pair, tuple | list) and len(pair) == 2, f"{name} is no (sum, count) pair"
+        near(pair[0], total, f"the sum of {name}{where}", 1e-9)
+        assert (pair[1] is None) == (count is None), f"the count of {name} is {pair[1]}"
+        near(pair[1] or 0, count or 0, f"the count of {name}{where}", 1e-9)
+
+
+def clipped(t: SimpleNamespace, low: float, high: float) -> dict[str, tuple]:
+    """How many tokens (of `response_tokens`) PPO's clip takes the gradient from, and on which
+    side."""
+    above, below = (t.A > 0) & (t.r > 1 + high), (t.A < 0) & (t.r < 1 - low)
+    shares = {"share": above | below, "above": above, "below": below}
+    return {name: (tokens.sum(), t.M) for name, tokens in shares.items()}
+
+
+# Checks that files share
+
+
+def check_clip_statistics(module: ModuleType) -> None:
+    """clip_share counts the response tokens from which the clip takes the gradient (Â > 0 and r >
+    1 + clip_high, or Â < 0 and r < 1 - clip_low), clip_above the former, clip_below the latter, of
+    all response tokens; ref_kl is k3 itself, not times β."""
+    batch, flags = busy_batch(), {"clip_low": 0.2, "clip_high": 0.28}
+    t = response_tokens(batch)
+    expected = {f"clip_{name}": pair for name, pair in clipped(t, 0.2, 0.28).items()}
+    if hasattr(module.Args(), "beta"):
+        flags["beta"] = 0.3
+        expected["ref_kl"] = ((t.ref.exp() - t.ref - 1).sum(), t.M)
+    counts(loss_of(module, replace(module.Args(), **flags), **batch)[1], expected)
+
+
+def check_equal_rewards(module: ModuleType) -> None:
+    """Equal rewards, all right, all wrong, or the same part of a mark, have advantages of exactly
+    0. Rewards are left as they are."""
+    for reward in (1.0, 0.0, 0.7, 0.3):
+        rewards = torch.full((2, 8), reward)
+        worst = module.advantages(rewards).abs().max().item()
+        cause = "the mean of eight such numbers is not quite that number in float32, and a std of "
+        cause += "the same rounding does not make it small: subtract one of the group's rewards "
+        cause += "from all of them first"
+        assert worst == 0, f"eight rewards of {reward:g} give {number(worst)}, expected 0: {cause}"
+        assert (rewards == reward).all(), "the rewards that it is given are changed in place"
+
+
+def outcome(
+    module: ModuleType, batch: dict[str, Tensor], args: object = None
+) -> tuple[Tensor, Tensor, dict]:
+    """Loss, gradient `[n, T]` and statistics of a batch (default: with the file's defaults)."""
+    batch = {name: x.clone() for name, x in batch.items()}
+    given = {name: x.clone() for name, x in batch.items()}
+    logp = batch["logp"].requires_grad_()
+    loss, stats = loss_of(module, args or module.Args(), **batch)
+    (grad,) = torch.autograd.grad(loss, logp)
+    for name, x in batch.items():
+        assert torch.equal(x.detach(), given[name]), f"{name} is changed in place"
+    return loss.detach(), grad, stats
+
+
+def same_outcome(found: tuple, expected: tuple, where: str) -> None:
+    """Loss, gradient and statistics are the same, padding aside."""
+    width = expected[1].shape[1]
+    near(found[0], expected[0], f"the loss {where}", 1e-9)
+    near(found[1][:, :width], expected[1], f"the gradient {where}", 1e-9)
+    counts(found[2], expected[2], f" {where}")
+
+
+def check_padding_counts_for_nothing(module: ModuleType) -> None:
+    """Whatever stands on padding, and however much of it: loss, gradient and statistics are the
+    same, padding has no gradient, and no tensor is changed in place."""
+    batch = busy_batch()
+    on = batch["mask"] > 0
+    clean = batch | {n: x * batch["mask"] for n, x in batch.items() if x.dim() == 2}
+    reference = outcome(module, clean)
+    near(reference[1] * ~on, 0 * reference[1], "the gradient on padding")
+    same_outcome(outcome(module, batch), reference, "with other numbers on padding")
+    wide = {n: torch.nn.functional.pad(x, (0, 3)) if x.dim() == 2 else x for n, x in clean.items()}
+    same_outcome(outcome(module, wide), reference, "with three more columns of padding")
+
+
+def unread(algorithm: str) -> Callable:
+    """The check that what the true `policy_loss` does not read plays no part."""
+    from tests.adapters import PATHS
+
+    body = next(
+        node
+        for node in ast.parse(PATHS[algorithm].read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and node.name == "policy_loss"
+    ).body
+    read = {n.id for part in body for n in ast.walk(part) if isinstance(n, ast.Name)}
+    words = {"old_logp": "π_old", "rollout_logp": "μ", "entropy": "the entropy"}
+    names = [name for name in words if name not in read]
+
+    def check_what_plays_no_part(module: ModuleType) -> None:
+        batch = busy_batch()
+        reference = outcome(module, batch)
+        for name in names:
+            other = batch | {name: batch[name] * 0.7 - 0.3 * batch["mask"]}
+            same_outcome(outcome(module, other), reference, f"with another {name}")
+
+    told = " and ".join(f"{words[name]} (`{name}`)" for name in names)
+    check_what_plays_no_part.__doc__ = (
+        f"Loss, gradient and statistics do not depend on {told}."
+        if names
+        else "The same tensors give the same loss, gradient and statistics twice."
+    )
+    return check_what_plays_no_part
+
+
+# Damages that files share: what `MUTANTS` of several have
+
+EQUAL = {
+    "equal rewards not made 0": ("rewards = rewards - rewards[:, :1]", "rewards = 1.0 * rewards")
+}
+ZSCORE = EQUAL | {
+    "epsilon inside the root": (
+        "(rewards.std(dim=1, keepdim=True) + 1e-6)",
+        "(rewards.var(dim=1, keepdim=True) + 1e-6).sqrt()",
+    ),
+    "epsilon 1e-8": ("keepdim=True) + 1e-6)", "keepdim=True) + 1e-8)"),
+    "advantages clamped": (
+        "centred / (rewards.std(dim=1, keepdim=True) + 1e-6)",
+        "(centred / (rewards.std(dim=1, keepdim=True) + 1e-6)).clamp(-5, 5)",
+    ),
+}
+ABOVE = 'stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()'
+BELOW = 'stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()'
+SHARE = '"clip_share": ((cut * mask).sum(), mask.sum())'
+COUNTED = {
+    "clip_share without the mask": (SHARE, '"clip_share": (cut.sum(), mask.sum())'),
+    "clip_share of all that is outside": (
+        SHARE,
+        '"clip_share": (((out_above | out_below) * mask).sum(), mask.sum())',
+    ),
+    "clip_share as a mean": (
+        SHARE,
+        '"clip_share": ((cut * mask).sum() / mask.sum(), mask.new_tensor(1.0))',
+    ),
+    "clip_share by responses": (SHARE, '"clip_share": ((cut * mask).sum(), len(mask))'),
+}
+SIDES = COUNTED | {
+    "clip_above and clip_below swapped": (
+        f"{ABOVE}\n    {BELOW}",
+        f"{ABOVE.replace('out_above', 'out_below')}\n    {BELOW.replace('out_below', 'out_above')}",
+    ),
+    "clip_above without the mask": (ABOVE, ABOVE.replace(" * mask", " * 1.0")),
+    "clip_below without Â": (BELOW, BELOW.replace("cut & ", "")),
+    "μ for π_old": ("ratio = (logp - old_logp).exp()", "ratio = (logp - rollout_logp).exp()"),
+    "entropy bonus": (
+        "objective = torch.minimum(ratio * A, clipped * A)",
+        "objective = torch.minimum(ratio * A, clipped * A) + 0.01 * entropy",
+    ),
+}
+KL = {
+    "KL of π_old": ("ref_logp - logp", "ref_logp - old_logp"),
+    "KL times r": ("- args.beta * k3", "- args.beta * ratio * k3"),
+    "ref_kl times β": ('"ref_kl"] = ((k3 *', '"ref_kl"] = ((args.beta * k3 *'),
+    "ref_kl without the mask": ('"ref_kl"] = ((k3 * mask)', '"ref_kl"] = ((k3 * 1.0)'),
+    "ref_kl by k1": ('"ref_kl"] = ((k3 *', '"ref_kl"] = ((-log_ref_ratio *'),
+}

@@ -5,8 +5,9 @@ from types import ModuleType
 import torch
 from variants import justrl
 
-from . import FIXTURE, advantages_match, gradient, loss_of, matches, no_kl, one, terms, toy_batch
-from . import weight, written_here
+from . import FIXTURE, ZSCORE, advantages_match, busy_batch, check_equal_rewards, clipped, counts
+from . import gradient, loss_of, matches, near, no_kl, one, response_tokens, terms, toy_batch
+from . import weighs, weight, written_here
 
 
 def check_fixture(module: ModuleType) -> None:
@@ -19,9 +20,8 @@ def check_weights(module: ModuleType) -> None:
     for old in (1.0, 0.3, 0.001):
         for ratio in (0.01, 0.5, 0.9, 1.0, 1.3, 2.0, 4.9, 5.1, 50.0):
             for advantage in (1.0, -1.0):
-                found = weight(module, ratio, advantage, old)
-                assert abs(found - min(ratio, 5.0) * advantage) < 1e-12
-    assert abs(weight(module, 3.0, -1.0, is_cap=2.0) + 2) < 1e-12
+                weighs(module, ratio, advantage, min(ratio, 5.0) * advantage, old=old)
+    weighs(module, 3.0, -1.0, -2.0, is_cap=2.0)
 
 
 def check_drops_no_token(module: ModuleType) -> None:
@@ -49,8 +49,7 @@ def check_inside_the_clip_is_justrl(module: ModuleType) -> None:
     """Where justrl.py clips nothing, its gradient; beyond, on the way out, it has none."""
     for ratio in (0.8001, 0.9, 1.0, 1.1, 1.2799):
         for advantage in (1.0, -1.0):
-            ours = weight(module, ratio, advantage)
-            assert abs(ours - weight(justrl, ratio, advantage)) < 1e-12
+            weighs(module, ratio, advantage, weight(justrl, ratio, advantage))
     assert weight(justrl, 1.5, 1.0) == 0 != weight(module, 1.5, 1.0)
 
 
@@ -78,7 +77,7 @@ def check_every_token_counts_the_same(module: ModuleType) -> None:
     logp = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
     batch = {"old_logp": logp.detach().clone(), "advantages": one(1.0, 1.0)[0], "mask": mask}
     loss_of(module, no_kl(module), logp=logp, **batch)[0].backward()
-    assert torch.allclose(logp.grad, -mask / 5)
+    near(logp.grad, -mask / 5, "∂ loss / ∂ log π of responses of 4 tokens and of 1", 1e-6)
     batch, args = toy_batch(), no_kl(module)
     splits = (slice(0, 1), slice(1, 6))
     parts = [terms(module, args, **{k: v[rows] for k, v in batch.items()}) for rows in splits]
@@ -87,18 +86,43 @@ def check_every_token_counts_the_same(module: ModuleType) -> None:
 
 
 def check_advantages(module: ModuleType) -> None:
-    """GRPO's z-score; exactly 0 for equal rewards."""
+    """GRPO's z-score."""
     advantages_match(module, "ddof1_eps1e-6", 1e-8)
-    assert (module.advantages(torch.full((2, 8), 0.7)) == 0).all()
 
 
-CHECKS = written_here(globals())
+def check_statistics(module: ModuleType) -> None:
+    """Of all response tokens: kept_beyond_clip those from which PPO's clip would take the gradient,
+    capped_share those with r beyond the cap. weight_max is the largest r before the cap."""
+    batch, flags = busy_batch(), {"clip_low": 0.2, "clip_high": 0.28, "is_cap": 1.24}
+    t = response_tokens(batch)
+    expected = {"kept_beyond_clip": clipped(t, 0.2, 0.28)["share"]}
+    expected["capped_share"] = (t.r > 1.24).sum(), t.M
+    expected["weight_max"] = t.r.max(), None
+    counts(loss_of(module, no_kl(module, **flags), **batch)[1], expected)
+
+
+CHECKS = [*written_here(globals()), check_equal_rewards]
 RETURN = "return -(objective * mask).sum(), mask.sum(), stats"
 RATIO, WEIGHT = "(logp.detach() - old_logp).exp()", "ratio.clamp(max=args.is_cap)"
 OBJECTIVE, STD = "weight * A * logp", "rewards.std(dim=1, keepdim=True)"
 KEPT = "((A > 0) & out_above) | ((A < 0) & out_below)"
 BY_RESPONSE = "-((objective * mask).sum(1) / mask.sum(1)).sum(), mask.new_tensor(len(mask)), stats"
 MUTANTS = {
+    **ZSCORE,
+    "μ for π_old": (RATIO, "(logp.detach() - rollout_logp).exp()"),
+    "kept_beyond_clip without the mask": ("(kept * mask).sum()", "kept.sum()"),
+    "capped_share without the mask": (
+        "((ratio > args.is_cap) * mask)",
+        "((ratio > args.is_cap) * 1.0)",
+    ),
+    "capped_share by the clip": (
+        "((ratio > args.is_cap) * mask)",
+        "((ratio > 1 + args.clip_high) * mask)",
+    ),
+    "weight_max after the cap": ("ratio[mask > 0]]).max()", "weight[mask > 0]]).max()"),
+    "weight_max of padding": ("ratio[mask > 0]]).max()", "ratio.flatten()]).max()"),
+    "clip_high for the cap": (WEIGHT, "ratio.clamp(max=1 + args.clip_high)"),
+    "cap in log space": (WEIGHT, "ratio.log().clamp(max=args.is_cap).exp()"),
     "weight not detached": (RATIO, "(logp - old_logp).exp()"),
     "no cap": (WEIGHT, "ratio"),
     "1 + cap": (WEIGHT, "ratio.clamp(max=1 + args.is_cap)"),

@@ -6,16 +6,8 @@ from types import ModuleType
 
 import torch
 
-from . import (
-    advantages_match,
-    gradient_law,
-    loss_of,
-    matches,
-    no_kl,
-    terms,
-    toy_batch,
-    written_here,
-)
+from . import EQUAL, KL, SIDES, advantages_match, check_clip_statistics, check_equal_rewards
+from . import gradient_law, loss_of, matches, no_kl, terms, toy_batch, written_here
 
 BRANCH = torch.tensor([0.0, 1, 0, 0, 1, 0], dtype=torch.float64)  # of the toy batch
 
@@ -136,13 +128,16 @@ def check_fit(module: ModuleType) -> None:
     assert module.fit_success([(0.5, 1.0)] * 50) == (0.0, math.inf)
 
 
-CHECKS = written_here(globals())
+CHECKS = [*written_here(globals()), check_equal_rewards, check_clip_statistics]
 RETURN = "return -per_response.sum(), main_tokens"
 LAMBDA = "(1 + (args.branch_weight - 1) * branch)"
 DRAW = "rng.choices(range(len(cuts)), chances.tolist())[0]"
 RIDGE = "torch.tensor([1.0, 0.0], dtype"
 SUM = "(objective * mask).sum(dim=1) *"
 MUTANTS = {
+    **EQUAL,
+    **SIDES,
+    **KL,
     "sign": (RETURN, RETURN.replace("-per", "per")),
     "one stream": ("(1 + (balance - 1) * branch)", "1.0"),
     "branches in the main average": (RETURN, RETURN.replace("main_tokens", "mask.sum()")),

@@ -4,11 +4,12 @@ import itertools
 import math
 from types import ModuleType
 
-import minirl
+import minirl as minirl_file
 import torch
 
-from . import FIXTURE, advantages_match, gradient_law, loss_of, no_kl, one, terms, toy_batch
-from . import two_responses, weight, written_here
+from . import EQUAL, FIXTURE, advantages_match, busy_batch, check_equal_rewards, counts
+from . import gradient_law, loss_of, minirl, no_kl, response_tokens, terms, toy_batch, two_responses
+from . import weighs, weight, written_here
 
 
 def matches_mean(module: ModuleType, case: str, **flags: object) -> None:
@@ -42,8 +43,8 @@ def check_weights(module: ModuleType) -> None:
             beyond = divergence(kind, mu, p) > (delta or {"tv": 0.15, "kl": 0.05}[kind])
             masked = beyond and (p - mu) * advantage > 0
             flags = {"trust_region": kind, "delta": delta}
-            found = weight(module, p / old, advantage, old, mu, **flags)
-            assert abs(found - (0 if masked else min(p / mu, 20.0) * advantage)) < 1e-9
+            expected = 0 if masked else min(p / mu, 20.0) * advantage
+            weighs(module, p / old, advantage, expected, 1e-9, old=old, mu=mu, **flags)
 
 
 def check_rare_tokens_move_and_common_ones_are_held(module: ModuleType) -> None:
@@ -52,7 +53,7 @@ def check_rare_tokens_move_and_common_ones_are_held(module: ModuleType) -> None:
         for kind in ("tv", "kl"):
             found = weight(module, p / mu, 1.0, mu, mu, trust_region=kind)
             assert abs(found - ours) < 1e-9
-        assert abs(weight(minirl, p / mu, 1.0, mu, mu) - theirs) < 1e-9
+        assert abs(weight(minirl_file, p / mu, 1.0, mu, mu) - theirs) < 1e-9
 
 
 def check_a_coin_bounds_from_below(module: ModuleType) -> None:
@@ -101,14 +102,32 @@ def check_advantages(module: ModuleType) -> None:
     """The reward minus the group's mean, nothing else: |∇J| is as p (1 - p)."""
     advantages_match(module, "mean_only", 1e-12)
     gradient_law(module, 1.0)
-    assert (module.advantages(one(0.7, 0.7, 0.7)) == 0).all()
 
 
-CHECKS = written_here(globals())
+def check_statistics(module: ModuleType) -> None:
+    """Of all response tokens: masked_share those with M = 0, masked_above those of them with Â > 0,
+    masked_below those with Â < 0; weight is the mean weight, capped; weight_max the largest π_θ/μ
+    before its cap."""
+    batch, flags = busy_batch(), {"trust_region": "tv", "delta": 0.03, "is_cap": 1.3}
+    t = response_tokens(batch)
+    p = t.old * t.r
+    mu = p / t.w
+    above, below = (t.A > 0) & (p - mu > 0.03), (t.A < 0) & (mu - p > 0.03)
+    assert above.any() and below.any()
+    expected = {"masked_share": ((above | below).sum(), t.M), "masked_above": (above.sum(), t.M)}
+    expected |= {"masked_below": (below.sum(), t.M), "weight_max": (t.w.max(), None)}
+    expected["weight"] = t.w.clamp(max=1.3).sum(), t.M
+    counts(loss_of(module, no_kl(module, **flags), **batch)[1], expected)
+
+
+CHECKS = [*written_here(globals()), check_equal_rewards]
 RETURN, TV = "return -per_response.sum(), mask.new_tensor(len(mask))", "(p - mu).abs()"
 SIDES = "out_above, out_below = beyond & (p > mu), beyond & (p < mu)"
 KL = "(1 - mu) * others - mu * log_weight"
 MUTANTS = {
+    **EQUAL,
+    **minirl.COUNTED,
+    "weight before the cap": ("((weight * mask).sum()", "((uncapped * mask).sum()"),
     "anchored at π_old": (
         "p, mu = logp.detach().exp(), rollout_logp.exp()",
         "p, mu = logp.detach().exp(), old_logp.exp()",

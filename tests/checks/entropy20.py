@@ -5,8 +5,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import FIXTURE, advantages_match, gradient, loss_of, matches, no_kl, terms, toy_batch
-from . import weight, written_here
+from . import COUNTED, FIXTURE, SHARE, ZSCORE, advantages_match, check_clip_statistics
+from . import check_equal_rewards, gradient, loss_of, matches, no_kl, terms, toy_batch, weight
+from . import written_here
 
 
 def forks_of_the_fixture() -> Tensor:
@@ -92,15 +93,20 @@ def check_quantile_of_many(module: ModuleType) -> None:
 
 
 def check_advantages(module: ModuleType) -> None:
-    """GRPO's z-score; exactly 0 for equal rewards."""
+    """GRPO's z-score."""
     advantages_match(module, "ddof1_eps1e-6", 1e-8)
-    assert (module.advantages(torch.full((2, 8), 0.7)) == 0).all()
 
 
-CHECKS = written_here(globals())
+CHECKS = [*written_here(globals()), check_equal_rewards, check_clip_statistics]
 RETURN, SURROGATE = "return -(objective * kept).sum(), kept.sum()", "torch.minimum("
 FORKS = "entropy >= threshold - 1e-5"
 MUTANTS = {
+    **ZSCORE,
+    **COUNTED,
+    "no clip": ("torch.minimum(ratio * A, clipped * A)", "ratio * A"),
+    "clip without min": ("torch.minimum(ratio * A, clipped * A)", "clipped * A"),
+    "clip_share of what is left": (SHARE, SHARE.replace("cut * mask", "cut * kept")),
+    "fork_entropy of all": ("((entropy * kept).sum()", "((entropy * mask).sum()"),
     "TRL's denominator": (RETURN, RETURN.replace("kept.sum()", "mask.sum()")),
     "the surest tokens": (FORKS, "entropy <= threshold + 1e-5"),
     "rounding parts siblings": (FORKS, "entropy >= threshold"),

@@ -6,7 +6,8 @@ from types import ModuleType
 import grpo
 import torch
 
-from . import gradient, loss_of, matches, no_kl, one, toy_batch, two_responses, weight, written_here
+from . import ZSCORE, advantages_match, busy_batch, check_equal_rewards, counts, gradient, loss_of
+from . import matches, near, no_kl, one, toy_batch, two_responses, weighs, weight, written_here
 
 
 def check_fixture(module: ModuleType) -> None:
@@ -18,7 +19,7 @@ def check_fixture(module: ModuleType) -> None:
 def check_by_hand(module: ModuleType) -> None:
     """Two responses by hand: s = 1.068939 and .985112, both clipped, and all tokens with them."""
     loss, stats = loss_of(module, module.Args(), **two_responses())
-    assert abs(loss.item() - (-1.0004 + 0.9997) / 2) < 1e-12
+    near(loss, (-1.0004 + 0.9997) / 2, "the loss of the two responses")
     shares = [stats["clip_share"], stats["clip_share_of_tokens"]]
     assert [float(total / count) for total, count in shares] == [1, 1]
 
@@ -61,15 +62,44 @@ def check_token_form_has_the_same_gradient(module: ModuleType) -> None:
 def check_of_one_token_is_grpo(module: ModuleType) -> None:
     """A response of one token has GRPO's gradient weight at the same clip."""
     for ratio, advantage in itertools.product((0.5, 0.79, 0.9, 1.0, 1.1, 1.21, 2.0), (1.0, -1.0)):
-        ours = weight(module, ratio, advantage, clip_low=0.2, clip_high=0.2)
-        assert abs(ours - weight(grpo, ratio, advantage)) < 1e-12
+        expected = weight(grpo, ratio, advantage)
+        weighs(module, ratio, advantage, expected, clip_low=0.2, clip_high=0.2)
 
 
-CHECKS = written_here(globals())
+def check_advantages(module: ModuleType) -> None:
+    """GRPO's z-score."""
+    advantages_match(module, "ddof1_eps1e-6", 1e-8)
+
+
+def check_statistics(module: ModuleType) -> None:
+    """Of responses with Â ≠ 0: clip_share those that the clip takes, clip_above those of them with
+    Â > 0, clip_below those with Â < 0. Of their tokens: clip_share_of_tokens those that go with
+    them, token_clip_share those with r beyond 1 ± token_clip in the direction of Â."""
+    batch, flags = busy_batch(), {"clip_low": 0.05, "clip_high": 0.07, "token_clip": 0.24}
+    batch["advantages"][3] = 0.5  # of length 2; the last two responses have Â = 0
+    mask, A = batch["mask"], batch["advantages"]
+    length, log_ratio = mask.sum(1), (batch["logp"] - batch["old_logp"]) * mask
+    s, live = (log_ratio.sum(1) / length).exp(), (A != 0).sum()
+    above, below = (A > 0) & (s > 1.07), (A < 0) & (s < 0.95)
+    expected = {"clip_share": ((above | below).sum(), live)}
+    expected |= {"clip_above": (above.sum(), live), "clip_below": (below.sum(), live)}
+    tokens = length[A != 0].sum()
+    expected["clip_share_of_tokens"] = length[above | below].sum(), tokens
+    far = A.sign()[:, None] * (log_ratio.exp() - 1) > 0.24
+    expected["token_clip_share"] = (far & (A != 0)[:, None] & (mask > 0)).sum(), tokens
+    counts(loss_of(module, no_kl(module, **flags), **batch)[1], expected)
+    batch["advantages"] = -A
+    above, below = (A < 0) & (s > 1.07), (A > 0) & (s < 0.95)
+    expected = {"clip_above": (above.sum(), live), "clip_below": (below.sum(), live)}
+    counts(loss_of(module, no_kl(module, **flags), **batch)[1], expected)
+
+
+CHECKS = [*written_here(globals()), check_equal_rewards]
 ROOT_MEAN = "log_ratio.sum(dim=1) / mask.sum(dim=1).clamp(min=1)"
 CLAMP = "s.clamp(1 - args.clip_low, 1 + args.clip_high)"
 ARITHMETIC = "(log_ratio.exp() * mask).sum(dim=1) / mask.sum(dim=1)"
 MUTANTS = {
+    **ZSCORE,
     "sum for mean in the ratio": (ROOT_MEAN, "log_ratio.sum(dim=1)"),
     "padding in the ratio": ("(logp - old_logp) * mask", "logp - old_logp"),
     "padding in the length": (ROOT_MEAN, "log_ratio.mean(dim=1)"),
@@ -83,4 +113,25 @@ MUTANTS = {
         "return -(objective * mask.sum(dim=1)).sum()",
     ),
     "detached": ("(logp - old_logp) * mask", "(logp.detach() - old_logp) * mask + 0 * logp"),
+    "μ for π_old": ("(logp - old_logp) * mask", "(logp - rollout_logp) * mask"),
+    "the longest response's length": ("mask.sum(dim=1).clamp(min=1)", "mask.sum(dim=1).max()"),
+    "clipped by tokens": (f"clipped = {CLAMP}", f"clipped = torch.minimum(s, {CLAMP})"),
+    "mean over tokens": (
+        "return -objective.sum(), mask.new_tensor(len(mask))",
+        "return -(objective * mask.sum(1)).sum(), mask.sum()",
+    ),
+    "clip_above and clip_below swapped": (
+        '"clip_above": ((cut & out_above).sum()',
+        '"clip_above": ((cut & out_below).sum()',
+    ),
+    "clip_below without Â": ("((cut & out_below)", "((out_below)"),
+    "clip_share of all responses": (
+        '"clip_share": (cut.sum(), live.sum())',
+        '"clip_share": (cut.sum(), len(cut))',
+    ),
+    "tokens of Â = 0 counted": ("tokens = (live[:, None] * mask).sum()", "tokens = mask.sum()"),
+    "token_clip_share of both directions": (
+        "far = A * (log_ratio.exp() - 1) > A.abs() * args.token_clip",
+        "far = (log_ratio.exp() - 1).abs() > args.token_clip",
+    ),
 }

@@ -7,7 +7,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import advantages_match, loss_of, matches, no_kl, one, terms, two_responses, weight
+from . import EQUAL, advantages_match, busy_batch, check_equal_rewards, clipped, counts, loss_of
+from . import matches, minirl, no_kl, one, response_tokens, terms, two_responses, weighs, weight
 from . import written_here
 
 PLACES = list(itertools.product((0.2, 0.4), (0.03, 0.1, 0.3, 0.9), (0.7, 1.0, 1.2, 1.5), (1.0, -1)))
@@ -51,7 +52,7 @@ def check_weights(module: ModuleType) -> None:
     for (name, rule), (old, mu, ratio, advantage) in itertools.product(rules.items(), PLACES):
         flags = {"correction": name, "w_low": 0.4, "w_high": 2.0}
         expected = rule(old / mu) * ppo(ratio, advantage)
-        assert abs(weight(module, ratio, advantage, old, mu, **flags) - expected) < 1e-12
+        weighs(module, ratio, advantage, expected, old=old, mu=mu, **flags)
     assert weight(module, 1.0, 1.0, 0.4, 0.9) == 0 == weight(module, 1.0, 1.0, 0.6, 0.1)  # .5 and 5
     assert abs(weight(module, 1.0, 1.0, 0.4, 0.1) - 4) < 1e-12
 
@@ -147,7 +148,22 @@ def check_advantages(module: ModuleType) -> None:
     advantages_match(module, "mean_only", 1e-12)
 
 
-CHECKS = written_here(globals())
+def check_statistics(module: ModuleType) -> None:
+    """Of all response tokens: corrected is the mean of |C - 1|, weight that of C, dropped_share
+    those with C = 0, masked_share those that PPO takes, masked_above those of them with Â > 0,
+    masked_below those with Â < 0. weight_max is the largest π_old/μ."""
+    flags = {"correction": "icepop", "w_low": 0.8, "w_high": 1.3, "clip_low": 0.2}
+    batch = busy_batch()
+    t = response_tokens(batch)
+    w = t.w / t.r  # π_old/μ
+    C = torch.where((w >= 0.8) & (w <= 1.3), w, 0.0)
+    expected = {f"masked_{name}": pair for name, pair in clipped(t, 0.2, 0.28).items()}
+    expected |= {"corrected": ((C - 1).abs().sum(), t.M), "dropped_share": ((C == 0).sum(), t.M)}
+    expected |= {"weight": (C.sum(), t.M), "weight_max": (w.max(), None)}
+    counts(loss_of(module, no_kl(module, **flags, clip_high=0.28), **batch)[1], expected)
+
+
+CHECKS = [*written_here(globals()), check_equal_rewards]
 RETURN, W = (
     "return -per_response.sum(), mask.new_tensor(len(mask))",
     "old_logp - rollout_logp) * mask",
@@ -157,6 +173,10 @@ SEQUENCE = '(over_response(log_w) if args.correction_level == "sequence" else lo
 INSIDE = OBJECTIVE.replace("weight * ", "").replace("ratio", "weight * ratio")
 INSIDE = INSIDE.replace("clipped", "(weight * ratio).clamp(1 - args.clip_low, 1 + args.clip_high)")
 MUTANTS = {
+    **EQUAL,
+    **minirl.COUNTED,
+    "corrected with signs": ("((weight - 1).abs() * mask)", "((weight - 1) * mask)"),
+    "dropped and clipped": ("((weight == 0) * mask)", "(((weight == 0) | cut) * mask)"),
     "w the other way": (W, "rollout_logp - old_logp) * mask"),
     "w of π_θ": (W, "logp - rollout_logp) * mask"),
     "inside the clip": (OBJECTIVE, INSIDE),

@@ -1,11 +1,13 @@
 """MASPO: the authors' own function and numbers, the limit of an infinite width."""
 
+from dataclasses import replace
 from types import ModuleType
 
 import stapo
 import torch
 
-from . import gradient, loss_of, matches, weight, written_here
+from . import ZSCORE, advantages_match, busy_batch, check_equal_rewards, counts, gradient, loss_of
+from . import matches, response_tokens, weighs, weight, written_here
 
 TABLE = {  # r: weights at π_old = .9 and .01, for Â = 1 and for Â = -1 (without the sign)
     0.5: (0.5, 0.5, 0.4415, 0.4958),
@@ -29,7 +31,7 @@ def check_weights(module: ModuleType) -> None:
     for ratio, row in TABLE.items():
         cases = [(advantage, old) for advantage in (1.0, -1.0) for old in (0.9, 0.01)]
         for (advantage, old), expected in zip(cases, row):
-            assert abs(weight(module, ratio, advantage, old) - advantage * expected) < 6e-5, ratio
+            weighs(module, ratio, advantage, advantage * expected, 6e-5, old=old)
 
 
 def check_gates(module: ModuleType) -> None:
@@ -37,7 +39,7 @@ def check_gates(module: ModuleType) -> None:
     table = {(2, 0.9, 1): 0.642476, (2, 0.001, 1): 0.992558, (2, 0.9, 2): 0.658535}
     table |= {(0.5, 0.9, -1): 0.882948, (0.5, 0.01, -1): 0.991668}
     for (ratio, old, advantage), gate in table.items():
-        assert abs(weight(module, ratio, advantage, old) / (ratio * advantage) - gate) < 1e-6
+        weighs(module, ratio, advantage, gate * ratio * advantage, 1e-5, old=old)
     # Width 501 without the cap, 10 with it
     capped = weight(module, 2.0, 1.0, 1e-9, beta_pos=0.0) / 2
     assert abs(capped - torch.tensor(-1 / 200.0).exp().item()) < 1e-6
@@ -52,7 +54,37 @@ def check_without_width_is_unclipped(module: ModuleType) -> None:
     assert not torch.allclose(gradient(module), open_wide, rtol=1e-3)
 
 
+def check_advantages(module: ModuleType) -> None:
+    """GRPO's z-score."""
+    advantages_match(module, "ddof1_eps1e-6", 1e-8)
+
+
 def check_statistics(module: ModuleType) -> None:
+    """Of response tokens: the mean gate F where Â > 0 (gate_pos) and where Â < 0 (gate_neg), the
+    mean of 1 - F (gate_closed); the share of those with r beyond 1 ± token_clip in the direction of
+    Â (grpo_cut_share), and of these Σ F r |Â| over Σ r |Â| (kept_where_grpo_cuts); the mean of σ
+    where π_old is below 0.1 (width_rare) and above 0.9 (width_common)."""
+    batch = busy_batch()
+    t, args = (
+        response_tokens(batch),
+        replace(module.Args(), token_clip=0.22, beta_pos=0.05, beta_neg=0.3),
+    )
+    width = (args.sigma_base / t.old**args.alpha).clamp(args.sigma_base, args.sigma_high)
+    risk = torch.where(t.A > 0, 1 + args.beta_pos * t.A, 1 / (1 - args.beta_neg * t.A))
+    sigma, outward = width * risk.clamp(0.1, 10), t.A * (t.r - 1) > 0
+    gate = torch.where(outward, (-((t.r - 1) ** 2) / (2 * sigma**2)).exp(), 1.0)
+    up, down, cut = t.A > 0, t.A < 0, t.A.sign() * (t.r - 1) > 0.22
+    pull, rare, common = (t.r * t.A.abs())[cut], t.old < 0.1, t.old > 0.9
+    assert rare.any() and common.any()
+    expected = {"gate_pos": (gate[up].sum(), up.sum()), "gate_neg": (gate[down].sum(), down.sum())}
+    expected |= {"gate_closed": ((1 - gate).sum(), t.M), "grpo_cut_share": (cut.sum(), t.M)}
+    expected["kept_where_grpo_cuts"] = (gate[cut] * pull).sum(), pull.sum()
+    expected["width_rare"] = sigma[rare].sum(), rare.sum()
+    expected["width_common"] = sigma[common].sum(), common.sum()
+    counts(loss_of(module, args, **batch)[1], expected)
+
+
+def check_statistics_by_hand(module: ModuleType) -> None:
     """Where GRPO's gradient would be zero, part of it is kept; nothing is gated on the way back."""
     old = torch.tensor([[0.95, 0.05, 0.95], [0.95, 0.95, 0.95]], dtype=torch.float64).log()
     ratio = torch.tensor([[2.0, 2.0, 0.5], [1.0, 1.5, 0.9]], dtype=torch.float64)
@@ -66,11 +98,42 @@ def check_statistics(module: ModuleType) -> None:
     assert mean["width_rare"] > 2 * mean["width_common"]
 
 
-CHECKS = written_here(globals())
+CHECKS = [*written_here(globals()), check_equal_rewards]
 GATE = "(-((ratio - 1) ** 2) / (2 * sigma**2)).exp()"
 RETURN = "return -(objective * mask).sum(), mask.sum()"
 PER_RESPONSE = "(objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)"
 MUTANTS = {
+    **ZSCORE,
+    "μ for π_old": ("ratio = (logp - old_logp).exp()", "ratio = (logp - rollout_logp).exp()"),
+    "one β for both": ("1 - args.beta_neg * A", "1 - args.beta_pos * A"),
+    "width of μ": ("old_p = old_logp.exp()", "old_p = rollout_logp.exp()"),
+    "a clip as well": (
+        "objective = gate * ratio * A",
+        "objective = gate * ratio.clamp(0.8, 1.2) * A",
+    ),
+    "gate_closed without the mask": ("((1 - gate) * mask).sum()", "(1 - gate).sum()"),
+    "gates swapped": (
+        "up, down = (A > 0) * mask, (A < 0) * mask",
+        "up, down = (A < 0) * mask, (A > 0) * mask",
+    ),
+    "cut without the mask": (
+        "> A.abs() * args.token_clip) * mask",
+        "> A.abs() * args.token_clip) * 1.0",
+    ),
+    "cut in both directions": (
+        "(A * (ratio - 1) > A.abs() * args.token_clip)",
+        "((ratio - 1).abs() > args.token_clip)",
+    ),
+    "kept by number": ("(x * ratio * A.abs() * cut for x", "(x * cut for x"),
+    "rare for common": (
+        '"width_rare": ((sigma * rare).sum(), rare.sum())',
+        '"width_rare": ((sigma * common).sum(), common.sum())',
+    ),
+    "width without the risk": ("((sigma * common).sum()", "((width * common).sum()"),
+    "widths of all tokens": (
+        "(sigma * rare).sum(), rare.sum()",
+        "(sigma * rare).sum(), mask.sum()",
+    ),
     "gate differentiated": (
         "with torch.no_grad():\n        old_p",
         "with torch.enable_grad():\n        old_p",

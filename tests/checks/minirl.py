@@ -6,7 +6,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import advantages_match, loss_of, no_kl, terms, two_responses, weight, written_here
+from . import EQUAL, advantages_match, busy_batch, check_equal_rewards, clipped, counts, loss_of
+from . import near, no_kl, response_tokens, terms, two_responses, weighs, written_here
 
 
 def check_weights(module: ModuleType) -> None:
@@ -16,10 +17,9 @@ def check_weights(module: ModuleType) -> None:
     ):
         masked = (advantage > 0 and ratio > 1.27) or (advantage < 0 and ratio < 0.8)
         expected = 0 if masked else min(old * ratio / mu, 5.0) * advantage
-        assert abs(weight(module, ratio, advantage, old, mu) - expected) < 1e-12
+        weighs(module, ratio, advantage, expected, old=old, mu=mu)
         plain = 0 if masked else ratio * advantage
-        found = weight(module, ratio, advantage, old, mu, correct_mismatch=False)
-        assert abs(found - plain) < 1e-12
+        weighs(module, ratio, advantage, plain, old=old, mu=mu, correct_mismatch=False)
 
 
 def check_sums_tokens(module: ModuleType) -> None:
@@ -28,16 +28,29 @@ def check_sums_tokens(module: ModuleType) -> None:
     batch = two_responses()
     for flags, scale in (({}, 1.0), ({"length_norm": True}, batch["mask"].sum(1, keepdim=True))):
         logp = batch["logp"].detach().requires_grad_()
-        loss_of(module, no_kl(module, clip_high=9.0, **flags), **batch | {"logp": logp})[
-            0
-        ].backward()
+        args = no_kl(module, clip_high=9.0, **flags)
+        loss = loss_of(module, args, **batch | {"logp": logp})[0]
+        loss.backward()
         expected = -logp.detach().exp() * batch["advantages"][:, None] * batch["mask"] / scale / 2
-        assert torch.allclose(logp.grad, expected)
+        value = (expected * logp).sum()
+        near(loss, value, f"the loss, 3 tokens and 2 {flags}", 1e-9)
+        near(logp.grad, expected, f"∂ loss / ∂ log π of 3 tokens and of 2 {flags}", 1e-9)
 
 
 def check_advantages(module: ModuleType) -> None:
     """The reward minus the group's mean, nothing else."""
     advantages_match(module, "mean_only", 1e-12)
+
+
+def check_statistics(module: ModuleType) -> None:
+    """Of all response tokens: masked_share those with M = 0, masked_above those of them with Â > 0,
+    masked_below those with Â < 0; weight is the mean weight, capped; weight_max the largest π_θ/μ
+    before its cap."""
+    batch, flags = busy_batch(), {"clip_low": 0.2, "clip_high": 0.28, "is_cap": 1.3}
+    t = response_tokens(batch)
+    expected = {f"masked_{name}": pair for name, pair in clipped(t, 0.2, 0.28).items()}
+    expected |= {"weight": (t.w.clamp(max=1.3).sum(), t.M), "weight_max": (t.w.max(), None)}
+    counts(loss_of(module, no_kl(module, **flags), **batch)[1], expected)
 
 
 def check_first_order(module: ModuleType) -> None:
@@ -72,15 +85,41 @@ def check_first_order(module: ModuleType) -> None:
 
     gaps = [gap(distance) for distance in (0.0, 0.05, 0.1, 0.2, 0.4)]
     assert gaps[0] < 1e-12 and gaps[-1] > 0.05
-    assert all(near < far for near, far in itertools.pairwise(gaps))
+    assert all(close < far for close, far in itertools.pairwise(gaps))
     assert gap(0.0, length_norm=True) > 0.1
 
 
-CHECKS = written_here(globals())
+CHECKS = [*written_here(globals()), check_equal_rewards]
 BEHAVIOUR = "rollout_logp if args.correct_mismatch else old_logp"
 RATIO = "ratio = (logp.detach() - old_logp).exp()"
 RETURN = "return -per_response.sum(), mask.new_tensor(len(mask))"
+MASKED = '"masked_above": (((cut & out_above) * mask).sum(), mask.sum())'
+UNCAPPED = "uncapped[mask > 0]]).max()"
+COUNTED = {  # those of jet, dppo and icepop, too
+    "masked_share without the mask": (
+        "((cut * mask).sum(), mask.sum())",
+        "(cut.sum(), mask.sum())",
+    ),
+    "masked_above for masked_below": (MASKED, MASKED.replace("out_above", "out_below")),
+    "masked_above without the mask": (MASKED, MASKED.replace("* mask)", "* 1.0)")),
+    "masked_below without Â": ("((cut & out_below) * mask)", "(out_below * mask)"),
+    "weight without the mask": ("((weight * mask).sum()", "((weight * 1.0).sum()"),
+    "weight_max of padding": (UNCAPPED, "uncapped.flatten()]).max()"),
+    "weight_max after the cap": (UNCAPPED, "weight[mask > 0]]).max()"),
+}
 MUTANTS = {
+    **EQUAL,
+    **COUNTED,
+    "weight before the cap": ("((weight * mask).sum()", "((uncapped * mask).sum()"),
+    "a lower bound": (".clamp(max=args.is_cap)", ".clamp(1 / args.is_cap, args.is_cap)"),
+    "a ratio of its own for log π": (
+        "~cut * weight * A * logp",
+        "~cut * weight * A * (logp - logp.detach()).exp()",
+    ),
+    "mask from above alone": (
+        "cut = ((A > 0) & out_above) | ((A < 0) & out_below)",
+        "cut = (A > 0) & out_above",
+    ),
     "mask from π_θ/μ": (RATIO, RATIO.replace("old_logp", "rollout_logp")),
     "weight from π_old": (BEHAVIOUR, BEHAVIOUR.replace("rollout_logp", "old_logp")),
     "no cap": (".clamp(max=args.is_cap)", ""),

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch import Tensor
 
-from . import deep_grpo, goldilocks, grpo, justrl, loss_of, maspo, no_kl, one, stapo, terms
+from . import counts, deep_grpo, goldilocks, grpo, justrl, loss_of, maspo, no_kl, one, stapo, terms
 from . import toy_batch, vcpo, weight, written_here
 
 # The layers, and what turns each off
@@ -153,7 +153,10 @@ def check_statistics(module: ModuleType) -> None:
     """What tells that a layer acts is 0 where it is off."""
     args, batch = everything(module)
     stats = loss_of(module, args, **batch)[1]
-    assert stats["silenced"][0] > 0 and stats["clip_share"][0] > 0 and stats["weight_max"][0] > 1
+    assert stats["silenced"][0] > 0 and stats["clip_share"][0] > 0
+    log_w = ((batch["old_logp"] - batch["rollout_logp"]) * batch["mask"]).sum(1)
+    expected = {"weight": (log_w.exp().clamp(max=args.is_cap).sum(), 6)}
+    counts(stats, expected | {"weight_max": (log_w.exp().max(), None)})
     stats = loss_of(module, no_kl(module, **off("clip")), **batch)[1]
     assert stats["silenced"][0] == 0 and "weight_max" not in stats and "gate_closed" not in stats
     stats = loss_of(module, no_kl(module, tokens="maspo"), **batch)[1]

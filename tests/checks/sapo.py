@@ -1,11 +1,13 @@
 """SAPO: outside numbers, the published weights, limits of the temperature."""
 
+from dataclasses import replace
 from types import ModuleType
 
 import grpo
 import torch
 
-from . import gradient, loss_of, matches, one, two_responses, weight, written_here
+from . import ZSCORE, advantages_match, busy_batch, check_equal_rewards, counts, gradient, loss_of
+from . import matches, near, one, response_tokens, two_responses, weighs, written_here
 
 
 def check_fixture(module: ModuleType) -> None:
@@ -15,7 +17,7 @@ def check_fixture(module: ModuleType) -> None:
 
 def check_by_hand(module: ModuleType) -> None:
     """The loss of two responses, by hand."""
-    assert abs(loss_of(module, module.Args(), **two_responses())[0].item() + 0.099864) < 1e-6
+    near(loss_of(module, module.Args(), **two_responses())[0], -0.099864, "the loss", 1e-6)
 
 
 TABLE = {0.5: (0.4700, 0.4671), 0.75: (0.7384, 0.7372), 0.9: (0.8978, 0.8975), 1.0: (1.0, 1.0)}
@@ -26,17 +28,17 @@ TABLE |= {4.0: (0.7228, 0.6304)}
 def check_weights(module: ModuleType) -> None:
     """r Â sech²(τ (r - 1) / 2), and the published table."""
     for ratio, (up, down) in TABLE.items():
-        assert abs(weight(module, ratio, 1.0) - up) < 6e-5
-        assert abs(weight(module, ratio, -1.0) + down) < 6e-5
+        weighs(module, ratio, 1.0, up, 6e-5)
+        weighs(module, ratio, -1.0, -down, 6e-5)
     exact = 1.7 * 0.6 / torch.cosh(one(2.5 * 0.7 / 2)).item() ** 2
-    assert abs(weight(module, 1.7, 0.6, tau_pos=2.5) - exact) < 1e-12
+    weighs(module, 1.7, 0.6, exact, tau_pos=2.5)
 
 
 def check_is_normalised_at_one(module: ModuleType) -> None:
     """At r = 1 the weight is Â for every τ."""
     for tau in (0.1, 1.0, 1.05, 5.0):
-        assert abs(weight(module, 1.0, 0.7, tau_pos=tau) - 0.7) < 1e-12
-        assert abs(weight(module, 1.0, -0.7, tau_neg=tau) + 0.7) < 1e-12
+        weighs(module, 1.0, 0.7, 0.7, tau_pos=tau)
+        weighs(module, 1.0, -0.7, -0.7, tau_neg=tau)
 
 
 def check_without_temperature_is_unclipped(module: ModuleType) -> None:
@@ -46,8 +48,27 @@ def check_without_temperature_is_unclipped(module: ModuleType) -> None:
     assert not torch.allclose(gradient(module), open_wide, rtol=1e-3)
 
 
+def check_advantages(module: ModuleType) -> None:
+    """GRPO's z-score."""
+    advantages_match(module, "ddof1_eps1e-6", 1e-8)
+
+
 def check_statistics(module: ModuleType) -> None:
-    """How far the gate is open, apart for either sign of Â, and none of it for Â = 0."""
+    """f'(r) of response tokens: gate_pos is its mean where Â > 0, gate_neg where Â < 0, gate_closed
+    the mean of 1 - f'(r) over all."""
+    batch = busy_batch()
+    t, flags = response_tokens(batch), {"tau_pos": 1.5, "tau_neg": 2.5}
+    tau = torch.where(t.A > 0, 1.5, 2.5).double()
+    gate = 1 / torch.cosh(tau * (t.r - 1) / 2) ** 2
+    up, down = t.A > 0, t.A < 0
+    expected = {"gate_pos": (gate[up].sum(), up.sum()), "gate_neg": (gate[down].sum(), down.sum())}
+    expected["gate_closed"] = (1 - gate).sum(), t.M
+    counts(loss_of(module, replace(module.Args(), **flags), **batch)[1], expected)
+
+
+def check_statistics_by_hand(module: ModuleType) -> None:
+    """How far the gate is open at r = 1 and r = 4.48, apart for either sign of Â, and none of it
+    for Â = 0."""
     logp = torch.tensor([[1.5, 0.0], [1.5, 0.0], [0.0, 0.0]], dtype=torch.float64)
     batch = {"logp": logp, "old_logp": 0 * logp, "mask": torch.ones_like(logp)}
     stats = loss_of(module, module.Args(), advantages=torch.tensor([1.0, -1, 0]), **batch)[1]
@@ -57,11 +78,33 @@ def check_statistics(module: ModuleType) -> None:
         assert abs(float(total / count) - (1 - closed / 2)) < 1e-6
 
 
-CHECKS = written_here(globals())
+CHECKS = [*written_here(globals()), check_equal_rewards]
 SIGMOID = "torch.sigmoid(tau * (ratio - 1))"
 RETURN = "return -per_response.sum(), mask.new_tensor(len(mask))"
 AVERAGE = "(objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)"
 MUTANTS = {
+    **ZSCORE,
+    "μ for π_old": ("ratio = (logp - old_logp).exp()", "ratio = (logp - rollout_logp).exp()"),
+    "a clip as well": ("(ratio - 1)) * A", "(ratio.clamp(0.8, 1.2) - 1)) * A"),
+    "τ not divided out": ("4 / tau * torch.sigmoid", "4 * torch.sigmoid"),
+    "divided by the longest response": (
+        "(objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)",
+        "(objective * mask).sum(dim=1) / mask.sum(dim=1).max()",
+    ),
+    "gate_closed without the mask": ("((1 - gate) * mask).sum()", "(1 - gate).sum()"),
+    "gate_closed for the open gate": ("((1 - gate) * mask).sum()", "(gate * mask).sum()"),
+    "gates swapped": (
+        "up, down = (A > 0) * mask, (A < 0) * mask",
+        "up, down = (A < 0) * mask, (A > 0) * mask",
+    ),
+    "gates of all tokens": (
+        '"gate_pos": ((gate * up).sum(), up.sum())',
+        '"gate_pos": ((gate * up).sum(), mask.sum())',
+    ),
+    "σ(τ (r - 1)) as the gate": (
+        "gate = 1 / torch.cosh(tau * (ratio - 1) / 2) ** 2",
+        "gate = torch.sigmoid(tau * (ratio - 1))",
+    ),
     "ratio twice": ("(ratio - 1)) * A  # [n, T]: f(r)", "(ratio - 1)) * ratio * A  # [n, T]: f(r)"),
     "no 4/τ": ("4 / tau * torch.sigmoid", "torch.sigmoid"),
     "temperatures swapped": ("where(A > 0", "where(A < 0"),

@@ -5,8 +5,8 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch import Tensor
 
-from . import advantages_match, gradient, loss_of, matches, no_kl, one, toy_batch, weight
-from . import written_here
+from . import KL, SIDES, ZSCORE, advantages_match, check_clip_statistics, check_equal_rewards
+from . import gradient, loss_of, matches, no_kl, one, toy_batch, weight, written_here
 
 
 def check_fixture(module: ModuleType) -> None:
@@ -107,15 +107,17 @@ def check_measures(module: ModuleType) -> None:
 
 
 def check_advantages(module: ModuleType) -> None:
-    """GRPO's z-score; exactly 0 for equal rewards."""
+    """GRPO's z-score."""
     advantages_match(module, "ddof1_eps1e-6", 1e-8)
-    assert (module.advantages(torch.full((2, 8), 0.7)) == 0).all()
 
 
-CHECKS = written_here(globals())
+CHECKS = [*written_here(globals()), check_equal_rewards, check_clip_statistics]
 WEIGHTS, RETURN = "torch.where(A > 0, args.positive_weight * A, A)", "return -per_response.sum(),"
 FAR = "((own - every.mean(0)).abs() > limit).any(1)"
 MUTANTS = {
+    **ZSCORE,
+    **SIDES,
+    **KL,
     "λ on wrong responses": (WEIGHTS, WEIGHTS.replace(">", "<")),
     "λ on both": (WEIGHTS, "args.positive_weight * A"),
     "λ ignored": (WEIGHTS, "A"),

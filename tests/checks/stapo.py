@@ -5,7 +5,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import loss_of, matches, no_kl, terms, written_here
+from . import COUNTED, SHARE, ZSCORE, advantages_match, busy_batch, check_clip_statistics
+from . import check_equal_rewards, clipped, counts, loss_of, matches, no_kl, response_tokens, terms
+from . import written_here
 
 
 def check_fixture(module: ModuleType) -> None:
@@ -82,21 +84,58 @@ def check_is_exact_in_parts(module: ModuleType) -> None:
     assert sum(terms(module, args, **row)[1] for row in rows) != whole[1]
 
 
+def check_statistics(module: ModuleType) -> None:
+    """silenced is the number of silenced tokens, silenced_share that of all response tokens;
+    silenced_prob and silenced_entropy are the means over them of π_θ and of the entropy. clip_share
+    and its parts are of all response tokens, silenced or not."""
+    batch, bounds = busy_batch(), {"clip_low": 0.2, "clip_high": 0.28}
+    t, args = response_tokens(batch), no_kl(module, tau_p=0.95, entropy_quantile=0.9, **bounds)
+    p = t.old * t.r
+    silent = (t.A > 0) & (p < 0.95) & (t.H < torch.quantile(t.H, 0.9) - 1e-5)
+    assert 0 < silent.sum() < t.M
+    expected = {f"clip_{name}": pair for name, pair in clipped(t, 0.2, 0.28).items()}
+    expected |= {"silenced": (silent.sum(), None), "silenced_share": (silent.sum(), t.M)}
+    expected["silenced_prob"] = p[silent].sum(), silent.sum()
+    expected["silenced_entropy"] = t.H[silent].sum(), silent.sum()
+    counts(loss_of(module, args, **batch)[1], expected)
+
+
+def check_advantages(module: ModuleType) -> None:
+    """GRPO's z-score."""
+    advantages_match(module, "ddof1_eps1e-6", 1e-8)
+
+
 def check_quantile_of_many(module: ModuleType) -> None:
     """A mini-batch may have more tokens than torch.quantile takes."""
     many = torch.arange(2**24 + 2).flip(0) / 2**24
     assert abs(module.entropy_threshold(module.Args(), many) - 0.8) < 1e-4
 
 
-CHECKS = written_here(globals())
+CHECKS = [*written_here(globals()), check_equal_rewards, check_clip_statistics]
 RARE = "(advantages[:, None] > 0) & (logp.detach"
 QUANTILE = "numpy.quantile(values, args.entropy_quantile"
 SPURIOUS = "spurious_tokens(args, logp, entropy, advantages, mask, threshold)  # [n, T]"
 CLAMP = "ratio.clamp(1 - args.clip_low, 1 + args.clip_high)"
 RETURN = "return -(objective * kept).sum(), kept.sum()"
 MUTANTS = {
+    **ZSCORE,
+    **COUNTED,
     "negative advantages silenced too": (RARE, RARE.replace(">", "!=")),
     "only negative ones": (RARE, RARE.replace(">", "<")),
+    "μ for π_old": ("ratio = (logp - old_logp).exp()", "ratio = (logp - rollout_logp).exp()"),
+    "no clip": ("torch.minimum(ratio * A, clipped * A)", "ratio * A"),
+    "clip without min": ("torch.minimum(ratio * A, clipped * A)", "clipped * A"),
+    "clip_share of what is left": (SHARE, SHARE.replace("cut * mask", "cut * kept")),
+    "silenced_share of what is left": (
+        '"silenced_share": (spurious.sum(), mask.sum())',
+        '"silenced_share": (spurious.sum(), kept.sum())',
+    ),
+    "silenced_prob of π_old": ("((logp.detach().exp() * spurious)", "((old_logp.exp() * spurious)"),
+    "silenced_entropy of all": ("((entropy * spurious).sum()", "((entropy * mask).sum()"),
+    "silenced_entropy over all": (
+        '"silenced_entropy": ((entropy * spurious).sum(), spurious.sum())',
+        '"silenced_entropy": ((entropy * spurious).sum(), mask.sum())',
+    ),
     "entropy ignored": (" & sure & mask", " & mask"),
     "entropy the wrong way round": ("entropy < threshold -", "entropy > threshold -"),
     "probability the wrong way round": (

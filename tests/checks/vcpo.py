@@ -1,12 +1,14 @@
 """VCPO: the loss, the baseline of least variance, the effective sample size in log space."""
 
 import itertools
+from dataclasses import replace
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from . import advantages_match, loss_of, written_here
+from . import EQUAL, advantages_match, busy_batch, check_equal_rewards, counts, loss_of, near
+from . import written_here
 
 
 def batch() -> dict[str, Tensor]:
@@ -33,6 +35,7 @@ def check_weights(module: ModuleType) -> None:
         weight = log_w.exp().clamp(max=8.0) * tensors["advantages"] / tensors["mask"].sum(1) / 3
         assert torch.allclose(-logp.grad, weight[:, None] * tensors["mask"], rtol=1e-9, atol=0)
         assert torch.isclose(stats["weight_max"][0], log_w.exp().max())
+        near(loss, (logp.grad * logp).sum(), "the loss", 1e-9 * weight.abs().max())
 
 
 def check_advantages(module: ModuleType) -> None:
@@ -138,12 +141,28 @@ def check_what_the_baseline_is_best_for(module: ModuleType) -> None:
         assert ours.median() > 1.1 and (ours > mean).sum() > worse
 
 
-CHECKS = written_here(globals())
+def check_statistics(module: ModuleType) -> None:
+    """weight is the mean over responses of min(w, cap), w of the whole response against μ;
+    weight_max the largest w before the cap."""
+    tensors = busy_batch()
+    log_w = ((tensors["logp"] - tensors["rollout_logp"]) * tensors["mask"]).sum(1)
+    expected = {"weight": (log_w.exp().clamp(max=1.5).sum(), 6)}
+    expected["weight_max"] = log_w.exp().max(), None
+    counts(loss_of(module, replace(module.Args(), is_cap=1.5), **tensors)[1], expected)
+
+
+CHECKS = [*written_here(globals()), check_equal_rewards]
 LOG_WEIGHT = "((logp.detach() - rollout_logp) * mask)"
 AVERAGE = "(logp * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)"
 HEAVY = "2 * log_w + 2 * norms.clamp(min=1e-30).log()"
 ESS = "(2 * log_w.logsumexp(0) - (2 * log_w).logsumexp(0)).exp()"
 MUTANTS = {
+    **EQUAL,
+    "weight_max after the cap": ("log_w.clamp(max=20).exp()]).max()", "weight]).max()"),
+    "weight by tokens": (
+        '"weight": (weight.sum(), len(weight))',
+        '"weight": (weight.sum(), mask.sum())',
+    ),
     "mean for sum in the weight": (f"{LOG_WEIGHT}.sum(dim=1)", f"{LOG_WEIGHT}.mean(dim=1)"),
     "π_old for μ": (
         "log_w = log_weight(logp, rollout_logp, mask)  # [n]",

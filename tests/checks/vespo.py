@@ -7,8 +7,8 @@ from types import ModuleType
 import torch
 from variants import justrl
 
-from . import advantages_match, gradient, loss_of, matches, no_kl, one, terms, toy_batch
-from . import two_responses, weight, written_here
+from . import ZSCORE, advantages_match, busy_batch, check_equal_rewards, counts, gradient, loss_of
+from . import matches, no_kl, one, terms, toy_batch, two_responses, weighs, weight, written_here
 
 
 def phi(W: float, k: float, lam: float) -> float:
@@ -24,7 +24,7 @@ def check_hill(module: ModuleType) -> None:
     """φ(W) Â of a one-token response, for rare and common ones; 1 at W = 1, its top at k / λ."""
     for old, W in itertools.product((1.0, 0.001), (0.01, 0.5, 2 / 3, 1.0, 1.5, 2.0, 6.0)):
         for advantage, k, lam in ((1.0, 2, 3), (-1.0, 3, 2)):
-            assert abs(weight(module, W, advantage, old) - advantage * phi(W, k, lam)) < 1e-12
+            weighs(module, W, advantage, advantage * phi(W, k, lam), old=old)
             top = advantage * weight(module, k / lam, advantage, old)
             assert advantage * weight(module, W, advantage, old) <= top + 1e-12
         flags = {"k_pos": 1.5, "lambda_pos": 0.5}
@@ -121,17 +121,44 @@ def check_every_token_counts_the_same(module: ModuleType) -> None:
 
 
 def check_advantages(module: ModuleType) -> None:
-    """GRPO's z-score; exactly 0 for equal rewards."""
+    """GRPO's z-score."""
     advantages_match(module, "ddof1_eps1e-6", 1e-8)
-    assert (module.advantages(torch.full((2, 8), 0.7)) == 0).all()
 
 
-CHECKS = written_here(globals())
+def check_statistics(module: ModuleType) -> None:
+    """Of responses: reshaped is the mean of |φ - 1|, gate_pos that of φ where Â > 0, gate_neg where
+    Â < 0, weight_max the largest W before φ bends it."""
+    batch = busy_batch()
+    A, mask = batch["advantages"], batch["mask"]
+    log_W = ((batch["logp"] - batch["old_logp"]) * mask).sum(1)
+    k, lam = torch.where(A >= 0, 2.0, 3.0), torch.where(A >= 0, 3.0, 2.0)
+    hill, up, down = (k * log_W + lam * (1 - log_W.exp())).exp(), A > 0, A < 0
+    expected = {"gate_pos": (hill[up].sum(), up.sum()), "gate_neg": (hill[down].sum(), down.sum())}
+    expected |= {"reshaped": ((hill - 1).abs().sum(), 6), "weight_max": (log_W.exp().max(), None)}
+    counts(loss_of(module, no_kl(module), **batch)[1], expected)
+
+
+CHECKS = [*written_here(globals()), check_equal_rewards]
 RETURN = "return -(objective * mask).sum(), mask.sum(), stats"
 SUM, LOG = "(log_ratio * mask).sum(dim=1, keepdim=True)", "(lam + k * log_W - lam * log_W.exp())"
 OBJECTIVE, STD = "phi * A * logp", "rewards.std(dim=1, keepdim=True)"
 BY_RESPONSE = "-((objective * mask).sum(1) / mask.sum(1)).sum(), mask.new_tensor(len(mask)), stats"
 MUTANTS = {
+    **ZSCORE,
+    "μ for π_old": (
+        "(logp.detach() - old_logp).clamp(-20, 20)",
+        "(logp.detach() - rollout_logp).clamp(-20, 20)",
+    ),
+    "reshaped by signs": ("((phi - 1).abs().sum(), n)", "((phi - 1).sum(), n)"),
+    "reshaped by tokens": ("((phi - 1).abs().sum(), n)", "((phi - 1).abs().sum(), mask.sum())"),
+    "gate_pos over all": ("(phi * (A > 0)).sum(), (A > 0).sum()", "(phi * (A > 0)).sum(), n"),
+    "gate_neg of Â > 0": ("(phi * (A < 0)).sum()", "(phi * (A > 0)).sum()"),
+    "weight_max after φ": ("log_W.exp()[:, 0]]).max()", "phi[:, 0]]).max()"),
+    "weight_max of a token": ("log_W.exp()[:, 0]]).max()", "log_ratio.exp()[mask > 0]]).max()"),
+    "φ of one sign": (
+        "torch.where(A >= 0, args.k_pos, args.k_neg)",
+        "torch.where(A >= 0, args.k_pos, args.k_pos)",
+    ),
     "a root": (SUM, f"({SUM} / mask.sum(dim=1, keepdim=True))"),
     "padding in W": (SUM, "log_ratio.sum(dim=1, keepdim=True)"),
     "a weight for each token": (f"{SUM}.clamp(-20, 20)", "log_ratio"),
