@@ -73,8 +73,12 @@ def direction_of_lock(found: dict) -> None:
 
 
 def direction_of_signs(found: dict) -> None:
-    assert middle(found["easy, wrong only"], "left") > 3.99 > middle(found["easy, both"], "left")
-    assert middle(found["easy, both"], "end") > middle(found["easy, wrong only"], "end")
+    """The paper's negatives find what half of a z-score does not, and keep alike what was alike."""
+    until = {arm: middle(runs, "until") for arm, runs in found.items()}
+    assert until["rare, GRPO"] < 200 < until["rare, NSR"] < 400
+    assert until["rare, wrong half of the z-score"] == np.inf
+    alive = {arm: middle(runs, "left") for arm, runs in found.items()}
+    assert alive["easy, NSR"] > 3.99 and alive["easy, PSR"] < 3 and alive["uneven, NSR"] < 1.1
 
 
 def direction_of_length(found: dict) -> None:
