@@ -42,9 +42,9 @@ Differs from the paper in:
 1. It has no baseline: λ for a right response, -1 for a wrong one, so that a group without any right
    one is pushed down. Ours weighs the group's z-scores, which are 0 there.
 2. No outliers are left out there.
-3. It has no KL term, the mean over tokens, and an entropy bonus of 0.001, the default of its copy of
-   verl, which its scripts keep, as they keep ε 0.2. Four updates a rollout are theirs, too, but PSR
-   and NSR (λ = 0) first drop the responses that have no weight, and make as many fewer.
+3. It has no KL term, the mean over tokens, and an entropy bonus of 0.001, the default of its copy
+   of verl, which its scripts keep, as they keep ε 0.2. Four updates a rollout are theirs, too, but
+   PSR and NSR (λ = 0) first drop the responses that have no weight, and make as many fewer.
 
 Confidence: λ, sizes and settings read in the authors' code, the findings in the abstracts; the
 filter is ours.
