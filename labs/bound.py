@@ -19,7 +19,7 @@ from tests import checks
 
 from labs import lab, toy
 
-TITLE = "A perfect critic pays by its Q, not as a baseline"
+TITLE = "A perfect V(s) is as good a baseline as one constant; what pays is Q(s, a)"
 SEEDS = 40
 FILES = toy.given(
     {
@@ -152,7 +152,8 @@ def rows(results: dict) -> list[list[str]]:
         angles = [
             lab.cell(half, "angle", ".0f") if half else "–" for half in (runs[:20], runs[20:])
         ]
-        angles.append(nearer(results, arm) if arm.startswith("stale") else "–")
+        biased = ARMS[arm][0] == "stale" and ARMS[arm][1] not in BOUNDS
+        angles.append(nearer(results, arm) if biased else "–")
         table.append([arm, lab.cell(runs, "noise", ".2f"), *compared(results, arm), *angles])
     return table
 
@@ -178,13 +179,13 @@ def draw(results: dict) -> object:
             where = {"xycoords": ("axes fraction", "data"), "va": "center", "fontsize": 9}
             axis.annotate(f"{bias:.0f}°", (1.025, -y), **where)
         axis.annotate("angle", (1.0, 1.01), xycoords="axes fraction", fontsize=9, color="#444444")
-        axis.set(xlabel="noise: variance / |∇J|²", yticks=[], xlim=(0.06, end))
-        lab.plain_ticks(axis, "x", (0.1, 0.3, 1, 3, 10, 30))
+        axis.set(xlabel="noise: variance / |∇J|²", yticks=[], xlim=(0.02, end))
+        lab.plain_ticks(axis, "x", (0.03, 0.1, 0.3, 1, 3, 10, 30))
     axes[0].set_yticks([-y for y in range(len(names))], labels=names)
     told = {"with its baseline": lab.BLACK, "○ without": lab.BLACK, "knows the policy": lab.BLUE}
     for place, (words, colour) in enumerate(told.items()):
         words = words if "○" in words else f"● {words}"
-        lab.label(axes[0], 0.62, 0.96 - 0.045 * place, words, colour, xycoords="axes fraction")
+        lab.label(axes[0], 0.02, 0.965 - 0.045 * place, words, colour, xycoords="axes fraction")
     return figure
 
 
