@@ -15,7 +15,7 @@ import torch
 
 from labs import lab, toy
 
-TITLE = "A clip of the ratio holds rare tokens; common ones only where single steps are small"
+TITLE = "The clip holds a rare token back at every step size, a common one at small ones"
 ARMS = toy.given(
     {
         "GRPO": ("grpo", {}),
@@ -26,19 +26,14 @@ ARMS = toy.given(
         "DPPO": ("dppo", {}),
     }
 )
-LOOKS = dict(
-    zip(
-        ARMS,
-        [
-            (lab.BLACK, "-"),
-            (lab.BLACK, "--"),
-            (lab.ORANGE, "-"),
-            (lab.BLUE, "-"),
-            (lab.GREEN, "-"),
-            (lab.PINK, ":"),
-        ],
-    )
-)
+LOOKS = {  # arm -> colour and dashes
+    "GRPO": (lab.BLACK, "-"),
+    "clip-higher": (lab.BLACK, "--"),
+    "MASPO": (lab.ORANGE, "-"),
+    "SAPO": (lab.BLUE, "-"),
+    "CISPO": (lab.GREEN, "-"),
+    "DPPO": (lab.PINK, ":"),
+}
 ANSWERS, P, G, STEPS, LR = 10, 32, 16, 16, 1.0
 TIMES = (1, 2, 5)  # the step size
 STARTS = (0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7, 0.9)
@@ -93,9 +88,29 @@ def draw(results: dict) -> object:
     words = "the right answer, at 0.001 at first", "what one rollout adds", "at five times the step"
     figure, (left, *others) = lab.sheet(TITLE, *words, width=12)
     for arm, (colour, dashes) in LOOKS.items():
-        lab.line(left, np.arange(LONGEST), results[arm], "p", colour, linestyle=dashes)
+        if arm in ("GRPO", "MASPO"):  # the others' bands lie on these two
+            lab.line(left, np.arange(LONGEST), results[arm], "p", colour, linestyle=dashes)
+        else:
+            middle = lab.over(results[arm], "p")[0]
+            left.plot(middle, color=colour, linewidth=2, linestyle=dashes)
         for axis, times in zip(others, (1, 5)):
             lab.line(axis, STARTS, results[arm], f"added {times}", colour, linestyle=dashes)
+    lab.label(left, 31, 0.13, "GRPO", lab.BLACK)
+    lab.label(left, 17.5, 0.6, "clip-\nhigher", lab.BLACK)
+    lab.label(others[0], 0.09, 0.055, "GRPO", lab.BLACK)
+    lab.label(others[0], 0.07, 0.24, "clip-higher", lab.BLACK)
+    lab.label(others[1], 0.1, 0.12, "GRPO and\nclip-higher", lab.BLACK)
+    for axis, x in ((left, 0.03), (others[0], 0.03)):
+        for place, arm in enumerate(("CISPO", "MASPO", "SAPO", "DPPO")):
+            words = "DPPO (dotted)" if arm == "DPPO" else arm
+            where = {"xycoords": "axes fraction"}
+            lab.label(axis, x, 0.93 - 0.065 * place, words, LOOKS[arm][0], **where)
+    left.set(xlabel="rollouts", ylabel="p(right)")
+    lab.plain_ticks(left, "y", (0.001, 0.01, 0.1, 1))
+    for axis in others:
+        axis.set(xlabel="p(right) before", ylim=(-0.03, 1))
+        lab.plain_ticks(axis, "x", [start for start in STARTS if start != 0.7])
+    others[0].set_ylabel("added to p(right)")
     return figure
 
 
