@@ -2,10 +2,11 @@
 
 Block 1 is four tokens, each right with chance 0.8 at first; block 2 is one of 20, at 0.01 or 0.001.
 Each block has its own reward, 1 where all of it is right. As a control block 1 is sure from the
-start. 4 prompts, 8 responses each, one Adam step a rollout. grpo.py and variants/dr_grpo.py get one reward, the sum or the product;
-variants/blockwise.py gets both, and compares block 2 as its paper does, with siblings whose block 1
-has the same reward, or with the whole group (`--baseline group`). Adam, as the losses divide a
-block by different lengths: with plain steps the comparison would show the step size.
+start. 4 prompts, 8 responses each, one Adam step a rollout. grpo.py and variants/dr_grpo.py get one
+reward, the sum or the product; variants/blockwise.py gets both, and compares block 2 as its paper
+does, with siblings whose block 1 has the same reward, or with the whole group (`--baseline group`).
+Adam, as the losses divide a block by different lengths: with plain steps the comparison would show
+the step size.
 
     python -m labs.blocks
 """
@@ -51,7 +52,7 @@ def measure(arm: str, seed: int, quick: bool) -> dict:
     adam = torch.optim.Adam([logits], lr)
     working = (torch.arange(FIRST + 1) < FIRST).double().expand(P * G, -1)  # [N, T]
     curve, since = [], {}  # since: block -> the rollout after which it is right in half
-    while len(since) < 2 and len(curve) < LONGEST:
+    while len(curve) < SHOWN or (len(since) < 2 and len(curve) < LONGEST):
         chances = logits.softmax(-1)[:, 0]  # [T]
         curve.append(chances[FIRST].item())
         for block, chance in ((1, chances[:FIRST].prod()), (2, chances[FIRST])):
@@ -70,8 +71,7 @@ def measure(arm: str, seed: int, quick: bool) -> dict:
         logits.grad = toy.gradient(module, flags, logits, tokens, **held)
         adam.step()
     need = [since.get(block, np.inf) for block in (1, 2)]
-    shown = [*curve, *[curve[-1]] * SHOWN][:SHOWN]
-    return {"block 1": need[0], "block 2": need[1], "both": max(need), "p": shown}
+    return {"block 1": need[0], "block 2": need[1], "both": max(need), "p": curve[:SHOWN]}
 
 
 def sooner(results: dict, arm: str, other: str) -> str:
@@ -110,7 +110,7 @@ def draw(results: dict) -> object:
             right.plot(x, middle, "_", color=colour, markersize=15, markeredgewidth=3)
     ticks = [setting.replace(", ", ",\n") for setting in SETTINGS]
     right.set_xticks(range(len(SETTINGS)), labels=ticks)
-    right.set(xlabel="block 2 at first", ylim=(15, 700))
+    right.set(xlabel="block 2 at first (Adam: lr 0.05, or as named)", ylim=(15, 700))
     lab.plain_ticks(right, "y", (20, 50, 100, 200, 500))
     for place, (way, colour) in enumerate(reversed(COLOURS.items())):
         words = f"- - {way}" if way == DASHED else way
