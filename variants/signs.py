@@ -37,10 +37,11 @@ prompt is an outlier, too.
 Trunk: grpo.py. Differs from it in:
 1. Positive advantages times λ.
 2. Outliers get the advantage 0. They stay in the baseline, in the mean and in the KL term.
+3. `--baseline none`, the paper's: Â = 1 for a right response and -1 for a wrong one.
 
 Differs from the paper in:
 1. It has no baseline: λ for a right response, -1 for a wrong one, so that a group without any right
-   one is pushed down. Ours weighs the group's z-scores, which are 0 there.
+   one is pushed down. Ours weighs the group's z-scores, which are 0 there, by default.
 2. No outliers are left out there.
 3. It has no KL term, the mean over tokens, and an entropy bonus of 0.001, the default of its copy
    of verl, which its scripts keep, as they keep ε 0.2. Four updates a rollout are theirs, too, but
@@ -51,10 +52,12 @@ filter is ours.
 
 Run it:
     torchrun -m variants.signs                              # laptop, two minutes, no download
+    torchrun -m variants.signs --baseline none --outliers 0 --beta 0    # W-REINFORCE; NSR with
+    #                                                                     --positive_weight 0
     # a node of eight, the authors' sizes (they have 7B)
     torchrun --nproc_per_node=8 -m variants.signs --model Qwen/Qwen2.5-Math-1.5B --task math \\
         --eval_task math500 --prompts_per_step 1024 --group_size 8 --max_new_tokens 3072 \\
-        --lr 1e-6 --warmup 0 --beta 0 --outliers 0 --gradient_checkpointing
+        --lr 1e-6 --warmup 0 --beta 0 --outliers 0 --baseline none --gradient_checkpointing
 """
 
 from dataclasses import dataclass
@@ -127,6 +130,8 @@ class Args(Flags):
     """β of the KL term; 0 loads no reference model (ours; DeepSeekMath: 0.04, R1: 0.001)."""
     positive_weight: NonNegative = 0.1  # <own>
     """λ: weight of right responses; 0: learn from wrong ones alone (paper)."""
+    baseline: Literal["group", "none"] = "group"  # <own>
+    """group: Â is the group's z-score; none: 1 for a right response, -1 for a wrong one (paper)."""
     outliers: NonNegative = 3.0  # <own>
     """k: a response further than k standard deviations from the rollout's mean, in its length or
     its mean log μ, is an outlier; 0: none is (ours)."""
@@ -143,6 +148,11 @@ def advantages(rewards: Tensor) -> Tensor:
 
 
 # <own>
+def signs(rewards: Tensor) -> Tensor:
+    """Without a baseline: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1, -1, -1, -1]."""
+    return 2 * rewards - 1  # with λ: R - 1 + λ R, whose mean gradient is (1 + λ) ∇p
+
+
 def measures(rollout: Rollout) -> Tensor:
     """Of each response the length and the mean log μ: `[N, 2]`."""
     lengths = rollout.mask.sum(1)  # [N]
@@ -248,6 +258,8 @@ def main(args: Args, world: World) -> None:
         rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
         # <own>
+        if args.baseline == "none":
+            rollout.advantages = signs(rewards).flatten()  # [N]
         own = measures(rollout)  # [N, 2]
         odd = outliers(args, own, gather(own, world))  # [N]
         rollout.advantages[odd] = 0.0  # not before: the baseline counts them

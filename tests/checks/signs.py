@@ -111,6 +111,26 @@ def check_advantages(module: ModuleType) -> None:
     advantages_match(module, "ddof1_eps1e-6", 1e-8)
 
 
+def check_without_baseline(module: ModuleType) -> None:
+    """±1, in groups that are all alike, too; with λ the weights are λ and -1, as published."""
+    rewards = torch.tensor([[1.0, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
+    assert torch.equal(module.signs(rewards), torch.where(rewards > 0, 1.0, -1.0))
+
+
+def check_negatives_are_the_policy_gradient(module: ModuleType) -> None:
+    """λ = 0 without a baseline, over all outcomes in exact proportion: ∇p, of which a z-score's
+    wrong half is nothing where a group is all wrong."""
+    right = torch.tensor([1.0, 0, 0, 0], dtype=torch.float64)
+    theta = torch.tensor([1.0, 9, 6, 4], dtype=torch.float64).log().requires_grad_()
+    outcomes = torch.repeat_interleave(torch.arange(4), torch.tensor([1, 9, 6, 4]))
+    logp = theta.log_softmax(0)[outcomes][:, None]  # [20, 1]
+    batch = {"logp": logp, "old_logp": logp.detach(), "mask": torch.ones_like(logp)}
+    batch["advantages"] = module.signs(right[outcomes][None])[0]
+    loss_of(module, no_kl(module, positive_weight=0.0), **batch)[0].backward()
+    p = theta.softmax(0) @ right
+    assert torch.allclose(-theta.grad, torch.autograd.grad(p, theta)[0], rtol=0, atol=1e-12)
+
+
 CHECKS = [*written_here(globals()), check_equal_rewards, check_clip_statistics]
 WEIGHTS, RETURN = "torch.where(A > 0, args.positive_weight * A, A)", "return -per_response.sum(),"
 FAR = "((own - every.mean(0)).abs() > limit).any(1)"
@@ -124,6 +144,10 @@ MUTANTS = {
     "λ squared": (WEIGHTS, WEIGHTS.replace("weight", "weight**2")),
     "wrong ones up as well": (WEIGHTS, WEIGHTS.replace(", A)", ", A.abs())")),
     "another default": ("positive_weight: NonNegative = 0.1", "positive_weight: NonNegative = 0.5"),
+    "a wrong one 0": ("return 2 * rewards - 1", "return rewards"),
+    "a right one 0": ("return 2 * rewards - 1", "return rewards - 1"),
+    "twice as much": ("return 2 * rewards - 1", "return 4 * rewards - 2"),
+    "a baseline all the same": ("return 2 * rewards - 1", "return advantages(rewards)"),
     "λ on the KL term": ("objective - args.beta * k3", "objective - args.beta * k3 * (A != 0)"),
     "sample std": ("every.std(0, correction=0)", "every.std(0)"),
     "one side only": (FAR, FAR.replace(".abs()", "")),

@@ -5,12 +5,16 @@ import statistics
 from tests.oracle import Batch, M, Oracle, Tensor, grpo, sampler_logp, torch
 
 FLAGS = {"positive_weight": 0.3, "outliers": 1.8, "beta": 0.1, "grad_clip": 4.0}
+ALSO = [{"baseline": "none"}]
 STORED = {"outliers": 1.5}
 OFF = {"positive_weight": 1.0}
 
 
 def prepare(o: Oracle, step: int, b: Batch) -> None:
-    """Outliers of the step's whole rollout, by length or by mean log μ, have the advantage 0."""
+    """Without a baseline right is 1, wrong -1. Outliers of the step's whole rollout, by length or
+    by mean log μ, have the advantage 0."""
+    if o.args["baseline"] == "none":
+        b.A = torch.tensor([1.0 if row.reward else -1.0 for row in b.rows], dtype=torch.float64)
     measures = (
         lambda row: float(len(row.tokens)),
         lambda row: statistics.fmean(sampler_logp(row, o.model)),
