@@ -49,7 +49,7 @@ class Run:
         self.seconds, self.since, self.stopping = defaultdict(float), time.perf_counter(), False
         self.wandb, self.skipped, self.apart = None, 0, 0
         config = {"algorithm": algorithm, "acted": acted, "ranks": world.size}
-        config = asdict(args) | config | {"data": task.fingerprint}
+        config |= asdict(args) | {"data": task.fingerprint}
         self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
         stem = re.sub(r"[^\w.-]+", "-", Path(args.task).stem)
         name = Path(args.run_dir or f"runs/{algorithm}-{stem}-s{args.seed}").expanduser()
@@ -84,7 +84,7 @@ class Run:
         a, self.done = self.args, done
         with blame(f"--run_dir {self.folder}: cannot be used"):
             if self.world.rank == 0:
-                self._cut() if a.resume else self._make()
+                self._open()
         self._agree_on(self.folder)
         self.stop = StopFlag()  # before, a signal ends at once
         if a.wandb and self.world.rank == 0:
@@ -93,34 +93,30 @@ class Run:
 
                 name = {"name": self.folder.name, "id": self.folder.name}
                 self.wandb = wandb.init(project=a.wandb, config=self.config, resume="allow", **name)
-        ranks = f"{self.world.size} rank(s) on {self.world.device}, {a.dtype}"
-        each = f"{a.prompts_per_step} prompts x {a.group_size} responses"
-        plan = f"steps {done + 1} to {a.steps}, each {each}, {a.minibatches} mini-batch(es)"
-        self.say(
-            f"{self.config['algorithm']}: {a.model} on {a.task}; {ranks}; {a.rollout} samples",
-            plan if done < a.steps else f"all {done} steps are done: to go on, give more --steps",
-            f"results in {self.folder}",
-            *self.task.remarks,
-        )
+        ranks = f"{self.world.size} rank(s) on {self.world.device}, {a.dtype}; {a.rollout} samples"
+        plan = f"steps {done + 1} to {a.steps}, each {a.prompts_per_step} prompts x {a.group_size} "
+        plan += f"responses in {a.minibatches} mini-batch(es); results in {self.folder}"
+        idle = f"all {done} steps are done: to go on, give more --steps"
+        self.say(f"{self.config['algorithm']}: {a.model} on {a.task}; {ranks}")
+        self.say(plan if done < a.steps else idle, *self.task.remarks)
 
-    def _make(self) -> None:
-        self.folder = new_folder(self.folder)
-        CLOSING.append(partial(os.close, lock(self.folder)))
+    def _open(self) -> None:
+        """A folder of its own; or, with --resume, forget what was done after the checkpoint."""
+        if self.args.resume:
+            if self.done > self.args.steps:
+                raise BadInput(f"--steps {self.args.steps}: {self.folder} is at step {self.done}")
+            for path in filter(Path.exists, (self.folder / name for name in ROWS)):
+                rows = [row for row in read_lines(path) if row["step"] <= self.done]
+                self._write(path.name, as_lines(rows))
+            (self.folder / "summary.json").unlink(missing_ok=True)  # of fewer steps
+        else:
+            self.folder = new_folder(self.folder)
+            CLOSING.append(partial(os.close, lock(self.folder)))
         self._write("config.json", json.dumps(self.config, indent=2) + "\n")
-
-    def _cut(self) -> None:
-        """Forget the steps that were done after the checkpoint."""
-        if self.done > self.args.steps:
-            raise BadInput(f"--steps {self.args.steps}: {self.folder} is at step {self.done}")
-        for path in filter(Path.exists, (self.folder / name for name in ROWS)):
-            rows = [row for row in read_lines(path) if row["step"] <= self.done]
-            self._write(path.name, as_lines(rows))
-        self._write("config.json", json.dumps(self.config, indent=2) + "\n")
-        (self.folder / "summary.json").unlink(missing_ok=True)  # of fewer steps
 
     def _write(self, name: str, text: str) -> None:
-        with whole(self.folder / name) as partial:
-            partial.write_text(text)
+        with whole(self.folder / name) as path:
+            path.write_text(text)
 
     def say(self, *lines: str) -> None:
         """Print on rank 0."""
