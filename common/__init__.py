@@ -23,7 +23,10 @@ Below, in `plumbing/`, is what need not be read to understand an algorithm:
 """
 
 import os
+import sys
 
+if os.name == "nt":  # locks, signals and bounds on memory are Unix's
+    sys.exit("error: runs on Linux and macOS; on Windows use WSL")
 # OpenMP reads these once, when torch loads. Idle threads must sleep, not spin: on a busy machine
 # spinning makes a tiny model 10 to 30 times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -2,8 +2,9 @@
 
 Prompt `7*8-9+6=`; a worked response is `7*8=56;56-9=47;47+6=53#53`; a guess is `#53` at once. The
 answer is what follows the last `#`. Each single step is easy and the whole chain is hard to guess,
-so showing the work pays, and a policy that starts by guessing discovers this on its own within a
-few dozen updates.
+so showing the work pays. The embedded model was trained on demonstrations of both kinds: its
+likeliest response is a guess, and nearly half of its samples are worked. Within a few dozen updates
+the reward, which judges the number alone, makes nearly all of them worked.
 """
 
 import random
