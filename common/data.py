@@ -23,10 +23,10 @@ from common.plumbing.sets import HUB, Row, local_file, read_set, remarks_on
 from common.reward import Judge, arithmetic_reward, final_answer, loaded
 from common.tiny import arithmetic
 
-MOST_HELD_OUT = 100_000  # arithmetic problems: there are not many more
+MOST_HELD_OUT = 100_000  # arithmetic problems: to draw and to measure more would take hours
 PLAIN_PROMPT = "Question: {prompt}\nAnswer:"  # for tokenizers without a chat template
 CHARACTERS = 100  # of a prompt to a token, at the most: a longer prompt is not even tokenised
-TRIED = 1000  # prompts that are encoded before the run, to see that some fit
+TRIED = 1000  # prompts that are encoded to find some that fit
 
 
 @dataclass
@@ -55,8 +55,8 @@ class Task:
         """How many different answers, added up over groups of `group` responses."""
         return len({(i // group, self.final(text)) for i, text in enumerate(texts)})
 
-    def killed(self) -> int:
-        """Answers since the last call that broke the judge's bounds."""
+    def take_killed(self) -> int:
+        """Answers since the last call that broke the judge's bounds, or a reward of yours."""
         killed, self.judge.killed = getattr(self.judge, "killed", 0), 0
         return killed
 
@@ -123,13 +123,13 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
     judge = Judge(args.task if hasattr(given, "reward") else "")
 
     def problem(row: Row) -> Problem | None:
-        with blame(f"{flag}: {str(row)[:40]} is no (prompt, reference), two texts"):
-            prompt, reference = (str(part) for part in row)
-        return fitting((prompt, reference), plain, args, tokenizer)
+        if not isinstance(row, tuple | list) or [type(part) for part in row] != [str, str]:
+            raise BadInput(f"{flag}: {str(row)[:40]} is no (prompt, reference), two texts")
+        return fitting(row, plain, args, tokenizer)
 
     def train(index: int) -> Problem:
         rng = random.Random(f"instead/{args.seed}/{index}")
-        index += 1_000_003 * (args.seed - 1)
+        index += (args.seed - 1) % 2**20 * 1_000_003
         for _ in range(TRIED):
             if found := problem(given.train(index)):
                 return found
@@ -139,7 +139,7 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
     held_out = [found for row in rows if (found := problem(row))]
     if not held_out:
         for prompt, _ in rows[:1]:
-            encode(str(prompt), plain, tokenizer)  # raises, if that is why
+            encode(prompt, plain, tokenizer)  # raises, if that is why
         raise BadInput(f"{flag}: no held-out problem fits; {limits(args, tokenizer)}")
     train(0)
     return Task(args.task, train, held_out, judge, checksum(Path(args.task.partition(":")[0])))
@@ -154,7 +154,7 @@ def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
     rows, judge = read_set(args.task, args, "train"), Judge()
     own_split = args.eval_task or (args.task in HUB and HUB[args.task].test)
     spec = args.eval_task or args.task
-    files = [path for path in map(local_file, dict.fromkeys((args.task, spec))) if path]
+    files = [path for path in map(local_file, (args.task, args.eval_task)) if path]
     if len({path.resolve() for path in files}) < len(files):
         raise BadInput(f"--eval_task {spec}: is the training file, of which a part is held back")
     test = read_set(spec, args, "test", "--eval_task") if own_split else rows

@@ -226,7 +226,8 @@ def sampler_gap(batches: list[Rollout], world: World) -> dict[str, float]:
         # By expm1, or rounding would drown the usual gaps of 1e-6.
         sums["kl"] += (gap.expm1() - gap).sum()
         sums["gap"] += gap.abs().sum()
-        sums["gap_max"] = torch.maximum(sums["gap_max"].to(gap), gap.abs().max())
+        if len(gap):  # a rank may have no rows
+            sums["gap_max"] = torch.maximum(sums["gap_max"].to(gap), gap.abs().max())
         sums["tokens"] += batch.mask.sum()
     sums = global_sum(sums, world)
     means = {f"sampler_{name}": sums[name] / sums["tokens"] for name in ("kl", "gap")}

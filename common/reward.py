@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import math
 import os
 import queue
 import resource
@@ -79,8 +78,8 @@ def reward(completion: str, reference: str) -> float:
 def loaded(spec: str) -> object:
     """The module FILE.py, or of FILE.py:NAME what is called so in it."""
     file, _, name = spec.partition(":")
-    where = importlib.util.spec_from_file_location(Path(file).stem, file)
-    module = importlib.util.module_from_spec(where)
+    where = importlib.util.spec_from_file_location(f"task file {file}", file)
+    module = sys.modules[where.name] = importlib.util.module_from_spec(where)
     where.loader.exec_module(module)
     return getattr(module, name) if name else module
 
@@ -89,13 +88,15 @@ class Judge:
     """Scores completions in worker processes, by math-verify or by a function of yours.
 
     `spec` is FILE.py, or FILE.py:NAME, that has a function `reward(completion, reference)`, as this
-    file has. `killed` counts the answers that broke their bounds of `seconds` and `memory` (bytes).
+    file has. `killed` counts the answers that broke their bounds of `seconds` and `memory` (bytes),
+    or a function of yours.
     """
 
     def __init__(
         self, spec: str = "", workers: int = 0, seconds: float = SECONDS, memory: int = MEMORY
     ):
-        self.spec, self.seconds, self.memory, self.killed = spec, seconds, memory, 0
+        self.spec, self.seconds, self.memory = spec, seconds, memory
+        self.killed, self.failed = 0, ""  # the first error of a reward of yours
         cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         workers = workers or min(8, max(1, cores))
         self.idle: queue.Queue[subprocess.Popen | None] = queue.Queue()
@@ -110,16 +111,20 @@ class Judge:
     def _judge(self, completion: str, reference: str) -> float:
         worker = self.idle.get()
         try:
-            worker = worker or self._start()
+            worker = worker if worker and worker.poll() is None else self._start()
             verdict = self._ask(worker, 2 * self.seconds, json.dumps([completion, reference]))
             if not verdict:  # the kernel ended it, or it did not answer
-                self.killed += 1
                 worker.kill()
                 worker.wait()
                 worker = None
         finally:
             self.idle.put(worker)
-        return float(verdict or 0)
+        points, error = json.loads(verdict or '[0.0, ""]')
+        if error and self.spec and not self.failed:
+            print(f"\n{self.spec}: reward fails ({error}): 0 points", file=sys.stderr, flush=True)
+        self.failed = self.failed or error
+        self.killed += not verdict or bool(error and self.spec)
+        return points
 
     @staticmethod
     def _ask(worker: subprocess.Popen, seconds: float, line: str = "") -> str:
@@ -136,20 +141,21 @@ class Judge:
 
     def _start(self) -> subprocess.Popen:
         words = [self.spec and os.path.abspath(self.spec), str(self.seconds), str(self.memory)]
+        paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         worker = subprocess.Popen(
             [sys.executable, "-m", "common.reward", *words],
-            cwd=Path(__file__).parent.parent,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
             start_new_session=True,  # Ctrl-C: the trainer finishes its step and needs its judge
         )
-        if self._ask(worker, START) != "ready\n":
+        if (said := self._ask(worker, START)) != "ready\n":
             from common.distributed import RunStopped  # imports torch: a worker does without
 
             worker.kill()
-            reason = f"exit code {worker.wait()}: is its package installed, is memory left?"
+            reason = said.strip() or f"exit code {worker.wait()}: is memory left?"
             raise RunStopped(f"the judge {self.spec or 'math-verify'} does not start ({reason})")
         return worker
 
@@ -167,24 +173,35 @@ def worker(spec: str, seconds: str, memory: str) -> None:
     """Judge [completion, reference] lines from stdin until it closes; answer each with a score."""
     verdicts = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints must not pass for one
-    score = (loaded(spec) if spec else sys.modules[__name__]).reward
-    if not spec:
-        score("1", "1")  # loads math-verify: from here on memory is bounded
+    try:
+        score = (loaded(spec) if spec else sys.modules[__name__]).reward
+        if not spec:
+            score("1", "1")  # loads math-verify
+    except Exception as error:
+        return print(in_words(error), file=verdicts, flush=True)
     sys.stdin.readline()
     with contextlib.suppress(ValueError, OSError):  # macOS knows no such bound
-        resource.setrlimit(resource.RLIMIT_AS, (int(memory), int(memory)))
+        pages = int(Path("/proc/self/statm").read_text().split()[0])  # what is loaded by now
+        most = int(memory) + pages * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     print("ready", file=verdicts, flush=True)
     for line in sys.stdin:
         # SIGALRM's default action: the kernel ends this process.
         signal.setitimer(signal.ITIMER_REAL, float(seconds))
         try:
-            points = float(score(*json.loads(line)))
-            points = points if math.isfinite(points) else 0.0
-        except Exception:  # MemoryError and RecursionError included
-            points = 0.0
+            verdict = float(score(*json.loads(line))), ""
+            if not abs(verdict[0]) < 1e30:  # true for NaN
+                raise ValueError(f"{verdict[0]} is no reward")
+        except Exception as error:  # MemoryError and RecursionError included
+            verdict = 0.0, in_words(error)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        print(points, file=verdicts, flush=True)
+        print(json.dumps(verdict), file=verdicts, flush=True)
+
+
+def in_words(error: Exception) -> str:
+    """Its kind and message, in a line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 if __name__ == "__main__":

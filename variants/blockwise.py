@@ -88,7 +88,7 @@ class Args(Flags):
     steps: Count = 150
     """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
     prompts_per_step: Count = 16
-    """P: prompts in a rollout, over all ranks (ours)."""
+    """Prompts in a rollout, over all ranks (ours)."""
     group_size: Count = 8
     """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: Count = 4
@@ -289,7 +289,7 @@ def main(args: Args, world: World) -> None:
         means.add(working_reward=(working.sum(), P * G), answer_reward=(answer.sum(), P * G))
         means.add(alone=(alone.sum(), P * G))
         # </own>
-        means.add(distinct=(task.distinct(texts, G), P))  # 1: nothing left to compare
+        means.add(distinct=(task.distinct(texts, G), P))  # falls to 1: nothing left to compare
 
         # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
         # from other kernels, and a ratio against them would mix two things: how far the policy
@@ -297,7 +297,7 @@ def main(args: Args, world: World) -> None:
         run.clock("old_logp")
         # Mini-batches of whole groups; in each the ranks trade rows until tokens balance.
         minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
-        # In the update's own micro-batches, so that its first ratios are exactly 1.
+        # Divided into micro-batches as the update will be: its first ratios are then exactly 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:
@@ -334,10 +334,8 @@ def main(args: Args, world: World) -> None:
             if healthy:
                 optimizer.step()
             optimizer.zero_grad()
-            means.add(
-                grad_norm=(norm if healthy else 0.0, healthy),
-                skipped=((not healthy) / world.size, None),
-            )
+            means.add(grad_norm=(norm if healthy else 0.0, healthy))
+            means.add(skipped=((not healthy) / world.size, None))  # each rank adds its part of one
 
         run.clock("sync")
         engine.sync(policy)
@@ -347,7 +345,7 @@ def main(args: Args, world: World) -> None:
         if run.due(step, args.eval_every):
             run.clock("evaluate")
             metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # before the checkpoint: a kill in between costs this line alone
+        run.log(step, metrics)  # before the checkpoint: a kill in between would lose it for good
         if run.due(step, args.save_every):
             run.clock("save")
             state = {"engine": engine.state_dict()}

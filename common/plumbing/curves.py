@@ -85,10 +85,11 @@ def draw_curves(folder: Path) -> Path:
     names = dict.fromkeys([*[*PANELS][:3], *acted, *[*PANELS][3:]])
     found = {name: series(lines, name) for name in names}
     least = {"sampler_kl": ROUNDING, "grad_norm": 1e-30}  # a log axis has no 0
+    fewest = 2 if len(lines) > 4 else 1  # one dot is no curve
     titles = {
         name: (PANELS | acted)[name]
         for name, (_, values) in found.items()
-        if len(values) > (len(lines) > 4) and np.any(values >= least.get(name, -np.inf))  # not NaN
+        if len(values) >= fewest and np.any(values >= least.get(name, -np.inf))  # False for NaN
     }
     if not titles:
         raise BadInput(f"{folder}: nothing to draw yet, metrics.jsonl holds no number")
@@ -99,6 +100,8 @@ def draw_curves(folder: Path) -> Path:
     for name, axis in axes.items():
         steps, values = found[name]  # [n], [n]
         color = ORANGE if name in acted else BLUE
+        if np.nanmin(values) < 0 or np.nanmax(values) > 1:  # a reward of another range
+            axis.autoscale(axis="y")
         if name == "greedy":  # on the same problems each time: nothing to smooth
             axis.plot(steps, values, "o-", color=BLUE, label="greedy")
             axis.plot(*series(lines, "sampled"), "s--", color=ORANGE, label="sampled")

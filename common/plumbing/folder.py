@@ -15,26 +15,28 @@ from common.distributed import BadInput, blame
 
 def new_folder(name: Path) -> Path:
     """A folder that nobody else has: `name`, or where that is taken name.2, name.3, ..."""
+    name.parent.mkdir(parents=True, exist_ok=True)
     for number in count(1):
         folder = name if number == 1 else name.with_name(f"{name.name}.{number}")
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)  # of two runs at once one makes it
+            folder.mkdir()  # of two runs at once one makes it
             return folder
 
 
-def newest_run(name: Path) -> Path | None:
-    """Of the runs name, name.2, name.3, ... the last; None if there is none."""
+def runs_called(name: Path) -> list[Path]:
+    """The runs name, name.2, name.3, ..., newest first."""
     numbered = {1: name}
     for path in name.parent.glob("*"):
         if found := re.fullmatch(re.escape(name.name) + r"\.([0-9]+)", path.name):
             numbered[int(found[1])] = path
-    return next((numbered[i] for i in sorted(numbered)[::-1] if saved_config(numbered[i])), None)
+    return [numbered[i] for i in sorted(numbered)[::-1] if saved_config(numbered[i])]
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """A run's checkpoints, oldest first; what has another name is none of ours."""
     found = (folder / "checkpoints").glob("step_*")
-    return sorted(path for path in found if re.fullmatch("step_[0-9]{6}", path.name))
+    found = [path for path in found if re.fullmatch("step_[0-9]{6,}", path.name)]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def lock(folder: Path) -> int:

@@ -62,11 +62,15 @@ def report(error: Exception, world: World) -> None:
 
     Of several ranks the first that fails says it for all; torchrun then ends the others.
     """
-    lost = isinstance(error, dist.DistError) or "gloo" in str(error)
+    cause = error.__cause__ or error
+    lost = isinstance(cause, dist.DistError)
+    lost = lost or type(cause) is RuntimeError and "gloo" in str(cause) and world.size > 1
     if world.size > 1:
         time.sleep(3.0 * lost)  # who lost contact lets the one speak who knows why
-        if world.store.add("failures", 1) > 1:
-            return
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+        with contextlib.suppress(Exception):  # the board may be what is lost
+            if world.store.add(f"failures of start {start}", 1) > 1:
+                return
     sampling = Run.phase in ("rollout", "evaluate", "branch", "sync")
     message = " ".join(str(error).splitlines())
     if isinstance(error, torch.OutOfMemoryError):

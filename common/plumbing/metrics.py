@@ -60,5 +60,5 @@ def of_rollout(rollout: Rollout, rewards: Tensor, task: object) -> dict[str, tup
         "response_len": (tokens, N),
         "truncated": ((~rollout.finished).sum(), N),
         "tokens": (tokens, None),
-        "judge_killed": (task.killed(), None),  # answers that broke the judge's bounds
+        "judge_killed": (task.take_killed(), None),  # answers that broke the judge's bounds
     }

@@ -17,13 +17,16 @@ from tqdm import tqdm
 
 from common.distributed import CLOSING, BadInput, RunStopped, StopFlag, World, blame
 from common.plumbing.curves import draw_curves
-from common.plumbing.folder import as_lines, checkpoints, lock, new_folder, newest_run
+from common.plumbing.folder import as_lines, checkpoints, lock, new_folder, runs_called
 from common.plumbing.folder import read_lines, saved_config, whole
 
 MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
 MOST_APART = 3  # steps in a row in which sampler and trainer disagree, before the run stops
+# What may change on resume: how long, where, how often, and what trades memory for time
 FREE_ON_RESUME = set("acted steps run_dir resume save_every save_hf eval_every".split())
-FREE_ON_RESUME |= {"eval_samples", "wandb", "ranks", "shard_ranks"}
+FREE_ON_RESUME |= set("eval_samples wandb ranks shard_ranks micro_tokens rollout_rows".split())
+FREE_ON_RESUME |= set("sampler_tolerance gradient_checkpointing offload_reference".split())
+FREE_ON_RESUME |= {"vllm_memory", "vllm_sleep"}
 ROWS = ("metrics.jsonl", "silenced.jsonl")  # written line by line, and cut back on resume
 SHOWN = ("reward", "greedy", "ref_kl", "sampler_kl")  # on the progress bar
 
@@ -35,8 +38,8 @@ class Run:
     another run is ever moved or written over.
     """
 
-    phase = ""  # what is being done now, for messages about failures
-    bar = tqdm(disable=True)
+    # On the class: who reports a failure has no instance. `phase` is what is being done now.
+    phase, bar, since = "", tqdm(disable=True), time.perf_counter()
 
     def __init__(
         self, args: object, task: object, world: World, algorithm: str, acted: dict[str, str]
@@ -46,38 +49,44 @@ class Run:
         The first one stays 0 while the algorithm's own mechanism does nothing. Writes nothing yet.
         """
         self.args, self.task, self.world, self.acted = args, task, world, next(iter(acted))
-        self.seconds, self.since, self.stopping = defaultdict(float), time.perf_counter(), False
+        self.seconds, self.stopping = defaultdict(float), False
         self.wandb, self.skipped, self.apart = None, 0, 0
         config = {"algorithm": algorithm, "acted": acted, "ranks": world.size}
         config |= asdict(args) | {"data": task.fingerprint}
         self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
-        stem = re.sub(r"[^\w.-]+", "-", Path(args.task).stem)
-        name = Path(args.run_dir or f"runs/{algorithm}-{stem}-s{args.seed}").expanduser()
+        task_name = re.sub(r"[^\w.-]+", "-", Path(args.task.replace(".py:", "-")).stem)
+        name = Path(args.run_dir or f"runs/{algorithm}-{task_name}-s{args.seed}").expanduser()
         self.folder = name if name.name not in ("", "..") else name.resolve()
-        if args.resume:
-            self._agree_on(newest_run(self.folder) or self.folder)
-            args.resume = bool(checkpoints(self.folder)) or args.resume
-            if args.resume == "auto":
-                self.say(f"no checkpoint in {self.folder}: starting anew")
-                args.resume, self.folder = False, name
-            elif world.rank == 0:
-                self._take()
+        if args.resume and world.rank == 0:
+            args.resume = self._take()
+        self.folder, args.resume = self._agree_on(self.folder, args.resume)
 
-    def _agree_on(self, folder: Path) -> None:
-        """All ranks take the first one's folder."""
-        dist.broadcast_object_list(found := [folder])
-        self.folder = found[0]
+    def _agree_on(self, *first: object) -> list:
+        """What the first rank has, on every rank."""
+        dist.broadcast_object_list(first := list(first))
+        return first
 
-    def _take(self) -> None:
-        """Go on with this folder's run: alone, and only if it is the same one."""
-        if not checkpoints(self.folder):
-            raise BadInput(f"--resume: no checkpoint in {self.folder}")
-        CLOSING.append(partial(os.close, lock(self.folder)))
-        saved = saved_config(self.folder)
-        for name in sorted(self.config.keys() - FREE_ON_RESUME):
-            if saved.get(name) != self.config[name]:
-                wrong = f"{name} {saved.get(name)!r}, this run {self.config[name]!r}"
-                raise BadInput(f"--resume: {self.folder} has {wrong}")
+    def _take(self) -> bool:
+        """Go on with the newest run of this name and these flags, alone in its folder; False where
+        there is none and `--resume auto` starts anew."""
+        runs = runs_called(self.folder)
+        folder = next((one for one in runs if not self._differs(one)), (runs or [self.folder])[0])
+        if not checkpoints(folder):
+            if self.args.resume != "auto":
+                raise BadInput(f"--resume: no checkpoint in {folder}")
+            self.say(f"no checkpoint in {folder}: starting anew")
+            return False
+        if differs := self._differs(folder):
+            raise BadInput(f"--resume: {folder} has {differs}")
+        self.folder = folder
+        CLOSING.append(partial(os.close, lock(folder)))
+        return True
+
+    def _differs(self, folder: Path) -> str:
+        """In what the run in `folder` is another one; "" if in nothing."""
+        saved, own = saved_config(folder), self.config
+        names = [name for name in own.keys() - FREE_ON_RESUME if saved.get(name) != own[name]]
+        return f"{min(names)} {saved.get(min(names))!r}, not {own[min(names)]!r}" if names else ""
 
     def start(self, done: int) -> None:
         """Make the run folder, now that all input is known to be right, and say what comes."""
@@ -85,7 +94,7 @@ class Run:
         with blame(f"--run_dir {self.folder}: cannot be used"):
             if self.world.rank == 0:
                 self._open()
-        self._agree_on(self.folder)
+        (self.folder,) = self._agree_on(self.folder)
         self.stop = StopFlag()  # before, a signal ends at once
         if a.wandb and self.world.rank == 0:
             with blame(f"--wandb {a.wandb}: does not start"):  # no network, no login
@@ -129,9 +138,10 @@ class Run:
         look = {"disable": self.world.rank > 0, "dynamic_ncols": True, "unit": "step"}
         Run.bar = tqdm(total=last, initial=done, **look)
         for step in range(done + 1, last + 1):
-            if not self.stopping:
-                yield step
-                self.bar.update()
+            if self.stopping:
+                return
+            yield step
+            self.bar.update()
 
     def clock(self, phase: str) -> None:
         """From here on time counts towards `phase`."""
@@ -207,7 +217,8 @@ class Run:
         with blame(f"cannot write the results to {self.folder}", RunStopped):
             curves, lines = draw_curves(self.folder), read_lines(self.folder / "metrics.jsonl")
             if self.done < self.args.steps:
-                return self.say(f"stopped after step {self.done}, saved: go on with --resume")
+                saved = "saved: go on with --resume" if self.done else "nothing is saved yet"
+                return self.say(f"stopped after step {self.done}, {saved}")
             first, *_, last = [line for line in lines if "greedy" in line] * 2
             summary = {"seconds": sum(line["seconds"] for line in lines)}
             for how in ("greedy", "sampled"):
