@@ -15,3 +15,9 @@ def bands(axis: object, runs: list[dict], column: str, colour: str, **style: obj
     smoothed = [{column: smooth(run[column], width)[:length]} for run in runs]
     lab.line(axis, steps, smoothed, column, colour, **style)
     axis.set_xlabel("step")
+
+
+def key(axis: object, colours: dict[str, str], x: float = 0.02, y: float = 0.95) -> None:
+    """As `lab.key`, downwards from a place of one's own."""
+    for place, (name, colour) in enumerate(colours.items()):
+        lab.label(axis, x, y - 0.065 * place, name, colour, xycoords="axes fraction")

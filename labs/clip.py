@@ -17,7 +17,7 @@ import sys
 import numpy as np
 
 from labs import lab
-from labs.bands import bands
+from labs.bands import bands, key
 
 TITLE = "Runs fall where an Adam step sees few responses, reused or not; the clip slows it a little"
 RUN = "grpo.py --lr 1e-3 --steps 60 --eval_every 10 --eval_samples 2 --save_every 1000"
@@ -83,7 +83,7 @@ def draw(results: dict) -> object:
                 shown[name] = COLOURS[name]
         axis.set(ylim=(0, 1.02), xlabel="Adam step")
         both = {"clip": lab.BLUE, "no clip: the same": lab.ORANGE, "on-policy": lab.BLACK}
-        lab.key(axis, both if size == 128 else shown)
+        key(axis, both if size == 128 else shown, 0.5, 0.3 if size > 8 else 0.95)
     axes[0].set_ylabel("held-out accuracy, greedy")
     return figure
 

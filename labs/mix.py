@@ -14,7 +14,7 @@ import sys
 import numpy as np
 
 from labs import lab
-from labs.bands import bands
+from labs.bands import bands, key
 
 TITLE = (
     "A teacher that picks prompts learns the middle; drawing again does, at three times its tokens"
@@ -65,8 +65,7 @@ def draw(results: dict) -> object:
             style = {"linestyle": "--" if arm == "PACED" else "-", "width": width}
             bands(axis, results[arm], column, colour, **style)
         axis.set_ylim(0, 1.02)
-        if column != "greedy":  # there the band of PACED lies where the names would
-            lab.key(axis, COLOURS)
+        key(axis, COLOURS, {"sampled": 0.02, "greedy": 0.25, "zero_groups": 0.6}[column], 0.27)
     return figure
 
 

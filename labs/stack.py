@@ -18,7 +18,9 @@ from common.curves import smooth
 
 from labs import lab
 
-TITLE = "Five layers, three times the step size: all hold what none holds alone; two, nearly all of it"
+TITLE = (
+    "Five layers, three times the step size: all hold what none holds alone; two, nearly all of it"
+)
 RUN = "-m variants.recipe --steps 60 --eval_every 5 --eval_samples 2 --save_every 1000"
 RUN += " --tau_p 0.05 --entropy_quantile 0.95 --lag 4"
 OFF = {
