@@ -19,9 +19,9 @@ import sys
 import numpy as np
 
 from labs import lab
-from labs.bands import bands
+from labs.bands import bands, key
 
-TITLE = "Without the weight a run trains the sampler, with it the policy"
+TITLE = "Without a gap runs fall, too; at three bits the weight decides how well the sampler learns"
 FLAGS = "--model tiny-moe --lr 1e-3 --steps 80 --eval_every 20 --save_every 1000"
 FLAGS += " --sampler_tolerance 10"
 RUN = f"minirl.py {FLAGS}"
@@ -88,16 +88,16 @@ def draw(results: dict) -> object:
     axes[0].set_yticks(range(len(arms)), labels=reversed(arms))
     axes[0].set_xlim(0, 1.02)
     for arm, colour in COLOURS.items():
-        style = {"linestyle": "--" if "replay" in arm else "-", "width": 9}
-        bands(axes[1], results[arm], "sampler_kl", colour, **style)
+        style = {"weight and replay r3": "--", "replay r3 alone": ":"}.get(arm, "-")
+        bands(axes[1], results[arm], "sampler_kl", colour, linestyle=style, width=9)
     lab.plain_ticks(axes[1], "y", (1e-4, 1e-3, 1e-2))
-    lab.key(axes[1], COLOURS)
+    key(axes[1], COLOURS, 0.4, 0.27)
     for arm, colour in zip(WIDE, (lab.BLUE, lab.ORANGE)):
         name = arm.removeprefix("3 bits, ")
         for column, who, style in (("policy_sampled", "policy", "-"), ("sampled", "sampler", ":")):
             bands(axes[2], results[arm], column, colour, linestyle=style)
             end = np.median([run[column][-1] for run in results[arm]])
-            if name != "no weight" or who == "sampler":
+            if name != "no weight" or who == "sampler":  # its policy lies close to the other
                 lab.label(axes[2], results[arm][0][f"{column}@"][-1], end, who, colour)
     axes[2].set_ylim(0, 1.02)
     lab.key(axes[2], {name: COLOURS[name] for name in ("weight π/μ", "no weight")})
