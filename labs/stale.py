@@ -27,7 +27,7 @@ SEEDS, LOW = 5, 0.5  # runs of each arm; greedy accuracy below which a run has c
 
 
 def rows(results: dict) -> list[list[str]]:
-    head = ["arm", "runs", "greedy at the end", "lowest after step 0", "collapsed"]
+    head = ["arm", "greedy at the end", "lowest after step 0", "collapsed"]
     table = [[*head, "ESS/B, last 20 steps", "√(ESS/B), mean"]]
     for arm, runs in results.items():
         ended = [
@@ -42,7 +42,7 @@ def rows(results: dict) -> list[list[str]]:
         lost = sum(run["end"] < LOW for run in ended)
         cells = (lab.cell(ended, name) for name in ("end", "low"))
         worth = (lab.cell(ended, name) for name in ("ess", "root"))
-        table.append([arm, str(len(runs)), *cells, f"{lost} of {len(runs)}", *worth])
+        table.append([arm, *cells, f"{lost} of {len(runs)}", *worth])
     return table
 
 
