@@ -10,7 +10,7 @@ Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) 
     k3 = π_ref/π_θ - log(π_ref/π_θ) - 1     (>= 0; under samples of π_θ its mean is KL(π_θ ‖ π_ref))
 
 
-Gradient weight on ∇ log π_θ(y_t), before the two averages:
+Gradient weight on ∇ log π_θ(y_t), before 1/G and 1/|y_i|:
 
     M r Â + β (π_ref/π_θ - 1)
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
@@ -19,13 +19,10 @@ R_i is the reward of y_i, |y_i| its number of tokens; π_θ is being trained, π
 that sampled, π_ref those before training, all given the prompt and the tokens before y_t.
 The group replaces PPO's value network: a response is good if it beats its siblings. The clip takes
 the gradient away from a token that has already moved by ε in the direction its advantage asks for
-(`--clip_high` up, `--clip_low` down). The KL term has the mean KL(π_θ ‖ π_ref). Its derivative by
-log π_θ is 1 - π_ref/π_θ, hence the weight above; and E[(1 - π_ref/π_θ) ∇ log π_θ] is
--E_ref[∇ log π_θ], as E[∇ log π_θ] = 0: the gradient that is followed has the mean
-∇ KL(π_ref ‖ π_θ), the KL the other way round. That too pulls towards π_ref.
+(`--clip_high` up, `--clip_low` down). The KL term pulls back to π_ref, so that the policy keeps
+what it could do before; its gradient is that of another KL (docs/questions.md, question 24).
 
-This file is the trunk: the others differ from it only in the lines they mark, `diff grpo.py
-stapo.py` shows how.
+This file is the trunk: the others repeat it but for the lines that they mark.
 
 Differs from the paper in:
 1. ε is not stated there; 0.2, PPO's value, is customary.

@@ -10,7 +10,7 @@ Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) 
     after each step: λ <- clip(λ + η (mean |y| / B - 1), floor, Λ)
 
 
-Gradient weight on ∇ log π_θ(y_t), before the two averages:
+Gradient weight on ∇ log π_θ(y_t), before 1/G and 1/|y_i|:
 
     M r Â + β (π_ref/π_θ - 1)
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
