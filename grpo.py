@@ -35,6 +35,8 @@ Differs from the paper in:
    never acts.
 5. No dual clip. A bad token that became likelier (Â < 0, r > 1) keeps the weight r, and one such
    token can outweigh a batch; some frameworks therefore bound it at r = 3 by default.
+6. log r is not clamped, nor in the files that have this ratio from here (verl: to ±20). Beyond 88
+   exp overflows: at Â > 0 the gradient is NaN where the formula says 0, and the step is skipped.
 
 Run it:
     torchrun grpo.py                                        # laptop, two minutes, no download

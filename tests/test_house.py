@@ -28,7 +28,7 @@ BUDGET = {
     "blockwise": (385, 225, 66),  # where a response is cut, and two advantages
     "lp_reg": (390, 232, 46),  # a column, a quantile over ranks, a term
     "entropy20": (390, 229, 52),  # half of them what stapo has and it has not
-    "dapo": (389, 231, 72),  # rounds of sampling, and two more parts of the recipe
+    "dapo": (395, 234, 74),  # rounds of sampling, and two more parts of the recipe
     "jet": (390, 230, 40),  # an object beside minirl's replay
     "icepop": (388, 225, 50),  # a family of corrections
     "recipe": (990, 625, 360),  # the objects of six files, letter for letter

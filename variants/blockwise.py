@@ -67,7 +67,7 @@ from common.batch import Rollout  # <own>
 from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.data import load_task
 from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
-from common.distributed import BadInput  # <own>
+from common.distributed import BadInput, blame  # <own>
 from common.evaluation import evaluate
 from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.launch import launch
@@ -165,9 +165,10 @@ def answer_advantages(args: Args, rewards: Tensor, working: Tensor, world: World
 
 def marker_token(args: Args, tokenizer: object) -> int:
     """The marker's token id."""
-    ids = tokenizer(args.marker, add_special_tokens=False)["input_ids"]
-    if len(ids) != 1:
-        raise BadInput(f"--marker {args.marker}: is {len(ids)} tokens of this model, must be one")
+    with blame(f"--marker {args.marker}: this model's tokenizer cannot write it"):
+        ids = tokenizer(args.marker, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1 or ids[0] == tokenizer.eos_token_id:
+        raise BadInput(f"--marker {args.marker}: must be one token of this model, and not its last")
     return ids[0]
 
 

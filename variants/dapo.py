@@ -15,28 +15,27 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
     M r Â
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
-A group all right or all wrong has no gradient. As the model improves most groups become all right:
-the part of the batch that teaches shrinks, its gradient is noisier from step to step, and in the
-token mean smaller, since idle tokens are counted too. Dynamic sampling fills the slots of idle
-groups again, with the next prompts of the stream, until every group has both kinds of answer. It
-pays with tokens that are sampled and dropped (`extra_tokens`), the more the better the model. The
-batch's own reward now lies between 1/G and 1 - 1/G whatever the model can do; `reward_drawn` is
-that of everything drawn.
+A group all right or all wrong is idle: it has no gradient. As the model improves most groups become
+all right: the part of the batch that teaches shrinks, its gradient is noisier from step to step,
+and in the token mean smaller, since idle tokens are counted too. Dynamic sampling fills the slots
+of idle groups again, with the next prompts of the stream. It pays with tokens that are sampled and
+dropped (`extra_tokens`), the more the better the model. The batch's own reward now lies between 1/G
+and 1 - 1/G whatever the model can do; `reward_drawn` is that of everything drawn.
 
 A response cut at the limit is judged wrong, good as its reasoning may be. The soft punishment gives
 notice: over the last `--overlong_buffer` tokens it grows to half of what a right answer earns.
 There shorter right answers beat longer ones, and a right one is never worse than a wrong one.
 
 Trunk: justrl.py, which has the token mean and clip-higher. Differs from it in:
-1. Dynamic sampling, at most `--max_draws` rounds a step; what is idle then stays. The filter looks
-   at verdicts: punished rewards differ even where all answers are wrong. How far the stream of
-   prompts has been read no longer follows from the step, and is saved.
-2. The punishment, in the rewards that advantages are made of.
+1. Dynamic sampling, at most `--max_draws` rounds a step; what is idle then stays, without gradient.
+   How far the stream of prompts has been read no longer follows from the step, and is saved.
+2. The punishment, in the rewards that advantages are made of. Filter and advantages go by verdicts:
+   in an idle group the z-score would make the least punishment as large as a wrong answer.
 3. `--mask_truncated` keeps responses that were cut out of the loss.
 
 Differs from the paper in:
-1. A round draws one prompt for each idle slot. verl's recipe draws three batches and drops what is
-   too much: fewer rounds, more samples. After ten rounds it stops the run; here it goes on.
+1. A round draws one prompt for each idle slot. verl's recipe draws three batches and drops idle
+   groups and what is too much: fewer rounds, more samples. After ten rounds it stops the run.
 2. Rewards are 0 and 1, there -1 and 1: under the z-score a punishment of 1 there is 1/2 here.
 3. The released script also has weight decay 0.1 and clip_ratio_c 10 (see justrl.py).
 
@@ -61,7 +60,7 @@ from common.batch import Rollout  # <own>
 from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.data import Problem, Task, load_task  # <own>
 from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
-from common.distributed import gather  # <own>
+from common.distributed import BadInput, gather  # <own>
 from common.evaluation import evaluate
 from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.launch import launch
@@ -148,6 +147,12 @@ def overlong(lengths: Tensor, args: Args) -> Tensor:
     return -args.overlong_penalty * beyond / max(1, args.overlong_buffer)  # [N]
 
 
+def punished(rewards: Tensor, rollout: Rollout, args: Args) -> Tensor:
+    """What advantages are made of: verdicts `[P, G]` with the punishment, but in idle groups."""
+    mixed = (rewards != rewards[:, :1]).any(dim=1, keepdim=True)  # [P, 1]: right and wrong answers
+    return rewards + mixed * overlong(rollout.mask.sum(dim=1), args).view_as(rewards)  # [P, G]
+
+
 def trained(batch: Rollout, args: Args) -> Tensor:
     """The tokens that the loss is over `[n, T]`: all, or with `--mask_truncated` those of responses
     that came to their end."""
@@ -163,6 +168,9 @@ class Draws:
     """
 
     def __init__(self, args: Args, engine: object, task: Task, tokenizer: object, world: World):
+        if args.overlong_buffer > (limit := args.max_new_tokens):
+            wrong = f"--overlong_buffer {args.overlong_buffer}: is above --max_new_tokens {limit}"
+            raise BadInput(wrong)
         self.args, self.engine, self.task, self.world = args, engine, task, world
         self.tokenizer, self.drawn = tokenizer, 0  # prompts read so far, by all ranks
 
@@ -298,8 +306,7 @@ def main(args: Args, world: World) -> None:
         with run.clock("redraw"):  # <own>
             rollout, rewards = draws.refill(rollout, rewards)  # <own>
         with run.clock("reward"):  # <own>
-            shaped = rewards + overlong(rollout.mask.sum(dim=1), args).view(P, G)  # <own>
-            rollout.advantages = advantages(shaped).flatten()  # [N]  # <own>
+            rollout.advantages = advantages(punished(rewards, rollout, args)).flatten()  # <own>
             means.add(distinct=(task.distinct(texts, G), P))  # 1: nothing left to compare
 
         # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come

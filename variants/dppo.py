@@ -37,11 +37,13 @@ Trunk: minirl.py. Differs from it in:
 
 Differs from the paper in:
 1. The coin's divergence alone; there also one over the likeliest tokens.
-2. Advantages without std and sums over tokens are the trunk's; verl's script has both, the sums
-   divided by a constant.
+2. Advantages have no std, and tokens are summed, as in the trunk. So they are in verl's script,
+   which also divides the sums by a constant.
+3. The cap is 20, as in verl and TRL. The authors' own code has 10, and verl's script, which sets
+   10,000, none in effect.
 
-Confidence: masks read in the authors' code and verl's; δ as TRL and verl's script give the paper's;
-the cap is verl's default, where the paper asks for a large one.
+Confidence: masks and caps read in the authors' code and verl's; δ as TRL and verl's script give the
+paper's, which asks for a large cap.
 
 Run it:
     torchrun -m variants.dppo                               # laptop, two minutes, no download

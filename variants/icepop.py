@@ -51,8 +51,13 @@ Differs from the paper in:
 1. α and β are OpenRLHF's and verl's for IcePop; each other correction's own are in the flags.
 2. Advantages without std and ε are the trunk's; no KL term.
 
+Two other losses have the same name. prime-rl's has the band on π_θ/μ, which is also the weight, and
+neither min nor clip (its documentation; 0.2 to 5 there). "Online IcePop" (2025) takes one step per
+rollout, so that r = 1 and no clip acts: `--minibatches 1`.
+
 Confidence: the rule as the authors restate it in a later post and as OpenRLHF, slime and verl have
-it; tis, mis and opsm read in TRL's code too, geometric in verl's. The paper's α and β are open.
+it; tis, mis and opsm read in TRL's code too, geometric in verl's. The paper's α and β are open;
+Online IcePop is second hand.
 
 Run it:
     torchrun -m variants.icepop                             # laptop, two minutes, no download
@@ -258,8 +263,8 @@ def main(args: Args, world: World) -> None:
     # <own>
     if args.correction_level == "sequence" and args.correction not in ("tis", "mis"):
         raise BadInput(f"--correction_level sequence: is for tis and mis, not {args.correction}")
-    if args.w_low > args.w_high:
-        raise BadInput(f"--w_low {args.w_low}: is above --w_high {args.w_high}")
+    if not args.w_low <= 1 <= args.w_high:  # w of engines that agree
+        raise BadInput(f"--w_low {args.w_low}, --w_high {args.w_high}: 1 must lie between them")
     # </own>
     if args.resume:
         done, state = load_checkpoint(run.checkpoints, policy, optimizer, world)

@@ -17,24 +17,21 @@ Gradient weight on ∇ log π_θ(y_t), before 1/G and 1/|y_i|:
 
 As right as possible with B tokens on average: max E[R] with E|y| ≤ B. A fixed charge on length is
 the answer for one price λ, which nobody knows beforehand: too high it costs right answers, too low
-it saves nothing. Dual ascent finds it. While responses are longer than the budget λ rises, while
-they are shorter it falls, to its floor where the budget does not bind; meanwhile the policy climbs
-R - λ c.
+it saves nothing. Dual ascent finds it. While responses are longer than the budget λ rises, else it
+falls, to its floor where the budget does not bind; meanwhile the policy climbs R - λ c.
 
 The cost c is clipped: within the budget writing less earns nothing. The step of λ is not: the mean
 of a clipped cost is never negative, and λ could only rise. The ceiling Λ says what comes first:
 below B / (limit - B) every right answer stays worth more than any wrong one.
 
-Two things to know. In a group of equal verdicts the z-score divides λ out again: its advantages are
-those of -c, whatever λ > 0 is. (GRPO learns nothing there.) And price and policy chase each other:
-with a large η they go in waves. On the embedded task a right answer needs its tokens: with the
-defaults λ climbs to Λ, and length and accuracy stay GRPO's. In the second command the price
-outweighs answers: lengths swing between 8 and 25 tokens, and greedy accuracy is 0.47 after 60
-steps, not 0.97 (one seed).
+In a group of equal verdicts the z-score divides λ out again: its advantages are those of -c for any
+λ > 0, where GRPO learns nothing. And price and policy chase each other: with a large η they go in
+waves. On the embedded task a right answer needs its tokens: with the defaults λ climbs to Λ, and
+length and accuracy stay GRPO's. In the second command the price outweighs answers: lengths swing
+between 8 and 25 tokens, and greedy accuracy is 0.47 after 60 steps, not 0.97 (one seed).
 
 Trunk: grpo.py. Differs from it in:
-1. The rewards that advantages are made of, and λ, saved with the checkpoint. The mean length is
-   that of all ranks; `reward` in the metrics stays the judge's.
+1. The rewards that advantages are made of (`reward` in the metrics stays the judge's), and λ.
 
 Differs from the paper in:
 1. The released code takes a further 0.1 (default 0.01) off responses cut at the limit, and caps the
@@ -62,6 +59,7 @@ from common.balance import deal
 from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.data import load_task
 from common.distributed import StopFlag, World, clip_gradients, global_sum, scale_gradients, shard
+from common.distributed import BadInput  # <own>
 from common.evaluation import evaluate
 from common.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.launch import launch
@@ -152,6 +150,8 @@ class Budget:
     the next step's. All ranks have the same."""
 
     def __init__(self, args: Args, world: World):
+        if not args.price_floor <= args.price_ceiling <= 1e6:  # beyond, float32 loses R
+            raise BadInput(f"--price_ceiling {args.price_ceiling}: below price_floor or above 1e6")
         self.args, self.world, self.price = args, world, 0.0  # λ
 
     def charge(self, rewards: Tensor, lengths: Tensor) -> Tensor:

@@ -45,12 +45,15 @@ Differs from the paper in:
    and asks for π_proxy > π_θ. Ours is the code's.
 4. ρ is 0.01 at 14B and 0.005 at 32B, here 0.05: of a mini-batch's few hundred bad tokens 0.01 are
    two to five, most of them noise by κ.
+5. The runs that the authors' README shows are on-policy, one optimiser step per rollout: the second
+   command. There r = 1, and the spring is no more than the mass filtered out over the rest.
 
 Confidence: loss, proxy, constants and sizes read in the authors' code; the paper's own formula
 second hand.
 
 Run it:
     torchrun -m variants.lp_reg                             # laptop, two minutes, no download
+    torchrun -m variants.lp_reg --minibatches 1             # on-policy
     # a node of eight, the authors' sizes off-policy (they have 14B on eight nodes)
     torchrun --nproc_per_node=8 -m variants.lp_reg --model Qwen/Qwen3-8B-Base \\
         --task dapo-math-17k --eval_task aime24 --prompts_per_step 256 --group_size 8 \\

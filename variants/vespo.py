@@ -33,10 +33,12 @@ Trunk: justrl.py. Differs from it in:
 Differs from the paper in:
 1. Its W is against the sampler. The released runs without asynchrony take the trainer's π_old, as
    here, and can fold the sampler's π_old/μ into W.
-2. Four optimiser steps per rollout where its runs take 8 to 64.
+2. By its listing version 3 (May 2026, not read) has "Stable" no longer in its title and bounds the
+   variance explicitly; title, φ and constants here are those of versions 1 and 2.
 
 Confidence: φ, constants, clamps and sizes read in the authors' code and scripts (the constants in
-that code's docstring are others, which nothing uses), the proposal in their README.
+that code's docstring are others, which nothing uses), the proposal in their README. Its runs take
+4 to 64 optimiser steps per rollout, the released scripts without asynchrony 8 to 64.
 
 Run it:
     torchrun -m variants.vespo                              # laptop, two minutes, no download

@@ -111,6 +111,8 @@ def check_pays_the_working_once(module: ModuleType) -> None:
 class Letters:
     """A tokenizer of one letter a token."""
 
+    eos_token_id = ord("$")
+
     def __call__(self, text: str, add_special_tokens: bool) -> dict:
         return {"input_ids": [ord(letter) for letter in text]}
 
@@ -144,12 +146,13 @@ def check_cuts(module: ModuleType) -> None:
 def check_marker(module: ModuleType) -> None:
     """One token of the model's, or one line for people."""
     assert module.marker_token(no_kl(module, marker="="), Letters()) == ord("=")
-    try:
-        module.marker_token(no_kl(module, marker="</think>"), Letters())
-    except BadInput as error:
-        assert "--marker </think>" in str(error)
-    else:
-        raise AssertionError("a marker of eight tokens is taken")
+    for marker in ("</think>", "$"):  # eight tokens; the one that ends a response
+        try:
+            module.marker_token(no_kl(module, marker=marker), Letters())
+        except BadInput as error:
+            assert f"--marker {marker}" in str(error)
+        else:
+            raise AssertionError("such a marker is taken")
 
 
 CHECKS = written_here(globals())
@@ -196,6 +199,7 @@ MUTANTS = {
     "padding in the working": (MASK, "1.0 * (ahead |"),
     "the answer without its marker": ("[marker, *row[end:]]", "row[end:]"),
     "any marker": ("len(ids) != 1", "len(ids) < 1"),
+    "the end as a marker": ("or ids[0] == tokenizer.eos_token_id", "", check_marker),
     "sign": ("return -sum(means)", "return sum(means)"),
     "max for min": ("torch.minimum(", "torch.maximum("),
     "clip without min": ("torch.minimum(ratio * A, clipped * A)", "clipped * A"),

@@ -47,7 +47,8 @@ def refilled(module: ModuleType, groups: list[list[int]], **flags: object) -> tu
     """A step of two groups of two on prompts 2, 3, ...: the sampler, the draws, what came of
     them."""
     known = Known([[], [], *groups])
-    args = replace(module.Args(), group_size=2, max_new_tokens=9, temperature=0.5, **flags)
+    sizes = {"group_size": 2, "max_new_tokens": 9, "overlong_buffer": 9, "temperature": 0.5}
+    args = replace(module.Args(), **sizes, **flags)
     draws = module.Draws(args, known, known, known, World(0, 1, torch.device("cpu")))
     draws.drawn = 2
     with patch.object(module, "gather", lambda values, world: values):  # of one rank
@@ -117,6 +118,17 @@ def check_overlong(module: ModuleType) -> None:
     assert (module.overlong(lengths, replace(module.Args(), **flags)) == 0).all()
 
 
+def check_idle_groups_stay_idle(module: ModuleType) -> None:
+    """Where all verdicts are equal the lengths alone give no advantage; where one differs they do:
+    verdicts 1, 1 with 8 and 9 tokens, 1, 0 with 9 and 5."""
+    rows, logps = [[3] * n for n in (8, 9, 9, 5)], [[0.0] * n for n in (8, 9, 9, 5)]
+    batch = Rollout.pack(prompts=[[1], [1]], tokens=rows, logps=logps, eos=[3], device="cpu")
+    args = replace(module.Args(), max_new_tokens=9, overlong_buffer=4)
+    made = module.punished(torch.tensor([[1.0, 1], [1, 0]]), batch, args)
+    assert torch.equal(made, torch.tensor([[1.0, 1], [0.5, 0]]))
+    assert module.advantages(made)[0].tolist() == [0, 0] and module.advantages(made)[1, 0] > 0
+
+
 def check_truncated(module: ModuleType) -> None:
     """On request responses that did not come to their end are out of the loss, and of nothing
     else."""
@@ -135,6 +147,11 @@ MUTANTS = {
     "rewarded below the buffer": (".clamp(min=0)  # [N]", "  # [N]"),
     "length rewarded": ("return -args.overlong_penalty", "return args.overlong_penalty"),
     "the full mark": ("overlong_penalty: NonNegative = 0.5", "overlong_penalty: NonNegative = 1"),
+    "idle groups punished": ("mixed * overlong(", "overlong(", check_idle_groups_stay_idle),
+    "all punished but the mixed": (
+        "(rewards != rewards[:, :1]).any",
+        "(rewards == rewards[:, :1]).all",
+    ),
     "truncated kept": ("if args.mask_truncated else", "if False else"),
     "finished masked": ("batch.finished[:, None]", "~batch.finished[:, None]"),
     "the same prompts again": ("self.drawn += sum(counts)", "pass"),
