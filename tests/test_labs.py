@@ -50,6 +50,12 @@ def middle(runs: list[dict], name: str) -> float:
 def direction_of_fork(found: dict) -> None:
     need = {arm: middle(runs, "rollouts") for arm, runs in found.items()}
     assert max(need["MASPO"], need["SAPO"]) < 0.8 * need["clip-higher"] < need["GRPO"]
+    starts = load("fork").STARTS
+    rare, common = starts.index(0.01), starts.index(0.5)
+    for one, other in zip(found["GRPO"], found["MASPO"]):  # a common one: at a small step alone
+        assert one["added 1"][common] < 0.4 * other["added 1"][common]
+        assert one["added 5"][common] > 0.8 * other["added 5"][common]
+        assert one["added 5"][rare] < 0.1 * other["added 5"][rare]
 
 
 def direction_of_flips(found: dict) -> None:
@@ -67,9 +73,27 @@ def direction_of_junk(found: dict) -> None:
 
 
 def direction_of_lock(found: dict) -> None:
-    """In ten steps nothing is found; only what they cost shows."""
-    cost = {arm: middle(runs, "per step") for arm, runs in found.items()}
-    assert 2 < cost["0.001, DEEP-GRPO"] / cost["0.001, no branches"] < 5
+    """Branches try the lock more often for as many tokens, and with the short step climb slower."""
+    for lr in ("0.05", "0.3"):
+        same, deep = (
+            found[f"lr {lr}, 0.001, {way}"] for way in ("no branches, same tokens", "DEEP-GRPO")
+        )
+        assert 0.8 < middle(deep, "per step") / middle(same, "per step") < 1.2
+        assert middle(deep, "tries") > 2 * middle(same, "tries")
+    same, deep = (
+        found[f"lr 0.05, 0.001, {way}"] for way in ("no branches, same tokens", "DEEP-GRPO")
+    )
+    assert all(one["climb"] > two["climb"] for one, two in zip(deep, same))
+
+
+def direction_of_blocks(found: dict) -> None:
+    """Sooner in every seed, but where block 1 is sure: there is no noise to be rid of."""
+    for setting in load("blocks").SETTINGS:
+        for one, other in zip(found[f"{setting}: blockwise"], found[f"{setting}: GRPO, sum"]):
+            if setting.endswith("sure"):
+                assert abs(one["both"] - other["both"]) <= 2
+            else:
+                assert one["both"] < 0.95 * other["both"]
 
 
 def direction_of_signs(found: dict) -> None:
@@ -87,13 +111,22 @@ def direction_of_length(found: dict) -> None:
 
 def direction_of_bound(found: dict) -> None:
     noise = {arm: middle(runs, "noise") for arm, runs in found.items()}
-    best = noise["on-policy: best constant"]
-    assert noise["on-policy: best for each prefix"] < best < noise["on-policy: GRPO"]
+    assert noise["on-policy: R - best constant"] < noise["on-policy: GRPO"]
+    for how in ("on-policy", "stale"):  # in every policy, by what each of them is the best of
+        for one, other in (
+            ("R - best constant", "R - p"),
+            ("R - best b(s)", "R - best constant"),
+            ("R - best b(s)", "R - V(s)"),
+            ("Q(s, a) - best b(s)", "V(s') - V(s), λ = 0"),
+            ("Q(s, a) - best b(s)", "R - best b(s)"),
+        ):
+            pairs = zip(found[f"{how}: {one}"], found[f"{how}: {other}"])
+            assert all(two["noise"] > own["noise"] - 1e-3 for own, two in pairs), (how, one)
     for runs in (found["on-policy: VCPO, no baseline"], found["stale: VCPO, no baseline"]):
         assert middle(runs, "angle") < 5
     plain, bare = (
         found["on-policy: GRPO, no baseline"],
-        found[f"on-policy: {load('bound').BOUNDS[0]}"],
+        found["on-policy: no baseline, full weight"],
     )
     for one, other in zip(plain, bare):  # two ways to the same number
         assert abs(one["noise"] / other["noise"] - 1) < 2e-3 and one["angle"] < 0.01
