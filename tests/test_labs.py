@@ -59,10 +59,19 @@ def direction_of_fork(found: dict) -> None:
 
 
 def direction_of_flips(found: dict) -> None:
-    end = {
-        arm: middle([{"e": run["entropy"][-1]} for run in runs], "e") for arm, runs in found.items()
-    }
-    assert end["GRPO, flips"] < end["SAPO, flips"] - 0.1 and end["GRPO, clean"] > end["GRPO, flips"]
+    """Lost to the same loss's clean run: what is unbounded pays, what tells π_old from μ does not,
+    unless both are wrong."""
+    ends = {arm: np.mean([run["entropy"][-1] for run in runs]) for arm, runs in found.items()}
+    lost = {arm: ends[f"{load('flips').ARMS[arm]}, clean"] - end for arm, end in ends.items()}
+    assert min(lost["GRPO, wrong π_old"], lost["MASPO, wrong π_old"], lost["DPPO, wrong μ"]) > 0.15
+    assert lost["DPPO, wrong π_old"] == 0 and lost["IcePop, both wrong"] > 0.4
+    for arm in (
+        "SAPO, wrong π_old",
+        "MiniRL, wrong π_old",
+        "IcePop, wrong π_old",
+        "IcePop, wrong μ",
+    ):
+        assert abs(lost[arm]) < 0.15
 
 
 def direction_of_junk(found: dict) -> None:
@@ -97,8 +106,12 @@ def direction_of_blocks(found: dict) -> None:
 
 
 def direction_of_signs(found: dict) -> None:
-    assert middle(found["easy, wrong only"], "left") > 3.99 > middle(found["easy, both"], "left")
-    assert middle(found["easy, both"], "end") > middle(found["easy, wrong only"], "end")
+    """The paper's negatives find what half of a z-score does not, and keep alike what was alike."""
+    until = {arm: middle(runs, "until") for arm, runs in found.items()}
+    assert until["rare, GRPO"] < 200 < until["rare, NSR"] < 400
+    assert until["rare, wrong half of the z-score"] == np.inf
+    alive = {arm: middle(runs, "left") for arm, runs in found.items()}
+    assert alive["easy, NSR"] > 3.99 and alive["easy, PSR"] < 3 and alive["uneven, NSR"] < 1.1
 
 
 def direction_of_length(found: dict) -> None:
