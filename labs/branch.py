@@ -1,8 +1,8 @@
 """New endings for failed responses, against no branches and against as many more samples.
 
 deep_grpo.py on problems with one hard late step (`--task arithmetic:deep`), beside itself with
-`--branch_weight 0` (the branches are sampled and not learned from: the same main stream) and beside
-grpo.py's own loop with three times the responses, which costs about as many tokens.
+`--branch_weight 0` (the branches are sampled and not learned from: the same main stream), and
+beside that with twice the responses per prompt, which costs about as many tokens.
 
     python -m labs.branch
 """

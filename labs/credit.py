@@ -15,8 +15,9 @@ import sys
 import numpy as np
 
 from labs import lab
+from labs.bands import bands
 
-TITLE = "Part marks: fewer idle groups, no higher end; each block for itself: a lower one"
+TITLE = "Part marks: fewer idle groups, no higher end; each block by itself: a lower one"
 FLAGS = "--steps 60 --eval_every 10 --save_every 1000"
 FILES = {
     "GRPO": "grpo.py --beta 0",
@@ -32,7 +33,7 @@ ARMS = {
 }
 COLUMNS = ("greedy", "sampled", "zero_groups", "tokens", "silenced", "extra_tokens")
 COLOURS = dict(zip(FILES, (lab.BLACK, lab.ORANGE, lab.BLUE, lab.GREEN)))
-SEEDS, EARLY = 5, 20  # EARLY: a step
+SEEDS, EARLY = 5, (10, 20)  # EARLY: steps
 
 
 def at(run: dict, step: int) -> float:
@@ -43,13 +44,13 @@ def at(run: dict, step: int) -> float:
 
 def rows(results: dict) -> list[list[str]]:
     """What does not exist in an arm's file is told as –."""
-    early = f"sampled, step {EARLY}"
-    head = ["arm", early, "sampled at the end", "greedy at the end", "groups without gradient"]
+    early = [f"sampled, step {step}" for step in EARLY]
+    head = ["arm", *early, "sampled at the end", "greedy at the end", "groups without gradient"]
     table = [[*head, "tokens, thousands", "silenced"]]
     for arm, runs in results.items():
         ended = [
             {
-                "early": at(run, EARLY),
+                **{name: at(run, step) for name, step in zip(early, EARLY)},
                 "sampled": run["sampled"][-1],
                 "greedy": run["greedy"][-1],
                 "idle": np.mean(run["zero_groups"]),
@@ -58,7 +59,7 @@ def rows(results: dict) -> list[list[str]]:
             }
             for run in runs
         ]
-        cells = [lab.cell(ended, name) for name in ("early", "sampled", "greedy", "idle")]
+        cells = [lab.cell(ended, name) for name in (*early, "sampled", "greedy", "idle")]
         masked = lab.cell(ended, "silenced", ".0f") if "STAPO" in arm else "–"
         table.append([arm, *cells, lab.cell(ended, "tokens", ".0f"), masked])
     return table
@@ -67,10 +68,10 @@ def rows(results: dict) -> list[list[str]]:
 def draw(results: dict) -> object:
     figure, axes = lab.sheet(TITLE, "reward for the outcome, sampled", "for every step, sampled")
     for axis, task in zip(axes, TASKS):
-        of_task = {f"{task}, {name}": colour for name, colour in COLOURS.items()}
-        lab.curves(axis, results, "sampled", of_task)
-        axis.set_ylim(0.2, 1.02)
-    lab.key(axes[1], COLOURS)
+        for name, colour in COLOURS.items():
+            bands(axis, results[f"{task}, {name}"], "sampled", colour)
+        axis.set_ylim(0, 1.02)
+        lab.key(axis, COLOURS)
     return figure
 
 

@@ -14,6 +14,7 @@ import sys
 import numpy as np
 
 from labs import lab
+from labs.bands import bands, key
 
 TITLE = (
     "A teacher that picks prompts learns the middle; drawing again does, at three times its tokens"
@@ -35,11 +36,13 @@ def rows(results: dict) -> list[list[str]]:
     """Tokens are counted with those that DAPO drops; at equal ones: where the run that sampled
     least ends."""
     least = min(lab.spent(run)[-1] for runs in results.values() for run in runs)
-    head = ["arm", "greedy at the end", "sampled at the end", "groups without gradient"]
-    table = [[*head, "tokens, thousands", "sampled at equal tokens"]]
+    head = ["arm", "runs", "highest greedy", "greedy at the end", "sampled at the end"]
+    head += ["groups without gradient", "tokens, thousands"]
+    table = [[*head, "sampled at equal tokens"]]
     for arm, runs in results.items():
         ended = [
             {
+                "high": max(run["greedy"]),
                 "greedy": run["greedy"][-1],
                 "sampled": run["sampled"][-1],
                 "idle": np.mean(run["zero_groups"]),
@@ -48,9 +51,9 @@ def rows(results: dict) -> list[list[str]]:
             }
             for run in runs
         ]
-        cells = [lab.cell(ended, name) for name in ("greedy", "sampled", "idle")]
+        cells = [lab.cell(ended, name) for name in ("high", "greedy", "sampled", "idle")]
         cells += [lab.cell(ended, "tokens", ".0f"), lab.cell(ended, "equal")]
-        table.append([arm, *cells])
+        table.append([arm, str(len(runs)), *cells])
     return table
 
 
@@ -58,9 +61,11 @@ def draw(results: dict) -> object:
     words = "the middle, sampled accuracy", "the middle, greedy", "groups without gradient (share)"
     figure, axes = lab.sheet(TITLE, *words, width=11)
     for axis, column, width in zip(axes, ("sampled", "greedy", "zero_groups"), (1, 1, 9)):
-        lab.curves(axis, results, column, COLOURS, width)
+        for arm, colour in COLOURS.items():
+            style = {"linestyle": "--" if arm == "PACED" else "-", "width": width}
+            bands(axis, results[arm], column, colour, **style)
         axis.set_ylim(0, 1.02)
-    lab.key(axes[0], COLOURS)
+        key(axis, COLOURS, {"sampled": 0.02, "greedy": 0.25, "zero_groups": 0.6}[column], 0.27)
     return figure
 
 

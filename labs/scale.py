@@ -14,7 +14,7 @@ import numpy as np
 
 from labs import lab
 
-TITLE = "Three sizes: the larger one bears larger steps; at the usual step no age of data hurts"
+TITLE = "At three times the step size only the largest holds, mostly; age hurts none"
 SIZES = {"30k": "tiny-30k", "124k": "tiny", "500k": "tiny-500k"}
 RATES, LAGS = (3e-4, 1e-3, 3e-3), (4, 16, 64)
 SHORT = "--eval_every 10 --eval_samples 2 --save_every 1000"

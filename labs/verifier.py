@@ -1,8 +1,8 @@
 """A judge that can be fooled: reward rises, the truth falls.
 
-`--task arithmetic:noisy` takes a response as right if the right number stands anywhere in its
-working, as a judge does that searches a solution for the reference answer. The held-out problems
-are judged strictly.
+`--task arithmetic:noisy` takes a response as right if what it gives as its answer stands anywhere
+in the worked solution, as a judge does that searches a reference text for the number. The held-out
+problems are judged strictly.
 
     python -m labs.verifier
 """
