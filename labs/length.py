@@ -26,7 +26,11 @@ ARMS = {
     "constant (dr_grpo)": ("dr_grpo", {"max_new_tokens": 60}, 12.0),
 }
 COLOURS = dict(zip(ARMS, (lab.BLACK, lab.GREEN, lab.BLUE, lab.ORANGE)))
-LOWER = {"right": list(ARMS)[1:3], "wrong": list(ARMS)[3:]}  # of two lines that end together
+LOWER = {
+    "right": list(ARMS)[0:1] + list(ARMS)[2:3],
+    "wrong": list(ARMS)[3:],
+}  # of two lines that end together
+UNDER = "right", "1/|y| (grpo)"
 P, G, LONGEST, LR, ROLLOUTS, EVERY = 16, 8, 60, 1.0, 150, 3
 
 
@@ -39,7 +43,7 @@ def measure(arm: str, seed: int, quick: bool) -> dict:
         budget = module.Budget(module.Args(**flags), World(0, 1, torch.device("cpu")))
     logits = torch.tensor([[0.9, 0.1]] * 2, dtype=torch.float64).log()  # [2, 2]: go on, stop
     lengths = []  # right, wrong
-    for _ in range(15 if quick else ROLLOUTS):
+    for _ in range(ROLLOUTS):
         go = logits.softmax(-1)[:, 0]  # [2]
         lengths.append(((1 - go**LONGEST) / (1 - go)).tolist())
         coin = torch.rand(P, G, generator=generator) < 0.5  # [P, G]: right
@@ -79,8 +83,10 @@ def draw(results: dict) -> object:
             x = EVERY * np.arange(len(runs[0][which]))
             lab.line(axis, x, runs, which, colour)
             level = "top" if arm in LOWER[which] else "bottom"
-            lab.label(axis, x[-1], lab.over(runs, which)[0][-1], arm, colour, va=level)
-        axis.set(xlabel="rollouts", ylabel="tokens", xlim=(0, 1.6 * x[-1]))
+            words = f"under it {arm}" if (which, arm) == UNDER else arm
+            lab.label(axis, x[-1], lab.over(runs, which)[0][-1], words, colour, va=level)
+        axis.set(xlabel="rollouts", ylabel="tokens", xlim=(0, 1.6 * x[-1]), ylim=(0, None))
+        axis.set_xticks((0, 50, 100, 150))
     return figure
 
 

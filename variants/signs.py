@@ -22,10 +22,11 @@ disputed. The usual advice goes easy on the wrong ones: to push a sampled token 
 others, most of all the likeliest, whether they are any good; arXiv 2505.18830 finds right tokens
 dragged down with the wrong response they stand in. This paper finds the opposite. What is pushed up
 is sampled more and pushed up again, until one way is left: pass@1 rises and pass@k falls. Pushing
-wrong responses down leaves the rest in its old proportions; wrong ones alone (λ = 0) often match
-PPO and GRPO, and λ = 0.1, the authors' choice, improves pass@k on the whole. arXiv 2606.16154 lets
-it depend on the tokens' distribution. Adam undoes a common scale, so that λ sets a ratio: 10 is the
-advice, 0.1 the paper, 1 grpo.py. `python -m labs.signs` shows both sides on one prompt.
+wrong responses down spreads what they lose over the rest, by the policy's own chances; wrong ones
+alone (λ = 0) often match PPO and GRPO, and λ = 0.1, the authors' choice, improves pass@k on the
+whole. arXiv 2606.16154 lets it depend on the tokens' distribution. Adam undoes a common scale, so
+that λ sets a ratio: 10 is the advice, 0.1 the paper, 1 grpo.py. `python -m labs.signs` shows both
+sides on one prompt, and that half of a z-score is not the paper's half: it finds nothing rare.
 
 The second: leave outliers out, here by length and by mean log-probability. No source gives numbers,
 and what is odd need not be noise. In 30 default steps (seed 1) 3% of the responses were outliers,
@@ -41,10 +42,12 @@ Differs from the paper in:
 1. It has no baseline: λ for a right response, -1 for a wrong one, so that a group without any right
    one is pushed down. Ours weighs the group's z-scores, which are 0 there.
 2. No outliers are left out there.
-3. It has no KL term, and the mean over tokens.
+3. It has no KL term, the mean over tokens, and an entropy bonus of 0.001, the default of its copy
+   of verl, which its scripts keep, as they keep ε 0.2. Four updates a rollout are theirs, too, but
+   PSR and NSR (λ = 0) first drop the responses that have no weight, and make as many fewer.
 
-Confidence: λ and sizes read in the authors' code, the findings in the abstracts; the filter is
-ours.
+Confidence: λ, sizes and settings read in the authors' code, the findings in the abstracts; the
+filter is ours.
 
 Run it:
     torchrun -m variants.signs                              # laptop, two minutes, no download
