@@ -60,7 +60,7 @@ def rows(results: dict) -> list[list[str]]:
 def draw(results: dict) -> object:
     words = (
         "stapo.py: sampled accuracy after 40 steps",
-        "vcpo.py without controls: after 60 updates",
+        "vcpo.py without controls: after 60 updates, lr 3e-4",
     )
     figure, axes = lab.sheet(TITLE, *words)
     colours = dict(zip(SIZES, (lab.ORANGE, lab.BLACK, lab.BLUE)))
