@@ -11,6 +11,7 @@ from tests.helpers import ROOT
 
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?|[⁰¹²³⁴-⁹]+|[½¼¾]")
 HAN, WORD = re.compile(r"[\u4e00-\u9fff]"), re.compile(r"[A-Za-z]{3}")
+COMMENT = re.compile(r"(?:^|\s+)# ")  # where one begins in a line of code
 POINTERS = ("Where:", "出处：")  # how a line that points into the code begins
 
 
@@ -66,7 +67,15 @@ def target(link: str, page: Path, root: Path) -> str:
 def facts(text: str, page: Path, root: Path) -> dict[str, Counter]:
     """What no translation changes."""
     if text.startswith("```"):
-        return {"code": Counter(f"{n}: {line}" for n, line in enumerate(text.splitlines(), 1))}
+        lines = [COMMENT.split(line, maxsplit=1) for line in text.splitlines()]
+        said = " ".join(comment for _, *comments in lines for comment in comments)
+        return {
+            "code": Counter(f"{n}: {line}" for n, (line, *_) in enumerate(lines, 1)),
+            "comments": Counter(n for n, (_, *comments) in enumerate(lines, 1) if comments),
+            "comments: numbers, addresses": Counter(
+                re.findall(rf"https://\S+|{NUMBER.pattern}", said)
+            ),
+        }
     if "\n|---" in text:
         rows = [re.split(r"(?<!\\)\|", row)[1:-1] for row in text.splitlines()]
         held = [[facts(cell, page, root) for cell in row] for row in rows]
@@ -91,8 +100,11 @@ def facts(text: str, page: Path, root: Path) -> dict[str, Counter]:
 
 
 def untranslated(text: str) -> bool:
-    """Words, and no Chinese character among them."""
-    words = "" if text.startswith("```") else re.sub(r"`[^`]+`|\]\([^)]+\)", "", text)
+    """Words, and no Chinese character among them; of code only what its comments say counts."""
+    if text.startswith("```"):
+        split = [COMMENT.split(line, maxsplit=1)[1:] for line in text.splitlines()]
+        return any(not HAN.search(comment) for comments in split for comment in comments)
+    words = re.sub(r"`[^`]+`|\]\([^)]+\)", "", text)
     return bool(WORD.search(words)) and not HAN.search(words)
 
 
@@ -127,6 +139,21 @@ def differences(chinese: Path, english: Path, root: Path) -> list[str]:
     return found
 
 
+def unmarked(page: Path, root: Path) -> list[str]:
+    """Links to pages that are English only, in lines that do not say so. A page whose introduction
+    says it (只有英文) need not repeat it."""
+    if "只有英文" in "".join(sections(page)[0][1]):
+        return []
+    chinese = {path.resolve() for path in pairs(root)}
+    return [
+        link
+        for _, pieces in sections(page)
+        for line in "\n".join(pieces).splitlines()
+        for link in re.findall(r"\]\(((?!http)[^)#]+\.md)", line)
+        if (page.parent / link).resolve() not in chinese and "英文" not in line
+    ]
+
+
 @pytest.mark.parametrize("page", pairs(ROOT), ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_a_chinese_page_holds_what_the_english_one_holds(page):
     english = pairs(ROOT)[page]
@@ -135,6 +162,7 @@ def test_a_chinese_page_holds_what_the_english_one_holds(page):
     assert page.read_text().split("\n\n")[1] == back, f"{page.name}: no {back} under the title"
     found = differences(page, english, ROOT)
     assert not found, "\n".join(found)
+    assert not unmarked(page, ROOT)
 
 
 def test_the_readme_leads_to_the_chinese_one():
@@ -156,7 +184,7 @@ At 0.5 and lr 1e-6 `x = 1` holds: [page](docs/page.md#two), [more](docs/more.md)
 ## Code
 
 ```bash
-# no heading
+# no heading, 3 lines
 python grpo.py
 ```
 
@@ -169,7 +197,7 @@ CHINESE = """# 标题
 
 [English](README.md)
 
-取 0.5，lr 为 1e-6，则 `x = 1` 成立：[页](docs/zh/page.md#二)，[其他](docs/more.md)。
+取 0.5，lr 为 1e-6，则 `x = 1` 成立：[页](docs/zh/page.md#二)，[其他](docs/more.md)（英文）。
 
 ![曲线](docs/a.png)
 
@@ -180,7 +208,7 @@ CHINESE = """# 标题
 ## 代码
 
 ```bash
-# no heading
+# 不是标题，3 行
 python grpo.py
 ```
 
@@ -207,6 +235,9 @@ DAMAGE = [
     ),
     ("| [grpo](grpo.py) | 3 次 `r Â` |\n", "", ["piece 3: rows: here [], in English [grpo.py]"]),
     ("python grpo.py", "python gspo.py", ["# 代码 (## Code), piece 1: code", "gspo.py"]),
+    ("# 不是标题，3 行", "# 不是标题，4 行", ["piece 1: comments: numbers", "[4]", "[3]"]),
+    ("# 不是标题，3 行", "# no heading, 3 lines", ["# 代码 (## Code), piece 1: not translated"]),
+    ("# 不是标题，3 行", "", ["piece 1: comments: here [], in English [2]"]),
     ("- 另一件。\n", "", ["## 代码 (## Code): 3 pieces, 4 in English"]),
     ("一件事", "One thing", ["## 代码 (## Code), piece 2: not translated"]),
     ("grpo.py: main", "grpo.py: Args", ["piece 4: formulas", "[grpo.py: Args]"]),
@@ -229,3 +260,15 @@ def test_a_difference_is_found_and_said(old, new, said, tmp_path):
     chinese.write_text(CHINESE.replace(old, new, 1))
     found = "\n".join(differences(chinese, english, tmp_path))
     assert all(part in found for part in said), found
+
+
+def test_a_link_to_an_english_page_says_so(tmp_path):
+    (tmp_path / "docs/zh").mkdir(parents=True)
+    (tmp_path / "docs/zh/page.md").write_text("# 一\n\n## 二\n")
+    page = tmp_path / "README.zh.md"
+    page.write_text(CHINESE)
+    assert unmarked(page, tmp_path) == []
+    page.write_text(CHINESE.replace("（英文）", ""))
+    assert unmarked(page, tmp_path) == ["docs/more.md"]
+    page.write_text(CHINESE.replace("（英文）。", "。其他页只有英文。"))
+    assert unmarked(page, tmp_path) == []
