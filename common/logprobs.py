@@ -136,7 +136,7 @@ def frozen_reference(args: object, lm: PreTrainedModel, world: World) -> Policy 
     if getattr(args, "beta", 0) <= 0:
         return None
     reference = Policy(copy.deepcopy(lm))
-    return shard(reference, args, world, args.offload_reference).requires_grad_(False)
+    return shard(reference, args, world, args.offload_reference).requires_grad_(False).eval()
 
 
 def micro_batches(policy: nn.Module, batch: Rollout, max_tokens: int, world: World) -> list[Tensor]:

@@ -331,8 +331,7 @@ def record(
         group_size=G,
         max_new_tokens=LIMIT,
         dtype="float32",
-        shard_ranks=world.size,
-        **flags,
+        **{"shard_ranks": world.size} | flags,
     )
     args.run_dir, args.eval_every, args.eval_samples, args.sampler_tolerance = (
         str(folder),
@@ -454,7 +453,8 @@ ADVANTAGES = {"minirl": centred, "deep_grpo": centred, "vcpo": population_z_scor
 def in_order(o: Oracle) -> list[list[dict[int, str]]]:
     """The rounds of sampling of each step: slot of the batch -> prompt. In most files one round, of
     problems (s-1)P to sP-1."""
-    starts = range(0, o.args["steps"] * P, P)
+    ahead = o.args.get("asynchronous", False)  # the next step's, which it does not come to
+    starts = range(0, (o.args["steps"] + ahead) * P, P)
     return [[{slot: TRAIN[(start + slot) % len(TRAIN)] for slot in range(P)}] for start in starts]
 
 

@@ -104,7 +104,7 @@ def test_headers_are_in_step(algorithm):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_file_declares_the_flags_that_it_reads(algorithm):
-    """What only `common` reads stands in common/plumbing/flags.py, or is given another default here."""
+    """What only `common` reads stands in common/plumbing/flags.py, or has another default here."""
     source = PATHS[algorithm].read_text()
     own = next(n for n in ast.parse(source).body if getattr(n, "name", "") == "Args")
     names = [field.target.id for field in own.body if isinstance(field, ast.AnnAssign)]

@@ -35,7 +35,8 @@ def test_a_short_run_learns(algorithm, tmp_path, capsys):
     assert sum(lengths[-3:]) > 1.2 * sum(lengths[:3])
     assert set(result["seconds_split"]) >= {"rollout", "reward", "old_logp", "update", "sync"}
     said = capsys.readouterr().out
-    assert "prompts x 8 responses" in said and "curves.png" in said and "metrics.jsonl" in said
+    assert "prompts x 8 responses" in said and "curves.png" in said
+    assert f"results in {tmp_path / 'learning'}\n" in said
     for name in ("config.json", "metrics.jsonl", "curves.png", "summary.json", "checkpoints"):
         assert (tmp_path / "learning" / name).exists()
 

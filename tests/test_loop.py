@@ -528,13 +528,15 @@ def test_without_a_reference(alone):
 
 
 def test_gradient_checkpointing_changes_no_gradient(alone, monkeypatch):
-    """Every decoder layer is run again in the backward pass, and the gradient is the same."""
+    """Every decoder layer is run again in the backward pass, and the gradient is the same; the
+    reference, which has none, is not in training."""
     asked, enable = [], PreTrainedModel.gradient_checkpointing_enable
     spy = lambda *how: asked.append(how) or enable(*how)  # noqa: E731
     monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", spy)
     o = alone("grpo", gradient_checkpointing=True)
     check_gradients(o)
-    assert len(asked) == 1 and asked[0][0].is_gradient_checkpointing and asked[0][0].training
+    reference, policy = (lm for lm, *_ in asked)
+    assert policy.is_gradient_checkpointing and policy.training and not reference.training
 
 
 def check_lr_after_resume(module: ModuleType, folder: Path) -> None:
@@ -675,6 +677,7 @@ def together(tmp_path_factory):
     jobs |= {
         name: (algorithm, damage, large | flags) for name, algorithm, _, damage, flags in ON_TWO
     }
+    jobs["whole models"] = ("grpo", (), {"steps": STEPS, "shard_ranks": 1})
     jobs["skipped"] = (
         "grpo",
         ("grpo", "clip_gradients(policy, args.grad_clip)", SKIP),
@@ -695,6 +698,11 @@ def others_together(tmp_path_factory):
 @pytest.mark.parametrize(("name", "check"), [c for c in CASES if c[0] in NINE], ids=named)
 def test_two_ranks(together, name, check):
     check(together[name])
+
+
+@pytest.mark.parametrize("check", [check_gradients, check_sync, check_metrics], ids=named)
+def test_two_ranks_with_a_whole_model_each(together, check):
+    check(together["whole models"])
 
 
 @pytest.mark.variants

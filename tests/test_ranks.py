@@ -214,5 +214,5 @@ def test_batches_in_flight_belong_to_their_ranks(tmp_path, capsys):
         assert command("vcpo", *flags, "--steps", 2, ranks=2).codes == [0, 0]
         capsys.readouterr()
         assert run_here(vcpo.main, *flags, "--steps", 4, "--resume") == code
-        refused = "--resume: batches in flight: go on with 2 rank(s)"
+        refused = "--resume: batches in flight: use 2 rank(s)"
         assert (refused in capsys.readouterr().err) == bool(code)

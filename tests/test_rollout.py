@@ -168,13 +168,12 @@ def test_check_fires_on_nan(world, args):
         judge(args)(sampler_gap([batch], world)["sampler_gap"])
 
 
-def test_check_fires_where_the_gap_stays(args, capsys):
-    """One bad step of a healthy run (long degenerate answers) is said and forgiven, the third in a
-    row is not, and ten times the tolerance never."""
+def test_check_fires_where_the_gap_stays(args):
+    """One bad step of a healthy run (long degenerate answers) is forgiven, the third in a row is
+    not, and ten times the tolerance never."""
     step = judge(args)
     for gap in (2e-3, 2e-3, 1e-4, 2e-3, 2e-3):
         step(gap)
-    assert capsys.readouterr().out.count("sampler and trainer disagree") == 4
     with pytest.raises(RunStopped, match="--sampler_tolerance"):
         step(2e-3)
     with pytest.raises(RunStopped):

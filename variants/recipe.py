@@ -649,14 +649,11 @@ class Stale:
 
     def load_state_dict(self, state: dict) -> None:
         if state["other_ranks"] and (state["queue"] or state["ahead"]):
-            raise BadInput(
-                f"--resume: batches in flight: go on with {state['other_ranks']} rank(s)"
-            )
+            raise BadInput(f"--resume: batches in flight: use {state['other_ranks']} rank(s)")
         for version, batch in state["queue"]:
             self.queue.append((version, [Rollout(**part).to(self.device) for part in batch]))
         if state["ahead"]:
-            self.ahead = Future()
-            self.ahead.set_result(Rollout(**state["ahead"]).to(self.device))
+            self.ahead = self.thread.submit(Rollout(**state["ahead"]).to, self.device)
 
 
 def dealt(part: Rollout, world: World, G: int) -> Rollout:
@@ -867,10 +864,7 @@ def main(args: Args, world: World) -> None:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:
                 minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
-        # <own>
-        ahead = stale.was_ahead
-        sampler = {} if ahead else run.trusted(sampler_gap(minibatches, world))
-        # </own>
+        sampler = {} if stale.was_ahead else run.trusted(sampler_gap(minibatches, world))  # <own>
 
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
         # fills there is none: the step trains on nothing and logs what it sampled.
@@ -930,8 +924,7 @@ def main(args: Args, world: World) -> None:
                 scale = min(1.0, rho / args.rho_on) ** 0.5 if args.ess_scaling else 1.0
                 optimizer.param_groups[0]["lr"] = warm_lr * scale
                 means.add(ess_ratio=(rho, 1), lr_scale=(scale, 1))
-                if args.ess_scaling:
-                    means.add(lr_damping=(1 - scale, 1))
+                means.add(lr_damping=(1 - scale, args.ess_scaling))  # nothing where it is off
             # </own>
             norm = clip_gradients(policy, args.grad_clip)
             healthy = run.healthy(norm, minibatch)  # else NaN or infinite: it would end the run
