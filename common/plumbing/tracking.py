@@ -23,10 +23,11 @@ from common.plumbing.folder import read_lines, saved_config, whole
 MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
 MOST_APART = 3  # steps in a row in which sampler and trainer disagree, before the run stops
 # What may change on resume: how long, where, how often, and what trades memory for time
-FREE_ON_RESUME = set("acted steps run_dir resume save_every save_hf eval_every".split())
-FREE_ON_RESUME |= set("eval_samples wandb ranks shard_ranks micro_tokens rollout_rows".split())
-FREE_ON_RESUME |= set("sampler_tolerance gradient_checkpointing offload_reference".split())
-FREE_ON_RESUME |= {"vllm_memory", "vllm_sleep"}
+FREE_ON_RESUME = set(
+    """acted steps run_dir resume save_every save_hf eval_every eval_samples wandb
+    ranks shard_ranks micro_tokens rollout_rows sampler_tolerance gradient_checkpointing
+    offload_reference vllm_memory vllm_sleep""".split()
+)
 ROWS = ("metrics.jsonl", "silenced.jsonl")  # written line by line, and cut back on resume
 SHOWN = ("reward", "greedy", "ref_kl", "sampler_kl")  # on the progress bar
 
@@ -184,11 +185,9 @@ class Run:
         self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
         if self.skipped == MOST_SKIPPED:
             torch.save(vars(batch), path := self.folder / f"bad_batch_rank{self.world.rank}.pt")
-            raise RunStopped(
-                f"{MOST_SKIPPED} gradients in a row were NaN or infinite, none was applied; the "
-                f"last batch is in {path}. Usual causes: a learning rate, weight or penalty far "
-                "too large, a mask or length of 0."
-            )
+            wrong = f"{MOST_SKIPPED} gradients in a row were NaN or infinite, none was applied"
+            causes = "a learning rate, weight or penalty far too large, a mask or length of 0"
+            raise RunStopped(f"{wrong}; the last batch is in {path}. Usual causes: {causes}.")
         return not self.skipped
 
     def trusted(self, sampler: dict[str, float]) -> dict[str, float]:
@@ -201,11 +200,11 @@ class Run:
         tolerance = self.args.sampler_tolerance or usual
         self.apart = 0 if gap <= tolerance else self.apart + 1
         if self.apart == MOST_APART or not gap <= 10 * tolerance:  # true for NaN
+            wrong = f"mean |log π_old - log μ| is {gap:.2g}, tolerance {tolerance:.2g}"
             raise RunStopped(
-                f"sampler and trainer disagree: mean |log π_old - log μ| is {gap:.2g}, tolerance "
-                f"{tolerance:.2g}. Usual causes: weights not synced after the last update, a "
-                "temperature or top-p that only one side applies, token ids re-encoded from text, "
-                "a lower precision on one side (then raise --sampler_tolerance)."
+                f"sampler and trainer disagree: {wrong}. Usual causes: weights not synced after the "
+                "last update, a temperature or top-p that only one side applies, token ids "
+                "re-encoded from text, a lower precision on one side (raise --sampler_tolerance)."
             )
         return sampler
 
@@ -220,13 +219,13 @@ class Run:
                 saved = "saved: go on with --resume" if self.done else "nothing is saved yet"
                 return self.say(f"stopped after step {self.done}, {saved}")
             first, *_, last = [line for line in lines if "greedy" in line] * 2
-            summary = {"seconds": sum(line["seconds"] for line in lines)}
-            for how in ("greedy", "sampled"):
-                summary |= {f"{how}_before": first[how], f"{how}_after": last[how]}
-            split = summary["seconds_split"] = defaultdict(float)
+            both, split = ("greedy", "sampled"), defaultdict(float)
+            summary = {f"{how}_before": first[how] for how in both}
+            summary |= {f"{how}_after": last[how] for how in both}
             for name, value in (pair for line in lines for pair in line.items()):
                 if name.startswith("seconds_"):
                     split[name.removeprefix("seconds_")] += value
+            summary |= {"seconds": sum(line["seconds"] for line in lines), "seconds_split": split}
             self._write("summary.json", json.dumps(summary, indent=2) + "\n")
         phases = ", ".join(f"{phase} {spent:.1f}" for phase, spent in split.items())
         self.say(
@@ -241,5 +240,5 @@ class Run:
         if acted and not any(acted):  # null, a NaN, is no deed either; without any it was off
             idle = f"{self.acted} was 0 at every step: what it measures never acted"
             self.say(f"\nWARNING: {idle} (too few steps? --minibatches 1?).")
-        if min(last[how] - first[how] for how in ("greedy", "sampled")) < 0:
+        if min(last[how] - first[how] for how in both) < 0:
             self.say("\nWARNING: held-out accuracy ended below its start.")
