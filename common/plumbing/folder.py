@@ -13,6 +13,14 @@ from pathlib import Path
 from common.distributed import BadInput, blame
 
 
+# What may change on resume: how long, where, how often, and what trades memory for time
+FREE_ON_RESUME = set(
+    """acted steps run_dir resume save_every save_hf eval_every eval_samples wandb
+    ranks shard_ranks micro_tokens rollout_rows sampler_tolerance gradient_checkpointing
+    offload_reference vllm_memory vllm_sleep""".split()
+)
+
+
 def new_folder(name: Path) -> Path:
     """A folder that nobody else has: `name`, or where that is taken name.2, name.3, ..."""
     name.parent.mkdir(parents=True, exist_ok=True)
@@ -57,6 +65,15 @@ def saved_config(folder: Path) -> dict:
     with blame(f"{path}: damaged, no JSON"):
         config = json.loads(path.read_bytes()) if path.is_file() else {}
         return config if {"algorithm", "acted", "task", "seed"} <= config.keys() else {}
+
+
+def other_flags(folder: Path, config: dict) -> str:
+    """What makes the run in `folder` another one than that of `config`; "" if nothing does."""
+    saved = saved_config(folder)
+    names = [name for name in config.keys() - FREE_ON_RESUME if saved.get(name) != config[name]]
+    return "".join(
+        f"{name} {saved.get(name)!r}, not {config[name]!r}" for name in sorted(names)[:1]
+    )
 
 
 @contextlib.contextmanager

@@ -17,17 +17,11 @@ from tqdm import tqdm
 
 from common.distributed import CLOSING, BadInput, RunStopped, StopFlag, World, blame
 from common.plumbing.curves import draw_curves
-from common.plumbing.folder import as_lines, checkpoints, lock, new_folder, runs_called
-from common.plumbing.folder import read_lines, saved_config, whole
+from common.plumbing.folder import as_lines, checkpoints, lock, new_folder, other_flags
+from common.plumbing.folder import read_lines, runs_called, whole
 
 MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
 MOST_APART = 3  # steps in a row in which sampler and trainer disagree, before the run stops
-# What may change on resume: how long, where, how often, and what trades memory for time
-FREE_ON_RESUME = set(
-    """acted steps run_dir resume save_every save_hf eval_every eval_samples wandb
-    ranks shard_ranks micro_tokens rollout_rows sampler_tolerance gradient_checkpointing
-    offload_reference vllm_memory vllm_sleep""".split()
-)
 ROWS = ("metrics.jsonl", "silenced.jsonl")  # written line by line, and cut back on resume
 SHOWN = ("reward", "greedy", "ref_kl", "sampler_kl")  # on the progress bar
 
@@ -71,23 +65,18 @@ class Run:
         """Go on with the newest run of this name and these flags, alone in its folder; False where
         there is none and `--resume auto` starts anew."""
         runs = runs_called(self.folder)
-        folder = next((one for one in runs if not self._differs(one)), (runs or [self.folder])[0])
+        same = [one for one in runs if not other_flags(one, self.config)]
+        folder = (same or runs or [self.folder])[0]
         if not checkpoints(folder):
             if self.args.resume != "auto":
                 raise BadInput(f"--resume: no checkpoint in {folder}")
             self.say(f"no checkpoint in {folder}: starting anew")
             return False
-        if differs := self._differs(folder):
-            raise BadInput(f"--resume: {folder} has {differs}")
+        if other := other_flags(folder, self.config):
+            raise BadInput(f"--resume: {folder} has {other}")
         self.folder = folder
         CLOSING.append(partial(os.close, lock(folder)))
         return True
-
-    def _differs(self, folder: Path) -> str:
-        """In what the run in `folder` is another one; "" if in nothing."""
-        saved, own = saved_config(folder), self.config
-        names = [name for name in own.keys() - FREE_ON_RESUME if saved.get(name) != own[name]]
-        return f"{min(names)} {saved.get(min(names))!r}, not {own[min(names)]!r}" if names else ""
 
     def start(self, done: int) -> None:
         """Make the run folder, now that all input is known to be right, and say what comes."""
@@ -202,8 +191,8 @@ class Run:
         if self.apart == MOST_APART or not gap <= 10 * tolerance:  # true for NaN
             wrong = f"mean |log π_old - log μ| is {gap:.2g}, tolerance {tolerance:.2g}"
             raise RunStopped(
-                f"sampler and trainer disagree: {wrong}. Usual causes: weights not synced after the "
-                "last update, a temperature or top-p that only one side applies, token ids "
+                f"sampler and trainer disagree: {wrong}. Usual causes: weights not synced after "
+                "the last update, a temperature or top-p that only one side applies, token ids "
                 "re-encoded from text, a lower precision on one side (raise --sampler_tolerance)."
             )
         return sampler
