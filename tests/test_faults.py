@@ -85,6 +85,33 @@ def test_a_full_disk_during_a_save(tmp_path, finished, monkeypatch, capsys, wher
     assert_same_run(finished, tmp_path / "parts", 4, tmp_path)
 
 
+def with_little_room(*flags: object) -> None:
+    """One of two ranks; the second's disk is full at its second save."""
+    save, saves = torch.save, []
+
+    def full(what: object, path: object) -> None:
+        saves.append(str(path).endswith("rank1.pt"))
+        if sum(saves) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(what, path)
+
+    torch.save = full
+    drive("grpo", flags)
+
+
+def test_a_full_disk_on_one_of_two_ranks(tmp_path):
+    """One line names the cause, nobody waits; the first checkpoint is whole, resume goes on."""
+    flags = [*SMALL, "--steps", 4, "--run_dir", tmp_path / "run"]
+    ended = forked(with_little_room, *flags, ranks=2)
+    assert ended.codes == [1, 1] and "Traceback" not in ended.stderr, ended.stderr
+    (line,) = (line for line in ended.stderr.splitlines() if "error: " in line)
+    assert "cannot save" in line and "step_000004; those before it are whole" in line
+    assert "No space left on device" in line
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_000002"]
+    assert command("grpo", *flags, "--resume", ranks=2).codes == [0, 0]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
+
+
 def without_memory(phase: str, *flags: object) -> None:
     """A run whose update or rollout asks for more memory than there is."""
 
@@ -113,10 +140,9 @@ def test_a_lost_rank_ends_the_others_and_the_run_resumes(tmp_path):
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     lost = started(*ranks, "tests/driver.py", "grpo", "lost", 5, *flags, "--steps", 100)
     assert lost.returncode != 0, lost.stderr
-    assert "common/plumbing/launch.py" not in lost.stderr, (
-        lost.stderr
-    )  # no traceback but torchrun's own
-    assert "error: another rank is gone" in lost.stderr
+    # No traceback but torchrun's own
+    assert "common/plumbing/launch.py" not in lost.stderr, lost.stderr
+    assert "error: rank 0 lost contact to another rank in update" in lost.stderr
     assert "go on with --resume" in lost.stderr
     cause = lost.stderr.partition("Root Cause")[2]
     assert "rank      : 1" in cause and "SIGKILL" in cause, lost.stderr

@@ -65,8 +65,9 @@ def report(error: Exception, world: World) -> None:
     lost = isinstance(error, dist.DistError) or "gloo" in str(error)
     if world.size > 1:
         time.sleep(3.0 * lost)  # who lost contact lets the one speak who knows why
-        if world.store.add("failures", 1) > 1:
-            return
+        with contextlib.suppress(dist.DistError):  # the board is gone, with its host
+            if world.store.add("failures", 1) > 1:
+                return
     sampling = Run.phase in ("rollout", "evaluate", "branch", "sync")
     message = " ".join(str(error).splitlines())
     if isinstance(error, torch.OutOfMemoryError):

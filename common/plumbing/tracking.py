@@ -53,7 +53,7 @@ class Run:
         self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
         stem = re.sub(r"[^\w.-]+", "-", Path(args.task).stem)
         name = Path(args.run_dir or f"runs/{algorithm}-{stem}-s{args.seed}").expanduser()
-        self.folder = name if name.name not in ("", "..") else name.resolve()
+        self.folder = name = name if name.name not in ("", "..") else name.resolve()
         if args.resume:
             self._agree_on(newest_run(self.folder) or self.folder)
             args.resume = bool(checkpoints(self.folder)) or args.resume
