@@ -7,14 +7,15 @@
 
 MODEL is a hub name, a folder in the Hugging Face format, `tiny`, `tiny-moe`, or a run folder,
 whatever algorithm and number of ranks wrote it; flags that are not given are then the run's own. A
-run under way is not disturbed. Each set is measured greedily, at T 1.0 / top-p 1.0 and at T 0.7 /
+run under way is not disturbed. A run folder is code, since its checkpoints are read with pickle:
+evaluate only your own. Each set is measured greedily, at T 1.0 / top-p 1.0 and at T 0.7 /
 top-p 0.9, the two settings that papers report. As soon as a set is done at a setting, its line of
-the table is printed and its responses are written, with their scores; where they cannot be written
-any more they go to a temporary folder, which is said at the end (exit code 1).
+the table is printed and its responses are written to a new file, with their scores; where they
+cannot be written any more they go to a temporary folder, which is said at the end (exit code 1).
 """
 
 import contextlib
-import functools
+import itertools
 import math
 import re
 import tempfile
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from common.data import Problem, fitting, limits, load_task, read_set, remarks_on
-from common.distributed import CLOSING, BadInput, RunStopped, World
+from common.distributed import BadInput, RunStopped, World
 from common.distributed import blame, first_line, global_sum, shard
 from common.plumbing.flags import Count, Flags, broken_rule
 from common.plumbing.folder import as_lines, checkpoints, saved_config, whole
@@ -80,47 +81,45 @@ class Set(NamedTuple):
 
 
 class Responses:
-    """All rows measured so far, in `folder`, or in a temporary one while that cannot be written."""
+    """All rows measured so far, in a new file: in `folder`, or in a temporary one from when that
+    cannot be written."""
 
-    def __init__(self, folder: Path):
-        self.folder, self.rows = folder, []
-        self.where, self.failure = None, ""  # the file that holds all rows; why it is not in folder
-        self.made = [path for path in (folder, *folder.parents) if not path.exists()]
-        CLOSING.append(self.release)
+    def __init__(self, folder: Path, name: str):
+        self.folder, self.rows, self.failure = folder, [], ""
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()  # fails now, not when there is something to lose
+        self.files = (new_file(place, name) for place in (folder, Path(tempfile.gettempdir())))
+        self.file = next(self.files)  # fails now, not when there is something to lose
 
-    def release(self) -> None:
-        """Of the folders made here, those that are empty go."""
-        for path in self.made:
-            with contextlib.suppress(OSError):
-                path.rmdir()
-
-    @functools.cached_property
-    def spare(self) -> Path:
-        """The temporary folder, made when it is first needed."""
-        return Path(tempfile.mkdtemp(prefix="evaluation-"))
-
-    def keep(self, name: str, rows: list[dict]) -> None:
+    def keep(self, rows: list[dict]) -> None:
         """Write the file again, with these rows too; a failure is remembered, not raised."""
         self.rows += rows
-        self.where, self.failure = None, ""
-        for place in ("folder", "spare"):
+        while self.file:
             try:
-                path = getattr(self, place) / name
-                with whole(path) as partial:
+                with whole(self.file) as partial:
                     partial.write_text(as_lines(self.rows))
-                self.where = path
                 return
             except OSError as error:
-                self.failure = self.failure or first_line(error)
+                self.failure, failed, self.file = self.failure or first_line(error), self.file, None
+                with contextlib.suppress(OSError):
+                    if not failed.stat().st_size:
+                        failed.unlink()
+                    self.file = next(self.files, None)
 
     def conclude(self) -> str:
         """Where the rows are; RunStopped where that is not the folder that was asked for."""
         if self.failure:
-            kept = f"the responses are in {self.where}" if self.where else "only the table is left"
+            kept = f"the responses are in {self.file}" if self.file else "only the table is left"
             raise RunStopped(f"cannot write to {self.folder} ({self.failure}): {kept}")
-        return f"responses and scores: {self.where}"
+        return f"responses and scores: {self.file}"
+
+
+def new_file(folder: Path, name: str) -> Path:
+    """A new, empty file: NAME.jsonl, or where that is taken NAME.2.jsonl, NAME.3.jsonl, ..."""
+    for number in itertools.count(1):
+        path = folder / f"{name}{f'.{number}' if number > 1 else ''}.jsonl"
+        with contextlib.suppress(FileExistsError):
+            path.touch(exist_ok=False)
+            return path
 
 
 def prepare(args: Args, world: World) -> None:
@@ -159,7 +158,8 @@ def load_sets(
             continue
         rows = read_set(spec, args, "test", "--eval_task")
         tried = (
-            fitting(row, args, tokenizer) for row in tqdm(rows, "tokenising", leave=False, delay=3)
+            fitting(row, args.instruction, args, tokenizer)
+            for row in tqdm(rows, "tokenising", leave=False, delay=3)
         )
         if not (found := [problem for problem in tried if problem]):
             left = f"no problem left of {len(rows)}; {limits(args, tokenizer)}"
@@ -192,10 +192,8 @@ def main(args: Args, world: World) -> None:
     run, config = Path(args.model), saved_config(Path(args.model))
     name = run.resolve().name if config else re.sub(r"[^\w.-]+", "-", args.model).strip("-")
     folder = Path(args.run_dir or (run if config else "runs/evaluations")).expanduser()
-    with blame(f"--run_dir {folder}: cannot be used"):
-        responses = Responses(folder) if world.rank == 0 else None
     args.model = config.get("model", args.model)
-    lm, tokenizer = load_model(args.model, "MODEL")
+    lm, tokenizer = load_model(args.model, world, "MODEL")
     sets, remarks = load_sets(args, config, tokenizer)
     engine, step = make_engine(args, lm, world), 0
     if config:
@@ -212,11 +210,13 @@ def main(args: Args, world: World) -> None:
                 print(line, flush=True)
 
     what = f"{name} after step {step}" if config else args.model
-    say(f"{what}; {world.size} rank(s) on {world.device}, {args.dtype}", *remarks)
-    say(*head(args.eval_samples))
     words = ["evaluation", name, *[f"step{step}"] * bool(config)]
     words += [re.sub(r"[^\w.-]+", "-", Path(one.name).stem) for one in sets]
+    with blame(f"--run_dir {folder}: cannot be used"):
+        responses = Responses(folder, "-".join(words)[:150]) if world.rank == 0 else None
     total, hidden = len(SETTINGS) * sum(len(one.problems) for one in sets), world.rank > 0
+    say(f"{what}; {world.size} rank(s) on {world.device}, {args.dtype}", *remarks)
+    say(*head(args.eval_samples))
     Run.bar = tqdm(total=total, disable=hidden, dynamic_ncols=True, unit="problem")
     Run.phase = "evaluate"  # for messages about failures
     for one in sets:
@@ -224,7 +224,7 @@ def main(args: Args, world: World) -> None:
             rows = measure(engine, one, temperature, top_p, tokenizer, args, world)
             say(line_of(rows, args.eval_samples))
             if responses:
-                responses.keep("-".join(words)[:150] + ".jsonl", rows)
+                responses.keep(rows)
     judges = {id(one.judge): one.judge for one in sets}.values()
     killed = {"killed": sum(getattr(judge, "killed", 0) for judge in judges)}
     if killed := global_sum(killed, world)["killed"]:
