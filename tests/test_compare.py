@@ -301,12 +301,34 @@ def broken(folder: Path, damage: str) -> Path:
         (run / "metrics.jsonl").write_text('{"step": 0\n{"step": 1}\n')
     elif damage == "a damaged config":
         (run / "config.json").write_text("{")
+    elif damage in ODD_CONFIGS:
+        config = json.loads((run / "config.json").read_text())
+        (run / "config.json").write_text(json.dumps(config | ODD_CONFIGS[damage]))
+    elif damage in ODD_LINES:
+        lines = read(run)
+        lines[3] |= ODD_LINES[damage]
+        write(run, lines)
     else:
         (run / "config.json").write_text('{"algorithm": "grpo"}')
     return run
 
 
+ODD_CONFIGS = {
+    "a seed that is none": {"seed": {}},
+    "all null": dict.fromkeys([*COMMON, "algorithm", "acted", "seed"]),
+    "a number for a model": {"model": 5},
+}
+ODD_LINES = {
+    "a step twice": {"step": 2},
+    "a step before": {"step": -1},
+    "a far step": {"step": 10**20},
+    "text for a number": {"greedy": "0.5"},
+    "true for a number": {"reward": True},
+    "a list for a number": {"entropy": [1]},
+    "a number beyond all": {"reward": 10**400},
+}
 DAMAGES = ("no measurement", "no metrics", "a damaged line", "a damaged config", "no run")
+DAMAGES += (*ODD_CONFIGS, *ODD_LINES)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -314,6 +336,7 @@ def test_a_folder_without_a_run_is_one_line(damage, tmp_path, run_it):
     run = broken(tmp_path / "1", damage)
     code, said, errors = run_it(run, "--out", tmp_path)
     assert code == 2 and errors.count("\n") == 1 and str(run) in errors and not said
+    assert damage not in ODD_LINES or "metrics.jsonl:4: " in errors
     assert not (tmp_path / "compare.md").exists()
 
 

@@ -80,7 +80,7 @@ def main() -> None:
         args = minirl.Args(rollout="vllm", dtype="bfloat16", prompts_per_step=8, **flags)
         world = World(0, args.tensor_parallel, torch.device("cuda", 0))
         options = vllm_options(args, models[args.model], world)
-        options |= passed_through(args.vllm, options, EngineArgs)
+        options |= passed_through(args.vllm, options)
         config = EngineArgs(**options).create_engine_config(UsageContext.LLM_CLASS)
         model, scheduler, parallel = (
             config.model_config,

@@ -8,7 +8,6 @@ seed goes a band; in the table stands their mean ± their standard deviation. A 
 algorithm and by the flags in which it differs from another.
 """
 
-import argparse
 import shlex
 import sys
 import textwrap
@@ -20,6 +19,7 @@ import numpy as np
 from common.plumbing.curves import PANELS, ROUNDING, series, sheet, smooth, telling
 from common.distributed import BadInput, first_line
 from common.plumbing.folder import read_lines, saved_config, whole
+from tools import arguments
 
 # Flags that change nothing in what is trained
 FREE = set("seed run_dir resume eval_only eval_every save_every save_hf wandb acted".split())
@@ -34,6 +34,8 @@ TITLES = {
 # Told apart by the colour-blind, too (Okabe and Ito, without the yellow)
 COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #56B4E9 #E69F00 #000000".split()
 STYLES = ("-", "--", ":", "-.")
+# What tools read of a config.json, and as what
+CONFIG = {"algorithm": str, "model": str, "task": str, "seed": int, "lr": float, "acted": dict}
 OURS = "<!-- tools.compare -->"  # the first line of a table that may be written over
 
 
@@ -58,11 +60,29 @@ class Kind:
         return self.runs[0].config
 
 
+def config_of(folder: Path) -> dict:
+    """config.json of the run in `folder`, empty if there is none; BadInput where a value that tools
+    read cannot be a run's."""
+    config = saved_config(folder)
+    for name, kind in CONFIG.items() if config else ():
+        if not isinstance(config[name], kind):
+            raise BadInput(f"{folder}/config.json: {name} is {str(config[name])[:40]!r}")
+    return config
+
+
 def load(folder: Path) -> Run:
-    """The run in `folder`; BadInput if there is none, or nothing measured yet."""
-    if not (config := saved_config(folder)):
+    """The run in `folder`; BadInput if there is none, nothing measured yet, or metrics.jsonl is
+    damaged: a step missing or twice, a value that is neither a number nor null."""
+    if not (config := config_of(folder)):
         raise BadInput(f"{folder}: holds no run")
-    lines = read_lines(folder / "metrics.jsonl")
+    path = folder / "metrics.jsonl"
+    lines = read_lines(path)
+    for number, line in enumerate(lines, 1):
+        if line["step"] != lines[0]["step"] + number - 1:
+            raise BadInput(f"{path}:{number}: step {line['step']} does not follow the line before")
+        for name, value in line.items():
+            if value is not None and not (type(value) in (int, float) and abs(value) < 1e300):
+                raise BadInput(f"{path}:{number}: {name} is {str(value)[:40]!r}, not a number")
     if not series(lines, "greedy").size:
         raise BadInput(f"{folder}: metrics.jsonl holds no measurement yet")
     return Run(folder, config, lines)
@@ -247,23 +267,15 @@ def main(folders: list[Path], out: str) -> None:
     figure, rows = draw(among), table(among)
     command = shlex.join(["python", "-m", "tools.compare", *sys.argv[1:]])
     with whole(text) as partial:  # first: it is what tells our picture from another's
-        partial.write_text(
-            f"{OURS}\n\n![Curves]({picture.name})\n\n{rows}\n\nMade by `{command}`\n"
-        )
+        made = f"{OURS}\n\n![Curves]({picture.name})\n\n{rows}\n\nMade by `{command}`\n"
+        partial.write_text(made, encoding="utf-8")
     with whole(picture) as partial:
         figure.savefig(partial, dpi=100, format="png")
     print(rows, "", picture, text, sep="\n")
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")
-    # No usage: an error is one line
-    parser = argparse.ArgumentParser(
-        prog="tools.compare",
-        usage=argparse.SUPPRESS,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments(__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER")
     parser.add_argument("--out", default="compare", help="a name or a folder (default: compare)")
     words = parser.parse_args()

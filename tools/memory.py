@@ -27,13 +27,13 @@ them); with --vllm_sleep each rank's sleeping weights, every tensor in a pinned 
 power of two; an offloaded reference; minirl's columns of experts, sampler's and trainer's.
 """
 
-import argparse
 import importlib
 import math
 import re
 from dataclasses import dataclass
 
 from common.logprobs import BLOCK_ELEMENTS
+from tools import arguments
 from tools.marks import ROOT, algorithms
 
 # Name of each algorithm file -> its module
@@ -176,9 +176,7 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # No usage: an error is one line
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = arguments(__doc__)
     known = ", ".join(FILES)
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {known} (default: all)")
     names = parser.parse_args().files or list(FILES)
