@@ -59,6 +59,7 @@ def pretend() -> None:
         is_cumem_allocator_available = classmethod(lambda cls: True)
         import_kernels = log_warnings = classmethod(lambda cls: None)
 
+    torch.cuda.get_device_capability = lambda device: (9, 0)
     platforms._current_platform = H100()  # before other modules ask which it is
     import vllm.config.vllm as config
 
