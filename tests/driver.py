@@ -2,9 +2,10 @@
 `driver.py ALGORITHM MOMENT STEP [flags]`.
 
 MOMENT `log` kills right after step STEP's metrics were written; `save` between the writing of the
-STEPth checkpoint and its renaming; `term`, `int`, `hup` send that signal at step STEP; `lost` kills
-rank 1 alone in the middle of update STEP, but for a rank that torchrun has restarted. An Event in
-its place is set at step STEP, and the process then waits, alive, to be killed.
+STEPth checkpoint and its renaming; `term`, `int`, `hup` send that signal to the last rank at step
+STEP, `twice` two SIGINT; `lost` kills rank 1 alone in the middle of update STEP, but for a rank
+that torchrun has restarted. An Event in its place is set at step STEP, and the process then waits,
+alive, to be killed.
 """
 
 import importlib
@@ -23,7 +24,8 @@ from common.plumbing.tracking import Run
 
 from tests.adapters import MODULES
 
-SIGNALS = {"term": signal.SIGTERM, "int": signal.SIGINT, "hup": signal.SIGHUP}
+SIGNALS = {"term": [signal.SIGTERM], "int": [signal.SIGINT], "hup": [signal.SIGHUP]}
+SIGNALS["twice"] = [signal.SIGINT] * 2
 
 
 def drive(algorithm: str, flags: Sequence, moment: object = "", step: int = 0) -> None:
@@ -32,8 +34,9 @@ def drive(algorithm: str, flags: Sequence, moment: object = "", step: int = 0) -
     saving, updates = [], []
 
     def log_and_end(self: Run, done: int, metrics: dict) -> None:
-        if done == step and moment in SIGNALS:
-            os.kill(os.getpid(), SIGNALS[moment])
+        last = self.world.rank == self.world.size - 1
+        for number in SIGNALS.get(moment, ()) if done == step and last else ():
+            signal.raise_signal(number)
         log(self, done, metrics)
         if done == step and moment == "log":
             os.kill(os.getpid(), signal.SIGKILL)

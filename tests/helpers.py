@@ -13,7 +13,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ import common  # noqa: F401  (before torch)
 import pytest
 import torch
 from common.plumbing.launch import launch
+from torch.distributed import TCPStore
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.adapters import ALGORITHMS, MODULES, VARIANTS
@@ -98,8 +98,10 @@ class Forked:
         context.set_forkserver_preload(["common", *MODULES.values(), *late.split(), "tests.oracle"])
         self.said = tempfile.TemporaryDirectory()
         if ranks > 1:
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                environment["MASTER_PORT"] = str(probe.getsockname()[1])
+            # As torchrun does: the ranks' store outlives each of them.
+            self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            environment |= {"MASTER_PORT": str(self.store.port)}
+            environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         self.processes = []
         for rank in map(str, range(ranks)):
             own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(ranks)} if ranks > 1 else {}

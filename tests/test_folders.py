@@ -1,9 +1,7 @@
 """The run folder: one run at a time, nothing of others touched, damage named, full disks, what a
 run says of itself."""
 
-import contextlib
 import importlib.machinery
-import io
 import json
 import multiprocessing
 import os
@@ -17,27 +15,26 @@ import types
 from dataclasses import replace
 from pathlib import Path
 
-import common.plumbing.checkpoint
-import common.plumbing.tracking
 import grpo
 import pytest
 import torch
 from common.data import load_task
-from common.distributed import BadInput, StopFlag, World
-from common.plumbing.folder import as_lines, checkpoints, last_saved, locked, new_folder, read_lines
+from common.distributed import BadInput, StopFlag
+from common.plumbing.folder import as_lines, checkpoints, lock, new_folder, newest_run, read_lines
 from common.plumbing.launch import parse
+from transformers import AutoModelForCausalLM
 
 from tests.driver import drive
 from tests.helpers import (
-    ROOT,
     SECONDS,
     SMALL,
     Forked,
     assert_same_run,
     command,
+    forked,
     metrics,
     run_here,
-    started,
+    tensors,
 )
 
 pytestmark = pytest.mark.runs
@@ -75,8 +72,8 @@ def tree(folder: Path) -> dict[Path, bytes | None]:
 
 
 def test_a_run_goes_on_alone(tmp_path, capsys):
-    """While a process lives (halted at step 2) nobody else goes on with its run; another run makes a
-    folder beside it; once it is killed, --resume goes on."""
+    """While a process lives (halted at step 2) nobody else goes on with its run; another run makes
+    a folder beside it; once it is killed, --resume goes on."""
     folder = tmp_path / "run"
     flags = [*SMALL, "--steps", 4, "--run_dir", folder, "--save_every", 1]
     halted = multiprocessing.get_context("forkserver").Event()
@@ -111,16 +108,63 @@ def test_of_many_at_once_each_gets_its_own(tmp_path):
     assert {path.name for path in made} == {"run", *(f"run.{i}" for i in range(2, 161))}
 
 
-def test_the_run_that_saved_last_is_resumed(tmp_path):
-    """By the clock, whatever its number; a run without a checkpoint, and another name, are none."""
+def test_two_runs_started_at_once_have_a_folder_each(tmp_path):
+    """The same name, two seeds: nothing of one is in the other."""
+    flags = [*SMALL, "--steps", 2, "--run_dir", tmp_path / "run"]
+    both = [Forked(drive, "grpo", [*flags, "--seed", seed]) for seed in (1, 2)]
+    folders = [tmp_path / "run", tmp_path / "run.2"]
+    assert [one.wait().returncode for one in both] == [0, 0]
+    assert {*tmp_path.iterdir()} == {*folders}
+    assert {json.loads((one / "config.json").read_text())["seed"] for one in folders} == {1, 2}
+    for one in folders:
+        assert [line["step"] for line in metrics(one)] == [0, 1, 2]
+        assert [path.name for path in checkpoints(one)] == ["step_000002"]
+
+
+def test_the_last_of_the_runs_with_a_name_is_meant(tmp_path):
+    """By its number, 10 after 9; a folder that no run made, or with another name, is none."""
     name = tmp_path / "run"
-    assert last_saved(name) is None
-    for age, folder in enumerate(("run", "run.3", "run.2", "run.2x", "runs")):
-        (tmp_path / folder / "checkpoints/step_000002").mkdir(parents=True)
-        os.utime(tmp_path / folder / "checkpoints/step_000002", (age, age))
-    (tmp_path / "run.4").mkdir()
-    shutil.rmtree(tmp_path / "run.2x")
-    assert last_saved(name) == tmp_path / "run.2"
+    assert newest_run(name) is None
+    config = dict.fromkeys(("algorithm", "acted", "task", "seed"))
+    for folder in ("run", "run.9", "run.10", "run.11", "run.12x", "runs", "old.run"):
+        (tmp_path / folder).mkdir()
+        if folder != "run.11":
+            (tmp_path / folder / "config.json").write_text(json.dumps(config))
+    assert newest_run(name) == tmp_path / "run.10"
+    shutil.rmtree(tmp_path / "run.10")
+    shutil.rmtree(tmp_path / "run.9")
+    assert newest_run(name) == name
+
+
+def test_the_second_run_is_resumed_while_the_first_is_finished(run, capsys):
+    """`--resume` goes on with run.2, and with run again if its folder is named and run.2 gone."""
+    flags, second = [*SMALL, "--steps", 4, "--run_dir", run], run.with_name("run.2")
+    assert command("grpo", *flags, at=("log", 3)).returncode == -signal.SIGKILL
+    before = tree(run)
+    assert run_here(grpo.main, *flags, "--resume") == 0
+    said = capsys.readouterr().out
+    assert "steps 3 to 4" in said and f"results in {second}\n" in said
+    assert tree(run) == before and (second / "summary.json").exists()
+    shutil.rmtree(second)
+    assert run_here(grpo.main, *flags, "--steps", 5, "--resume") == 0
+    assert [line["step"] for line in metrics(run)] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("place", [".", "./", "..", "~/x", "x/"])
+@pytest.mark.parametrize("resume", [[], ["--resume", "auto"]])
+def test_places_that_people_type(place, resume, tmp_path, monkeypatch):
+    """What is there already gets a neighbour; ~ and a slash at the end mean what they always do;
+    --resume then finds it under the same name."""
+    made = {"~/x": "home/x", "x/": "up/here/x", "..": "up.2"}.get(place, "up/here.2")
+    (tmp_path / "up/here").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "up/here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    flags = [*SMALL, "--save_every", 1, "--run_dir", place]
+    assert run_here(grpo.main, *flags, "--steps", 1, *resume) == 0
+    assert (tmp_path / made / "summary.json").exists()
+    assert run_here(grpo.main, *flags, "--steps", 2, "--resume") == 0
+    assert [path.parent for path in tmp_path.rglob("metrics.jsonl")] == [tmp_path / made]
+    assert [line["step"] for line in metrics(tmp_path / made)] == [0, 1, 2]
 
 
 def test_files_that_are_not_the_runs_are_left_alone(run, tmp_path, refused):
@@ -138,19 +182,19 @@ def test_bad_input_leaves_the_earlier_run_in_its_place(run, refused):
 
 
 def test_no_child_keeps_the_lock(run):
-    holder = locked(run)
+    holder = lock(run)
     child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, close_fds=False)
     with pytest.raises(BadInput, match="under way"):
-        locked(run)
-    holder.close()
-    locked(run).close()
+        lock(run)
+    os.close(holder)
+    os.close(lock(run))
     child.communicate()
 
 
 def test_ranks_on_a_run_under_way_say_one_line(run):
-    holder = locked(run)
+    holder = lock(run)
     ended = command("grpo", *SMALL, "--run_dir", run, "--resume", ranks=2)
-    holder.close()
+    os.close(holder)
     assert ended.codes[0] == 2, ended.stderr
     assert ended.stderr.count("a run is under way") == 1 and "Traceback" not in ended.stderr
 
@@ -238,7 +282,8 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_taken(
     before, flags = tree(run), [*SMALL, "--steps", 4, "--run_dir", run, "--resume"]
     assert run_here(grpo.main, *flags) == 2
     said = capsys.readouterr().err
-    assert "step_000004 does not fit --model, or is damaged (then delete it)" in said
+    assert "step_000004 does not fit --model, or is damaged: then delete it, and" in said
+    assert said.count("\n") == 1
     assert tree(run) == before
     shutil.rmtree(run / "checkpoints/step_000004")
     assert run_here(grpo.main, *flags) == 0
@@ -256,10 +301,13 @@ def test_strays_are_ignored_and_kept(run):
     assert names == ["step_000005", "step_000006", "step_000007"]
 
 
-def test_without_a_checkpoint_a_run_starts_anew(run, capsys):
+def test_without_a_checkpoint(run, capsys):
+    """--resume has nothing to go on from; `auto` starts anew, in a folder of its own."""
     shutil.rmtree(run / "checkpoints")
-    before = tree(run)
-    assert run_here(grpo.main, *SMALL, "--steps", 1, "--run_dir", run, "--resume") == 0
+    before, flags = tree(run), [*SMALL, "--steps", 1, "--run_dir", run, "--resume"]
+    assert run_here(grpo.main, *flags) == 2
+    assert f"--resume: no checkpoint in {run}\n" in capsys.readouterr().err
+    assert run_here(grpo.main, *flags, "auto") == 0
     assert f"no checkpoint in {run}: starting anew" in capsys.readouterr().out
     assert tree(run) == before and (run.parent / "run.2/summary.json").exists()
 
@@ -326,10 +374,22 @@ def test_resume_knows_the_data(tmp_path, monkeypatch, refused, capsys):
     assert tree(tmp_path) == before
 
 
-def test_resuming_a_finished_run_changes_nothing(run, capsys):
+def test_fewer_steps_than_done(run, refused):
     before = tree(run)
-    assert run_here(grpo.main, *SMALL, "--steps", 4, "--run_dir", run, "--resume") == 0
-    assert "steps 5 to 4" in capsys.readouterr().out
+    said = refused(*SMALL, "--steps", 3, "--run_dir", run, "--resume")
+    assert f"--steps 3: {run} is at step 4" in said and tree(run) == before
+
+
+def test_resuming_a_finished_run_changes_nothing(run, capsys):
+    """But it can write the model."""
+    before = tree(run)
+    flags = [*SMALL, "--steps", 4, "--run_dir", run, "--resume"]
+    assert run_here(grpo.main, *flags, "--save_hf") == 0
+    assert "all 4 steps are done: to go on, give more --steps" in capsys.readouterr().out
+    lm = AutoModelForCausalLM.from_pretrained(run / "model")
+    saved = tensors(run / "checkpoints/step_000004", run.with_name("t.pt"))
+    assert all(torch.equal(w, saved[f"/policy/lm.{name}"]) for name, w in lm.named_parameters())
+    shutil.rmtree(run / "model")
     after = tree(run)
     assert after.keys() == before.keys()
     same = [path for path in before if path.name not in ("curves.png", "config.json")]
@@ -386,13 +446,56 @@ def test_a_model_that_cannot_be_written(run, monkeypatch, refused):
     assert "/run/model ([Errno 28]" in said
 
 
+# Signals
+
+
+def test_hangup_stays_ignored_under_nohup():
+    handlers = {number: signal.getsignal(number) for number in (1, 2, 15)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert not StopFlag().raised and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        flag = StopFlag()
+        signal.raise_signal(signal.SIGHUP)
+        assert flag.raised
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def interrupted(folder: Path) -> None:
+    """A run that Ctrl-C reaches while the model loads."""
+    grpo.load_model = lambda *arguments: signal.raise_signal(signal.SIGINT)
+    drive("grpo", ["--run_dir", folder])
+
+
+def test_ctrl_c_while_loading(tmp_path):
+    """Dies of the signal, as the shell expects, without a traceback; nothing is written."""
+    ended = forked(interrupted, tmp_path / "new/run")
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_flag_is_said_once(monkeypatch, capsys):
+    """By the first rank."""
+    monkeypatch.setattr(sys, "argv", ["grpo.py", "--nope", "1"])
+    said = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as stop:
+            parse(grpo.Args)
+        said.append(capsys.readouterr().err)
+        assert stop.value.code == 2
+    assert "nope" in said[0] and said[0].count("\n") == 1 and not said[1]
+
+
 # What a run says of itself
 
 
 def test_a_fall_and_killed_answers_are_printed(tmp_path, monkeypatch, capsys):
     """A judge that kills an answer a step; accuracy that ends below its start."""
     accuracies = [{"greedy": 0.5, "sampled": 0.4}, {"greedy": 0.25, "sampled": 0.5}]
-    monkeypatch.setattr(grpo, "evaluate", lambda *arguments: accuracies[bool(judge.killed)])
+    monkeypatch.setattr(grpo, "evaluate", lambda *arguments: accuracies.pop(0))
 
     def judge(completions: list[str], answers: list[str]) -> list[float]:
         judge.killed += 1

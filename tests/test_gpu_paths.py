@@ -8,7 +8,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
 import sys
 import weakref
 from collections.abc import Callable
@@ -114,13 +113,6 @@ def engine_of(Args: type = grpo.Args, model: str = "tiny", **flags: object) -> V
     return engine
 
 
-def test_more_ranks_than_gpus_are_refused(cuda, monkeypatch):
-    for name, value in (("WORLD_SIZE", 2), ("RANK", 1), ("LOCAL_RANK", 1), ("MASTER_PORT", 1)):
-        monkeypatch.setitem(os.environ, name, str(value))
-    with pytest.raises(BadInput, match=r"with 1 GPU\(s\): --nproc_per_node 1"):
-        setup()
-
-
 @pytest.mark.parametrize(
     ("model", "installed", "device", "engine"),
     [
@@ -157,22 +149,6 @@ def test_nothing_sleeps_or_wakes_in_vain(fake_vllm, tiny):
     assert engine.llm.calls == ["wake kv_cache", "wake weights", "generate", "sleep"]
 
 
-@pytest.mark.parametrize(("local_rank", "asked"), [(0, ["owner/name"]), (1, [])])
-def test_one_rank_of_a_node_downloads_for_its_engines(
-    fake_vllm, tiny, monkeypatch, local_rank, asked
-):
-    """On nodes beyond the first no rank has had the weights: else all engines ask the hub."""
-    found = []
-    spy = lambda name, **how: found.append(name)  # noqa: E731
-    monkeypatch.setattr("common.plumbing.vllm.snapshot_download", spy)
-    monkeypatch.setitem(os.environ, "LOCAL_RANK", str(local_rank))
-    engine_of()
-    assert not found  # embedded
-    args = grpo.Args(rollout="vllm", model="owner/name", dtype="bfloat16")
-    VLLMEngine(args, tiny[0], GPU)
-    assert found == asked
-
-
 def test_awake_engines_never_sleep(fake_vllm, tiny):
     engine = engine_of()
     engine.sync(Policy(tiny[0]))
@@ -180,20 +156,10 @@ def test_awake_engines_never_sleep(fake_vllm, tiny):
     assert engine.llm.calls == ["start", "push", "reset", "generate"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("dtype=float16", "--vllm dtype=float16: dtype follows from the other flags"),
-        ("seed=1", "--vllm seed=1: seed follows from the other flags"),
-        ("logprobs_mode=raw_logprobs", "logprobs_mode follows from the other flags"),
-        ("enforce_eager", "--vllm enforce_eager: must be KEY=VALUE"),
-        ("enforce_eage=true", "--vllm enforce_eage=true: vLLM has no option 'enforce_eage'"),
-        ("=1", "--vllm =1: vLLM has no option"),
-    ],
-)
-def test_further_options_that_vllm_cannot_have_are_refused(fake_vllm, words, message):
-    with pytest.raises(BadInput, match=re.escape(message)):
-        engine_of(vllm=("kv_cache_dtype=fp8", words))
+@pytest.mark.parametrize("key", ["dtype", "seed", "logprobs_mode", "max_model_len"])
+def test_further_options_cannot_be_ours(fake_vllm, key):
+    with pytest.raises(BadInput, match=f"--vllm {key}: follows from the other flags"):
+        engine_of(vllm=("kv_cache_dtype=fp8", f"{key}=1"))
 
 
 def test_further_options_go_to_vllm(fake_vllm):
@@ -211,7 +177,7 @@ def test_further_options_that_vllm_refuses_are_one_line(fake_vllm, monkeypatch):
         raise ValueError("1 validation error for CacheConfig\ncache_dtype\n  Input should be ...")
 
     monkeypatch.setattr(FakeLLM, "__init__", refuse)
-    with pytest.raises(BadInput, match=r"--vllm kv_cache_dtype=x: .* \(1 val.* cache_dtype Input"):
+    with pytest.raises(BadInput, match="--vllm kv_cache_dtype=x: vLLM refuses that .1 valid"):
         engine_of(vllm=("kv_cache_dtype=x",))
     with pytest.raises(ValueError, match="1 validation error") as caught:
         engine_of()
@@ -335,7 +301,7 @@ def push(folder: Path) -> None:
     """On each of two ranks: all parameters, as the engine asks for them."""
     world = setup()
     lm, _ = load_model("tiny-moe")
-    args = SimpleNamespace(dtype="bfloat16", shard_ranks=2)
+    args = SimpleNamespace(dtype="bfloat16", shard_ranks=2, gradient_checkpointing=False)
     policy = shard(Policy(lm), args, world)
     pushed = Pushed(DTensor.full_tensor)
     DTensor.full_tensor = lambda tensor: pushed(tensor)
@@ -362,7 +328,7 @@ def test_no_module_draws_from_torchs_global_generator():
     draws = {"rand", "randn", "randint", "randperm", "multinomial", "bernoulli", "normal"}
     draws |= {"rand_like", "randn_like", "randint_like", "manual_seed", "seed", "dropout"}
     draws |= {f"{name}_" for name in ("normal", "uniform", "bernoulli", "exponential", "random")}
-    for path in (*algorithms(), *(ROOT / "common").glob("*.py")):
+    for path in (*algorithms(), *(ROOT / "common").rglob("*.py")):
         for call in ast.walk(ast.parse(path.read_text())):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
                 own = any(word.arg == "generator" for word in call.keywords)
@@ -397,10 +363,9 @@ def test_a_rank_that_fails_does_not_wait_for_the_others(monkeypatch, capsys):
         raise ValueError("a mistake of ours")
 
     monkeypatch.setattr(fail, "__module__", "grpo", raising=False)
-    monkeypatch.setattr("common.plumbing.launch.os._exit", lambda code: sys.exit(code))
-    assert run_here(fail, "--steps", 1) == 1
-    said = capsys.readouterr().err
-    assert "a mistake of ours" in said and "rank 0 failed in" in said
+    monkeypatch.setattr("common.plumbing.launch.os._exit", lambda code: sys.exit(10 + code))
+    assert run_here(fail, "--steps", 1) == 11
+    assert "ValueError: a mistake of ours\n" in capsys.readouterr().err
 
 
 def test_the_suite_does_not_see_gpus():

@@ -213,7 +213,7 @@ def test_a_lab_of_runs_tells_and_draws_what_its_runs_may_leave(name, tmp_path, m
     """
     module = load(name)
     known, random = of_a_lab(module, monkeypatch), np.random.default_rng(0)
-    common = "".join(path.read_text() for path in (ROOT / "common").glob("*.py"))
+    common = "".join(path.read_text() for path in (ROOT / "common").rglob("*.py"))
     written = set()
 
     def trained(command: str, seed: int, columns: tuple, damage: tuple | None) -> dict:

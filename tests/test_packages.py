@@ -7,8 +7,8 @@ import math
 import datasets
 import grpo
 import pytest
-from common.data import HUB, load_task, read_set
-from common.reward import GYM_SIZE
+from common.data import load_task
+from common.plumbing.sets import HUB, read_set
 
 from tests.gpu.shapes import byte_tokenizer
 from tests.helpers import SMALL, metrics, run_here
@@ -62,27 +62,28 @@ def test_wandb_offline_holds_the_config_and_every_step(tmp_path, monkeypatch):
     assert all(math.isclose(logged[step]["reward"], written[step]["reward"]) for step in (1, 2))
 
 
-@pytest.mark.parametrize("name", ["chain_sum", "countdown", "spell_backward"])
+@pytest.mark.parametrize("name", ["chain_sum", "letter_counting", "spell_backward"])
 def test_reasoning_gym_itself(name):
-    """Its own answer scores 1, another one less; prompts and held-out problems are the same in
-    every run."""
-    gym = pytest.importorskip("reasoning_gym")
-    task, again, other = (load(f"reasoning_gym:{name}", Letters(), seed=seed) for seed in (1, 1, 2))
-    rows = gym.create_dataset(name, size=GYM_SIZE, seed=0)
+    """tools/gym.py: a right answer scores 1, another one less; prompts and held-out problems are
+    the same in every run, and apart; a set that would run the model's words is refused."""
+    pytest.importorskip("reasoning_gym")
+    from tools import gym
+
+    spec, rows = f"tools/gym.py:{name}", getattr(gym, name).rows
+    task, again, other = (load(spec, Letters(), seed=seed) for seed in (1, 1, 2))
     problem = task.train(3)
     assert problem == again.train(3) and problem.prompt != other.train(3).prompt
     assert task.held_out == other.held_out and len(task.held_out) == 2
+    assert int(problem.answer) < gym.SIZE // 2 < min(int(p.answer) for p in task.held_out)
     right = rows[int(problem.answer)]["answer"]
-    given = [f"It is <answer>{right}</answer>.", f"<answer>{right}1</answer>", "", right]
+    given = [f"It is <answer>{right}</answer>.", f"<answer>{right}1</answer>", "", "9**9**9**9"]
     scores = task.judge(given, [problem.answer] * 4)
-    assert scores[0] == 1.0
-    assert max(scores[1:]) < 1.0
+    assert scores[0] == 1.0 and max(scores[1:]) < 1.0
     assert problem.prompt.startswith(rows[int(problem.answer)]["question"])
-    # Bounded, whatever it computes
-    assert task.judge(["<answer>9**9**9**9**9</answer>"], [problem.answer])[0] < 1.0
     task.judge.close()
-    with pytest.raises(ValueError, match="--task reasoning_gym:nothing: .*not registered"):
-        load("reasoning_gym:nothing")
+    for wrong, why in (("countdown", "would execute"), ("nothing", "not registered")):
+        with pytest.raises(ValueError, match=f"--task tools/gym.py:{wrong}: .*{why}"):
+            load(f"tools/gym.py:{wrong}")
 
 
 @pytest.mark.parametrize("kind", ["parquet", "json"])

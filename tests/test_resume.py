@@ -52,7 +52,7 @@ def test_auto_goes_on_after_torchrun_has_restarted_the_ranks(tmp_path):
     they go on from step 2, and the end is that of a run that nothing happened to."""
     flags = [*SMALL, "--steps", 5]
     ranks = "-m torch.distributed.run --standalone --nproc_per_node=2 --max_restarts=1".split()
-    words = ["grpo", "lost", 7, *flags, "--resume", "--run_dir", tmp_path / "parts"]
+    words = ["grpo", "lost", 7, *flags, "--resume", "auto", "--run_dir", tmp_path / "parts"]
     run = started(*ranks, "tests/driver.py", *words)
     assert run.returncode == 0, run.stderr[-3000:]
     assert "steps 1 to 5, each" in run.stdout and "steps 3 to 5, each" in run.stdout
@@ -61,8 +61,8 @@ def test_auto_goes_on_after_torchrun_has_restarted_the_ranks(tmp_path):
 
 
 def test_auto_goes_on_if_there_is_a_checkpoint_and_starts_otherwise(tmp_path, capsys):
-    """No folder, a whole checkpoint, a finished run, another run, damaged checkpoints alone."""
-    folder, flags = tmp_path / "run", [*SMALL, "--run_dir", tmp_path / "run", "--resume"]
+    """No folder, a whole checkpoint, a finished run, another run."""
+    folder, flags = tmp_path / "run", [*SMALL, "--run_dir", tmp_path / "run", "--resume", "auto"]
 
     def said(*more: object, code: int = 0) -> str:
         assert run_here(grpo.main, *flags, *more) == code
@@ -71,7 +71,7 @@ def test_auto_goes_on_if_there_is_a_checkpoint_and_starts_otherwise(tmp_path, ca
     assert "no checkpoint in" in (text := said("--steps", 2)) and "steps 1 to 2" in text
     assert "steps 3 to 4" in said("--steps", 4)
     before = (folder / "metrics.jsonl").read_bytes()
-    assert "steps 5 to 4" in said("--steps", 4)
+    assert "all 4 steps are done" in said("--steps", 4)
     assert (folder / "metrics.jsonl").read_bytes() == before
     assert "has seed 1, this run 2" in said("--steps", 4, "--seed", 2, code=2)
     assert not list(tmp_path.glob("run.*"))
@@ -101,6 +101,27 @@ def test_signals_finish_the_step_save_and_exit_0(tmp_path, moment):
     assert "go on with --resume" in run.stdout and (tmp_path / "run/curves.png").exists()
     last = metrics(tmp_path / "run")[-1]["step"]
     assert last <= 5 and (tmp_path / f"run/checkpoints/step_{last:06d}").exists()
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path):
+    """SIGTERM to the last of two: both save step 3 and leave; resume goes on."""
+    flags = [*SMALL, "--run_dir", tmp_path / "run"]
+    ended = command("grpo", *flags, "--steps", 50, at=("term", 3), ranks=2)
+    assert ended.codes == [0, 0], ended.stderr
+    assert ended.stdout.count("stopped after step 3, saved: go on with --resume") == 1
+    assert (tmp_path / "run/checkpoints/step_000003/rank1.pt").exists()
+    assert command("grpo", *flags, "--steps", 4, "--resume", ranks=2).codes == [0, 0]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path):
+    """Without a traceback; the checkpoint before is whole, and resume goes on from it."""
+    flags = [*SMALL, "--steps", 4, "--run_dir", tmp_path / "run"]
+    ended = command("grpo", *flags, at=("twice", 3))
+    assert ended.returncode == -signal.SIGINT and "Traceback" not in ended.stderr
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
+    assert run_here(grpo.main, *flags, "--resume") == 0
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
 
 
 def test_the_last_checkpoints_are_kept(tmp_path):
@@ -146,7 +167,8 @@ def test_resume_refuses_another_run(tmp_path, monkeypatch, capsys):
     shutil.copytree(ROOT / "common/tiny/model", other)
     resized(other)
     monkeypatch.setattr("common.plumbing.model.EMBEDDED", {"tiny": other})
-    assert "does not fit --model, or is damaged (then delete it) (Size mismatch" in refused()
+    wrong = "does not fit --model, or is damaged: then delete it, and the one before it is taken"
+    assert f"{wrong} (Size mismatch" in refused()
     assert not dist.is_initialized()
 
 

@@ -278,7 +278,7 @@ def test_a_runs_checkpoint_is_measured_as_by_hf(tmp_path, finished):
             "--rollout_dtype float32 --tensor_parallel 2",
             "--tensor_parallel 2: does not divide the 1 rank(s)",
         ),
-        ("--rollout_dtype float32 --vllm max_model=9", "vLLM has no option 'max_model'"),
+        ("--rollout_dtype float32 --vllm max_model=9", "--vllm max_model=9: vLLM refuses that ("),
         (
             "--rollout_dtype float32 --vllm enforce_eager=true block_size=odd",
             "--vllm enforce_eager=true block_size=odd: vLLM refuses that (1 validation error",

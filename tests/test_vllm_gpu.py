@@ -59,6 +59,7 @@ def pretend() -> None:
         is_cumem_allocator_available = classmethod(lambda cls: True)
         import_kernels = log_warnings = classmethod(lambda cls: None)
 
+    torch.cuda.get_device_capability = lambda device: (9, 0)
     platforms._current_platform = H100()  # before other modules ask which it is
     import vllm.config.vllm as config
 
@@ -80,7 +81,7 @@ def main() -> None:
         args = minirl.Args(rollout="vllm", dtype="bfloat16", prompts_per_step=8, **flags)
         world = World(0, args.tensor_parallel, torch.device("cuda", 0))
         options = vllm_options(args, models[args.model], world)
-        options |= passed_through(args.vllm, options, EngineArgs)
+        options |= passed_through(args.vllm, options)
         config = EngineArgs(**options).create_engine_config(UsageContext.LLM_CLASS)
         model, scheduler, parallel = (
             config.model_config,

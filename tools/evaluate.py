@@ -24,24 +24,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from common.plumbing.checkpoint import newest_whole, step_of
-from common.data import Problem, fitting, load_task, read_set, remarks_on, room, slowly
-from common.distributed import CLOSING, BadInput, Refused, RunStopped, World
-from common.distributed import first_line, global_sum, shard, together
+from common.data import Problem, fitting, limits, load_task, read_set, remarks_on
+from common.distributed import BadInput, RunStopped, World
+from common.distributed import blame, first_line, global_sum, shard
 from common.plumbing.flags import Count, Flags, broken_rule
-from common.plumbing.folder import append, spelled_out
-from common.plumbing.launch import launch, settle, without_effect
+from common.plumbing.folder import as_lines, checkpoints, whole
+from common.plumbing.launch import launch, settle
 from common.logprobs import Policy
 from common.plumbing.model import load_model
 from common.reward import Judge
 from common.rollout import make_engine
 from common.tiny import arithmetic
 from common.plumbing.tracking import Run
+from tools.compare import config_of
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
-from tools.compare import config_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from tqdm import tqdm
@@ -83,37 +82,29 @@ class Set(NamedTuple):
 
 
 class Responses:
-    """All rows measured so far, in a new file in `folder`, or in a temporary one from when that
-    cannot be written on."""
+    """All rows measured so far, in a new file: in `folder`, or in a temporary one from when that
+    cannot be written."""
 
-    def __init__(self, folder: Path):
-        self.folder, self.rows = folder, []
-        self.file, self.failure = None, ""  # that holds all rows; why it is not in folder
-        self.made = [path for path in (folder, *folder.parents) if not path.exists()]
-        CLOSING.append(self.release)
+    def __init__(self, folder: Path, name: str):
+        self.folder, self.rows, self.failure = folder, [], ""
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()  # fails now, not when there is something to lose
+        self.files = (new_file(place, name) for place in (folder, Path(tempfile.gettempdir())))
+        self.file = next(self.files)  # fails now, not when there is something to lose
 
-    def release(self) -> None:
-        """Of the folders made here, those that are empty go."""
-        for path in self.made:
-            with contextlib.suppress(OSError):
-                path.rmdir()
-
-    def keep(self, name: str, rows: list[dict]) -> None:
-        """Add rows to the file; a failure is remembered, not raised."""
+    def keep(self, rows: list[dict]) -> None:
+        """Write the file again, with these rows too; a failure is remembered, not raised."""
         self.rows += rows
-        for folder in (self.folder, None):  # None: a temporary one
+        while self.file:
             try:
-                if self.file is None:
-                    self.file = unused(folder or Path(tempfile.mkdtemp(prefix="evaluation-")), name)
-                    rows = self.rows
-                append(self.file, rows)
+                with whole(self.file) as partial:
+                    partial.write_text(as_lines(self.rows))
                 return
             except OSError as error:
-                if self.file and rows is self.rows:  # it is new, and empty
-                    self.file.unlink(missing_ok=True)
-                self.file, self.failure = None, self.failure or first_line(error)
+                self.failure, failed, self.file = self.failure or first_line(error), self.file, None
+                with contextlib.suppress(OSError):
+                    if not failed.stat().st_size:
+                        failed.unlink()
+                    self.file = next(self.files, None)
 
     def conclude(self) -> str:
         """Where the rows are; RunStopped where that is not the folder that was asked for."""
@@ -123,23 +114,18 @@ class Responses:
         return f"responses and scores: {self.file}"
 
 
-def unused(folder: Path, name: str) -> Path:
-    """A new, empty file: NAME.jsonl, or NAME.2.jsonl or the next number, if there is one."""
+def new_file(folder: Path, name: str) -> Path:
+    """A new, empty file: NAME.jsonl, or where that is taken NAME.2.jsonl, NAME.3.jsonl, ..."""
     for number in itertools.count(1):
         path = folder / f"{name}{f'.{number}' if number > 1 else ''}.jsonl"
         with contextlib.suppress(FileExistsError):
-            path.open("x").close()
+            path.touch(exist_ok=False)
             return path
 
 
 def prepare(args: Args, world: World) -> None:
     """Give flags that were not given the run's values, if MODEL is a run, and check them all."""
-    given = replace(args, rollout_rows=Args.rollout_rows)  # which here has an effect on vLLM, too
-    try:
-        config = config_of(Path(args.model))
-    except OSError as error:
-        raise BadInput(f"MODEL {args.model}: cannot be read ({first_line(error)})") from error
-    if config:
+    if config := config_of(Path(args.model)):
         own = {name: config.get(name) for name in OF_THE_RUN.split()}
         fit = {name: value for name, value in own.items() if type(value) is type(vars(args)[name])}
         # The same command line once more, over other defaults
@@ -173,7 +159,8 @@ def load_sets(
             continue
         rows = read_set(spec, args, "test", "--eval_task")
         tried = (
-            fitting(row, args, tokenizer) for row in tqdm(rows, "tokenising", leave=False, delay=3)
+            fitting(row, args.instruction, args, tokenizer)
+            for row in tqdm(rows, "tokenising", leave=False, delay=3)
         )
         if not (found := [problem for problem in tried if problem]):
             left = f"no problem left of {len(rows)}; {limits(args, tokenizer)}"
@@ -206,10 +193,8 @@ def main(args: Args, world: World) -> None:
     run, config = Path(args.model), config_of(Path(args.model))
     name = run.resolve().name if config else re.sub(r"[^\w.-]+", "-", args.model).strip("-")
     folder = Path(args.run_dir or (run if config else "runs/evaluations")).expanduser()
-    with blame(f"--run_dir {folder}: cannot be used"):
-        responses = Responses(folder) if world.rank == 0 else None
     args.model = config.get("model", args.model)
-    lm, tokenizer = load_model(args.model, "MODEL")
+    lm, tokenizer = load_model(args.model, world, "MODEL")
     sets, remarks = load_sets(args, config, tokenizer)
     engine, step = make_engine(args, lm, world), 0
     if config:
@@ -226,11 +211,13 @@ def main(args: Args, world: World) -> None:
                 print(line, flush=True)
 
     what = f"{name} after step {step}" if config else args.model
-    say(f"{what}; {world.size} rank(s) on {world.device}, {args.dtype}", *remarks)
-    say(*head(args.eval_samples))
     words = ["evaluation", name, *[f"step{step}"] * bool(config)]
     words += [re.sub(r"[^\w.-]+", "-", Path(one.name).stem) for one in sets]
+    with blame(f"--run_dir {folder}: cannot be used"):
+        responses = Responses(folder, "-".join(words)[:150]) if world.rank == 0 else None
     total, hidden = len(SETTINGS) * sum(len(one.problems) for one in sets), world.rank > 0
+    say(f"{what}; {world.size} rank(s) on {world.device}, {args.dtype}", *remarks)
+    say(*head(args.eval_samples))
     Run.bar = tqdm(total=total, disable=hidden, dynamic_ncols=True, unit="problem")
     Run.phase = "evaluate"  # for messages about failures
     for one in sets:
@@ -238,7 +225,7 @@ def main(args: Args, world: World) -> None:
             rows = measure(engine, one, temperature, top_p, tokenizer, args, world)
             say(line_of(rows, args.eval_samples))
             if responses:
-                responses.keep("-".join(words)[:150], rows)
+                responses.keep(rows)
     judges = {id(one.judge): one.judge for one in sets}.values()
     killed = {"killed": sum(getattr(judge, "killed", 0) for judge in judges)}
     if killed := global_sum(killed, world)["killed"]:

@@ -1,13 +1,18 @@
 """Checkpoints that survive a kill at any moment, and the model in the Hugging Face format."""
 
+import contextlib
+import errno
+import os
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -38,7 +43,7 @@ def save_checkpoint(
     for values in (values for one in unused for values in one.state.values()):
         values["step"].zero_()
     what = f"cannot save {final}; those before it are whole: mend that and go on with --resume"
-    with blame(what, RunStopped):
+    with blame(what, RunStopped), full_disk(folder):
         partial.mkdir(parents=True, exist_ok=True)
         dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=partial / "shards")
         share = {"generators": generators(world), "state": state, "ranks": world.size}
@@ -49,6 +54,17 @@ def save_checkpoint(
             partial.rename(final)
             for old in checkpoints(folder)[:-KEEP_CHECKPOINTS]:
                 shutil.rmtree(old)
+
+
+@contextlib.contextmanager
+def full_disk(folder: Path) -> Iterator[None]:
+    """Names a full disk, of which torch's writers say "unexpected pos 704 vs 598"."""
+    try:
+        yield
+    except (Exception, CheckpointException):
+        if shutil.disk_usage(folder).free < 2**20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
+        raise
 
 
 def generators(world: World) -> dict:

@@ -82,7 +82,9 @@ def report(error: Exception, world: World) -> None:
     elif not isinstance(error, BadInput | RunStopped):
         traceback.print_exc()
         return
-    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    line = "\n" * (world.rank > 0 and Run.phase != "")  # ends the first rank's progress bar
+    line += f"{Path(sys.argv[0]).name}: error: {message}"
+    print(line, file=sys.stderr, flush=True)
 
 
 def parse(Args: type) -> object:

@@ -103,8 +103,8 @@ def losses(world: World) -> str:
             batch |= {"rollout_logp": batch["old_logp"] - 0.01, "entropy": batch["mask"] * 0.5}
             batch = {k: v.to(device) for k, v in batch.items()}
             batch["logp"].requires_grad_()
-            extra = {"ref_logp": batch["old_logp"]} if hasattr(module.Args(), "beta") else {}
-            total, count, _ = module.policy_loss(module.Args(), **batch, **extra)
+            batch["ref_logp"] = batch["old_logp"]
+            total, count, _ = module.policy_loss(module.Args(), **batch)
             (total / count).backward()
             found.append(
                 torch.cat(
