@@ -46,10 +46,10 @@ def blame(what: str, kind: type = BadInput) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or of its cause's: what fits into one line."""
+    """An exception's message, or its first cause's, as far as it fits into a line."""
     if isinstance(error, CheckpointException):
         error, _ = next(iter(error.failures.values()))
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return " ".join(str(error).split())[:240] or type(error).__name__
 
 
 @dataclass
@@ -76,6 +76,8 @@ def setup() -> World:
     rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
+    if gpu and local >= (found := torch.cuda.device_count()):
+        raise BadInput(f"{local + 1} ranks on {found} GPU(s): --nproc_per_node {found}")
     if gpu:
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in os.environ:

@@ -328,7 +328,7 @@ def test_the_tokenizer_knows_the_models_positions(tmp_path, tiny):
 
 def test_a_folder_without_weights_is_named(tmp_path, tiny):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(BadInput, match=f"--model {tmp_path}: cannot be loaded"):
+    with pytest.raises(BadInput, match=f"--model {tmp_path}: the folder holds no ..safetensors"):
         load_model(str(tmp_path))
 
 

@@ -73,7 +73,7 @@ def test_auto_goes_on_if_there_is_a_checkpoint_and_starts_otherwise(tmp_path, ca
     before = (folder / "metrics.jsonl").read_bytes()
     assert "all 4 steps are done" in said("--steps", 4)
     assert (folder / "metrics.jsonl").read_bytes() == before
-    assert "has seed 1, this run 2" in said("--steps", 4, "--seed", 2, code=2)
+    assert "has seed 1, not 2" in said("--steps", 4, "--seed", 2, code=2)
     assert not list(tmp_path.glob("run.*"))
 
 
@@ -150,7 +150,7 @@ def test_resume_refuses_another_run(tmp_path, monkeypatch, capsys):
         assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
         return capsys.readouterr().err
 
-    assert "has group_size 4, this run 8" in refused("--group_size", 8)
+    assert "has group_size 4, not 8" in refused("--group_size", 8)
     config = json.loads((folder / "config.json").read_text())
     # The evaluation set decides which rows of a set are held back from training.
     changes = {"algorithm": "gspo", "eval_task": "math500"}

@@ -32,6 +32,8 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
     if not name or not Path(source).is_dir() and name.count("/") != 1:  # nor a hub name
         known = f"use a folder, a hub name (owner/name), {' or '.join(EMBEDDED)}"
         raise BadInput(f"{flag} {name!r}: no such folder; {known}")
+    if Path(source).is_dir() and not any(Path(source).glob("*.safetensors")):
+        raise BadInput(f"{flag} {name}: the folder holds no *.safetensors weights")
     logging.set_verbosity_error()  # what transformers only warns about is refused by check_weights
     own = {"trust_remote_code": False}  # a model folder's own code never runs
     how = own | {"attn_implementation": "sdpa", "dtype": torch.float32}
