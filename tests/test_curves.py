@@ -67,10 +67,6 @@ def test_the_telling_metrics_stand_between_what_is_learned_and_the_health(drawn)
     assert titles[5].startswith("entropy") and len(titles) == 8
 
 
-def test_an_older_run_names_one_metric(drawn):
-    assert [*drawn(some_lines(), acted="weight_max")][3] == "weight_max"
-
-
 def test_the_samplers_kl_is_drawn_above_rounding_only(drawn):
     def with_kl(*values: float | None) -> dict:
         lines = some_lines()

@@ -340,11 +340,11 @@ def test_what_is_measured_is_kept(spare, measured, tmp_path, monkeypatch):
     folder (or, if that is full too, the table is all), exit code 1."""
     write, out, written = Path.write_text, tmp_path / "out", []
 
-    def full(self: Path, text: str) -> int:
+    def full(self: Path, text: str, **how: str) -> int:
         written.append(self)
         if len(written) > 1 and (self.parent == out or not spare):
             raise OSError(28, "No space left on device")
-        return write(self, text)
+        return write(self, text, **how)
 
     (tmp_path / "spare").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "spare"))
@@ -401,7 +401,7 @@ def test_an_earlier_evaluation_stays(measured, tmp_path):
 def empty_run(folder: Path) -> Path:
     """A run that has not saved yet."""
     folder.mkdir()
-    config = dict.fromkeys("algorithm acted ranks seed lr eval_task".split(), "")
+    config = {"algorithm": "grpo", "acted": {}, "ranks": 1, "seed": 1, "lr": 1e-3, "eval_task": ""}
     config |= {"model": "tiny", "task": "arithmetic"}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -424,7 +424,7 @@ WRONG = {
     "tiny tiny": "Unrecognized options: tiny",
     "nowhere": "MODEL 'nowhere': no such folder",
     "tinny": "MODEL 'tinny': no such folder; use a folder, a hub name",
-    "{tmp}": "MODEL {tmp}: cannot be loaded",
+    "{tmp}": "MODEL {tmp}: the folder holds no",
     "{empty}": "MODEL {tmp}/run: no checkpoint",
     "{broken}": "{tmp}/run/config.json: damaged",
     "{other}": "step_000002 is damaged or does not fit its model",

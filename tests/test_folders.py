@@ -20,7 +20,7 @@ import pytest
 import torch
 from common.data import load_task
 from common.distributed import BadInput, StopFlag
-from common.plumbing.folder import as_lines, checkpoints, lock, new_folder, newest_run, read_lines
+from common.plumbing.folder import as_lines, checkpoints, lock, new_folder, runs_called, read_lines
 from common.plumbing.launch import parse
 from transformers import AutoModelForCausalLM
 
@@ -121,19 +121,16 @@ def test_two_runs_started_at_once_have_a_folder_each(tmp_path):
         assert [path.name for path in checkpoints(one)] == ["step_000002"]
 
 
-def test_the_last_of_the_runs_with_a_name_is_meant(tmp_path):
+def test_the_runs_with_a_name_newest_first(tmp_path):
     """By its number, 10 after 9; a folder that no run made, or with another name, is none."""
     name = tmp_path / "run"
-    assert newest_run(name) is None
+    assert runs_called(name) == []
     config = dict.fromkeys(("algorithm", "acted", "task", "seed"))
     for folder in ("run", "run.9", "run.10", "run.11", "run.12x", "runs", "old.run"):
         (tmp_path / folder).mkdir()
         if folder != "run.11":
             (tmp_path / folder / "config.json").write_text(json.dumps(config))
-    assert newest_run(name) == tmp_path / "run.10"
-    shutil.rmtree(tmp_path / "run.10")
-    shutil.rmtree(tmp_path / "run.9")
-    assert newest_run(name) == name
+    assert runs_called(name) == [tmp_path / folder for folder in ("run.10", "run.9", "run")]
 
 
 def test_the_second_run_is_resumed_while_the_first_is_finished(run, capsys):
@@ -204,7 +201,10 @@ FOREIGN = {
     "files": (lambda folder: (folder / "x/y").mkdir(parents=True) or "x", "x.2"),
     "a link": (lambda folder: (folder / "x").symlink_to("nowhere") or "x", "x.2"),
     "a long name": (lambda folder: "x" * 300, "File name too long"),
-    "under a file": (lambda folder: folder.joinpath("x").write_text("x") and "x/run", "Not a dir"),
+    "under a file": (
+        lambda folder: folder.joinpath("x").write_text("x") and "x/run",
+        "File exists",
+    ),
     "no such place": (lambda folder: "/proc/nowhere/run", "--run_dir /proc/nowhere/run: cannot be"),
 }
 

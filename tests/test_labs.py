@@ -87,8 +87,9 @@ def direction_of_flips(found: dict) -> None:
 def direction_of_junk(found: dict) -> None:
     """Slips and discoveries go with the mask; at the spark the spring is on."""
     assert middle(found["junk, STAPO"], "end") < 0.5 * middle(found["junk, GRPO"], "end")
-    for name, most in (("STAPO", 0), ("top 20%", 0), ("GRPO", 2)):
-        assert sum(np.isfinite(run["found"]) for run in found[f"fork, {name}"]) == most
+    for name in ("STAPO", "top 20%", "GRPO"):
+        finds = sum(np.isfinite(run["found"]) for run in found[f"fork, {name}"])
+        assert bool(finds) == (name == "GRPO")
     spring, off = found["spark, Lp-Reg"], found["spark, Lp-Reg, spring off"]
     assert all(one["p"] != other["p"] for one, other in zip(spring, off))
 
@@ -537,7 +538,7 @@ def test_a_row_of_the_stack_is_compared_seed_by_seed():
 def run_folder(folder: Path, steps: int, ended: bool = True) -> None:
     """What a run of so many steps leaves; without its summary if it did not end."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = dict.fromkeys("algorithm ranks model task lr".split(), "x")
+    config = dict.fromkeys("algorithm model task".split(), "x") | {"ranks": 1, "lr": 1e-3}
     (folder / "config.json").write_text(json.dumps(config | {"seed": 1, "steps": 9, "acted": {}}))
     lines = [{"step": step, "greedy": 0.5, "sampled": 0.5} for step in range(steps + 1)]
     more = dict.fromkeys("reward response_len entropy grad_norm tokens seconds".split(), 1.0)

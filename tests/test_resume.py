@@ -155,7 +155,7 @@ def test_resume_refuses_another_run(tmp_path, monkeypatch, capsys):
     # The evaluation set decides which rows of a set are held back from training.
     changes = {"algorithm": "gspo", "eval_task": "math500"}
     for change, message in (
-        ({name: value}, f"has {name} {value!r}, this run") for name, value in changes.items()
+        ({name: value}, f"has {name} {value!r}, not") for name, value in changes.items()
     ):
         (folder / "config.json").write_text(json.dumps(config | change))
         before[folder / "config.json"] = (folder / "config.json").read_bytes()

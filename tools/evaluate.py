@@ -97,7 +97,7 @@ class Responses:
         while self.file:
             try:
                 with whole(self.file) as partial:
-                    partial.write_text(as_lines(self.rows))
+                    partial.write_text(as_lines(self.rows), encoding="utf-8")
                 return
             except OSError as error:
                 self.failure, failed, self.file = self.failure or first_line(error), self.file, None

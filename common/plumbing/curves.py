@@ -25,8 +25,7 @@ BLUE, ORANGE = "#0072B2", "#D55E00"  # also told apart by the colour-blind (Okab
 
 def telling(config: dict) -> dict[str, str]:
     """The metrics that show the algorithm acting -> what they are, in words."""
-    acted = config["acted"]
-    return acted if isinstance(acted, dict) else {str(acted): str(acted)}  # older runs: a name
+    return config["acted"]
 
 
 def series(lines: list[dict], name: str) -> np.ndarray:
