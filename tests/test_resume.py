@@ -68,13 +68,16 @@ def test_auto_goes_on_if_there_is_a_checkpoint_and_starts_otherwise(tmp_path, ca
         assert run_here(grpo.main, *flags, *more) == code
         return "".join(capsys.readouterr())
 
-    assert "no checkpoint in" in (text := said("--steps", 2)) and "steps 1 to 2" in text
+    assert "no checkpoint of this run" in (text := said("--steps", 2)) and "steps 1 to 2" in text
     assert "steps 3 to 4" in said("--steps", 4)
     before = (folder / "metrics.jsonl").read_bytes()
     assert "all 4 steps are done" in said("--steps", 4)
     assert (folder / "metrics.jsonl").read_bytes() == before
-    assert "has seed 1, not 2" in said("--steps", 4, "--seed", 2, code=2)
     assert not list(tmp_path.glob("run.*"))
+    assert "steps 1 to 2" in said("--steps", 2, "--seed", 2)  # another run, in run.2
+    assert "steps 3 to 4" in said("--steps", 4, "--seed", 2)
+    assert "all 4 steps are done" in said("--steps", 4)
+    assert [path.name for path in tmp_path.glob("run.*")] == ["run.2"]
 
 
 def test_a_kill_during_the_save_leaves_the_checkpoint_before(tmp_path, finished):

@@ -67,13 +67,14 @@ class Run:
         runs = runs_called(self.folder)
         same = [one for one in runs if not other_flags(one, self.config)]
         folder = (same or runs or [self.folder])[0]
-        if not checkpoints(folder):
-            if self.args.resume != "auto":
-                raise BadInput(f"--resume: no checkpoint in {folder}")
-            self.say(f"no checkpoint in {folder}: starting anew")
+        saved = checkpoints(folder)
+        if self.args.resume == "auto" and not (same and saved):
+            self.say(f"no checkpoint of this run in {folder}: starting anew")
             return False
-        if other := other_flags(folder, self.config):
-            raise BadInput(f"--resume: {folder} has {other}")
+        if saved and not same:
+            raise BadInput(f"--resume: {folder} has {other_flags(folder, self.config)}")
+        if not saved:
+            raise BadInput(f"--resume: no checkpoint in {folder}")
         self.folder = folder
         CLOSING.append(partial(os.close, lock(folder)))
         return True
