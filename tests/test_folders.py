@@ -308,7 +308,7 @@ def test_without_a_checkpoint(run, capsys):
     assert run_here(grpo.main, *flags) == 2
     assert f"--resume: no checkpoint in {run}\n" in capsys.readouterr().err
     assert run_here(grpo.main, *flags, "auto") == 0
-    assert f"no checkpoint in {run}: starting anew" in capsys.readouterr().out
+    assert f"no checkpoint of this run in {run}: starting anew" in capsys.readouterr().out
     assert tree(run) == before and (run.parent / "run.2/summary.json").exists()
 
 
