@@ -167,7 +167,11 @@ def direction_of_precision(found: dict) -> None:
     assert abs(moved["bfloat16, 1e-3"] / moved["float32, 1e-3"] - 1) < 0.3
 
 
-@pytest.mark.parametrize("name", TOYS)
+SLOW = ("lock", "precision", "signs")  # five seconds each
+BY_TIME = [pytest.param(n, marks=pytest.mark.variants) if n in SLOW else n for n in TOYS]
+
+
+@pytest.mark.parametrize("name", BY_TIME)
 def test_a_quick_toy_goes_the_way_of_its_page(name, tmp_path, monkeypatch, capsys):
     """At full length: what it draws is the finding. One seed here, because of the time."""
     call(name, tmp_path, monkeypatch, "--quick", "--seeds", 1)
