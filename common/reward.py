@@ -96,7 +96,7 @@ class Judge:
         self, spec: str = "", workers: int = 0, seconds: float = SECONDS, memory: int = MEMORY
     ):
         self.spec, self.seconds, self.memory = spec, seconds, memory
-        self.killed, self.failed = 0, ""  # the first error of a reward of yours
+        self.killed, self.told = 0, False
         cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         workers = workers or min(8, max(1, cores))
         self.idle: queue.Queue[subprocess.Popen | None] = queue.Queue()
@@ -106,9 +106,16 @@ class Judge:
 
     def __call__(self, completions: list[str], references: list[str]) -> list[float]:
         """The scores: 1.0 where the final answer equals the reference, else 0.0 (or part marks)."""
-        return list(self.threads.map(self._judge, completions, references))
+        verdicts = list(self.threads.map(self._judge, completions, references))
+        errors = [error for _, error in verdicts if error]
+        if errors and self.spec and not self.told:
+            self.told = True
+            first = f"{self.spec}: reward fails ({errors[0]}): 0 points"
+            print(f"\n{first}", file=sys.stderr, flush=True)
+        self.killed += len(errors)
+        return [points for points, _ in verdicts]
 
-    def _judge(self, completion: str, reference: str) -> float:
+    def _judge(self, completion: str, reference: str) -> tuple[float, str]:
         worker = self.idle.get()
         try:
             worker = worker if worker and worker.poll() is None else self._start()
@@ -119,12 +126,7 @@ class Judge:
                 worker = None
         finally:
             self.idle.put(worker)
-        points, error = json.loads(verdict or '[0.0, ""]')
-        if error and self.spec and not self.failed:
-            print(f"\n{self.spec}: reward fails ({error}): 0 points", file=sys.stderr, flush=True)
-        self.failed = self.failed or error
-        self.killed += not verdict or bool(error and self.spec)
-        return points
+        return tuple(json.loads(verdict)) if verdict else (0.0, "out of time or memory")
 
     @staticmethod
     def _ask(worker: subprocess.Popen, seconds: float, line: str = "") -> str:
@@ -194,7 +196,7 @@ def worker(spec: str, seconds: str, memory: str) -> None:
             if not abs(verdict[0]) < 1e30:  # true for NaN
                 raise ValueError(f"{verdict[0]} is no reward")
         except Exception as error:  # MemoryError and RecursionError included
-            verdict = 0.0, in_words(error)
+            verdict = 0.0, in_words(error) if spec else ""  # math-verify fails on much that is text
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(json.dumps(verdict), file=verdicts, flush=True)
 

@@ -618,6 +618,20 @@ def test_a_task_of_yours(tmp_path):
     assert task.fingerprint and task.fingerprint == other.fingerprint
 
 
+def test_a_reward_of_yours_that_fails_is_said_once_and_counted(tmp_path, capfd):
+    """It earns 0, as one that is no number does; the run does not train on zeros without a word."""
+    file = tmp_path / "mine.py"
+    reward = "def reward(response, answer): return {'nan': float('nan')}.get(response) or 1 / 0"
+    file.write_text(f"{MINE}\n{reward}\n")
+    task = load(str(file))
+    assert task.judge(["x", "nan", "y"], ["9"] * 3) == [0.0] * 3
+    assert task.take_killed() == 3 and task.take_killed() == 0
+    assert task.judge(["x"], ["9"]) == [0.0]
+    said = capfd.readouterr().err
+    assert said.count("reward fails") == 1 and f"{file}: reward fails (" in said
+    task.judge.close()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -121,6 +121,13 @@ def test_two_runs_started_at_once_have_a_folder_each(tmp_path):
         assert [path.name for path in checkpoints(one)] == ["step_000002"]
 
 
+def test_a_link_to_nowhere_above_the_folder_ends_in_a_line(tmp_path, capsys):
+    """As a disk that is not mounted leaves it: no search for a free number without end."""
+    (tmp_path / "runs").symlink_to(tmp_path / "nowhere")
+    assert run_here(grpo.main, *SMALL, "--steps", 1, "--run_dir", tmp_path / "runs/x") == 2
+    assert f"--run_dir {tmp_path}/runs/x: cannot be used" in capsys.readouterr().err
+
+
 def test_the_runs_with_a_name_newest_first(tmp_path):
     """By its number, 10 after 9; a folder that no run made, or with another name, is none."""
     name = tmp_path / "run"
@@ -506,7 +513,7 @@ def test_a_fall_and_killed_answers_are_printed(tmp_path, monkeypatch, capsys):
     flags = [*SMALL, "--run_dir", tmp_path / "run"]
     assert run_here(grpo.main, *flags, "--steps", 2) == 0
     said = capsys.readouterr().out
-    assert "\n2 answers broke the judge's time or memory bounds" in said
+    assert "\n2 answers broke the judge's bounds, or your reward" in said
     assert "WARNING: held-out accuracy ended below its start" in said
 
 

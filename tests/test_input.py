@@ -16,6 +16,8 @@ BAD_INPUT = {
     "unknown task": (["--task", "aritmetic"], "--task aritmetic: unknown"),
     "missing file": (["--task", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
     "malformed row": (["--task", "BAD_ROWS"], "bad.jsonl:2: needs 'prompt'"),
+    # Not taken for the library of that name, which says when another rank is lost
+    "a file called igloo": (["--task", "igloo.jsonl"], "--task igloo.jsonl: no such file"),
     "no such model": (["--model", "nowhere/nothing"], "--model nowhere/nothing"),
     "model without weights": (["--model", "EMPTY_MODEL"], "holds no *.safetensors weights"),
     "a group of one": (["--group_size", 1], "--group_size 1"),

@@ -225,7 +225,7 @@ class Run:
             f"seconds  {summary['seconds']:.0f}: {phases}",
         )
         if killed := sum(line.get("judge_killed", 0) for line in lines):
-            self.say(f"\n{killed:.0f} answers broke the judge's time or memory bounds")
+            self.say(f"\n{killed:.0f} answers broke the judge's bounds, or your reward")
         acted = [line[self.acted] for line in lines if self.acted in line]
         if acted and not any(acted):  # null, a NaN, is no deed either; without any it was off
             idle = f"{self.acted} was 0 at every step: what it measures never acted"
