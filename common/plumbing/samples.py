@@ -8,6 +8,7 @@ from torch import Tensor
 from common.batch import Rollout
 
 LONGEST = 256  # tokens of a response that are kept; of a longer one half as many at each end
+SCREEN = 400  # characters of a text on the screen, the last ones
 
 
 class Samples:
@@ -20,13 +21,22 @@ class Samples:
     in the last one they have moved.
     """
 
-    def __init__(self, task: object):
-        self.task, self.batch, self.number, self.kept = task, None, 0, []
+    def __init__(self, task: object, args: object):
+        self.task, self.args, self.step = task, args, 0
+        self.batch, self.number, self.kept = None, 0, []
+
+    def due(self) -> bool:
+        """Whether this step is one of which something is kept."""
+        args, step = self.args, self.step
+        turns = step in (1, args.steps), step % args.eval_every == 0
+        return args.sample_every > 0 and (any(turns) or step % args.sample_every == 0)
 
     def watch(
         self, minibatch: Rollout, rows: Tensor, logp: Tensor, entropy: Tensor, count: Tensor
     ) -> None:
         """Keep what is shown of these rows `[n]`, after their backward pass; all ranks together."""
+        if not self.due():
+            return
         if minibatch is not self.batch:
             self.batch, self.number = minibatch, self.number + 1
             group = {"minibatch": self.number, "group": self._choose(minibatch)}
@@ -69,23 +79,49 @@ class Samples:
             listed = {name: column[:end] + column[-end:] for name, column in listed.items()}
         return found | listed
 
-    def take(self) -> list[dict]:
-        """The kept groups as rows, all ranks' together; then what was kept is forgotten."""
-        kept, total = self.kept, self.number
+    def take(self, step: int, example: dict | None) -> list[dict]:
+        """The kept groups of all ranks and an evaluation's example, as rows; then they are gone."""
+        if not self.args.sample_every:
+            return []
+        kept, total, rows = self.kept, self.number, []
         self.batch, self.number, self.kept = None, 0, []
-        dist.all_gather_object(found := [None] * dist.get_world_size(), [own[1:] for own in kept])
-        rows = []
+        if example:
+            rows.append({"step": step, "example": example})
+        found = [()] * dist.get_world_size()
+        if kept:
+            dist.all_gather_object(found, [own[1:] for own in kept])
         for (group, _, _), *parts in zip(kept, *found):
             problem = self.task.train(group["group"])
             responses = [one for _, part in parts for _, one in sorted(part, key=lambda x: x[0])]
             count = sum(sums["count"] for sums, _ in parts)
             for values in (one["weight"] for one in responses):
                 values[:] = [float(f"{value / count:.7g}") for value in values]
-            shown = {"count": count, "prompt": problem.prompt, "answer": problem.answer}
-            rows.append(group | {"minibatches": total} | shown | {"responses": responses})
+            group |= {"step": step, "minibatches": total, "count": count}
+            group |= {"prompt": problem.prompt, "answer": problem.answer, "responses": responses}
+            rows.append(group)
         return rows
 
 
 def numbers(column: Tensor) -> list[float]:
     """With seven digits: float32 has no more."""
     return [float(f"{value:.7g}") for value in column.tolist()]
+
+
+def before_and_after(rows: list[dict]) -> list[str]:
+    """One held-out problem and its first and last answer, for the screen."""
+    examples = [row["example"] for row in rows if "example" in row]
+    first, last = examples[0], examples[-1]
+    asked = f"prompt   {first['prompt'][-SCREEN:]!r}, right is {first['answer']!r}"
+    answers = (("before", first["response"]), ("after", last["response"]))
+    return [asked, *(f"{when:8} {text[-SCREEN:]!r}" for when, text in answers)]
+
+
+def as_table(rows: list[dict]) -> dict:
+    """The responses as a table of Weights & Biases; nothing where there are none."""
+    columns = ["prompt", "answer", "text", "reward", "advantage"]
+    flat = [row | one for row in rows for one in row.get("responses", ())]
+    if not flat:
+        return {}
+    from wandb import Table
+
+    return {"samples": Table(columns, [[one[name] for name in columns] for one in flat])}

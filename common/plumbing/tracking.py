@@ -13,19 +13,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from tqdm import tqdm
 
 from common.distributed import CLOSING, BadInput, RunStopped, StopFlag, World, blame
 from common.plumbing.curves import draw_curves
 from common.plumbing.folder import as_lines, checkpoints, lock, new_folder, other_flags
 from common.plumbing.folder import read_lines, runs_called, whole
-from common.plumbing.samples import Samples
+from common.plumbing.samples import Samples, as_table, before_and_after
 
 MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
 MOST_APART = 3  # steps in a row in which sampler and trainer disagree, before the run stops
 ROWS = ("metrics.jsonl", "samples.jsonl", "silenced.jsonl")  # line by line; cut back on resume
-SCREEN = 400  # characters of a text on the screen, from its end
 SHOWN = ("reward", "greedy", "ref_kl", "sampler_kl")  # on the progress bar
 
 
@@ -50,7 +48,8 @@ class Run:
         self.args, self.task, self.world, self.acted = args, task, world, next(iter(acted))
         self.seconds, self.stopping = defaultdict(float), False
         self.wandb, self.skipped, self.apart = None, 0, 0
-        self.samples, self.step = Samples(task), 0
+        self.samples = Samples(task, args)
+        self.watch = self.samples.watch
         config = {"algorithm": algorithm, "acted": acted, "ranks": world.size}
         config |= asdict(args) | {"data": task.fingerprint}
         self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
@@ -136,21 +135,9 @@ class Run:
         for step in range(done + 1, last + 1):
             if self.stopping:
                 return
-            self.step = step
+            self.samples.step = step
             yield step
             self.bar.update()
-
-    def watch(
-        self, minibatch: object, rows: Tensor, logp: Tensor, entropy: Tensor, count: Tensor
-    ) -> None:
-        """Rows of a mini-batch, after their backward pass: some steps keep a group of them."""
-        if self._sampled():
-            self.samples.watch(minibatch, rows, logp, entropy, count)
-
-    def _sampled(self) -> bool:
-        a, step = self.args, self.step
-        turn = step in (1, a.steps) or step % a.eval_every == 0
-        return a.sample_every > 0 and (turn or step % a.sample_every == 0)
 
     def clock(self, phase: str) -> None:
         """From here on time counts towards `phase`."""
@@ -168,14 +155,10 @@ class Run:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Append the step's line to metrics.jsonl and show it on the progress bar."""
         self.clock("log")
-        shown = [{"step": step, "example": metrics["example"]}] if "example" in metrics else []
-        if self._sampled():
-            shown += [{"step": step} | row for row in self.samples.take()]
-        if self.args.sample_every:
-            self.note("samples.jsonl", shown)
+        example = metrics.pop("example", None)
+        self.note("samples.jsonl", shown := self.samples.take(step, example))
         seconds = sum(self.seconds.values())
         line = {"step": step} | metrics | self.seconds
-        line.pop("example", None)
         line |= {"tokens_per_s": metrics.get("tokens", 0) / seconds, "seconds": seconds}
         self.seconds.clear()
         self.note("metrics.jsonl", [line])
@@ -243,11 +226,7 @@ class Run:
             self._write("summary.json", json.dumps(summary, indent=2) + "\n")
         phases = ", ".join(f"{phase} {spent:.1f}" for phase, spent in split.items())
         if (samples := self.folder / "samples.jsonl").is_file():
-            examples = [row["example"] for row in read_lines(samples) if "example" in row]
-            prompt, answer = examples[0]["prompt"], examples[0]["answer"]
-            self.say(f"\nprompt   {prompt[-SCREEN:]!r}, right is {answer!r}")
-            for when, one in zip(("before", "after"), (examples[0], examples[-1])):
-                self.say(f"{when:8} {one['response'][-SCREEN:]!r}")
+            self.say("", *before_and_after(read_lines(samples)))
         self.say(
             f"\nheld-out accuracy, greedy   {first['greedy']:.3f} -> {last['greedy']:.3f}",
             f"held-out accuracy, sampled  {first['sampled']:.3f} -> {last['sampled']:.3f}",
@@ -262,14 +241,3 @@ class Run:
             self.say(f"\nWARNING: {idle} (too few steps? --minibatches 1?).")
         if min(last[how] - first[how] for how in both) < 0:
             self.say("\nWARNING: held-out accuracy ended below its start.")
-
-
-def as_table(rows: list[dict]) -> dict:
-    """Rows of samples.jsonl as a table of Weights & Biases."""
-    columns = ["prompt", "answer", "text", "reward", "advantage"]
-    flat = [row | one for row in rows for one in row.get("responses", ())]
-    if not flat:
-        return {}
-    from wandb import Table
-
-    return {"samples": Table(columns, [[one[name] for name in columns] for one in flat])}
