@@ -194,8 +194,10 @@ def tensors(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_run(one: Path, other: Path, step: int, scratch: Path) -> None:
-    """The same metrics and, to the bit, the same weights and moments at a step."""
+    """The same metrics and samples and, to the bit, the same weights and moments at a step."""
     assert metrics(one) == metrics(other)
+    shown = [(folder / "samples.jsonl").read_bytes() for folder in (one, other)]
+    assert shown[0] == shown[1] and shown[0]
     a, b = (
         tensors(folder / f"checkpoints/step_{step:06d}", scratch / "t.pt")
         for folder in (one, other)

@@ -247,6 +247,7 @@ class Record:
     indices: list[int] = field(default_factory=list)  # of the training problems it asked for
     pivots: list[dict] = field(default_factory=list)  # deep_grpo's choices
     metrics: list[dict] = field(default_factory=list)  # rank 0's log
+    samples: list[dict] = field(default_factory=list)  # and its samples.jsonl
 
     @property
     def training(self) -> list[dict]:
@@ -295,12 +296,13 @@ def task(marks: Callable[[str, str], float]) -> tuple[Task, list[int]]:
     judges in training."""
     asked: list[int] = []
 
-    def problem(prompt: str) -> Problem:
-        return Problem(prompt, right_answer(prompt), [VOCABULARY.index(c) for c in prompt])
+    def problem(prompt: str, index: int = -1) -> Problem:
+        ids = [VOCABULARY.index(c) for c in prompt]
+        return Problem(prompt, right_answer(prompt), ids, index)
 
     def train(index: int) -> Problem:
         asked.append(index)
-        return problem(TRAIN[index % len(TRAIN)])
+        return problem(TRAIN[index % len(TRAIN)], index)
 
     def judge(texts: list[str], answers: list[str]) -> list[float]:
         return list(map(marks, texts, answers))
@@ -310,7 +312,8 @@ def task(marks: Callable[[str, str], float]) -> tuple[Task, list[int]]:
 
     problems, final = [problem(prompt) for prompt in HELD_OUT], lambda text: text.split("#")[-1]
     other = None if marks is reward else exam
-    return Task("arithmetic", train, problems, judge, exam=other, final=final), asked
+    known = {"exam": other, "final": final, "tokenizer": tokenizer()}
+    return Task("arithmetic", train, problems, judge, **known), asked
 
 
 def record(
@@ -384,9 +387,9 @@ def record(
         CLOSING.pop()()
     found.calls, found.synced = engine.calls, engine.synced
     if world.rank == 0:
-        found.metrics = [
-            json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
-        ]
+        for name in ("metrics", "samples"):
+            lines = (folder / f"{name}.jsonl").read_text().splitlines()
+            setattr(found, name, list(map(json.loads, lines)))
     return found
 
 
@@ -706,6 +709,8 @@ class Oracle:
             return self.known[update]
         b = self.batch(update)
         J, stats = formulas.of(self.name, "objective", OBJECTIVES.get(self.name))(b)
+        # What the gradient has in front of ∇ log π_θ of each token
+        (b.weight,) = torch.autograd.grad(J, b.logp, retain_graph=True)  # [n, T]
         found = torch.autograd.grad(-J, list(b.lm.parameters()))
         # The graph is not needed any more
         b.J, b.logp, b.lm, b.before = float(J.detach()), b.logp.detach(), None, None

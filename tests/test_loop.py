@@ -210,6 +210,45 @@ def check_metrics(o: Oracle) -> None:
         assert not off, f"step {step}: {off}"
 
 
+def check_samples(o: Oracle) -> None:
+    """samples.jsonl has one whole group of the first and of the last mini-batch of a step, and its
+    numbers are the oracle's: each token's weight above all."""
+    lines = [line for line in o.records[0].samples if "example" not in line]
+    trains = range(1 + filling(o), 1 + o.args["steps"])
+    assert [(line["step"], line["minibatch"]) for line in lines] == [
+        (step, part) for step in trains if step in (1, o.args["steps"]) for part in (1, M)
+    ]
+    for line in lines:
+        step, part = line["step"] - 1 - filling(o), line["minibatch"] - 1
+        _, b, _ = o.gradient(step * M + part)
+        shown = [i for i, row in enumerate(b.rows) if row.prompt == line["prompt"]]
+        assert len(line["responses"]) == len(shown) >= G and line["minibatches"] == M
+        rewards = {row.prompt: set() for row in b.rows}
+        for row in b.rows:
+            rewards[row.prompt].add(o.reward(row))
+        assert len(rewards[line["prompt"]]) > 1 or max(map(len, rewards.values())) == 1
+        assert line["prompt"] == TRAIN[line["group"] % len(TRAIN)]
+        assert line["answer"] == oracle.right_answer(line["prompt"])
+        for one in line["responses"]:
+            # A branch from the bare prompt may repeat a main row, but for log μ
+            n, same = len(one["ids"]), (one["given"], tuple(one["ids"]))
+            alike = [i for i in shown if (b.rows[i].prefix, b.rows[i].tokens) == same]
+            mu = torch.tensor(one["rollout_logp"])  # [T]
+            i = min(alike, key=lambda i: float((b.mu[i, :n] - mu).abs().sum()))
+            row = b.rows[i]
+            assert one["text"] == row.text and one["finished"] == row.finished
+            assert one["reward"] == o.reward(row)
+            assert one["advantage"] == pytest.approx(float(b.A[i]), rel=1e-4, abs=1e-6)
+            columns = {"logp": b.logp, "rollout_logp": b.mu, "weight": b.weight}
+            # vcpo's is of the weights that sampled, `lag` steps before the oracle's
+            columns |= {"old_logp": b.old} if o.name != "vcpo" else {}
+            columns |= {"ref_logp": b.ref} if "ref_logp" in one else {}
+            for name, column in columns.items():
+                found, right = torch.tensor(one[name]).double(), column[i, :n]  # [T]
+                # main's float32: 4e-5 was the most seen, in signs
+                assert (found - right).abs().max() <= 5e-5 * column.abs().max(), name
+
+
 def telling(siblings: list[oracle.Row]) -> list[oracle.Row]:
     """Branches from one pivot, if they differ: the others are left out."""
     return siblings if len({row.reward for row in siblings}) > 1 else []
@@ -384,7 +423,7 @@ GOLDILOCKS = SimpleNamespace(
 )
 CHECKS = (
     *(check_gradients, check_rates, check_prompts, check_evaluation, check_sync, check_metrics),
-    *(check_pivots, check_teacher),
+    *(check_pivots, check_teacher, check_samples),
 )
 SPECIAL = {
     check: [name for name in ALGORITHMS if hasattr(module_of(name).Args, flag)]

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import grpo
 import minirl
@@ -35,6 +36,50 @@ def test_stapo_writes_down_what_it_silenced(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run/silenced.jsonl").read_text().splitlines()]
     assert len(rows) == sum(line["silenced"] for line in metrics(tmp_path / "run")[1:]) > 0
     assert all(row["prob"] < 0.9 and "=" in row["before"] and row["token"] for row in rows)
+
+
+def samples(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_samples_show_a_run_and_change_nothing(tmp_path, capsys):
+    """With groups of every step and with none the metrics are the same; the end shows one answer
+    before and after; a default run stays below 2 MB even with the longest responses."""
+    flags, runs = [*SMALL, "--steps", 3], {}
+    for every in (1, 0):
+        folder = tmp_path / str(every)
+        assert run_here(grpo.main, *flags, "--sample_every", every, "--run_dir", folder) == 0
+        runs[every], said = metrics(folder), capsys.readouterr().out
+        assert ("\nbefore   " in said and "\nafter    " in said) == (every == 1)
+    assert runs[0] == runs[1]
+    assert not (tmp_path / "0/samples.jsonl").exists()
+    rows = samples(tmp_path / "1")
+    assert [row["step"] for row in rows if "example" in row] == [0, 2, 3]
+    groups = [row for row in rows if "example" not in row]
+    assert [(row["step"], row["minibatch"]) for row in groups] == [
+        (step, part) for step in (1, 2, 3) for part in (1, 2)
+    ]
+    tokens = sum(len(one["ids"]) for row in groups for one in row["responses"])
+    a = grpo.Args()
+    steps = [
+        s for s in range(1, a.steps + 1) if s == 1 or s % a.sample_every * (s % a.eval_every) == 0
+    ]
+    most = len(steps) * 2 * a.group_size * a.max_new_tokens  # tokens
+    assert most * sum(map(len, map(json.dumps, groups))) / tokens < 2_000_000
+
+
+def test_a_long_response_is_kept_at_both_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr("common.plumbing.samples.LONGEST", 6)
+    flags = [*SMALL, "--steps", 1, "--run_dir", tmp_path / "run"]
+    assert run_here(grpo.main, *flags) == 0
+    kept = [one for row in samples(tmp_path / "run") for one in row.get("responses", ())]
+    long = [one for one in kept if "left_out" in one]
+    assert 0 < len(long) and all(len(one["ids"]) <= 6 for one in kept)
+    for one in long:
+        first, number = one["left_out"]
+        assert first == 3 and all(len(one[name]) == 6 for name in ("tokens", "weight", "entropy"))
+        assert one["text"].startswith("".join(one["tokens"][:3]))
+        assert len(one["text"]) + one["finished"] == 6 + number  # the last token is <eos>
 
 
 def test_an_idle_algorithm_is_said_loudly(tmp_path, capsys):

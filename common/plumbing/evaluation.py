@@ -14,6 +14,7 @@ def evaluate(engine: object, task: Task, tokenizer: Tokenizer, args: object, wor
     """
     judge = task.exam or task.judge
     problems, state, right = task.held_out[world.rank :: world.size], engine.state_dict(), {}
+    example = {}  # rank 0 has the first problem
     prompts = [p.prompt_ids for p in problems]
     ways = (("greedy", 1, 0.0), ("sampled", args.eval_samples, args.temperature))
     for name, n, temperature in ways:

@@ -95,7 +95,7 @@ class Samples:
             responses = [one for _, part in parts for _, one in sorted(part, key=lambda x: x[0])]
             count = sum(sums["count"] for sums, _ in parts)
             for values in (one["weight"] for one in responses):
-                values[:] = [float(f"{value / count:.7g}") for value in values]
+                values[:] = [float(f"{value / count:.6g}") for value in values]
             group |= {"step": step, "minibatches": total, "count": count}
             group |= {"prompt": problem.prompt, "answer": problem.answer, "responses": responses}
             rows.append(group)
@@ -103,8 +103,8 @@ class Samples:
 
 
 def numbers(column: Tensor) -> list[float]:
-    """With seven digits: float32 has no more."""
-    return [float(f"{value:.7g}") for value in column.tolist()]
+    """With six digits: the seventh of float32 is rounding."""
+    return [float(f"{value:.6g}") for value in column.tolist()]
 
 
 def before_and_after(rows: list[dict]) -> list[str]:

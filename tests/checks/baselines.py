@@ -1,0 +1,111 @@
+"""The baselines: each by hand, over ranks, and that the loss is JustRL's."""
+
+from types import ModuleType
+
+import torch
+
+from . import SIDES, advantages_match, check_clip_statistics, check_equal_rewards, justrl, matches
+from . import near, written_here
+
+R = torch.tensor([[1.0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], dtype=torch.float64)
+SIZES = torch.tensor([[4.0, 2, 1, 1], [2, 2, 2, 2], [8, 8, 8, 8], [1, 3, 5, 7]]).double()
+
+
+def check_fixture(module: ModuleType) -> None:
+    """Value and gradient agree with TRL, OpenRLHF and others: token mean, ε 0.2 / 0.28."""
+    matches(module, "dapo_eps0.2_0.28_tokenmean")
+
+
+def check_weights(module: ModuleType) -> None:
+    """M r Â with ε 0.2 below and 0.28 above, as in justrl.py."""
+    justrl.check_weights(module)
+    justrl.check_every_token_counts_the_same(module)
+    justrl.check_parts_add_up(module)
+
+
+def check_rloo(module: ModuleType) -> None:
+    """R_i minus the mean of the others, computed as these words say."""
+    found = module.advantages(R, "rloo")
+    for p, i in torch.cartesian_prod(torch.arange(4), torch.arange(4)).tolist():
+        others = [R[p, j].item() for j in range(4) if j != i]
+        near(found[p, i], R[p, i] - sum(others) / 3, "RLOO", 1e-12)
+    assert torch.equal(module.advantages(R), found)  # the default
+
+
+def check_mean_only(module: ModuleType) -> None:
+    """RLOO's are G/(G-1) times R - mean R, of the outside numbers (groups of 4 or 8)."""
+
+    class Scaled:
+        @staticmethod
+        def advantages(rewards: torch.Tensor) -> torch.Tensor:
+            G = rewards.shape[1]
+            return module.advantages(rewards, "rloo") * (G - 1) / G
+
+    advantages_match(Scaled, "mean_only", 1e-12)
+
+
+def check_reinforce(module: ModuleType) -> None:
+    """The reward itself: a group all right is pushed up."""
+    assert torch.equal(module.advantages(R, "none"), R)
+
+
+def check_whitened(module: ModuleType) -> None:
+    """Over the batch's tokens: mean 0, standard deviation 1; all right up, all wrong down."""
+    for how, values in (("batch", R), ("group", R - R.mean(1, keepdim=True))):
+        found = module.advantages(R, how, SIZES)
+        tokens = values.flatten().repeat_interleave(SIZES.flatten().long())  # one for each token
+        near(found, (values - tokens.mean()) / (tokens.std() + 1e-6), how, 1e-12)
+    assert (module.advantages(R, "batch", SIZES)[1] > 0).all()
+    assert (module.advantages(R, "batch", SIZES)[2] < 0).all()
+
+
+def check_maxrl(module: ModuleType) -> None:
+    """(R - p) / p: 3 and -1s for one right of four; nothing where none is."""
+    near(module.advantages(R, "maxrl")[0], torch.tensor([3.0, -1, -1, -1]).double(), "1/4", 1e-12)
+    near(module.advantages(R, "maxrl")[3], torch.tensor([1.0, 1, -1, -1]).double(), "2/4", 1e-12)
+    assert not module.advantages(R, "maxrl")[1:3].any()
+
+
+def check_scalerl(module: ModuleType) -> None:
+    """The group's mean off, over the standard deviation of all rewards."""
+    expected = (R - R.mean(1, keepdim=True)) / (R.std() + 1e-6)
+    near(module.advantages(R, "scalerl", SIZES), expected, "batch std", 1e-12)
+
+
+def check_metrics(module: ModuleType) -> None:
+    """apart: mean |Â - (R - mean R)|; idle_push: the part of Σ |Â| in groups of equal rewards."""
+    A = module.advantages(R, "batch")
+    found = module.effect(R, A)
+    centred = R - R.mean(1, keepdim=True)
+    near(found["apart"][0] / found["apart"][1], (A - centred).abs().mean(), "apart", 1e-12)
+    near(
+        found["idle_push"][0] / found["idle_push"][1],
+        A[1:3].abs().sum() / A.abs().sum(),
+        "idle_push",
+        1e-12,
+    )
+
+
+CHECKS = [*written_here(globals()), check_equal_rewards, check_clip_statistics]
+MUTANTS = {
+    **SIDES,
+    **{
+        name: damage
+        for name, damage in justrl.MUTANTS.items()
+        if name not in justrl.ZSCORE and name not in ("population std", "no std")
+    },
+    "RLOO with itself": ("centred * (G / (G - 1))", "centred"),
+    "RLOO turned": ("G / (G - 1)", "(G - 1) / G"),
+    "mean of the batch": ("equal.mean(dim=1, keepdim=True)", "equal.mean()"),
+    "REINFORCE centred": ("        return rewards\n", "        return centred\n"),
+    "MaxRL without a mean": ("torch.where(mean > 0, centred / mean, 0.0)", "centred / mean"),
+    "MaxRL by the root": ("centred / mean, 0.0", "centred / mean.sqrt(), 0.0"),
+    "std of what is centred": ("moments(rewards, each, world)", "moments(centred, each, world)"),
+    "std by tokens": ("moments(rewards, each, world)", "moments(rewards, sizes, world)"),
+    "whitened by responses": ("each if sizes is None else sizes", "each"),
+    "whitening without mean": ("(values - mean) / (std", "values / (std"),
+    "forms of REINFORCE++ exchanged": ('how == "batch" else', 'how == "group" else'),
+    "population's std": ('max(1.0, sums["n"] - 1)', 'max(1.0, sums["n"])'),
+    "idle push of all": ("size[idle].sum()", "size.sum()"),
+    "apart of Â": ("(advantages - (rewards", "(advantages + 0 * (rewards"),
+}

@@ -1,0 +1,328 @@
+"""Baselines: what is subtracted from a reward, and what it is divided by.
+
+RLOO: Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for RLHF",
+2024, arXiv 2402.14740.
+
+Objective, over all response tokens y_t of a mini-batch, with r = π_θ(y_t) / π_old(y_t):
+
+    J = 1/(Σ_i |y_i|) Σ_i Σ_t min(r Â_i, clip(r, 1-ε_low, 1+ε_high) Â_i)
+    Â_i by `--baseline`, below
+
+
+
+Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
+
+    M r Â
+    M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
+
+Five more in one file: REINFORCE (Williams, 1992), REINFORCE++ and its form with a group's mean (Hu
+et al., 2501.03262), MaxRL (2602.02710), and what ScaleRL (2510.13786) divides by.
+
+    --baseline  method                  Â_i                                    a group all right
+    none        REINFORCE               R_i                                    1
+    rloo        RLOO                    R_i - mean of the group's others       0
+    batch       REINFORCE++             whitened R_i                           positive
+    group       REINFORCE++-baseline    whitened (R_i - group's mean)          0, nearly
+    maxrl       MaxRL                   (R_i - group's mean) / group's mean    0
+    scalerl     ScaleRL                 (R_i - group's mean) / batch's std     0
+
+Any number that does not depend on y_i may be subtracted without changing the expected gradient;
+what changes is its variance. REINFORCE pushes every right answer up and no wrong one down. The
+group's mean contains R_i: with it the gradient is (G-1)/G of the true one, and RLOO takes that back
+(G/(G-1) (R_i - mean R) is the same number). Whitening subtracts the batch's mean and divides by its
+standard deviation. A batch's mean makes prompts compete: on a prompt always solved every answer is
+above it and pushed up, on a hard one nearly all are pushed down. A group's mean compares answers to
+one prompt alone. A batch's std rescales all alike, where GRPO's own std of the group gives prompts
+near 0 or 1 a larger weight; MaxRL's division gives hard prompts 1/p, which makes its gradient that
+of log p instead of p.
+
+Trunk: justrl.py. Differs from it in:
+1. Advantages by `--baseline`; statistics of the batch are those of the rollout, over all ranks.
+
+Differs from the papers in:
+1. One loss for all: with clip, without KL. REINFORCE++ has the k1 estimate in its reward; RLOO
+   takes one step per rollout and has no clip.
+2. Whitening counts each response as often as it has tokens, as verl does, since each token has its
+   response's advantage. verl puts 1e-8 into the root, TRL (`scale_rewards="batch"`, our ScaleRL)
+   adds 1e-4 to the std, here it is 1e-6. `group` whitens what is left of the group's mean, so its
+   mean over the batch's tokens, not 0 where longer responses are the worse ones, goes as well.
+3. MaxRL where no answer is right: 0, as in prime-rl.
+4. ScaleRL is more than its advantages (CISPO's loss, a float32 head, no idle prompts): only they.
+
+Confidence: RLOO, REINFORCE++ and ScaleRL's division as in verl and TRL; MaxRL as in prime-rl; the
+papers' other choices second hand.
+
+Run it:
+    torchrun -m variants.baselines                          # laptop, two minutes, no download
+    # a node of eight
+    torchrun --nproc_per_node=8 -m variants.baselines --task dapo-math-17k --eval_task aime24 \\
+        --model Qwen/Qwen3-1.7B-Base --baseline batch --prompts_per_step 128 --group_size 8 \\
+        --max_new_tokens 8192 --lr 1e-6 --gradient_checkpointing
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from common.data import load_task
+from common.distributed import World, clip_gradients, divide_gradients, shard
+from common.distributed import ALONE, global_sum  # <own>
+from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
+from common.logprobs import response_logprobs, sampler_gap
+from common.plumbing.balance import deal
+from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.plumbing.evaluation import evaluate
+from common.plumbing.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.plumbing.launch import launch
+from common.plumbing.metrics import Means, by_sign, of_rollout
+from common.plumbing.model import load_model
+from common.plumbing.tracking import Run
+from common.rollout import make_engine
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Args(Flags):
+    model: str = "tiny"
+    """Hub name, local folder, or `tiny`, the embedded model."""
+    steps: Count = 150
+    """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
+    prompts_per_step: Count = 16
+    """Prompts in a rollout, over all ranks (ours)."""
+    group_size: Count = 8
+    """G: responses to each prompt (DeepSeekMath: 64)."""
+    minibatches: Count = 4
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
+    (DeepSeekMath: 1)."""
+    max_new_tokens: Count = 64
+    """Length limit of a response (DeepSeekMath: 1024)."""
+    temperature: Temperature = 1.0
+    """Sampling temperature, also applied in every log-probability (papers: 1)."""
+    lr: Positive = 3e-4
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
+    1e-6 at 7B)."""
+    eval_every: Count = 25
+    """Steps between two measurements on the held-out problems (ours)."""
+    save_every: Count = 50
+    """Steps between two checkpoints (ours)."""
+    save_hf: bool = False
+    """Write the final model in the Hugging Face format, to `model` in the run folder."""
+    resume: bool | Literal["auto"] = False
+    """Go on from the newest checkpoint in the run folder; auto: if there is one."""
+    micro_tokens: Count = 16384
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
+    warmup: Whole = 5
+    """Steps over which lr rises linearly (ours; verl's default: none)."""
+    betas: Betas = (0.9, 0.95)
+    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
+    0.999)."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
+    grad_clip: Positive = 1.0
+    """Largest gradient norm (verl's default)."""
+    clip_low: NonNegative = 0.2
+    """ε below 1 (authors' script)."""
+    clip_high: NonNegative = 0.28  # <own>
+    """ε above 1 (authors' script)."""
+    baseline: Literal["none", "rloo", "batch", "group", "maxrl", "scalerl"] = "rloo"  # <own>
+    """What Â is made of (see the table above)."""
+
+
+# <own>
+def advantages(
+    rewards: Tensor, how: str = "rloo", sizes: Tensor | None = None, world: World = ALONE
+) -> Tensor:
+    """`[P, G]` -> `[P, G]`; sizes `[P, G]`: tokens of each response (1 if not given).
+
+    Rewards [1, 0, 0, 0] give 1 and 0s (none), 1 and -1/3s (rloo), 3 and -1s (maxrl).
+    """
+    # Equal rewards become exactly 0 first: the mean of eight 0.3 is not quite 0.3.
+    equal = rewards - rewards[:, :1]  # [P, G]
+    centred, G = equal - equal.mean(dim=1, keepdim=True), rewards.shape[1]  # [P, G]
+    each = torch.ones_like(rewards)  # [P, G]
+    if how == "none":
+        return rewards
+    if how == "rloo":
+        return centred * (G / (G - 1))
+    if how == "maxrl":
+        mean = rewards.mean(dim=1, keepdim=True)  # [P, 1]
+        return torch.where(mean > 0, centred / mean, 0.0)
+    if how == "scalerl":
+        return centred / (moments(rewards, each, world)[1] + 1e-6)
+    values = rewards if how == "batch" else centred  # [P, G]
+    mean, std = moments(values, each if sizes is None else sizes, world)
+    return (values - mean) / (std + 1e-6)
+
+
+def moments(values: Tensor, sizes: Tensor, world: World) -> tuple[float, float]:
+    """Mean and standard deviation over all ranks, each value counted `sizes` times (sample's)."""
+    sums = global_sum({"n": sizes.sum(), "sum": (sizes * values).sum()}, world)
+    mean = sums["sum"] / sums["n"]
+    squares = global_sum({"sum": (sizes * (values - mean).square()).sum()}, world)["sum"]
+    return mean, (squares / max(1.0, sums["n"] - 1)) ** 0.5
+
+
+def effect(rewards: Tensor, advantages: Tensor) -> dict[str, tuple[Tensor, Tensor | int]]:
+    """Metrics of the choice as (sum, count) pairs: how far Â is from R minus the group's mean, and
+    its size in groups of equal rewards, as a share of all."""
+    idle = (rewards == rewards[:, :1]).all(dim=1)  # [P]
+    apart = (advantages - (rewards - rewards.mean(dim=1, keepdim=True))).abs()  # [P, G]
+    size = advantages.abs()  # [P, G]
+    return {"apart": (apart.sum(), apart.numel()), "idle_push": (size[idle].sum(), size.sum())}
+
+
+# </own>
+# The metrics that show the mechanism at work; the first stays 0 while it does nothing.
+# <own>
+ACTED = {
+    "apart": "distance of Â from R minus the group's mean, mean",
+    "idle_push": "share of |Â| in groups of equal rewards",
+}
+# </own>
+
+
+def policy_loss(
+    args: Args,
+    *,
+    logp: Tensor,
+    old_logp: Tensor,
+    rollout_logp: Tensor,
+    ref_logp: Tensor | None,
+    entropy: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+) -> tuple[Tensor, Tensor, dict]:
+    """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
+
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and
+    ranks and divides once: a mean of micro-batch means would be another objective. Every file is
+    handed the same tensors, needed or not.
+    """
+    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    # <own>
+    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 until the first optimiser step of a rollout
+    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
+    # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can
+    # be brought back.
+    objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
+    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
+    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
+    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
+    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
+    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
+    return -(objective * mask).sum(), mask.sum(), stats  # the mean over all tokens
+    # </own>
+
+
+def main(args: Args, world: World) -> None:
+    """The whole training loop."""
+    lm, tokenizer = load_model(args.model, world)
+    task = load_task(args, tokenizer)
+    engine = make_engine(args, lm, world)
+    reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
+    policy = shard(Policy(lm), args, world)
+    decay = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
+    run = Run(args, task, world, Path(__file__).stem, ACTED)
+    done = 0  # steps
+    if args.resume:
+        done, state = load_checkpoint(run.folder, policy, optimizer, world)
+        engine.load_state_dict(state["engine"])
+    engine.sync(policy)
+    run.start(done)
+    if done == 0:
+        run.clock("evaluate")
+        run.log(0, evaluate(engine, task, tokenizer, args, world))
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
+
+    for step in run.steps(done, args.steps):
+        means = Means()
+
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
+        # nothing else to save.
+        run.clock("rollout")
+        cursor = (step - 1) * args.prompts_per_step + world.rank * P
+        problems = [task.train(cursor + i) for i in range(P)]
+        prompts = [problem.prompt_ids for problem in problems]
+        rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
+
+        # Reward and advantages. Groups never span ranks, so their statistics need no communication.
+        run.clock("reward")
+        texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+        scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+        rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+        rollout.judged(problems, rewards)  # samples.jsonl: which row answers what
+        # <own>
+        sizes = rollout.mask.sum(dim=1).view(P, G)  # [P, G]
+        A = advantages(rewards, args.baseline, sizes, world)  # [P, G]
+        rollout.advantages = A.flatten()  # [N]
+        means.add(**effect(rewards, A))
+        # </own>
+        means.add(distinct=(task.distinct(texts, G), P))  # falls to 1: nothing left to compare
+
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
+        # from other kernels, and a ratio against them would mix two things: how far the policy
+        # moved, and how the engines differ (minirl.py is about that).
+        run.clock("old_logp")
+        # Mini-batches of whole groups; in each the ranks trade rows until tokens balance.
+        minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
+        # Divided into micro-batches as the update will be: its first ratios are then exactly 1.
+        for minibatch in minibatches:
+            minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+            if reference:
+                minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+        sampler = run.trusted(sampler_gap(minibatches, world))
+
+        # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
+        run.clock("update")
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+        for minibatch in minibatches:
+            denominator = 0.0
+            for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
+                micro = minibatch.rows(rows)
+                logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
+                loss, count, stats = policy_loss(
+                    args,
+                    logp=logp,
+                    old_logp=micro.old_logp,
+                    rollout_logp=micro.rollout_logp,
+                    ref_logp=micro.ref_logp,
+                    entropy=entropy,
+                    advantages=micro.advantages,
+                    mask=micro.mask,
+                )
+                loss.backward()  # sums: gradients add up over micro-batches
+                denominator = denominator + count
+                run.watch(minibatch, rows, logp, entropy, count)  # samples.jsonl: logp.grad
+                means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
+            divide_gradients(policy, denominator, world)  # by what all ranks have counted: the mean
+            norm = clip_gradients(policy, args.grad_clip)
+            healthy = run.healthy(norm, minibatch)  # else NaN or infinite: it would end the run
+            if healthy:
+                optimizer.step()
+            optimizer.zero_grad()
+            means.add(grad_norm=(norm if healthy else 0.0, healthy))
+            means.add(skipped=((not healthy) / world.size, None))  # each rank adds its part of one
+
+        run.clock("sync")
+        engine.sync(policy)
+
+        metrics = means.add(**of_rollout(rollout, rewards, task)).reduce(world) | sampler
+        metrics["lr"] = optimizer.param_groups[0]["lr"]
+        if run.due(step, args.eval_every):
+            run.clock("evaluate")
+            metrics |= evaluate(engine, task, tokenizer, args, world)
+        run.log(step, metrics)  # before the checkpoint: a kill in between would lose it for good
+        if run.due(step, args.save_every):
+            run.clock("save")
+            state = {"engine": engine.state_dict()}
+            save_checkpoint(run.folder, step, policy, optimizer, state, world)
+    if args.save_hf:
+        save_model(policy, tokenizer, run.folder / "model", world)
+    run.finish()
+
+
+if __name__ == "__main__":
+    launch(main, Args)
