@@ -19,5 +19,6 @@ def evaluate(engine: object, task: Task, tokenizer: Tokenizer, args: object, wor
         rollout = engine.generate(prompts, n, args.max_new_tokens, temperature)
         texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
         right[name] = sum(judge(texts, [p.answer for p in problems for _ in range(n)])) / n
+    judge.parts = {}  # logged of training alone
     engine.load_state_dict(state)  # training's samples do not depend on how often one looks
     return {name: total / len(task.held_out) for name, total in global_sum(right, world).items()}
