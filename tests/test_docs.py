@@ -177,7 +177,9 @@ def test_every_number_among_the_flags_names_its_source(algorithm):
 @pytest.fixture
 def files(tmp_path, monkeypatch) -> Path:
     """A folder with them, the current one."""
-    for text, name in re.findall(r"```python\n(# (\w+\.py)\n.*?)```", PAGES["yours"], re.DOTALL):
+    for text, name in re.findall(
+        r"```python\n(# (\w+\.py)\n.*?)\n```\n", PAGES["yours"], re.DOTALL
+    ):
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     return tmp_path

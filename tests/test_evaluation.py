@@ -17,7 +17,7 @@ import pytest
 import torch
 from common.batch import Rollout
 from common.data import Problem, load_task
-from common.distributed import World
+from common.distributed import BadInput, World
 from common.plumbing.folder import lock
 from common.plumbing.launch import launch, parse
 from common.plumbing.model import load_model
