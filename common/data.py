@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.distributed import BadInput, blame
 from common.plumbing.folder import checksum
-from common.plumbing.sets import HUB, Row, local_file, read_set, remarks_on
+from common.plumbing.sets import HUB, Prompt, Row, as_row, local_file, read_set, remarks_on
 from common.reward import Judge, arithmetic_reward, final_answer, loaded
 from common.tiny import arithmetic
 
@@ -31,10 +31,10 @@ TRIED = 1000  # prompts that are encoded to find some that fit
 
 @dataclass
 class Problem:
-    """One prompt, as text and as the token ids the model is given, and its reference answer."""
+    """One prompt, as text (or messages) and as the token ids the model is given, and its answer."""
 
-    prompt: str
-    answer: str
+    prompt: Prompt
+    answer: object  # a text; for a reward of yours whatever JSON can hold
     prompt_ids: list[int]
     index: int = -1  # its number in the stream of training problems
 
@@ -46,7 +46,7 @@ class Task:
     name: str
     train: Callable[[int], Problem]
     held_out: list[Problem]
-    judge: Callable[[list[str], list[str]], list[float]]  # (completions, answers) -> rewards
+    judge: Callable[[list[str], list], list[float]]  # (completions, answers) -> rewards
     fingerprint: str = ""  # of the local files it was read from: a resumed run must see the same
     remarks: list[str] = field(default_factory=list)  # on the data, for the user, a line each
     exam: Callable | None = None  # the judge of the held-out problems, where it is another
@@ -57,19 +57,26 @@ class Task:
         """How many different answers, added up over groups of `group` responses."""
         return len({(i // group, self.final(text)) for i, text in enumerate(texts)})
 
-    def take_killed(self) -> int:
-        """Answers since the last call that broke the judge's bounds, or a reward of yours."""
-        killed, self.judge.killed = getattr(self.judge, "killed", 0), 0
-        return killed
-
 
 def load_task(args: object, tokenizer: Tokenizer) -> Task:
-    """The task that `--task` names, with `--eval_problems` held-out problems."""
-    file = args.task.partition(":")[0]
-    if args.eval_task and (file.endswith(".py") or args.task in arithmetic.KINDS):
+    """The task that `--task` names, with `--eval_problems` held-out problems.
+
+    `--reward` judges the training. A set that has a judge of its own (arithmetic, those of the hub,
+    a task file with a `reward`) keeps it for the held-out problems.
+    """
+    file = args.task.partition(":")[0].endswith(".py")
+    if args.eval_task and (file or args.task in arithmetic.KINDS):
         raise BadInput(f"--eval_task: --task {args.task} has its own held-out problems and judge")
-    read = file_task if file.endswith(".py") else dataset_task
-    task = (arithmetic_task if args.task in arithmetic.KINDS else read)(args, tokenizer)
+    kind = arithmetic_task if args.task in arithmetic.KINDS else file_task if file else dataset_task
+    task = kind(args, tokenizer)
+    if args.reward:
+        if (args.eval_task or args.task).partition(":")[0] in (*HUB, "arithmetic"):
+            task.exam = task.exam or task.judge
+        who = "the set's own judge" if task.exam else "it, too"
+        task.remarks.append(f"{args.reward} judges; the held-out problems are judged by {who}")
+        with blame(f"--reward {args.reward}: cannot be used"):
+            task.judge = Judge.of(args.reward, loaded(args.reward))
+            task.fingerprint += checksum(Path(args.reward.partition(":")[0]))
     numbered = lambda index: replace(task.train(index), index=index)  # noqa: E731
     return replace(task, train=numbered, tokenizer=tokenizer)
 
@@ -114,29 +121,29 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
     """A task of yours: FILE.py, or what is called NAME in it, FILE.py:NAME (see tools/gym.py).
 
     `train(i) -> (prompt, reference)` is a pure function of i (a seed begins at another i),
-    `held_out` has such pairs; `reward(response, reference) -> float`, if there is one, judges in
-    place of math-verify, in the same bounded workers. A prompt goes through the chat template if
-    the model has one, else it is taken as it is.
+    `held_out` has such pairs; `reward(response, reference)`, if there is one, judges in place of
+    math-verify, in the same bounded workers. A text goes through the chat template if the model has
+    one, else it is taken as it is; docs/yours.md has examples.
     """
     flag, plain = f"--task {args.task}", None if not tokenizer.chat_template else ""
     with blame(f"{flag}: cannot be used"):
         given = loaded(args.task)
         rows = list(islice(given.held_out, args.eval_problems))
-        given.train(0)
-    judge = Judge(args.task if hasattr(given, "reward") else "")
+        judge = Judge.of(args.task, given) if hasattr(given, "reward") else Judge()
 
     def problem(row: Row) -> Problem | None:
-        if not isinstance(row, tuple | list) or [type(part) for part in row] != [str, str]:
-            raise BadInput(f"{flag}: {str(row)[:40]} is no (prompt, reference), two texts")
+        with blame(f"{flag}: {str(row)[:40]} is no (prompt, reference)"):
+            row = as_row(*row, bool(judge.spec or args.reward))
         return fitting(row, plain, args, tokenizer)
 
     def train(index: int) -> Problem:
-        rng = random.Random(f"instead/{args.seed}/{index}")
         index += (args.seed - 1) % 2**20 * 1_000_003
-        for _ in range(TRIED):
-            if found := problem(given.train(index)):
-                return found
-            index = rng.randrange(2**31)  # too long: another one, by a rule of the index alone
+        with blame(f"{flag}: train({index}) fails"):
+            for _ in range(TRIED):
+                if found := problem(given.train(index)):
+                    return found
+                # Too long: another one, by a rule of the index alone.
+                index = random.Random(f"instead/{args.seed}/{index}").randrange(2**31)
         raise BadInput(f"{flag}: hardly a prompt fits; {limits(args, tokenizer)}")
 
     held_out = [found for row in rows if (found := problem(row))]
@@ -145,7 +152,10 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
             encode(prompt, plain, tokenizer)  # raises, if that is why
         raise BadInput(f"{flag}: no held-out problem fits; {limits(args, tokenizer)}")
     train(0)
-    return Task(args.task, train, held_out, judge, checksum(Path(args.task.partition(":")[0])))
+    left_out = f"{len(rows) - len(held_out)} held-out problems: too long, or not to be written"
+    remarks, file = [left_out] * (len(held_out) < len(rows)), Path(args.task.partition(":")[0])
+    exam = judge if judge.spec else None
+    return Task(args.task, train, held_out, judge, checksum(file), remarks, exam)
 
 
 def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
@@ -161,18 +171,18 @@ def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
     if len({path.resolve() for path in files}) < len(files):
         raise BadInput(f"--eval_task {spec}: is the training file, of which a part is held back")
     test = read_set(spec, args, "test", "--eval_task") if own_split else rows
-    remarks = remarks_on(args.task, rows, judge)
-    remarks += remarks_on(spec, test, judge) if args.eval_task else []
+    remarks = remarks_on(args.task, rows, judge, args.reward)
+    remarks += remarks_on(spec, test, judge, args.reward) if args.eval_task else []
     order, distinct = list(range(len(test))), {}
     random.Random("held-out").shuffle(order)  # the same for every seed
     for row in order:
-        distinct.setdefault(test[row][0].strip(), test[row])
+        distinct.setdefault(str(test[row][0]).strip(), test[row])
     most = min(args.eval_problems, len(distinct) if own_split else max(1, len(distinct) // 4))
     problem = partial(fitting, instruction=args.instruction, args=args, tokenizer=tokenizer)
     tried = map(problem, islice(distinct.values(), max(most, TRIED)))
     held_out = list(islice(filter(None, tried), most))
-    never = distinct.keys() if own_split else {problem.prompt.strip() for problem in held_out}
-    kept = np.array([i for i, row in enumerate(rows) if row[0].strip() not in never])
+    never = distinct.keys() if own_split else {str(one.prompt).strip() for one in held_out}
+    kept = np.array([i for i, row in enumerate(rows) if str(row[0]).strip() not in never])
     sample = random.Random("tried").sample(list(kept), min(TRIED, len(kept)))
     idle = sum(problem(rows[i]) is None for i in sample)
     if not held_out or idle == len(sample):
@@ -221,24 +231,26 @@ def fitting(
 ) -> Problem | None:
     """(prompt, answer) as a problem, or None if the prompt is too long or cannot be written."""
     (prompt, answer), most = row, room(args, tokenizer)
-    if len(prompt) <= CHARACTERS * most:
+    if len(str(prompt)) <= CHARACTERS * most:
         with contextlib.suppress(BadInput):
             ids = encode(prompt, instruction, tokenizer)
             return Problem(prompt, answer, ids) if len(ids) <= most else None
 
 
 def encode(
-    prompt: str, instruction: str | None, tokenizer: Tokenizer, flag: str = "--model"
+    prompt: Prompt, instruction: str | None, tokenizer: Tokenizer, flag: str = "--model"
 ) -> list[int]:
     """Prompt and instruction as token ids, through the tokenizer's chat template or PLAIN_PROMPT.
 
-    With `instruction` None the bare prompt. `flag` names the model in messages.
+    With `instruction` None the bare prompt; messages take none, and need the template. `flag` names
+    the model in errors.
     """
-    text, chat = f"{prompt} {instruction or ''}".strip(), False
-    with blame(f"{flag}: its tokenizer cannot write the prompt {text[:40]!r}"):
-        if instruction is not None and (chat := bool(tokenizer.chat_template)):
-            turn = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    text, chat = f"{prompt} {instruction or ''}".strip(), isinstance(prompt, list)
+    knows = getattr(tokenizer, "letters", "")
+    with blame(f"{flag}: its tokenizer cannot write the prompt {text[:40]!r}{knows}"):
+        if chat or instruction is not None and tokenizer.chat_template:
+            turns, chat = prompt if chat else [{"role": "user", "content": text}], True
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         elif instruction is not None:
             text = PLAIN_PROMPT.format(prompt=text)
         # The template wrote its special tokens already.

@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -41,7 +41,7 @@ def blame(what: str, kind: type = BadInput) -> Iterator[None]:
         yield
     except (BadInput, RunStopped):
         raise
-    except (Exception, CheckpointException) as error:
+    except (Exception, SystemExit, CheckpointException) as error:
         raise kind(f"{what} ({first_line(error)})") from error
 
 
@@ -178,6 +178,14 @@ def global_sum(values: dict[str, float | Tensor], world: World) -> dict[str, flo
         if len(part) and world.size > 1:
             dist.all_reduce(part, op=operation)
     return dict(zip(names, flat.tolist()))
+
+
+def everywhere(names: Iterable[str]) -> list[str]:
+    """The names that any rank gives, in the same order on all; all ranks together."""
+    parts = [sorted(names)] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(parts) > 1:
+        dist.all_gather_object(parts, parts[0])
+    return sorted(set().union(*parts))
 
 
 def gather(values: Tensor, world: World) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from common.data import HUB, TRIED
 from common.distributed import BadInput, World
 from common.plumbing.evaluation import evaluate
+from common.plumbing.metrics import of_judge
 from common.tiny import arithmetic
 from grpo import Args
 
@@ -255,7 +256,9 @@ def test_eval_task_is_another_set(tmp_path):
         ([*numbered(2), '{"prompt": "x", "answer": -Infinity}'], "set.jsonl:3: .*infinity"),
         ([*numbered(2), {"prompt": "x", "answer": " "}], "set.jsonl:3: .*empty"),
         (["[" * 100_000], "set.jsonl:1: .*recursion"),
-        ([{"prompt": [{"role": "user", "content": "x"}], "answer": 7}], "set.jsonl:1: .*no text"),
+        ([{"prompt": [{"role": "user", "text": "x"}], "answer": 7}], "set.jsonl:1: .*'content'"),
+        ([{"prompt": [{"role": "user", "content": 7}], "answer": 7}], "set.jsonl:1: .*no text"),
+        ([{"prompt": [], "answer": 7}], "set.jsonl:1: .*empty"),
     ],
 )
 def test_malformed_rows_are_named(tmp_path, rows, message):
@@ -627,7 +630,7 @@ def test_a_reward_of_yours_that_fails_is_said_once_and_counted(tmp_path, capfd):
     file.write_text(f"{MINE}\n{reward}\n")
     task = load(str(file))
     assert task.judge(["x", "nan", "y"], ["9"] * 3) == [0.0] * 3
-    assert task.take_killed() == 3 and task.take_killed() == 0
+    assert of_judge(task.judge) == {"judge_killed": (3, None)}
     assert task.judge(["x"], ["9"]) == [0.0]
     said = capfd.readouterr().err
     assert said.count("reward fails") == 1 and f"{file}: reward fails (" in said
@@ -647,6 +650,171 @@ def test_a_task_of_yours_that_is_none_is_named(tmp_path, text, message):
     (tmp_path / "mine.py").write_text(text)
     with pytest.raises(BadInput, match=message) as error:
         load(str(tmp_path / "mine.py"))
+    assert "\n" not in str(error.value)
+
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+
+
+class Turns(Letters):
+    chat_template = "yes"
+
+    def apply_chat_template(self, chat: list, tokenize: bool, add_generation_prompt: bool) -> str:
+        return "".join(f"<{turn['role']}>{turn['content']}" for turn in chat) + "<assistant>"
+
+
+def text_of(problem: object) -> str:
+    return "".join(map(chr, problem.prompt_ids))
+
+
+def test_a_prompt_may_be_chat_messages(tmp_path):
+    """In a task file and in rows; as they are, without the instruction, which texts get in rows
+    alone; held out by what they say; a tokenizer without a template refuses them."""
+    (tmp_path / "mine.py").write_text(
+        f"held_out = [({CHAT}, '4'), ('2?', '2')]\ntrain = lambda i: {CHAT[1:]}, '4'".replace(
+            "i: ", "i: ("
+        )
+        + ")"
+    )
+    task = load(str(tmp_path / "mine.py"), Turns())
+    assert text_of(task.held_out[0]) == "<system>Be brief.<user>2+2?<assistant>"
+    assert text_of(task.held_out[1]) == "<user>2?<assistant>"
+    assert text_of(task.train(3)) == "<user>2+2?<assistant>"
+    asked = [[{"role": "user", "content": f"{i}?"}] for i in range(3)]
+    rows = [{"prompt": one, "answer": 4} for one in (CHAT, *asked, *asked)]
+    task = load(write(tmp_path / "set.jsonl", rows), Turns(), eval_problems=1)
+    held_out = task.held_out[0].prompt
+    assert all(task.train(i).prompt != held_out for i in range(20))
+    texts = {text_of(task.train(i)) for i in range(20)} | {text_of(task.held_out[0])}
+    assert "<system>Be brief.<user>2+2?<assistant>" in texts and len(texts) == 4
+    assert any("3 of 7 rows repeat a prompt, 0 with another answer" in one for one in task.remarks)
+    with pytest.raises(BadInput, match="--model: its tokenizer cannot write the prompt"):
+        load(str(tmp_path / "set.jsonl"))
+
+
+MORE = """
+def train(i): return "1+1=", {"answer": i, "tests": (1, 2)}
+held_out = [("2+2=", {"answer": 4, "tests": []}), ("3+3=", None)]
+def reward(response, reference): return float(reference == {"answer": 3, "tests": [1, 2]})
+"""
+
+
+def test_a_problem_may_carry_more_than_its_answer(tmp_path):
+    """The reward gets it back as JSON holds it; math-verify asks for a text; what JSON cannot hold
+    is refused at the start."""
+    file = tmp_path / "mine.py"
+    file.write_text(MORE)
+    task = load(str(file))
+    assert task.judge(["x", "x"], [task.train(3).answer, task.train(4).answer]) == [1.0, 0.0]
+    assert [p.answer for p in task.held_out] == [{"answer": 4, "tests": []}, None]
+    task.judge.close()
+    for text, why in (
+        (MORE.partition("def reward")[0], "is neither a text nor a number"),
+        (MORE.replace("(1, 2)", "{1, 2}"), "train.0. fails .*|.*not JSON serializable"),
+    ):
+        file.write_text(text)
+        with pytest.raises(BadInput, match=why) as error:
+            load(str(file))
+        assert str(error.value).startswith(f"--task {file}: ")
+
+
+def test_what_does_not_fit_is_said(tmp_path, tiny):
+    """Which letters the embedded model knows; how many held-out problems are left out."""
+    file = tmp_path / "mine.py"
+    file.write_text(MINE.replace('("9+1="', '("nine+1="'))
+    task = load(str(file), tiny[1])
+    assert len(task.held_out) == 1 and task.remarks == [
+        "1 held-out problems: too long, or not to be written"
+    ]
+    file.write_text(MINE.replace("+1=", " and 1"))
+    knows = "its tokenizer cannot write the prompt '8 and 1': it knows # [*] [+] - 0 1 .* 9 ; = "
+    with pytest.raises(BadInput, match=knows):
+        load(str(file), tiny[1])
+
+
+def test_training_ends_in_a_line_where_a_task_file_fails_later(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE.replace("i % 7}+1=", "1 // (5 - i)}+1="))
+    task = load(str(tmp_path / "mine.py"))
+    with pytest.raises(BadInput, match=r"mine.py: train\(5\) fails \(integer division"):
+        task.train(5)
+
+
+REWARD = """
+def reward(response, reference): return {"reward": float(response == str(reference)), "x": 1}
+def second(response, reference): return 0.5 if reference == {"answer": 2, "tests": [2]} else 0.25
+"""
+
+
+def rewarded(folder: object, task: str, name: str = "", **fields: object) -> object:
+    (folder / "reward.py").write_text(REWARD)
+    return load(task, reward=f"{folder / 'reward.py'}{name}", **fields)
+
+
+def test_a_reward_of_yours_on_any_set(tmp_path, tiny):
+    """It judges the training. Who judges the held-out problems is said: sets with a judge of their
+    own keep it, files of rows and task files without a reward have none."""
+    rows = [{"prompt": f"{i}?", "answer": i, "tests": [i]} for i in range(8)]
+    path = write(tmp_path / "set.jsonl", rows)
+    hub = write(
+        tmp_path / "hub.jsonl", [{"question": f"q{i}?", "answer": f"#### {i}"} for i in range(8)]
+    )
+    (tmp_path / "mine.py").write_text(MINE)
+    kept = ["arithmetic", "arithmetic:noisy", f"gsm8k:{hub}", str(tmp_path / "mine.py")]
+    for task in (*kept, path, f"{tmp_path / 'mine.py'}:other"):
+        found = rewarded(tmp_path, task, tokenizer=tiny[1] if task in kept[:2] else None)
+        assert found.judge(["x", "7"], ["x", "8"]) == [1.0, 0.0]
+        who = "the set's own judge" if task in kept else "it, too"
+        said = f"{tmp_path / 'reward.py'} judges; the held-out problems are judged by {who}"
+        assert found.remarks[-1] == said and (found.exam is not None) == (task in kept)
+        assert found.exam is not found.judge
+        found.judge.close()
+    assert rewarded(tmp_path, path, eval_task=f"gsm8k:{hub}").exam
+    assert not rewarded(tmp_path, f"gsm8k:{hub}", eval_task=path).exam
+
+
+def test_a_reward_gets_the_columns_of_a_row(tmp_path):
+    """One as it stands there, several as a dict; nothing is tried on math-verify; without --reward
+    they are refused as ever."""
+    rows = [{"prompt": f"{i}?", "answer": i, "tests": [i]} for i in range(8)]
+    path = write(tmp_path / "set.jsonl", rows)
+    task = rewarded(tmp_path, path, ":second", answer_column="answer,tests")
+    assert {type(task.train(i).answer["tests"]) for i in range(4)} == {list}
+    both = [{"answer": 2, "tests": [2]}, {"answer": 3, "tests": [3]}]
+    assert task.judge(["a", "b"], both) == [0.5, 0.25] and len(task.remarks) == 1
+    task.judge.close()
+    tests = rewarded(tmp_path, path, answer_column="tests")
+    assert tests.train(0).answer in [[i] for i in range(8)]
+    with pytest.raises(BadInput, match="set.jsonl:1: needs 'prompt'.* and 'answer,tests'"):
+        load(path, answer_column="answer,tests")
+    with pytest.raises(BadInput, match="set.jsonl:1: .*'missing'"):
+        rewarded(tmp_path, path, answer_column="answer,missing")
+
+
+def test_another_reward_is_another_fingerprint(tmp_path, tiny):
+    prints = [rewarded(tmp_path, "arithmetic", tokenizer=tiny[1]).fingerprint]
+    (tmp_path / "reward.py").write_text(REWARD + "\n# more\n")
+    spec = str(tmp_path / "reward.py")
+    prints += [load("arithmetic", tiny[1], reward=spec).fingerprint]
+    prints += [load("arithmetic", tiny[1]).fingerprint]
+    assert len(set(prints)) == 3 and prints[-1] == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import nowhere", "reward.py:1: ModuleNotFoundError: No module named 'nowhere'"),
+        ("def reward(", "SyntaxError"),
+        ("x = 1", "no function `reward`"),
+        ("exit()", "reward.py:1: SystemExit"),
+        (None, "No such file"),
+    ],
+)
+def test_a_reward_that_cannot_be_used_is_one_line(tmp_path, tiny, text, message):
+    if text:
+        (tmp_path / "reward.py").write_text(text)
+    with pytest.raises(BadInput, match=message) as error:
+        load("arithmetic", tiny[1], reward=str(tmp_path / "reward.py"))
+    assert str(error.value).startswith(f"--reward {tmp_path / 'reward.py'}: cannot be used (")
     assert "\n" not in str(error.value)
 
 

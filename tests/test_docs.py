@@ -9,17 +9,22 @@ import json
 import re
 import runpy
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+import grpo
 import pytest
 import torch
 from common.plumbing.launch import parse
+from common.reward import Judge, loaded
 from tools import bench, memory, results
 
 from tests.adapters import ALGORITHMS, MODULES, NINE, PATHS, VARIANTS
 from tests.gpu.shapes import qwen3_1_7b
-from tests.helpers import ROOT, module_of
+from tests.helpers import ROOT, metrics, module_of, run_here
+from tests.rows import load
 
 README = (ROOT / "README.md").read_text()
 PAGES = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md")}
@@ -118,6 +123,7 @@ SHARED = {"greedy", "sampled", "sampler_kl", "sampler_gap", "sampler_gap_max", "
 SHARED |= {"seconds", "seconds_rollout"}
 SHARED |= {"entropy", "entropy_good", "entropy_bad", "len_good", "len_bad"}  # metrics.by_sign
 SHARED |= {"reward", "zero_groups", "response_len", "truncated", "tokens", "judge_killed"}
+SHARED |= {"reward_*"}  # parts of a reward of yours
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -163,6 +169,106 @@ def test_every_number_among_the_flags_names_its_source(algorithm):
             assert re.search(sources, doc.value.value), f"{field.target.id}: {doc.value.value}"
             checked += 1
     assert checked > 15
+
+
+# docs/yours.md: its files, saved under the names in their first lines, and its commands
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch) -> Path:
+    """A folder with them, the current one."""
+    for text, name in re.findall(
+        r"```python\n(# (\w+\.py)\n.*?)\n```\n", PAGES["yours"], re.DOTALL
+    ):
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def serve():
+    """Starts a server on the loopback address, in a thread; returns its address."""
+    servers = []
+
+    def serve(handler: type) -> str:
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"127.0.0.1:{servers[-1].server_port}"
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+YOURS = [
+    words for name, words in commands(PAGES["yours"]) if name == "grpo" and "--model" not in words
+]
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("words", YOURS, ids=" ".join)
+def test_the_examples_of_yours_run(words, files, serve, monkeypatch):
+    """As printed, but for fewer steps and held-out problems; nothing of yours fails on the way."""
+    monkeypatch.setenv("JUDGE", serve(loaded("judge_server.py").Handler))
+    small = "--steps 1 --prompts_per_step 4 --group_size 4 --eval_problems 4 --eval_samples 1"
+    assert run_here(grpo.main, *words, *small.split()) == 0
+    (folder,) = files.glob("runs/*")
+    line = metrics(folder)[-1]
+    assert line["judge_killed"] == 0 and 0 <= line["reward"] <= 1
+    assert ("reward_digits" in line) == ("reverse.py" in words)
+    assert len(YOURS) == 3
+
+
+def test_the_first_file_of_yours_is_a_task(files):
+    task = load("words.py")
+    assert task.train(7).prompt == "Write backwards: dog" and len(task.held_out) == 1
+    assert task.judge(["noil", "lion"], [task.held_out[0].answer] * 2) == [1.0, 0.0]
+    task.judge.close()
+
+
+def test_unit_tests_as_a_reward(files):
+    """With fences and without; a wrong function, one that never ends, no Python; each step of a
+    working is a test, a bare guess none."""
+    text = (files / "unit_tests.py").read_text().replace("timeout=5", "timeout=2")
+    (files / "unit_tests.py").write_text(text)
+    tests = ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]
+    right = "def add(a, b):\n    return a + b"
+    answers = [right, f"So:\n```python\n{right}\n```\nDone.", right.replace("+", "*"), "I add."]
+    answers += ["while True: pass"]
+    judge = Judge.of("unit_tests.py", loaded("unit_tests.py"))
+    assert judge(answers, [tests] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0] and judge.killed == 0
+    assert judge.parts == {"passed": (2.5, 5)}
+    judge.close()
+    working = Judge.of("unit_tests.py:working", loaded("unit_tests.py:working"))
+    answers = ["3-9=94;94+7=1#1", "3-9=6;6+7=1#1", "#1", "3-9=94;94+7=1#2"]
+    assert working(answers, ["1"] * 4) == [1.0, 0.0, 0.0, 0.0] and working.killed == 0
+    working.close()
+
+
+def test_a_judge_behind_an_address(files, serve, monkeypatch, capfd):
+    """Yes and no; a server that fails, and one that never answers, cost their answers and are
+    said."""
+
+    class Silent(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            threading.Event().wait(60)
+
+    class Broken(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_error(503)
+
+        def log_message(self, *words: object) -> None: ...
+
+    text = (files / "judge.py").read_text().replace("timeout=10", "timeout=1")
+    (files / "judge.py").write_text(text.replace('"workers": 16', '"workers": 2'))
+    handlers = {loaded("judge_server.py").Handler: "", Broken: "the judge says 503"}
+    for handler, said in (handlers | {Silent: "TimeoutError: timed out"}).items():
+        monkeypatch.setenv("JUDGE", serve(handler))
+        judge = Judge.of("judge.py", loaded("judge.py"))
+        assert judge(["1+1=2#2", "#3"], ["2", "2"]) == [float(not said), 0.0]
+        assert judge.killed == (2 if said else 0) and said in capfd.readouterr().err
+        judge.close()
 
 
 WRONG_CALLS = """

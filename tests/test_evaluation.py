@@ -17,7 +17,7 @@ import pytest
 import torch
 from common.batch import Rollout
 from common.data import Problem, load_task
-from common.distributed import World
+from common.distributed import BadInput, World
 from common.plumbing.folder import lock
 from common.plumbing.launch import launch, parse
 from common.plumbing.model import load_model
@@ -309,6 +309,24 @@ def test_the_held_out_problems_are_those_of_the_run(tmp_path, words):
         assert found.problems == task.held_out and len(found.problems) == 3 and not remarks
         _, remarks = evaluate.load_sets(args, config | {"data": "other"}, tokenizer)
         assert "changed since the run" in remarks[-1]
+
+
+def test_rows_are_judged_by_your_reward_and_named_sets_by_their_own(tmp_path, words):
+    tokenizer = load_model(str(words))[1]
+    (tmp_path / "reward.py").write_text("def reward(response, reference): return 0.5")
+    for name, row in (
+        ("mine", {"prompt": "3?", "answer": [3]}),
+        ("hub", {"question": "3?", "answer": "#### 3"}),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+    specs = f"{tmp_path / 'mine.jsonl'},gsm8k:{tmp_path / 'hub.jsonl'}"
+    args = Args(eval_task=specs, reward=str(tmp_path / "reward.py"))
+    (mine, hub), remarks = evaluate.load_sets(args, {}, tokenizer)
+    assert mine.judge(["x"], [mine.problems[0].answer]) == [0.5] and not remarks
+    assert hub.judge(["x", "3"], ["3", "3"]) == [0.0, 1.0]
+    mine.judge.close()
+    with pytest.raises(BadInput, match="--reward nowhere.py: cannot be used .*No such file"):
+        evaluate.load_sets(replace(args, reward="nowhere.py"), {}, tokenizer)
 
 
 def test_a_run_under_way_is_measured_and_not_disturbed(measured, tmp_path, moved):

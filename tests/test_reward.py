@@ -1,12 +1,16 @@
 """The judges: right answers earn, nothing else does, and no answer can hang or break the run."""
 
 import time
+from functools import partial
+from pathlib import Path
 
 import pytest
-from common.distributed import RunStopped
-from common.reward import Judge, final_answer
+from common.distributed import ALONE, RunStopped, setup
+from common.plumbing.metrics import Means, of_judge
+from common.reward import Judge, final_answer, loaded
 
 from tests import adapters
+from tests.helpers import command, forked
 
 SECONDS = 2.0
 
@@ -154,3 +158,143 @@ def test_a_judge_that_does_not_start_ends_the_run_in_one_line(monkeypatch):
     for _ in range(2):
         with pytest.raises(RunStopped, match="the judge math-verify does not start .exit code 1"):
             judge([r"\boxed{7}"] * 3, ["7"] * 3)
+
+
+# Rewards of yours
+
+HOSTILE_REWARD = """
+import os, sys, time
+bounds = {"seconds": 2, "workers": 1}
+def reward(response, reference):
+    if response == "loop":
+        while True: pass
+    if response == "raise":
+        raise ValueError("bad\\nnews")
+    if response == "print":
+        print('[1.0, "", {}]', flush=True) or os.write(1, b'[1.0, "", {}]\\n')
+    if response == "read": return len(input())
+    if response == "exit": sys.exit("enough")
+    if response == "end": os._exit(3)
+    if response == "memory": return len("x" * 10**10)
+    if response == "fork": os.fork()  # both come back
+    if response == "orphan":
+        if os.fork() == 0: time.sleep(1000)  # keeps the worker's pipes open
+        while True: pass
+    if response == "close": os.closerange(0, 100)
+    return {"parts": {"reward": 0.5, "tests": 1, "length": 3}, "nan": float("nan"),
+            "none": None, "no score": {"tests": 1}, "nan part": {"reward": 1, "x": float("nan")},
+            "huge": 1e300, "maximum": {"reward": 1, "max": 1}}.get(
+        response, float(response == reference))
+"""
+COSTS = {
+    "loop": "out of time or memory? exit code -14",
+    "raise": "mine.py:8: ValueError: bad",
+    "print": "",
+    "read": "mine.py:11: EOFError",
+    "exit": "mine.py:12: SystemExit: enough",
+    "end": "exit code 3",
+    "memory": "mine.py:14: MemoryError",
+    "fork": "",
+    "orphan": "out of time or memory",
+    "close": "out of time or memory",
+    "nan": "ValueError: reward nan is no reward",
+    "none": "TypeError",
+    "no score": "KeyError: 'reward'",
+    "nan part": "ValueError: x nan is no reward",
+    "huge": "is no reward",
+    "maximum": "max 1.0 is no reward",
+}
+
+
+def yours(folder: Path, text: str, name: str = "") -> Judge:
+    (folder / "mine.py").write_text(text)
+    spec = f"{folder / 'mine.py'}{name}"
+    return Judge.of(spec, loaded(spec))
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    judge = yours(tmp_path_factory.mktemp("hostile"), HOSTILE_REWARD)
+    yield judge
+    judge.close()
+
+
+@pytest.mark.parametrize("how", COSTS)
+def test_a_reward_of_yours_costs_one_answer_at_most(how, hostile, capfd):
+    """It is counted, and named with the line of the file; the answers after it get their own
+    verdicts, also where a fork came back with a second one."""
+    hostile.told, hostile.killed = False, 0
+    assert hostile([how, "7", "8", "7"], ["7"] * 4) == [0.0, 1.0, 0.0, 1.0]
+    assert hostile.killed == bool(COSTS[how])
+    said = capfd.readouterr().err
+    assert said.count("reward fails") == bool(COSTS[how]) and COSTS[how] in said
+    assert not hostile.parts
+
+
+def test_parts_of_a_reward_are_means_over_the_answers_that_have_them(tmp_path):
+    judge = yours(tmp_path, HOSTILE_REWARD)
+    assert judge(["parts", "7", "parts"], ["7"] * 3) == [0.5, 1.0, 0.5]
+    judge(["parts"], ["7"])  # a second call in the same step
+    found = Means().add(**of_judge(judge)).reduce(ALONE)
+    assert found == {"reward_tests": 1.0, "reward_length": 3.0, "judge_killed": 0.0}
+    assert of_judge(judge) == {"judge_killed": (0, None)}
+    judge.close()
+
+
+def counted() -> None:
+    """One of two ranks, that have met different parts; the sums are none of float32."""
+    world, judge = setup(), partial(float)
+    judge.spec, judge.killed = "mine.py", 1
+    judge.parts = {"both": (2.0**24 + world.rank, 2)} | ({"one": (0.75, 3)} if world.rank else {})
+    found = Means().add(**of_judge(judge)).reduce(world)
+    mean = (2.0**25 + 1) / 4
+    assert found == {"reward_both": mean, "reward_one": 0.25, "judge_killed": 2.0}, found
+
+
+@pytest.mark.runs
+def test_parts_are_exact_means_over_ranks_that_met_others():
+    ended = forked(counted, ranks=2)
+    assert ended.codes == [0, 0], ended.stderr
+
+
+def test_one_file_may_hold_several_rewards(tmp_path):
+    """A function by its name, an object with a function `reward`; what is neither is refused."""
+    text = (
+        "half = lambda response, reference: 0.5\nclass A:\n    reward = staticmethod(half)\nx = 1"
+    )
+    for name in (":half", ":A"):
+        judge = yours(tmp_path, text, name)
+        assert judge(["a"], ["b"]) == [0.5]
+        judge.close()
+    for name in ("", ":x"):
+        with pytest.raises(TypeError, match="no function `reward`"):
+            yours(tmp_path, text, name)
+    with pytest.raises(ImportError, match="mine.py.*has no attribute 'y'"):
+        yours(tmp_path, text, ":y")
+    with pytest.raises(TypeError, match="'hours'"):
+        yours(tmp_path, f"bounds = {{'hours': 1}}\nreward = lambda *both: 1\n{text}")
+
+
+def test_a_run_keeps_the_reward_that_it_began_with(tmp_path):
+    """You may write at the file meanwhile: a worker that is started later runs the old text."""
+    judge = yours(tmp_path, "bounds = {'workers': 1}\ndef reward(a, b): return 0.25")
+    assert judge(["a"], ["b"]) == [0.25]
+    (tmp_path / "mine.py").write_text("def reward(a, b): return 1.0")
+    worker = judge.idle.get()
+    worker.kill()
+    worker.wait()
+    judge.idle.put(worker)
+    assert judge(["a"], ["b"]) == [0.25]
+    judge.close()
+
+
+@pytest.mark.runs
+def test_a_task_file_that_ends_the_program_on_one_rank_is_one_line(tmp_path):
+    file = tmp_path / "mine.py"
+    ends = "import os, sys\nif os.environ['RANK'] == '1':\n    sys.exit('no data here')\n"
+    file.write_text(ends + "held_out = [('1+1=', '2')]\ntrain = lambda i: ('1+1=', '2')")
+    ended = command("grpo", "--task", file, "--run_dir", tmp_path / "run", ranks=2)
+    assert 2 in ended.codes and 0 not in ended.codes
+    (line,) = [line for line in ended.stderr.splitlines() if "error" in line]
+    assert f"--task {file}: cannot be used (mine.py:3: SystemExit: no data here)" in line
+    assert "Traceback" not in ended.stderr and not (tmp_path / "run").exists()

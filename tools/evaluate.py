@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from common.data import Problem, fitting, limits, load_task, read_set, remarks_on
+from common.data import HUB, Problem, fitting, limits, load_task, read_set, remarks_on
 from common.distributed import BadInput, RunStopped, World
 from common.distributed import blame, first_line, global_sum, shard
 from common.plumbing.flags import Count, Flags, broken_rule
@@ -32,7 +32,7 @@ from common.plumbing.folder import as_lines, checkpoints, whole
 from common.plumbing.launch import launch, settle
 from common.logprobs import Policy
 from common.plumbing.model import load_model
-from common.reward import Judge
+from common.reward import Judge, loaded
 from common.rollout import make_engine
 from common.tiny import arithmetic
 from common.plumbing.tracking import Run
@@ -48,7 +48,7 @@ from transformers import PreTrainedTokenizerBase
 
 SETTINGS = ((0.0, 1.0), (1.0, 1.0), (0.7, 0.9))  # (temperature, top-p); 0 is greedy, one response
 RESAMPLES = 2000
-OF_THE_RUN = "task eval_problems eval_samples max_new_tokens max_prompt_tokens instruction "
+OF_THE_RUN = "task reward eval_problems eval_samples max_new_tokens max_prompt_tokens instruction "
 OF_THE_RUN += "prompt_column answer_column rollout_dtype"  # flags that a run folder is asked for
 
 
@@ -59,8 +59,8 @@ class Args(Flags):
     task: str = "arithmetic"
     """Without --eval_task: the held-out problems of this task are measured (a run: of its own)."""
     eval_task: str = ""
-    """Sets to measure whole, comma-separated: hub sets, .jsonl or .parquet files, arithmetic,
-    a task file FILE.py."""
+    """Sets to measure whole, comma-separated: hub sets, .jsonl or .parquet files (judged by
+    --reward, if given), arithmetic, a task file FILE.py."""
     eval_samples: Count = 4
     """n: responses to each problem, at both settings but the greedy one (ours)."""
     rollout_rows: Count = 1024
@@ -148,10 +148,13 @@ def load_sets(
         spec = config.get("eval_task", "") if own else ""
         task = load_task(replace(args, eval_task=spec), tokenizer)
         changed = own and config.get("data", "") != task.fingerprint
-        warning = f"{args.task} changed since the run: it may have trained on these problems"
+        what = f"{args.task} or --reward" if args.reward else args.task
+        warning = f"{what} changed since the run: it may have trained on these problems"
         judge = task.exam or task.judge
         return [Set(task.name, task.held_out, judge)], [*task.remarks, *[warning] * changed]
-    sets, remarks, judge = [], [], Judge()
+    sets, remarks, math_verify = [], [], Judge()
+    with blame(f"--reward {args.reward}: cannot be used"):
+        own = Judge.of(args.reward, loaded(args.reward)) if args.reward else math_verify
     for spec in dict.fromkeys(args.eval_task.split(",")):
         if spec in arithmetic.KINDS or ".py" in spec:
             task = load_task(replace(args, task=spec, eval_task=""), tokenizer)
@@ -165,8 +168,9 @@ def load_sets(
         if not (found := [problem for problem in tried if problem]):
             left = f"no problem left of {len(rows)}; {limits(args, tokenizer)}"
             raise BadInput(f"--eval_task {spec}: {left}")
+        judge = math_verify if spec.partition(":")[0] in HUB else own
         sets.append(Set(spec, found, judge))
-        remarks += remarks_on(spec, rows, judge)
+        remarks += remarks_on(spec, rows, math_verify, args.reward)
         if dropped := len(rows) - len(found):
             remarks.append(f"{spec}: {dropped} of {len(rows)} prompts too long, dropped")
     return sets, remarks

@@ -25,6 +25,7 @@ def evaluate(engine: object, task: Task, tokenizer: Tokenizer, args: object, wor
         if name == "greedy" and world.rank == 0:
             shown = {"prompt": problems[0].prompt, "answer": problems[0].answer}
             example = {"example": shown | {"response": texts[0], "reward": scores[0]}}
+    judge.parts = {}  # logged of training alone
     engine.load_state_dict(state)  # training's samples do not depend on how often one looks
     found = {name: total / len(task.held_out) for name, total in global_sum(right, world).items()}
     return found | example

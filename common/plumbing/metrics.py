@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from common.batch import Rollout
-from common.distributed import World, global_sum
+from common.distributed import World, everywhere, global_sum
 
 
 class Means:
@@ -24,7 +24,7 @@ class Means:
     def add(self, **pairs: tuple[Tensor | float, Tensor | float | None]) -> Self:
         for name, (total, count) in pairs.items():
             number = not isinstance(total, Tensor)
-            value = torch.tensor(float(total)) if number else total.detach().double()
+            value = torch.tensor(total, dtype=torch.float64) if number else total.detach().double()
             combine = torch.maximum if name.endswith("_max") else torch.add
             self.sums[name] = combine(self.sums[name], value)
             self.counts[name] = self.counts[name] + (0.0 if count is None else count)
@@ -60,5 +60,14 @@ def of_rollout(rollout: Rollout, rewards: Tensor, task: object) -> dict[str, tup
         "response_len": (tokens, N),
         "truncated": ((~rollout.finished).sum(), N),
         "tokens": (tokens, None),
-        "judge_killed": (task.take_killed(), None),  # answers that broke the judge's bounds
-    }
+    } | of_judge(task.judge)
+
+
+def of_judge(judge: object) -> dict[str, tuple]:
+    """Since the last call: answers that broke the judge's bounds, or a reward of yours, and that
+    reward's parts, by whichever names a rank has met; all ranks together."""
+    killed, parts = getattr(judge, "killed", 0), getattr(judge, "parts", {})
+    judge.killed, judge.parts = 0, {}
+    names = everywhere(parts) if getattr(judge, "spec", "") else ()
+    found = {f"reward_{name}": parts.get(name, (0.0, 0)) for name in names}
+    return found | {"judge_killed": (killed, None)}

@@ -41,8 +41,9 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
     with blame(f"{flag} {name}: cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(source, **own)
         # Where there is none, transformers makes up one with special tokens alone.
-        if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
+        if not (known := tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)):
             raise ValueError("no tokenizer")
+        tokenizer.letters = f": it knows {' '.join(sorted(known))}" if len(known) < 100 else ""
         if world.rank == 0:
             lm, found = AutoModelForCausalLM.from_pretrained(source, **how, **report)
             check_weights(lm, found)

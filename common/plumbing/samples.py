@@ -1,5 +1,6 @@
 """What a step did to each token of some responses: the rows of samples.jsonl."""
 
+import json
 from collections import defaultdict
 
 import torch.distributed as dist
@@ -99,6 +100,10 @@ class Samples:
             group |= {"step": step, "minibatches": total, "count": count}
             group |= {"prompt": problem.prompt, "answer": problem.answer, "responses": responses}
             rows.append(group)
+        for asked in (row.get("example", row) for row in rows):
+            for name in ("prompt", "answer"):  # messages, and references of any shape
+                given = asked[name]
+                asked[name] = given if isinstance(given, str) else json.dumps(given)
         return rows
 
 

@@ -12,7 +12,8 @@ from common.reward import Judge, final_answer
 
 CHECKED = 32  # references that the judge is tried on before the run
 PLAIN_NUMBER = re.compile(r"-?\d{1,100}([./]\d{1,100})?")  # a reference that needs no trying
-Row = tuple[str, str]  # prompt, reference answer
+Prompt = str | list[dict]  # a text, or chat messages
+Row = tuple[Prompt, object]  # prompt, reference answer: a text, but for a reward of yours
 
 
 class Columns(NamedTuple):
@@ -77,7 +78,8 @@ def read_set(spec: str, args: object, split: str, flag: str = "--task") -> list[
     split = columns.test or columns.train if split == "test" else columns.train
     # Offline, renamed, gated, no parquet: libraries and HTTP clients raise many kinds.
     with blame(f"{flag} {spec}: cannot be read"):
-        rows = list(pairs(source(path, columns, split), columns, str(path or name)))
+        given = source(path, columns, split)
+        rows = list(pairs(given, columns, str(path or name), bool(args.reward)))
     if not rows:
         raise BadInput(f"{flag} {spec}: holds no problem")
     return rows
@@ -106,8 +108,12 @@ def once(pairs: list[tuple[str, object]]) -> dict:
     return row
 
 
-def pairs(rows: Iterable[bytes | dict], columns: Columns, where: str) -> Iterator[Row]:
-    """Prompt and reference answer of each row; the first that has none is named."""
+def pairs(rows: Iterable[bytes | dict], columns: Columns, where: str, yours: bool) -> Iterator[Row]:
+    """Prompt and reference answer of each row; the first that has none is named.
+
+    For a reward of `yours` the answer of several columns is a dict.
+    """
+    names = columns.answer.split(",")
     for number, row in enumerate(rows, 1):
         if isinstance(row, bytes) and not row.strip():
             continue
@@ -116,11 +122,22 @@ def pairs(rows: Iterable[bytes | dict], columns: Columns, where: str) -> Iterato
         with blame(f"{where}:{number}: {wanted}"):
             if isinstance(row, bytes):
                 row = json.loads(row.decode("utf-8-sig"), object_pairs_hook=once)
-            prompt = row[columns.prompt]
-            answer = as_text(EXTRACT[columns.extract](row[columns.answer]))
-            if not isinstance(prompt, str) or not prompt.strip() or not answer:
-                raise ValueError("empty, or no text")
-        yield prompt, answer
+            several = yours and names[1:] and {name: row[name] for name in names}
+            answer = several or EXTRACT[columns.extract](row[columns.answer])
+            row = as_row(row[columns.prompt], answer, yours)
+        yield row
+
+
+def as_row(prompt: object, reference: object, yours: bool) -> Row:
+    """A prompt, a text or chat messages ({"role": ..., "content": ...}), and a reference: as text
+    or, for a reward of `yours`, as JSON gives it back."""
+    turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    if not all(isinstance(turn[key], str) for turn in turns for key in ("role", "content")):
+        raise TypeError("no text, and no chat messages")
+    reference = json.loads(json.dumps(reference)) if yours else as_text(reference)
+    if not "".join(turn["content"] for turn in turns).strip() or reference == "":
+        raise ValueError("empty")
+    return prompt, reference
 
 
 def as_text(answer: object) -> str:
@@ -131,15 +148,17 @@ def as_text(answer: object) -> str:
     return str(int(answer) if whole else answer).strip()
 
 
-def remarks_on(spec: str, rows: list[Row], judge: Judge) -> list[str]:
-    """What to say of prompts that come again, and of references that no response can match."""
-    remarks, prompts = [], {prompt.strip() for prompt, _ in rows}
+def remarks_on(spec: str, rows: list[Row], judge: Judge, yours: str = "") -> list[str]:
+    """What to say of prompts that come again, and of references that no response can match (what
+    a reward of `yours` matches only it knows)."""
+    remarks, prompts = [], {str(prompt).strip() for prompt, _ in rows}
     if again := len(rows) - len(prompts):
-        other = len({(prompt.strip(), answer) for prompt, answer in rows}) - len(prompts)
+        other = len({(str(prompt).strip(), str(answer)) for prompt, answer in rows}) - len(prompts)
         how = f"{again} of {len(rows)} rows repeat a prompt, {other} with another answer"
         remarks.append(f"{spec}: {how}")
-    odd = sorted({answer for _, answer in rows if not PLAIN_NUMBER.fullmatch(answer)})
-    tried = random.Random("tried").sample(odd, min(CHECKED, len(odd)))  # all could take hours
+    odd = {} if yours else {one for _, one in rows if not PLAIN_NUMBER.fullmatch(one)}
+    # All could take hours.
+    tried = random.Random("tried").sample(sorted(odd), min(CHECKED, len(odd)))
     scores = judge([rf"\boxed{{{answer}}}" for answer in tried], tried)
     judge.killed = 0  # it counts the model's answers
     if wrong := [answer for answer, score in zip(tried, scores) if score < 1]:
