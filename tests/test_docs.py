@@ -390,9 +390,10 @@ def test_memory_is_told_for_any_config(family, tmp_path, monkeypatch, capsys):
     true = sum(p.numel() for p in model.parameters())
     assert found.parameters() == pytest.approx(true, rel=1e-3)
     assert 16 * found.parameters() / 1e9 == pytest.approx(states, rel=0.01)
-    said = memory.answer("grpo", str(tmp_path), 8, 80.0, 1024)
+    said = memory.answer("grpo", str(tmp_path), 16, 80.0, 1024)
     command = said.split("torchrun ")[1].splitlines()[0].split()
-    monkeypatch.setattr(sys, "argv", ["grpo.py", *command[2:]])
+    assert command[:3] == ["--nnodes=2", "--nproc_per_node=8", "grpo.py"]
+    monkeypatch.setattr(sys, "argv", command[2:])
     parse(importlib.import_module("grpo").Args)
     estimated = memory.estimate("grpo", command, 80.0, found)
     assert estimated["peak"] < 80 and f"peak {estimated['peak']:.1f} GB" in said
@@ -410,7 +411,7 @@ def test_what_fits_grows_with_the_card_and_the_cards():
     assert "--offload " in command("8B", 1, 80) and "offload" not in command("8B", 8, 80)
     assert command("0.6B", 1, 4) == "does not fit"
     assert "4 GB: does not fit" in memory.answer("grpo", "Qwen/Qwen3-8B-Base", 1, 4.0, 2048)
-    assert "8 would do" in memory.answer("grpo", "Qwen/Qwen3-30B-A3B-Base", 4, 80.0, 2048)
+    assert "2 would do" in memory.answer("grpo", "Qwen/Qwen3-14B-Base", 1, 48.0, 2048)
 
 
 def test_offload_moves_the_states_to_the_host():

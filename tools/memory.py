@@ -35,6 +35,7 @@ power of two; what is offloaded; minirl's columns of experts, sampler's and trai
 """
 
 import importlib
+import itertools
 import math
 import re
 from dataclasses import dataclass
@@ -214,15 +215,14 @@ def fit(
     words = [f"--nnodes={nodes}"] * (nodes > 1) + [f"--nproc_per_node={local}", f"{name}.py"]
     words += f"--model {model} --task gsm8k --lr 1e-6 --minibatches 1".split()
     words += f"--prompts_per_step {-(-64 // gpus) * gpus} --max_new_tokens {response}".split()
-    for wanted in (ENOUGH, 2):
-        for saving in SAVINGS:
-            # From the largest share down: a larger cache samples faster.
-            for share in range(90, 14, -5):
-                more = [*saving.split(), "--vllm_memory", f"{share / 100:.2f}"]
-                found = estimate(name, [*words, *more], gpu, shape)
-                fits = found["peak"] <= 0.94 * gpu - 1 and found["responses in cache"] >= wanted
-                if fits:
-                    return [*words, *more], found
+    engines = [ranks for ranks in (1, 2, 4, 8) if local % ranks == 0]
+    for wanted, ranks, saving in itertools.product((ENOUGH, 2), engines, SAVINGS):
+        more = [*saving.split(), *["--tensor_parallel", f"{ranks}"] * (ranks > 1)]
+        for share in range(90, 14, -5):  # from the largest down: a larger cache samples faster
+            last = [*words, *more, "--vllm_memory", f"{share / 100:.2f}"]
+            found = estimate(name, last, gpu, shape)
+            if found["peak"] <= 0.94 * gpu - 1 and found["responses in cache"] >= wanted:
+                return last, found
     return None
 
 
