@@ -86,6 +86,8 @@ def setup() -> World:
             torch.cuda.init()
     if gpu:
         torch.cuda.set_device(device)
+        # It would build a plan, 0.03 to 1 s, for every new shape: hundreds a step.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # more only pays above 10M parameters
     if alone:  # a store inside this process, no port to collide on
@@ -109,13 +111,19 @@ def shard(policy: nn.Module, args: object, world: World, offload: bool = False) 
     are rank 0's, handed out a unit at a time. Master weights, gradients and their sums over ranks
     stay float32; with dtype bfloat16 the forward and backward passes run on bfloat16 copies. Every
     unit gives its gathered copy back after a pass, the root too (its default is to wait for a
-    backward pass, which a reference model never has). With `offload` the shards wait in CPU memory.
+    backward pass, which a reference model never has). With `offload`, or `--offload`, shards are in
+    CPU memory, where their gradients are added up and the optimiser steps.
     A rank with a model of its own in float32, not offloaded, has nothing to split or cast and keeps
     the plain module: FSDP2 would give the same gradient and, at the embedded model's size, take
     some 15% of the step for its bookkeeping. `divide_gradients` then does its sums over ranks.
     """
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+    if args.compile and getattr(policy, "routing", None) and policy.routing.active:
+        raise BadInput("--compile: not with experts, whose choice is recorded as it is made")
+    for layer in policy.lm.base_model.layers if args.compile else ():
+        layer.forward = torch.compile(layer.forward, dynamic=True)  # of any rows and lengths
+    offload = offload or args.offload
     small = sum(parameter.numel() for parameter in policy.parameters()) < SMALL
     sharing = args.shard_ranks or (1 if small else world.size)  # ranks
     if sharing == 1 and args.dtype == "float32" and not offload:
@@ -125,8 +133,8 @@ def shard(policy: nn.Module, args: object, world: World, offload: bool = False) 
     shape, names = (world.size // sharing, sharing), ("replicas", "shards")
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
     how["mesh"], policy.replicas = mesh["shards"], mesh["replicas"].get_group()
-    if offload and world.device.type == "cuda":
-        how["offload_policy"] = CPUOffloadPolicy()
+    if offload:
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for layer in policy.lm.base_model.layers:
         fully_shard(receive(layer, world), **how)
     return fully_shard(receive(policy, world), **how)
@@ -167,8 +175,13 @@ def full_parameters(
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """The tensor itself, put together from its shards if it has any; all ranks together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """The tensor itself, put together from its shards if it has any; all ranks together.
+
+    Offloaded shards go to the GPU first, where gathering is fast.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()
 
 
 def global_sum(values: dict[str, float | Tensor], world: World) -> dict[str, float]:

@@ -433,7 +433,8 @@ def test_every_command_on_a_real_model_fits_80_gb():
             without = memory.estimate(
                 name, [word for word in words if word != "--gradient_checkpointing"]
             )
-            assert without["activations"] > 4 * whole["activations"]
+            spared = 4 if "--gradient_checkpointing" in words else 1
+            assert without["activations"] >= spared * whole["activations"]
             # The host of a model of 30 billion parameters, asleep or not, has 1 TB or less.
             assert 4 * whole["parameters"] <= whole["host"] < 600
             asleep = memory.estimate(name, [*words, "--vllm_sleep"])

@@ -382,7 +382,7 @@ def push(folder: Path) -> None:
     """On each of two ranks: all parameters, as the engine asks for them."""
     world = setup()
     lm, _ = load_model("tiny-moe")
-    args = SimpleNamespace(dtype="bfloat16", shard_ranks=2, gradient_checkpointing=False)
+    args = grpo.Args(dtype="bfloat16", shard_ranks=2)
     policy = shard(Policy(lm), args, world)
     pushed = Pushed(DTensor.full_tensor)
     DTensor.full_tensor = lambda tensor: pushed(tensor)

@@ -18,7 +18,7 @@ What is counted, with N parameters over R ranks (or --shard_ranks):
                  float32)
     activations  what one micro-batch of --micro_tokens keeps for the backward pass, or with
                  --gradient_checkpointing a layer's input for each layer and one layer whole; and
-                 one block of logits
+                 three blocks of logits
     vLLM         weights (bfloat16; minirl: 8 bits) / --tensor_parallel; its KV cache is what
                  --vllm_memory, a share of the card, leaves beside them and some 5 GB for its
                  activations and CUDA graphs
@@ -182,7 +182,7 @@ def estimate(
         "states": 4 * (root + 2 * layer) / sharing if away else states,
         "reference": 4 * n / sharing if refers and not offloads else 0,
         "gathered": 2 * (root + 2 * layer) + 6 * (root + layer) + whole_gradient,
-        "activations": held + 4 * 4 * BLOCK_ELEMENTS,
+        "activations": held + 3 * 4 * BLOCK_ELEMENTS,
         "vLLM weights": width * n / number("tensor_parallel"),
     }
     share, vllm = number("vllm_memory") * gpu * 1e9, parts["vLLM weights"]

@@ -18,7 +18,7 @@ from common.distributed import BadInput, blame
 FREE_ON_RESUME = set(
     """acted steps run_dir resume save_every save_hf eval_every eval_samples wandb
     ranks shard_ranks micro_tokens rollout_rows sampler_tolerance gradient_checkpointing
-    offload_reference vllm_memory vllm_sleep""".split()
+    compile offload offload_reference vllm_memory vllm_sleep""".split()
 )
 
 
