@@ -51,7 +51,7 @@ Run it:
     # the paper's batch and lengths, on all of MATH's training set
     torchrun --nproc_per_node=8 deep_grpo.py --model Qwen/Qwen2.5-Math-1.5B --task math \\
         --boundary . --prompts_per_step 64 --minibatches 1 --min_branches 128 \\
-        --max_new_tokens 3072 --lr 1e-6 --gradient_checkpointing
+        --max_new_tokens 3072 --lr 1e-6 --micro_tokens 8192
     # several nodes
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
         deep_grpo.py ...

@@ -47,7 +47,7 @@ Run it:
     # one node
     torchrun --nproc_per_node=8 goldilocks.py --model Qwen/Qwen2.5-1.5B --task math \\
         --teacher_lr 1e-5 --prompts_per_step 64 --group_size 16 --max_new_tokens 2048 --lr 1e-6 \\
-        --gradient_checkpointing
+        --micro_tokens 8192
     # several nodes
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
         goldilocks.py ...

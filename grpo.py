@@ -43,7 +43,7 @@ Run it:
     # a node of eight; paper: batch 1024, G = 64, lr 1e-6
     torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
         --eval_task math500 --prompts_per_step 64 --group_size 16 --max_new_tokens 4096 \\
-        --lr 1e-6 --beta 0.04 --minibatches 1 --gradient_checkpointing
+        --lr 1e-6 --beta 0.04 --minibatches 1 --micro_tokens 8192
     # several nodes
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
         grpo.py ...

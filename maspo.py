@@ -41,7 +41,7 @@ Run it:
     # the paper's model, data and batch; group and length are ours
     torchrun --nproc_per_node=8 maspo.py --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B \\
         --task dapo-math-17k --eval_task aime24 --prompts_per_step 512 --minibatches 16 \\
-        --max_new_tokens 8192 --lr 1e-6 --alpha 0.5 --gradient_checkpointing
+        --max_new_tokens 8192 --lr 1e-6 --alpha 0.5 --micro_tokens 8192
     # several nodes
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
         maspo.py ...

@@ -7,6 +7,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from glob import glob
 
 import torch
 import torch.distributed as dist
@@ -78,8 +79,15 @@ def setup() -> World:
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     if gpu and local >= (found := torch.cuda.device_count()):
         raise BadInput(f"{local + 1} ranks on {found} GPU(s): --nproc_per_node {found}")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if torch.version.cuda and not gpu and not hidden and glob("/dev/nvidia[0-9]*"):
+        # A driver too old: without this, eight ranks would train on eight threads.
+        with blame("this machine's GPU cannot be used; on its CPU: CUDA_VISIBLE_DEVICES="):
+            torch.cuda.init()
     if gpu:
         torch.cuda.set_device(device)
+        # It would build a plan, 0.03 to 1 s, for every new shape: hundreds a step.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # more only pays above 10M parameters
     if alone:  # a store inside this process, no port to collide on
@@ -103,24 +111,30 @@ def shard(policy: nn.Module, args: object, world: World, offload: bool = False) 
     are rank 0's, handed out a unit at a time. Master weights, gradients and their sums over ranks
     stay float32; with dtype bfloat16 the forward and backward passes run on bfloat16 copies. Every
     unit gives its gathered copy back after a pass, the root too (its default is to wait for a
-    backward pass, which a reference model never has). With `offload` the shards wait in CPU memory.
+    backward pass, which a reference model never has). With `offload`, or `--offload`, shards are in
+    CPU memory, where their gradients are added up and the optimiser steps.
     A rank with a model of its own in float32, not offloaded, has nothing to split or cast and keeps
     the plain module: FSDP2 would give the same gradient and, at the embedded model's size, take
     some 15% of the step for its bookkeeping. `divide_gradients` then does its sums over ranks.
     """
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+    if args.compile and getattr(policy, "routing", None) and policy.routing.active:
+        raise BadInput("--compile: not with experts, whose choice is recorded as it is made")
+    for layer in policy.lm.base_model.layers if args.compile else ():
+        layer.forward = torch.compile(layer.forward, dynamic=True)  # of any rows and lengths
+    offload = offload or args.offload
     small = sum(parameter.numel() for parameter in policy.parameters()) < SMALL
     sharing = args.shard_ranks or (1 if small else world.size)  # ranks
     if sharing == 1 and args.dtype == "float32" and not offload:
         return receive(policy, world)
     cast = (torch.bfloat16, torch.float32) if args.dtype == "bfloat16" else ()
     how = {"mp_policy": MixedPrecisionPolicy(*cast), "reshard_after_forward": True}
-    replicas, names = world.size // sharing, ("replicas", "shards")
-    mesh = init_device_mesh(world.device.type, (replicas, sharing), mesh_dim_names=names)
-    how["mesh"] = mesh if replicas > 1 else mesh["shards"]
-    if offload and world.device.type == "cuda":
-        how["offload_policy"] = CPUOffloadPolicy()
+    shape, names = (world.size // sharing, sharing), ("replicas", "shards")
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    how["mesh"], policy.replicas = mesh["shards"], mesh["replicas"].get_group()
+    if offload:
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for layer in policy.lm.base_model.layers:
         fully_shard(receive(layer, world), **how)
     return fully_shard(receive(policy, world), **how)
@@ -161,8 +175,13 @@ def full_parameters(
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """The tensor itself, put together from its shards if it has any; all ranks together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """The tensor itself, put together from its shards if it has any; all ranks together.
+
+    Offloaded shards go to the GPU first, where gathering is fast.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()
 
 
 def global_sum(values: dict[str, float | Tensor], world: World) -> dict[str, float]:
@@ -198,17 +217,22 @@ def gather(values: Tensor, world: World) -> Tensor:
 def divide_gradients(policy: nn.Module, count: float | Tensor, world: World) -> None:
     """From each rank's gradient of its own sum to the gradient of the mean over all ranks.
 
-    `count` is what this rank has summed over. FSDP has averaged the gradients over the ranks in
-    each backward pass; those of a plain module are averaged here, in one message. Times the number
-    of ranks that is the sum of all; over what all ranks have counted, it is the mean that the
-    objective asks for, whatever the micro-batches and the number of ranks.
+    `count` is what this rank has summed over. FSDP has averaged the gradients over the ranks that
+    share a model in each backward pass: times their number that is a sum. Over replicas, a plain
+    module's in one message, they are summed here, once for all micro-batches. Over what all ranks
+    have counted, that is the mean that the objective asks for, whatever the micro-batches and the
+    number of ranks.
     """
-    gradients = [one.grad for one in policy.parameters() if one.grad is not None]
-    if world.size > 1 and not isinstance(gradients[0], DTensor):
+    gradients, averaged = [one.grad for one in policy.parameters() if one.grad is not None], 1
+    if isinstance(gradients[0], DTensor):
+        averaged = gradients[0].device_mesh.size()  # ranks
+        for gradient in gradients if averaged < world.size else ():
+            dist.all_reduce(gradient.to_local(), group=policy.replicas)
+    elif world.size > 1:
         flat = nn.utils.parameters_to_vector(gradients)
         dist.all_reduce(flat)
-        nn.utils.vector_to_parameters(flat.div_(world.size), gradients)
-    factor = world.size / global_sum({"count": count}, world)["count"]
+        nn.utils.vector_to_parameters(flat, gradients)
+    factor = averaged / global_sum({"count": count}, world)["count"]
     for gradient in gradients:
         gradient.mul_(factor)
 

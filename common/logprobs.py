@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 
 from common.batch import Rollout
 from common.distributed import World, global_sum, shard
-from common.plumbing.model import head_logits
+from common.plumbing.model import add_product, head_logits
 from common.plumbing.routing import Routing, routers
 
-BLOCK_ELEMENTS = 2**26  # logits made at once: 256 MB in float32, whatever the vocabulary
+# Logits made at once: 512 MB in float32, whatever the vocabulary, and three such tensors at a time.
+BLOCK_ELEMENTS = 2**27
 Pair = tuple[Tensor, Tensor]
 Readout = Callable[[Tensor, Tensor], Tensor]  # log π `[b, V]`, tokens `[b]` -> `[b]`
 # What a forward and backward pass costs whatever its size, in tokens, of a dense model and of one
@@ -50,9 +51,12 @@ class Policy(nn.Module):
         Sequences are right-padded: with causal attention no real token ever sees a pad, and no
         attention mask is needed.
         """
+        # Found once: with a mask as index a GPU's host would wait here twice, and in the backward
+        # pass again.
+        where = predicts.flatten().nonzero()[:, 0]  # [M]
         output = self.lm.base_model(input_ids=sequences, use_cache=False)
-        hidden = output.last_hidden_state[predicts]  # [M, H]
-        targets = sequences.roll(-1, dims=1)[predicts]  # [M]
+        hidden = output.last_hidden_state.flatten(0, 1).index_select(0, where)  # [M, H]
+        targets = sequences.roll(-1, dims=1).flatten()[where]  # [M]
         return token_logprobs(hidden, self.lm.lm_head.weight, targets, temperature, readout)
 
 
@@ -81,7 +85,8 @@ class TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
         """`[b, V]`, float32: a softmax in bfloat16 would add its own rounding to the product's."""
-        return head_logits(hidden, weight) / temperature
+        logits = head_logits(hidden, weight)
+        return logits if temperature == 1 else logits / temperature
 
     @staticmethod
     def d_logits(
@@ -91,7 +96,7 @@ class TokenLogprobs(torch.autograd.Function):
         p = TokenLogprobs.logits(hidden, weight, temperature).softmax(-1)  # [b, V]
         d_logits = p.mul_(-d_logp[..., None])  # [b, V]
         d_logits.scatter_add_(-1, targets[..., None], d_logp[..., None])
-        return (d_logits / temperature).to(weight.dtype)
+        return (d_logits if temperature == 1 else d_logits / temperature).to(weight.dtype)
 
     @staticmethod
     def blocks(hidden: Tensor, weight: Tensor) -> list[slice]:
@@ -107,8 +112,7 @@ class TokenLogprobs(torch.autograd.Function):
         logp = torch.empty(len(hidden), device=hidden.device)  # [M]
         found = torch.empty_like(logp)  # [M]
         for rows in TokenLogprobs.blocks(hidden, weight):
-            logits = TokenLogprobs.logits(hidden[rows], weight, temperature)  # [b, V]
-            logprobs = logits.log_softmax(-1)  # [b, V]
+            logprobs = TokenLogprobs.logits(hidden[rows], weight, temperature).log_softmax(-1)
             logp[rows] = logprobs.gather(-1, targets[rows, None])[:, 0]
             found[rows] = readout(logprobs, targets[rows])
         ctx.mark_non_differentiable(found)
@@ -124,7 +128,7 @@ class TokenLogprobs(torch.autograd.Function):
             given = hidden[rows], weight, targets[rows], d_logp[rows], ctx.temperature
             d_logits = TokenLogprobs.d_logits(*given)  # [b, V]
             d_hidden[rows] = d_logits @ weight
-            d_weight += d_logits.T @ hidden[rows]
+            add_product(d_weight, d_logits.T, hidden[rows])
         return d_hidden, d_weight.to(weight.dtype), None, None, None
 
 

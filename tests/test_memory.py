@@ -74,7 +74,7 @@ def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> 
 
 def test_log_probs_of_a_large_vocabulary():
     """16k tokens, V = 152k, bfloat16: the head's gradient, in float32 and cast, and a few blocks.
-    The plain formula's peak is nine times that."""
+    The plain formula's peak is eight times that."""
     peaks = []
     for formula in (lambda *given: token_logprobs(*given, 1.0)[0], plain):
         with torch.device("meta"):
@@ -85,8 +85,8 @@ def test_log_probs_of_a_large_vocabulary():
         with Memory() as memory:
             formula(hidden, weight, targets).sum().backward()
         peaks.append(memory.peak)
-    bound = (4 + 2) * V * H + 2 * TOKENS * H + 4 * 4 * BLOCK_ELEMENTS
-    assert peaks[0] < bound < peaks[1] / 9, peaks
+    bound = (4 + 2) * V * H + 2 * TOKENS * H + 3 * 4 * BLOCK_ELEMENTS
+    assert peaks[0] < bound < peaks[1] / 8, peaks
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B-Base", "Qwen/Qwen3-8B-Base"])

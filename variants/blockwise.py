@@ -55,7 +55,7 @@ Run it:
     torchrun --nproc_per_node=8 -m variants.blockwise --task dapo-math-17k --marker "</think>" \\
         --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --eval_task math500 \\
         --prompts_per_step 64 --group_size 32 --max_new_tokens 8192 --lr 1e-6 --warmup 64 \\
-        --weight_decay 0.1 --gradient_checkpointing
+        --weight_decay 0.1 --micro_tokens 8192
 """
 
 from dataclasses import dataclass

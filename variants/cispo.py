@@ -49,7 +49,7 @@ Run it:
     # a node of eight; M1's steps per rollout
     torchrun --nproc_per_node=8 -m variants.cispo --model Qwen/Qwen3-1.7B-Base \\
         --task dapo-math-17k --eval_task math500 --prompts_per_step 128 --group_size 16 \\
-        --minibatches 16 --max_new_tokens 8192 --lr 1e-6 --gradient_checkpointing
+        --minibatches 16 --max_new_tokens 8192 --lr 1e-6 --micro_tokens 8192
 """
 
 from dataclasses import dataclass

@@ -43,7 +43,7 @@ Run it:
     # a node of eight; the authors: batch 128 prompts, G = 8, at most 3000 tokens
     torchrun --nproc_per_node=8 -m variants.dr_grpo --model Qwen/Qwen2.5-Math-1.5B \\
         --task dapo-math-17k --eval_task math500 --prompts_per_step 128 --group_size 8 \\
-        --max_new_tokens 3000 --lr 1e-6 --minibatches 1 --gradient_checkpointing
+        --max_new_tokens 3000 --lr 1e-6 --minibatches 1 --micro_tokens 8192
 """
 
 from dataclasses import dataclass

@@ -66,7 +66,7 @@ Run it:
     # a node of eight
     torchrun --nproc_per_node=8 -m variants.icepop --model Qwen/Qwen3-1.7B-Base \\
         --task dapo-math-17k --eval_task aime25 --prompts_per_step 64 --group_size 16 \\
-        --max_new_tokens 8192 --lr 1e-6 --gradient_checkpointing
+        --max_new_tokens 8192 --lr 1e-6 --micro_tokens 8192
 """
 
 from dataclasses import dataclass

@@ -48,7 +48,7 @@ Run it:
     torchrun --nproc_per_node=8 -m variants.laconic --length_budget 1500 --price_lr 0.002 \\
         --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --task math --price_ceiling 0.1 \\
         --prompts_per_step 128 --group_size 4 --max_new_tokens 4096 --lr 1e-6 \\
-        --gradient_checkpointing
+        --micro_tokens 8192
 """
 
 from dataclasses import dataclass

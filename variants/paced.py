@@ -54,7 +54,7 @@ Run it:
     # a node of eight, the paper's lengths
     torchrun --nproc_per_node=8 -m variants.paced --model Qwen/Qwen2.5-Math-1.5B --task math \\
         --teacher_lr 1e-5 --prompts_per_step 128 --group_size 8 --max_new_tokens 3072 --lr 1e-6 \\
-        --weight_decay 0.1 --gradient_checkpointing
+        --weight_decay 0.1 --micro_tokens 8192
 """
 
 from collections import deque  # <own>

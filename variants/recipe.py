@@ -55,7 +55,7 @@ Run it:
     # a node of eight; sizes are ours
     torchrun --nproc_per_node=8 -m variants.recipe --model Qwen/Qwen2.5-Math-1.5B --task math \\
         --boundary . --prompts_per_step 64 --group_size 8 --max_new_tokens 3072 --lr 1e-6 \\
-        --teacher_lr 1e-5 --gradient_checkpointing
+        --teacher_lr 1e-5 --micro_tokens 8192
 """
 
 from collections import deque  # <own>

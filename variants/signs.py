@@ -57,7 +57,7 @@ Run it:
     # a node of eight, the authors' sizes (they have 7B)
     torchrun --nproc_per_node=8 -m variants.signs --model Qwen/Qwen2.5-Math-1.5B --task math \\
         --eval_task math500 --prompts_per_step 1024 --group_size 8 --max_new_tokens 3072 \\
-        --lr 1e-6 --warmup 0 --beta 0 --outliers 0 --baseline none --gradient_checkpointing
+        --lr 1e-6 --warmup 0 --beta 0 --outliers 0 --baseline none --micro_tokens 8192
 """
 
 from dataclasses import dataclass

@@ -44,9 +44,11 @@ def by_sign(entropy: Tensor, batch: Rollout) -> dict[str, tuple[Tensor, Tensor]]
     row of both. Means for all rows hide what a collapse does first: only bad ones grow longer.
     """
     found = {"entropy": (entropy.sum(), batch.mask.sum())}
+    by_row, lengths = entropy.sum(1), batch.mask.sum(1)  # [n], [n]
+    # No index by a mask: for the number of its rows a GPU's host would wait.
     for name, rows in (("good", batch.advantages > 0), ("bad", batch.advantages < 0)):
-        tokens = batch.mask[rows].sum()
-        found[f"entropy_{name}"] = entropy[rows].sum(), tokens
+        tokens = lengths.where(rows, 0).sum()
+        found[f"entropy_{name}"] = by_row.where(rows, 0).sum(), tokens
         found[f"len_{name}"] = tokens, rows.sum()
     return found
 

@@ -103,3 +103,14 @@ def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
         logits = torch.mm(flat, weight.T, out_dtype=torch.float32)  # [b, V]
         return logits.unflatten(0, hidden.shape[:-1])
     return nn.functional.linear(hidden, weight).float()
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total [V, H]`, float32, += `left [V, b]` @ `right [b, H]`.
+
+    On a GPU inside the product's kernel: nothing is rounded to bfloat16, written and read again.
+    """
+    if left.is_cuda and left.dtype != torch.float32:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left @ right
