@@ -20,7 +20,8 @@ that sampled, π_ref those before training, all given the prompt and the tokens 
 The group replaces PPO's value network: a response is good if it beats its siblings. The clip takes
 the gradient away from a token that has already moved by ε in the direction its advantage asks for
 (`--clip_high` up, `--clip_low` down). The KL term pulls back to π_ref, so that the policy keeps
-what it could do before; its gradient is that of another KL (docs/questions.md, question 24).
+what it could do before; its gradient is that of another KL (docs/questions.md, question 24), and
+with `--kl_ratio` its own.
 
 This file is the trunk: the others repeat it but for the lines that they mark.
 

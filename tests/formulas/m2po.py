@@ -3,7 +3,6 @@
 from tests.oracle import Batch, Tensor, share, token_mean, tokens
 
 FLAGS = {"grad_clip": 4.0}
-OFF = {"budget": 1e9}
 
 
 def objective(b: Batch) -> tuple[Tensor, dict]:

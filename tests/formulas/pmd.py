@@ -2,7 +2,7 @@
 
 from tests.oracle import Batch, Tensor, centred
 
-FLAGS = {"tau": 0.5, "grad_clip": 1.0}
+FLAGS = {"tau": 0.5, "grad_clip": 2.5}
 advantages = centred
 
 
