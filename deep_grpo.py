@@ -128,6 +128,8 @@ class Args(Flags):
     """ε above 1 (ours; DAPO and STAPO widen it to 0.28)."""
     beta: NonNegative = 1e-4  # <own>
     """β of the KL term; 0 loads no reference model (paper)."""
+    kl_ratio: bool = False  # <own>
+    """k3 times r: then its gradient is the KL's own, on π_old's samples too (DeepSeek-V3.2)."""
     boundary: str = ";"  # <own>
     """Text that ends a segment: a token that ends in it is a place to branch (paper: `.`)."""
     branches: Several = 8  # <own>
@@ -336,6 +338,7 @@ def policy_loss(
     if args.beta > 0:
         log_ref_ratio = ref_logp - logp  # [n, T]: in this direction; reversed it is another KL
         k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
+        k3 = ratio * k3 if args.kl_ratio else k3  # [n, T]: with the gradient through r
         objective = objective - args.beta * k3  # [n, T]
         stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
     # The caller divides by T_main; times T_main / T_branch first, the branches are averaged over

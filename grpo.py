@@ -20,7 +20,8 @@ that sampled, π_ref those before training, all given the prompt and the tokens 
 The group replaces PPO's value network: a response is good if it beats its siblings. The clip takes
 the gradient away from a token that has already moved by ε in the direction its advantage asks for
 (`--clip_high` up, `--clip_low` down). The KL term pulls back to π_ref, so that the policy keeps
-what it could do before; its gradient is that of another KL (docs/questions.md, question 24).
+what it could do before; its gradient is that of another KL (docs/questions.md, question 24), and
+with `--kl_ratio` its own.
 
 This file is the trunk: the others repeat it but for the lines that they mark.
 
@@ -115,6 +116,8 @@ class Args(Flags):
     """ε above 1 (ours; DAPO and STAPO widen it to 0.28)."""
     beta: NonNegative = 0.01  # <own>
     """β of the KL term; 0 loads no reference model (ours; DeepSeekMath: 0.04, R1: 0.001)."""
+    kl_ratio: bool = False  # <own>
+    """k3 times r: then its gradient is the KL's own, on π_old's samples too (DeepSeek-V3.2)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -163,6 +166,7 @@ def policy_loss(
     if args.beta > 0:
         log_ref_ratio = ref_logp - logp  # [n, T]: in this direction; reversed it is another KL
         k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
+        k3 = ratio * k3 if args.kl_ratio else k3  # [n, T]: with the gradient through r
         objective = objective - args.beta * k3  # [n, T]
         stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
     per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|

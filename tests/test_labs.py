@@ -1,6 +1,7 @@
 """The labs: each runs, in the direction that its page says; the pages' numbers are the tables'."""
 
 import copy
+import dataclasses
 import importlib.util
 import io
 import json
@@ -165,6 +166,36 @@ def direction_of_precision(found: dict) -> None:
     assert moved["bfloat16, 1e-6"] < 0.1 * moved["float32, 1e-6"]
     assert abs(moved["float32 master, 1e-6"] / moved["float32, 1e-6"] - 1) < 0.1
     assert abs(moved["bfloat16, 1e-3"] / moved["float32, 1e-3"] - 1) < 0.3
+
+
+def direction_of_leash(found: dict) -> None:
+    """k1 in the loss: uniform under a sharper sampler, up under Adam and a clip even on own
+    samples. The others come back on own samples; k2, k3 and r·k3 under the sharper one, too."""
+    for run in found["k1, sharper sampler"]:
+        assert run["Adam, end"] > 3.85 and run["SGD, end"] > run["entropy before"] + 0.2
+    for run in found["k1, own samples"]:
+        assert run["Adam, clipped, end"] > run["entropy before"] + 0.1
+        assert run["Adam, clipped, KL"] > 0.5
+    for term in load("leash").TERMS[1:]:
+        for run in found[f"{term}, own samples"]:
+            assert run["Adam, clipped, KL"] < run["KL before"]
+        if term != "k1 in the reward":
+            assert middle(found[f"{term}, own samples"], "Adam, clipped, KL") < 0.1
+            assert max(run["Adam, clipped, KL"] for run in found[f"{term}, sharper sampler"]) < 0.3
+
+
+def test_the_leash_labs_weights_are_grpos():
+    """k3 and r·k3 as grpo.py has them, r against the sampler."""
+    generator = torch.Generator().manual_seed(5)
+    logp, ref, mu = torch.randn(3, 2, 6, generator=generator, dtype=torch.float64) - 3
+    for term, weighed in (("k3", False), ("r·k3", True)):
+        x = logp.clone().requires_grad_()
+        batch = {"logp": x, "old_logp": mu, "ref_logp": ref, "mask": torch.ones_like(mu)}
+        args = dataclasses.replace(module_of("grpo").Args(), beta=1.0, kl_ratio=weighed)
+        loss, _ = checks.loss_of(module_of("grpo"), args, **batch, advantages=torch.zeros(2))
+        (grad,) = torch.autograd.grad(loss, x)
+        expected = load("leash").weights(term, *(t.numpy() for t in (logp, ref, mu))) / 12
+        assert np.allclose(grad, expected, rtol=1e-12)
 
 
 SLOW = ("lock", "precision", "signs")  # five seconds each

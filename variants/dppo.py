@@ -42,12 +42,17 @@ Differs from the paper in:
 3. The cap is 20, as in verl and TRL. The authors' own code has 10, and verl's script, which sets
    10,000, none in effect.
 
+prime-rl's default, IPO, is this mask with |π_θ - μ| <= 0.3 on both sides, Â not asked, w uncapped,
+and (log w)² times 1e-3 on every token. What a mask has cut nobody pulls back; the square does. The
+last command below is IPO but for its average over all tokens, which is a matter of lr.
+
 Confidence: masks and caps read in the authors' code and verl's; δ as TRL and verl's script give the
-paper's, which asks for a large cap.
+paper's, which asks for a large cap; IPO in prime-rl's code and its page.
 
 Run it:
     torchrun -m variants.dppo                               # laptop, two minutes, no download
     torchrun -m variants.dppo --trust_region kl
+    torchrun -m variants.dppo --two_sided --delta 0.3 --log_square 1e-3 --is_cap 1e9    # IPO
     # a node of eight, the sizes of verl's script (which trains Qwen3-30B-A3B-Base)
     torchrun --nproc_per_node=8 -m variants.dppo --model Qwen/Qwen3-8B-Base --task dapo-math-17k \\
         --eval_task aime24 --prompts_per_step 256 --group_size 16 --minibatches 8 --lr 1e-6 \\
@@ -122,6 +127,10 @@ class Args(Flags):
     """δ, the largest divergence from μ (0: the paper's, 0.15 of tv and 0.05 of kl)."""
     is_cap: Positive = 20.0  # <own>
     """c: largest importance weight π_θ/μ (verl's default)."""
+    two_sided: bool = False  # <own>
+    """Mask beyond δ whichever way the token moved (prime-rl's IPO: with --delta 0.3)."""
+    log_square: NonNegative = 0.0  # <own>
+    """Weight of (log π_θ/μ)² on every token, masked or not (ours; prime-rl: 1e-3)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -176,7 +185,10 @@ def policy_loss(
     beyond = ~(divergence <= (args.delta or DELTA[args.trust_region]))  # [n, T]
     out_above, out_below = beyond & (p > mu), beyond & (p < mu)  # [n, T]
     cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
+    if args.two_sided:
+        cut = beyond  # [n, T]: nor may a token come back by a gradient of its own
     objective = ~cut * weight * A * logp  # [n, T]: the gradient comes from log π_θ alone
+    objective = objective - args.log_square * (logp - rollout_logp) ** 2  # [n, T]: this brings it
     per_response = (objective * mask).sum(dim=1)  # [n]: a sum, the reward is the whole response's
     stats = {
         "masked_share": ((cut * mask).sum(), mask.sum()),

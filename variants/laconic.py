@@ -118,6 +118,8 @@ class Args(Flags):
     """ε above 1 (ours; DAPO and STAPO widen it to 0.28)."""
     beta: NonNegative = 0.01  # <own>
     """β of the KL term; 0 loads no reference model (ours; DeepSeekMath: 0.04, R1: 0.001)."""
+    kl_ratio: bool = False  # <own>
+    """k3 times r: then its gradient is the KL's own, on π_old's samples too (DeepSeek-V3.2)."""
     length_budget: Count = 16  # <own>
     """B: tokens that responses may have on average (ours; paper: 1500 to 3000)."""
     price_lr: NonNegative = 0.2  # <own>
@@ -217,6 +219,7 @@ def policy_loss(
     if args.beta > 0:
         log_ref_ratio = ref_logp - logp  # [n, T]: in this direction; reversed it is another KL
         k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
+        k3 = ratio * k3 if args.kl_ratio else k3  # [n, T]: with the gradient through r
         objective = objective - args.beta * k3  # [n, T]
         stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
     per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|

@@ -298,6 +298,32 @@ def check_clip_statistics(module: ModuleType) -> None:
     counts(loss_of(module, replace(module.Args(), **flags), **batch)[1], expected)
 
 
+def check_kl_ratio(module: ModuleType) -> None:
+    """With kl_ratio, over all samples of π_old, the KL term is KL(π_θ ‖ π_ref) and its gradient is
+    that of this KL, though π_θ is another policy; without, it is neither."""
+    counts = torch.tensor([1, 7, 3, 4, 2, 3])
+    outcomes, old = torch.repeat_interleave(torch.arange(6), counts), counts.double() / counts.sum()
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(2, 6, generator=generator, dtype=torch.float64) / 2
+    theta, ref = (old.log() + noise[0]).requires_grad_(), (old.log() + noise[1]).log_softmax(0)
+    logp = theta.log_softmax(0)
+    kl = (logp.exp() * (logp - ref)).sum()
+    (truth,) = torch.autograd.grad(kl, theta, retain_graph=True)
+    rows = {"logp": logp, "old_logp": old.log(), "ref_logp": ref}
+    batch = {name: x[outcomes][:, None] for name, x in rows.items()}  # in exact proportion
+    ones = torch.ones(len(outcomes), 1, dtype=torch.float64)
+    batch |= {"mask": ones, "advantages": 0 * ones[:, 0]}
+    found = {}
+    for weighed in (True, False):
+        args = replace(module.Args(), beta=1.0, kl_ratio=weighed)
+        loss, stats = loss_of(module, args, **batch)
+        found[weighed] = loss, torch.autograd.grad(loss, theta, retain_graph=True)[0]
+    near(found[True][0], kl, "with kl_ratio the KL term, over all samples of π_old")
+    near(found[True][1], truth, "its gradient by the logits, against that of KL(π_θ ‖ π_ref)")
+    assert abs(found[False][0] - kl) > 1e-3, "without kl_ratio k3 is weighed by r, too"
+    assert not torch.allclose(found[False][1], truth, rtol=1e-2)
+
+
 def check_equal_rewards(module: ModuleType) -> None:
     """Equal rewards, all right, all wrong, or the same part of a mark, have advantages of exactly
     0. Rewards are left as they are."""
@@ -422,6 +448,10 @@ SIDES = COUNTED | {
 KL = {
     "KL of π_old": ("ref_logp - logp", "ref_logp - old_logp"),
     "KL times r": ("- args.beta * k3", "- args.beta * ratio * k3"),
+    "k3 times r, always": ("ratio * k3 if args.kl_ratio else k3", "ratio * k3"),
+    "k3 never times r": ("ratio * k3 if args.kl_ratio else k3", "1.0 * k3"),
+    "k3 times r, a number": ("k3 = ratio * k3", "k3 = ratio.detach() * k3"),
+    "k3 times the clipped r": ("k3 = ratio * k3", "k3 = clipped * k3"),
     "ref_kl times β": ('"ref_kl"] = ((k3 *', '"ref_kl"] = ((args.beta * k3 *'),
     "ref_kl without the mask": ('"ref_kl"] = ((k3 * mask)', '"ref_kl"] = ((k3 * 1.0)'),
     "ref_kl by k1": ('"ref_kl"] = ((k3 *', '"ref_kl"] = ((-log_ref_ratio *'),

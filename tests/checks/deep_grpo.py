@@ -6,6 +6,7 @@ from types import ModuleType
 
 import torch
 
+from . import check_kl_ratio
 from . import EQUAL, KL, SIDES, advantages_match, check_clip_statistics, check_equal_rewards
 from . import gradient_law, loss_of, matches, no_kl, terms, toy_batch, written_here
 
@@ -128,7 +129,7 @@ def check_fit(module: ModuleType) -> None:
     assert module.fit_success([(0.5, 1.0)] * 50) == (0.0, math.inf)
 
 
-CHECKS = [*written_here(globals()), check_equal_rewards, check_clip_statistics]
+CHECKS = [*written_here(globals()), check_equal_rewards, check_clip_statistics, check_kl_ratio]
 RETURN = "return -per_response.sum(), main_tokens"
 LAMBDA = "(1 + (args.branch_weight - 1) * branch)"
 DRAW = "rng.choices(range(len(cuts)), chances.tolist())[0]"

@@ -87,6 +87,25 @@ def check_sure_tokens(module: ModuleType) -> None:
                 assert abs(-logp.grad.item() - expected) < 1e-6
 
 
+def check_two_sided(module: ModuleType) -> None:
+    """prime-rl's IPO: masked beyond δ whichever way the token moved, and no token where it moved
+    less; the sign of Â plays no part."""
+    flags = {"two_sided": True, "delta": 0.31, "is_cap": 1e9}
+    for mu, p in itertools.product((0.001, 0.2, 0.5, 0.8, 0.99), repeat=2):
+        for advantage in (1.0, -1.0):
+            expected = 0.0 if abs(p - mu) > 0.31 else p / mu * advantage
+            weighs(module, p / mu, advantage, expected, 1e-9, old=mu, mu=mu, **flags)
+
+
+def check_log_square(module: ModuleType) -> None:
+    """-2 τ log(π_θ/μ) is added to every token's weight, to the masked ones', too, and to those of
+    Â = 0; π_old plays no part."""
+    for mu, p, advantage in itertools.product((0.1, 0.4, 0.9), (0.1, 0.5, 0.9), (1.0, 0.0, -1.0)):
+        plain = weight(module, p / 0.3, advantage, 0.3, mu)
+        expected = plain - 2 * 0.05 * math.log(p / mu)
+        weighs(module, p / 0.3, advantage, expected, 1e-9, old=0.3, mu=mu, log_square=0.05)
+
+
 def check_sums_tokens(module: ModuleType) -> None:
     """A sum over tokens, a mean over responses; padding counts for nothing."""
     batch = two_responses()
@@ -149,6 +168,16 @@ MUTANTS = {
     "no cap": (".clamp(max=args.is_cap)", ""),
     "weight not detached": ("log_weight = logp.detach()", "log_weight = logp"),
     "no mask": ("~cut * weight", "weight"),
+    "two-sided always": ("if args.two_sided:", "if True:"),
+    "two-sided never": ("if args.two_sided:", "if False:"),
+    "two-sided inward alone": ("cut = beyond  #", "cut = beyond & ~cut  #"),
+    "the square from π_old": ("* (logp - rollout_logp) ** 2", "* (logp - old_logp) ** 2"),
+    "the square not of masked tokens": (
+        "args.log_square * (logp - rollout_logp) ** 2",
+        "args.log_square * ~cut * (logp - rollout_logp) ** 2",
+    ),
+    "a KL for the square": ("* (logp - rollout_logp) ** 2", "* (logp - rollout_logp)"),
+    "the square pushes away": ("objective - args.log_square", "objective + args.log_square"),
     "ratio in place of log π": ("~cut * weight * A * logp", "~cut * weight * A * logp.exp()"),
     "token-mean": (RETURN, "return -per_response.sum(), mask.sum()"),
     "std": ("return centred  #", "return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  #"),

@@ -6,6 +6,7 @@ from types import ModuleType
 
 import torch
 
+from . import check_kl_ratio
 from . import KL, SIDES, ZSCORE, advantages_match, busy_batch, check_clip_statistics
 from . import check_equal_rewards, loss_of, matches, near, no_kl, number, one, outcome, terms
 from . import toy_batch, weighs, written_here
@@ -113,7 +114,7 @@ def check_advantages(module: ModuleType) -> None:
     advantages_match(module, "ddof1_eps1e-6", 1e-8)
 
 
-CHECKS = [*written_here(globals()), check_equal_rewards, check_clip_statistics]
+CHECKS = [*written_here(globals()), check_equal_rewards, check_clip_statistics, check_kl_ratio]
 RATIO, SURROGATE = "(logp - old_logp).exp()", "torch.minimum(ratio * A, clipped * A)"
 AVERAGE = "(objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)"
 RETURN = "return -per_response.sum(), mask.new_tensor(len(mask)), stats"

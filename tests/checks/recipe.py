@@ -35,7 +35,7 @@ def passes(module: ModuleType, checks: list[Callable], *layers: str, **flags: ob
 
 def check_no_layer(module: ModuleType) -> None:
     """With all layers off it is GRPO without its KL term: outside numbers, coefficients, parts."""
-    kl = (grpo.check_kl, grpo.check_kl_gradient)
+    kl = (grpo.check_kl, grpo.check_kl_gradient, grpo.check_kl_ratio)
     passes(module, [check for check in grpo.CHECKS if check not in kl])
 
 

@@ -5,6 +5,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch import Tensor
 
+from . import check_kl_ratio
 from . import KL, SIDES, ZSCORE, advantages_match, check_clip_statistics, check_equal_rewards
 from . import gradient, loss_of, matches, no_kl, one, toy_batch, weight, written_here
 
@@ -131,7 +132,7 @@ def check_negatives_are_the_policy_gradient(module: ModuleType) -> None:
     assert torch.allclose(-theta.grad, torch.autograd.grad(p, theta)[0], rtol=0, atol=1e-12)
 
 
-CHECKS = [*written_here(globals()), check_equal_rewards, check_clip_statistics]
+CHECKS = [*written_here(globals()), check_equal_rewards, check_clip_statistics, check_kl_ratio]
 WEIGHTS, RETURN = "torch.where(A > 0, args.positive_weight * A, A)", "return -per_response.sum(),"
 FAR = "((own - every.mean(0)).abs() > limit).any(1)"
 MUTANTS = {

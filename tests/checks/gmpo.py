@@ -1,0 +1,142 @@
+"""GMPO: outside numbers, the clip of each log-ratio, and that it stands before the mean."""
+
+import math
+from types import ModuleType
+
+import gspo
+import torch
+
+from . import ZSCORE, advantages_match, busy_batch, check_equal_rewards, counts, loss_of, matches
+from . import no_kl, one, response_tokens, terms, toy_batch, two_responses, weighs, written_here
+
+WIDE = {"clip_low": 99.0, "clip_high": 99.0}
+
+
+def check_fixture(module: ModuleType) -> None:
+    """Value and gradient agree with verl's geo_mean, with the paper's clip and with a narrower one,
+    which is not the same on both sides."""
+    matches(module, "gmpo_0.4")
+    matches(module, "gmpo_0.1_0.2", clip_low=0.1, clip_high=0.2)
+
+
+def check_of_one_token(module: ModuleType) -> None:
+    """A response of one token: r Â, and nothing where log r is beyond ε in the direction of Â."""
+    for log_ratio in (-3.0, -0.41, -0.39, 0.0, 0.39, 0.41, 3.0):
+        r = math.exp(log_ratio)
+        weighs(module, r, 1.0, r if log_ratio < 0.4 else 0.0)
+        weighs(module, r, -1.0, -r if log_ratio > -0.4 else 0.0)
+    weighs(module, 1.15, 1.0, 0.0, clip_low=0.2, clip_high=0.1)
+    weighs(module, 0.85, -1.0, -0.85, clip_low=0.2, clip_high=0.1)
+
+
+def found(module: ModuleType, moved: tuple, advantage: float, **flags: float) -> torch.Tensor:
+    """The gradient weights of one response's tokens, which have these log-ratios."""
+    logp = one(*moved).requires_grad_()
+    rest = {"old_logp": 0 * logp.detach(), "mask": 0 * logp.detach() + 1}
+    rest["advantages"] = one(advantage)[0]
+    loss_of(module, no_kl(module, **flags), logp=logp, **rest)[0].backward()
+    return -logp.grad[0]
+
+
+def check_clips_before_the_mean(module: ModuleType) -> None:
+    """log r = [3, -.1] and Â > 0: the first counts as 0.4 and has no gradient, the second goes on
+    with s = e^.15 / 2. GSPO, at the same ε, stops the whole response. With Â < 0 nothing is beyond
+    the bound: s = e^1.45."""
+    ours = found(module, (3.0, -0.1), 1.0)
+    assert torch.allclose(ours, one(0.0, math.exp(0.15) / 2)[0])
+    theirs = found(gspo, (3.0, -0.1), 1.0, clip_low=0.33, clip_high=0.49)
+    assert (theirs == 0).all()
+    ours = found(module, (3.0, -0.1), -1.0)
+    assert torch.allclose(ours, -math.exp(1.45) / 2 * one(1.0, 1.0)[0])
+
+
+def check_unbounded_it_is_gspo(module: ModuleType) -> None:
+    """With no clip in either, the same loss: s Â of whole responses."""
+    for batch in (toy_batch(), two_responses()):
+        ours, theirs = (loss_of(m, no_kl(m, **WIDE), **batch)[0] for m in (module, gspo))
+        assert torch.isclose(ours, theirs, rtol=1e-13)
+
+
+def check_an_outlier_moves_s_by_little(module: ModuleType) -> None:
+    """A token of r = 20 among a hundred pulls s by ε / 100 where it is rewarded, and by log(20) /
+    100 where it is punished."""
+    moved = (math.log(20), *[0.0] * 99)
+    good, bad = (found(module, moved, advantage)[1].item() for advantage in (1.0, -1.0))
+    assert abs(good - math.exp(0.4 / 100) / 100) < 1e-12
+    assert abs(bad + 20**0.01 / 100) < 1e-12
+
+
+def check_parts_add_up(module: ModuleType) -> None:
+    """A mean over responses, in whatever parts."""
+    batch, args = toy_batch(), no_kl(module)
+    splits = (slice(0, 1), slice(1, 6))
+    parts = [terms(module, args, **{k: v[rows] for k, v in batch.items()}) for rows in splits]
+    assert torch.isclose(
+        sum(part[0] for part in parts) / sum(part[1] for part in parts),
+        loss_of(module, args, **batch)[0],
+        rtol=1e-13,
+    )
+    assert sum(part[1] for part in parts) == 6
+
+
+def check_advantages(module: ModuleType) -> None:
+    """GRPO's z-score."""
+    advantages_match(module, "ddof1_eps1e-6", 1e-8)
+
+
+def check_statistics(module: ModuleType) -> None:
+    """Of all response tokens: clip_share those with M = 0, clip_above those of them with Â > 0,
+    clip_below those with Â < 0."""
+    batch = busy_batch()
+    t = response_tokens(batch)
+    above, below = (t.A > 0) & (t.r.log() > 0.2), (t.A < 0) & (t.r.log() < -0.1)
+    assert above.any() and below.any()
+    expected = {"clip_share": ((above | below).sum(), t.M)}
+    expected |= {"clip_above": (above.sum(), t.M), "clip_below": (below.sum(), t.M)}
+    args = no_kl(module, clip_low=0.1, clip_high=0.2)
+    counts(loss_of(module, args, **batch)[1], expected)
+
+
+CHECKS = [*written_here(globals()), check_equal_rewards]
+CLIP, RETURN = "log_ratio.clamp(-args.clip_low, args.clip_high)", "return -objective.sum()"
+MEAN = "(bounded.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).exp()"
+BOUNDED = "torch.where(A > 0, log_ratio.minimum(clipped), log_ratio.maximum(clipped))"
+MUTANTS = {
+    **ZSCORE,
+    "clipped on both sides": (BOUNDED, "clipped"),
+    "max for min": (
+        BOUNDED,
+        "torch.where(A > 0, log_ratio.maximum(clipped), log_ratio.minimum(clipped))",
+    ),
+    "no clip": (BOUNDED, "log_ratio"),
+    "clipped where Â > 0 alone": (
+        BOUNDED,
+        "torch.where(A > 0, log_ratio.minimum(clipped), log_ratio)",
+    ),
+    "bounds swapped": (CLIP, "log_ratio.clamp(-args.clip_high, args.clip_low)"),
+    "PPO's bounds": (CLIP, "log_ratio.exp().clamp(1 - args.clip_low, 1 + args.clip_high).log()"),
+    "after the mean": (
+        f"s = {MEAN}",
+        "s = (log_ratio.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).exp()\n"
+        "    s = torch.where(advantages > 0, s.clamp(max=1 + args.clip_high), s)\n"
+        "    s = torch.where(advantages < 0, s.clamp(min=1 - args.clip_low), s)",
+    ),
+    "arithmetic mean": (MEAN, "(bounded.exp() * mask).sum(dim=1) / mask.sum(dim=1)"),
+    "sum for mean": (MEAN, "bounded.sum(dim=1).exp()"),
+    "padding in the ratio": ("(logp - old_logp) * mask", "logp - old_logp"),
+    "padding in the length": (MEAN, "bounded.mean(dim=1).exp()"),
+    "detached": ("(logp - old_logp) * mask", "(logp.detach() - old_logp) * mask + 0 * logp"),
+    "μ for π_old": ("(logp - old_logp) * mask", "(logp - rollout_logp) * mask"),
+    "sign": (RETURN, "return objective.sum()"),
+    "mean over tokens": (
+        f"{RETURN}, mask.new_tensor(len(mask))",
+        "return -(objective * mask.sum(1)).sum(), mask.sum()",
+    ),
+    "clip_share of both directions": ("((cut * mask)", "(((out_above | out_below) * mask)"),
+    "clip_above and clip_below swapped": (
+        "(((cut & out_above) * mask)",
+        "(((cut & out_below) * mask)",
+    ),
+    "clip_below without Â": ("(((cut & out_below)", "((out_below"),
+    "GSPO's width": ("clip_high: NonNegative = 0.4", "clip_high: NonNegative = 4e-4"),
+}

@@ -1,0 +1,300 @@
+"""M2PO: a budget for the batch in place of a box for each token.
+
+Zheng et al., "Prosperity before Collapse: How Far Can Off-Policy RL Reach with Stale Data on
+LLMs?", 2025, arXiv 2510.01161.
+
+Objective, over all response tokens y_t of a mini-batch, with w = π_θ(y_t) / μ(y_t):
+
+    J = 1/(Σ_i |y_i|) Σ_i Σ_t M_t w Â_i
+    Â_i = (R_i - mean R) / std R
+    M_t = 0 where (log w)² is largest, for as few as bring the mean of the rest to τ, else 1
+
+
+Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
+
+    M_t w Â
+
+
+μ are the probabilities with which the tokens were sampled, by whatever weights that was.
+Two things are asked of a trust region. It should see variance: the mean of log w, a KL, does not,
+since what rose and what fell cancel in it; the mean of (log w)² has no sign, and bounds the
+variance of w. And it should bound a batch, not a token. With stale samples many tokens are a little
+outside any box, above all those at which the policy hesitated, and PPO's clip drops them all though
+the batch is harmless. Here nothing is dropped as long as the mean holds; where it does not, the few
+worst tokens go and the rest stays whole, however far outside a box it is. The authors report stable
+training on samples 256 updates old, 0.06% of the tokens masked where GRPO clips 1.22%.
+
+The mask does not ask for the sign of Â: a token that fell though it was rewarded is dropped like
+one that rose. PPO would keep it, for its gradient leads back.
+
+Trunk: justrl.py. Differs from it in:
+1. The mask of the mini-batch's second moment in place of min and clip.
+2. w against the sampler in place of r against π_old: at one time a correction of its numerics and
+   of staleness, as in minirl.py. No cap: what a cap would catch has the largest (log w)².
+
+Differs from the paper in:
+1. (log w)² is π_θ's when a mini-batch begins, of all ranks together: one more forward pass.
+   AReaL's code takes π_old/μ of each micro-batch, so that the first of four updates decides for all
+   and what fits into memory has a say.
+2. The denominator counts masked tokens, as in the formula; in AReaL by its version.
+
+Confidence: second moment, mask and objective as AReaL's page gives them, code and τ = 0.04
+read in AReaL; findings and title in the paper's abstract. Whether the paper masks tokens of one
+sign only its text would settle.
+
+Run it:
+    torchrun -m variants.m2po                               # laptop, two minutes, no download
+    torchrun -m variants.m2po --budget 1e-4                 # where it acts
+    # a node of eight, sizes are ours
+    torchrun --nproc_per_node=8 -m variants.m2po --model Qwen/Qwen3-1.7B-Base --lr 1e-6 \\
+        --task dapo-math-17k --eval_task math500 --prompts_per_step 128 --group_size 16 \\
+        --minibatches 16 --max_new_tokens 8192 --gradient_checkpointing
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from common.data import load_task
+from common.distributed import World, clip_gradients, divide_gradients, shard
+from common.distributed import gather  # <own>
+from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
+from common.logprobs import response_logprobs, sampler_gap
+from common.plumbing.balance import deal
+from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.plumbing.evaluation import evaluate
+from common.plumbing.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.plumbing.launch import launch
+from common.plumbing.metrics import Means, by_sign, of_rollout
+from common.plumbing.model import load_model
+from common.plumbing.tracking import Run
+from common.rollout import make_engine
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Args(Flags):
+    model: str = "tiny"
+    """Hub name, local folder, or `tiny`, the embedded model."""
+    steps: Count = 150
+    """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
+    prompts_per_step: Count = 16
+    """Prompts in a rollout, over all ranks (ours)."""
+    group_size: Count = 8
+    """G: responses to each prompt (DeepSeekMath: 64)."""
+    minibatches: Count = 4
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
+    (DeepSeekMath: 1)."""
+    max_new_tokens: Count = 64
+    """Length limit of a response (DeepSeekMath: 1024)."""
+    temperature: Temperature = 1.0
+    """Sampling temperature, also applied in every log-probability (papers: 1)."""
+    lr: Positive = 3e-4
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
+    1e-6 at 7B)."""
+    eval_every: Count = 25
+    """Steps between two measurements on the held-out problems (ours)."""
+    save_every: Count = 50
+    """Steps between two checkpoints (ours)."""
+    save_hf: bool = False
+    """Write the final model in the Hugging Face format, to `model` in the run folder."""
+    resume: bool | Literal["auto"] = False
+    """Go on from the newest checkpoint in the run folder; auto: if there is one."""
+    micro_tokens: Count = 16384
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
+    warmup: Whole = 5
+    """Steps over which lr rises linearly (ours; verl's default: none)."""
+    betas: Betas = (0.9, 0.95)
+    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
+    0.999)."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
+    grad_clip: Positive = 1.0
+    """Largest gradient norm (verl's default)."""
+    budget: Positive = 0.04  # <own>
+    """τ, the budget: largest mean of (log π_θ/μ)² over the tokens kept (AReaL's; of the paper
+    we have the abstract)."""
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
+    # Equal rewards become exactly 0 first: the mean of eight 0.3 is not quite 0.3.
+    rewards = rewards - rewards[:, :1]  # [P, G]
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
+    # about the reward. The 1e-6 only keeps 0/0 away.
+    return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
+
+
+# <own>
+def second_moment_bound(args: Args, squares: Tensor) -> Tensor:
+    """The largest of the squares `[M]` that is kept: as many as possible, the smallest first, while
+    their mean is at most `--budget`."""
+    if len(squares) == 0:
+        return squares.new_tensor(0.0)
+    ordered = squares.double().cpu().sort().values  # [M]
+    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1)  # [M]: these only rise
+    kept = int((means <= args.budget).sum())
+    return ordered[max(kept, 1) - 1].to(squares)  # at least one: no step divides by nothing
+
+
+# </own>
+# The metrics that show the mechanism at work; the first stays 0 while it does nothing.
+# <own>
+ACTED = {
+    "masked_share": "tokens masked (share)",
+    "second_moment": "mean of (log π_θ/μ)² before the mask",
+}
+# </own>
+
+
+def policy_loss(
+    args: Args,
+    *,
+    logp: Tensor,
+    old_logp: Tensor,
+    rollout_logp: Tensor,
+    ref_logp: Tensor | None,
+    entropy: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    bound: Tensor | None = None,  # <own>
+) -> tuple[Tensor, Tensor, dict]:
+    """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
+
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and
+    ranks and divides once: a mean of micro-batch means would be another objective. Every file is
+    handed the same tensors, needed or not.
+    """
+    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    # <own>
+    log_weight = logp - rollout_logp  # [n, T]: from what sampled to what is trained, in one step
+    weight = log_weight.exp()  # [n, T]: w, not clipped
+    squares = log_weight.detach().square()  # [n, T]
+    if bound is None:
+        bound = second_moment_bound(args, squares[mask.bool()])  # []
+    masked = squares > bound + 1e-6  # [n, T]: rounding must not drop the last one kept
+    objective = ~masked * weight * A  # [n, T]
+    largest = torch.cat([mask.new_zeros(1), weight.detach()[mask > 0]]).max()  # []
+    stats = {
+        "masked_share": ((masked * mask).sum(), mask.sum()),
+        "second_moment": ((squares * mask).sum(), mask.sum()),
+        "weight_max": (largest, None),
+    }
+    return -(objective * mask).sum(), mask.sum(), stats  # the mean over all tokens
+    # </own>
+
+
+def main(args: Args, world: World) -> None:
+    """The whole training loop."""
+    lm, tokenizer = load_model(args.model, world)
+    task = load_task(args, tokenizer)
+    engine = make_engine(args, lm, world)
+    reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
+    policy = shard(Policy(lm), args, world)
+    decay = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
+    run = Run(args, task, world, Path(__file__).stem, ACTED)
+    done = 0  # steps
+    if args.resume:
+        done, state = load_checkpoint(run.folder, policy, optimizer, world)
+        engine.load_state_dict(state["engine"])
+    engine.sync(policy)
+    run.start(done)
+    if done == 0:
+        run.clock("evaluate")
+        run.log(0, evaluate(engine, task, tokenizer, args, world))
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
+
+    for step in run.steps(done, args.steps):
+        means = Means()
+
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
+        # nothing else to save.
+        run.clock("rollout")
+        cursor = (step - 1) * args.prompts_per_step + world.rank * P
+        problems = [task.train(cursor + i) for i in range(P)]
+        prompts = [problem.prompt_ids for problem in problems]
+        rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
+
+        # Reward and advantages. Groups never span ranks, so their statistics need no communication.
+        run.clock("reward")
+        texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+        scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+        rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+        rollout.advantages = advantages(rewards).flatten()  # [N]
+        means.add(distinct=(task.distinct(texts, G), P))  # falls to 1: nothing left to compare
+
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
+        # from other kernels, and a ratio against them would mix two things: how far the policy
+        # moved, and how the engines differ (minirl.py is about that).
+        run.clock("old_logp")
+        # Mini-batches of whole groups; in each the ranks trade rows until tokens balance.
+        minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
+        # Divided into micro-batches as the update will be: its first ratios are then exactly 1.
+        for minibatch in minibatches:
+            minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+            if reference:
+                minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+        sampler = run.trusted(sampler_gap(minibatches, world))
+
+        # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
+        run.clock("update")
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+        for minibatch in minibatches:
+            # <own>
+            # π_θ/μ of the whole mini-batch, on all ranks: the budget before any gradient.
+            logp, _ = all_logprobs(policy, minibatch, args, world)  # [m, T]
+            squares = (logp - minibatch.rollout_logp).square()  # [m, T]
+            pool = gather(squares[minibatch.mask.bool()], world)  # [M]
+            bound = second_moment_bound(args, pool)  # []
+            # </own>
+            denominator = 0.0
+            for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
+                micro = minibatch.rows(rows)
+                logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
+                loss, count, stats = policy_loss(
+                    args,
+                    logp=logp,
+                    old_logp=micro.old_logp,
+                    rollout_logp=micro.rollout_logp,
+                    ref_logp=micro.ref_logp,
+                    entropy=entropy,
+                    advantages=micro.advantages,
+                    mask=micro.mask,
+                    bound=bound,  # <own>
+                )
+                loss.backward()  # sums: gradients add up over micro-batches
+                denominator = denominator + count
+                means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
+            divide_gradients(policy, denominator, world)  # by what all ranks have counted: the mean
+            norm = clip_gradients(policy, args.grad_clip)
+            healthy = run.healthy(norm, minibatch)  # else NaN or infinite: it would end the run
+            if healthy:
+                optimizer.step()
+            optimizer.zero_grad()
+            means.add(grad_norm=(norm if healthy else 0.0, healthy))
+            means.add(skipped=((not healthy) / world.size, None))  # each rank adds its part of one
+
+        run.clock("sync")
+        engine.sync(policy)
+
+        metrics = means.add(**of_rollout(rollout, rewards, task)).reduce(world) | sampler
+        metrics["lr"] = optimizer.param_groups[0]["lr"]
+        if run.due(step, args.eval_every):
+            run.clock("evaluate")
+            metrics |= evaluate(engine, task, tokenizer, args, world)
+        run.log(step, metrics)  # before the checkpoint: a kill in between would lose it for good
+        if run.due(step, args.save_every):
+            run.clock("save")
+            state = {"engine": engine.state_dict()}
+            save_checkpoint(run.folder, step, policy, optimizer, state, world)
+    if args.save_hf:
+        save_model(policy, tokenizer, run.folder / "model", world)
+    run.finish()
+
+
+if __name__ == "__main__":
+    launch(main, Args)
