@@ -143,7 +143,7 @@ def draw(results: dict) -> object:
         if what == "angle":
             axis.set(ylim=(-3, 103), yticks=(0, 30, 60, 90))
     lab.plain_ticks(axes[1], "y", (0.1, 0.3, 1, 3, 10))
-    axes[1].set(ylim=(0.1, 12), xlim=(-0.35, 6.3))
+    axes[1].set(ylim=(0.1, 12), xlim=(-0.35, 6.7))
     for name, words in (("R - best constant", "best constant"), EXACT[-1:] * 2):
         level = lab.over(results[f"exact, on-policy: {name}"], "noise")[0]
         axes[1].axhline(level, color=lab.GREEN, linewidth=1.2, linestyle="--")

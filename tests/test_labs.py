@@ -158,6 +158,27 @@ def direction_of_bound(found: dict) -> None:
         assert abs(one["noise"] / other["noise"] - 1) < 2e-3 and one["angle"] < 0.01
 
 
+def direction_of_critic(found: dict) -> None:
+    """At λ = 1 no critic turns the mean, unless a clip looks at Â; below, a wrong one does."""
+    module = load("critic")
+    for how in module.HOW:
+        for critic in module.CRITICS:
+            runs, right = found[f"{how}: {critic}"], found[f"{how}: right"]
+            for run, other in zip(runs, right):
+                if how == "on-policy":
+                    assert run["angle 1.0"] == 0 and other["angle 0.0"] == 0
+                    assert critic == "right" or run["angle 0.0"] > run["angle 0.8"] > 0.1
+                if how == "stale, no clip":
+                    assert abs(run["angle 1.0"] - other["angle 1.0"]) < 0.1
+            moved = middle(runs, "moved")
+            assert (moved > 1) == (how == "stale, clip" and critic != "right")
+    noise = [middle(found["on-policy: right"], f"noise {lam}") for lam in module.LAMBDAS]
+    assert noise == sorted(noise)
+    for name, lam in (("R - V(s)", 1.0), ("V(s') - V(s), λ = 0", 0.0)):  # another way there
+        for run, other in zip(found["on-policy: right"], found[f"exact, on-policy: {name}"]):
+            assert abs(run[f"noise {lam}"] / other["noise"] - 1) < 2e-3
+
+
 def direction_of_precision(found: dict) -> None:
     moved = {arm: middle(runs, "moved") for arm, runs in found.items()}
     share = {arm: middle(runs, "changed") for arm, runs in found.items()}
