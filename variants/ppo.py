@@ -35,7 +35,8 @@ Trunk: grpo.py. Differs from it in:
 1. Advantages: by token, of a critic. KL in the reward. The mean over all tokens.
 2. The critic: a second model, with an optimiser of its own, sharded and saved like the policy. It
    starts as the policy's weights with an output of 0, and trains alone for some steps.
-3. No group is needed: `--group_size 1` is PPO's usual rollout. Eight keep the rollout grpo.py's.
+3. No group is needed: `--group_size 1` is PPO's usual rollout, and one all right or all wrong
+   teaches, too (`zero_groups` counts it all the same). Eight keep the rollout grpo.py's.
 
 Differs from the paper in:
 1. It is about games and robots. Its authors' code clips the value and whitens, too, the latter in
@@ -238,17 +239,17 @@ class Critic:
     def judge(self, batches: list[Rollout], means: Means) -> None:
         """Give every mini-batch its `values`, `returns` and `token_advantages` `[n, T]`, and
         `advantages` `[n]`, by which metrics tell good responses from bad."""
-        a, world, masks = self.args, self.world, [batch.mask for batch in batches]
+        args, world, masks = self.args, self.world, [batch.mask for batch in batches]
         earned, errors = [], []
         for batch in batches:
-            batch.values, _ = all_logprobs(self.value, batch, a, world)  # [n, T]: V_old
-            rewards = token_rewards(batch, a.beta)  # [n, T]
-            known = rewards, batch.values, batch.mask, a.gamma
-            lam = a.lam
-            if a.lam_length > 0:  # at 0.95 a long response's reward fades before its first token
-                lam = (1 - 1 / (a.lam_length * batch.mask.sum(1))).clamp(min=0)  # [n]
+            batch.values, _ = all_logprobs(self.value, batch, args, world)  # [n, T]: V_old
+            rewards = token_rewards(batch, args.beta)  # [n, T]
+            known = rewards, batch.values, batch.mask, args.gamma
+            lam = args.lam
+            if args.lam_length > 0:  # at 0.95 a long response's reward fades before its first token
+                lam = (1 - 1 / (args.lam_length * batch.mask.sum(1))).clamp(min=0)  # [n]
             batch.token_advantages, _ = advantages(*known, lam)  # [n, T]
-            _, batch.returns = advantages(*known, a.lam_critic)  # [n, T]
+            _, batch.returns = advantages(*known, args.lam_critic)  # [n, T]
             _, came = advantages(*known, 1.0)  # [n, T]: what did come, whatever the critic says
             batch.advantages = (came - batch.values)[:, 0]  # [n]
             earned, errors = [*earned, came], [*errors, came - batch.values]
@@ -263,17 +264,17 @@ class Critic:
 
     def learn(self, batch: Rollout, means: Means) -> None:
         """One optimiser step on a mini-batch: V towards what came, or is still expected."""
-        a, tokens = self.args, 0.0
-        for rows in micro_batches(self.value, batch, a.micro_tokens, self.world):
+        args, tokens = self.args, 0.0
+        for rows in micro_batches(self.value, batch, args.micro_tokens, self.world):
             micro = batch.rows(rows)
-            values, _ = response_logprobs(self.value, micro, a.temperature)  # [n, T]
-            given = values, micro.values, micro.returns, micro.mask, a.value_clip
+            values, _ = response_logprobs(self.value, micro, args.temperature)  # [n, T]
+            given = values, micro.values, micro.returns, micro.mask, args.value_clip
             loss, stats = value_loss(*given)
             loss.backward()
             tokens = tokens + micro.mask.sum()
             means.add(**stats)
         divide_gradients(self.value, tokens, self.world)
-        norm = clip_gradients(self.value, a.grad_clip)
+        norm = clip_gradients(self.value, args.grad_clip)
         if healthy := norm < float("inf"):  # nor NaN
             self.optimizer.step()
         self.optimizer.zero_grad()

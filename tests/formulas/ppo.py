@@ -98,7 +98,10 @@ def lesson(o: Oracle, update: int) -> tuple[Tensor, dict]:
     loss = token_mean(error, known["mask"])
     gradient = torch.cat([x.flatten() for x in torch.autograd.grad(loss, parameters)])
     n = tokens(known["mask"])
-    stats = {"value_loss": (float(loss.detach()) * n, n), "value_clipped": share(worse, known["mask"])}
+    stats = {
+        "value_loss": (float(loss.detach()) * n, n),
+        "value_clipped": share(worse, known["mask"]),
+    }
     return gradient, stats | {"critic_norm": (float(gradient.norm()), 1)}
 
 
