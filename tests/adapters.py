@@ -64,6 +64,13 @@ def advantages(algorithm: str, rewards: Tensor) -> Tensor:
     return importlib.import_module(MODULES[algorithm]).advantages(rewards)
 
 
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """ppo's advantages, not whitened, and returns, from rewards by token; all `[N, T]`."""
+    return importlib.import_module(MODULES["ppo"]).advantages(rewards, values, mask, gamma, lam)
+
+
 def reward(task: str, completion: str, answer: str) -> float:
     """The reward of one completion; `task` is `arithmetic` or `math`."""
     if task == "arithmetic":

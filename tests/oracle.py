@@ -241,7 +241,7 @@ class Record:
     flags: dict
     # Of the policy: parameters before, gradients, lr, betas
     updates: list[dict] = field(default_factory=list)
-    lessons: list[dict] = field(default_factory=list)  # of goldilocks' teacher, likewise
+    lessons: list[dict] = field(default_factory=list)  # of a teacher or critic, likewise
     calls: list[dict] = field(default_factory=list)
     synced: list[list[Tensor]] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)  # of the training problems it asked for
@@ -356,7 +356,8 @@ def record(
                 name: [group[name] for group in self.param_groups]
                 for name in ("lr", "betas", "weight_decay")
             }
-            (found.updates if len(self.param_groups) == 1 else found.lessons).append(seen)
+            policy = len(parameters) == len(list(untrained(model).parameters()))
+            (found.updates if policy else found.lessons).append(seen)
             super().step(closure)
 
     def choose(

@@ -114,7 +114,7 @@ def gradients(
         patch.setattr("common.plumbing.tracking.draw_curves", lambda *arguments: "")
         patch.setattr(module, "save_checkpoint", lambda *arguments: None)
         module.main(args, world)
-    return torch.stack(seen)
+    return torch.nn.utils.rnn.pad_sequence(seen, batch_first=True)  # a critic has its own length
 
 
 def stored_rollout(world: World) -> Rollout:

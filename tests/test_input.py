@@ -85,6 +85,8 @@ OUT_OF_RANGE = [
     ("icepop", "--w_low 6", "--w_low 6.0, --w_high 5.0: 1 must lie between them"),
     ("icepop", "--w_low 2 --w_high 3", "--w_low 2.0, --w_high 3.0: 1 must lie between them"),
     ("laconic", "--price_floor 1", "--price_ceiling 0.3: below price_floor or above 1e6"),
+    ("ppo", "--lam 1.5", "--lam 1.5: must be from 0 to 1"),
+    ("ppo", "--gamma 0", "--gamma 0.0: must be above 0 and at most 1"),
     ("laconic", "--price_ceiling 1e7", "--price_ceiling 10000000.0: below"),
     ("dapo", "--overlong_buffer 65", "--overlong_buffer 65: is above --max_new_tokens 64"),
     ("blockwise", "--marker Z", "--marker Z: this model's tokenizer cannot write it ("),

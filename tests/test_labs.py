@@ -159,6 +159,26 @@ def direction_of_bound(found: dict) -> None:
         assert abs(one["noise"] / other["noise"] - 1) < 2e-3 and one["angle"] < 0.01
 
 
+def direction_of_critic(found: dict) -> None:
+    """At λ = 1 no critic turns the mean, unless a clip looks at Â; below, one that is not right
+    does."""
+    module = load("critic")
+    for critic in module.CRITICS:
+        free, stale, cut = (found[f"{how}: {critic}"] for how in module.HOW)
+        for run, other, right in zip(free, stale, found["stale, no clip: right"]):
+            assert run["angle 1.0"] == run["moved"] == other["moved"] == 0
+            assert abs(other["angle 1.0"] - right["angle 1.0"]) < 0.1
+            assert (run["angle 0.8"] > 0.01) == (critic != "right")
+        if critic != "right":
+            assert middle(free, "angle 0.0") > middle(free, "angle 0.8")
+            assert len(cut) < 20 or middle(cut, "moved") > 1
+    noise = [middle(found["on-policy: right"], f"noise {lam}") for lam in module.LAMBDAS]
+    assert noise == sorted(noise)
+    for name, lam in (("R - V(s)", 1.0), ("V(s') - V(s), λ = 0", 0.0)):  # another way there
+        for run, other in zip(found["on-policy: right"], found[f"exact, on-policy: {name}"]):
+            assert abs(run[f"noise {lam}"] / other["noise"] - 1) < 2e-3
+
+
 def direction_of_precision(found: dict) -> None:
     moved = {arm: middle(runs, "moved") for arm, runs in found.items()}
     share = {arm: middle(runs, "changed") for arm, runs in found.items()}

@@ -84,7 +84,8 @@ def check_rates(o: Oracle) -> None:
     """lr rises over the warm-up, in vcpo times the root of the ESS ratio; alike on all ranks; AdamW
     has its flags."""
     for update, (seen, *others) in enumerate(zip(*(one.updates for one in o.records), strict=True)):
-        lr = o.args["lr"] * min(1.0, (update // M + 1) / o.args["warmup"])
+        begun = max(0, update // M + 1 - o.args.get("critic_warmup", 0))
+        lr = o.args["lr"] * min(1.0, begun / o.args["warmup"])
         if o.args.get("lag") and o.args["ess_scaling"]:
             lr *= min(1.0, o.gradient(update)[1].rho / o.args["rho_on"]) ** 0.5
         assert seen["lr"] == pytest.approx([lr], rel=1e-4)
@@ -417,17 +418,34 @@ def check_teacher(o: Oracle) -> None:
         assert own == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
+def check_critic(o: Oracle) -> None:
+    """Every gradient that reaches the critic's optimiser is that of its own mean over the tokens,
+    scaled down where its norm is above grad_clip; its lr is constant."""
+    lessons = o.records[0].lessons
+    assert len(lessons) == len(o.updates)
+    for update, seen in enumerate(lessons):
+        gradient, _ = formulas.of(o.name, "lesson", None)(o, update)
+        found = torch.cat([x.flatten() for x in seen["gradients"]]).double()
+        scale = min(1.0, o.args["grad_clip"] / float(gradient.norm()))
+        assert close(found, scale * gradient), f"update {update}"
+        assert seen["lr"] == [o.args["critic_lr"]]
+
+
 # A teacher's range is (0, top); it chooses by a merit of f and learns a target of [P, G] rewards
 GOLDILOCKS = SimpleNamespace(
     top=0.5, merit=lambda f: f, target=lambda R: R.std(dim=1, correction=0)
 )
 CHECKS = (
     *(check_gradients, check_rates, check_prompts, check_evaluation, check_sync, check_metrics),
-    *(check_pivots, check_teacher, check_samples),
+    *(check_pivots, check_teacher, check_critic, check_samples),
 )
 SPECIAL = {
     check: [name for name in ALGORITHMS if hasattr(module_of(name).Args, flag)]
-    for check, flag in ((check_pivots, "branches"), (check_teacher, "teacher"))
+    for check, flag in (
+        (check_pivots, "branches"),
+        (check_teacher, "teacher"),
+        (check_critic, "critic_lr"),
+    )
 }
 CASES = [(name, check) for check in CHECKS for name in SPECIAL.get(check, ALGORITHMS)]
 
@@ -682,6 +700,7 @@ def mutants(text: str) -> Iterator[tuple]:
 
 # Steps; else 1
 ENOUGH = {check_rates: 2, check_prompts: 2, check_sync: 2, check_teacher: 2, check_pivots: 2}
+ENOUGH |= {check_critic: 2}
 ON_ONE, ON_TWO = map(
     list,
     map(mutants, (Path(__file__).parent / "loop_mutants.txt").read_text().split("\ntwo ranks\n")),

@@ -9,8 +9,8 @@ of FILE (default: grpo) that fits, and what it leaves room for.
 
 What is counted, with N parameters over R ranks (or --shard_ranks):
     states       float32 master copy, AdamW's two moments, float32 gradient: 16 N / R bytes
-                 (goldilocks, recipe: and as much for the teacher, the same model without its head;
-                 jet: and the 8-bit numbers as float32, 4 N / R)
+                 (goldilocks, recipe, ppo: and as much for the teacher or critic, the same model
+                 without its head; jet: and the 8-bit numbers as float32, 4 N / R)
     reference    float32 shards, 4 N / R (0 without a KL term, or with --offload_reference)
     gathered     bfloat16 copies of what FSDP gathers at once, the root (embedding and head) and
                  two layers; and of the root and a layer the gradient before it is scattered, in
@@ -168,8 +168,8 @@ def estimate(
     response = number("max_new_tokens") + PROMPT
     tokens = max(number("micro_tokens"), response)  # the longest response is never split
     n, root, layer = shape.parameters(), shape.root(), shape.layer()
-    teacher = getattr(args, "curriculum", hasattr(args, "teacher"))
-    trained = n + teacher * (n - shape.head() * (not shape.tied))
+    second = getattr(args, "curriculum", hasattr(args, "teacher") or hasattr(args, "critic_lr"))
+    trained = n + second * (n - shape.head() * (not shape.tied))
     kept = shape.kept() * tokens  # of one layer
     inputs = 2 * shape.hidden * tokens * shape.layers
     held = inputs + kept if "--gradient_checkpointing" in flags else kept * shape.layers

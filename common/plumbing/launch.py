@@ -113,7 +113,7 @@ def check(args: object, world: World) -> None:
     """Refuse values with which no run makes sense, or that leave a rank without its share."""
     if wrong := broken_rule(args):
         raise BadInput(wrong)
-    if args.group_size < 2:
+    if args.group_size < 2 and not hasattr(args, "critic_lr"):  # a critic compares, too
         raise BadInput(f"--group_size {args.group_size}: a group needs 2 responses to compare")
     unit = world.size * args.minibatches  # mini-batches are made of whole groups
     if args.prompts_per_step % unit:

@@ -66,6 +66,8 @@ class Samples:
                 columns[name] = column[0]
         ids, (whole,) = one.tokens[0, :length].tolist(), one.response_ids()
         listed = {"ids": ids, "tokens": [decode([token]) for token in ids]}
+        if hasattr(one, "token_advantages"):  # one for each token
+            columns["advantage"] = one.token_advantages[0]
         listed |= {name: numbers(column[:length]) for name, column in columns.items()}
         found = {
             "text": decode(whole, skip_special_tokens=True),

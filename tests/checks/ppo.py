@@ -1,0 +1,289 @@
+"""PPO: GAE by hand and by another formula, a wrong critic in exact expectation, the value loss, and
+JustRL's checks of the token mean."""
+
+import itertools
+from functools import partial
+from types import ModuleType, SimpleNamespace
+
+import torch
+from common.batch import Rollout
+from common.distributed import World
+from common.logprobs import response_logprobs
+from common.plumbing.model import load_model
+from torch import Tensor
+
+from . import SIDES, busy_batch, clipped, counts, justrl, loss_of, near, no_kl, one
+from . import response_tokens, terms, toy_batch, weighs, written_here
+
+
+def check_gae_by_hand(module: ModuleType) -> None:
+    """Â_t = δ_t + γλ Â_{t+1}, δ_t = r_t + γ V_{t+1} - V_t, and returns Â + V: three tokens with a
+    reward at the second and the last, γ = 0.9, λ = 0.5."""
+    rewards, values = one(0.0, -0.1, 1.0), one(0.5, 0.6, 0.8)
+    found, returns = module.advantages(rewards, values, torch.ones_like(values), 0.9, 0.5)
+    near(found, one(0.0895, 0.11, 0.2), "advantages")  # δ = 0.04, 0.02, 0.2
+    near(returns, one(0.5895, 0.71, 1.0), "returns")
+
+
+def random_rows(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Rewards, values and mask `[5, 7]`: rows of 7, 4, 1 and 6 tokens, padded; one with a gap."""
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values = torch.randn(2, 5, 7, generator=generator, dtype=torch.float64)
+    mask = (torch.arange(7) < torch.tensor([7, 4, 1, 6, 7])[:, None]).double()
+    mask[4, 2:5] = 0.0
+    return rewards, values, mask
+
+
+def check_gae_is_a_mean_of_returns(module: ModuleType) -> None:
+    """Of returns that look n tokens ahead and then ask the critic, n = 1, 2, ..., with weights
+    (1 - λ) λ^(n-1), and the rest on the whole return; padding and gaps are no tokens; λ by row."""
+    rewards, values, mask = random_rows()
+    lams = torch.tensor([0.7, 0.0, 0.5, 1.0, 0.3], dtype=torch.float64)
+    for gamma in (1.0, 0.8):
+        expected = torch.zeros_like(values)
+        for row, lam in enumerate(lams.tolist()):
+            at = mask[row].nonzero()[:, 0].tolist()
+            r, V = rewards[row, at].tolist(), [*values[row, at].tolist(), 0.0]
+            for t in range(len(at)):
+                left, mean = len(at) - t, 0.0
+                for n in range(1, left + 1):
+                    ahead = sum(gamma**k * r[t + k] for k in range(n)) + gamma**n * V[t + n]
+                    mean += ahead * lam ** (n - 1) * (1 - lam if n < left else 1)
+                expected[row, at[t]] = mean
+        found, returns = module.advantages(rewards, values, mask, gamma, lams)
+        near(returns, expected, f"returns at γ = {gamma}")
+        near(found, (expected - values) * mask, f"advantages at γ = {gamma}")
+
+
+def check_ends_of_lambda(module: ModuleType) -> None:
+    """λ = 1: what came less V, whatever V says of later tokens; λ = 0: δ alone."""
+    rewards, values, mask = random_rows(1)
+    rewards, values, mask = rewards[:4], values[:4], mask[:4]  # without gaps
+    came = (rewards * mask).flip(1).cumsum(1).flip(1)
+    near(
+        module.advantages(rewards, values, mask, 1.0, 1.0)[0], (came - values) * mask, "Â at λ = 1"
+    )
+    following = torch.nn.functional.pad((values * mask)[:, 1:], (0, 1))
+    found = module.advantages(rewards, values, mask, 1.0, 0.0)[0]
+    near(found, (rewards + following - values) * mask, "Â at λ = 0")
+
+
+def expected_gradient(module: ModuleType, V: Tensor, lam: float) -> tuple[Tensor, Tensor]:
+    """Exactly, over the eight responses of three binary tokens: E[Σ_t Â_t ∇ log π_t] and ∇ E[R],
+    by the logits `[7, 2]` of a policy that depends on the prefix; V `[7]` is of the prefixes."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(7, 2, generator=generator, dtype=torch.float64, requires_grad=True)
+    responses = torch.tensor(list(itertools.product((0, 1), repeat=3)))  # [8, 3]
+    nodes = torch.stack([0 * responses[:, 0], 1 + responses[:, 0], 3 + responses[:, :2] @ TWO], 1)
+    logp = logits.log_softmax(-1)[nodes, responses]  # [8, 3]
+    pi, R = logp.sum(1).exp(), torch.tensor([1.0, 0, 0, 1, 0, 1, 0, 0], dtype=torch.float64)
+    (true,) = torch.autograd.grad((pi * R).sum(), logits, retain_graph=True)
+    if V is None:  # the right one: the mean of R behind each prefix
+        V = torch.zeros(7, dtype=torch.float64)
+        for node in range(7):
+            here = (nodes == node).any(1)
+            V[node] = (pi * R)[here].sum() / pi[here].sum()
+    rewards = torch.zeros(8, 3, dtype=torch.float64)
+    rewards[:, -1] = R
+    A, _ = module.advantages(rewards, V[nodes], torch.ones_like(rewards), 1.0, lam)
+    surrogate = (pi.detach()[:, None] * A.detach() * logp).sum()
+    return torch.autograd.grad(surrogate, logits)[0], true
+
+
+TWO = torch.tensor([2, 1])
+
+
+def check_a_wrong_critic_is_harmless_at_lambda_1(module: ModuleType) -> None:
+    """In expectation over all responses the gradient is that of E[R]: with any critic at λ = 1,
+    with the right one at any λ, and with a wrong one at λ = 0 it is not."""
+    wrong = torch.tensor([3.0, -1, 2, 0.5, -4, 1, 7], dtype=torch.float64)
+    for V, lam in ((wrong, 1.0), (None, 1.0), (None, 0.5), (None, 0.0)):
+        found, true = expected_gradient(module, V, lam)
+        critic = "the right critic" if V is None else "a wrong critic"
+        near(found, true, f"E[Σ Â ∇ log π] with {critic} at λ = {lam}, against ∇ E[R]")
+    found, true = expected_gradient(module, wrong, 0.0)
+    assert (found - true).norm() > true.norm(), "a wrong critic at λ = 0 has to show"
+
+
+def a_batch(**columns: Tensor) -> Rollout:
+    """Two responses of 3 and 1 tokens, of rewards 1 and 0."""
+    batch = Rollout.pack(
+        prompts=[[2, 3], [4]],
+        tokens=[[5, 6, 1], [7]],
+        logps=[[-0.1, -0.2, -0.3], [-0.4]],
+        eos=[1],
+        device="cpu",
+    )
+    vars(batch).update({"rewards": torch.tensor([1.0, 0.0])} | columns)
+    return batch
+
+
+def check_token_rewards(module: ModuleType) -> None:
+    """R at the last token, of which each token pays β log(π_old/π_ref); padding has none."""
+    old = torch.tensor([[-0.1, -0.2, -0.3], [-0.4, -9.0, -9.0]])
+    ref = torch.tensor([[-0.3, -0.1, -0.3], [-0.2, -5.0, -1.0]])
+    batch = a_batch(old_logp=old, ref_logp=ref)
+    near(module.token_rewards(batch, 0.0), torch.tensor([[0.0, 0, 1], [0, 0, 0]]), "at β = 0")
+    expected = torch.tensor([[-0.1, 0.05, 1], [0.1, 0, 0]])
+    near(module.token_rewards(batch, 0.5), expected, "at β = 0.5", 1e-6)
+
+
+def check_value_loss(module: ModuleType) -> None:
+    """1/2 max{(V - V̂)², (clip(V) - V̂)²}, V clipped to V_old ± 0.2, and where its gradient is 0: V
+    has left that range towards V̂ and not come beyond it as far."""
+    V = one(0.5, 0.9, 0.1, 0.9, 1.4, 0.0).requires_grad_()
+    old, returns = one(0.5, 0.5, 0.5, 0.5, 0.5, 0.0), one(1.0, 1.0, 1.0, 0.0, 1.0, 9.0)
+    loss, stats = module.value_loss(V, old, returns, one(1.0, 1, 1, 1, 1, 0), 0.2)
+    loss.backward()
+    near(loss, (0.5**2 + 0.3**2 + 0.9**2 + 0.9**2 + 0.4**2) / 2, "the sum")
+    near(V.grad, one(-0.5, 0, -0.9, 0.9, 0.4, 0), "∂ loss / ∂ V")
+    counts(stats, {"value_loss": (loss.detach(), 5), "value_clipped": (1, 5)})
+
+
+def check_moments(module: ModuleType) -> None:
+    """Mean and sample variance of the tokens of all parts, padding left out."""
+    generator = torch.Generator().manual_seed(0)
+    columns = [5 + torch.randn(3, 4, generator=generator).double() for _ in range(2)]
+    masks = [(torch.arange(4) < torch.tensor(n)[:, None]).double() for n in ([4, 1, 2], [3, 3, 0])]
+    mean, variance = module.moments(columns, masks, World(0, 1, torch.device("cpu")))
+    tokens = torch.cat([x[mask > 0] for x, mask in zip(columns, masks)])
+    near(mean, tokens.mean(), "the mean", 1e-9)
+    near(variance, tokens.var(), "the variance", 1e-9)
+
+
+def check_value_of_the_state_before(module: ModuleType) -> None:
+    """V is 0 before it has learned; then it is one number of the state in which each token is
+    drawn: it knows prompt and earlier tokens, and not the token itself, later ones or padding."""
+    lm, _ = load_model("tiny")
+    value, batch = module.Value(lm), a_batch()
+    near(response_logprobs(value, batch, 1.0)[0], torch.zeros(2, 3), "V at first")
+    torch.nn.init.normal_(value.head.weight, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = response_logprobs(value, batch, 0.7)[0]
+        for row, ids in enumerate(([2, 3, 5, 6, 1], [4, 7])):
+            prompt = int(batch.prompt_len[row])
+            for t in range(len(ids) - prompt):
+                hidden = lm.base_model(torch.tensor([ids[: prompt + t]])).last_hidden_state[0, -1]
+                where = f"V of row {row}, token {t}"
+                near(found[row, t], (hidden @ value.head.weight.T)[0], where, 1e-4)
+    near(found[1, 1:], torch.zeros(2), "V on padding")
+    assert found.abs().min(dim=1).values[0] > 0.01
+
+
+def check_an_advantage_for_each_token(module: ModuleType) -> None:
+    """With advantages `[n, T]` each token has its own: the gradient weight r Â_t inside the clip,
+    0 outside in the direction of its own sign."""
+    batch, generator = toy_batch(), torch.Generator().manual_seed(0)
+    A = torch.randn(batch["mask"].shape, generator=generator, dtype=torch.float64)
+    logp = batch["logp"].requires_grad_()
+    loss_of(module, no_kl(module), **batch | {"advantages": A})[0].backward()
+    r = (logp - batch["old_logp"]).exp().detach()
+    cut = ((A > 0) & (r > 1.2)) | ((A < 0) & (r < 0.8))
+    expected = -(~cut * r * A * batch["mask"]) / batch["mask"].sum()
+    near(
+        logp.grad, expected, "∂ loss / ∂ log π of the toy batch, an advantage for each token", 1e-9
+    )
+    total, count, _ = terms(module, no_kl(module), **batch | {"advantages": A})
+    rows = [
+        terms(
+            module,
+            no_kl(module),
+            **{k: v[i : i + 1] for k, v in (batch | {"advantages": A}).items()},
+        )
+        for i in range(6)
+    ]
+    near(sum(row[0] for row in rows) / sum(row[1] for row in rows), total / count, "six parts")
+
+
+def check_weights(module: ModuleType) -> None:
+    """M r Â with ε 0.2 on both sides."""
+    for ratio in (0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 4.0):
+        weighs(module, ratio, 1.0, ratio if ratio < 1.2 else 0.0)
+        weighs(module, ratio, -1.0, -ratio if ratio > 0.8 else 0.0)
+
+
+def check_clip_statistics(module: ModuleType) -> None:
+    """clip_share counts the tokens from which the clip takes the gradient, of all response tokens;
+    clip_above and clip_below its two sides."""
+    batch = busy_batch()
+    expected = clipped(response_tokens(batch), 0.2, 0.28)
+    stats = loss_of(module, no_kl(module, clip_high=0.28), **batch)[1]
+    counts(stats, {f"clip_{name}": pair for name, pair in expected.items()})
+
+
+def check_token_mean(module: ModuleType) -> None:
+    """With JustRL's ε (0.2 / 0.28) JustRL's loss: outside numbers, every token counts the same."""
+    alone = SimpleNamespace(
+        **vars(module) | {"Args": partial(module.Args, clip_high=0.28, beta=0.0)}
+    )
+    for name in ("fixture", "by_hand", "weights", "every_token_counts_the_same", "parts_add_up"):
+        getattr(justrl, f"check_{name}")(alone)
+
+
+CHECKS = written_here(globals())
+RETURN = "return -(objective * mask).sum(), mask.sum(), stats"
+SURROGATE = "torch.minimum(ratio * A, clipped * A)"
+SURPRISE = "surprise = rewards[:, t] + gamma * following - values[:, t]"
+AHEAD = "ahead = torch.where(here, surprise + gamma * lam * ahead, ahead)"
+FOLLOWING = "following = torch.where(here, values[:, t], following)"
+LOSS = "0.5 * (torch.maximum(free, held) * mask).sum()"
+MUTANTS = {
+    **SIDES,
+    "forwards in time": (
+        "for t in reversed(range(values.shape[1])):",
+        "for t in range(values.shape[1]):",
+    ),
+    "λ without γ": (AHEAD, AHEAD.replace("gamma * lam", "lam")),
+    "γ without λ": (AHEAD, AHEAD.replace("gamma * lam", "gamma")),
+    "no γ on V": (SURPRISE, SURPRISE.replace("gamma * following", "following")),
+    "no V ahead": (SURPRISE, SURPRISE.replace("gamma * following", "0 * following")),
+    "no baseline": (SURPRISE, SURPRISE.replace(" - values[:, t]", "")),
+    "V of padding": (FOLLOWING, "following = values[:, t]"),
+    "padding decays Â": (AHEAD, "ahead = surprise * here + gamma * lam * ahead"),
+    "λ of the first row": (
+        AHEAD,
+        AHEAD.replace("lam *", "(lam[0] if torch.is_tensor(lam) else lam) *"),
+    ),
+    "returns without V": ("(found + values) * mask", "found * mask"),
+    "returns on padding": ("(found + values) * mask", "found + values"),
+    "R at every token": (
+        "found = ends * batch.rewards[:, None]",
+        "found = batch.mask * batch.rewards[:, None]",
+    ),
+    "R at the first token": (
+        "batch.mask.cumsum(1) == batch.mask.sum(1, keepdim=True)",
+        "batch.mask.cumsum(1) == 1",
+    ),
+    "the KL as a prize": ("found - beta * (batch.old_logp", "found + beta * (batch.old_logp"),
+    "the KL of the reference": (
+        "(batch.old_logp - batch.ref_logp)",
+        "(batch.ref_logp - batch.old_logp)",
+    ),
+    "value loss without clip": (LOSS, "0.5 * (free * mask).sum()"),
+    "the clipped value alone": (LOSS, "0.5 * (held * mask).sum()"),
+    "the smaller error": (LOSS, LOSS.replace("maximum", "minimum")),
+    "value loss without a half": (LOSS, LOSS.replace("0.5 * ", "")),
+    "value loss on padding": (LOSS, LOSS.replace(" * mask", "")),
+    "V clipped around V̂": (
+        "near = old_values + (values - old_values)",
+        "near = returns + (values - returns)",
+    ),
+    "population variance": ('max(1.0, total["n"] - 1)', 'total["n"]'),
+    "moments with padding": ("x = (column * mask).double()", "x = column.double()"),
+    "random head": ("nn.init.zeros_(self.head.weight)", "pass"),
+    "V of the token itself": (
+        "output.last_hidden_state[predicts]",
+        "output.last_hidden_state.roll(-1, dims=1)[predicts]",
+    ),
+    "one advantage for all": (
+        "advantages if advantages.dim() == 2",
+        "advantages[:, :1] if advantages.dim() == 2",
+    ),
+    "mean of responses": (RETURN, f"return {justrl.BY_RESPONSE}"),
+    "sign": (RETURN, RETURN.replace("-(", "(")),
+    "no mask": (RETURN, RETURN.replace("(objective * mask)", "objective")),
+    "max for min": (SURROGATE, SURROGATE.replace("minimum", "maximum")),
+    "no clip": (SURROGATE, "ratio * A"),
+    "clip without min": (SURROGATE, "clipped * A"),
+    "DAPO's upper bound": ("clip_high: NonNegative = 0.2", "clip_high: NonNegative = 0.28"),
+}

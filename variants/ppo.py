@@ -1,0 +1,442 @@
+"""PPO: Proximal Policy Optimization, with the critic that GRPO removed.
+
+Schulman et al., "Proximal Policy Optimization Algorithms",
+2017, arXiv 1707.06347.
+
+Objective, over all response tokens y_t, with r = π_θ(y_t) / π_old(y_t) for each token y_t:
+
+    J = 1/(Σ_i |y_i|) Σ_i Σ_t min(r Â_t, clip(r, 1-ε, 1+ε) Â_t)
+    Â_t = δ_t + γλ Â_{t+1},    δ_t = ρ_t + γ V(s_{t+1}) - V(s_t)      (then whitened over the batch)
+    ρ_t = -β log(π_old/π_ref), and at the last token + R;    V behind it is 0
+    V is fitted to V̂_t = Â_t + V_old(s_t):    1/2 max{(V - V̂)², (clip(V, V_old ± ε_V) - V̂)²}
+
+Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
+
+    M r Â_t
+    M = 0 if (Â_t > 0 and r > 1+ε) or (Â_t < 0 and r < 1-ε), else 1
+
+s_t is the prompt with the tokens before y_t, and V(s_t), the critic, another language model with
+one number for an output: what is still to come from s_t on. Each token is judged by what it
+changed: δ_t, how much better things look behind y_t than before it. With λ = 1 these add up to
+R - V(s_t) and the critic is a baseline, whose mistakes move no mean; with λ = 0 there is δ_t alone,
+which is quiet, and as wrong as V is. λ between them weighs noise against the critic's mistakes
+(labs/critic.md has both, exactly).
+
+What GRPO removed, as `diff variants/ppo.py grpo.py` shows it: the critic, a model to train, save
+and keep in memory beside the policy; GAE; its seven flags, its warm-up, its loss. What it put in:
+siblings as the baseline, one advantage for all tokens of a response, a mean over responses, the KL
+term in the loss in place of the reward.
+
+VAPO (arXiv 2504.05118) brought the critic back for long responses, whose reward λ = 0.95 forgets on
+the way (0.95^100 = 0.006): the critic learns from λ = 1 (`--lam_critic`), the policy's λ is
+1 - 1/(α|y|) (`--lam_length` is α), and the critic begins before the policy (`--critic_warmup`).
+
+Trunk: grpo.py. Differs from it in:
+1. Advantages: by token, of a critic. KL in the reward. The mean over all tokens.
+2. The critic: a second model, with an optimiser of its own, sharded and saved like the policy. It
+   starts as the policy's weights with an output of 0, and trains alone for some steps.
+3. No group is needed: `--group_size 1` is PPO's usual rollout, and one all right or all wrong
+   teaches, too (`zero_groups` counts it all the same). Eight keep the rollout grpo.py's.
+
+Differs from the paper in:
+1. It is about games and robots. Its authors' code clips the value and whitens, too, the latter in
+   each mini-batch; here, as in verl, all tokens of the rollout at once. Tokens as actions, KL in
+   the reward and R at the last token are InstructGPT's (arXiv 2203.02155).
+2. One pass over a rollout where the paper takes several, no entropy bonus, no shared backbone.
+3. γ 1 (the paper: 0.99): no reward should be worth less for being reached by more words.
+4. A response that the length limit cuts ends there like any other, with V = 0 behind it.
+5. VAPO also has ε 0.28 above, a likelihood term on right responses, and no KL: flags, but for the
+   second. On responses of fewer than 1/α = 20 tokens its λ would be below 0: here it is 0.
+
+Run it:
+    torchrun -m variants.ppo                                # laptop, two minutes, no download
+    torchrun -m variants.ppo --lam 1                        # the critic as a mere baseline
+    # a node of eight, VAPO's λs, warm-up and rates (its model: Qwen2.5-32B)
+    torchrun --nproc_per_node=8 -m variants.ppo --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
+        --eval_task aime24 --prompts_per_step 512 --group_size 16 --minibatches 16 --lr 1e-6 \\
+        --critic_lr 2e-6 --lam_critic 1 --lam_length 0.05 --critic_warmup 50 --beta 0 \\
+        --clip_high 0.28 --max_new_tokens 8192 --gradient_checkpointing
+"""
+
+import copy  # <own>
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from common.batch import Rollout  # <own>
+from common.data import load_task
+from common.distributed import World, clip_gradients, divide_gradients, shard
+from common.distributed import global_sum  # <own>
+from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
+from common.logprobs import response_logprobs, sampler_gap
+from common.logprobs import Pair, Readout, entropies  # <own>
+from common.plumbing.balance import deal
+from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.plumbing.evaluation import evaluate
+from common.plumbing.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.plumbing.flags import Part, Share  # <own>
+from common.plumbing.launch import launch
+from common.plumbing.metrics import Means, by_sign, of_rollout
+from common.plumbing.model import load_model
+from common.plumbing.tracking import Run
+from common.rollout import make_engine
+import torch
+from torch import Tensor, nn  # <own>
+
+
+@dataclass
+class Args(Flags):
+    model: str = "tiny"
+    """Hub name, local folder, or `tiny`, the embedded model."""
+    steps: Count = 150
+    """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
+    prompts_per_step: Count = 16
+    """Prompts in a rollout, over all ranks (ours)."""
+    group_size: Count = 8
+    """G: responses to each prompt (DeepSeekMath: 64)."""
+    minibatches: Count = 4
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
+    (DeepSeekMath: 1)."""
+    max_new_tokens: Count = 64
+    """Length limit of a response (DeepSeekMath: 1024)."""
+    temperature: Temperature = 1.0
+    """Sampling temperature, also applied in every log-probability (papers: 1)."""
+    lr: Positive = 3e-4
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
+    1e-6 at 7B)."""
+    eval_every: Count = 25
+    """Steps between two measurements on the held-out problems (ours)."""
+    save_every: Count = 50
+    """Steps between two checkpoints (ours)."""
+    save_hf: bool = False
+    """Write the final model in the Hugging Face format, to `model` in the run folder."""
+    resume: bool | Literal["auto"] = False
+    """Go on from the newest checkpoint in the run folder; auto: if there is one."""
+    micro_tokens: Count = 16384
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
+    warmup: Whole = 5
+    """Steps over which lr rises linearly (ours; verl's default: none)."""
+    betas: Betas = (0.9, 0.95)
+    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
+    0.999)."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
+    grad_clip: Positive = 1.0
+    """Largest gradient norm (verl's default)."""
+    clip_low: NonNegative = 0.2
+    """ε below 1 (ours: DeepSeekMath gives none, PPO's value)."""
+    clip_high: NonNegative = 0.2
+    """ε above 1 (ours; DAPO and STAPO widen it to 0.28)."""
+    beta: NonNegative = 0.01  # <own>
+    """β of the KL in the reward; 0 loads no reference model (ours; TRL: 0.05, VAPO's paper: 0)."""
+    gamma: Part = 1.0  # <own>
+    """γ: what a reward is worth one token earlier (verl, TRL; PPO's paper: 0.99)."""
+    lam: Share = 0.95  # <own>
+    """λ of the policy's advantages: 1 trusts what happened, 0 the critic (paper; verl: 1)."""
+    lam_critic: Share = 0.95  # <own>
+    """λ of what the critic is fitted to (paper: the policy's; VAPO's paper: 1)."""
+    lam_length: NonNegative = 0.0  # <own>
+    """α: the policy's λ of a response is 1 - 1/(α|y|), in place of `lam` (VAPO's paper: 0.05; 0:
+    off)."""
+    value_clip: Positive = 0.2  # <own>
+    """ε_V: how far V may move in a step without losing its gradient (TRL, PPO's authors' code; verl
+    0.5)."""
+    critic_lr: Positive = 1e-3  # <own>
+    """AdamW's rate for the critic, without a warm-up (ours; verl: ten times the policy's, VAPO's
+    paper: twice)."""
+    critic_warmup: Whole = 5  # <own>
+    """Steps in which only the critic learns; the policy's own warm-up follows (ours; verl: 0,
+    VAPO's paper: 50)."""
+
+
+# <own>
+def advantages(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """GAE (arXiv 1506.02438): advantages Â, and Â + V, to which a critic is fitted: two `[N, T]`.
+
+    `rewards`, `values` and `mask` are `[N, T]`, `lam` may be one for each row `[N]`. Where the mask
+    is 0 there is no step: behind a response, or between its tokens, where somebody else wrote.
+    """
+    found = torch.zeros_like(values)  # [N, T]
+    ahead = following = values.new_zeros(len(values))  # [N]: Â and V of the next token
+    for t in reversed(range(values.shape[1])):  # what comes later is known first
+        here = mask[:, t] > 0  # [N]
+        surprise = rewards[:, t] + gamma * following - values[:, t]  # [N]: δ_t
+        ahead = torch.where(here, surprise + gamma * lam * ahead, ahead)  # [N]
+        following = torch.where(here, values[:, t], following)  # [N]
+        found[:, t] = ahead
+    return found * mask, (found + values) * mask
+
+
+def token_rewards(batch: Rollout, beta: float) -> Tensor:
+    """ρ_t `[n, T]`: R at the last token, and what each token pays for having left π_ref."""
+    ends = batch.mask * (batch.mask.cumsum(1) == batch.mask.sum(1, keepdim=True))  # [n, T]
+    found = ends * batch.rewards[:, None]  # [n, T]
+    if beta > 0:  # in the reward the plain log-ratio is right: what it moves is the KL's gradient
+        found = found - beta * (batch.old_logp - batch.ref_logp) * batch.mask  # [n, T]
+    return found
+
+
+def moments(columns: list[Tensor], masks: list[Tensor], world: World) -> tuple[float, float]:
+    """Mean and (sample) variance of the tokens `[n, T]` of all parts and ranks."""
+    sums = {"n": 0.0, "x": 0.0, "xx": 0.0}
+    for column, mask in zip(columns, masks):
+        x = (column * mask).double()  # [n, T]
+        for name, part in {"n": mask, "x": x, "xx": x.square()}.items():
+            sums[name] = sums[name] + part.sum()
+    total = global_sum(sums, world)
+    mean = total["x"] / total["n"]
+    return mean, max(0.0, total["xx"] - total["n"] * mean**2) / max(1.0, total["n"] - 1)
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float
+) -> tuple[Tensor, dict]:
+    """1/2 max{(V - V̂)², (clip(V) - V̂)²} summed over the tokens `[n, T]`, and statistics."""
+    near = old_values + (values - old_values).clamp(-clip, clip)  # [n, T]
+    free, held = (values - returns).square(), (near - returns).square()  # [n, T]
+    # The larger of two errors: V that has left ε_V towards V̂ has no gradient, V that left it the
+    # other way is still called back.
+    loss = 0.5 * (torch.maximum(free, held) * mask).sum()
+    stats = {"value_loss": (loss, mask.sum())}
+    stats["value_clipped"] = ((held > free) * mask).sum(), mask.sum()
+    return loss, stats
+
+
+class Value(Policy):
+    """A language model with one number for an output: V(s_t) in the place of log π(y_t).
+
+    So `all_logprobs` and `response_logprobs` read it, in micro-batches, as they read a policy.
+    """
+
+    def __init__(self, lm: nn.Module):
+        super().__init__(lm.base_model)
+        self.head = nn.Linear(lm.config.hidden_size, 1, bias=False)
+        nn.init.zeros_(self.head.weight)  # at first V is 0, and Â the reward, discounted by λ
+
+    def forward(
+        self, sequences: Tensor, predicts: Tensor, temperature: float, readout: Readout = entropies
+    ) -> Pair:
+        """V of the state in which each NEXT token is drawn that `predicts [n, S]` asks for: `[M]`;
+        temperature and readout are a policy's."""
+        output = self.lm(input_ids=sequences, use_cache=False)
+        hidden = output.last_hidden_state[predicts]  # [M, H]
+        # In float32: bfloat16 could not tell 0.500 from 0.501.
+        found = nn.functional.linear(hidden.float(), self.head.weight.float())[:, 0]  # [M]
+        return found, torch.zeros_like(found)
+
+
+class Critic:
+    """V and its optimiser: `judge` a rollout before the updates, `learn` from each mini-batch."""
+
+    def __init__(self, args: Args, lm: nn.Module, world: World):
+        self.args, self.world = args, world
+        self.value = shard(Value(copy.deepcopy(lm)), args, world)
+        how = {"betas": args.betas, "weight_decay": args.weight_decay, "fused": True}
+        self.optimizer = torch.optim.AdamW(self.value.parameters(), args.critic_lr, **how)
+
+    def judge(self, batches: list[Rollout], means: Means) -> None:
+        """Give every mini-batch its `values`, `returns` and `token_advantages` `[n, T]`, and
+        `advantages` `[n]`, by which metrics tell good responses from bad."""
+        args, world, masks = self.args, self.world, [batch.mask for batch in batches]
+        earned, errors = [], []
+        for batch in batches:
+            batch.values, _ = all_logprobs(self.value, batch, args, world)  # [n, T]: V_old
+            rewards = token_rewards(batch, args.beta)  # [n, T]
+            known = rewards, batch.values, batch.mask, args.gamma
+            lam = args.lam
+            if args.lam_length > 0:  # at 0.95 a long response's reward fades before its first token
+                lam = (1 - 1 / (args.lam_length * batch.mask.sum(1))).clamp(min=0)  # [n]
+            batch.token_advantages, _ = advantages(*known, lam)  # [n, T]
+            _, batch.returns = advantages(*known, args.lam_critic)  # [n, T]
+            _, came = advantages(*known, 1.0)  # [n, T]: what did come, whatever the critic says
+            batch.advantages = (came - batch.values)[:, 0]  # [n]
+            earned, errors = [*earned, came], [*errors, came - batch.values]
+            means.add(value=((batch.values * batch.mask).sum(), batch.mask.sum()))
+            means.add(kl_paid=((batch.rewards - rewards.sum(dim=1)).sum(), len(batch)))
+        mean, variance = moments([batch.token_advantages for batch in batches], masks, world)
+        for batch in batches:  # whitened: the loss has the same scale, whatever rewards are
+            centred = (batch.token_advantages - mean) * batch.mask  # [n, T]
+            batch.token_advantages = centred / (variance**0.5 + 1e-8)  # [n, T]
+        (_, unknown), (_, spread) = (moments(x, masks, world) for x in (errors, earned))
+        means.add(explained_variance=(1 - unknown / spread if spread else 0.0, spread > 0))
+
+    def learn(self, batch: Rollout, means: Means) -> None:
+        """One optimiser step on a mini-batch: V towards what came, or is still expected."""
+        args, tokens = self.args, 0.0
+        for rows in micro_batches(self.value, batch, args.micro_tokens, self.world):
+            micro = batch.rows(rows)
+            values, _ = response_logprobs(self.value, micro, args.temperature)  # [n, T]
+            given = values, micro.values, micro.returns, micro.mask, args.value_clip
+            loss, stats = value_loss(*given)
+            loss.backward()
+            tokens = tokens + micro.mask.sum()
+            means.add(**stats)
+        divide_gradients(self.value, tokens, self.world)
+        norm = clip_gradients(self.value, args.grad_clip)
+        if healthy := norm < float("inf"):  # nor NaN
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        means.add(critic_norm=(norm if healthy else 0.0, healthy))
+
+
+# </own>
+# The metrics that show the mechanism at work; the first stays 0 while it does nothing.
+# <own>
+ACTED = {
+    "explained_variance": "share of the returns' variance that V knew",
+    "value_loss": "squared error of V, halved",
+    "clip_share": "tokens clipped (share)",
+}
+# </own>
+
+
+def policy_loss(
+    args: Args,
+    *,
+    logp: Tensor,
+    old_logp: Tensor,
+    rollout_logp: Tensor,
+    ref_logp: Tensor | None,
+    entropy: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+) -> tuple[Tensor, Tensor, dict]:
+    """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
+
+    All `[n, T]`, advantages too. The caller adds sums and counts up over micro-batches and
+    ranks and divides once: a mean of micro-batch means would be another objective. Every file is
+    handed the same tensors, needed or not.
+    """
+    # An advantage for each token; `[n]`, one for a whole response, is taken too.
+    A = advantages if advantages.dim() == 2 else advantages[:, None]  # [n, T]  # <own>
+    # <own>
+    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 until the first optimiser step of a rollout
+    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
+    # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can
+    # be brought back.
+    objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
+    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
+    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
+    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
+    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
+    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
+    return -(objective * mask).sum(), mask.sum(), stats  # the mean over all tokens
+    # </own>
+
+
+def main(args: Args, world: World) -> None:
+    """The whole training loop."""
+    lm, tokenizer = load_model(args.model, world)
+    task = load_task(args, tokenizer)
+    engine = make_engine(args, lm, world)
+    reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
+    critic = Critic(args, lm, world)  # <own>
+    policy = shard(Policy(lm), args, world)
+    decay = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
+    both = nn.ModuleList([policy, critic.value])  # <own>
+    optimizers = [optimizer, critic.optimizer]  # <own>
+    run = Run(args, task, world, Path(__file__).stem, ACTED)
+    done = 0  # steps
+    if args.resume:
+        done, state = load_checkpoint(run.folder, both, optimizers, world)  # <own>
+        engine.load_state_dict(state["engine"])
+    engine.sync(policy)
+    run.start(done)
+    if done == 0:
+        run.clock("evaluate")
+        run.log(0, evaluate(engine, task, tokenizer, args, world))
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
+
+    for step in run.steps(done, args.steps):
+        means = Means()
+
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
+        # nothing else to save.
+        run.clock("rollout")
+        cursor = (step - 1) * args.prompts_per_step + world.rank * P
+        problems = [task.train(cursor + i) for i in range(P)]
+        prompts = [problem.prompt_ids for problem in problems]
+        rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
+
+        # Reward. What it says of each token the critic tells below.
+        run.clock("reward")
+        texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+        scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+        rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+        rollout.judged(problems, rewards)  # samples.jsonl: which row answers what
+        means.add(distinct=(task.distinct(texts, G), P))  # falls to 1: nothing left to compare
+
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
+        # from other kernels, and a ratio against them would mix two things: how far the policy
+        # moved, and how the engines differ (minirl.py is about that).
+        run.clock("old_logp")
+        # Mini-batches of whole groups; in each the ranks trade rows until tokens balance.
+        minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
+        # Divided into micro-batches as the update will be: its first ratios are then exactly 1.
+        for minibatch in minibatches:
+            minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+            if reference:
+                minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+        sampler = run.trusted(sampler_gap(minibatches, world))
+
+        # Values and advantages, of the critic before this step's lessons.
+        run.clock("critic")  # <own>
+        critic.judge(minibatches, means)  # <own>
+
+        # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
+        run.clock("update")
+        for group in optimizer.param_groups:
+            begun = max(0, step - args.critic_warmup)  # steps of the policy  # <own>
+            group["lr"] = args.lr * min(1.0, begun / max(1, args.warmup))  # <own>
+        for minibatch in minibatches:
+            denominator = 0.0
+            for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
+                micro = minibatch.rows(rows)
+                logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
+                loss, count, stats = policy_loss(
+                    args,
+                    logp=logp,
+                    old_logp=micro.old_logp,
+                    rollout_logp=micro.rollout_logp,
+                    ref_logp=micro.ref_logp,
+                    entropy=entropy,
+                    advantages=micro.token_advantages,  # <own>
+                    mask=micro.mask,
+                )
+                loss.backward()  # sums: gradients add up over micro-batches
+                denominator = denominator + count
+                run.watch(minibatch, rows, logp, entropy, count)  # samples.jsonl: logp.grad
+                means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
+            divide_gradients(policy, denominator, world)  # by what all ranks have counted: the mean
+            norm = clip_gradients(policy, args.grad_clip)
+            healthy = run.healthy(norm, minibatch)  # else NaN or infinite: it would end the run
+            if healthy:
+                optimizer.step()
+            optimizer.zero_grad()
+            means.add(grad_norm=(norm if healthy else 0.0, healthy))
+            means.add(skipped=((not healthy) / world.size, None))  # each rank adds its part of one
+            critic.learn(minibatch, means)  # <own>
+
+        run.clock("sync")
+        engine.sync(policy)
+
+        metrics = means.add(**of_rollout(rollout, rewards, task)).reduce(world) | sampler
+        metrics["lr"] = optimizer.param_groups[0]["lr"]
+        if run.due(step, args.eval_every):
+            run.clock("evaluate")
+            metrics |= evaluate(engine, task, tokenizer, args, world)
+        run.log(step, metrics)  # before the checkpoint: a kill in between would lose it for good
+        if run.due(step, args.save_every):
+            run.clock("save")
+            state = {"engine": engine.state_dict()}
+            save_checkpoint(run.folder, step, both, optimizers, state, world)  # <own>
+    if args.save_hf:
+        save_model(policy, tokenizer, run.folder / "model", world)
+    run.finish()
+
+
+if __name__ == "__main__":
+    launch(main, Args)
