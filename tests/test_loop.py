@@ -67,7 +67,7 @@ def filling(o: Oracle) -> int:
 
 def chooses(o: Oracle) -> bool:
     """Whether a teacher chooses the prompts."""
-    return o.args.get("curriculum", "teacher" in o.args)
+    return o.args.get("curriculum", "teacher_lr" in o.args)
 
 
 def check_gradients(o: Oracle) -> None:
@@ -388,7 +388,7 @@ CHECKS = (
 )
 SPECIAL = {
     check: [name for name in ALGORITHMS if hasattr(module_of(name).Args, flag)]
-    for check, flag in ((check_pivots, "branches"), (check_teacher, "teacher"))
+    for check, flag in ((check_pivots, "branches"), (check_teacher, "teacher_lr"))
 }
 CASES = [(name, check) for check in CHECKS for name in SPECIAL.get(check, ALGORITHMS)]
 
