@@ -6,7 +6,8 @@ What is counted, with N parameters over R ranks (or --shard_ranks):
     states       float32 master copy, AdamW's two moments, float32 gradient: 16 N / R bytes
                  (goldilocks, recipe: and as much for the teacher, the same model without its head;
                  jet: and the 8-bit numbers as float32, 4 N / R)
-    reference    float32 shards, 4 N / R (0 without a KL term, or with --offload_reference)
+    reference    float32 shards, 4 N / R (0 without a KL term, or with --offload_reference); of opd
+                 the teacher's, by its own N
     gathered     bfloat16 copies of what FSDP gathers at once, the root (embedding and head) and
                  two layers; and of the root and a layer the gradient before it is scattered, in
                  bfloat16 and in float32 (vcpo, recipe: and one response's gradient of the head,
@@ -98,6 +99,7 @@ SHAPES = {  # from the models' config.json
     "Qwen/Qwen3-1.7B-Base": Shape(2048, 28, 16, 8, 6144, True),
     "Qwen/Qwen3-8B-Base": Shape(4096, 36, 32, 8, 12288, False),
     "Qwen/Qwen3-30B-A3B-Base": Shape(2048, 48, 32, 4, 768, False, experts=128, active=8),
+    "Qwen/Qwen3-8B": Shape(4096, 36, 32, 8, 12288, False),
     "Qwen/Qwen2.5-1.5B": Shape(1536, 28, 12, 2, 8960, True),
     "Qwen/Qwen2.5-Math-1.5B": Shape(1536, 28, 12, 2, 8960, True),
     "Qwen/Qwen2.5-7B": Shape(3584, 28, 28, 4, 18944, False, vocabulary=152_064),
@@ -126,17 +128,18 @@ def estimate(name: str, words: list[str]) -> dict[str, float]:
     response = number("max_new_tokens") + PROMPT
     tokens = max(number("micro_tokens"), response)  # the longest response is never split
     n, root, layer = shape.parameters(), shape.root(), shape.layer()
-    teacher = getattr(args, "curriculum", hasattr(args, "teacher"))
+    teacher = getattr(args, "curriculum", hasattr(args, "teacher_lr"))
     trained = n + teacher * (n - shape.head() * (not shape.tied))
     kept = shape.kept() * tokens  # of one layer
     inputs = 2 * shape.hidden * tokens * shape.layers
     held = inputs + kept if "--gradient_checkpointing" in flags else kept * shape.layers
+    frozen = SHAPES[flags.get("--teacher", flags["--model"])].parameters()
     refers, offloads = number("beta") > 0, "--offload_reference" in flags
     sleeps, width = "--vllm_sleep" in flags, 1 if args.rollout_dtype == "float8" else 2
     whole_gradient = 4 * shape.head() if hasattr(args, "optimal_baseline") else 0
     parts = {
         "states": (16 * trained + 4 * n * (name == "jet")) / sharing,
-        "reference": 4 * n / sharing if refers and not offloads else 0,
+        "reference": 4 * frozen / sharing if refers and not offloads else 0,
         "gathered": 2 * (root + 2 * layer) + 6 * (root + layer) + whole_gradient,
         "activations": held + 4 * 4 * BLOCK_ELEMENTS,
         "vLLM weights": width * n / number("tensor_parallel"),
@@ -153,8 +156,8 @@ def estimate(name: str, words: list[str]) -> dict[str, float]:
     ]
     columns = 2 * shape.layers * shape.active * response if shape.experts > 1 else 0
     rows = number("prompts_per_step") * number("group_size") / nodes
-    later = (4 * n / nodes if refers and offloads else 0) + (name == "minirl") * rows * columns
-    parts["host"] = sleeps * local * sum(blocks) + max(4 * n * (2 if refers else 1), later)
+    later = (4 * frozen / nodes if refers and offloads else 0) + (name == "minirl") * rows * columns
+    parts["host"] = sleeps * local * sum(blocks) + max(4 * (n + refers * frozen), later)
     cached = parts["KV cache"] * number("tensor_parallel") / shape.cache()  # tokens
     parts = {part: size / 1e9 for part, size in parts.items()}
     return parts | {"parameters": n / 1e9, "ranks": ranks, "responses in cache": cached / response}

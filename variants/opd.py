@@ -31,7 +31,7 @@ weight of a token that the sampler found rare.
 
 Trunk: grpo.py. Differs from it in:
 1. The teacher's difference in place of the clipped ratio and of k3, which keeps a policy near π_ref
-   and does not lead it anywhere. π_T is held and asked as π_ref is there.
+   and does not lead it anywhere. π_T is held and asked as π_ref is there (--offload_reference).
 2. The mean over all tokens of the mini-batch in place of the mean of response means.
 
 Differs from the paper, and from public code, in:
@@ -62,7 +62,7 @@ from typing import Literal
 from common.data import load_task
 from common.distributed import BadInput  # <own>
 from common.distributed import World, clip_gradients, divide_gradients, shard
-from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
+from common.logprobs import Policy, all_logprobs, micro_batches  # <own>
 from common.logprobs import response_logprobs, sampler_gap
 from common.plumbing.balance import deal
 from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
@@ -170,7 +170,7 @@ def policy_loss(
         apart = ref_logp - logp.detach()  # [n, T]: log π_T - log π_θ, 0 where they agree
         A = A + args.beta * apart
         stats["teacher_kl"] = (-apart * mask).sum(), mask.sum()
-        stats["praised"] = ((apart > 0) * mask).sum(), mask.sum()
+        stats["praised"] = ((apart > 0.01) * mask).sum(), mask.sum()
         foreign = (ref_logp < FOREIGN) * mask  # [n, T]
         strayed = (foreign.cumsum(dim=1) - foreign > 0) * mask  # [n, T]: behind one of them
         stats["strayed"] = strayed.sum(), mask.sum()
@@ -196,7 +196,8 @@ def frozen_teacher(args: Args, tokenizer: PreTrainedTokenizerBase, world: World)
     if its.model_max_length < longest:
         reads = f"reads {its.model_max_length} tokens, prompt and response may have {longest}"
         raise BadInput(f"--teacher {args.teacher}: {reads}")
-    return frozen_reference(args, lm, world)
+    teacher = shard(Policy(lm), args, world, args.offload_reference)
+    return teacher.requires_grad_(False).eval()
 
 
 # </own>
