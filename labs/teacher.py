@@ -95,7 +95,7 @@ def word(how: str, logp: Tensor, tokens: Tensor, places: Tensor, luck: Tensor) -
 
 def measure(arm: str, seed: int, quick: bool) -> dict:
     """Chance of success, and the share of sampled tokens that stand off the track, before each
-    rollout and after the last; there the greedy response's success and the entropy on the track."""
+    rollout and after the last; a step later the greedy response's, and the entropy on the track."""
     start, how = arm.split(": ")[0], ARMS[arm]
     module = toy.load("grpo" if how == "GRPO" else "opd")
     args = replace(module.Args(), beta=float(how != "GRPO"))
@@ -125,10 +125,8 @@ def when(success: list[float]) -> float:
 
 
 def rows(results: dict) -> list[list[str]]:
-    table = [
-        ["arm", "success at the end", "of the greedy response", "rollouts until success > 0.9"]
-    ]
-    table[0] += ["off the track at first", "off the track at the end", "entropy at the end"]
+    table = [["arm", "success at the end", "of the greedy response", "rollouts until 0.9"]]
+    table[0] += ["off the track at first", "off the track at the end", "entropy on the track"]
     for arm, runs in results.items():
         ended = [
             {"end": run["success"][-1], "greedy": run["greedy"], "until": when(run["success"])}

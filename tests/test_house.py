@@ -30,7 +30,7 @@ BUDGET = {
     "entropy20": (390, 229, 52),  # half of them what stapo has and it has not
     "dapo": (385, 224, 74),  # rounds of sampling, and two more parts of the recipe
     "jet": (390, 230, 40),  # an object beside minirl's replay
-    "opd": (330, 190, 44),  # a teacher, and four numbers about it
+    "opd": (330, 190, 44),  # a teacher, and what is known of it
     "icepop": (388, 225, 50),  # a family of corrections
     "recipe": (975, 613, 356),  # the objects of six files, letter for letter
 }

@@ -141,6 +141,7 @@ def advantages(rewards: Tensor) -> Tensor:
 
 # The metrics that show the mechanism at work; the first stays 0 while it does nothing.
 ACTED = {"teacher_kl": "KL to the teacher (nats per token)"}  # <own>
+# log 0.01: below it a token is none that the teacher would write, and what follows strange to it.
 FOREIGN = -4.6  # <own>
 
 
@@ -166,11 +167,10 @@ def policy_loss(
     A = args.reward_weight * A.expand_as(mask)  # [n, T]: α Â_i
     stats = {}
     if args.beta > 0:
-        # Detached: else the teacher's part of the gradient is lost (the mean of ∇ log π_θ is 0).
+        # Detached: an advantage is a number, and no way for the gradient.
         apart = ref_logp - logp.detach()  # [n, T]: log π_T - log π_θ, 0 where they agree
         A = A + args.beta * apart
         stats["teacher_kl"] = (-apart * mask).sum(), mask.sum()
-        stats["praised"] = ((apart > 0.01) * mask).sum(), mask.sum()
         foreign = (ref_logp < FOREIGN) * mask  # [n, T]
         strayed = (foreign.cumsum(dim=1) - foreign > 0) * mask  # [n, T]: behind one of them
         stats["strayed"] = strayed.sum(), mask.sum()

@@ -126,11 +126,10 @@ def check_six_responses(module: ModuleType) -> None:
 
 
 def check_statistics(module: ModuleType) -> None:
-    """Of all response tokens: teacher_kl is log(π_θ/π_T), not times β; praised the share that the
-    teacher finds likelier by more than 0.01 nats; weight the mean w, capped; weight_max the largest
-    before its cap."""
+    """Of all response tokens: teacher_kl is log(π_θ/π_T), not times β; weight the mean w,
+    capped; weight_max the largest before its cap."""
     batch, t = busy_batch(), response_tokens(busy_batch())
-    expected = {"teacher_kl": (-t.ref.sum(), t.M), "praised": ((t.ref > 0.01).sum(), t.M)}
+    expected = {"teacher_kl": (-t.ref.sum(), t.M)}
     expected |= {"weight": (t.w.clamp(max=1.2).sum(), t.M), "weight_max": (t.w.max(), None)}
     counts(loss_of(module, replace(module.Args(), is_cap=1.2, beta=0.5), **batch)[1], expected)
     other = loss_of(module, replace(module.Args(), weights="none"), **batch)[1]
@@ -223,7 +222,6 @@ MUTANTS = {
     ),
     "teacher_kl times β": ("(-apart * mask)", "(-args.beta * apart * mask)"),
     "teacher_kl's sign": ("(-apart * mask)", "(apart * mask)"),
-    "praised on padding": ("((apart > 0.01) * mask).sum()", "(apart > 0.01).sum()"),
     "the foreign token itself": (
         "foreign.cumsum(dim=1) - foreign > 0",
         "foreign.cumsum(dim=1) > 0",

@@ -30,7 +30,6 @@ def objective(b: Batch) -> tuple[Tensor, dict]:
     A = b.args["reward_weight"] * b.A[:, None] + b.args["beta"] * (b.ref - ours)
     b.count = tokens(b.mask)
     stats = {"teacher_kl": share(ours - b.ref, b.mask)}
-    stats |= {"praised": share(b.ref > ours + 0.01, b.mask)}
     strayed = torch.zeros_like(b.mask)
     for i, row in enumerate(b.ref):
         seen = [t for t in range(len(b.rows[i].tokens)) if row[t] < -4.6]
