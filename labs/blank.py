@@ -29,6 +29,8 @@ STATISTICS = {
     "clip_above": f"of these the ones with Â > 0 {TOKENS}",
     "clip_below": f"of these the ones with Â < 0 {TOKENS}",
     "ref_kl": f"k3, not times β, and only where β > 0 {TOKENS}",
+    "teacher_kl": f"log(π_θ/π_T), not times β, and only where β > 0 {TOKENS}",
+    "strayed": f"tokens behind a first one with log π_T < FOREIGN, likewise {TOKENS}",
     "masked_share": f"tokens with M = 0 {TOKENS}",
     "masked_above": f"of these the ones with Â > 0 {TOKENS}",
     "masked_below": f"of these the ones with Â < 0 {TOKENS}",

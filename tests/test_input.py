@@ -84,6 +84,7 @@ OUT_OF_RANGE = [
     ("icepop", "--correction_level sequence", "--correction_level sequence: is for tis and mis"),
     ("icepop", "--w_low 6", "--w_low 6.0, --w_high 5.0: 1 must lie between them"),
     ("icepop", "--w_low 2 --w_high 3", "--w_low 2.0, --w_high 3.0: 1 must lie between them"),
+    ("opd", "--teacher nowhere", "--teacher 'nowhere': no such folder"),
     ("laconic", "--price_floor 1", "--price_ceiling 0.3: below price_floor or above 1e6"),
     ("ppo", "--lam 1.5", "--lam 1.5: must be from 0 to 1"),
     ("ppo", "--gamma 0", "--gamma 0.0: must be above 0 and at most 1"),

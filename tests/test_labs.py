@@ -128,6 +128,19 @@ def direction_of_signs(found: dict) -> None:
     assert alive["easy, NSR"] > 3.99 and alive["easy, PSR"] < 3 and alive["uneven, NSR"] < 1.1
 
 
+def direction_of_teacher(found: dict) -> None:
+    """A constant on the rarest does what greedy does, on all tokens nothing; a teacher is obeyed,
+    right or wrong; one that is lost off its prefixes teaches less than where it is not asked."""
+    ends = {arm: np.mean([run["success"][-1] for run in runs]) for arm, runs in found.items()}
+    for start, first in (("greedy right", 0.57), ("greedy wrong", 0.32)):
+        end = {how: ends[f"{start}: {how}"] for how in load("teacher").HOW}
+        assert min(end[how] for how in ("true teacher", "true, 3 of 10 flipped", "GRPO")) > 0.93
+        assert end["wrong teacher"] < 0.05 and abs(end["constant, all tokens"] - first) < 0.15
+        assert end["lost off its prefixes"] < 0.75 < 0.85 < end["lost, not asked there"]
+        assert (end["constant, rarest fifth"] > 0.8) == (start == "greedy right")
+    assert ends["greedy wrong: constant, rarest fifth"] < 0.25
+
+
 def direction_of_length(found: dict) -> None:
     grpo, priced, *others = found.values()
     assert middle(grpo, "wrong end") > middle(priced, "wrong end") + 1
@@ -218,7 +231,7 @@ def test_the_leash_labs_weights_are_grpos():
         assert np.allclose(grad, expected, rtol=1e-12)
 
 
-SLOW = ("lock", "precision", "signs")  # five seconds each
+SLOW = ("lock", "precision", "signs", "teacher")  # five seconds each
 BY_TIME = [pytest.param(n, marks=pytest.mark.variants) if n in SLOW else n for n in TOYS]
 
 

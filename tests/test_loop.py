@@ -67,7 +67,7 @@ def filling(o: Oracle) -> int:
 
 def chooses(o: Oracle) -> bool:
     """Whether a teacher chooses the prompts."""
-    return o.args.get("curriculum", "teacher" in o.args)
+    return o.args.get("curriculum", "teacher_lr" in o.args)
 
 
 def check_gradients(o: Oracle) -> None:
@@ -443,7 +443,7 @@ SPECIAL = {
     check: [name for name in ALGORITHMS if hasattr(module_of(name).Args, flag)]
     for check, flag in (
         (check_pivots, "branches"),
-        (check_teacher, "teacher"),
+        (check_teacher, "teacher_lr"),
         (check_critic, "critic_lr"),
     )
 }

@@ -1,21 +1,22 @@
 """Makes the embedded models and their tokenizer.
 
-    python -m tools.make_tiny tiny|tiny-moe|tiny-30k|tiny-500k FOLDER
+    python -m tools.make_tiny tiny|tiny-teacher|tiny-moe|tiny-30k|tiny-500k FOLDER
 
 A Qwen3 of 124k parameters (or a Qwen3-MoE of 248k: 8 experts, 2 for each token; or, for labs.scale,
 a narrower or a wider Qwen3) learns, by plain supervised training, to imitate a sloppy teacher: 55%
 of its demonstrations guess the answer without working, 3% of worked steps are wrong. The result
 guesses when greedy and works nearly half the time when sampled: a habit that pays and that
 reinforcement learning can make the rule. 6 to 11 minutes on one thread, three times that for the
-mixture of experts and for 500k parameters. FOLDER must be new or empty: to replace a model that is
-embedded, delete it first.
+mixture of experts and for 500k parameters. tiny-teacher (variants/opd.py) is tiny after 2,000 steps
+more, on demonstrations that neither guess nor slip. FOLDER must be new or empty: to replace a model
+that is embedded, delete it first.
 """
 
 import math
 import random
 from pathlib import Path
 
-from common.plumbing.model import EMBEDDED
+from common.plumbing.model import EMBEDDED, load_model
 from common.tiny import arithmetic
 from tools import arguments
 import torch
@@ -37,19 +38,21 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
 
 
-def demonstration(rng: random.Random) -> tuple[str, str]:
-    """A training prompt and the sloppy teacher's response to it."""
+def demonstration(rng: random.Random, guess: float, slip: float) -> tuple[str, str]:
+    """A training prompt and the response of a teacher as sloppy as the two shares say."""
     prompt = arithmetic.draw(rng)
     while arithmetic.held_out(prompt):
         prompt = arithmetic.draw(rng)
-    if rng.random() < GUESS:
+    if rng.random() < guess:
         return prompt, "#" + arithmetic.work(prompt)[1]
-    steps, answer = arithmetic.work(prompt, rng, SLIP)
+    steps, answer = arithmetic.work(prompt, rng, slip)
     return prompt, ";".join(steps) + "#" + answer
 
 
 def untrained(kind: str) -> PreTrainedModel:
-    """The model before its warm start."""
+    """The model before its warm start; tiny-teacher's is tiny after it."""
+    if kind == "tiny-teacher":
+        return load_model("tiny")[0].train()
     shape = {"vocab_size": len(VOCABULARY), "max_position_embeddings": 256}
     width = {"tiny-30k": 32, "tiny-500k": 128}.get(kind, 64)
     shape |= {"hidden_size": width, "num_hidden_layers": 2, "intermediate_size": 3 * width}
@@ -78,10 +81,13 @@ def main(kind: str, folder: Path) -> None:
     torch.manual_seed(0)
     rng, tok = random.Random(0), tokenizer()
     model = untrained(kind)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
-    for step in range(STEPS):
+    # Steps, rate, and how sloppy the demonstrations are
+    further = kind == "tiny-teacher"
+    steps, lr, guess, slip = (2000, 1e-3, 0.0, 0.0) if further else (STEPS, LR, GUESS, SLIP)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
+    for step in range(steps):
         inputs, labels = [], []
-        for prompt, response in (demonstration(rng) for _ in range(BATCH)):
+        for prompt, response in (demonstration(rng, guess, slip) for _ in range(BATCH)):
             ids = tok(prompt + response)["input_ids"] + [tok.eos_token_id]
             inputs.append(torch.tensor(ids))
             # The loss sees the response alone
@@ -92,10 +98,10 @@ def main(kind: str, folder: Path) -> None:
         loss = model(inputs, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = LR * 0.5 * (1 + math.cos(math.pi * step / STEPS))
+        optimizer.param_groups[0]["lr"] = lr * 0.5 * (1 + math.cos(math.pi * step / steps))
         optimizer.step()
         optimizer.zero_grad()
-        if step % 200 == 0 or step == STEPS - 1:
+        if step % 200 == 0 or step == steps - 1:
             print(f"step {step:5d}  loss {loss.item():.4f}", flush=True)
     if kind == "tiny-moe":
         model.config.output_router_logits = False

@@ -11,7 +11,8 @@ What is counted, with N parameters over R ranks (or --shard_ranks):
     states       float32 master copy, AdamW's two moments, float32 gradient: 16 N / R bytes
                  (goldilocks, recipe, ppo: and as much for the teacher or critic, the same model
                  without its head; jet: and the 8-bit numbers as float32, 4 N / R)
-    reference    float32 shards, 4 N / R (0 without a KL term, or with --offload_reference)
+    reference    float32 shards, 4 N / R (0 without a KL term, or with --offload_reference); of opd
+                 the teacher's, by its own N
     gathered     bfloat16 copies of what FSDP gathers at once, the root (embedding and head) and
                  two layers; and of the root and a layer the gradient before it is scattered, in
                  bfloat16 and in float32 (vcpo, recipe: and one response's gradient of the head,
@@ -116,6 +117,7 @@ SHAPES = {  # from the models' config.json
     "Qwen/Qwen3-8B-Base": Shape(4096, 36, 32, 8, 12288, False),
     "Qwen/Qwen3-14B-Base": Shape(5120, 40, 40, 8, 17408, False),
     "Qwen/Qwen3-30B-A3B-Base": Shape(2048, 48, 32, 4, 768, False, experts=128, active=8),
+    "Qwen/Qwen3-8B": Shape(4096, 36, 32, 8, 12288, False),
     "Qwen/Qwen2.5-1.5B": Shape(1536, 28, 12, 2, 8960, True),
     "Qwen/Qwen2.5-Math-1.5B": Shape(1536, 28, 12, 2, 8960, True),
     "Qwen/Qwen2.5-7B": Shape(3584, 28, 28, 4, 18944, False, vocabulary=152_064),
@@ -168,11 +170,13 @@ def estimate(
     response = number("max_new_tokens") + PROMPT
     tokens = max(number("micro_tokens"), response)  # the longest response is never split
     n, root, layer = shape.parameters(), shape.root(), shape.layer()
-    second = getattr(args, "curriculum", hasattr(args, "teacher") or hasattr(args, "critic_lr"))
+    learns = hasattr(args, "teacher_lr") or hasattr(args, "critic_lr")
+    second = getattr(args, "curriculum", learns)
     trained = n + second * (n - shape.head() * (not shape.tied))
     kept = shape.kept() * tokens  # of one layer
     inputs = 2 * shape.hidden * tokens * shape.layers
     held = inputs + kept if "--gradient_checkpointing" in flags else kept * shape.layers
+    frozen = SHAPES[flags["--teacher"]].parameters() if "--teacher" in flags else n
     refers, away = number("beta") > 0, "--offload" in flags
     offloads = away or "--offload_reference" in flags
     sleeps, width = "--vllm_sleep" in flags, 1 if args.rollout_dtype == "float8" else 2
@@ -180,7 +184,7 @@ def estimate(
     states = (16 * trained + 4 * n * (name == "jet")) / sharing
     parts = {
         "states": 4 * (root + 2 * layer) / sharing if away else states,
-        "reference": 4 * n / sharing if refers and not offloads else 0,
+        "reference": 4 * frozen / sharing if refers and not offloads else 0,
         "gathered": 2 * (root + 2 * layer) + 6 * (root + layer) + whole_gradient,
         "activations": held + 3 * 4 * BLOCK_ELEMENTS,
         "vLLM weights": width * n / number("tensor_parallel"),
@@ -198,9 +202,9 @@ def estimate(
     ]
     columns = 2 * shape.layers * shape.active * response if shape.experts > 1 else 0
     rows = number("prompts_per_step") * number("group_size") / nodes
-    later = (4 * n / nodes if refers and offloads else 0) + (name == "minirl") * rows * columns
-    later += states * local if away else 0
-    parts["host"] = sleeps * local * sum(blocks) + max(4 * n * (2 if refers else 1), later)
+    later = 4 * frozen / nodes if refers and offloads else 0
+    later += (name == "minirl") * rows * columns + (states * local if away else 0)
+    parts["host"] = sleeps * local * sum(blocks) + max(4 * (n + refers * frozen), later)
     cached = parts["KV cache"] * number("tensor_parallel") / shape.cache()  # tokens
     parts = {part: size / 1e9 for part, size in parts.items()}
     return parts | {"parameters": n / 1e9, "ranks": ranks, "responses in cache": cached / response}

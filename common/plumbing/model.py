@@ -15,7 +15,7 @@ logging.disable_progress_bar()  # the run has its own
 TINY = Path(__file__).parents[1] / "tiny"
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 EMBEDDED = {"tiny": TINY / "model", "tiny-moe": TINY / "model-moe"}
-EMBEDDED |= {f"tiny-{size}": TINY / f"model-{size}" for size in ("30k", "500k")}
+EMBEDDED |= {f"tiny-{size}": TINY / f"model-{size}" for size in ("30k", "500k", "teacher")}
 
 
 def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded:

@@ -1,0 +1,248 @@
+"""OPD: its gradient is that of the reverse KL, exactly; what w and the reward do; the teacher."""
+
+import math
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import torch
+from common.distributed import ALONE, BadInput
+from common.logprobs import Policy
+from torch import Tensor
+
+from . import ZSCORE, advantages_match, busy_batch, check_equal_rewards, counts, loss_of, near
+from . import one, outcome, response_tokens, terms, written_here
+
+
+def pushed(
+    module: ModuleType,
+    pi: float,
+    teacher: float,
+    mu: float,
+    advantage: float = 0.0,
+    **flags: object,
+) -> float:
+    """The gradient weight on ∇ log π of a one-token response."""
+    logp = one(pi).log().requires_grad_()
+    given = {"old_logp": one(0.3).log(), "rollout_logp": one(mu).log(), "mask": one(1.0)}
+    given |= {"ref_logp": one(teacher).log(), "advantages": one(advantage)[0]}
+    loss_of(module, replace(module.Args(), **flags), logp=logp, **given)[0].backward()
+    return -logp.grad.item()
+
+
+def check_weights(module: ModuleType) -> None:
+    """min(w, C) β log(π_T/π_θ): up where the teacher finds a token likelier, down where rarer, and
+    nothing where they agree. π_old plays no part."""
+    for pi, teacher, mu in ((0.2, 0.8, 0.2), (0.8, 0.2, 0.5), (0.5, 0.5, 0.1), (0.9, 0.1, 0.1)):
+        w, apart = pi / mu, math.log(teacher / pi)
+        where = f"π_θ = {pi}, π_T = {teacher}, μ = {mu}: weight"
+        near(pushed(module, pi, teacher, mu), min(w, 5) * apart, where)
+        near(pushed(module, pi, teacher, mu, is_cap=1.5), min(w, 1.5) * apart, f"C = 1.5, {where}")
+        near(pushed(module, pi, teacher, mu, weights="none"), apart, f"w = 1, {where}")
+        third = 0.3 * min(w, 5) * apart
+        near(pushed(module, pi, teacher, mu, beta=0.3), third, f"β = 0.3, {where}")
+
+
+def check_mix_with_the_reward(module: ModuleType) -> None:
+    """min(w, C) {β log(π_T/π_θ) + α Â}; by default the reward plays no part, and with β = 0 the
+    teacher none, who then need not be there."""
+    for advantage in (-1.0, 0.5):
+        near(pushed(module, 0.2, 0.8, 0.1, advantage), 2 * math.log(4), "α = 0: weight")
+        both = 2 * (0.5 * math.log(4) + 0.3 * advantage)
+        found = pushed(module, 0.2, 0.8, 0.1, advantage, beta=0.5, reward_weight=0.3)
+        near(found, both, f"β = 0.5, α = 0.3, Â = {advantage}, w = 2: weight")
+    logp = one(0.2).log().requires_grad_()
+    given = {"old_logp": logp.detach(), "mask": one(1.0), "advantages": one(0.7)[0]}
+    alone = replace(module.Args(), beta=0.0, reward_weight=1.0)
+    loss, stats = loss_of(module, alone, logp=logp, **given)
+    loss.backward()
+    near(logp.grad, one(-0.7), "without a teacher, α = 1: ∂ loss / ∂ log π")
+    assert "teacher_kl" not in stats, "teacher_kl without a teacher"
+
+
+def distributions() -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of the student and log-probs of teacher and sampler: 5 tokens each."""
+    generator = torch.Generator().manual_seed(3)
+    theta, teacher, mu = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    return theta, teacher.log_softmax(0), (theta + 0.3 * mu).log_softmax(0)
+
+
+def mean_gradient(module: ModuleType, draws: Tensor, mu: Tensor, **flags: object) -> Tensor:
+    """The gradient's mean over what `draws [V]` would draw, by going through all tokens."""
+    theta, teacher, _ = distributions()
+    theta.requires_grad_()
+    logp = theta.log_softmax(0)[:, None]  # [V, 1]: a response for each token
+    args = replace(module.Args(), **flags)
+    total = 0.0
+    for token in range(len(theta)):
+        rows = {"logp": logp, "old_logp": logp.detach(), "rollout_logp": mu[:, None]}
+        rows |= {"ref_logp": teacher[:, None]}
+        rows = {name: x[token : token + 1] for name, x in rows.items()}
+        loss, _ = loss_of(module, args, **rows, advantages=one(1.0)[0], mask=one(1.0))
+        total = total + draws[token] * loss
+    return torch.autograd.grad(total, theta)[0]
+
+
+def check_is_the_gradient_of_the_reverse_kl(module: ModuleType) -> None:
+    """In the mean over the policy's own tokens: that of KL(π_θ ‖ π_T), derived by autograd. Over
+    another sampler's tokens too, by w; without w it is another."""
+    theta, teacher, mu = distributions()
+    theta.requires_grad_()
+    pi = theta.log_softmax(0)
+    (expected,) = torch.autograd.grad((pi.exp() * (pi - teacher)).sum(), theta)
+    own = mean_gradient(module, pi.exp().detach(), pi.detach())
+    near(own, expected, "over the policy's own tokens the gradient, against that of the KL")
+    other = mean_gradient(module, mu.exp(), mu)
+    near(other, expected, "over another sampler's tokens, with w = π_θ/μ")
+    assert (mean_gradient(module, mu.exp(), mu, weights="none") - expected).norm() > 1e-2
+
+
+def check_every_token_counts_the_same(module: ModuleType) -> None:
+    """In a long response as in a short one; padding does not."""
+    mask = torch.tensor([[1.0, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.float64)
+    logp = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
+    batch = {"old_logp": logp.detach().clone(), "ref_logp": logp.detach() + 1, "mask": mask}
+    loss_of(module, module.Args(), logp=logp, **batch, advantages=one(0.0, 0.0)[0])[0].backward()
+    near(logp.grad, -mask / 5, "∂ loss / ∂ log π of responses of 4 tokens and of 1", 1e-6)
+
+
+def check_parts_add_up(module: ModuleType) -> None:
+    """Summing before dividing gives the whole batch's loss for any split."""
+    batch, args = busy_batch(), replace(module.Args(), reward_weight=0.5)
+    whole = loss_of(module, args, **batch)[0]
+    splits = (slice(0, 1), slice(1, 6))
+    parts = [terms(module, args, **{k: v[rows] for k, v in batch.items()}) for rows in splits]
+    near(sum(p[0] for p in parts) / sum(p[1] for p in parts), whole, "sums, divided once", 1e-12)
+
+
+def check_six_responses(module: ModuleType) -> None:
+    """Of a whole batch, where μ, π_old, π_θ and π_T all differ and w passes C = 1.3."""
+    batch = busy_batch()
+    args = replace(module.Args(), is_cap=1.3, beta=0.7, reward_weight=0.4)
+    w = (batch["logp"] - batch["rollout_logp"]).exp().clamp(max=1.3)
+    assert (w[batch["mask"] > 0] == 1.3).any()
+    A = 0.7 * (batch["ref_logp"] - batch["logp"]) + 0.4 * batch["advantages"][:, None]
+    expected = -w * A * batch["mask"] / batch["mask"].sum()
+    near(outcome(module, batch, args)[1], expected, "∂ loss / ∂ log π of six responses", 1e-9)
+
+
+def check_statistics(module: ModuleType) -> None:
+    """Of all response tokens: teacher_kl is log(π_θ/π_T), not times β; weight the mean w,
+    capped; weight_max the largest before its cap."""
+    batch, t = busy_batch(), response_tokens(busy_batch())
+    expected = {"teacher_kl": (-t.ref.sum(), t.M)}
+    expected |= {"weight": (t.w.clamp(max=1.2).sum(), t.M), "weight_max": (t.w.max(), None)}
+    counts(loss_of(module, replace(module.Args(), is_cap=1.2, beta=0.5), **batch)[1], expected)
+    other = loss_of(module, replace(module.Args(), weights="none"), **batch)[1]
+    counts(other, {"weight": (t.M, t.M)}, " where w is 1")
+
+
+def check_strayed(module: ModuleType) -> None:
+    """strayed is the share of response tokens behind one with log π_T < -4.6 (a hundredth), which
+    itself is not among them."""
+    probs = [[0.5, 0.009, 0.9, 0.9], [0.9, 0.9, 0.011, 0.5], [0.001, 0.001, 0.9, 0.9]]
+    mask = torch.tensor([[1.0, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0]], dtype=torch.float64)
+    teacher = torch.tensor(probs, dtype=torch.float64).log()
+    batch = {"logp": 0 * mask, "old_logp": 0 * mask, "ref_logp": teacher, "mask": mask}
+    stats = loss_of(module, module.Args(), **batch, advantages=one(0.0, 0.0, 0.0)[0])[1]
+    counts(stats, {"strayed": (4, 11)})
+
+
+def check_teacher(module: ModuleType) -> None:
+    """It is the model that was asked for, frozen; refused where it numbers the student's tokens
+    otherwise or reads less than prompt and response; none is loaded where β is 0."""
+    args, loaded = module.Args(dtype="float32"), module.load_model("tiny-teacher")
+    policy = module.frozen_teacher(args, loaded[1], ALONE)
+    assert isinstance(policy, Policy) and not any(p.requires_grad for p in policy.parameters())
+    pairs = zip(policy.lm.parameters(), loaded[0].parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs), "these are not the teacher's weights"
+    assert module.frozen_teacher(replace(args, beta=0.0, teacher="none"), loaded[1], ALONE) is None
+    words = loaded[1].get_vocab()
+    shifted = {word: number + 1 for word, number in words.items()}
+    fewer = {word: number for word, number in words.items() if word != "#"}
+    for vocabulary, reads, right in (
+        (shifted, 256, False),
+        (words | {"x": 99}, 256, False),
+        (words, 300, False),
+        (fewer, 256, True),  # a teacher may know more tokens
+    ):
+        student = SimpleNamespace(get_vocab=vocabulary.copy, model_max_length=reads)
+        try:
+            module.frozen_teacher(args, student, ALONE)
+            refused = False
+        except BadInput as error:
+            assert str(error).startswith("--teacher tiny-teacher: "), f"says {error}"
+            refused = True
+        told = f"a student of {len(vocabulary)} tokens that reads {reads}"
+        assert refused != right, f"{told} is {'' if refused else 'not '}refused"
+
+
+def check_advantages(module: ModuleType) -> None:
+    """GRPO's z-score, for the reward's part."""
+    advantages_match(module, "ddof1_eps1e-6", 1e-8)
+
+
+CHECKS = [*written_here(globals()), check_equal_rewards]
+RETURN, APART = "return -(objective * mask).sum(), mask.sum(), stats", "ref_logp - logp.detach()"
+BEHIND = "foreign.cumsum(dim=1) - foreign > 0"
+WEIGHT, CAPPED = "(logp.detach() - rollout_logp).exp()", "uncapped.clamp(max=args.is_cap)"
+BY_RESPONSE = "-((objective * mask).sum(1) / mask.sum(1)).sum(), mask.new_tensor(len(mask)), stats"
+MUTANTS = {
+    **ZSCORE,
+    "the teacher's difference not detached": (APART, "ref_logp - logp"),
+    "the student leads the teacher": (APART, "logp.detach() - ref_logp"),
+    "against π_old": (APART, "ref_logp - old_logp"),
+    "against μ": (APART, "ref_logp - rollout_logp"),
+    "k1 as a loss: the teacher drops out": ("A = A + args.beta * apart", "A = A - args.beta"),
+    "probabilities, not their logs": (APART, "ref_logp.exp() - logp.detach().exp()"),
+    "β ignored": ("A + args.beta * apart", "A + apart"),
+    "β on both": ("A = A + args.beta * apart", "A = args.beta * (A + apart)"),
+    "α ignored": ("args.reward_weight * A.expand_as", "A.expand_as"),
+    "the reward thrown away": ("A = A + args.beta * apart", "A = args.beta * apart"),
+    "a group's baseline for the teacher": (
+        "A = A + args.beta * apart",
+        "A = A + args.beta * (apart - (apart * mask).sum() / mask.sum())",
+    ),
+    "weight from π_old": (WEIGHT, WEIGHT.replace("rollout_logp", "old_logp")),
+    "weight not detached": (WEIGHT, WEIGHT.replace("logp.detach()", "logp")),
+    "weight upside down": (WEIGHT, "(rollout_logp - logp.detach()).exp()"),
+    "no bound on w": (CAPPED, "uncapped"),
+    "dropped beyond the bound": (CAPPED, "uncapped * (uncapped <= args.is_cap)"),
+    "w always": ('if args.weights == "mu"', "if args.weights"),
+    "probability for log π": (
+        "objective = weight * A * logp",
+        "objective = weight * A * logp.exp()",
+    ),
+    "mean of responses": (RETURN, f"return {BY_RESPONSE}"),
+    "sign": (RETURN, RETURN.replace("-(", "(")),
+    "no mask": (RETURN, RETURN.replace("(objective * mask)", "objective")),
+    "padding counted": (RETURN, RETURN.replace("mask.sum()", "mask.new_tensor(mask.numel())")),
+    "mean of the part": (
+        RETURN,
+        "return -(objective * mask).sum() / mask.sum(), mask.new_tensor(1.0), stats",
+    ),
+    "teacher_kl times β": ("(-apart * mask)", "(-args.beta * apart * mask)"),
+    "teacher_kl's sign": ("(-apart * mask)", "(apart * mask)"),
+    "the foreign token itself": (
+        "foreign.cumsum(dim=1) - foreign > 0",
+        "foreign.cumsum(dim=1) > 0",
+    ),
+    "what the student finds rare": ("(ref_logp < FOREIGN)", "(logp < FOREIGN)"),
+    "strayed on padding": ("- foreign > 0) * mask", "- foreign > 0)"),
+    "only the next token": (BEHIND, "foreign.roll(1, 1) > 0"),
+    "weight before the cap": ("(weight * mask).sum()", "(uncapped * mask).sum()"),
+    "largest weight on padding": ("uncapped[mask > 0]", "uncapped.flatten()"),
+    "any teacher will do": ("if not tokenizer.get_vocab().items()", "if False and not {}.items()"),
+    "the same vocabulary asked for": (
+        "tokenizer.get_vocab().items() <= its.get_vocab().items()",
+        "tokenizer.get_vocab().items() == its.get_vocab().items()",
+    ),
+    "words, whatever their numbers": (
+        "tokenizer.get_vocab().items() <= its.get_vocab().items()",
+        "tokenizer.get_vocab().keys() <= its.get_vocab().keys()",
+    ),
+    "a teacher that reads less": ("if its.model_max_length < longest", "if longest < 0"),
+    "the student is the teacher": (
+        'load_model(args.teacher, world, "--teacher")',
+        'load_model(args.model, world, "--teacher")',
+    ),
+}

@@ -1,0 +1,309 @@
+"""OPD: on-policy distillation, a teacher's word on every token of the student's own samples.
+
+Agarwal et al., "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
+2023, arXiv 2306.13649.
+
+Objective, over all response tokens y_t of a mini-batch, with w = π_θ(y_t) / μ(y_t):
+
+    J = 1/(Σ_i |y_i|) Σ_i Σ_t sg[min(w, C)] sg[Â_t] log π_θ(y_t)
+    Â_t = β (log π_T(y_t) - log π_θ(y_t)) + α Â_i
+    Â_i = (R_i - mean R) / std R
+
+
+Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
+
+    min(w, C) { β log(π_T/π_θ) + α Â_i }
+
+
+π_T is the teacher, a frozen model that reads the same tokens, and μ the sampler. By default α is 0:
+no reward trains, and no group is compared. The rewards are judged all the same, to be looked at.
+
+A token that the teacher finds likelier than the student is pushed up by as much, another down. In
+the mean over what π_θ would draw next that is the gradient of -KL(π_θ ‖ π_T) at this prefix, w
+standing for tokens that were drawn by μ. What a token does to the prefixes after it is left out:
+the gradient of the KL of whole responses has the sum of all later differences, too. What the
+teacher says of a prefix that it would never have written may be worth little (labs/teacher.md);
+`strayed` is the share of tokens behind one that it finds foreign.
+
+log π_θ is that of now, not π_old's: as the student arrives, its advantage goes to 0 by itself.
+There is no clip, because a dense signal that ends at its target needs less of one; C bounds the
+weight of a token that the sampler found rare.
+
+Trunk: grpo.py. Differs from it in:
+1. The teacher's difference in place of the clipped ratio and of k3, which keeps a policy near π_ref
+   and does not lead it anywhere. π_T is held and asked as π_ref is there (--offload_reference).
+2. The mean over all tokens of the mini-batch in place of the mean of response means.
+
+Differs from the paper, and from public code, in:
+1. The paper goes through whole distributions and their derivatives (KL either way, or between).
+   This is the form with the sampled token as an action, which Thinking Machines' blog (2025) made
+   usual; it needs one number of the teacher for each token.
+2. slime adds β times the difference, with π_old's log-probs, to any advantage (β 1) and hands the
+   sum to PPO's clip. verl takes the student's of now, can bound the difference (its scripts: 10),
+   and clips likewise; or it derives a divergence over the teacher's top tokens. prime-rl has w
+   without a bound, adds 1e-3 log² w, and leaves out tokens with π_θ - μ below -0.2 (above 0.2,
+   where a response's reward has a positive advantage).
+3. β, α, C and the learning rate are ours. Groups are only needed where α > 0.
+
+Confidence: formulas read in the three projects' code of 2026, the paper's abstract read.
+
+Run it:
+    torchrun -m variants.opd                                # laptop, two minutes, no download
+    # a node of eight; the teacher's weights are sharded like the student's
+    torchrun --nproc_per_node=8 -m variants.opd --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
+        --teacher Qwen/Qwen3-8B --eval_task math500 --prompts_per_step 64 --max_new_tokens 4096 \\
+        --lr 1e-6 --gradient_checkpointing
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from common.data import load_task
+from common.distributed import BadInput  # <own>
+from common.distributed import World, clip_gradients, divide_gradients, shard
+from common.logprobs import Policy, all_logprobs, micro_batches  # <own>
+from common.logprobs import response_logprobs, sampler_gap
+from common.plumbing.balance import deal
+from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.plumbing.evaluation import evaluate
+from common.plumbing.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.plumbing.launch import launch
+from common.plumbing.metrics import Means, by_sign, of_rollout
+from common.plumbing.model import load_model
+from common.plumbing.tracking import Run
+from common.rollout import make_engine
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase  # <own>
+
+
+@dataclass
+class Args(Flags):
+    model: str = "tiny"
+    """Hub name, local folder, or `tiny`, the embedded model."""
+    steps: Count = 150
+    """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
+    prompts_per_step: Count = 16
+    """Prompts in a rollout, over all ranks (ours)."""
+    group_size: Count = 8
+    """G: responses to each prompt (DeepSeekMath: 64)."""
+    minibatches: Count = 4
+    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
+    (DeepSeekMath: 1)."""
+    max_new_tokens: Count = 64
+    """Length limit of a response (DeepSeekMath: 1024)."""
+    temperature: Temperature = 1.0
+    """Sampling temperature, also applied in every log-probability (papers: 1)."""
+    lr: Positive = 3e-4
+    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
+    1e-6 at 7B)."""
+    eval_every: Count = 25
+    """Steps between two measurements on the held-out problems (ours)."""
+    save_every: Count = 50
+    """Steps between two checkpoints (ours)."""
+    save_hf: bool = False
+    """Write the final model in the Hugging Face format, to `model` in the run folder."""
+    resume: bool | Literal["auto"] = False
+    """Go on from the newest checkpoint in the run folder; auto: if there is one."""
+    micro_tokens: Count = 16384
+    """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
+    warmup: Whole = 5
+    """Steps over which lr rises linearly (ours; verl's default: none)."""
+    betas: Betas = (0.9, 0.95)
+    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
+    0.999)."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
+    grad_clip: Positive = 1.0
+    """Largest gradient norm (verl's default)."""
+    teacher: str = "tiny-teacher"  # <own>
+    """π_T: hub name or folder of a model that has the student's tokens, or `tiny-teacher`."""
+    beta: NonNegative = 1.0  # <own>
+    """β: weight of the teacher's difference; 0 loads no teacher (slime, verl, prime-rl: 1)."""
+    reward_weight: NonNegative = 0.0  # <own>
+    """α: weight of the reward's advantage (ours; 1 with beta 1 is slime's mix with GRPO)."""
+    weights: Literal["mu", "none"] = "mu"  # <own>
+    """What w is: π_θ/μ, or 1, as if every token were from the policy of now."""
+    is_cap: Positive = 5.0  # <own>
+    """C: largest weight (ours; minirl.py's)."""
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
+    # Equal rewards become exactly 0 first: the mean of eight 0.3 is not quite 0.3.
+    rewards = rewards - rewards[:, :1]  # [P, G]
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
+    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
+    # about the reward. The 1e-6 only keeps 0/0 away.
+    return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
+
+
+# The metrics that show the mechanism at work; the first stays 0 while it does nothing.
+ACTED = {"teacher_kl": "KL to the teacher (nats per token)"}  # <own>
+# log 0.01: below it a token is none that the teacher would write, and what follows strange to it.
+FOREIGN = -4.6  # <own>
+
+
+def policy_loss(
+    args: Args,
+    *,
+    logp: Tensor,
+    old_logp: Tensor,
+    rollout_logp: Tensor,
+    ref_logp: Tensor | None,
+    entropy: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+) -> tuple[Tensor, Tensor, dict]:
+    """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
+
+    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and
+    ranks and divides once: a mean of micro-batch means would be another objective. Every file is
+    handed the same tensors, needed or not.
+    """
+    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    # <own>
+    A = args.reward_weight * A.expand_as(mask)  # [n, T]: α Â_i
+    stats = {}
+    if args.beta > 0:
+        # Detached: an advantage is a number, and no way for the gradient.
+        apart = ref_logp - logp.detach()  # [n, T]: log π_T - log π_θ, 0 where they agree
+        A = A + args.beta * apart
+        stats["teacher_kl"] = (-apart * mask).sum(), mask.sum()
+        foreign = (ref_logp < FOREIGN) * mask  # [n, T]
+        strayed = (foreign.cumsum(dim=1) - foreign > 0) * mask  # [n, T]: behind one of them
+        stats["strayed"] = strayed.sum(), mask.sum()
+    uncapped = (logp.detach() - rollout_logp).exp()  # [n, T]: w
+    weight = uncapped.clamp(max=args.is_cap) if args.weights == "mu" else torch.ones_like(mask)
+    stats["weight"] = (weight * mask).sum(), mask.sum()
+    stats["weight_max"] = torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), None
+    objective = weight * A * logp  # [n, T]
+    return -(objective * mask).sum(), mask.sum(), stats
+    # </own>
+
+
+# <own>
+def frozen_teacher(args: Args, tokenizer: PreTrainedTokenizerBase, world: World) -> Policy | None:
+    """π_T, held as a reference model is. BadInput where it cannot read what the student writes."""
+    if args.beta <= 0:
+        return None
+    lm, its = load_model(args.teacher, world, "--teacher")
+    # By number: a teacher with another tokenizer would be asked about other words.
+    if not tokenizer.get_vocab().items() <= its.get_vocab().items():
+        raise BadInput(f"--teacher {args.teacher}: its tokens are not the student's")
+    longest = min(args.max_prompt_tokens + args.max_new_tokens, tokenizer.model_max_length)
+    if its.model_max_length < longest:
+        reads = f"reads {its.model_max_length} tokens, prompt and response may have {longest}"
+        raise BadInput(f"--teacher {args.teacher}: {reads}")
+    teacher = shard(Policy(lm), args, world, args.offload_reference)
+    return teacher.requires_grad_(False).eval()
+
+
+# </own>
+def main(args: Args, world: World) -> None:
+    """The whole training loop."""
+    lm, tokenizer = load_model(args.model, world)
+    task = load_task(args, tokenizer)
+    engine = make_engine(args, lm, world)
+    reference = frozen_teacher(args, tokenizer, world)  # <own>
+    policy = shard(Policy(lm), args, world)
+    decay = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
+    run = Run(args, task, world, Path(__file__).stem, ACTED)
+    done = 0  # steps
+    if args.resume:
+        done, state = load_checkpoint(run.folder, policy, optimizer, world)
+        engine.load_state_dict(state["engine"])
+    engine.sync(policy)
+    run.start(done)
+    if done == 0:
+        run.clock("evaluate")
+        run.log(0, evaluate(engine, task, tokenizer, args, world))
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
+
+    for step in run.steps(done, args.steps):
+        means = Means()
+
+        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
+        # nothing else to save.
+        run.clock("rollout")
+        cursor = (step - 1) * args.prompts_per_step + world.rank * P
+        problems = [task.train(cursor + i) for i in range(P)]
+        prompts = [problem.prompt_ids for problem in problems]
+        rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
+
+        # Reward and advantages. Groups never span ranks, so their statistics need no communication.
+        run.clock("reward")
+        texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+        scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+        rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+        rollout.judged(problems, rewards)  # samples.jsonl: which row answers what
+        rollout.advantages = advantages(rewards).flatten()  # [N]
+        means.add(distinct=(task.distinct(texts, G), P))  # falls to 1: nothing left to compare
+
+        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
+        # from other kernels, and a ratio against them would mix two things: how far the policy
+        # moved, and how the engines differ (minirl.py is about that).
+        run.clock("old_logp")
+        # Mini-batches of whole groups; in each the ranks trade rows until tokens balance.
+        minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
+        # Divided into micro-batches as the update will be: its first ratios are then exactly 1.
+        for minibatch in minibatches:
+            minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+            if reference:
+                minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+        sampler = run.trusted(sampler_gap(minibatches, world))
+
+        # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
+        run.clock("update")
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+        for minibatch in minibatches:
+            denominator = 0.0
+            for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
+                micro = minibatch.rows(rows)
+                logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
+                loss, count, stats = policy_loss(
+                    args,
+                    logp=logp,
+                    old_logp=micro.old_logp,
+                    rollout_logp=micro.rollout_logp,
+                    ref_logp=micro.ref_logp,
+                    entropy=entropy,
+                    advantages=micro.advantages,
+                    mask=micro.mask,
+                )
+                loss.backward()  # sums: gradients add up over micro-batches
+                denominator = denominator + count
+                run.watch(minibatch, rows, logp, entropy, count)  # samples.jsonl: logp.grad
+                means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
+            divide_gradients(policy, denominator, world)  # by what all ranks have counted: the mean
+            norm = clip_gradients(policy, args.grad_clip)
+            healthy = run.healthy(norm, minibatch)  # else NaN or infinite: it would end the run
+            if healthy:
+                optimizer.step()
+            optimizer.zero_grad()
+            means.add(grad_norm=(norm if healthy else 0.0, healthy))
+            means.add(skipped=((not healthy) / world.size, None))  # each rank adds its part of one
+
+        run.clock("sync")
+        engine.sync(policy)
+
+        metrics = means.add(**of_rollout(rollout, rewards, task)).reduce(world) | sampler
+        metrics["lr"] = optimizer.param_groups[0]["lr"]
+        if run.due(step, args.eval_every):
+            run.clock("evaluate")
+            metrics |= evaluate(engine, task, tokenizer, args, world)
+        run.log(step, metrics)  # before the checkpoint: a kill in between would lose it for good
+        if run.due(step, args.save_every):
+            run.clock("save")
+            state = {"engine": engine.state_dict()}
+            save_checkpoint(run.folder, step, policy, optimizer, state, world)
+    if args.save_hf:
+        save_model(policy, tokenizer, run.folder / "model", world)
+    run.finish()
+
+
+if __name__ == "__main__":
+    launch(main, Args)
