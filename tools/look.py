@@ -2,16 +2,20 @@
 look.js), how data and code are put in, and where a page may be written.
 """
 
+import importlib
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import common  # noqa: F401  (before torch)
 from common.distributed import BadInput
 from common.plumbing.folder import whole
 from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
+
+from tools.marks import ROOT
 
 COLOURS = [  # the first that a token belongs to; what belongs to none is plain
     (String.Doc, "d"),
@@ -65,6 +69,11 @@ def unmarked(line: list[str]) -> list[str]:
 def short(value: float, digits: int) -> float:
     """The number with that many digits."""
     return float(f"{float(value):.{digits}g}")
+
+
+def module_of(path: Path) -> ModuleType:
+    """An algorithm file as a module: grpo, or variants.dapo."""
+    return importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
 # The page

@@ -13,7 +13,6 @@ tools/look.*; opened as reader.html#check it tests itself.
 
 import argparse
 import ast
-import importlib
 import inspect
 import os
 import re
@@ -26,7 +25,7 @@ import torch
 from common.distributed import BadInput, first_line
 from torch import Tensor
 
-from tools.look import coloured, filled, short, write
+from tools.look import coloured, filled, module_of, short, write
 from tools.marks import ROOT, algorithms, changes, marked_lines, trunk_of
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -181,9 +180,7 @@ def page_data(folder: Path) -> dict:
     files = []
     for path in algorithms():
         source, trunk = path.read_text(), trunk_of(path)
-        module = importlib.import_module(
-            ".".join(path.relative_to(ROOT).with_suffix("").parts)  # grpo, or variants.dapo
-        )
+        module = module_of(path)
         starts, formula = sections(source)
         files.append(
             {
