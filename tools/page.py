@@ -84,6 +84,12 @@ def group_of(row: dict) -> dict[str, Tensor]:
     return batch
 
 
+def live(batch: dict[str, Tensor]) -> Tensor:
+    """True `[n, T]` on the tokens that have an advantage."""
+    A = batch["advantages"]
+    return (batch["mask"] > 0) & ((A if A.dim() == 2 else A[:, None]) != 0)
+
+
 class Pushed(NamedTuple):
     """What a loss does to a group's tokens, all `[n, T]`, before the division by `count`."""
 
@@ -114,8 +120,7 @@ def pushed(module: ModuleType, args: object, batch: dict[str, Tensor]) -> Pushed
     rest = weight(advantages=none)[0]  # [n, T]: a KL term's
     first = weight(logp=old)[0] - weight(logp=old, advantages=none)[0]  # [n, T]: at r = 1
     now, count = weight()  # last: its variables stay in `found`
-    each = A if A.dim() == 2 else A[:, None]  # [n, T] or [n, 1]
-    stopped = (now == rest) & (each != 0) & (batch["mask"] > 0)  # [n, T]
+    stopped = (now == rest) & live(batch)  # [n, T]
     kept = torch.where(first == 0, 0.0, (now - rest) / torch.where(first == 0, 1.0, first))
     return Pushed(now, count, stopped, kept, variables(found, batch))
 
@@ -182,6 +187,18 @@ class File:
         kept = [name for name in self.assigned if name in ("objective", "imbalance")]
         self.objective = (kept or ["per_response"])[-1]
         self.reasons: list[tuple[str, bool]] = []
+        self.by_token = self.takes_a_number_a_token()
+
+    def takes_a_number_a_token(self) -> bool:
+        """Whether its advantages are `[n, T]`: it cannot take `[n]`."""
+        batch = {name: torch.zeros(2, 3) for name in COLUMNS}
+        try:
+            self.module.policy_loss(
+                self.module.Args(), **batch, advantages=torch.ones(2), mask=torch.ones(2, 3)
+            )
+        except RuntimeError:
+            return True
+        return False
 
     def push(self, batch: dict, config: dict, own: bool) -> tuple[Pushed | None, list[str]]:
         """What it does to a group, or None; and what was otherwise than in a run of its own."""
@@ -189,23 +206,24 @@ class File:
         if batch["ref_logp"] is None and getattr(args, "beta", 0) and not own:
             args = replace(args, beta=0.0)
             said.append("no log π_ref is stored: without its KL term")
-        if batch["advantages"].dim() == 2 and not own:
-            mask = batch["mask"]
-            mean = (batch["advantages"] * mask).sum(1) / mask.sum(1).clamp(min=1)  # [n]
-            batch = batch | {"advantages": mean}
+        A, mask = batch["advantages"], batch["mask"]
+        if A.dim() == 1 and self.by_token:
+            batch = batch | {"advantages": A[:, None] * mask}  # [n, T]
+            said.append("each token has its response's Â")
+        if A.dim() == 2 and not self.by_token:
+            batch = batch | {"advantages": (A * mask).sum(1) / mask.sum(1).clamp(min=1)}  # [n]
             said.append("Â is the mean over a response's tokens")
         try:
             return pushed(self.module, args, batch), said
         except Exception as error:  # a loss that needs what no other file's run has
             return None, [*said, f"cannot: {first_line(error)}"]
 
-    def explain(self, seen: list[tuple[Pushed, dict]]) -> None:
+    def explain(self, seen: list[tuple[Pushed, Tensor]]) -> None:
         """Which variables, as true or as false, always go with a stopped token, in all groups of
-        the page: `reasons`, those that stop most first."""
+        the page: `reasons`, those that stop most first. Each group's tokens with an advantage are
+        `live`, `[n, T]`."""
         stops: dict[tuple[str, bool], int] = {}
-        for found, batch in seen:
-            each = batch["advantages"]
-            live = (batch["mask"] > 0) & ((each if each.dim() == 2 else each[:, None]) != 0)
+        for found, live in seen:
             for name, value in found.values.items():
                 binary = name != "A" and ((value == 0) | (value == 1)).all()
                 if name not in self.assigned or not binary:
@@ -466,7 +484,7 @@ def page_data(runs: list[Path], folder: Path) -> dict:
     read = [told(run, files) for run in runs]
     for name, file in files.items():
         seen = [(did[name][0], batch) for run in read for batch, did in zip(run.batches, run.did)]
-        file.explain([(found, batch) for found, batch in seen if found])
+        file.explain([(found, live(batch)) for found, batch in seen if found])
     for others in (True, False):
         for thin in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 10**6):
             table = Table()
