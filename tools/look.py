@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -33,6 +34,7 @@ MARK = re.compile(r"\s*# </?own>$")
 # A file's text
 
 
+@cache
 def coloured(source: str) -> list[list[str]]:
     """Every line as [colour, text, colour, text, ...]; without its mark, unless it is nothing
     else: then its colour is "o"."""

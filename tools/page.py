@@ -169,19 +169,23 @@ class File:
 
     def __init__(self, path: Path):
         self.path, self.module = path, module_of(path)
-        function = self.module.policy_loss
-        self.lines = coloured(path.read_text("utf-8"))
-        lines, first = inspect.getsourcelines(function)
+        source = path.read_text("utf-8")
+        self.lines = coloured(source)
+        named = {getattr(node, "name", ""): node for node in ast.parse(source).body}
         self.assigned: dict[str, list[int]] = {}  # variable -> the lines that give it a value
-        for node in ast.walk(ast.parse("".join(lines))):
+        for node in ast.walk(named["policy_loss"]):
             if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
                 continue
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for name in (one for target in targets for one in ast.walk(target)):
                 if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
-                    self.assigned.setdefault(name.id, []).append(first + node.lineno - 1)
+                    self.assigned.setdefault(name.id, []).append(node.lineno)
         known = {*COLUMNS, "args", "advantages", "mask"}
-        beside = [name for name in inspect.signature(function).parameters if name not in known]
+        beside = [
+            name
+            for name in inspect.signature(self.module.policy_loss).parameters
+            if name not in known
+        ]
         self.beside = [f"`{name}`: {HANDED.get(name, 'here its default')}" for name in beside]
         # Where a weight comes from when nothing stopped the token: all lines of one variable
         kept = [name for name in self.assigned if name in ("objective", "imbalance")]
@@ -278,13 +282,18 @@ class Table:
         return self.known.setdefault(text, len(self.known))
 
     def numbers(self, values: Tensor) -> int:
-        """float32 without its last eight bits: five digits, in four letters of base64."""
-        bits = values.detach().float().numpy().reshape(-1).view(numpy.uint32)
-        finite = numpy.isfinite(bits.view(numpy.float32))
-        rounded = numpy.where(finite, bits + numpy.uint32(128), bits).astype(">u4")
-        return self.add(
-            base64.b64encode(rounded.view(numpy.uint8).reshape(-1, 4)[:, :3].tobytes()).decode()
-        )
+        """24 bits each, four letters of base64: a sign, seven of the exponent of 2 (from -62 to 63,
+        what is smaller but not 0 becomes the smallest) and 16 behind the leading 1: five digits."""
+        x = values.detach().double().numpy().reshape(-1)
+        size = numpy.where(numpy.isfinite(x), numpy.abs(x), 1.0)
+        part, exponent = numpy.frexp(size)  # part from a half to below 1
+        behind = numpy.rint((2 * part - 1) * 2**16).astype(numpy.int64)  # 2^16: it carries
+        bits = (exponent.astype(numpy.int64) + 62) * 2**16 + behind
+        bits = numpy.where(x == 0, 0, bits.clip(2**16, 127 * 2**16 - 1))
+        bits = numpy.where(numpy.isinf(x), 127 * 2**16, bits)
+        bits = numpy.where(numpy.isnan(x), 127 * 2**16 + 1, bits) + numpy.signbit(x) * 2**23
+        three = bits.astype(">u4").view(numpy.uint8).reshape(-1, 4)[:, 1:]
+        return self.add(base64.b64encode(three.tobytes()).decode())
 
 
 class Told(NamedTuple):
