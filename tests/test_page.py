@@ -143,7 +143,7 @@ def test_numbers_keep_five_digits():
     found = unpacked(table.texts()[place])
     for value, read in zip(values, found, strict=True):
         assert read == pytest.approx(value, rel=1e-5, abs=0, nan_ok=True), value
-    assert table.numbers(torch.tensor(values).double()) == place and place == 1
+    assert table.numbers(torch.tensor(values, dtype=torch.float64)) == place == 1
     assert len(table.texts()[1]) == 4 * len(values)
     place = table.numbers(torch.tensor([-1e-30]))
     tiny = unpacked(table.texts()[place])

@@ -366,7 +366,12 @@ def changed_flags(file: File | None, config: dict) -> str:
     defaults = {field.name: field.default for field in fields(file.module.Args)}
     given = {k: v for k, v in config.items() if k in defaults and k != "run_dir"}
     changed = {k: v for k, v in given.items() if not same(v, defaults[k])}
-    return " ".join(f"--{name} {value}" for name, value in changed.items() if value != "")
+    switches = {True: "--{}", False: "--no_{}"}
+    return " ".join(
+        switches[value].format(name) if isinstance(value, bool) else f"--{name} {value}"
+        for name, value in changed.items()
+        if value != ""
+    )
 
 
 def same(value: object, default: object) -> bool:
