@@ -190,6 +190,9 @@ class File:
         # Where a weight comes from when nothing stopped the token: all lines of one variable
         kept = [name for name in self.assigned if name in ("objective", "imbalance")]
         self.objective = (kept or ["per_response"])[-1]
+        self.returns = [
+            node.lineno for node in named["policy_loss"].body if isinstance(node, ast.Return)
+        ]
         self.reasons: list[tuple[str, bool]] = []
         self.by_token = self.takes_a_number_a_token()
 
@@ -255,6 +258,8 @@ class File:
         """Its name, how it is reached from `folder`, and the lines that the page shows: of the
         objective, and of each reason."""
         of = [self.assigned.get(self.objective, [])]
+        if self.objective != "objective":  # the advantage comes in where it returns
+            of = [of[0] + self.returns]
         of += [self.assigned[name][-1:] for name, _ in self.reasons]
         return {
             "name": self.path.stem,
