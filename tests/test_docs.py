@@ -290,6 +290,9 @@ tools.weights nope
 tools.reader nope
 tools.reader grpo sapo stapo
 tools.reader grpo --out none/reader.html
+tools.page
+tools.page nope
+tools.page docs docs docs
 tools.make_tiny
 tools.make_tiny nope none
 tools.make_tiny tiny

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from common.distributed import BadInput
-from tools import reader
+from tools import look, reader
 from tools.marks import changes, marked_lines, trunk_of
 
 from tests import checks
@@ -164,7 +164,7 @@ def test_which_files_it_opens_with():
 
 
 def test_what_is_not_a_page_of_ours_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "page", lambda start, folder: reader.OURS)
+    monkeypatch.setattr(reader, "page", lambda start, folder: look.opening(reader.TEMPLATE))
     mine = tmp_path / "reader.html"
     mine.write_text("notes")
     for out in (mine, tmp_path, tmp_path / "none" / "reader.html"):
@@ -187,7 +187,7 @@ def test_no_text_of_a_file_can_end_the_data(monkeypatch):
 
 
 def shown() -> str:
-    return reader.TEMPLATE.read_text()
+    return look.form(reader.TEMPLATE)
 
 
 def test_the_page_refers_to_nothing_outside(monkeypatch):

@@ -7,14 +7,13 @@ first trunk and the file nearest to it. All others can be chosen in the page. It
 files as they are: their lines (coloured by pygments), the marks that show what each changes, the
 checks and mutants of tests/checks, and the gradient weight of each file's own `policy_loss`.
 
-The page's form and its program are tools/reader.html; opened as reader.html#check it tests itself.
+The page's form and its program are tools/reader.html, and what it shares with that of tools.page,
+tools/look.*; opened as reader.html#check it tests itself.
 """
 
 import argparse
 import ast
-import importlib
 import inspect
-import json
 import os
 import re
 from math import log10
@@ -24,26 +23,12 @@ from types import ModuleType
 import common  # noqa: F401  (before torch)
 import torch
 from common.distributed import BadInput, first_line
-from common.plumbing.folder import whole
-from pygments.lexers import PythonLexer
-from pygments.token import Comment, Keyword, Name, Number, Operator, String
 from torch import Tensor
 
+from tools.look import coloured, filled, module_of, short, write
 from tools.marks import ROOT, algorithms, changes, marked_lines, trunk_of
 
 TEMPLATE = Path(__file__).with_suffix(".html")
-OURS = "<!doctype html><!-- tools.reader -->"  # a page that may be written over
-COLOURS = [  # the first that a token belongs to; what belongs to none is plain
-    (String.Doc, "d"),
-    (String, "s"),
-    (Comment, "c"),
-    (Keyword, "k"),
-    (Operator.Word, "k"),
-    (Number, "m"),
-    (Name.Builtin, "b"),
-    *((kind, "f") for kind in (Name.Function, Name.Class, Name.Decorator)),
-]
-MARK = re.compile(r"\s*# </?own>$")
 # Tokens that a loss may weigh differently: π_old, and the entropy where the token was drawn. One
 # in five is a fork, so that an 80% quantile of the entropy lies between the forks and the rest.
 KINDS = {
@@ -57,39 +42,6 @@ LOWEST, HIGHEST, NEAR = 0.02, 50.0, 1e-3  # ratios shown; half the width of the 
 
 
 # A file's text
-
-
-def coloured(source: str) -> list[list[str]]:
-    """Every line as [colour, text, colour, text, ...]; without its mark, unless it is nothing
-    else: then its colour is "o"."""
-    lines: list[list[str]] = [[]]
-    for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(source):
-        colour = next((letter for group, letter in COLOURS if kind in group), "")
-        for i, part in enumerate(text.split("\n")):
-            if i:
-                lines.append([])
-            if part and lines[-1][-2:-1] == [colour]:
-                lines[-1][-1] += part
-            elif part:
-                lines[-1] += [colour, part]
-    if source.endswith("\n"):
-        lines.pop()
-    return [unmarked(line) for line in lines]
-
-
-def unmarked(line: list[str]) -> list[str]:
-    """A coloured line without the mark at its end."""
-    text = "".join(line[1::2])
-    if not MARK.search(text):
-        return line
-    if not (left := MARK.sub("", text)):
-        return ["o", text.strip()]
-    cut, kept = len(left), []
-    for colour, part in zip(line[::2], line[1::2]):
-        if part[:cut]:
-            kept += [colour, part[:cut]]
-        cut = max(0, cut - len(part))
-    return kept
 
 
 def sections(source: str) -> tuple[dict[str, int], list[str]]:
@@ -187,10 +139,6 @@ def curves(module: ModuleType) -> dict:
     return {"scale": short(scale, 7), "ratios": [short(r, 9) for r in ratios], "of": of}
 
 
-def short(value: float, digits: int) -> float:
-    return float(f"{float(value):.{digits}g}")
-
-
 # Its tests
 
 
@@ -232,9 +180,7 @@ def page_data(folder: Path) -> dict:
     files = []
     for path in algorithms():
         source, trunk = path.read_text(), trunk_of(path)
-        module = importlib.import_module(
-            ".".join(path.relative_to(ROOT).with_suffix("").parts)  # grpo, or variants.dapo
-        )
+        module = module_of(path)
         starts, formula = sections(source)
         files.append(
             {
@@ -259,11 +205,7 @@ def page_data(folder: Path) -> dict:
 
 def page(start: tuple[str, str], folder: Path) -> str:
     """The whole page, to be written into `folder`; it opens with the two files of `start`."""
-    everything = {"start": start, **page_data(folder)}
-    data = json.dumps(everything, ensure_ascii=False, allow_nan=False)
-    # Inside <script> nothing is read as HTML but </script and <!--: no < is left
-    data = data.replace("<", r"\u003c")
-    return OURS + TEMPLATE.read_text().replace("{{data}}", data)
+    return filled(TEMPLATE, {"start": start, **page_data(folder)})
 
 
 def chosen(words: list[str]) -> tuple[str, str]:
@@ -287,14 +229,7 @@ def chosen(words: list[str]) -> tuple[str, str]:
 def main(words: list[str], out: Path) -> None:
     """Write the page and print where it is."""
     start = chosen(words)
-    if not out.parent.is_dir():
-        raise BadInput(f"--out {out}: no folder {out.parent}")
-    if out.is_dir() or out.exists() and not out.read_bytes().startswith(OURS.encode()):
-        raise BadInput(f"--out {out}: is there, and not from here: give another name")
-    text = page(start, out.parent.resolve())
-    with whole(out) as partial:
-        partial.write_text(text)
-    print(out)
+    write(TEMPLATE, out, lambda: page(start, out.parent.resolve()))
 
 
 if __name__ == "__main__":

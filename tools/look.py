@@ -1,0 +1,116 @@
+"""What the pages of tools.reader and tools.page share: one look, one set of keys (look.html,
+look.js), how data and code are put in, and where a page may be written.
+"""
+
+import importlib
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import common  # noqa: F401  (before torch)
+from common.distributed import BadInput
+from common.plumbing.folder import whole
+from pygments.lexers import PythonLexer
+from pygments.token import Comment, Keyword, Name, Number, Operator, String
+
+from tools.marks import ROOT
+
+COLOURS = [  # the first that a token belongs to; what belongs to none is plain
+    (String.Doc, "d"),
+    (String, "s"),
+    (Comment, "c"),
+    (Keyword, "k"),
+    (Operator.Word, "k"),
+    (Number, "m"),
+    (Name.Builtin, "b"),
+    *((kind, "f") for kind in (Name.Function, Name.Class, Name.Decorator)),
+]
+MARK = re.compile(r"\s*# </?own>$")
+
+
+# A file's text
+
+
+@cache
+def coloured(source: str) -> list[list[str]]:
+    """Every line as [colour, text, colour, text, ...]; without its mark, unless it is nothing
+    else: then its colour is "o"."""
+    lines: list[list[str]] = [[]]
+    for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(source):
+        colour = next((letter for group, letter in COLOURS if kind in group), "")
+        for i, part in enumerate(text.split("\n")):
+            if i:
+                lines.append([])
+            if part and lines[-1][-2:-1] == [colour]:
+                lines[-1][-1] += part
+            elif part:
+                lines[-1] += [colour, part]
+    if source.endswith("\n"):
+        lines.pop()
+    return [unmarked(line) for line in lines]
+
+
+def unmarked(line: list[str]) -> list[str]:
+    """A coloured line without the mark at its end."""
+    text = "".join(line[1::2])
+    if not MARK.search(text):
+        return line
+    if not (left := MARK.sub("", text)):
+        return ["o", text.strip()]
+    cut, kept = len(left), []
+    for colour, part in zip(line[::2], line[1::2]):
+        if part[:cut]:
+            kept += [colour, part[:cut]]
+        cut = max(0, cut - len(part))
+    return kept
+
+
+def short(value: float, digits: int) -> float:
+    """The number with that many digits."""
+    return float(f"{float(value):.{digits}g}")
+
+
+def module_of(path: Path) -> ModuleType:
+    """An algorithm file as a module: grpo, or variants.dapo."""
+    return importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+
+
+# The page
+
+
+def form(template: Path) -> str:
+    """A page's form and program, with what the pages share and without data."""
+    shared = {
+        name: template.with_name(name).read_text("utf-8") for name in ("look.html", "look.js")
+    }
+    text = template.read_text("utf-8")
+    for place, name in (("{{look}}\n", "look.html"), ("{{shared}}\n", "look.js")):
+        text = text.replace(place, shared[name])
+    return text
+
+
+def filled(template: Path, data: dict) -> str:
+    """The whole page. Whatever the data contain is data: none of it is read as HTML."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False)
+    # Inside <script> nothing is read as HTML but </script and <!--: no < is left
+    return opening(template) + form(template).replace("{{data}}", text.replace("<", r"\u003c"))
+
+
+def opening(template: Path) -> str:
+    """How a page of ours begins: such a one may be written over."""
+    return f"<!doctype html><!-- tools.{template.stem} -->"
+
+
+def write(template: Path, out: Path, page: Callable[[], str]) -> None:
+    """Write a page and print where it is; never over another's file."""
+    if not out.parent.is_dir():
+        raise BadInput(f"--out {out}: no folder {out.parent}")
+    if out.is_dir() or out.exists() and not out.read_bytes().startswith(opening(template).encode()):
+        raise BadInput(f"--out {out}: is there, and not from here: give another name")
+    text = page()
+    with whole(out) as partial:
+        partial.write_text(text, encoding="utf-8")
+    print(out)

@@ -1,0 +1,541 @@
+"""What a run wrote, token by token, and how hard each token was pushed: one HTML page, which opens
+from disk and fetches nothing.
+
+    python -m tools.page RUN [OTHER] [--out page.html]
+
+RUN and OTHER are run folders with a samples.jsonl (`--sample_every`); two stand beside each other.
+The page shows the groups of each step that the run kept: prompt, responses, reward, Â, and every
+token coloured by the factor on its ∇ log π in the update that trained it, as the run stored it. The
+same tokens are put through every other file's `policy_loss` when the page is written: the weight
+that it would have given them. What stopped a token, and in which line, is read off the file's own
+function: nothing here knows any file's formula.
+
+The page's form and its program are tools/page.html and tools/look.*; opened as page.html#check it
+tests itself.
+"""
+
+import argparse
+import ast
+import base64
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import common  # noqa: F401  (before torch)
+import numpy
+import torch
+from common.distributed import BadInput, blame, first_line
+from common.plumbing.folder import read_lines, saved_config
+from torch import Tensor
+
+from tools.look import coloured, filled, module_of, short, write
+from tools.marks import ROOT, algorithms
+
+TEMPLATE = Path(__file__).with_suffix(".html")
+LARGEST = 1_450_000  # bytes of a page; a run with more samples loses steps in between
+COLUMNS = ("logp", "old_logp", "rollout_logp", "ref_logp", "entropy")  # what policy_loss is handed
+# Of another file's flags those that describe the batch are the run's
+OF_THE_BATCH = {"max_new_tokens", "temperature", "group_size", "prompts_per_step", "minibatches"}
+CURVES = "reward greedy entropy grad_norm response_len sampler_kl ess_ratio".split()
+POINTS = 400  # of a curve
+# What a loss is handed beside that: (what it is in a run, what it is here)
+HANDED = {
+    "threshold": "a quantile over the whole mini-batch, here over this group",
+    "kept": "chosen in the whole mini-batch, here in this group",
+    "balance": "of the whole mini-batch, here of this group",
+    "branch": "which responses are branches; here none is",
+    "proxy_logp": "π_old without its noise, here π_old itself",
+    "working": "which tokens are working; here none is, all count as answer",
+    "working_advantages": "of the working; here none is",
+}
+
+
+# One loss on one stored group
+
+
+def group_of(row: dict) -> dict[str, Tensor]:
+    """A row's columns as `policy_loss` takes them, `[n, T]` in float64, advantages `[n]`; ref_logp
+    None where there is none."""
+    responses = row["responses"]
+    longest = max(len(one["ids"]) for one in responses)
+
+    def padded(values: list) -> list:
+        numbers = [math.nan if value is None else value for value in values]
+        return numbers + [0.0] * (longest - len(numbers))
+
+    def column(name: str) -> Tensor:
+        return torch.tensor([padded(one[name]) for one in responses], dtype=torch.float64)
+
+    batch = {name: column(name) if name in responses[0] else None for name in COLUMNS}
+    batch["mask"] = torch.tensor(
+        [padded([1.0] * len(one["ids"])) for one in responses], dtype=torch.float64
+    )
+    given = [one["advantage"] for one in responses]
+    if all(isinstance(one, list) for one in given):  # one for each token
+        batch["advantages"] = torch.tensor([padded(one) for one in given], dtype=torch.float64)
+    else:
+        batch["advantages"] = torch.tensor(given, dtype=torch.float64)
+    return batch
+
+
+def live(batch: dict[str, Tensor]) -> Tensor:
+    """True `[n, T]` on the tokens that have an advantage."""
+    A = batch["advantages"]
+    return (batch["mask"] > 0) & ((A if A.dim() == 2 else A[:, None]) != 0)
+
+
+class Pushed(NamedTuple):
+    """What a loss does to a group's tokens, all `[n, T]`, before the division by `count`."""
+
+    weight: Tensor  # on ∇ log π
+    count: float  # what the loss says that these rows count
+    stopped: Tensor  # True where the advantage does not reach the token
+    kept: Tensor  # the advantage's part of the weight over what it was at r = 1
+    values: dict[str, Tensor]  # the function's own variables
+
+
+def pushed(module: ModuleType, args: object, batch: dict[str, Tensor]) -> Pushed:
+    """A file's own `policy_loss` on a group by autograd: as it is, without Â and at r = 1.
+
+    Without advantages only what is left of a penalty has a gradient: a token for which that is all
+    was clipped, masked or silenced, whatever the file calls it.
+    """
+    found = {}
+
+    def weight(**other: Tensor) -> tuple[Tensor, float]:
+        given = batch | other
+        logp = given["logp"].clone().requires_grad_()  # [n, T]
+        total, count, _ = called(module.policy_loss, found, args, **given | {"logp": logp})
+        (gradient,) = torch.autograd.grad(total, logp)
+        return -gradient, float(count)
+
+    A, old = batch["advantages"], batch["old_logp"]
+    none = torch.zeros_like(A)
+    rest = weight(advantages=none)[0]  # [n, T]: a KL term's
+    first = weight(logp=old)[0] - weight(logp=old, advantages=none)[0]  # [n, T]: at r = 1
+    now, count = weight()  # last: its variables stay in `found`
+    stopped = (now == rest) & live(batch)  # [n, T]
+    kept = torch.where(first == 0, 0.0, (now - rest) / torch.where(first == 0, 1.0, first))
+    return Pushed(now, count, stopped, kept, variables(found, batch))
+
+
+def called(function: Callable, found: dict, *args: object, **kwargs: object) -> tuple:
+    """What the function returns; its variables, as they are at its end, go into `found`."""
+
+    def note(frame: object, event: str, _: object) -> None:
+        if event == "return" and frame.f_code is function.__code__:
+            found.clear()
+            found.update(frame.f_locals)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        sys.setprofile(before)
+
+
+def variables(found: dict, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of one number for each token, or for each response: `[n, T]` or `[n, 1]`."""
+    n, T = batch["logp"].shape
+    tensors = {k: v for k, v in found.items() if isinstance(v, Tensor) and k not in batch}
+    rows = {k: v[:, None] if v.shape == (n,) else v for k, v in tensors.items()}
+    return {k: v for k, v in rows.items() if v.shape in ((n, T), (n, 1))}
+
+
+def flags_of(module: ModuleType, config: dict, own: bool) -> object:
+    """The run's flags in its own file; in another's its defaults, but for what describes the
+    batch."""
+    named = {field.name: field.default for field in fields(module.Args)}
+    taken = named.keys() & config.keys() & (named.keys() if own else OF_THE_BATCH)
+    values = {
+        name: tuple(config[name]) if isinstance(named[name], tuple) else config[name]
+        for name in taken
+    }
+    return module.Args(**values)
+
+
+# One file
+
+
+class File:
+    """An algorithm file: its loss, its lines, and what it did to the groups of a page."""
+
+    def __init__(self, path: Path):
+        self.path, self.module = path, module_of(path)
+        source = path.read_text("utf-8")
+        self.lines = coloured(source)
+        named = {getattr(node, "name", ""): node for node in ast.parse(source).body}
+        self.assigned: dict[str, list[int]] = {}  # variable -> the lines that give it a value
+        for node in ast.walk(named["policy_loss"]):
+            if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+                continue
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for name in (one for target in targets for one in ast.walk(target)):
+                if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
+                    self.assigned.setdefault(name.id, []).append(node.lineno)
+        known = {*COLUMNS, "args", "advantages", "mask"}
+        beside = [
+            name
+            for name in inspect.signature(self.module.policy_loss).parameters
+            if name not in known
+        ]
+        self.beside = [f"`{name}`: {HANDED.get(name, 'here its default')}" for name in beside]
+        # Where a weight comes from when nothing stopped the token: all lines of one variable
+        kept = [name for name in self.assigned if name in ("objective", "imbalance")]
+        self.objective = (kept or ["per_response"])[-1]
+        self.returns = [
+            node.lineno for node in named["policy_loss"].body if isinstance(node, ast.Return)
+        ]
+        self.reasons: list[tuple[str, bool]] = []
+        self.by_token = self.takes_a_number_a_token()
+
+    def takes_a_number_a_token(self) -> bool:
+        """Whether its advantages are `[n, T]`: it cannot take `[n]`."""
+        batch = {name: torch.zeros(2, 3) for name in COLUMNS}
+        try:
+            self.module.policy_loss(
+                self.module.Args(), **batch, advantages=torch.ones(2), mask=torch.ones(2, 3)
+            )
+        except RuntimeError:
+            return True
+        return False
+
+    def push(self, batch: dict, config: dict, own: bool) -> tuple[Pushed | None, list[str]]:
+        """What it does to a group, or None; and what was otherwise than in a run of its own."""
+        args, said = flags_of(self.module, config, own), [] if own else list(self.beside)
+        if batch["ref_logp"] is None and getattr(args, "beta", 0) and not own:
+            args = replace(args, beta=0.0)
+            said.append("no log π_ref is stored: without its KL term")
+        A, mask = batch["advantages"], batch["mask"]
+        if A.dim() == 1 and self.by_token:
+            batch = batch | {"advantages": A[:, None] * mask}  # [n, T]
+            said.append("each token has its response's Â")
+        if A.dim() == 2 and not self.by_token:
+            batch = batch | {"advantages": (A * mask).sum(1) / mask.sum(1).clamp(min=1)}  # [n]
+            said.append("Â is the mean over a response's tokens")
+        try:
+            return pushed(self.module, args, batch), said
+        except Exception as error:  # a loss that needs what no other file's run has
+            return None, [*said, f"cannot: {first_line(error)}"]
+
+    def explain(self, seen: list[tuple[Pushed, Tensor]]) -> None:
+        """Which variables, as true or as false, always go with a stopped token, in all groups of
+        the page: `reasons`, those that stop most first. Each group's tokens with an advantage are
+        `live`, `[n, T]`."""
+        stops: dict[tuple[str, bool], int] = {}
+        for found, live in seen:
+            for name, value in found.values.items():
+                binary = name != "A" and ((value == 0) | (value == 1)).all()
+                if name not in self.assigned or not binary:
+                    continue
+                for truth in (True, False):
+                    here = ((value != 0) == truth).expand_as(live) & live
+                    wrong = (here & ~found.stopped).any()
+                    known = stops.get((name, truth), 0)
+                    many = math.nan if wrong or math.isnan(known) else known + int(here.sum())
+                    stops[name, truth] = many
+        held = [one for one, many in stops.items() if many > 0]
+        self.reasons = sorted(held, key=lambda one: (stops[one], self.assigned[one[0]]))[::-1]
+
+    def why(self, found: Pushed) -> Tensor:
+        """Of each token `[n, T]`: 0 where nothing stopped it, 1 + the number of the reason, or -1
+        where it was stopped and no variable says by what."""
+        answer = -found.stopped.long()
+        for i, (name, truth) in list(enumerate(self.reasons))[::-1]:
+            if name in found.values:
+                here = ((found.values[name] != 0) == truth) & found.stopped
+                answer = torch.where(here, 1 + i, answer)
+        return answer
+
+    def told(self, folder: Path) -> dict:
+        """Its name, how it is reached from `folder`, and the lines that the page shows: of the
+        objective, and of each reason."""
+        of = [self.assigned.get(self.objective, [])]
+        if self.objective != "objective":  # the advantage comes in where it returns
+            of = [of[0] + self.returns]
+        of += [self.assigned[name][-1:] for name, _ in self.reasons]
+        return {
+            "name": self.path.stem,
+            "path": self.path.relative_to(ROOT).as_posix(),
+            "link": Path(os.path.relpath(self.path, folder)).as_posix(),
+            "objective": of[0],
+            "reasons": [[name, truth, *line] for (name, truth), line in zip(self.reasons, of[1:])],
+            "code": {line: self.lines[line - 1] for lines in of for line in lines},
+        }
+
+
+# The data of a page
+
+
+class Table:
+    """Columns of numbers as text, each stored once."""
+
+    def __init__(self):
+        self.known: dict[str, int] = {"": 0}
+
+    def texts(self) -> list[str]:
+        return list(self.known)
+
+    def add(self, text: str) -> int:
+        return self.known.setdefault(text, len(self.known))
+
+    def numbers(self, values: Tensor) -> int:
+        """24 bits each, four letters of base64: a sign, seven of the exponent of 2 (from -62 to 63,
+        what is smaller but not 0 becomes the smallest) and 16 behind the leading 1: five digits."""
+        x = values.detach().double().numpy().reshape(-1)
+        size = numpy.where(numpy.isfinite(x), numpy.abs(x), 1.0)
+        part, exponent = numpy.frexp(size)  # part from a half to below 1
+        behind = numpy.rint((2 * part - 1) * 2**16).astype(numpy.int64)  # 2^16: it carries
+        bits = (exponent.astype(numpy.int64) + 62) * 2**16 + behind
+        bits = numpy.where(x == 0, 0, bits.clip(2**16, 127 * 2**16 - 1))
+        bits = numpy.where(numpy.isinf(x), 127 * 2**16, bits)
+        bits = numpy.where(numpy.isnan(x), 127 * 2**16 + 1, bits) + numpy.signbit(x) * 2**23
+        three = bits.astype(">u4").view(numpy.uint8).reshape(-1, 4)[:, 1:]
+        return self.add(base64.b64encode(three.tobytes()).decode())
+
+
+class Told(NamedTuple):
+    """A run: what its page says of it, its groups, and what every file does to each."""
+
+    about: dict
+    own: File | None
+    size: int  # of a group
+    rows: list[dict]
+    batches: list[dict]
+    did: list[dict[str, tuple[Pushed | None, list[str]]]]
+
+
+def told(folder: Path, files: dict[str, File]) -> Told:
+    """Read a run, and put each of its groups through every file's loss."""
+    config, rows = saved_config(folder), samples(folder)
+    own = files.get(config["algorithm"])
+    metrics = read_lines(folder / "metrics.jsonl")
+    names = [name for name in dict.fromkeys([*CURVES, *config["acted"]])]
+    names = [name for name in names if any(row.get(name) is not None for row in metrics)]
+    every = max(1, math.ceil(len(metrics) / POINTS))
+    curves = {
+        name: [
+            [row["step"], short(row[name], 4)]
+            for i, row in enumerate(metrics)
+            if row.get(name) is not None and (i % every == 0 or "greedy" in row)
+        ]
+        for name in names
+    }
+    about = {
+        "name": folder.resolve().name,
+        "algorithm": config["algorithm"],
+        "flags": changed_flags(own, config),
+        "curves": curves,
+        "examples": [[row["step"], row["example"]] for row in rows if "example" in row],
+    }
+    groups = [row for row in rows if "responses" in row]
+    batches = [group_of(row) for row in groups]
+    did = [
+        {name: file.push(batch, config, file is own) for name, file in files.items()}
+        for batch in batches
+    ]
+    return Told(about, own, config.get("group_size", 0), groups, batches, did)
+
+
+def samples(folder: Path) -> list[dict]:
+    """The rows of samples.jsonl, each whole."""
+    path = folder / "samples.jsonl"
+    if not folder.is_dir() or not saved_config(folder):
+        raise BadInput(f"{folder}: no run folder")
+    if not path.is_file():
+        raise BadInput(f"{folder}: no samples.jsonl (of an older run, or one of --sample_every 0)")
+    rows = read_lines(path)
+    for number, row in enumerate(rows, 1):
+        with blame(f"{path}:{number}: is no row of a run"):
+            for one in row.get("responses", ()):
+                lengths = {len(one[k]) for k in (*COLUMNS, "ids", "tokens", "weight") if k in one}
+                if len(lengths) != 1:
+                    raise ValueError("columns of unequal lengths")
+                one["reward"], one["advantage"], one["text"], one["finished"]
+    if not any(row.get("responses") for row in rows):
+        raise BadInput(f"{path}: no group in it")
+    return rows
+
+
+def changed_flags(file: File | None, config: dict) -> str:
+    """The run's flags that are not its file's defaults."""
+    if not file:
+        return ""
+    defaults = {field.name: field.default for field in fields(file.module.Args)}
+    given = {k: v for k, v in config.items() if k in defaults and k != "run_dir"}
+    changed = {k: v for k, v in given.items() if not same(v, defaults[k])}
+    switches = {True: "--{}", False: "--no_{}"}
+    return " ".join(
+        switches[value].format(name) if isinstance(value, bool) else f"--{name} {value}"
+        for name, value in changed.items()
+        if value != ""
+    )
+
+
+def same(value: object, default: object) -> bool:
+    """As JSON knows them."""
+    listed = list(default) if isinstance(default, tuple) else default
+    return value == listed or default in ("auto", "")
+
+
+def drawn(run: Told, files: dict[str, File], table: Table, thin: int, others: bool) -> dict:
+    """A run's data. Of the steps between its first and its last it takes one in `thin`; without
+    `others` the weights of no file but its own."""
+    steps = sorted({row["step"] for row in run.rows})
+    chosen, rows = {*steps[::thin], *steps[-1:]}, []
+    for row, batch, did in zip(run.rows, run.batches, run.did):
+        if row["step"] in chosen:
+            used = {n: one for n, one in did.items() if others or files[n] is run.own}
+            rows.append(drawn_group(run, row, batch, used, files, table))
+    return run.about | {"rows": rows, "left_out": len(steps) - len(chosen), "others": others}
+
+
+def drawn_group(
+    run: Told, row: dict, batch: dict, did: dict, files: dict[str, File], table: Table
+) -> dict:
+    """One group: its texts, the places of its columns in the table, and its weights by file."""
+    there = batch["mask"] > 0  # [n, T]
+    given = {name: batch[name] for name in COLUMNS if batch[name] is not None}
+    given["weight"] = stored_weights(row, there)
+    if batch["advantages"].dim() == 2:
+        given["advantage"] = batch["advantages"]
+    one = {key: row[key] for key in ("step", "minibatch", "minibatches", "count", "group")}
+    one |= {"prompt": row["prompt"], "answer": str(row["answer"])}
+    one["columns"] = {name: table.numbers(value[there]) for name, value in given.items()}
+    one["responses"] = [response(answer) for answer in row["responses"]]
+    mine, share = run.own and did[run.own.path.stem][0], None
+    if mine:
+        one["kept"] = table.numbers(mine.kept[there])
+        one["own"] = [
+            [name, run.own.assigned[name], table.numbers(value.expand(there.shape)[there])]
+            for name, value in mine.values.items()
+            if name in run.own.assigned
+        ]
+        if mine.count and row["count"]:
+            share = mine.count / row["count"]  # of what the loss was divided by
+            weight = mine.weight / row["count"]  # [n, T]
+            one["apart"] = far(weight[there], given["weight"][there])
+    one["under"] = {}
+    for name, (found, said) in did.items():
+        more = "" if files[name] is run.own else own_advantages(files[name], row, batch, run.size)
+        said = [*said, *([more] if more else [])]
+        one["under"][name] = under(files[name], found, said, share, one, table, there)
+    return one
+
+
+def under(
+    file: File,
+    found: Pushed | None,
+    said: list[str],
+    share: float | None,
+    row: dict,
+    table: Table,
+    there: Tensor,
+) -> dict:
+    """One file's weights on a group: divided by what it would have been divided by."""
+    if found is None:
+        return {"said": said}
+    cut = any("left_out" in one for one in row["responses"])
+    notes = [*said, *(["of long responses only what is stored"] if cut else [])]
+    divisor = found.count / share if share else found.count
+    whys = file.why(found)[there].tolist()
+    letters = "".join("." if w == 0 else "!" if w < 0 else chr(96 + w) for w in whys)
+    weight = found.weight / divisor if divisor else found.weight * 0
+    return {
+        "weight": table.numbers(weight[there]),
+        "why": table.add(letters if letters.strip(".") else ""),
+        "count": short(divisor, 7),
+        "said": notes,
+    }
+
+
+def own_advantages(file: File, row: dict, batch: dict, size: int) -> str:
+    """What the file's own `advantages` make of the group's rewards, where they differ."""
+    rewards = torch.tensor([[one["reward"] or 0.0 for one in row["responses"]]])
+    if rewards.numel() != size:  # not the whole group
+        return ""
+    try:
+        ours = file.module.advantages(rewards.double())[0]  # [n]
+    except Exception:  # of another signature, or there is none
+        return ""
+    A = batch["advantages"]
+    if A.dim() == 2 or ours.shape != A.shape or torch.allclose(ours, A, rtol=1e-4, atol=1e-5):
+        return ""
+    numbers = ", ".join(f"{value:.3g}" for value in ours.tolist()[:8])
+    return f"Â as stored; of these rewards {file.path.stem}'s own `advantages` make {numbers}"
+
+
+def stored_weights(row: dict, there: Tensor) -> Tensor:
+    """The stored weights `[n, T]`."""
+    weights = torch.zeros(there.shape, dtype=torch.float64)
+    for line, one in zip(weights, row["responses"]):
+        stored = [math.nan if w is None else w for w in one["weight"]]
+        line[: len(stored)] = torch.tensor(stored, dtype=torch.float64)
+    return weights
+
+
+def far(found: Tensor, stored: Tensor) -> float | None:
+    """How far the two are apart, against the largest."""
+    largest = stored.abs().max().item() if len(stored) else 0.0
+    apart = (found - stored).abs().max().item() / largest if largest else found.abs().sum().item()
+    return short(apart, 2) if math.isfinite(apart) else None
+
+
+def response(one: dict) -> dict:
+    """A response without its columns of numbers."""
+    names = ("text", "given", "reward", "finished", "tokens", "left_out")
+    kept = {name: one[name] for name in names if name in one}
+    if not isinstance(one["advantage"], list):
+        kept["advantage"] = one["advantage"]
+    return kept
+
+
+def page_data(runs: list[Path], folder: Path) -> dict:
+    """All that the page knows, within LARGEST; links lead from `folder`."""
+    files = {path.stem: File(path) for path in algorithms()}
+    read = [told(run, files) for run in runs]
+    for name, file in files.items():
+        seen = [(did[name][0], batch) for run in read for batch, did in zip(run.batches, run.did)]
+        file.explain([(found, live(batch)) for found, batch in seen if found])
+    for others in (True, False):
+        for thin in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 10**6):
+            table = Table()
+            data = {
+                "runs": [drawn(run, files, table, thin, others) for run in read],
+                "files": [file.told(folder) for file in files.values()],
+                "table": table.texts(),
+            }
+            if len(filled(TEMPLATE, data).encode()) <= LARGEST:
+                return data
+    raise BadInput(f"no step of {runs[0]} fits into a page of {LARGEST} bytes")
+
+
+def main(runs: list[Path], out: Path) -> None:
+    """Write the page and print where it is."""
+    if len(runs) > 2:
+        raise BadInput(f"{len(runs)} runs: the page shows two")
+    write(TEMPLATE, out, lambda: filled(TEMPLATE, page_data(runs, out.parent.resolve())))
+
+
+if __name__ == "__main__":
+    # No usage: an error is one line
+    parser = argparse.ArgumentParser(
+        prog="tools.page",
+        usage=argparse.SUPPRESS,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, or two")
+    parser.add_argument("--out", type=Path, default=Path("page.html"), help="the page to write")
+    given = parser.parse_args()
+    try:
+        main(given.runs, given.out)
+    except (BadInput, OSError) as error:
+        parser.error(first_line(error))
