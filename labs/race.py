@@ -48,13 +48,9 @@ REPAIRS = {  # what a sceptic tries first
     "grpo, 1 update": "--minibatches 1",
     "grpo, clip 0.05": "--clip_low 0.05 --clip_high 0.05",
 }
-# grpo.py alone, before any other file was run, on seeds that the matrix does not use
-PILOT_SEEDS = (101, 102)
-PILOT = {
-    "old sampler, 8": Stress(every=8),
-    "coarse sampler, 3": Stress(levels=3),
-    "cold sampler, 0.7": Stress(cold=0.7),
-} | STRESSES
+# grpo.py alone, before any other file was run, on a seed that the matrix does not use
+PILOT_SEEDS = (101,)
+PILOT = {"old sampler, 8": Stress(every=8), "coarse sampler, 3": Stress(levels=3)} | STRESSES
 WORDS = {
     "en": {"method": "method", "worst": "worst cell", "not yet": "not yet", "refused": "refuses"},
     "zh": {"method": "方法", "worst": "最差的一格", "not yet": "还没跑", "refused": "拒绝运行"},
@@ -124,7 +120,8 @@ def score(run: dict) -> dict[str, float]:
     of tokens when it came to 0.8, on a line between two measurements, or inf."""
     lost = stress.COUNT - len(run["sampled"]) if "stopped" in run else 0
     values = np.array(run["sampled"] + [0.0] * lost)
-    threes = np.convolve(values, np.full(LAST, 1 / LAST), "valid")
+    width = min(LAST, len(values))
+    threes = np.convolve(values, np.full(width, 1 / width), "valid")
     reached = next((i for i, value in enumerate(run["sampled"]) if value >= GOAL), None)
     tokens = float("inf")
     if reached is not None:
