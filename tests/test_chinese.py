@@ -25,6 +25,8 @@ def sections(page: Path) -> list[tuple[str, list[str]]]:
     """Heading and pieces of every section: paragraphs, items of lists, tables, blocks of code."""
     found, fenced, fresh = [], False, True
     for line in page.read_text().splitlines():
+        if re.fullmatch(r"<!--[^>]*-->", line):  # a mark between which a program writes
+            continue
         if not fenced and line.startswith("#"):
             found.append((line, []))
             fresh = True
