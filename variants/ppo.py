@@ -18,9 +18,9 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
 s_t is the prompt with the tokens before y_t, and V(s_t), the critic, another language model with
 one number for an output: what is still to come from s_t on. Each token is judged by what it
 changed: δ_t, how much better things look behind y_t than before it. With λ = 1 these add up to
-R - V(s_t) and the critic is a baseline, whose mistakes move no mean; with λ = 0 there is δ_t alone,
-which is quiet, and as wrong as V is. λ between them weighs noise against the critic's mistakes
-(labs/critic.md has both, exactly).
+R - V(s_t) and the critic is a baseline, whose mistakes move no mean until the clip asks for the
+sign of Â; with λ = 0 there is δ_t alone, which is quiet, and as wrong as V is. λ between them
+weighs noise against the critic's mistakes (labs/critic.md has both, exactly).
 
 What GRPO removed, as `diff variants/ppo.py grpo.py` shows it: the critic, a model to train, save
 and keep in memory beside the policy; GAE; its seven flags, its warm-up, its loss. What it put in:
@@ -45,16 +45,19 @@ Differs from the paper in:
 2. One pass over a rollout where the paper takes several, no entropy bonus, no shared backbone.
 3. γ 1 (the paper: 0.99): no reward should be worth less for being reached by more words.
 4. A response that the length limit cuts ends there like any other, with V = 0 behind it.
-5. VAPO also has ε 0.28 above, a likelihood term on right responses, and no KL: flags, but for the
-   second. On responses of fewer than 1/α = 20 tokens its λ would be below 0: here it is 0.
+5. VAPO also has ε 0.28 above (`--clip_high`) and a likelihood term on right responses, which is
+   not here. On responses of fewer than 1/α = 20 tokens its λ would be below 0: here it is 0.
+
+Confidence: PPO, GAE and the clipped value loss agree with public code; VAPO's λs and α as read in
+its listing and in summaries, its rates and steps of pre-training not known to us.
 
 Run it:
     torchrun -m variants.ppo                                # laptop, two minutes, no download
     torchrun -m variants.ppo --lam 1                        # the critic as a mere baseline
-    # a node of eight, VAPO's λs, warm-up and rates (its model: Qwen2.5-32B)
+    # a node of eight, VAPO's λs and ε; batch, rates and warm-up ours
     torchrun --nproc_per_node=8 -m variants.ppo --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
         --eval_task aime24 --prompts_per_step 512 --group_size 16 --minibatches 16 --lr 1e-6 \\
-        --critic_lr 2e-6 --lam_critic 1 --lam_length 0.05 --critic_warmup 50 --beta 0 \\
+        --critic_lr 1e-5 --lam_critic 1 --lam_length 0.05 --critic_warmup 50 --beta 0 \\
         --clip_high 0.28 --max_new_tokens 8192 --gradient_checkpointing
 """
 
@@ -128,7 +131,7 @@ class Args(Flags):
     clip_high: NonNegative = 0.2
     """ε above 1 (ours; DAPO and STAPO widen it to 0.28)."""
     beta: NonNegative = 0.01  # <own>
-    """β of the KL in the reward; 0 loads no reference model (ours; TRL: 0.05, VAPO's paper: 0)."""
+    """β of the KL in the reward; 0 loads no reference model (ours; TRL: 0.05)."""
     gamma: Part = 1.0  # <own>
     """γ: what a reward is worth one token earlier (verl, TRL; PPO's paper: 0.99)."""
     lam: Share = 0.95  # <own>
@@ -142,11 +145,10 @@ class Args(Flags):
     """ε_V: how far V may move in a step without losing its gradient (TRL, PPO's authors' code; verl
     0.5)."""
     critic_lr: Positive = 1e-3  # <own>
-    """AdamW's rate for the critic, without a warm-up (ours; verl: ten times the policy's, VAPO's
-    paper: twice)."""
+    """AdamW's rate for the critic, without a warm-up (ours; verl: ten times the
+    policy's)."""
     critic_warmup: Whole = 5  # <own>
-    """Steps in which only the critic learns; the policy's own warm-up follows (ours; verl: 0,
-    VAPO's paper: 50)."""
+    """Steps in which only the critic learns; the policy's own warm-up follows (ours; verl: 0)."""
 
 
 # <own>
