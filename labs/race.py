@@ -252,6 +252,8 @@ def run(
 
     try:
         table = stored(path)
+        for method in dict.fromkeys(method for _, method, _ in jobs):
+            stress.loaded(rows[method].file)  # now: what changes on the disk meanwhile is not mixed
         for job in jobs:
             seed, method, name = job
             if any(run["seed"] == seed for run in runs_of(table, method, name, part)):
