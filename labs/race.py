@@ -39,7 +39,8 @@ from labs.stress import STRESSES, Stress
 TABLE = ROOT / "labs/tables/stability.json"
 PAGES = {"en": ROOT / "docs/stability.md", "zh": ROOT / "docs/zh/stability.md"}
 PICTURE = ROOT / "docs/stability.png"
-SEEDS, RECORD, LAST, GOAL = 3, 10, 3, 0.8  # the last three measurements; accuracy to reach
+SEEDS, RECORD, LAST = 3, 10, 3  # seeds of a row, of a record; the last three measurements
+START, GOAL = 0.5, 0.8  # accuracy before training, and to be reached
 QUICK = 10  # steps, of one seed: shows nothing
 SMOKE = "QUICK: ten steps of one seed, far too short to show anything"
 REPAIRS = {  # what a sceptic tries first
@@ -51,9 +52,12 @@ REPAIRS = {  # what a sceptic tries first
 # grpo.py alone, before any other file was run, on a seed that the matrix does not use
 PILOT_SEEDS = (101,)
 PILOT = {"old sampler, 8": Stress(every=8), "coarse sampler, 3": Stress(levels=3)} | STRESSES
+TAIL = ("worst", "fall", "tokens", "reached")  # columns behind the stresses
 WORDS = {
-    "en": {"method": "method", "worst": "worst cell", "not yet": "not yet", "refused": "refuses"},
-    "zh": {"method": "方法", "worst": "最差的一格", "not yet": "还没跑", "refused": "拒绝运行"},
+    "en": {"method": "method", "not yet": "not yet", "refused": "refuses", "inf": "never"}
+    | dict(zip(TAIL, ("worst cell", "largest fall", "thousand tokens", "of them to 0.8"))),
+    "zh": {"method": "方法", "not yet": "还没跑", "refused": "拒绝运行", "inf": "没有到达"}
+    | dict(zip(TAIL, ("最差的一格", "最大的回落", "千 token", "其中到 0.8"))),
 }
 
 
@@ -79,7 +83,7 @@ def stored(path: Path) -> dict:
     head = {"budget": f"--steps {stress.STEPS} {stress.BUDGET}"}
     head |= {"stresses": {name: one.strength() for name, one in STRESSES.items()}}
     if not path.exists():
-        return head | {"cells": []}
+        return {"cells": []} | head
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         other = next((name for name in head if found[name] != head[name]), "")
@@ -107,7 +111,9 @@ def keep(path: Path, table: dict, job: tuple, found: dict, part: str = "cells") 
     runs.sort(key=lambda run: run["seed"])
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     versions["transformers"] = transformers.__version__
-    table |= {"date": str(date.today()), "versions": versions}
+    command = " ".join(["python -m labs.race", *sys.argv[1:]])
+    commands = [one for one in table.get("commands", []) if one != command] + [command]
+    table |= {"commands": commands, "date": str(date.today()), "versions": versions}
     lab.write(path, table)
 
 
@@ -131,9 +137,9 @@ def score(run: dict) -> dict[str, float]:
     return {"end": float(threes[-1]), "fall": float(threes.max() - threes[-1]), "reached": tokens}
 
 
-def ends(table: dict, method: str, name: str) -> list[float]:
+def ends(table: dict, method: str, name: str, key: str = "end") -> list[float]:
     """The scores of a cell's runs; those that the file refuses have none."""
-    return [score(run)["end"] for run in runs_of(table, method, name) if "refused" not in run]
+    return [score(run)[key] for run in runs_of(table, method, name) if "refused" not in run]
 
 
 def worst(table: dict, method: str) -> tuple[float, str] | None:
@@ -181,17 +187,27 @@ def cell(table: dict, method: str, name: str, words: dict, ranges: bool = True) 
     text = f"{np.median(values):.2f}"
     if ranges and len(values) > 1:
         text += f" ({min(values):.2f}–{max(values):.2f})"
+    text += f" n={len(values)}" if ranges and len(values) < SEEDS else ""
     text += f" {parted(table, method, name)}" if parted(table, method, name) else ""
     return text + " ○" * idle(table, method, name)
 
 
 def lines(table: dict, words: dict, ranges: bool = True, names: Iterable = ()) -> list[list[str]]:
     """The matrix as rows of cells, the head first."""
-    told = [[words["method"], *STRESSES, words["worst"]]]
+    told = [[words["method"], *STRESSES, *(words[name] for name in TAIL)]]
     for method in names or methods():
         cells = [cell(table, method, name, words, ranges) for name in STRESSES]
-        low = worst(table, method)
-        told.append([method, *cells, f"{low[0]:.2f}" if low else words["not yet"]])
+        low, none = worst(table, method), words["not yet"]
+        falls = [
+            np.median(fall) for name in STRESSES if (fall := ends(table, method, name, "fall"))
+        ]
+        cells += [f"{low[0]:.2f}", f"{max(falls):.2f}"] if low else [none, none]
+        control = [run for run in runs_of(table, method, "none") if "tokens" in run]
+        tokens = f"{np.median([run['tokens'] for run in control]):.0f}" if control else none
+        reached = f"{np.median([score(run)['reached'] for run in control] or [0]):.0f}"
+        told.append(
+            [method, *cells, tokens, reached.replace("inf", words["inf"]) if control else none]
+        )
     return told
 
 
@@ -215,14 +231,7 @@ def run(
         fcntl.flock(alone, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise BadInput(f"{path}: another race writes there; wait, or give another --out") from None
-    table, fork = stored(path), multiprocessing.get_context("fork")
-    has = {
-        (run["seed"], one["method"], one["stress"])
-        for one in table.get(part, [])
-        for run in one["runs"]
-    }
-    jobs, under_way, broken = [job for job in jobs if job not in has], {}, 0
-    start = time.time()
+    fork, under_way, broken, start = multiprocessing.get_context("fork"), {}, 0, time.time()
 
     def end_one() -> int:
         errors = 0
@@ -242,10 +251,15 @@ def run(
         return errors
 
     try:
+        table = stored(path)
+        for method in dict.fromkeys(method for _, method, _ in jobs):
+            stress.loaded(rows[method].file)  # now: what changes on the disk meanwhile is not mixed
         for job in jobs:
+            seed, method, name = job
+            if any(run["seed"] == seed for run in runs_of(table, method, name, part)):
+                continue
             if len(under_way) == workers:
                 broken += end_one()
-            seed, method, name = job
             file, flags = rows[method]
             module, folder = stress.loaded(file), tempfile.TemporaryDirectory(prefix="race-")
             given = module, flags, stresses[name], seed, Path(folder.name), steps
@@ -308,7 +322,7 @@ def filled(page: str, table: dict, words: dict) -> str:
     """The page with the matrix, the pilot and every quoted cell as the table has them."""
     told = lines(table, words)
     shown = [[text if i else f"`{text}`" for i, text in enumerate(row)] for row in told[1:]]
-    head = [told[0][0], *(f"`{name}`" for name in told[0][1:-1]), told[0][-1]]
+    head = [f"`{text}`" if text in STRESSES else text for text in told[0]]
     page = between(page, "matrix", lab.markdown([head, *shown]))
     for name, rows in (("pilot", pilot_lines(table)), ("parted", parted_lines(table, words))):
         if found := re.search(rf"<!--{name}-->\n(.*)\n", page):  # its head stays as it is
@@ -414,8 +428,10 @@ def entered(words: argparse.Namespace) -> int:
     for one in STRESSES:
         if idle(own, name, one):
             print(f"under {one}: {next(iter(acted))} was 0 in all runs: the method never acted")
-    low = worst(own, name)
+    low, all_ = worst(own, name), [end for one in STRESSES for end in ends(own, name, one)]
     if low and not words.quick:
+        held = "all hold" if min(all_) >= START else "not all hold"
+        print(f"lowest of {len(all_)} runs: {min(all_):.2f}, {held} (begun at {START})")
         print(f"worst cell: {low[0]:.2f}, under {low[1]}")
         print(place(own, name, {other: shipped for other in methods()}), "by the worst cell")
     tokens = [run["tokens"] for one in own["cells"] for run in one["runs"] if "tokens" in run]

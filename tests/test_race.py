@@ -360,7 +360,7 @@ def test_within_the_spread_is_no_difference():
 
 def test_a_method_that_never_acted_is_marked():
     table = made(grpo={"none": [0.5]})
-    assert "○" not in race.cell(table, "grpo", "none", race.WORDS["en"])
+    assert race.cell(table, "grpo", "none", race.WORDS["en"]) == "0.50 n=1"
     table["cells"][0]["runs"][0]["acted"] = 0.0
     assert race.cell(table, "grpo", "none", race.WORDS["en"]).endswith(" ○")
     assert race.cell(table, "grpo", "pairs", race.WORDS["en"]) == "not yet"
@@ -442,6 +442,7 @@ def test_a_race_ends_with_a_place(fake, monkeypatch, capsys):
     assert enter(monkeypatch, fake, "--seeds", 1, "--out", fake.parent / "out") == 0
     said = capsys.readouterr().out
     assert "worst cell: 0.35, under none" in said and "place 1 of 2" in said
+    assert "lowest of 1 runs: 0.35, not all hold" in said
 
 
 @pytest.mark.parametrize("words", [[], ["grpo.py", "--matrix"], ["grpo.py", "--seeds", "0"]])
