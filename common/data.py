@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.distributed import BadInput, blame
 from common.plumbing.folder import checksum
-from common.plumbing.sets import HUB, Prompt, Row, as_row, local_file, read_set, remarks_on
+from common.plumbing.sets import HUB, Prompt, Row, as_row, judge_by_yours, local_file
+from common.plumbing.sets import read_set, remarks_on
 from common.reward import Judge, arithmetic_reward, final_answer, loaded
 from common.tiny import arithmetic
 
@@ -59,24 +60,14 @@ class Task:
 
 
 def load_task(args: object, tokenizer: Tokenizer) -> Task:
-    """The task that `--task` names, with `--eval_problems` held-out problems.
-
-    `--reward` judges the training. A set that has a judge of its own (arithmetic, those of the hub,
-    a task file with a `reward`) keeps it for the held-out problems.
-    """
+    """The task that `--task` names, with `--eval_problems` held-out problems."""
     file = args.task.partition(":")[0].endswith(".py")
     if args.eval_task and (file or args.task in arithmetic.KINDS):
         raise BadInput(f"--eval_task: --task {args.task} has its own held-out problems and judge")
-    kind = arithmetic_task if args.task in arithmetic.KINDS else file_task if file else dataset_task
-    task = kind(args, tokenizer)
+    read = file_task if file else dataset_task
+    task = (arithmetic_task if args.task in arithmetic.KINDS else read)(args, tokenizer)
     if args.reward:
-        if (args.eval_task or args.task).partition(":")[0] in (*HUB, "arithmetic"):
-            task.exam = task.exam or task.judge
-        who = "the set's own judge" if task.exam else "it, too"
-        task.remarks.append(f"{args.reward} judges; the held-out problems are judged by {who}")
-        with blame(f"--reward {args.reward}: cannot be used"):
-            task.judge = Judge.of(args.reward, loaded(args.reward))
-            task.fingerprint += checksum(Path(args.reward.partition(":")[0]))
+        judge_by_yours(task, args)
     numbered = lambda index: replace(task.train(index), index=index)  # noqa: E731
     return replace(task, train=numbered, tokenizer=tokenizer)
 

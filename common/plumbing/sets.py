@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.distributed import BadInput, blame
-from common.reward import Judge, final_answer
+from common.plumbing.folder import checksum
+from common.reward import Judge, final_answer, loaded
 
 CHECKED = 32  # references that the judge is tried on before the run
 PLAIN_NUMBER = re.compile(r"-?\d{1,100}([./]\d{1,100})?")  # a reference that needs no trying
@@ -165,3 +166,15 @@ def remarks_on(spec: str, rows: list[Row], judge: Judge, yours: str = "") -> lis
         what = f"cannot be matched by any response, {wrong[0][:40]!r} for one"
         remarks.append(f"{spec}: {len(wrong)} of {len(tried)} references tried {what}")
     return remarks
+
+
+def judge_by_yours(task: object, args: object) -> None:
+    """`--reward` judges the training. A set that has a judge of its own (arithmetic, those of the
+    hub, a task file with a `reward`) keeps it for the held-out problems."""
+    if (args.eval_task or args.task).partition(":")[0] in (*HUB, "arithmetic"):
+        task.exam = task.exam or task.judge
+    who = "the set's own judge" if task.exam else "it, too"
+    task.remarks.append(f"{args.reward} judges; the held-out problems are judged by {who}")
+    with blame(f"--reward {args.reward}: cannot be used"):
+        task.judge = Judge.of(args.reward, loaded(args.reward))
+        task.fingerprint += checksum(Path(args.reward.partition(":")[0]))
