@@ -22,9 +22,9 @@ USUAL = (310, 178, 34)
 BUDGET = {
     "minirl": (340, 190, 46),
     "stapo": (370, 215, 67),
-    "vcpo": (460, 262, 140),
-    "deep_grpo": (470, 286, 132),
-    "goldilocks": (475, 288, 135),
+    "vcpo": (460, 262, 141),
+    "deep_grpo": (470, 286, 133),
+    "goldilocks": (475, 290, 136),
     "blockwise": (375, 212, 66),  # where a response is cut, and two advantages
     "lp_reg": (390, 232, 46),  # a column, a quantile over ranks, a term
     "entropy20": (390, 229, 52),  # half of them what stapo has and it has not
