@@ -7,7 +7,6 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from glob import glob
 
 import torch
 import torch.distributed as dist
@@ -79,8 +78,8 @@ def setup() -> World:
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     if gpu and local >= (found := torch.cuda.device_count()):
         raise BadInput(f"{local + 1} ranks on {found} GPU(s): --nproc_per_node {found}")
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if torch.version.cuda and not gpu and not hidden and glob("/dev/nvidia[0-9]*"):
+    wanted = torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+    if wanted and not gpu and os.path.exists("/dev/nvidiactl"):
         # A driver too old: without this, eight ranks would train on eight threads.
         with blame("this machine's GPU cannot be used; on its CPU: CUDA_VISIBLE_DEVICES="):
             torch.cuda.init()

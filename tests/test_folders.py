@@ -198,7 +198,6 @@ def test_no_child_keeps_the_lock(run):
 def test_a_requeued_job_waits_for_the_lock_of_the_dead(run, monkeypatch):
     """NFS frees it after a lease: with `--resume auto` three minutes are waited for it, no more."""
     slept: list[float] = []
-    monkeypatch.setattr("common.plumbing.folder.time.monotonic", lambda: sum(slept))
     holder = lock(run)
     monkeypatch.setattr("common.plumbing.folder.time.sleep", slept.append)
     with pytest.raises(BadInput, match="under way"):

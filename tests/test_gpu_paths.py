@@ -5,6 +5,7 @@ Whether the kernels do what they should is for tests/gpu.
 
 import ast
 import contextlib
+import copy
 import importlib.util
 import json
 import os
@@ -28,6 +29,7 @@ from common.plumbing.launch import check, parse
 from common.logprobs import Policy
 from common.plumbing.model import head_logits, load_model
 from common.plumbing.vllm import VLLMEngine, checkpoint_parameters
+from common.rollout import HFEngine
 from tools.marks import algorithms
 from torch.distributed.tensor import DTensor
 
@@ -35,6 +37,7 @@ from tests.helpers import ROOT, SMALL, forked, run_here
 
 OPTIONS = "dtype seed logprobs_mode enforce_eager kv_cache_dtype compilation_config"
 GPU = World(0, 1, torch.device("cuda", 0))
+NAMES = ("model.layers.0.self_attn.q_proj.weight", "model.norm.weight")
 
 
 @pytest.fixture
@@ -166,10 +169,10 @@ TOO_OLD = "The NVIDIA driver on your system is too old (found version 12020). Pl
 @pytest.mark.parametrize(
     ("build", "devices", "visible", "refused"),
     [
-        ("13.0", ["/dev/nvidia0"], None, True),
-        ("13.0", ["/dev/nvidia0"], "", False),  # the user wants the CPU
+        ("13.0", ["/dev/nvidiactl"], None, True),
+        ("13.0", ["/dev/nvidiactl"], "", False),  # the user wants the CPU
         ("13.0", [], None, False),  # a laptop with pip's default torch
-        (None, ["/dev/nvidia0"], None, False),  # torch's CPU build, chosen by hand
+        (None, ["/dev/nvidiactl"], None, False),  # torch's CPU build, chosen by hand
     ],
 )
 def test_a_driver_too_old_is_no_run_on_the_cpu(
@@ -181,7 +184,9 @@ def test_a_driver_too_old_is_no_run_on_the_cpu(
         raise RuntimeError(TOO_OLD)
 
     monkeypatch.setattr(torch.version, "cuda", build)
-    monkeypatch.setattr("common.distributed.glob", lambda pattern: devices)
+    real = os.path.exists
+    there = lambda path: path in devices if "/dev/nvidia" in str(path) else real(path)  # noqa: E731
+    monkeypatch.setattr(os.path, "exists", there)
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     if visible is not None:
@@ -260,8 +265,8 @@ def test_further_options_that_vllm_refuses_are_one_line(fake_vllm, monkeypatch):
     error = ValueError("No available memory for the cache blocks.\nTry a larger share")
     with pytest.raises(BadInput, match="not start: another --vllm_memory, .* .No available memory"):
         engine_of()
-    error = TypeError("a mistake of ours")
-    with pytest.raises(TypeError):
+    error = RuntimeError("a mistake of ours")
+    with pytest.raises(RuntimeError):
         engine_of()
 
 
@@ -322,6 +327,30 @@ def test_pushed_weights_have_the_engines_precision(fake_vllm, tiny):
     assert pushed and all(tensor.dtype == torch.bfloat16 for tensor in pushed.values())
     whole = dict(full_parameters(Policy(tiny[0])))
     assert all(torch.equal(pushed[name], whole[name].bfloat16()) for name in pushed)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "asked"), [("float32", torch.float32), ("bfloat16", torch.bfloat16), ("float8", None)]
+)
+def test_the_hf_engine_is_pushed_its_own_precision(world, tiny, monkeypatch, dtype, asked):
+    """Half the bytes where it computes in bfloat16, and the same numbers; float8 rounds the
+    trainer's own."""
+    seen, real = [], full_parameters
+    monkeypatch.setattr(
+        "common.rollout.full_parameters",
+        lambda policy, cast: seen.append(cast) or real(policy, cast),
+    )
+    engine, policy = HFEngine(tiny[0], world, 0, dtype, 8), Policy(copy.deepcopy(tiny[0]))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(1.01)
+    engine.sync(policy)
+    assert seen == [asked]
+    matrix, norm = (dict(engine.lm.named_parameters())[n] for n in NAMES)
+    true = dict(policy.lm.named_parameters())
+    if dtype != "float8":
+        assert torch.equal(matrix, true[NAMES[0]].to(asked))
+    assert torch.equal(norm, true[NAMES[1]].to(norm.dtype))
 
 
 def test_what_the_engine_asks_for(fake_vllm):

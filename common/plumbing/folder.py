@@ -55,18 +55,17 @@ def lock(folder: Path, patience: int = 0) -> int:
     `patience`: seconds to wait for another's lock. NFS gives up a dead node's after some 90.
     """
     descriptor = os.open(folder, os.O_RDONLY)
-    until = time.monotonic() + patience
-    while True:
+    for left in range(patience, -1, -5):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
         except BlockingIOError:
-            if time.monotonic() >= until:
+            if left < 5:
                 raise BadInput(f"--resume: a run is under way in {folder}") from None
             time.sleep(5)
-            continue
         except OSError:  # a file system without locks
-            pass
-        return descriptor
+            break
+    return descriptor
 
 
 def saved_config(folder: Path) -> dict:

@@ -80,8 +80,7 @@ class Run:
         if not saved:
             raise BadInput(f"--resume: no checkpoint in {folder}")
         self.folder = folder
-        patience = 180 if self.args.resume == "auto" else 0  # seconds: a requeued job waits
-        CLOSING.append(partial(os.close, lock(folder, patience)))
+        CLOSING.append(partial(os.close, lock(folder, 180 * (self.args.resume == "auto"))))
         return True
 
     def start(self, done: int) -> None:

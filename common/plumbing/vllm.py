@@ -43,10 +43,9 @@ class VLLMEngine:
         options |= passed_through(args.vllm, options) | (for_a_cpu() if cpu else {})
         why = "vLLM does not start: another --vllm_memory, or a lower --max_new_tokens"
         why = f"--vllm {' '.join(args.vllm)}: vLLM refuses that" if args.vllm else why
-        kinds = Exception if args.vllm else ValueError  # vLLM's word for too little memory
         try:
             self.llm = vllm.LLM(**options)
-        except kinds as error:
+        except (TypeError, ValueError) as error:  # also vLLM's word for too little memory
             raise BadInput(f"{why} ({first_line(error)})") from error
         # vLLM keeps to this stream, so we must.
         self.stream = None if cpu else torch.cuda.current_stream(world.device)
