@@ -1,10 +1,10 @@
 """What to subtract from a reward: the group's mean, the batch's, or nothing?
 
-24 prompts, each a table of 10 answers with one right: its chance is 0.9 (easy), 0.3 (middle) or
-0.02 (hard). One rollout is 8 answers to each prompt of the batch; then one gradient step of one
-length for everybody, since Adam undoes an advantage's scale: compared is where the steps go. The
-batch holds 8 prompts of each kind, or 8 of one kind alone. variants/baselines.py's advantages by its
-flag, and grpo.py's, through variants/justrl.py's loss.
+A prompt is a table of 10 answers with one right: its chance is 0.9 (easy), 0.3 (middle) or 0.02
+(hard). The batch holds 8 prompts of each kind, or 8 of one kind alone, and a rollout 8 answers to
+each. Then one gradient step, of the same length for everybody, since Adam undoes an advantage's
+scale: compared is where the steps go. variants/baselines.py's advantages by its flag, and grpo.py's,
+through variants/justrl.py's loss.
 
     python -m labs.baseline
 """
@@ -16,7 +16,7 @@ import torch
 
 from labs import lab, toy
 
-TITLE = "TITLE"
+TITLE = "Who divides by a group's mean serves hard prompts first, the batch's mean serves them last"
 CHANCE = {"easy": 0.9, "middle": 0.3, "hard": 0.02}
 HOW = {
     "GRPO": "",
@@ -61,3 +61,51 @@ def measure(arm: str, seed: int, quick: bool) -> dict:
             found[f"share {kind}"].append(s)
         logits = logits - LENGTH * step / size.sqrt().clamp(min=1e-6)
     return found
+
+
+# When a kind of prompt counts as learned
+LEARNED = {"easy": 0.98, "middle": 0.9, "hard": 0.5}
+
+
+def until(run: dict, kind: str) -> float:
+    curve = run[f"right {kind}"]
+    return next((i for i, p in enumerate(curve) if p > LEARNED[kind]), np.inf)
+
+
+def rows(results: dict) -> list[list[str]]:
+    asked = [("mixed", kind) for kind in CHANCE] + [(kind, kind) for kind in CHANCE]
+    names = [f"{kind}, in the mixed batch" for kind in CHANCE]
+    names += [f"{kind} alone" for kind in CHANCE]
+    table = [["method", *names, "steps spent on hard ones, mixed"]]
+    for name in HOW:
+        cells = []
+        for batch, kind in asked:
+            ends = [{"until": until(run, kind)} for run in results[f"{name}, {batch}"]]
+            cells.append(lab.cell(ends, "until", ".0f"))
+        spent = [{"hard": np.mean(run["share hard"][:60])} for run in results[f"{name}, mixed"]]
+        table.append([name, *cells, lab.cell(spent, "hard")])
+    return table
+
+
+COLOURS = {"GRPO": lab.BLACK, "RLOO": lab.GREY, "MaxRL": lab.BLUE}
+COLOURS |= {"REINFORCE++": lab.ORANGE, "REINFORCE": lab.GREEN}
+
+
+def draw(results: dict) -> object:
+    words = [f"{kind} prompts, in the mixed batch" for kind in CHANCE] + ["hard prompts alone"]
+    figure, axes = lab.sheet(TITLE, *words, width=13)
+    asked = [("mixed", kind) for kind in CHANCE] + [("hard", "hard")]
+    for axis, (batch, kind) in zip(axes, asked):
+        for name, colour in COLOURS.items():
+            runs = results[f"{name}, {batch}"]
+            lab.line(axis, np.arange(ROLLOUTS), runs, f"right {kind}", colour)
+        axis.set(xlabel="rollouts", ylim=(0.85 if kind == "easy" else -0.02, 1.01), xlim=(0, 100))
+    axes[0].set_ylabel("p(right), mean over prompts")
+    for place, (name, colour) in enumerate(COLOURS.items()):
+        where = {"xycoords": "axes fraction"}
+        lab.label(axes[0], 0.4, 0.4 - 0.07 * place, name, colour, **where)
+    return figure
+
+
+if __name__ == "__main__":
+    lab.main(sys.modules[__name__])

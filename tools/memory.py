@@ -258,7 +258,7 @@ def cards() -> list[str]:
     """For one card of each size the largest Qwen3 that fits with its states on the GPU, and with
     --offload: rows of docs/gpu.md."""
     rows = ["| card | model | flags | peak | responses in cache | host |", "|---" * 6 + "|"]
-    ladder = [model for model in SHAPES if "Qwen3-" in model and model.endswith("B-Base") and "A3B" not in model]
+    ladder = [model for model in SHAPES if re.fullmatch(r"Qwen/Qwen3-[\d.]+B-Base", model)]
     for gpu in (16, 24, 48, 80, 141):
         best = {}
         for model in ladder:
