@@ -32,4 +32,5 @@ if os.name == "nt":  # locks, signals and bounds on memory are Unix's
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Every micro-batch has another shape, and vLLM wants whole stretches of memory back.
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+theirs = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # its older name
+os.environ.setdefault("PYTORCH_ALLOC_CONF", theirs)

@@ -7,6 +7,7 @@ import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from glob import glob
 
 import torch
 import torch.distributed as dist
@@ -78,6 +79,11 @@ def setup() -> World:
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     if gpu and local >= (found := torch.cuda.device_count()):
         raise BadInput(f"{local + 1} ranks on {found} GPU(s): --nproc_per_node {found}")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if torch.version.cuda and not gpu and not hidden and glob("/dev/nvidia[0-9]*"):
+        # A driver too old: without this, eight ranks would train on eight threads.
+        with blame("this machine's GPU cannot be used; on its CPU: CUDA_VISIBLE_DEVICES="):
+            torch.cuda.init()
     if gpu:
         torch.cuda.set_device(device)
         # It would build a plan, 0.03 to 1 s, for every new shape: hundreds a step.
@@ -124,9 +130,9 @@ def shard(policy: nn.Module, args: object, world: World, offload: bool = False) 
         return receive(policy, world)
     cast = (torch.bfloat16, torch.float32) if args.dtype == "bfloat16" else ()
     how = {"mp_policy": MixedPrecisionPolicy(*cast), "reshard_after_forward": True}
-    replicas, names = world.size // sharing, ("replicas", "shards")
-    mesh = init_device_mesh(world.device.type, (replicas, sharing), mesh_dim_names=names)
-    how["mesh"] = mesh if replicas > 1 else mesh["shards"]
+    shape, names = (world.size // sharing, sharing), ("replicas", "shards")
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    how["mesh"], policy.replicas = mesh["shards"], mesh["replicas"].get_group()
     if offload:
         how["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for layer in policy.lm.base_model.layers:
@@ -203,17 +209,22 @@ def gather(values: Tensor, world: World) -> Tensor:
 def divide_gradients(policy: nn.Module, count: float | Tensor, world: World) -> None:
     """From each rank's gradient of its own sum to the gradient of the mean over all ranks.
 
-    `count` is what this rank has summed over. FSDP has averaged the gradients over the ranks in
-    each backward pass; those of a plain module are averaged here, in one message. Times the number
-    of ranks that is the sum of all; over what all ranks have counted, it is the mean that the
-    objective asks for, whatever the micro-batches and the number of ranks.
+    `count` is what this rank has summed over. FSDP has averaged the gradients over the ranks that
+    share a model in each backward pass: times their number that is a sum. Over replicas, a plain
+    module's in one message, they are summed here, once for all micro-batches. Over what all ranks
+    have counted, that is the mean that the objective asks for, whatever the micro-batches and the
+    number of ranks.
     """
-    gradients = [one.grad for one in policy.parameters() if one.grad is not None]
-    if world.size > 1 and not isinstance(gradients[0], DTensor):
+    gradients, averaged = [one.grad for one in policy.parameters() if one.grad is not None], 1
+    if isinstance(gradients[0], DTensor):
+        averaged = gradients[0].device_mesh.size()  # ranks
+        for gradient in gradients if averaged < world.size else ():
+            dist.all_reduce(gradient.to_local(), group=policy.replicas)
+    elif world.size > 1:
         flat = nn.utils.parameters_to_vector(gradients)
         dist.all_reduce(flat)
-        nn.utils.vector_to_parameters(flat.div_(world.size), gradients)
-    factor = world.size / global_sum({"count": count}, world)["count"]
+        nn.utils.vector_to_parameters(flat, gradients)
+    factor = averaged / global_sum({"count": count}, world)["count"]
     for gradient in gradients:
         gradient.mul_(factor)
 

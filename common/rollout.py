@@ -35,8 +35,9 @@ class HFEngine:
     ):
         """`dtype`: float32, bfloat16, or float8: e4m3 matrices, computing in bfloat16. `experts`:
         report them, where the model has some."""
-        self.float8 = dtype == "float8"
         precision = torch.float32 if dtype == "float32" else torch.bfloat16
+        # Float8 rounds the trainer's numbers; else half the bytes cross, and the same ones.
+        self.float8, self.pushed = dtype == "float8", None if dtype == "float8" else precision
         self.lm = receive(copy.deepcopy(lm), world).eval().requires_grad_(False)
         for parameter in self.lm.parameters():  # not .to(dtype): rotary frequencies stay float32
             parameter.data = parameter.data.to(precision)
@@ -50,7 +51,7 @@ class HFEngine:
     def sync(self, policy: torch.nn.Module) -> None:
         """Copy the trainer's weights into the sampler's, one whole tensor at a time."""
         own = dict(self.lm.named_parameters())
-        for name, full in full_parameters(policy):
+        for name, full in full_parameters(policy, self.pushed):
             matrix = full.dim() >= 2 and ".layers." in name and not name.endswith(ROUTERS)
             own[name].copy_(float8(full) if self.float8 and matrix else full)
 

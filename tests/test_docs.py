@@ -16,6 +16,7 @@ import pytest
 import torch
 from common.plumbing.launch import parse
 from tools import bench, memory, results
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.adapters import ALGORITHMS, MODULES, NINE, PATHS, VARIANTS
 from tests.gpu.shapes import qwen3_1_7b
@@ -175,6 +176,10 @@ tools.staleness nan 1
 tools.overhead x
 tools.overhead 0
 tools.memory grpo nope
+tools.memory --model nowhere/nothing
+tools.memory --model common/tiny --gpus 1
+tools.memory --model tiny --gpus 12
+tools.memory --gpu_memory 0
 tools.weights nope
 tools.reader nope
 tools.reader grpo sapo stapo
@@ -341,6 +346,80 @@ def test_the_table_of_memory_is_the_tools(capsys):
     memory.main(NINE)
     rows = PAGES["gpu"].split("| file | model | parameters |")[1].split("\n\n")[0].splitlines()[2:]
     assert sorted(rows) == sorted(capsys.readouterr().out.splitlines()[2:])
+
+
+def test_the_table_of_cards_is_the_tools():
+    """docs/gpu.md: what one card holds."""
+    rows = PAGES["gpu"].split("| card | model |")[1].split("\n\n")[0].splitlines()[2:]
+    assert rows == memory.cards()[2:]
+
+
+# config.json as published: GB of weights, gradient and moments in all
+CONFIGS = {
+    "qwen3": ({"hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144}, 27.5),
+    "llama": ({"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192}, 19.8),
+    "qwen3_moe": (
+        {
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+        488.5,
+    ),
+}
+MORE_OF = {  # Llama-3.2-1B's heads are 64 wide, which its config.json leaves to be divided
+    "qwen3": {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
+    "llama": {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256},
+    "qwen3_moe": {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128},
+}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_memory_is_told_for_any_config(family, tmp_path, monkeypatch, capsys):
+    """Of a folder that holds nothing but config.json: parameters as transformers counts them, a
+    command whose flags exist, and a peak within the card."""
+    shape, states = CONFIGS[family]
+    config = shape | MORE_OF[family] | {"model_type": family}
+    config |= {"tie_word_embeddings": family != "qwen3_moe"}
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 151_936} | config))
+    found = memory.shape_of(str(tmp_path))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    true = sum(p.numel() for p in model.parameters())
+    assert found.parameters() == pytest.approx(true, rel=1e-3)
+    assert 16 * found.parameters() / 1e9 == pytest.approx(states, rel=0.01)
+    said = memory.answer("grpo", str(tmp_path), 16, 80.0, 1024)
+    command = said.split("torchrun ")[1].splitlines()[0].split()
+    assert command[:3] == ["--nnodes=2", "--nproc_per_node=8", "grpo.py"]
+    monkeypatch.setattr(sys, "argv", command[2:])
+    parse(importlib.import_module("grpo").Args)
+    estimated = memory.estimate("grpo", command, 80.0, found)
+    assert estimated["peak"] < 80 and f"peak {estimated['peak']:.1f} GB" in said
+
+
+def test_what_fits_grows_with_the_card_and_the_cards():
+    """1.7B: offloaded on 24 GB, not on 80 GB; 8B by itself on 8 cards alone; nothing on 4 GB."""
+
+    def command(model: str, gpus: int, gpu: float) -> str:
+        model = f"Qwen/Qwen3-{model}-Base"
+        fits = memory.fit("grpo", model, memory.SHAPES[model], gpus, gpu, 2048)
+        return " ".join(fits[0]) if fits else "does not fit"
+
+    assert "--offload " in command("1.7B", 1, 24) and "offload" not in command("1.7B", 1, 80)
+    assert "--offload " in command("8B", 1, 80) and "offload" not in command("8B", 8, 80)
+    assert command("0.6B", 1, 4) == "does not fit"
+    assert "4 GB: does not fit" in memory.answer("grpo", "Qwen/Qwen3-8B-Base", 1, 4.0, 2048)
+    assert "2 would do" in memory.answer("grpo", "Qwen/Qwen3-14B-Base", 1, 48.0, 2048)
+
+
+def test_offload_moves_the_states_to_the_host():
+    words = memory.commands("grpo")[0]
+    usual, away = (memory.estimate("grpo", [*words, *more]) for more in ([], ["--offload"]))
+    assert away["states"] < usual["states"] / 5 and away["reference"] == 0
+    moved = 8 * (usual["states"] + usual["reference"])  # GB, of eight ranks
+    assert away["host"] == pytest.approx(moved, rel=0.1) and away["peak"] < usual["peak"]
 
 
 def test_every_command_on_a_real_model_fits_80_gb():

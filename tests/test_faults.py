@@ -128,7 +128,11 @@ def without_memory(phase: str, *flags: object) -> None:
 
 @pytest.mark.parametrize(
     ("phase", "flag"),
-    [("response_logprobs", "--micro_tokens"), ("generate", "--rollout_rows or --vllm_memory")],
+    [
+        ("response_logprobs", "--micro_tokens"),
+        ("generate", "--rollout_rows or --vllm_memory"),
+        ("__init__", "--vllm_memory (what fits: tools.memory --model)"),  # the engine's
+    ],
 )
 def test_out_of_memory_names_the_flag_to_lower(tmp_path, phase, flag):
     """In the update as in the rollout; exit code 1 and one line."""

@@ -195,6 +195,19 @@ def test_no_child_keeps_the_lock(run):
     child.communicate()
 
 
+def test_a_requeued_job_waits_for_the_lock_of_the_dead(run, monkeypatch):
+    """NFS frees it after a lease: with `--resume auto` three minutes are waited for it, no more."""
+    slept: list[float] = []
+    monkeypatch.setattr("common.plumbing.folder.time.monotonic", lambda: sum(slept))
+    holder = lock(run)
+    monkeypatch.setattr("common.plumbing.folder.time.sleep", slept.append)
+    with pytest.raises(BadInput, match="under way"):
+        lock(run, 180)
+    assert sum(slept) == 180
+    monkeypatch.setattr("common.plumbing.folder.time.sleep", lambda _: os.close(holder))
+    os.close(lock(run, 300))
+
+
 def test_ranks_on_a_run_under_way_say_one_line(run):
     holder = lock(run)
     ended = command("grpo", *SMALL, "--run_dir", run, "--resume", ranks=2)

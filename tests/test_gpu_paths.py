@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -122,11 +123,86 @@ def engine_of(Args: type = grpo.Args, model: str = "tiny", **flags: object) -> V
         ("Qwen/Qwen3-1.7B", True, "cpu", "hf"),
     ],
 )
-def test_auto_takes_the_engine_that_fits(monkeypatch, model, installed, device, engine):
+def test_auto_takes_the_engine_that_fits(cuda, monkeypatch, model, installed, device, engine):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
     args = grpo.Args(model=model)
     check(args, World(0, 1, torch.device(device)))
     assert args.rollout == engine
+
+
+@pytest.mark.parametrize(
+    ("capability", "asked", "dtype"),
+    [
+        ((7, 5), "auto", "float32"),  # T4
+        ((8, 0), "auto", "bfloat16"),  # A100
+        ((7, 5), "bfloat16", "bfloat16"),  # emulated: as one likes
+    ],
+)
+def test_a_gpu_without_bfloat16_trains_in_float32(
+    cuda, monkeypatch, capsys, capability, asked, dtype
+):
+    """And says so in one line, on one rank."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for rank in range(2):
+        args = grpo.Args(dtype=asked, prompts_per_step=8)
+        check(args, World(rank, 2, torch.device("cuda", rank)))
+        assert args.dtype == dtype
+        said = f"compute capability below 8.0: {dtype} on cuda:0\n"
+        assert capsys.readouterr().err == said * (rank == 0 and capability < (8, 0))
+
+
+def test_apples_gpus_are_not_used(monkeypatch, capsys):
+    """One line, where there is one; elsewhere none."""
+    for there in (True, False):
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda there=there: there)
+        check(grpo.Args(), World(0, 1, torch.device("cpu")))
+        said = capsys.readouterr().err
+        assert said == "Apple's GPUs are not used: float32 on cpu\n" * there
+
+
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 12020). Please update"
+
+
+@pytest.mark.parametrize(
+    ("build", "devices", "visible", "refused"),
+    [
+        ("13.0", ["/dev/nvidia0"], None, True),
+        ("13.0", ["/dev/nvidia0"], "", False),  # the user wants the CPU
+        ("13.0", [], None, False),  # a laptop with pip's default torch
+        (None, ["/dev/nvidia0"], None, False),  # torch's CPU build, chosen by hand
+    ],
+)
+def test_a_driver_too_old_is_no_run_on_the_cpu(
+    monkeypatch, capsys, tmp_path, build, devices, visible, refused
+):
+    """torch only warns, and says that there is no GPU: here it is one line and exit code 2."""
+
+    def init() -> None:
+        raise RuntimeError(TOO_OLD)
+
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr("common.distributed.glob", lambda pattern: devices)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    code = run_here(grpo.main, *SMALL, "--steps", 1, "--run_dir", tmp_path / "run")
+    said = capsys.readouterr().err
+    assert code == 2 * refused and (TOO_OLD in said) == refused
+    if refused:
+        assert said.count("\n") == 1 and "on its CPU: CUDA_VISIBLE_DEVICES=" in said
+
+
+@pytest.mark.parametrize("theirs", [None, "garbage_collection_threshold:0.8"])
+def test_the_users_allocator_settings_win(theirs):
+    """Also under their older name, over which torch prefers the newer one."""
+    given = {"PYTORCH_CUDA_ALLOC_CONF": theirs} if theirs else {}
+    env = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key}
+    code = "import common, os; print(os.environ['PYTORCH_ALLOC_CONF'])"
+    how = {"env": env | given, "cwd": ROOT, "capture_output": True, "text": True}
+    assert subprocess.run([sys.executable, "-c", code], **how).stdout.strip() == (
+        theirs or "expandable_segments:True"
+    )
 
 
 def test_float8_needs_a_gpu_that_has_it(cuda, monkeypatch):
@@ -171,17 +247,22 @@ def test_further_options_go_to_vllm(fake_vllm):
 
 
 def test_further_options_that_vllm_refuses_are_one_line(fake_vllm, monkeypatch):
-    """In vLLM's words; without any it is a mistake of ours, with its traceback."""
+    """In vLLM's words, and so is what its memory forbids; what else goes wrong without further
+    options is a mistake of ours, with its traceback."""
+    error = ValueError("1 validation error for CacheConfig\ncache_dtype\n  Input should be ...")
 
     def refuse(self: object, **options: object) -> None:
-        raise ValueError("1 validation error for CacheConfig\ncache_dtype\n  Input should be ...")
+        raise error
 
     monkeypatch.setattr(FakeLLM, "__init__", refuse)
     with pytest.raises(BadInput, match="--vllm kv_cache_dtype=x: vLLM refuses that .1 valid"):
         engine_of(vllm=("kv_cache_dtype=x",))
-    with pytest.raises(ValueError, match="1 validation error") as caught:
+    error = ValueError("No available memory for the cache blocks.\nTry a larger share")
+    with pytest.raises(BadInput, match="not start: another --vllm_memory, .* .No available memory"):
         engine_of()
-    assert not isinstance(caught.value, BadInput)
+    error = TypeError("a mistake of ours")
+    with pytest.raises(TypeError):
+        engine_of()
 
 
 def test_further_options_come_from_the_command_line(monkeypatch):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import vcpo
 from common.plumbing.checkpoint import load_checkpoint
 from common.distributed import clip_gradients, full_parameters, divide_gradients, setup, shard
+from common.distributed import whole_tensor
 from common.logprobs import Policy, frozen_reference
 from common.plumbing.model import load_model
 from common.rollout import HFEngine
@@ -101,14 +102,21 @@ def test_what_rank_0_refuses_ends_all(tmp_path):
 
 
 def clips(folder: Path) -> None:
-    """One of four ranks: gradient norm and gathered weights under every division of the ranks."""
-    world, found = setup(), []
+    """One of four ranks: gradient norm and gathered weights under every division of the ranks, and
+    what the ranks add up over replicas, pass by pass."""
+    world, found, sums, add_up = setup(), [], [], dist.all_reduce
+    dist.all_reduce = lambda tensor, **how: sums.append(tensor.numel()) or add_up(tensor, **how)
     for shard_ranks in (4, 2, 1):
         for dtype in ("float32", "bfloat16"):
             lm, _ = load_model("tiny", world)
             policy = shard(Policy(lm), grpo.Args(dtype=dtype, shard_ranks=shard_ranks), world)
-            (logprobs_of(policy).sum() * (world.rank + 1)).backward()  # the ranks' mean: 2.5
-            divide_gradients(policy, 0.5, world)  # over 2, the ranks' count: 5 of one
+            sums.clear()
+            for _ in range(2):  # micro-batches
+                (logprobs_of(policy).sum() * (world.rank + 1)).backward()  # the ranks' mean: 2.5
+            assert not sums, "replicas exchange gradients once a step, not in every pass"
+            divide_gradients(policy, 1.0, world)  # over 4, the ranks' count: 5 of one
+            owned = sum(whole_tensor(p).numel() for p in policy.parameters()) // shard_ranks
+            assert sums == [1] or owned <= sum(sums) - 1 <= 1.01 * owned and shard_ranks < 4
             norm = clip_gradients(policy, 0.5)
             assert clip_gradients(policy, 1.0) == pytest.approx(0.5, rel=1e-4)
             found.append((dtype, norm, [full for _, full in full_parameters(policy)]))

@@ -1,6 +1,11 @@
-"""Memory per GPU of the commands in the files' headers, estimated, in GB; and per host.
+"""Memory per GPU, estimated, in GB: what fits a card, or what the files' headers ask for.
 
-    python -m tools.memory [FILE ...]
+    python -m tools.memory --model MODEL [--gpus N] [--gpu_memory GB] [--max_new_tokens T] [FILE]
+    python -m tools.memory --cards      the largest Qwen3 for one card of 16, 24, 48, 80, 141 GB
+    python -m tools.memory [FILE ...]   of the commands in the headers, on cards of 80 GB
+
+MODEL is a folder or a hub name, of which config.json is read. The first prints the fastest command
+of FILE (default: grpo) that fits, and what it leaves room for.
 
 What is counted, with N parameters over R ranks (or --shard_ranks):
     states       float32 master copy, AdamW's two moments, float32 gradient: 16 N / R bytes
@@ -15,23 +20,27 @@ What is counted, with N parameters over R ranks (or --shard_ranks):
                  --gradient_checkpointing a layer's input for each layer and one layer whole; and
                  three blocks of logits
     vLLM         weights (bfloat16; minirl: 8 bits) / --tensor_parallel; its KV cache is what
-                 --vllm_memory, a share of 80 GB, leaves beside them and some 5 GB for its
+                 --vllm_memory, a share of the card, leaves beside them and some 5 GB for its
                  activations and CUDA graphs
-The peak is the largest phase's: in an update all of the trainer's parts beside vLLM's share, or
-with --vllm_sleep beside the graphs, which stay (2 GB); in a sampling states, reference and vLLM's
-share; in a push also the two largest tensors, whole, in vLLM's precision. Allocator slack and
-NCCL's buffers come on top (some 3 to 6 GB).
+With --offload states and reference are the host's; the GPU holds float32 shards of what is being
+gathered. The peak is the largest phase's: in an update all of the trainer's parts beside vLLM's
+share, or with --vllm_sleep beside the graphs, which stay (2 GB); in a sampling states without
+gradient, reference and vLLM's share; in a push also the two largest tensors, whole, in vLLM's
+precision. Allocator slack and NCCL's buffers come on top (some 3 to 6 GB): what fits leaves 1 GB
+and 6% of the card for them.
 
 host: GB on the node of rank 0, which alone loads the float32 weights (and, for a reference, copies
 them); with --vllm_sleep each rank's sleeping weights, every tensor in a pinned block of the next
-power of two; an offloaded reference; minirl's columns of experts, sampler's and trainer's.
+power of two; what is offloaded; minirl's columns of experts, sampler's and trainer's.
 """
 
 import importlib
+import itertools
 import math
 import re
 from dataclasses import dataclass
 
+from common.distributed import BadInput, blame
 from common.logprobs import BLOCK_ELEMENTS
 from tools import arguments
 from tools.marks import ROOT, algorithms
@@ -41,6 +50,12 @@ FILES = {p.stem: ".".join(p.relative_to(ROOT).with_suffix("").parts) for p in al
 GPU, PROMPT = 80.0, 512  # GB; tokens of a prompt
 VLLM_WORK = 5e9  # bytes of vLLM's activations and CUDA graphs
 GRAPHS = 2e9  # of these the graphs
+ENOUGH = 16  # responses that vLLM samples at once: with fewer it waits for memory, not for the GPU
+# What saves memory, from what costs nothing to what costs most time
+SAVINGS = ["", "--vllm_sleep", "--vllm_sleep --micro_tokens 8192"]
+SAVINGS += [f"--gradient_checkpointing {more}".strip() for more in SAVINGS]
+SAVINGS += ["--gradient_checkpointing --vllm_sleep --micro_tokens 4096 --offload_reference"]
+SAVINGS += ["--gradient_checkpointing --vllm_sleep --micro_tokens 4096 --offload"]
 
 
 @dataclass
@@ -95,14 +110,39 @@ class Shape:
 
 
 SHAPES = {  # from the models' config.json
+    "Qwen/Qwen3-0.6B-Base": Shape(1024, 28, 16, 8, 3072, True),
     "Qwen/Qwen3-1.7B-Base": Shape(2048, 28, 16, 8, 6144, True),
+    "Qwen/Qwen3-4B-Base": Shape(2560, 36, 32, 8, 9728, True),
     "Qwen/Qwen3-8B-Base": Shape(4096, 36, 32, 8, 12288, False),
+    "Qwen/Qwen3-14B-Base": Shape(5120, 40, 40, 8, 17408, False),
     "Qwen/Qwen3-30B-A3B-Base": Shape(2048, 48, 32, 4, 768, False, experts=128, active=8),
     "Qwen/Qwen2.5-1.5B": Shape(1536, 28, 12, 2, 8960, True),
     "Qwen/Qwen2.5-Math-1.5B": Shape(1536, 28, 12, 2, 8960, True),
     "Qwen/Qwen2.5-7B": Shape(3584, 28, 28, 4, 18944, False, vocabulary=152_064),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": Shape(1536, 28, 12, 2, 8960, False),
 }
+
+
+def shape_of(model: str) -> Shape:
+    """From the config.json of a folder or of a hub model; BadInput where it does not say enough."""
+    from transformers import AutoConfig
+
+    if model in SHAPES:
+        return SHAPES[model]
+    with blame(f"--model {model}: its config.json cannot be read"):
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
+    names = {"hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
+    names |= {"kv_heads": "num_key_value_heads", "intermediate": "intermediate_size"}
+    names |= {"tied": "tie_word_embeddings", "vocabulary": "vocab_size"}
+    if experts := getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0):
+        names |= {"active": "num_experts_per_tok"}
+        if hasattr(config, "moe_intermediate_size"):
+            names |= {"intermediate": "moe_intermediate_size"}
+    if missing := [key for key in names.values() if getattr(config, key, None) is None]:
+        raise BadInput(f"--model {model}: its config.json has no {missing[0]}")
+    known = {part: getattr(config, key) for part, key in names.items()}
+    known["head_dim"] = getattr(config, "head_dim", None) or known["hidden"] // known["heads"]
+    return Shape(**known, experts=experts or 1)
 
 
 def commands(name: str) -> list[list[str]]:
@@ -113,8 +153,10 @@ def commands(name: str) -> list[list[str]]:
     return [re.sub(r"\s#\s.*", "", line).split() for line in lines if " ..." not in line]
 
 
-def estimate(name: str, words: list[str]) -> dict[str, float]:
-    """GB per GPU, by part, and on the host."""
+def estimate(
+    name: str, words: list[str], gpu: float = GPU, shape: Shape | None = None
+) -> dict[str, float]:
+    """GB per GPU of `gpu` GB, by part, and on the host, for a command of file `name`."""
     flags = dict(zip(words, [*words[1:], ""])) | dict(w.split("=") for w in words if "=" in w)
     local, nodes = int(flags["--nproc_per_node"]), int(flags.get("--nnodes", 1))
     args, ranks = importlib.import_module(FILES[name]).Args(), local * nodes
@@ -122,7 +164,7 @@ def estimate(name: str, words: list[str]) -> dict[str, float]:
     def number(field: str) -> float:
         return float(flags.get(f"--{field}", getattr(args, field, 0)))
 
-    shape, sharing = SHAPES[flags["--model"]], int(number("shard_ranks")) or ranks
+    shape, sharing = shape or SHAPES[flags["--model"]], int(number("shard_ranks")) or ranks
     response = number("max_new_tokens") + PROMPT
     tokens = max(number("micro_tokens"), response)  # the longest response is never split
     n, root, layer = shape.parameters(), shape.root(), shape.layer()
@@ -131,18 +173,21 @@ def estimate(name: str, words: list[str]) -> dict[str, float]:
     kept = shape.kept() * tokens  # of one layer
     inputs = 2 * shape.hidden * tokens * shape.layers
     held = inputs + kept if "--gradient_checkpointing" in flags else kept * shape.layers
-    refers, offloads = number("beta") > 0, "--offload_reference" in flags
+    refers, away = number("beta") > 0, "--offload" in flags
+    offloads = away or "--offload_reference" in flags
     sleeps, width = "--vllm_sleep" in flags, 1 if args.rollout_dtype == "float8" else 2
     whole_gradient = 4 * shape.head() if hasattr(args, "optimal_baseline") else 0
+    states = (16 * trained + 4 * n * (name == "jet")) / sharing
     parts = {
-        "states": (16 * trained + 4 * n * (name == "jet")) / sharing,
+        "states": 4 * (root + 2 * layer) / sharing if away else states,
         "reference": 4 * n / sharing if refers and not offloads else 0,
         "gathered": 2 * (root + 2 * layer) + 6 * (root + layer) + whole_gradient,
         "activations": held + 3 * 4 * BLOCK_ELEMENTS,
         "vLLM weights": width * n / number("tensor_parallel"),
     }
-    share, vllm = number("vllm_memory") * GPU * 1e9, parts["vLLM weights"]
-    trainer, resident = sum(parts.values()) - vllm, parts["states"] + parts["reference"]
+    share, vllm = number("vllm_memory") * gpu * 1e9, parts["vLLM weights"]
+    gradient = 0 if away else 4 * trained / sharing  # there is none while the engine works
+    trainer, resident = sum(parts.values()) - vllm, parts["states"] + parts["reference"] - gradient
     pushed = 2 * 2 * max(shape.head(), *shape.matrices())
     parts["KV cache"] = max(0.0, share - vllm - VLLM_WORK)
     pushing = resident + pushed + (vllm + GRAPHS if sleeps else share)
@@ -154,10 +199,73 @@ def estimate(name: str, words: list[str]) -> dict[str, float]:
     columns = 2 * shape.layers * shape.active * response if shape.experts > 1 else 0
     rows = number("prompts_per_step") * number("group_size") / nodes
     later = (4 * n / nodes if refers and offloads else 0) + (name == "minirl") * rows * columns
+    later += states * local if away else 0
     parts["host"] = sleeps * local * sum(blocks) + max(4 * n * (2 if refers else 1), later)
     cached = parts["KV cache"] * number("tensor_parallel") / shape.cache()  # tokens
     parts = {part: size / 1e9 for part, size in parts.items()}
     return parts | {"parameters": n / 1e9, "ranks": ranks, "responses in cache": cached / response}
+
+
+def fit(
+    name: str, model: str, shape: Shape, gpus: int, gpu: float, response: int
+) -> tuple[list[str], dict[str, float]] | None:
+    """The fastest command of file `name` that fits on `gpus` cards of `gpu` GB, and its estimate;
+    None where none does. First of all vLLM shall have room for ENOUGH responses, then for two."""
+    nodes, local = (gpus // 8, 8) if gpus > 8 else (1, gpus)
+    words = [f"--nnodes={nodes}"] * (nodes > 1) + [f"--nproc_per_node={local}", f"{name}.py"]
+    words += f"--model {model} --task gsm8k --lr 1e-6 --minibatches 1".split()
+    words += f"--prompts_per_step {-(-64 // gpus) * gpus} --max_new_tokens {response}".split()
+    engines = [ranks for ranks in (1, 2, 4, 8) if local % ranks == 0]
+    for wanted, ranks, saving in itertools.product((ENOUGH, 2), engines, SAVINGS):
+        more = [*saving.split(), *["--tensor_parallel", f"{ranks}"] * (ranks > 1)]
+        for share in range(90, 14, -5):  # from the largest down: a larger cache samples faster
+            last = [*words, *more, "--vllm_memory", f"{share / 100:.2f}"]
+            found = estimate(name, last, gpu, shape)
+            if found["peak"] <= 0.94 * gpu - 1 and found["responses in cache"] >= wanted:
+                return last, found
+    return None
+
+
+def answer(name: str, model: str, gpus: int, gpu: float, response: int) -> str:
+    """What fits, and the command that does it; or how many cards are needed."""
+    shape, cards = shape_of(model), f"{gpus} GPU(s) of {gpu:g} GB"
+    n = shape.parameters() / 1e9
+    lines = [f"{model}: {n:.1f} billion parameters, of which weights, gradient and AdamW's moments"]
+    lines[0] += f" are {16 * n:.0f} GB in all (float32; estimates, no GPU has seen them)"
+    if fits := fit(name, model, shape, gpus, gpu, response):
+        words, found = fits
+        lines += [f"{cards}: fits", f"    torchrun {' '.join(words)}"]
+        room = f"room for {found['responses in cache']:.0f} responses of full length per GPU"
+        lines += [
+            f"    peak {found['peak']:.1f} GB per GPU, {room}, {found['host']:.0f} GB of host"
+        ]
+        return "\n".join(lines)
+    for more in (gpus * 2**i for i in range(1, 8)):
+        if (
+            more <= 128
+            and (more <= 8 or more % 8 == 0)
+            and fit(name, model, shape, more, gpu, response)
+        ):
+            return "\n".join([*lines, f"{cards}: does not fit; {more} would do"])
+    return "\n".join([*lines, f"{cards}: does not fit, nor do more of them"])
+
+
+def cards() -> list[str]:
+    """For one card of each size the largest Qwen3 that fits with its states on the GPU, and with
+    --offload: rows of docs/gpu.md."""
+    rows = ["| card | model | flags | peak | responses in cache | host |", "|---" * 6 + "|"]
+    ladder = [model for model in SHAPES if "Qwen3-" in model and "A3B" not in model]
+    for gpu in (16, 24, 48, 80, 141):
+        best = {}
+        for model in ladder:
+            if fits := fit("grpo", model, SHAPES[model], 1, gpu, 2048):
+                best["--offload" in fits[0]] = model, *fits
+        for model, words, found in best.values():
+            flags = " ".join(words[words.index("2048") + 1 :])
+            cells = [f"{gpu} GB", model.partition("/")[2], f"`{flags}`", f"{found['peak']:.1f}"]
+            cells += [f"{found['responses in cache']:.0f}", f"{found['host']:.0f}"]
+            rows.append("| " + " | ".join(cells) + " |")
+    return rows
 
 
 def main(names: list[str]) -> None:
@@ -179,7 +287,24 @@ if __name__ == "__main__":
     parser = arguments(__doc__)
     known = ", ".join(FILES)
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {known} (default: all)")
-    names = parser.parse_args().files or list(FILES)
-    if unknown := [name for name in names if name not in FILES]:
+    parser.add_argument("--model", help="a folder or a hub name: what fits, and the command")
+    parser.add_argument("--gpus", type=int, default=1, help="how many (more than 8: nodes of 8)")
+    parser.add_argument("--gpu_memory", type=float, default=GPU, metavar="GB", help="of each")
+    parser.add_argument("--max_new_tokens", type=int, default=2048, metavar="T")
+    parser.add_argument("--cards", action="store_true", help="the largest Qwen3 for one card")
+    args = parser.parse_args()
+    if unknown := [name for name in args.files if name not in FILES]:
         parser.error(f"{unknown[0]}: unknown, use some of {known}")
-    main(names)
+    if args.gpus < 1 or args.gpus > 8 and args.gpus % 8 or args.gpu_memory <= 0:
+        asked = f"--gpus {args.gpus} --gpu_memory {args.gpu_memory:g}"
+        parser.error(f"{asked}: 1 to 8 GPUs or whole nodes of 8, of more than 0 GB")
+    given = (args.model, args.gpus, args.gpu_memory, args.max_new_tokens)
+    try:
+        if args.model:
+            print(answer((args.files or ["grpo"])[0], *given))
+        elif args.cards:
+            print("\n".join(cards()))
+        else:
+            main(args.files or list(FILES))
+    except BadInput as error:
+        parser.error(str(error))

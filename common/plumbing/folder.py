@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -47,16 +48,24 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
-def lock(folder: Path) -> int:
-    """Keep other runs out of `folder` as long as this process has the descriptor returned."""
+def lock(folder: Path, patience: int = 0) -> int:
+    """Keep other runs out of `folder` as long as this process has the descriptor returned.
+
+    `patience`: seconds to wait for another's lock. NFS gives up a dead node's after some 90.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise BadInput(f"--resume: a run is under way in {folder}") from None
-    except OSError:  # a file system without locks
-        pass
-    return descriptor
+    until = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise BadInput(f"--resume: a run is under way in {folder}") from None
+            time.sleep(5)
+            continue
+        except OSError:  # a file system without locks
+            pass
+        return descriptor
 
 
 def saved_config(folder: Path) -> dict:

@@ -74,7 +74,8 @@ def report(error: Exception, world: World) -> None:
     sampling = Run.phase in ("rollout", "evaluate", "branch", "sync")
     message = " ".join(str(error).splitlines())
     if isinstance(error, torch.OutOfMemoryError):
-        lower = "--rollout_rows or --vllm_memory" if sampling else "--micro_tokens"
+        lower = "--micro_tokens" if Run.phase else "--vllm_memory (what fits: tools.memory --model)"
+        lower = "--rollout_rows or --vllm_memory" if sampling else lower
         message = f"out of memory in {Run.phase or 'set-up'} ({first_line(error)}): lower {lower}"
     elif lost:
         message = f"rank {world.rank} lost contact to another rank in {Run.phase}"
@@ -129,8 +130,13 @@ def settle(args: object, world: World, model: str) -> None:
     if args.rollout == "auto":  # starting vLLM takes a minute, longer than an embedded model's run
         vllm = gpu and model not in EMBEDDED and importlib.util.find_spec("vllm")
         args.rollout = "vllm" if vllm else "hf"
-    if args.dtype == "auto":
-        args.dtype = "bfloat16" if gpu else "float32"
+    old = gpu and torch.cuda.get_device_capability(world.device) < (8, 0)
+    apple = not gpu and torch.backends.mps.is_available()
+    if args.dtype == "auto":  # before Ampere bfloat16 is emulated, and vLLM refuses it
+        args.dtype = "bfloat16" if gpu and not old else "float32"
+    if (old or apple) and world.rank == 0:
+        why = "compute capability below 8.0" if old else "Apple's GPUs are not used"
+        print(f"{why}: {args.dtype} on {world.device}", file=sys.stderr, flush=True)
     engine = args.tensor_parallel if args.rollout == "vllm" else 1
     for flag, ranks in (("shard_ranks", args.shard_ranks or 1), ("tensor_parallel", engine)):
         if world.size % ranks:

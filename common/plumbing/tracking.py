@@ -76,7 +76,8 @@ class Run:
         if not saved:
             raise BadInput(f"--resume: no checkpoint in {folder}")
         self.folder = folder
-        CLOSING.append(partial(os.close, lock(folder)))
+        patience = 180 if self.args.resume == "auto" else 0  # seconds: a requeued job waits
+        CLOSING.append(partial(os.close, lock(folder, patience)))
         return True
 
     def start(self, done: int) -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from common.batch import Rollout
 from common.distributed import CLOSING, TIMEOUT, BadInput, RunStopped, World
-from common.distributed import blame, full_parameters
+from common.distributed import blame, first_line, full_parameters
 from common.plumbing.model import EMBEDDED
 from common.plumbing.routing import why_not_replayed
 
@@ -41,9 +41,13 @@ class VLLMEngine:
         groups = [dist.new_group(group, TIMEOUT, backend="gloo") for group in groups]
         self.group = groups[world.rank // ranks]
         options |= passed_through(args.vllm, options) | (for_a_cpu() if cpu else {})
-        refused = blame(f"--vllm {' '.join(args.vllm)}: vLLM refuses that")
-        with refused if args.vllm else contextlib.nullcontext():
+        why = "vLLM does not start: another --vllm_memory, or a lower --max_new_tokens"
+        why = f"--vllm {' '.join(args.vllm)}: vLLM refuses that" if args.vllm else why
+        kinds = Exception if args.vllm else ValueError  # vLLM's word for too little memory
+        try:
             self.llm = vllm.LLM(**options)
+        except kinds as error:
+            raise BadInput(f"{why} ({first_line(error)})") from error
         # vLLM keeps to this stream, so we must.
         self.stream = None if cpu else torch.cuda.current_stream(world.device)
         CLOSING.append(self.llm.llm_engine.engine_core.shutdown)

@@ -1,22 +1,30 @@
 #!/usr/bin/env bash
-# What needs a GPU, in two calls of at most ten minutes each; the table goes to the screen and to $OUT/gpu.md.
-#     bash tests/gpu/run.sh          bash tests/gpu/run.sh with_vllm          bash tests/gpu/run.sh losses qwen3_step
-# Works with the pinned versions and with torch 2.11 and transformers 5.17; needs no hub and no vLLM. What the loop needs
-# beside them is installed if it is missing and there is an index to install from.
+# What needs a GPU, block by block in the order of what they tell; each row is printed as soon as it is known, and the
+# table is in $OUT/gpu.md as well. Where a command may take ten minutes, these are the calls (minutes estimated, on one H100):
+#     bash tests/gpu/run.sh facts grid       right? how fast is a training step, and with how much memory?   8
+#     bash tests/gpu/run.sh step bench       a trainer's step on uneven lengths; a whole step, by phase       8
+#     bash tests/gpu/run.sh runs             twelve short runs                                                8
+#     bash tests/gpu/run.sh resume norms     kill and resume; 0.6B and 1.7B on 24 GB; vcpo's norms            6
+#     bash tests/gpu/run.sh vllm             five runs with vLLM, where it is installed                      10
+# Single checks go by their names (losses, "8x2048 compiled"). Needs no hub; works with the pinned versions and with torch
+# 2.11 and transformers 5.17. On a machine without an index, carry what the loop needs beside them:
+#     bash tests/gpu/wheels.sh 3.12          makes tests/gpu/wheels (40 MB), for that Python on x86-64 Linux
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 out="${OUT:-$(mktemp -d)}"
 python=$(command -v python3 || command -v python)
-if ! "$python" -c "import tyro, tqdm, matplotlib" && ! "$python" -m pip install --quiet tyro tqdm matplotlib; then
-    echo "install tyro, tqdm and matplotlib first (tyro needs docstring-parser and typeguard)"
+export PIP_BREAK_SYSTEM_PACKAGES=1
+[ -d tests/gpu/wheels ] && export PIP_NO_INDEX=1 PIP_FIND_LINKS="$PWD/tests/gpu/wheels"
+if ! "$python" -c "import tyro, tqdm, matplotlib" 2> /dev/null && ! "$python" -m pip install --quiet tyro tqdm matplotlib; then
+    echo "tyro, tqdm and matplotlib are missing, and there is no index: make tests/gpu/wheels on another machine (see above)"
     exit 1
 fi
 {
-    echo "$(date -u +%F), $("$python" -c 'import torch, transformers; print(torch.cuda.get_device_name(), "torch", torch.__version__, "transformers", transformers.__version__)')"
+    echo "$(date -u +%F)"
     echo
     echo "| check | | what was seen | time |"
     echo "|---|---|---|---|"
-    timeout 570 "$python" tests/gpu/check.py "$@" 2> "$out/gpu.err"
+    timeout "${LIMIT:-570}" "$python" tests/gpu/check.py "$@" 2> "$out/gpu.err"
 } | tee "$out/gpu.md"
 status=${PIPESTATUS[0]}
 echo "table: $out/gpu.md, messages: $out/gpu.err"

@@ -4,27 +4,23 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 
+def qwen3(hidden: int, intermediate: int, toy: bool = False) -> Qwen3ForCausalLM:
+    """A tied model of Qwen3's kind (0.6B has 1024 and 3072, 1.7B 2048 and 6144); a toy's width and
+    vocabulary are 32 and 300, whatever is asked for."""
+    shape = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": 28}
+    shape |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    shape |= {"vocab_size": 151_936, "tie_word_embeddings": True, "rope_theta": 1_000_000.0}
+    shape |= {"max_position_embeddings": 32_768, "pad_token_id": 0, "eos_token_id": 1}
+    if toy:
+        shape |= {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+        shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+        shape |= {"vocab_size": 300}
+    return Qwen3ForCausalLM(Qwen3Config(**shape))
+
+
 def qwen3_1_7b() -> Qwen3ForCausalLM:
     """Qwen3-1.7B's shape: 1.7 billion parameters, a vocabulary of 151,936, tied."""
-    shape = {
-        "hidden_size": 2048,
-        "num_hidden_layers": 28,
-        "intermediate_size": 6144,
-        "vocab_size": 151_936,
-    }
-    shape |= {
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-    }
-    shape |= {
-        "max_position_embeddings": 32_768,
-        "rope_theta": 1_000_000.0,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-    }
-    return Qwen3ForCausalLM(Qwen3Config(**shape))
+    return qwen3(2048, 6144)
 
 
 def byte_tokenizer(size: int) -> PreTrainedTokenizerFast:
