@@ -26,8 +26,8 @@ teacher says of a prefix that it would never have written may be worth little (l
 `strayed` is the share of tokens behind one that it finds foreign.
 
 log π_θ is that of now, not π_old's: as the student arrives, its advantage goes to 0 by itself.
-There is no clip, because a dense signal that ends at its target needs less of one; C bounds the
-weight of a token that the sampler found rare.
+There is no clip: a signal that ends at its target should need none, which we have not measured.
+C bounds the weight of a token that the sampler found rare.
 
 Trunk: grpo.py. Differs from it in:
 1. The teacher's difference in place of the clipped ratio and of k3, which keeps a policy near π_ref
