@@ -228,6 +228,7 @@ class Branches:
         texts = self.tokenizer.batch_decode(grown.response_ids(), skip_special_tokens=True)
         scores = self.task.judge(texts, [parent.answer for parent in parents for _ in range(K)])
         outcome = torch.tensor(scores, device=world.device).view(len(failed), K)  # [F, K]
+        grown.judged(parents, outcome)
         grown.advantages = advantages(outcome).flatten()  # [F·K]: over siblings, without the parent
         # Which main row a row is or grew from, and its stream
         rollout.origin = torch.arange(len(rollout), device=world.device)  # [N]
@@ -383,6 +384,7 @@ def main(args: Args, world: World) -> None:
         texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
         scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
         rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+        rollout.judged(problems, rewards)  # samples.jsonl: which row answers what
         rollout.advantages = advantages(rewards).flatten()  # [N]
         means.add(distinct=(task.distinct(texts, G), P))  # falls to 1: nothing left to compare
 
@@ -427,6 +429,7 @@ def main(args: Args, world: World) -> None:
                 )
                 loss.backward()  # sums: gradients add up over micro-batches
                 denominator = denominator + count
+                run.watch(minibatch, rows, logp, entropy, count)  # samples.jsonl: logp.grad
                 means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
             divide_gradients(policy, denominator, world)  # by what all ranks have counted: the mean
             norm = clip_gradients(policy, args.grad_clip)

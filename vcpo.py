@@ -351,6 +351,7 @@ def main(args: Args, world: World) -> None:
         texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
         scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
         rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+        rollout.judged(problems, rewards)  # samples.jsonl: which row answers what
         rollout.advantages = advantages(rewards).flatten()  # [N]
         means.add(distinct=(task.distinct(texts, G), P))  # falls to 1: nothing left to compare
 
@@ -361,7 +362,6 @@ def main(args: Args, world: World) -> None:
         run.clock("old_logp")
         # <own>
         # Mini-batches; the ranks trade whole groups, as b needs them, until tokens balance.
-        rollout.rewards = rewards.flatten()  # [N]
         minibatches = [deal(part, world, G) for part in rollout.split(args.minibatches)]
         # </own>
         for minibatch in minibatches:
@@ -411,6 +411,7 @@ def main(args: Args, world: World) -> None:
                 )
                 loss.backward()  # sums: gradients add up over micro-batches
                 denominator = denominator + count
+                run.watch(minibatch, rows, logp, entropy, count)  # samples.jsonl: logp.grad
                 means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
             divide_gradients(policy, denominator, world)  # by what all ranks have counted: the mean
             # <own>

@@ -102,6 +102,13 @@ class Rollout:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def judged(self, problems: list, rewards: Tensor) -> None:
+        """Columns `problem` and `rewards` `[N]`: the number of the training problem that each row
+        answers, and what it got for that. samples.jsonl shows them; rewards as `[P, G]`."""
+        numbers = torch.tensor([problem.index for problem in problems], dtype=torch.long)
+        self.problem = numbers.to(rewards.device).repeat_interleave(rewards.shape[1])  # [N]
+        self.rewards = rewards.flatten()  # [N]
+
     def response_ids(self) -> list[list[int]]:
         """Per row the whole response: given prefix and sampled tokens."""
         starts, ends = (self.prompt_len - self.prefix_len).tolist(), self.ends.tolist()

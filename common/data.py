@@ -9,7 +9,7 @@ import contextlib
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
@@ -36,6 +36,7 @@ class Problem:
     prompt: str
     answer: str
     prompt_ids: list[int]
+    index: int = -1  # its number in the stream of training problems
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Task:
     remarks: list[str] = field(default_factory=list)  # on the data, for the user, a line each
     exam: Callable | None = None  # the judge of the held-out problems, where it is another
     final: Callable[[str], str] = final_answer  # a response's answer, without its working
+    tokenizer: Tokenizer | None = None  # that of the prompts
 
     def distinct(self, texts: list[str], group: int) -> int:
         """How many different answers, added up over groups of `group` responses."""
@@ -66,9 +68,10 @@ def load_task(args: object, tokenizer: Tokenizer) -> Task:
     file = args.task.partition(":")[0]
     if args.eval_task and (file.endswith(".py") or args.task in arithmetic.KINDS):
         raise BadInput(f"--eval_task: --task {args.task} has its own held-out problems and judge")
-    if args.task in arithmetic.KINDS:
-        return arithmetic_task(args, tokenizer)
-    return (file_task if file.endswith(".py") else dataset_task)(args, tokenizer)
+    read = file_task if file.endswith(".py") else dataset_task
+    task = (arithmetic_task if args.task in arithmetic.KINDS else read)(args, tokenizer)
+    numbered = lambda index: replace(task.train(index), index=index)  # noqa: E731
+    return replace(task, train=numbered, tokenizer=tokenizer)
 
 
 def arithmetic_task(args: object, tokenizer: Tokenizer) -> Task:

@@ -187,7 +187,10 @@ def response_logprobs(
         replayed = replayed.to(blank.device)
     policy.routing.replay = replayed
     found = policy(sequences, predicts, temperature, readout)  # [M], [M]
-    return tuple(blank.masked_scatter(where, column) for column in found)
+    logp, entropy = (blank.masked_scatter(where, column) for column in found)  # [n, T]
+    if logp.requires_grad:
+        logp.retain_grad()  # ∂loss/∂logp is each token's weight: samples.jsonl shows it
+    return logp, entropy
 
 
 @torch.no_grad()

@@ -140,9 +140,11 @@ def test_evaluation_asks_the_exam(tiny):
 
     task = load("arithmetic:noisy", tiny[1])
     world, args = World(0, 1, torch.device("cpu")), Args()
-    assert evaluate(Engine(), task, tiny[1], args, world) == {"greedy": 0, "sampled": 0}
+    found = evaluate(Engine(), task, tiny[1], args, world)
+    assert (found["greedy"], found["sampled"], found["example"]["reward"]) == (0, 0, 0)
     task.exam = None
-    assert evaluate(Engine(), task, tiny[1], args, world) == {"greedy": 1, "sampled": 1}
+    found = evaluate(Engine(), task, tiny[1], args, world)
+    assert (found["greedy"], found["sampled"], found["example"]["reward"]) == (1, 1, 1)
 
 
 def test_warm_start_never_saw_the_held_out_set():

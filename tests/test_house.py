@@ -18,13 +18,13 @@ COMMON = sorted((ROOT / "common").rglob("*.py"))
 LOSS_ONLY = ["gspo", "sapo", "maspo"]
 # Lines, code lines, changed code lines against the trunk. stapo also finds its quantile over ranks
 # and writes down what it silenced; the last three change more than the loss, each by one object.
-USUAL = (310, 175, 34)
+USUAL = (310, 178, 34)
 BUDGET = {
     "minirl": (340, 190, 46),
-    "stapo": (370, 213, 67),
+    "stapo": (370, 215, 67),
     "vcpo": (460, 262, 139),
-    "deep_grpo": (470, 283, 131),
-    "goldilocks": (475, 286, 135),
+    "deep_grpo": (470, 286, 132),
+    "goldilocks": (475, 288, 135),
     "blockwise": (375, 212, 66),  # where a response is cut, and two advantages
     "lp_reg": (390, 232, 46),  # a column, a quantile over ranks, a term
     "entropy20": (390, 229, 52),  # half of them what stapo has and it has not

@@ -194,6 +194,7 @@ class Draws:
             texts = self.tokenizer.batch_decode(fresh.response_ids(), skip_special_tokens=True)
             scores = self.task.judge(texts, [p.answer for p in problems for _ in range(G)])
             verdicts = rewards.new_tensor(scores).view(-1, G)  # [F, G]
+            fresh.judged(problems, verdicts)
             rewards[idle] = verdicts
             # The same with the rows: joined behind, then read in the idle ones' places.
             rows = torch.arange(P * G + len(fresh), device=rewards.device).view(-1, G)  # [P + F, G]
@@ -297,6 +298,7 @@ def main(args: Args, world: World) -> None:
         texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
         scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
         rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
+        rollout.judged(problems, rewards)  # samples.jsonl: which row answers what
         run.clock("redraw")  # <own>
         rollout, rewards = draws.refill(rollout, rewards)  # <own>
         run.clock("reward")  # <own>
@@ -337,6 +339,7 @@ def main(args: Args, world: World) -> None:
                 )
                 loss.backward()  # sums: gradients add up over micro-batches
                 denominator = denominator + count
+                run.watch(minibatch, rows, logp, entropy, count)  # samples.jsonl: logp.grad
                 means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
             divide_gradients(policy, denominator, world)  # by what all ranks have counted: the mean
             norm = clip_gradients(policy, args.grad_clip)

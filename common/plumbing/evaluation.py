@@ -9,7 +9,8 @@ from common.distributed import World, global_sum
 def evaluate(engine: object, task: Task, tokenizer: Tokenizer, args: object, world: World) -> dict:
     """Accuracy on the held-out problems, over all ranks.
 
-    `greedy`: of one response at temperature 0; `sampled`: the mean of --eval_samples responses.
+    `greedy`: of one response at temperature 0; `sampled`: the mean of --eval_samples responses;
+    `example`: the first problem with its greedy response, for samples.jsonl.
     """
     judge = task.exam or task.judge
     problems, state, right = task.held_out[world.rank :: world.size], engine.state_dict(), {}
@@ -18,6 +19,11 @@ def evaluate(engine: object, task: Task, tokenizer: Tokenizer, args: object, wor
     for name, n, temperature in ways:
         rollout = engine.generate(prompts, n, args.max_new_tokens, temperature)
         texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
-        right[name] = sum(judge(texts, [p.answer for p in problems for _ in range(n)])) / n
+        scores = judge(texts, [p.answer for p in problems for _ in range(n)])
+        right[name] = sum(scores) / n
+        if name == "greedy" and world.rank == 0:
+            shown = {"prompt": problems[0].prompt, "answer": problems[0].answer}
+            example = {"example": shown | {"response": texts[0], "reward": scores[0]}}
     engine.load_state_dict(state)  # training's samples do not depend on how often one looks
-    return {name: total / len(task.held_out) for name, total in global_sum(right, world).items()}
+    found = {name: total / len(task.held_out) for name, total in global_sum(right, world).items()}
+    return found | example

@@ -68,6 +68,9 @@ class Flags:
     """Held-out problems (ours)."""
     eval_samples: Count = 4
     """Sampled responses to each held-out problem, beside the greedy one (ours)."""
+    sample_every: Whole = 10
+    """Steps between two groups of responses written to samples.jsonl, token by token, beside those
+    of step 1, of every evaluation and of the last step (ours; 0: none, no file)."""
     max_prompt_tokens: Count = 1024
     """Longer prompts are skipped (ours)."""
     instruction: str = "Let's think step by step and put the final answer in \\boxed{}."

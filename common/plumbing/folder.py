@@ -15,7 +15,8 @@ from common.distributed import BadInput, blame
 
 # What may change on resume: how long, where, how often, and what trades memory for time
 FREE_ON_RESUME = set(
-    """acted steps run_dir resume save_every save_hf eval_every eval_samples wandb
+    """acted steps run_dir resume save_every save_hf eval_every eval_samples sample_every
+    wandb
     ranks shard_ranks micro_tokens rollout_rows sampler_tolerance gradient_checkpointing
     offload_reference vllm_memory vllm_sleep""".split()
 )

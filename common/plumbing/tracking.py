@@ -19,15 +19,17 @@ from common.distributed import CLOSING, BadInput, RunStopped, StopFlag, World, b
 from common.plumbing.curves import draw_curves
 from common.plumbing.folder import as_lines, checkpoints, lock, new_folder, other_flags
 from common.plumbing.folder import read_lines, runs_called, whole
+from common.plumbing.samples import Samples, as_table, before_and_after
 
 MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
 MOST_APART = 3  # steps in a row in which sampler and trainer disagree, before the run stops
-ROWS = ("metrics.jsonl", "silenced.jsonl")  # written line by line, and cut back on resume
+ROWS = ("metrics.jsonl", "samples.jsonl", "silenced.jsonl")  # line by line; cut back on resume
 SHOWN = ("reward", "greedy", "ref_kl", "sampler_kl")  # on the progress bar
 
 
 class Run:
-    """The run folder: config.json, metrics.jsonl, curves.png, summary.json, checkpoints/.
+    """The run folder: config.json, metrics.jsonl, samples.jsonl, curves.png, summary.json and
+    checkpoints/.
 
     A run makes its own folder, or with --resume goes on in one that it alone has open: nothing of
     another run is ever moved or written over.
@@ -46,6 +48,8 @@ class Run:
         self.args, self.task, self.world, self.acted = args, task, world, next(iter(acted))
         self.seconds, self.stopping = defaultdict(float), False
         self.wandb, self.skipped, self.apart = None, 0, 0
+        self.samples = Samples(task, args)
+        self.watch = self.samples.watch
         config = {"algorithm": algorithm, "acted": acted, "ranks": world.size}
         config |= asdict(args) | {"data": task.fingerprint}
         self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
@@ -131,6 +135,7 @@ class Run:
         for step in range(done + 1, last + 1):
             if self.stopping:
                 return
+            self.samples.step = step
             yield step
             self.bar.update()
 
@@ -150,6 +155,8 @@ class Run:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Append the step's line to metrics.jsonl and show it on the progress bar."""
         self.clock("log")
+        example = metrics.pop("example", None)
+        self.note("samples.jsonl", shown := self.samples.take(step, example))
         seconds = sum(self.seconds.values())
         line = {"step": step} | metrics | self.seconds
         line |= {"tokens_per_s": metrics.get("tokens", 0) / seconds, "seconds": seconds}
@@ -157,7 +164,7 @@ class Run:
         self.note("metrics.jsonl", [line])
         self.done, self.stopping = step, self.stop.anywhere(self.world)
         if self.wandb:
-            self.wandb.log(line, step=step)
+            self.wandb.log(line | as_table(shown), step=step)
         shown = [name for name in (*SHOWN, self.acted, "tokens_per_s") if name in line]
         self.bar.set_postfix({name: f"{line[name]:.3g}" for name in shown}, refresh=False)
 
@@ -218,6 +225,8 @@ class Run:
             summary |= {"seconds": sum(line["seconds"] for line in lines), "seconds_split": split}
             self._write("summary.json", json.dumps(summary, indent=2) + "\n")
         phases = ", ".join(f"{phase} {spent:.1f}" for phase, spent in split.items())
+        if (samples := self.folder / "samples.jsonl").is_file():
+            self.say("", *before_and_after(read_lines(samples)))
         self.say(
             f"\nheld-out accuracy, greedy   {first['greedy']:.3f} -> {last['greedy']:.3f}",
             f"held-out accuracy, sampled  {first['sampled']:.3f} -> {last['sampled']:.3f}",
