@@ -368,7 +368,7 @@ def main(args: Args, world: World) -> None:
         texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
         scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
         rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
-        rollout.rewards = rewards.flatten()  # [N]  # <own>
+        rollout.judged(problems, rewards)  # samples.jsonl: which row answers what
         means.add(distinct=(task.distinct(texts, G), P))  # falls to 1: nothing left to compare
 
         # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
@@ -410,6 +410,7 @@ def main(args: Args, world: World) -> None:
                 )
                 loss.backward()  # sums: gradients add up over micro-batches
                 denominator = denominator + count
+                run.watch(minibatch, rows, logp, entropy, count)  # samples.jsonl: logp.grad
                 means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
             divide_gradients(policy, denominator, world)  # by what all ranks have counted: the mean
             norm = clip_gradients(policy, args.grad_clip)
