@@ -369,7 +369,7 @@ def main(args: Args, world: World) -> None:
         scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
         rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
         rollout.judged(problems, rewards)  # samples.jsonl: which row answers what
-        rollout.advantages = rollout.rewards  # [N]: until the critic has judged  # <own>
+        rollout.advantages = rollout.rewards  # [N]: R, until the critic has judged  # <own>
         means.add(distinct=(task.distinct(texts, G), P))  # falls to 1: nothing left to compare
 
         # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
