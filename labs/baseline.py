@@ -3,8 +3,8 @@
 A prompt is a table of 10 answers with one right: its chance is 0.9 (easy), 0.3 (middle) or 0.02
 (hard). The batch holds 8 prompts of each kind, or 8 of one kind alone, and a rollout 8 answers to
 each. Then one gradient step, of the same length for everybody, since Adam undoes an advantage's
-scale: compared is where the steps go. variants/baselines.py's advantages by its flag, and grpo.py's,
-through variants/justrl.py's loss.
+scale: compared is where the steps go. Advantages are those of variants/baselines.py, by its flag,
+and grpo.py's; the loss is variants/justrl.py's.
 
     python -m labs.baseline
 """
@@ -16,7 +16,7 @@ import torch
 
 from labs import lab, toy
 
-TITLE = "Who divides by a group's mean serves hard prompts first, the batch's mean serves them last"
+TITLE = "MaxRL serves hard prompts first, a batch's mean serves them last"
 CHANCE = {"easy": 0.9, "middle": 0.3, "hard": 0.02}
 HOW = {
     "GRPO": "",

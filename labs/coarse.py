@@ -41,4 +41,4 @@ def evaluate(engine: object, *args: object) -> dict:
     engine.sync(engine.policy, rounded=False)
     itself = evaluation.evaluate(engine, *args)
     engine.sync(engine.policy)
-    return found | {f"policy_{name}": itself[name] for name in ("greedy", "sampled")}
+    return found | {f"policy_{name}": value for name, value in itself.items() if name != "example"}

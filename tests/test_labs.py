@@ -69,6 +69,22 @@ def direction_of_fork(found: dict) -> None:
         assert one["added 5"][rare] < 0.1 * other["added 5"][rare]
 
 
+def direction_of_baseline(found: dict) -> None:
+    """In the mixed batch MaxRL brings hard prompts past 1/2 before RLOO, and RLOO before
+    REINFORCE++, in every seed; alone none is a third later than another. Whitening over one-token
+    answers is RLOO's direction."""
+    until = load("baseline").until
+    for one, two, three in zip(*(found[f"{n}, mixed"] for n in ("MaxRL", "RLOO", "REINFORCE++"))):
+        assert until(one, "hard") < until(two, "hard") < until(three, "hard")
+        assert np.mean(one["share hard"][:60]) > np.mean(two["share hard"][:60])
+    for runs in zip(*(found[f"{name}, hard"] for name in load("baseline").HOW)):
+        alone = [until(run, "hard") for run in runs]
+        assert max(alone) < 4 / 3 * min(alone)
+    for name in ("REINFORCE++-baseline", "ScaleRL's division"):
+        for one, two in zip(found[f"{name}, mixed"], found["RLOO, mixed"]):
+            assert np.allclose(one["right hard"], two["right hard"], atol=1e-6)
+
+
 def direction_of_flips(found: dict) -> None:
     """Lost to the same loss's clean run: what is unbounded pays, what tells π_old from μ does not,
     unless both are wrong."""
