@@ -5,6 +5,7 @@ import ast
 import importlib.util
 import math
 import re
+from collections import Counter
 
 import grpo
 import gspo
@@ -15,11 +16,12 @@ import sapo
 import torch
 import vcpo
 from labs import blank, bug
+from tools import walk
 from torch import Tensor
 from variants import cispo, dapo, dr_grpo, opd, ppo
 
 from tests.checks import no_kl, terms, weight
-from tests.helpers import ROOT
+from tests.helpers import ROOT, run_here
 from tests.test_docs import PAGES
 
 QUESTIONS, ERRORS = PAGES["questions"], PAGES["errors"]
@@ -146,6 +148,24 @@ def test_the_bugs_are_those_that_can_be_played():
         real = bug.BUGS[int(number) - 1].real
         words = set(re.findall(r"[\w-]{5,}", places)) - {"issue", "first", "version", "request"}
         assert any(word in real for word in words), (number, real)
+
+
+def test_the_walk_is_grpo_as_it_is_and_one_real_step():
+    """All of its code, in the page's own order, and each number up to its last digit; to write both
+    anew: python -m tools.walk."""
+    page, number = PAGES["walk"], r"-?\d+\.\d+"
+    source = (ROOT / "grpo.py").read_text()
+    with walk.watched() as (words, calls):
+        assert run_here(grpo.main, *words) == 0
+        again = walk.filled(page, source, walk.found(calls))
+    assert re.sub(number, "#", again) == re.sub(number, "#", page)
+    for here, there in zip(re.findall(number, again), re.findall(number, page)):
+        assert abs(float(here) - float(there)) < 1.5 * 0.1 ** len(there.split(".")[1]), there
+    written = [line.strip() for block in walk.CODE.findall(page) for line in block.splitlines()]
+    loop = source[source.index("def advantages") : source.index("if __name__")]
+    assert Counter(filter(None, written)) == Counter(
+        filter(None, map(str.strip, loop.splitlines()))
+    )
 
 
 # The numbers
