@@ -106,7 +106,7 @@ def untranslated(text: str) -> bool:
     if text.startswith("```"):
         split = [COMMENT.split(line, maxsplit=1)[1:] for line in text.splitlines()]
         return any(not HAN.search(comment) for comments in split for comment in comments)
-    words = re.sub(r"`[^`]+`|\]\([^)]+\)", "", text)
+    words = re.sub(r"`[^`]+`|\]\([^)]+\)|</?\w+>", "", text)  # tags are no words
     return bool(WORD.search(words)) and not HAN.search(words)
 
 

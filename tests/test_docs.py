@@ -300,6 +300,7 @@ tools.make_tiny tiny README.md
 tools.make_tiny tiny docs
 tools.marks x
 tools.rooms x
+tools.walk x
 tools.spread --nope
 tools.spread --dry nosuchcommit
 tools.spread HEAD HEAD

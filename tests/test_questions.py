@@ -5,6 +5,7 @@ import ast
 import importlib.util
 import math
 import re
+from collections import Counter
 
 import grpo
 import gspo
@@ -13,15 +14,20 @@ import minirl
 import pytest
 import sapo
 import torch
+import vcpo
 from labs import blank, bug
+from tools import walk
 from torch import Tensor
+from variants import cispo, dapo, dr_grpo, opd, ppo
 
 from tests.checks import no_kl, terms, weight
-from tests.helpers import ROOT
+from tests.helpers import ROOT, run_here
 from tests.test_docs import PAGES
 
 QUESTIONS, ERRORS = PAGES["questions"], PAGES["errors"]
 POINTER = re.compile(r"`([\w/]+\.py): ([\w.-]+)`")
+# GitHub reads Markdown inside of <details> only behind an empty line
+FOLD = re.compile(r"<details><summary>Answer</summary>\n\n(.+)\n\n</details>", re.DOTALL)
 
 
 def definitions(source: str) -> set[str]:
@@ -54,16 +60,62 @@ def test_what_counts_as_a_definition():
 
 
 def test_every_question_has_an_answer_and_a_place():
-    """Numbered without gaps, each once, one paragraph or more and then one line of places."""
+    """Numbered without gaps, each once; folded, a paragraph or more and then a line of places."""
     sections = re.split(r"^### (\d+)\. (.+)$", QUESTIONS, flags=re.MULTILINE)[1:]
     numbers, questions, bodies = sections[::3], sections[1::3], sections[2::3]
     assert numbers == [str(i + 1) for i in range(len(numbers))] and len(numbers) >= 55
     assert len(set(questions)) == len(questions)
     for question, body in zip(questions, bodies):
-        answer, *places = body.split("\n## ")[0].strip().split("\n\nWhere: ")
+        folded = FOLD.fullmatch(body.split("\n## ")[0].strip())
+        assert folded, f"{question}: its answer is not between <details> and </details>"
+        answer, *places = folded[1].split("\n\nWhere: ")
         assert question[-1] in "?.:" and len(answer.split()) > 30 and len(places) == 1, question
         assert POINTER.search(places[0]) and "\n\n" not in places[0], question
     assert max(map(int, re.findall(r"\(question (\d+)\)", QUESTIONS))) <= len(numbers)
+
+
+def test_the_evening_has_the_stars_and_the_week_has_all():
+    """In both languages: twenty-five stars, those of the evening; each question has one day."""
+    for page in (QUESTIONS, (ROOT / "docs/zh/questions.md").read_text()):
+        asked = re.findall(r"^### (\d+)\. (★ )?", page, re.MULTILINE)
+        starred = [int(number) for number, star in asked if star]
+        evening, week = page.split("\n**")[1:3]
+        lists = re.findall(r"^- .+?[:：](.+)", evening, re.MULTILINE)
+        told = [int(number) for part in lists for number in re.findall(r"\d+", part)]
+        assert sorted(told) == starred and len(starred) == 25
+        days = re.findall(r"^- \D*\d \S*?[:：](.+?)[;；]|^- day \d: (.+?);", week, re.MULTILINE)
+        found = re.findall(r"(\d+)(?: (?:to|到) (\d+))?", " ".join(a or b for a, b in days))
+        numbers = [n for a, b in found for n in range(int(a), int(b or a) + 1)]
+        assert len(days) == 7 and sorted(numbers) == [int(number) for number, _ in asked]
+
+
+def test_the_tables_constants_are_the_files():
+    """Row by row: the defaults of the file that the first cell leads to."""
+    rows = dict(
+        re.findall(r"^\| \[([\w+. ]+)\]\(\.\./[\w/]+\.py\) \| (.+)", QUESTIONS, re.MULTILINE)
+    )
+    assert len(rows) == 13
+    for name, file in {"PPO": ppo, "GRPO": grpo, "Dr. GRPO": dr_grpo}.items():
+        args = file.Args()
+        assert args.clip_low == args.clip_high and f"`1 ± {args.clip_low}`" in rows[name]
+    for name, file in {"DAPO": dapo, "MiniRL": minirl}.items():
+        args = file.Args()
+        assert f"`1 - {args.clip_low}`, `1 + {args.clip_high}`" in rows[name]
+    assert (
+        f"`1 - {gspo.Args().clip_low * 1e4:.0f}e-4`, `1 + {gspo.Args().clip_high * 1e4:.0f}e-4`"
+        in rows["GSPO"]
+    )
+    for name, file in {"CISPO": cispo, "MiniRL": minirl, "VCPO": vcpo, "OPD": opd}.items():
+        cap = f"{file.Args().is_cap:g}"
+        assert f", {cap})]`" in rows[name] and f"cap {cap}" in rows[name]
+    assert f"τ {sapo.Args().tau_pos:g} up, {sapo.Args().tau_neg} down" in rows["SAPO"]
+    assert f"`γ = {ppo.Args().gamma:g}`, `λ = {ppo.Args().lam}`" in rows["PPO"]
+    # A KL term is a flag of the file, with a value above 0
+    terms = {name: rows[name].split(" | ")[4] for name in rows}
+    files = {"PPO": ppo, "GRPO": grpo, "Dr. GRPO": dr_grpo, "DAPO": dapo, "GSPO": gspo}
+    files |= {"CISPO": cispo, "SAPO": sapo, "MiniRL": minirl, "VCPO": vcpo, "OPD": opd}
+    for name, file in files.items():
+        assert (terms[name] == "none") == (not getattr(file.Args(), "beta", 0)), name
 
 
 def test_every_error_has_a_source():
@@ -96,6 +148,24 @@ def test_the_bugs_are_those_that_can_be_played():
         real = bug.BUGS[int(number) - 1].real
         words = set(re.findall(r"[\w-]{5,}", places)) - {"issue", "first", "version", "request"}
         assert any(word in real for word in words), (number, real)
+
+
+def test_the_walk_is_grpo_as_it_is_and_one_real_step():
+    """All of its code, in the page's own order, and each number up to its last digit; to write both
+    anew: python -m tools.walk."""
+    page, number = PAGES["walk"], r"-?\d+\.\d+"
+    source = (ROOT / "grpo.py").read_text()
+    with walk.watched() as (words, calls):
+        assert run_here(grpo.main, *words) == 0
+        again = walk.filled(page, source, walk.found(calls))
+    assert re.sub(number, "#", again) == re.sub(number, "#", page)
+    for here, there in zip(re.findall(number, again), re.findall(number, page)):
+        assert abs(float(here) - float(there)) < 1.5 * 0.1 ** len(there.split(".")[1]), there
+    written = [line.strip() for block in walk.CODE.findall(page) for line in block.splitlines()]
+    loop = source[source.index("def advantages") : source.index("if __name__")]
+    assert Counter(filter(None, written)) == Counter(
+        filter(None, map(str.strip, loop.splitlines()))
+    )
 
 
 # The numbers
@@ -316,6 +386,51 @@ def test_a_root_is_no_weight():
     assert same(R - R.mean(), 7 / 8 * (R - (R.sum() - R) / 7))
     p = old.exp().sort(descending=True).values[:4]
     assert same(p / (p / p.sum()), p.sum().expand(4))
+
+
+def test_ppo_from_memory():
+    """Question 75's code is variants/ppo.py's."""
+    written: dict = {"torch": torch}
+    exec(re.search(r"```python\n(def gae.+?)```", QUESTIONS, re.DOTALL)[1], written)
+    draw = iter(torch.randn(8, 3, 5, generator=torch.Generator().manual_seed(0)).double())
+    mask = (torch.arange(5) < torch.tensor([[5], [3], [1]])).double()
+    values, rewards = next(draw) * mask, next(draw) * mask
+    A, target = written["gae"](rewards, values, mask, 0.9, 0.8)
+    for found, real in zip((A, target), ppo.advantages(rewards, values, mask, 0.9, 0.8)):
+        assert same(found, real)
+    old_logp, V = next(draw), values + next(draw)
+    logp = old_logp + 0.3 * next(draw)
+    policy, value = written["ppo"](logp, old_logp, A, V, values, target, mask)
+    rest = {"logp": logp, "old_logp": old_logp, "advantages": A, "mask": mask}
+    loss, count, _ = terms(ppo, no_kl(ppo), **rest)
+    assert same(policy, loss / count)
+    assert same(value, ppo.value_loss(V, values, target, mask, 0.2)[0] / mask.sum())
+
+
+def test_dpo():
+    """Loss and gradient at π = π_ref and elsewhere; Z cancels. The same for a reward model's."""
+    theta, ref, _ = distributions()
+    beta, better, worse = 0.1, 1, 4
+    for logits in (ref, theta.detach()):
+        logits = logits.clone().requires_grad_()
+        logp = logits.log_softmax(0)
+        margin = beta * ((logp - ref)[better] - (logp - ref)[worse])
+        loss = -torch.nn.functional.logsigmoid(margin)
+        gradient = torch.autograd.grad(loss, logits, retain_graph=True)[0]
+        apart = torch.autograd.grad(logp[better] - logp[worse], logits)[0]
+        assert same(gradient, -beta * torch.sigmoid(-margin).detach() * apart)
+        if logits.detach().equal(ref):
+            said(QUESTIONS, f"the loss is ln 2 = {loss:.2f} and the weight 1/2")
+    R = torch.linspace(-1, 1, 6, dtype=torch.float64)
+    best = (ref + R / beta).log_softmax(0)  # π* ∝ π_ref e^(R/β)
+    implied = beta * (best - ref)
+    assert same(implied - implied[0], R - R[0])
+    said(
+        QUESTIONS,
+        f"{2 / 1:.2f} at G = 2, {8 / 7:.2f} at G = 8",
+        f"p(1-p) + (p-b)² = {0.09 + 0.4**2:.2f}, where its own mean as b leaves {0.9 * 0.1:.2f}: "
+        f"{(0.09 + 0.4**2) / 0.09:.1f} times",
+    )
 
 
 def test_one_outlier_in_thirty():
