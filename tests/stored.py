@@ -76,14 +76,15 @@ def gradients(
     recompute = module.all_logprobs
     encode = load_model("tiny")[1]
     problems = [
-        Problem(prompt, arithmetic.work(prompt)[1], encode(prompt)["input_ids"])
-        for prompt in prompts
+        Problem(prompt, arithmetic.work(prompt)[1], encode(prompt)["input_ids"], i)
+        for i, prompt in enumerate(prompts)
     ]
 
     def judge(completions: list[str], answers: list[str]) -> list[float]:
         return list(map(formulas.of(name, "judge", arithmetic_reward), completions, answers))
 
-    task = Task("stored", lambda i: problems[i % len(problems)], problems, judge)
+    train = lambda i: problems[i % len(problems)]  # noqa: E731
+    task = Task("stored", train, problems, judge, tokenizer=encode)
     seen = []
 
     def spy(policy: torch.nn.Module, max_norm: float) -> float:

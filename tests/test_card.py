@@ -34,13 +34,16 @@ def test_offloading_changes_no_number(tmp_path):
     assert_same_run(tmp_path / "plain", tmp_path / "parts", 4, tmp_path)
 
 
+MESH = {"shards": None, "replicas": SimpleNamespace(get_group=lambda: None)}
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_is_offloaded(monkeypatch, tiny, device):
     """With --offload the policy, and with it the reference; --offload_reference the latter alone. A
     GPU's copies come from pinned memory; one rank is sharded too, in float32 as well."""
     asked = []
     monkeypatch.setattr(distributed, "receive", lambda module, world: module)
-    monkeypatch.setattr(distributed, "init_device_mesh", lambda *how, **names: {"shards": None})
+    monkeypatch.setattr(distributed, "init_device_mesh", lambda *how, **names: MESH)
     monkeypatch.setattr(distributed, "fully_shard", lambda m, **how: asked.append(how) or m)
     mine, world = Policy(copy.deepcopy(tiny[0])), World(0, 1, torch.device(device))
     for flags, reference, expected in (

@@ -154,7 +154,7 @@ def test_warm_start_never_saw_the_held_out_set():
     from tools.make_tiny import demonstration
 
     rng = random.Random(1)
-    assert not any(arithmetic.held_out(demonstration(rng)[0]) for _ in range(300))
+    assert not any(arithmetic.held_out(demonstration(rng, 0.5, 0.1)[0]) for _ in range(300))
 
 
 def test_local_file_without_split_holds_rows_back(tmp_path):

@@ -239,7 +239,8 @@ def check_samples(o: Oracle) -> None:
             row = b.rows[i]
             assert one["text"] == row.text and one["finished"] == row.finished
             assert one["reward"] == o.reward(row)
-            assert one["advantage"] == pytest.approx(float(b.A[i]), rel=1e-4, abs=1e-6)
+            if not isinstance(one["advantage"], list):  # ppo's weights hold its own
+                assert one["advantage"] == pytest.approx(float(b.A[i]), rel=1e-4, abs=1e-6)
             columns = {"logp": b.logp, "rollout_logp": b.mu, "weight": b.weight}
             # vcpo's is of the weights that sampled, `lag` steps before the oracle's
             columns |= {"old_logp": b.old} if o.name != "vcpo" else {}

@@ -345,7 +345,7 @@ def test_the_page_stays_small(group, data, tmp_path, monkeypatch):
 
     folder = written(tmp_path / "long", [other(step) for step in range(1, 21)])
     base = len(look.form(page.TEMPLATE).encode())
-    for room, least in ((80_000, 3), (16_000, 2)):
+    for room, least in ((120_000, 3), (24_000, 2)):
         monkeypatch.setattr(page, "LARGEST", base + room)
         found = page.page_data([folder], ROOT)
         assert len(look.filled(page.TEMPLATE, found).encode()) <= base + room

@@ -31,8 +31,8 @@ def step(patch: pytest.MonkeyPatch, folder: Path, rollout: Rollout, world: World
     """One step of grpo.py on a stored rollout; returns the micro-batches of the update."""
     encode, micros, cut = load_model("tiny")[1], [], logprobs.micro_batches
     problems = [
-        Problem(prompt, arithmetic.work(prompt)[1], encode(prompt)["input_ids"])
-        for prompt in PROMPTS
+        Problem(prompt, arithmetic.work(prompt)[1], encode(prompt)["input_ids"], i)
+        for i, prompt in enumerate(PROMPTS)
     ]
     judge = lambda texts, answers: list(map(arithmetic_reward, texts, answers))  # noqa: E731
     task = Task("stored", lambda i: problems[i % len(problems)], problems, judge)
@@ -48,7 +48,8 @@ def step(patch: pytest.MonkeyPatch, folder: Path, rollout: Rollout, world: World
     patch.setattr(grpo, "save_checkpoint", lambda *given: None)
     patch.setattr("common.plumbing.tracking.draw_curves", lambda *given: "")
     flags |= {"prompts_per_step": len(PROMPTS), "group_size": G, "minibatches": 1}
-    args = grpo.Args(run_dir=str(folder / "run"), steps=1, rollout="hf", **flags)
+    # A step like most: none of its tokens go to samples.jsonl
+    args = grpo.Args(run_dir=str(folder / "run"), steps=1, rollout="hf", sample_every=0, **flags)
     args.sampler_tolerance = 1e9
     grpo.main(args, world)
     return len(micros[-1])

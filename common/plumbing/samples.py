@@ -117,8 +117,10 @@ def numbers(column: Tensor) -> list[float]:
 def before_and_after(rows: list[dict]) -> list[str]:
     """One held-out problem and its first and last answer, for the screen."""
     examples = [row["example"] for row in rows if "example" in row]
+    if not examples:
+        return []
     first, last = examples[0], examples[-1]
-    asked = f"prompt   {first['prompt'][-SCREEN:]!r}, right is {first['answer']!r}"
+    asked = f"\nprompt   {first['prompt'][-SCREEN:]!r}, right is {first['answer']!r}"
     answers = (("before", first["response"]), ("after", last["response"]))
     return [asked, *(f"{when:8} {text[-SCREEN:]!r}" for when, text in answers)]
 

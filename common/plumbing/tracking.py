@@ -226,7 +226,7 @@ class Run:
             self._write("summary.json", json.dumps(summary, indent=2) + "\n")
         phases = ", ".join(f"{phase} {spent:.1f}" for phase, spent in split.items())
         if (samples := self.folder / "samples.jsonl").is_file():
-            self.say("", *before_and_after(read_lines(samples)))
+            self.say(*before_and_after(read_lines(samples)))
         self.say(
             f"\nheld-out accuracy, greedy   {first['greedy']:.3f} -> {last['greedy']:.3f}",
             f"held-out accuracy, sampled  {first['sampled']:.3f} -> {last['sampled']:.3f}",

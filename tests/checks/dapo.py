@@ -22,7 +22,7 @@ class Known:
         self.groups, self.asked = dict(enumerate(groups)), []
 
     def train(self, n: int) -> SimpleNamespace:
-        return SimpleNamespace(prompt_ids=[n], answer=str(n))
+        return SimpleNamespace(prompt_ids=[n], answer=str(n), index=n)
 
     def generate(self, prompts: list, n: int, limit: int, temperature: float) -> Rollout:
         assert (n, limit, temperature) == (2, 9, 0.5)
