@@ -29,7 +29,8 @@ gradient of all, is left out when it is punished, too.
 
 Two other choices of tokens, by what they do to the entropy (Cui et al., "The Entropy Mechanism of
 Reinforcement Learning for Reasoning Language Models", 2025, arXiv 2505.22617). To first order a
-step lowers the entropy by the covariance of log π_θ and Â; a few tokens have nearly all of it:
+step lowers the entropy by the covariance of log π_θ and Â, to which, they find, few tokens
+contribute far more than the others:
 
     c = (log π_θ(y_t) - mean) (Â_i - mean)           both means over the mini-batch's tokens
     --tokens clip_cov    0.02% of all tokens, drawn at random among those with 1 < c < 5 that the
@@ -55,7 +56,8 @@ TRL (`top_entropy_quantile`) divides by all tokens: the same gradient, five time
 
 Confidence: objective and ε as in the paper and the authors' code; TRL's numbers agree, by the
 factor named. That π_θ's entropies are meant, not π_old's, is the code's. Both covariance rules
-as in verl; its defaults for them, but the 0.2%: that is the scripts' at 7B, 0.02% the default's.
+as in verl's code, with its defaults but for KL-Cov's 0.2% and coefficient 1: those are from scripts
+for 7B, read in copies; verl's are 0.02% and, in its configuration, 0.1.
 
 Run it:
     torchrun -m variants.entropy20                          # laptop, two minutes, no download
@@ -148,9 +150,9 @@ class Args(Flags):
     clip_cov_high: NonNegative = 5.0
     """clip_cov: and below this (verl)."""
     kl_cov_share: Share = 2e-3
-    """kl_cov: share of the tokens that are held, those of the largest covariance (paper, 7B)."""
+    """kl_cov: share of the tokens that are held, those of the largest covariance (7B; verl: 2e-4)."""
     kl_cov_coef: NonNegative = 1.0
-    """kl_cov: coefficient of |log r| there (paper)."""
+    """κ, kl_cov: coefficient of |log r| there (scripts; verl: 0.1)."""
     # </own>
 
 
