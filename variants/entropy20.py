@@ -56,8 +56,8 @@ TRL (`top_entropy_quantile`) divides by all tokens: the same gradient, five time
 
 Confidence: objective and ε as in the paper and the authors' code; TRL's numbers agree, by the
 factor named. That π_θ's entropies are meant, not π_old's, is the code's. Both covariance rules
-as in verl's code, with its defaults but for KL-Cov's 0.2% and coefficient 1: those are from scripts
-for 7B, read in copies; verl's are 0.02% and, in its configuration, 0.1.
+as in verl's code, with its defaults but for KL-Cov's 0.2% and coefficient 1: from scripts for 7B,
+read in copies; verl's are 0.02% and, in its configuration, 0.1.
 
 Run it:
     torchrun -m variants.entropy20                          # laptop, two minutes, no download
