@@ -150,7 +150,7 @@ class Args(Flags):
     clip_cov_high: NonNegative = 5.0
     """clip_cov: and below this (verl)."""
     kl_cov_share: Share = 2e-3
-    """kl_cov: share of the tokens that are held, those of the largest covariance (7B; verl: 2e-4)."""
+    """kl_cov: share of tokens held, those of the largest covariance (7B script; verl: 2e-4)."""
     kl_cov_coef: NonNegative = 1.0
     """κ, kl_cov: coefficient of |log r| there (scripts; verl: 0.1)."""
     # </own>
