@@ -74,6 +74,26 @@ def test_row_order_changes_nothing(reference, world, tmp_path, monkeypatch):
     assert_same(gradients(rollout.rows(order), prompts, world, tmp_path, monkeypatch), whole)
 
 
+CHOICES = [
+    {"tokens": "clip_cov", "clip_cov_share": 0.05, "clip_cov_low": 0.1},
+    {"tokens": "kl_cov", "kl_cov_share": 0.2},
+]
+
+
+@pytest.mark.parametrize("flags", CHOICES, ids=lambda flags: flags["tokens"])
+def test_whom_a_covariance_chooses_depends_on_no_order(world, tmp_path, monkeypatch, flags):
+    """Clip-Cov's draw and KL-Cov's tokens: of the mini-batch, not of a micro-batch or of its rows'
+    order; and they change the gradient."""
+    rollout, generator = stored_rollout(world), torch.Generator().manual_seed(2)
+    rest = (world, tmp_path, monkeypatch, "entropy20")
+    whole = gradients(rollout, PROMPTS, *rest, **flags)
+    order = torch.cat([g * G + torch.randperm(G, generator=generator) for g in range(len(PROMPTS))])
+    assert_same(gradients(rollout.rows(order), PROMPTS, *rest, **flags, micro_tokens=150), whole)
+    share = {"clip_cov_low": 9.0, "clip_cov_high": 9.0, "kl_cov_coef": 0.0}  # nobody
+    without = gradients(rollout, PROMPTS, *rest, **flags | share)
+    assert (whole - without).norm() > 1e-3 * whole.norm()
+
+
 def test_dropping_the_last_token_would_show(reference, world, tmp_path, monkeypatch):
     """The comparison can fail: without the EOS tokens the gradient is another."""
     rollout, whole = reference

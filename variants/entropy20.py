@@ -27,8 +27,18 @@ fork all that could be drawn is trained, elsewhere nothing. stapo.py chooses by 
 only among rewarded ones; here the improbable token at a place of low entropy, which has the largest
 gradient of all, is left out when it is punished, too.
 
+Two other choices of tokens, by what they do to the entropy (Cui et al., "The Entropy Mechanism of
+Reinforcement Learning for Reasoning Language Models", 2025, arXiv 2505.22617). To first order a
+step lowers the entropy by the covariance of log π_θ and Â, to which, they find, few tokens
+contribute far more than the others:
+
+    c = (log π_θ(y_t) - mean) (Â_i - mean)           both means over the mini-batch's tokens
+    --tokens clip_cov    0.02% of all tokens, drawn at random among those with 1 < c < 5 that the
+                         clip leaves a gradient, lose it; their number still divides
+    --tokens kl_cov      r Â - |log r| at the 0.2% of the largest c, r Â elsewhere: no clip
+
 Trunk: stapo.py. Differs from it in:
-1. The mask I: by entropy alone, right and wrong responses.
+1. The mask I: by entropy alone, right and wrong responses. Or by covariance.
 2. No list of the tokens left out: it would be four fifths of all.
 
 Differs from the paper in:
@@ -37,13 +47,21 @@ Differs from the paper in:
 2. τ is the quantile over the mini-batch, of all ranks together. The authors' code takes the top 20%
    of each micro-batch, so that what is trained depends on what fits into memory.
 3. Its script passes `clip_ratio_c=10`, verl's bound on r where Â < 0; here there is none.
+4. Covariances, too, are of the mini-batch over all ranks, under π_θ when it begins; verl's are of a
+   micro-batch. The draw is by a generator seeded with the step, from the band in order of c, so
+   that ranks, row order and a resumed run draw the same; verl's is another in every process.
+   Tokens whose c is drawn but for rounding go with it, and the 0.2% is a quantile, rounded up.
+5. The authors' scripts for Clip-Cov all but switch the clip off: `--clip_low 1 --clip_high 1`.
 TRL (`top_entropy_quantile`) divides by all tokens: the same gradient, five times smaller.
 
 Confidence: objective and ε as in the paper and the authors' code; TRL's numbers agree, by the
-factor named. That π_θ's entropies are meant, not π_old's, is the code's.
+factor named. That π_θ's entropies are meant, not π_old's, is the code's. Both covariance rules
+as in verl's code, with its defaults but for KL-Cov's 0.2% and coefficient 1: from scripts for 7B,
+read in copies; verl's are 0.02% and, in its configuration, 0.1.
 
 Run it:
     torchrun -m variants.entropy20                          # laptop, two minutes, no download
+    torchrun -m variants.entropy20 --tokens kl_cov          # or clip_cov
     # a node of eight; the paper's rollout, with 16 mini-batches and no warm-up
     torchrun --nproc_per_node=8 -m variants.entropy20 --model Qwen/Qwen3-8B-Base \\
         --task dapo-math-17k --eval_task aime24 --prompts_per_step 512 --group_size 16 \\
@@ -51,6 +69,7 @@ Run it:
         --gradient_checkpointing
 """
 
+from collections.abc import Callable  # <own>
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -120,6 +139,21 @@ class Args(Flags):
     """ε above 1 (paper)."""
     top_entropy: Share = 0.2  # <own>
     """Share of the tokens that are trained: those of the largest entropy (paper)."""
+    # <own>
+    tokens: Literal["entropy", "clip_cov", "kl_cov"] = "entropy"
+    """What chooses tokens: entropy, those that are trained; or the covariance of log π_θ and Â,
+    those that lose their gradient (clip_cov) or are held near π_old (kl_cov)."""
+    clip_cov_share: Share = 2e-4
+    """clip_cov: share of the tokens that lose their gradient, at least one token (verl)."""
+    clip_cov_low: NonNegative = 1.0
+    """clip_cov: they are drawn from covariances above this (verl)."""
+    clip_cov_high: NonNegative = 5.0
+    """clip_cov: and below this (verl)."""
+    kl_cov_share: Share = 2e-3
+    """kl_cov: share of tokens held, those of the largest covariance (7B script; verl: 2e-4)."""
+    kl_cov_coef: NonNegative = 1.0
+    """κ, kl_cov: coefficient of |log r| there (scripts; verl: 0.1)."""
+    # </own>
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -133,12 +167,46 @@ def advantages(rewards: Tensor) -> Tensor:
 
 
 # <own>
-def entropy_threshold(args: Args, entropies: Tensor) -> Tensor:
-    """τ: `--top_entropy` of the entropies `[M]` are at least this."""
-    if len(entropies) == 0:
-        return entropies.new_tensor(0.0)
-    values = entropies.cpu().numpy()  # torch.quantile takes at most 2^24 numbers
-    return entropies.new_tensor(numpy.quantile(values, 1 - args.top_entropy))
+def top_threshold(share: float, pool: Tensor) -> Tensor:
+    """τ: this share of the values `[M]` are at least this."""
+    if len(pool) == 0:
+        return pool.new_tensor(0.0)
+    values = pool.cpu().numpy()  # torch.quantile takes at most 2^24 numbers
+    return pool.new_tensor(numpy.quantile(values, 1 - share))
+
+
+def chosen_tokens(
+    args: Args,
+    *,
+    logp: Tensor,
+    old_logp: Tensor,
+    entropy: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    pooled: Callable[[Tensor], Tensor] = lambda values: values,
+    step: int = 0,
+) -> Tensor:
+    """The tokens `[n, T]` that `--tokens` chooses from a mini-batch: `pooled` makes one vector of
+    the ranks' values, `step` seeds clip_cov's draw."""
+    on, score, share = mask.bool(), entropy, args.top_entropy  # [n, T]
+    if args.tokens != "entropy":
+        A = advantages[:, None].expand_as(logp)  # [n, T]
+        score = (logp - pooled(logp[on]).mean()) * (A - pooled(A[on]).mean())  # [n, T]: c
+        share = args.kl_cov_share
+    if args.tokens != "clip_cov":
+        # Siblings begin alike, rounding must not part them
+        return score >= top_threshold(share, pooled(score[on])) - 1e-5
+    ratio = (logp - old_logp).exp()  # [n, T]
+    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
+    score = score.masked_fill(clipped * A < ratio * A, -torch.inf)  # no gradient to lose
+    pool = pooled(score[on])  # [M]
+    # In order of c the band is the same list on any number of ranks.
+    band = pool[(pool > args.clip_cov_low) & (pool < args.clip_cov_high)].sort().values
+    order = torch.randperm(len(band), generator=torch.Generator().manual_seed(step))
+    chosen = torch.zeros_like(on)
+    for drawn in band[order.to(band.device)][: max(1, int(args.clip_cov_share * len(pool)))]:
+        chosen |= (score - drawn).abs() < 1e-5
+    return chosen
 
 
 # </own>
@@ -161,7 +229,7 @@ def policy_loss(
     entropy: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    threshold: Tensor | None = None,  # <own>
+    chosen: Tensor | None = None,  # <own>
 ) -> tuple[Tensor, Tensor, dict]:
     """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
 
@@ -175,19 +243,27 @@ def policy_loss(
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
     out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
-    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
-    if threshold is None:
-        threshold = entropy_threshold(args, entropy[mask.bool()])  # []
-    forks = entropy >= threshold - 1e-5  # [n, T]: siblings begin alike, rounding must not part them
-    kept = mask * forks  # [n, T]: I
+    clips = args.tokens != "kl_cov"
+    cut = (((A > 0) & out_above) | ((A < 0) & out_below)) & clips  # [n, T]: M = 0
+    if chosen is None:
+        now = {"logp": logp.detach(), "old_logp": old_logp, "entropy": entropy}
+        chosen = chosen_tokens(args, **now, advantages=advantages, mask=mask)
+    kept = mask * (chosen if args.tokens == "entropy" else True)  # [n, T]: I, counted below
+    trained = mask * ~chosen if args.tokens == "clip_cov" else kept  # [n, T]
     stats = {
         "clip_share": ((cut * mask).sum(), mask.sum()),
         "clip_above": (((cut & out_above) * mask).sum(), mask.sum()),
         "clip_below": (((cut & out_below) * mask).sum(), mask.sum()),
-        "left_out": ((mask * ~forks).sum(), mask.sum()),
-        "fork_entropy": ((entropy * kept).sum(), kept.sum()),
     }
-    return -(objective * kept).sum(), kept.sum(), stats  # a mean over the tokens left
+    if args.tokens == "kl_cov":
+        pull = args.kl_cov_coef * (logp - old_logp).abs() * chosen  # [n, T]
+        objective = ratio * A - pull  # [n, T]
+        stats["held_share"] = (mask * chosen).sum(), mask.sum()
+        stats["held_pull"] = (pull.detach() * mask).sum(), (mask * chosen).sum()
+    else:
+        stats["left_out"] = (mask - trained).sum(), mask.sum()
+        stats["fork_entropy"] = (entropy * trained).sum(), trained.sum()
+    return -(objective * trained).sum(), kept.sum(), stats  # a mean over the tokens left
     # </own>
 
 
@@ -252,9 +328,17 @@ def main(args: Args, world: World) -> None:
         for minibatch in minibatches:
             # <own>
             # H of the whole mini-batch under π_θ, on all ranks: τ before any gradient.
-            _, entropy = all_logprobs(policy, minibatch, args, world)  # [m, T]
-            pool = gather(entropy[minibatch.mask.bool()], world)  # [M]
-            threshold = entropy_threshold(args, pool)  # []
+            logp, entropy = all_logprobs(policy, minibatch, args, world)  # [m, T]
+            minibatch.chosen = chosen_tokens(
+                args,
+                logp=logp,
+                old_logp=minibatch.old_logp,
+                entropy=entropy,
+                advantages=minibatch.advantages,
+                mask=minibatch.mask,
+                pooled=lambda values: gather(values, world),
+                step=step,
+            )
             # </own>
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
@@ -269,7 +353,7 @@ def main(args: Args, world: World) -> None:
                     entropy=entropy,
                     advantages=micro.advantages,
                     mask=micro.mask,
-                    threshold=threshold,  # <own>
+                    chosen=micro.chosen,  # <own>
                 )
                 loss.backward()  # sums: gradients add up over micro-batches
                 denominator = denominator + count

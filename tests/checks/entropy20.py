@@ -1,13 +1,14 @@
-"""80/20: outside numbers, which tokens are trained, and over what the quantile is."""
+"""80/20: outside numbers, which tokens are trained, and over what the quantile is. Clip-Cov and
+KL-Cov: whom they choose by hand, what becomes of them, and that a draw is the same in any order."""
 
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from . import COUNTED, FIXTURE, SHARE, ZSCORE, advantages_match, check_clip_statistics
-from . import check_equal_rewards, gradient, loss_of, matches, no_kl, terms, toy_batch, weight
-from . import written_here
+from . import COUNTED, FIXTURE, SHARE, ZSCORE, advantages_match, check_clip_statistics, counts
+from . import check_equal_rewards, gradient, loss_of, matches, near, no_kl, terms, toy_batch
+from . import weight, written_here
 
 
 def forks_of_the_fixture() -> Tensor:
@@ -73,14 +74,12 @@ def check_siblings_stay_together(module: ModuleType) -> None:
 
 
 def check_is_exact_in_parts(module: ModuleType) -> None:
-    """With τ of the whole mini-batch, sums over any parts give the whole's loss; a part's own τ
-    would not."""
+    """With the tokens that the whole mini-batch chooses, sums over any parts give the whole's loss;
+    a part's own choice would not."""
     batch, args = two_rows(), no_kl(module, top_entropy=0.25)
-    threshold = module.entropy_threshold(args, batch["entropy"][batch["mask"].bool()])
-    assert 0.4 < threshold <= 1.0
-    whole = terms(module, args, **batch)
+    whole, chosen = terms(module, args, **batch), module.chosen_tokens(args, **batch)
     rows = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(2)]
-    split = [terms(module, args, **row, threshold=threshold) for row in rows]
+    split = [terms(module, args, **row, chosen=chosen[i : i + 1]) for i, row in enumerate(rows)]
     assert torch.isclose(sum(s[0] for s in split), whole[0])
     assert sum(s[1] for s in split) == whole[1]
     assert sum(terms(module, args, **row)[1] for row in rows) != whole[1]
@@ -89,7 +88,88 @@ def check_is_exact_in_parts(module: ModuleType) -> None:
 def check_quantile_of_many(module: ModuleType) -> None:
     """A mini-batch may have more tokens than torch.quantile takes."""
     many = torch.arange(2**24 + 2).flip(0) / 2**24
-    assert abs(module.entropy_threshold(module.Args(), many) - 0.8) < 1e-4
+    assert abs(module.top_threshold(0.2, many) - 0.8) < 1e-4
+
+
+def surprised() -> dict[str, Tensor]:
+    """Nine tokens of Â = 2, 2 and -1 and three of padding. The mean of log π is -2, that of Â 1:
+    the covariances are 1.5, -1, 0; 1.2, -1.2, 0; -2, -1, 4. No token has moved but two: the second
+    row's first, to where the clip cuts it, and the third's last, to where it must not."""
+    logp = [[-0.5, -3.0, -2.0, 9.0], [-0.8, -3.2, -2.0, 9.0], [-1.0, -1.5, -4.0, 9.0]]
+    columns = {"logp": logp, "advantages": [2.0, 2.0, -1.0], "mask": [[1.0, 1, 1, 0]] * 3}
+    batch = {name: torch.tensor(x, dtype=torch.float64) for name, x in columns.items()}
+    batch["old_logp"] = batch["logp"].clone()
+    batch["old_logp"][1, 0] -= 0.5
+    batch["old_logp"][2, 2] -= 0.4  # r = 1.49, and Â < 0
+    return batch | {"entropy": 0 * batch["logp"] + 0.5}
+
+
+def slope(module: ModuleType, **flags: object) -> tuple[Tensor, dict]:
+    """-∂ loss / ∂ log π of these nine tokens, times their number; the statistics."""
+    batch = surprised()
+    batch["logp"].requires_grad_()
+    loss, stats = loss_of(module, no_kl(module, **flags), **batch)
+    loss.backward()
+    return -9 * batch["logp"].grad, stats
+
+
+def check_kl_cov(module: ModuleType) -> None:
+    """The quarter of the largest covariances is 4, 1.5 and 1.2, whether the clip would cut them or
+    not: r Â - κ sign(log r) there and r Â elsewhere, over all tokens."""
+    found, stats = slope(module, tokens="kl_cov", kl_cov_share=0.25, kl_cov_coef=3.0)
+    up, down = torch.tensor([0.5, 0.4], dtype=torch.float64).exp()
+    expected = [[2.0, 2, 2, 0], [2 * up - 3, 2, 2, 0], [-1, -1, -down - 3, 0]]
+    near(found, torch.tensor(expected), "the gradient weights of KL-Cov", 1e-9)
+    assert stats["clip_share"] == (0, 9) and "left_out" not in stats
+    counts(stats, {"held_share": (3, 9), "held_pull": (3 * 0.9, 3)})
+    one, _ = slope(module, tokens="kl_cov")  # the largest, if the share is less than a token
+    expected[1][0], expected[2][2] = 2 * up, -down - 1
+    near(one, torch.tensor(expected), "the gradient weights of KL-Cov's default", 1e-9)
+
+
+def check_clip_cov(module: ModuleType) -> None:
+    """Between 1 and 5 are 1.5 and 4, and 1.2, which the clip has cut and which is not drawn. One or
+    both lose their gradient; they are counted still, and the clip acts elsewhere."""
+    expected = torch.tensor([[2.0, 2, 2, 0], [0, 2, 2, 0], [-1, -1, -1.4918246976412703, 0]])
+    drawn = []
+    for some, share in ((1, 2e-4), (1, 0.2), (2, 0.25), (2, 0.9)):
+        found, stats = slope(module, tokens="clip_cov", clip_cov_share=share)
+        lost = (found == 0) & (expected != 0)
+        drawn.append(lost)
+        near(found, expected * ~lost, "the gradient weights of Clip-Cov", 1e-6)
+        assert lost.sum() == lost[0, 0].int() + lost[2, 2].int() == some
+        counts(stats, {"left_out": (some, 9), "fork_entropy": ((9 - some) / 2, 9 - some)})
+        assert stats["clip_share"] == (1, 9)
+    assert drawn[-1][0, 0] and drawn[-1][2, 2]
+    for bounds in ({"clip_cov_low": 2.0}, {"clip_cov_high": 2.0}):
+        found, _ = slope(module, tokens="clip_cov", clip_cov_share=0.9, **bounds)
+        assert (found[0, 0] == 0) == ("clip_cov_high" in bounds)
+        assert (found[2, 2] == 0) == ("clip_cov_low" in bounds)
+    none, stats = slope(module, tokens="clip_cov", clip_cov_low=4.5)
+    near(none, expected, "the gradient weights where the band is empty", 1e-6)
+    assert stats["left_out"] == (0, 9)
+
+
+def check_the_draw(module: ModuleType) -> None:
+    """It is the same for rows in any order, another in another step, and no place in the band is
+    preferred."""
+    generator = torch.Generator().manual_seed(3)
+    logp = torch.randn(40, 5, generator=generator, dtype=torch.float64) - 3
+    A = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(20)
+    batch = {"logp": logp, "old_logp": logp, "entropy": 0 * logp, "mask": 0 * logp + 1}
+    flags = {"tokens": "clip_cov", "clip_cov_share": 0.05, "clip_cov_low": 0.1}
+    args, order = no_kl(module, **flags), torch.randperm(40, generator=generator)
+    mixed = {name: x[order] for name, x in batch.items()}
+    hits = torch.zeros_like(logp)
+    for step in range(60):
+        chosen = module.chosen_tokens(args, **batch, advantages=A, step=step)
+        again = module.chosen_tokens(args, **mixed, advantages=A[order], step=step)
+        assert chosen.sum() == 10 and torch.equal(again, chosen[order])
+        hits += chosen
+    c = (logp - logp.mean()) * A[:, None]
+    band = hits[(c > 0.1) & (c < 5)][c[(c > 0.1) & (c < 5)].argsort()]
+    assert band.sum() == 600 and (band > 0).double().mean() > 0.95
+    assert 0.4 < band[: len(band) // 2].sum() / 600 < 0.6
 
 
 def check_advantages(module: ModuleType) -> None:
@@ -98,28 +178,54 @@ def check_advantages(module: ModuleType) -> None:
 
 
 CHECKS = [*written_here(globals()), check_equal_rewards, check_clip_statistics]
-RETURN, SURROGATE = "return -(objective * kept).sum(), kept.sum()", "torch.minimum("
-FORKS = "entropy >= threshold - 1e-5"
+RETURN, SURROGATE = "return -(objective * trained).sum(), kept.sum()", "torch.minimum("
+FORKS = "score >= top_threshold(share, pooled(score[on])) - 1e-5"
+KEPT = 'kept = mask * (chosen if args.tokens == "entropy" else True)'
+SCORE = "(logp - pooled(logp[on]).mean()) * (A - pooled(A[on]).mean())"
+PULL = "pull = args.kl_cov_coef * (logp - old_logp).abs() * chosen"
+CUT_AWAY = "clipped * A < ratio * A, -torch.inf"
 MUTANTS = {
     **ZSCORE,
     **COUNTED,
     "no clip": ("torch.minimum(ratio * A, clipped * A)", "ratio * A"),
     "clip without min": ("torch.minimum(ratio * A, clipped * A)", "clipped * A"),
     "clip_share of what is left": (SHARE, SHARE.replace("cut * mask", "cut * kept")),
-    "fork_entropy of all": ("((entropy * kept).sum()", "((entropy * mask).sum()"),
+    "fork_entropy of all": ("(entropy * trained).sum(), tr", "(entropy * mask).sum(), tr"),
     "TRL's denominator": (RETURN, RETURN.replace("kept.sum()", "mask.sum()")),
-    "the surest tokens": (FORKS, "entropy <= threshold + 1e-5"),
-    "rounding parts siblings": (FORKS, "entropy >= threshold"),
-    "the lower quantile": ("1 - args.top_entropy)", "args.top_entropy)"),
-    "padding in the quantile": ("entropy[mask.bool()])", "entropy.flatten())"),
-    "right responses only": ("kept = mask * forks", "kept = mask * (forks & (A > 0))"),
-    "all tokens of the wrong ones": ("kept = mask * forks", "kept = mask * (forks | (A < 0))"),
-    "own threshold in every part": ("if threshold is None:", "if True:"),
-    "no mask": (RETURN, RETURN.replace("kept", "mask")),
+    "the surest tokens": (FORKS, FORKS.replace(">=", "<=").replace("- 1e-5", "+ 1e-5")),
+    "rounding parts siblings": (FORKS, FORKS.replace(" - 1e-5", "")),
+    "the lower quantile": ("1 - share)", "share)"),
+    "padding in the quantile": (FORKS, FORKS.replace("score[on]", "score.flatten()")),
+    "right responses only": (KEPT, KEPT.replace("(chosen", "(chosen & (A > 0)")),
+    "all tokens of the wrong ones": (KEPT, KEPT.replace("(chosen", "(chosen | (A < 0)")),
+    "own threshold in every part": ("if chosen is None:", "if True:"),
+    "no mask": (RETURN, RETURN.replace("trained", "mask").replace("kept", "mask")),
     "symmetric clip": (
-        "clamp(1 - args.clip_low, 1 + args.clip_high)",
-        "clamp(1 - args.clip_low, 1 + args.clip_low)",
+        "1 + args.clip_high)  # [n, T]\n    objective",
+        "1 + args.clip_low)  # [n, T]\n    objective",
     ),
+    "log π not centred": (SCORE, SCORE.replace("logp - pooled(logp[on]).mean()", "logp")),
+    "Â not centred": (SCORE, SCORE.replace("(A - pooled(A[on]).mean())", "A")),
+    "padding in a mean": (SCORE, SCORE.replace("logp[on]", "logp.flatten()")),
+    "surprise for its negative": (SCORE, "-" + SCORE),
+    "KL-Cov clips": ("objective = ratio * A - pull", "objective = objective - pull"),
+    "KL-Cov counts the clip": ('clips = args.tokens != "kl_cov"', "clips = True"),
+    "pulled everywhere": (PULL, PULL.replace(" * chosen", "")),
+    "k3 for |log r|": (PULL, PULL.replace(".abs()", ".expm1()")),
+    "a push": ("ratio * A - pull", "ratio * A + pull"),
+    "pull without κ": (PULL, PULL.replace("args.kl_cov_coef * ", "")),
+    "only the held are trained": (KEPT, KEPT.replace('== "entropy"', '!= "clip_cov"')),
+    "held_pull of all": ("(mask * chosen).sum()\n    else", "mask.sum()\n    else"),
+    "what is drawn is not counted": (RETURN, RETURN.replace("kept.sum()", "trained.sum()")),
+    "drawn ones are trained alone": ("mask * ~chosen if", "mask * chosen if"),
+    "drawn from the clipped, too": (CUT_AWAY, "clipped * A < -torch.inf, -torch.inf"),
+    "no lower bound": ("(pool > args.clip_cov_low)", "(pool > -torch.inf)"),
+    "no upper bound": ("(pool < args.clip_cov_high)", "(pool < torch.inf)"),
+    "share of the band": ("args.clip_cov_share * len(pool)", "args.clip_cov_share * len(band)"),
+    "perhaps none": ("max(1, int(", "max(0, int("),
+    "the largest of the band": ("band[order.to(band.device)]", "band.flip(0)"),
+    "drawn in the rows' order": (".sort().values\n    order", "\n    order"),
+    "one draw for all steps": ("manual_seed(step)", "manual_seed(0)"),
     "max for min": (SURROGATE, SURROGATE.replace("minimum", "maximum")),
     "sign": (RETURN, RETURN.replace("-(", "(")),
 }
