@@ -150,8 +150,8 @@ def test_how_often_the_ranks_talk(world, tmp_path):
     assert rows == other and rows[0][1] < rows[1][1]
     for shared, micros, sent in rows:
         units = 3 * (shared == 2)
-        # Rows that change ranks are 11 of the 15.
-        expected = {"old_logp": 15 + 2 * micros * units}
+        # Rows that change ranks are 13 of the 17.
+        expected = {"old_logp": 17 + 2 * micros * units}
         expected["update"] = 2 + (shared == 1) + 3 * micros * units
         expected |= {"sync": 2, "log": 2}  # means; whether to stop
         assert {name: sent.get(name, 0) for name in expected} == expected, (shared, micros, sent)
