@@ -58,6 +58,8 @@ STATISTICS = {
     "pull": "τ |log π_θ(y)/π_old(y)| of responses / |Â| of responses",
     "turned": "responses whose weight has not the sign of Â / responses with Â ≠ 0",
     "left_out": f"tokens that are not trained {TOKENS}",
+    "held_share": f"tokens held near π_old {TOKENS}",
+    "held_pull": "κ |log r| of the tokens held / tokens held",
     "fork_entropy": "H of the tokens that are / tokens that are",
     "corrected": f"|C - 1| {TOKENS}",
     "dropped_share": f"tokens with C = 0 {TOKENS}",
