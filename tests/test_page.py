@@ -279,7 +279,7 @@ MORE_THAN_A_GROUP = {
 @pytest.mark.parametrize("name", RUN)
 def test_a_runs_own_weights_from_its_own_columns(name, tmp_path):
     """With one group to a mini-batch every other file's stored weights come out of its stored
-    columns to 1e-5, though clip and KL are alive in the second mini-batch."""
+    columns, though clip and KL are alive in the second mini-batch."""
     flags = [*SMALL, *MORE.get(name, ()), *formulas.of(name, "SMALL", ())]
     flags += "--prompts_per_step 2 --steps 3 --sample_every 1 --lr 3e-3 --warmup 0".split()
     assert run_here(module_of(name).main, *flags, "--run_dir", tmp_path / "run") == 0
@@ -291,7 +291,8 @@ def test_a_runs_own_weights_from_its_own_columns(name, tmp_path):
         said = " ".join(page.HANDED[word] for word in page.HANDED if word in page_words(name))
         assert said
     else:
-        assert max(row["apart"] for row in rows) < 1e-5
+        # Six digits of a log-prob are stored: at -9 they leave 1e-5 of a ratio
+        assert max(row["apart"] for row in rows) < 5e-5
 
 
 def page_words(name: str) -> set[str]:

@@ -217,7 +217,7 @@ class File:
         if A.dim() == 1 and self.by_token:
             batch = batch | {"advantages": A[:, None] * mask}  # [n, T]
             said.append("each token has its response's Â")
-        if A.dim() == 2 and not self.by_token:
+        if A.dim() == 2 and not (self.by_token or own):
             batch = batch | {"advantages": (A * mask).sum(1) / mask.sum(1).clamp(min=1)}  # [n]
             said.append("Â is the mean over a response's tokens")
         try:
