@@ -45,10 +45,10 @@ class Samples:
         group, sums, responses = self.kept[-1]
         sums["count"] += float(count)
         columns = {"logp": logp, "entropy": entropy, "weight": -logp.grad}  # [n, T]
-        for i, row in enumerate(rows.tolist()):
-            if minibatch.problem[row] == group["group"]:
-                own = {name: column[i] for name, column in columns.items()}  # [T]
-                responses.append((row, self._response(minibatch.rows(slice(row, row + 1)), own)))
+        shown = (minibatch.problem[rows] == group["group"]).nonzero()[:, 0]
+        for i, row in zip(shown.tolist(), rows[shown].tolist()):
+            own = {name: column[i] for name, column in columns.items()}  # [T]
+            responses.append((row, self._response(minibatch.rows(slice(row, row + 1)), own)))
 
     def _choose(self, minibatch: Rollout) -> int:
         """The first problem with different rewards, or else the first: no random number drawn."""
