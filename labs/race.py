@@ -38,9 +38,11 @@ from labs.stress import STRESSES, Stress
 
 TABLE = ROOT / "labs/tables/stability.json"
 PAGES = {"en": ROOT / "docs/stability.md", "zh": ROOT / "docs/zh/stability.md"}
-PICTURE = ROOT / "docs/stability.png"
-SEEDS, RECORD, LAST = 3, 10, 3  # seeds of a row, of a record; the last three measurements
+PICTURES = {"root": ROOT / "docs/stability.png", "variants": ROOT / "docs/stability-variants.png"}
+# Seeds of a cell, of one on which a sentence hangs, of a record; the last three measurements
+SEEDS, DECIDED, RECORD, LAST = 3, 5, 10, 3
 START, GOAL = 0.5, 0.8  # accuracy before training, and to be reached
+DARK, LIGHT = 0.3, 0.9  # ends of the picture's shades
 QUICK = 10  # steps, of one seed: shows nothing
 SMOKE = "QUICK: ten steps of one seed, far too short to show anything"
 REPAIRS = {  # what a sceptic tries first
@@ -48,6 +50,19 @@ REPAIRS = {  # what a sceptic tries first
     "grpo, 10 β": "--beta 0.1",
     "grpo, 1 update": "--minibatches 1",
     "grpo, clip 0.05": "--clip_low 0.05 --clip_high 0.05",
+}
+BASES = ("grpo", "grpo, lr/3")  # every row is compared with the trunk and its cheapest repair
+LAYERS = {  # of the survey: where a method acts
+    "trunk": ("grpo", *REPAIRS),
+    "tokens": "sapo stapo maspo cispo dppo entropy20 lp_reg pmd signs".split(),
+    "sequences": "gspo gmpo vespo".split(),
+    "gap": "minirl icepop jet".split(),
+    "samples": "goldilocks dapo paced".split(),
+    "exploration": "deep_grpo".split(),
+    "system": "vcpo m2po".split(),
+    "advantages": "baselines ppo dr_grpo justrl laconic".split(),
+    "judge": "blockwise opd".split(),
+    "all": "recipe".split(),
 }
 # grpo.py alone, before any other file was run, on a seed that the matrix does not use
 PILOT_SEEDS = (101,)
@@ -69,10 +84,18 @@ class Method(NamedTuple):
 
 
 def methods() -> dict[str, Method]:
-    """All rows, by name: the first trunk and its cheap repairs, the root, the variants."""
-    first, *others = algorithms()
-    rows = {first.stem: Method(first)} | {n: Method(first, f) for n, f in REPAIRS.items()}
-    return rows | {path.stem: Method(path) for path in others}
+    """All rows, by name: the first trunk and its cheap repairs, the root, the variants; each part
+    in the order of the layers."""
+    files = {path.stem: path for path in algorithms()}
+    order = [name for names in LAYERS.values() for name in names]
+    rows = {name: Method(files[name.split(",")[0]], REPAIRS.get(name, "")) for name in order}
+    return dict(sorted(rows.items(), key=lambda row: row[1].file.parent != ROOT))
+
+
+def half(which: str) -> list[str]:
+    """The rows of the root, or of the variants."""
+    folder = {"root": ROOT, "variants": ROOT / "variants"}[which]
+    return [name for name, one in methods().items() if one.file.parent == folder]
 
 
 # The table: {"cells": [{"method", "stress", "runs": [{"seed", ...}, ...]}, ...], ...}
@@ -170,12 +193,15 @@ def place(table: dict, method: str, others: dict) -> str:
 
 
 def parted(table: dict, method: str, name: str, from_: str = "grpo") -> str:
-    """`+` or `-` where all seeds lie above or below all of plain grpo.py under the same stress;
-    nothing within its spread, or with fewer than three seeds."""
+    """`+` or `-` where all seeds lie above or below all of another row under the same stress, with
+    a `?` while one of the two has fewer than five; nothing within the spread, or with fewer than
+    three."""
     one, other = (ends(table, who, name) for who in (method, from_))
-    if min(len(one), len(other)) < SEEDS or method == from_:
+    few = min(len(one), len(other))
+    if few < SEEDS or method == from_:
         return ""
-    return "+" if min(one) > max(other) else "-" if max(one) < min(other) else ""
+    sign = "+" if min(one) > max(other) else "-" if max(one) < min(other) else ""
+    return sign + "?" * (sign != "" and few < DECIDED)
 
 
 def cell(table: dict, method: str, name: str, words: dict, ranges: bool = True) -> str:
@@ -212,6 +238,20 @@ def lines(table: dict, words: dict, ranges: bool = True, names: Iterable = ()) -
 
 
 # Running
+
+
+def every(rows: list[str], seeds: int, parted_in: dict | None = None) -> list[tuple]:
+    """Jobs (seed, method, stress), a seed after the other; with a table only those of the bases,
+    and of the cells that part from one of them."""
+    jobs = [(seed, row, name) for seed in range(1, 1 + seeds) for row in rows for name in STRESSES]
+    if parted_in is None:
+        return jobs
+    known = {
+        (row, name): row in BASES or any(parted(parted_in, row, name, base) for base in BASES)
+        for row in rows
+        for name in STRESSES
+    }
+    return [job for job in jobs if known[job[1:]]]
 
 
 def run(
@@ -287,9 +327,10 @@ def between(page: str, name: str, text: str) -> str:
 
 
 def counts(table: dict) -> list[str]:
-    """How far the matrix is: runs that are there, and that there will be."""
+    """How far the matrix is: its runs, its cells with three seeds, all its cells."""
     done = sum(len(one["runs"]) for one in table["cells"] if one["method"] in methods())
-    return [str(done), str(len(methods()) * len(STRESSES) * SEEDS)]
+    cells = [len(runs_of(table, row, name)) for row in methods() for name in STRESSES]
+    return [str(done), str(sum(count >= SEEDS for count in cells)), str(len(cells))]
 
 
 def pilot_lines(table: dict) -> list[list[str]]:
@@ -302,34 +343,33 @@ def pilot_lines(table: dict) -> list[list[str]]:
     return told
 
 
-def parted_lines(table: dict, words: dict) -> list[list[str]]:
-    """For each stress the rows that lie apart from plain grpo.py: all above, all below; and how
-    many rows have the seeds to say so."""
-    told = []
+def parted_lines(table: dict) -> list[list[str]]:
+    """For each stress the rows that lie apart from plain grpo.py (all above, all below) and from
+    grpo.py at a third of its step size, on five seeds; and how many rows have three."""
+    told, asked = [], [("grpo", "+"), ("grpo", "-"), ("grpo, lr/3", "+")]
     for name in STRESSES:
-        signs = {method: parted(table, method, name) for method in methods()}
         lists = [
-            ", ".join(f"`{method}`" for method, sign in signs.items() if sign == which) or "–"
-            for which in "+-"
+            ", ".join(f"`{row}`" for row in methods() if parted(table, row, name, base) == sign)
+            for base, sign in asked
         ]
-        known = [method for method in signs if len(ends(table, method, name)) >= SEEDS]
-        few = len(ends(table, "grpo", name)) < SEEDS or known == ["grpo"]
-        told.append([f"`{name}`", *([words["not yet"]] * 2 if few else lists), str(len(known))])
+        known = [row for row in methods() if len(ends(table, row, name)) >= SEEDS]
+        told.append([f"`{name}`", *(text or "–" for text in lists), str(len(known))])
     return told
 
 
 def filled(page: str, table: dict, words: dict) -> str:
-    """The page with the matrix, the pilot and every quoted cell as the table has them."""
-    told = lines(table, words)
-    shown = [[text if i else f"`{text}`" for i, text in enumerate(row)] for row in told[1:]]
+    """The page with the matrix (the rows that were begun), the pilot and every quoted cell as the
+    table has them."""
+    told, begun = lines(table, words), {one["method"] for one in table["cells"]}
+    shown = [[f"`{row[0]}`", *row[1:]] for row in told[1:] if row[0] in begun]
     head = [f"`{text}`" if text in STRESSES else text for text in told[0]]
     page = between(page, "matrix", lab.markdown([head, *shown]))
-    for name, rows in (("pilot", pilot_lines(table)), ("parted", parted_lines(table, words))):
+    for name, rows in (("pilot", pilot_lines(table)), ("parted", parted_lines(table))):
         if found := re.search(rf"<!--{name}-->\n(.*)\n", page):  # its head stays as it is
             head = [part.strip() for part in found[1].strip("|").split("|")]
             page = between(page, name, lab.markdown([head, *rows]))
     quoted = {f"{row[0]}/{name}": text for row in told[1:] for name, text in zip(told[0], row)}
-    quoted |= dict(zip(("runs/done", "runs/all"), counts(table)))
+    quoted |= dict(zip(("runs/done", "cells/done", "cells/all"), counts(table)))
     return re.sub(
         r"[^\s(（，。]+<!--([^/][^>]*?/[^>]+?)-->",
         lambda m: f"{quoted[m[1]].split(' ')[0]}<!--{m[1]}-->",
@@ -338,14 +378,15 @@ def filled(page: str, table: dict, words: dict) -> str:
 
 
 def draw(table: dict, names: Iterable = ()) -> object:
-    """The matrix as a heat map: dark is low, in grey as well; a number in every cell."""
+    """The matrix as a heat map: dark is low, in grey as well; a number in every cell, and each
+    row's layer beside it."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
     names = list(names or methods())
-    figure = Figure(figsize=(11, 1.6 + 0.27 * len(names)), layout="constrained")
-    axis, shades = figure.subplots(), colormaps["cividis"]
+    figure = Figure(figsize=(11.5, 1.6 + 0.27 * len(names)), layout="constrained")
+    axis, colours = figure.subplots(), colormaps["cividis"]
     heads = [*STRESSES, "worst cell"]
     for y, method in enumerate(names):
         low = worst(table, method)
@@ -358,29 +399,40 @@ def draw(table: dict, names: Iterable = ()) -> object:
                 axis.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **look))
                 continue
             middle = float(np.median(values))
-            look = {"facecolor": shades(middle), "edgecolor": "white"}
+            shade = min(1.0, max(0.0, (middle - DARK) / (LIGHT - DARK)))
+            look = {"facecolor": colours(shade), "edgecolor": "white"}
             axis.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **look))
-            ring = "○" * (x < len(STRESSES) and idle(table, method, name))
-            text = f"{middle:.2f}{ring}"
-            colour = "black" if middle > 0.5 else "white"
+            text = f"{middle:.2f}"
+            if x < len(STRESSES):
+                text += f" {parted(table, method, name)}".rstrip() + "○" * idle(table, method, name)
+            colour = "black" if shade > 0.5 else "white"
             axis.text(x, y, text, ha="center", va="center", fontsize=8.5, color=colour)
     axis.axvline(len(STRESSES) - 0.5, color="black", linewidth=2)
     axis.set(xlim=(-0.5, len(heads) - 0.5), ylim=(len(names) - 0.5, -0.5))
     axis.set_xticks(range(len(heads)), [head.replace(" ", "\n", 1) for head in heads], fontsize=9)
     axis.set_yticks(range(len(names)), names, fontsize=9)
+    for layer, rows in LAYERS.items():
+        if places := [names.index(row) for row in rows if row in names]:
+            axis.axhline(max(places) + 0.5, color="white", linewidth=4)
+            at, look = np.mean(places), {"ha": "left", "va": "center", "fontsize": 9}
+            axis.text(len(heads) - 0.4, at, layer, color="#444444", style="italic", **look)
     axis.tick_params(length=0, labeltop=True, labelbottom=False)
     axis.spines[:].set_visible(False)
-    done, all_ = counts(table)
-    words = f"median of the seeds' scores; {done} of {all_} runs; hatched: not yet, or refused"
-    axis.set_xlabel(f"{words}; ○: the file's own mechanism never acted", fontsize=9, loc="left")
+    words = "medians of three seeds; + or -: of five, all above, or all below, all of grpo's\n"
+    words += "○: the file's own mechanism never acted; hatched: not yet, or refused"
+    axis.set_xlabel(words, fontsize=9, loc="left")
     lab.entitle(figure, "What is left of held-out accuracy under each stress")
     return figure
 
 
 def redraw(table: dict) -> None:
-    """The picture, and the pages' tables and numbers."""
-    with whole(PICTURE) as partial:
-        draw(table).savefig(partial, dpi=130, format="png", metadata={"Software": None})
+    """The pictures, and the pages' tables and numbers."""
+    for which, path in PICTURES.items():
+        rows = half(which)
+        rows = rows if "grpo" in rows else ["grpo", *rows]
+        with whole(path) as partial:
+            look = {"dpi": 130, "format": "png", "metadata": {"Software": None}}
+            draw(table, rows).savefig(partial, **look)
     for language, path in PAGES.items():
         if path.exists():
             page = filled(path.read_text("utf-8"), table, WORDS[language])
@@ -467,19 +519,19 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     lab.survive_the_terminal()
     words, broken = parsed(), 0
+    workers = words.workers
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the runs under way end with us
     try:
         if words.file:
             broken = entered(words)
         if words.pilot:
             jobs = [(seed, "grpo", name) for seed in PILOT_SEEDS for name in PILOT]
-            broken = run(jobs, methods(), TABLE, "pilot", PILOT, words.workers)
+            broken = run(jobs, methods(), TABLE, "pilot", PILOT, workers)
         if words.matrix:
-            seeds = range(1, 1 + words.seeds)
-            jobs = [
-                (seed, method, name) for seed in seeds for method in methods() for name in STRESSES
-            ]
-            broken = run(jobs, methods(), TABLE, workers=words.workers)
+            for which in PICTURES:  # the variants last: a table that is half there says something
+                broken += run(every(half(which), words.seeds), methods(), TABLE, workers=workers)
+                jobs = every(half(which), DECIDED, stored(TABLE))
+                broken += run(jobs, methods(), TABLE, workers=workers)
         if not words.file:
             redraw(stored(TABLE))
     except (BadInput, OSError) as error:

@@ -38,6 +38,8 @@ COUNT = STEPS // EVERY + 1  # measurements, with the one before training
 # No run ends because its sampler is not the trainer's (the last flag): that is what is measured.
 BUDGET = f"--prompts_per_step 16 --group_size 8 --eval_every {EVERY} --eval_problems 256"
 BUDGET += " --eval_samples 2 --sampler_tolerance 1e6"
+# What a run was like in its last 16 steps: without it a score has no reason
+LATE, DIARY = 16, ("entropy", "zero_groups", "sampler_gap", "response_len", "grad_norm")
 USELESS = KINDS["arithmetic:mix"].terms
 
 
@@ -227,9 +229,10 @@ def child(module: ModuleType, flags: str, stress: Stress, seed: int, folder: Pat
 
 
 def outcome(folder: Path, code: int, acted: str, steps: int = STEPS) -> dict:
-    """What a run came to: a series of (step, sampled accuracy, thousands of tokens), and the mean
-    of the metric `acted`. One that stopped itself is a result, and so is one that refused to begin:
-    `stopped` or `refused` says why. BadInput if somebody ended it, or it broke."""
+    """What a run came to: a series of (step, sampled accuracy, thousands of tokens), the mean of
+    the metric `acted`, and means of its last steps. One that stopped itself is a result, and so is
+    one that refused to begin: `stopped` or `refused` says why. BadInput if somebody ended it, or it
+    broke."""
     text = (folder / "said").read_text(errors="replace") if (folder / "said").exists() else ""
     said = (text.splitlines() or ["no word"])[-1]
     path = folder / "run" / "metrics.jsonl"
@@ -245,6 +248,12 @@ def outcome(folder: Path, code: int, acted: str, steps: int = STEPS) -> dict:
         if "sampled" in line:
             for name, value in zip(found, (line["step"], line["sampled"], tokens)):
                 found[name].append(round(value, 4))
-    deeds = [line[acted] or 0.0 for line in lines if acted in line]
-    found |= {"tokens": round(tokens, 1), "acted": float(f"{sum(deeds) / max(1, len(deeds)):.3g}")}
+    found |= {"tokens": round(tokens, 1), "acted": mean(lines, acted)}
+    found["late"] = {name: mean(lines[-LATE:], name) for name in DIARY}
     return found | ({"stopped": said.partition(": error: ")[2]} if code else {})
+
+
+def mean(lines: list[dict], name: str) -> float:
+    """Of a metric over steps, to three digits; where it has no value it counts 0."""
+    values = [line[name] or 0.0 for line in lines if name in line]
+    return float(f"{sum(values) / max(1, len(values)):.3g}")

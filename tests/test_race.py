@@ -301,6 +301,7 @@ def ended(folder: Path, steps: list[int], said: str = "") -> Path:
 def test_a_run_that_stopped_itself_is_a_result(tmp_path):
     found = stress.outcome(ended(tmp_path, [0, 8], "bar\ngrpo.py: error: NaN"), 1, "x")
     assert found["stopped"] == "NaN" and found["at"] == [0, 8] and found["acted"] == 0.0
+    assert found["late"] == dict.fromkeys(stress.DIARY, 0.0)
     assert race.score(found)["end"] == 0.0  # two of six measurements: the last three are lost
 
 
@@ -318,6 +319,12 @@ def test_a_run_that_somebody_ended_is_none(tmp_path, code, steps, said):
 def test_a_run_that_ended_early_is_none(tmp_path):
     with pytest.raises(BadInput, match="exit code 0"):
         stress.outcome(ended(tmp_path, [0, 8, 16]), 0, "x")
+
+
+def test_the_diary_is_of_the_last_steps():
+    lines = [{"step": 0}] + [{"step": s, "entropy": 1.0 if s > 2 else 9.0} for s in range(1, 19)]
+    assert stress.mean(lines[-stress.LATE :], "entropy") == 1.0
+    assert stress.mean([{"x": None}, {"x": 1.0}, {}], "x") == 0.5 and stress.mean([], "x") == 0.0
 
 
 # Scores and places
@@ -355,7 +362,29 @@ def test_within_the_spread_is_no_difference():
     pairs |= {"down": [0.1, 0.2, 0.49], "few": [0.9, 0.9]}
     table = made(**{method: {"pairs": values} for method, values in pairs.items()})
     found = {method: race.parted(table, method, "pairs") for method in pairs}
-    assert found == {"grpo": "", "up": "+", "same": "", "down": "-", "few": ""}
+    assert found == {"grpo": "", "up": "+?", "same": "", "down": "-?", "few": ""}
+    five = {method: {"pairs": values + [values[0]] * 2} for method, values in pairs.items()}
+    found = {method: race.parted(made(**five), method, "pairs") for method in pairs}
+    assert found == {"grpo": "", "up": "+", "same": "", "down": "-", "few": "+?"}
+
+
+def test_what_parts_gets_two_more_seeds():
+    """The bases everywhere, and every cell that parts from one of them; nothing else."""
+    half = {"none": [0.5] * 3, "pairs": [0.5] * 3}
+    table = made(**{"grpo": half, "grpo, lr/3": {"pairs": [0.9] * 3}, "gspo": half})
+    table["cells"] += made(sapo={"none": [0.6] * 3, "pairs": [0.95] * 3})["cells"]
+    jobs = race.every(["grpo", "gspo", "sapo"], 5, table)
+    assert {job[0] for job in jobs} == {1, 2, 3, 4, 5}
+    apart = {("gspo", "pairs"), ("sapo", "none"), ("sapo", "pairs")}
+    assert {job[1:] for job in jobs if job[1] != "grpo"} == apart
+    assert {job[2] for job in jobs if job[1] == "grpo"} == set(STRESSES)
+    assert len(race.every(["gspo"], 3)) == 3 * len(STRESSES)
+
+
+def test_every_row_has_one_layer():
+    rows = [row for names in race.LAYERS.values() for row in names]
+    assert len(rows) == len(set(rows)) == len(race.methods())
+    assert race.half("root") + race.half("variants") == list(race.methods())
 
 
 def test_a_method_that_never_acted_is_marked():
@@ -399,10 +428,10 @@ def test_the_page_says_what_the_code_does():
 
 def test_quotes_follow_the_table():
     table = made(grpo={"pairs": [0.25]})
-    page = "It ends at 0.99<!--grpo/pairs-->, of 7<!--runs/all--> runs.\n"
-    many = len(race.methods()) * 30
+    page = "It ends at 0.99<!--grpo/pairs-->, one of 7<!--cells/all--> cells.\n"
+    many = len(race.methods()) * len(STRESSES)
     filled = race.filled(page, table, race.WORDS["en"])
-    assert filled == f"It ends at 0.25<!--grpo/pairs-->, of {many}<!--runs/all--> runs.\n"
+    assert filled == f"It ends at 0.25<!--grpo/pairs-->, one of {many}<!--cells/all--> cells.\n"
 
 
 def test_the_picture_shows_what_is_not_there():
@@ -410,7 +439,7 @@ def test_the_picture_shows_what_is_not_there():
     figure = race.draw(made(grpo={"none": [0.83]}), names=["grpo", "gspo"])
     (axis,) = figure.axes
     hatched = [patch for patch in axis.patches if patch.get_hatch()]
-    assert [text.get_text() for text in axis.texts] == ["0.83"]
+    assert [text.get_text() for text in axis.texts] == ["0.83", "trunk", "sequences"]
     assert len(hatched) == 2 * (len(STRESSES) + 1) - 1
 
 
