@@ -343,6 +343,18 @@ def pilot_lines(table: dict) -> list[list[str]]:
     return told
 
 
+def late(table: dict, method: str, name: str) -> dict[str, str]:
+    """What the cell's runs were like in their last steps: the median of each metric."""
+    runs = [run["late"] for run in runs_of(table, method, name) if "late" in run]
+    return {key: f"{np.median([run[key] for run in runs]):.2g}" for key in runs[0]} if runs else {}
+
+
+def late_lines(table: dict, method: str = "grpo") -> list[list[str]]:
+    """The same of a row's cells."""
+    rows = [(name, late(table, method, name)) for name in STRESSES]
+    return [[f"`{name}`", *found.values()] for name, found in rows if found]
+
+
 def parted_lines(table: dict) -> list[list[str]]:
     """For each stress the rows that lie apart from plain grpo.py (all above, all below) and from
     grpo.py at a third of its step size, on five seeds; and how many rows have three."""
@@ -364,11 +376,18 @@ def filled(page: str, table: dict, words: dict) -> str:
     shown = [[f"`{row[0]}`", *row[1:]] for row in told[1:] if row[0] in begun]
     head = [f"`{text}`" if text in STRESSES else text for text in told[0]]
     page = between(page, "matrix", lab.markdown([head, *shown]))
-    for name, rows in (("pilot", pilot_lines(table)), ("parted", parted_lines(table))):
+    parts = {"pilot": pilot_lines, "parted": parted_lines, "late": late_lines}
+    for name, rows in ((name, of(table)) for name, of in parts.items()):
         if found := re.search(rf"<!--{name}-->\n(.*)\n", page):  # its head stays as it is
             head = [part.strip() for part in found[1].strip("|").split("|")]
             page = between(page, name, lab.markdown([head, *rows]))
     quoted = {f"{row[0]}/{name}": text for row in told[1:] for name, text in zip(told[0], row)}
+    quoted |= {
+        f"{row}/{name}/{key}": text
+        for row in begun
+        for name in STRESSES
+        for key, text in late(table, row, name).items()
+    }
     quoted |= dict(zip(("runs/done", "cells/done", "cells/all"), counts(table)))
     return re.sub(
         r"[^\s(（，。]+<!--([^/][^>]*?/[^>]+?)-->",
@@ -429,6 +448,8 @@ def redraw(table: dict) -> None:
     """The pictures, and the pages' tables and numbers."""
     for which, path in PICTURES.items():
         rows = half(which)
+        if not any(one["method"] in rows for one in table["cells"]):
+            continue
         rows = rows if "grpo" in rows else ["grpo", *rows]
         with whole(path) as partial:
             look = {"dpi": 130, "format": "png", "metadata": {"Software": None}}

@@ -434,6 +434,14 @@ def test_quotes_follow_the_table():
     assert filled == f"It ends at 0.25<!--grpo/pairs-->, one of {many}<!--cells/all--> cells.\n"
 
 
+def test_a_reason_is_quoted_from_the_runs_last_steps():
+    table = made(grpo={"pairs": [0.25]})
+    table["cells"][0]["runs"][0]["late"] = {"entropy": 0.0123}
+    page = "It was sure, 9<!--grpo/pairs/entropy-->.\n<!--late-->\n| a | b |\n<!--/late-->\n"
+    filled = race.filled(page, table, race.WORDS["en"])
+    assert "0.012<!--grpo/pairs/entropy-->" in filled and "| `pairs` | 0.012 |" in filled
+
+
 def test_the_picture_shows_what_is_not_there():
     """Hatched, and in no shade of the scale; numbers in words, too."""
     figure = race.draw(made(grpo={"none": [0.83]}), names=["grpo", "gspo"])
