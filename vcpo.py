@@ -373,6 +373,7 @@ def main(args: Args, world: World) -> None:
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
         # fills there is none: the step trains on nothing and logs what it sampled.
         # <own>
+        sampled = rollout.mask.sum()  # tokens
         minibatches = stale.next(minibatches, step)
         if minibatches:
             rollout = Rollout.join(*minibatches)
@@ -433,7 +434,8 @@ def main(args: Args, world: World) -> None:
         stale.wait()  # <own>
         engine.sync(policy)
 
-        metrics = means.add(**of_rollout(rollout, rewards, task)).reduce(world) | sampler
+        found = of_rollout(rollout, rewards, task) | {"tokens": (sampled, None)}  # <own>
+        metrics = means.add(**found).reduce(world) | sampler  # <own>
         metrics["lr"] = optimizer.param_groups[0]["lr"]
         if run.due(step, args.eval_every):
             run.clock("evaluate")

@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import date
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -167,14 +167,13 @@ def ends(table: dict, method: str, name: str, key: str = "end") -> list[float]:
 
 def worst(table: dict, method: str) -> tuple[float, str] | None:
     """The row's lowest median and its stress; None while a cell has no run. What a file refuses
-    to run is no cell."""
+    to run counts 0: a place is not won by staying away."""
     found = []
     for name in STRESSES:
         if not runs_of(table, method, name):
             return None
-        if cell := ends(table, method, name):
-            found.append((float(np.median(cell)), name))
-    return min(found) if found else None
+        found.append((float(np.median(ends(table, method, name) or [0.0])), name))
+    return min(found)
 
 
 def idle(table: dict, method: str, name: str) -> bool:
@@ -192,11 +191,29 @@ def place(table: dict, method: str, others: dict) -> str:
     return f"place {1 + sum(value > own[0] for value in rest)} of {1 + len(rest)}"
 
 
-def parted(table: dict, method: str, name: str, from_: str = "grpo") -> str:
-    """`+` or `-` where all seeds lie above or below all of another row under the same stress, with
-    a `?` while one of the two has fewer than five; nothing within the spread, or with fewer than
-    three."""
-    one, other = (ends(table, who, name) for who in (method, from_))
+def kept_part(table: dict, method: str, name: str) -> list[float]:
+    """Less what the stress took: of each seed the score here less its score in the control."""
+    ends_by_seed = [
+        {run["seed"]: score(run)["end"] for run in runs_of(table, method, at) if "at" in run}
+        for at in (name, "none")
+    ]
+    here, control = ends_by_seed
+    return [here[seed] - control[seed] for seed in here if seed in control]
+
+
+def parted(
+    table: dict,
+    method: str,
+    name: str,
+    from_: str = "grpo",
+    of: Callable = ends,
+    seeds: int | None = None,
+) -> str:
+    """`+` or `-` where all seeds (the first, if a number is given) lie above or below all of
+    another row under the same stress, with a `?` while one of the two has fewer than five; nothing
+    within the spread, or with fewer than three. `of`: the scores, or what is kept of the
+    control's."""
+    one, other = (of(table, who, name)[:seeds] for who in (method, from_))
     few = min(len(one), len(other))
     if few < SEEDS or method == from_:
         return ""
@@ -242,16 +259,19 @@ def lines(table: dict, words: dict, ranges: bool = True, names: Iterable = ()) -
 
 def every(rows: list[str], seeds: int, parted_in: dict | None = None) -> list[tuple]:
     """Jobs (seed, method, stress), a seed after the other; with a table only those of the bases,
-    and of the cells that part from one of them."""
+    and of the cells that part on the first three seeds, with their controls."""
     jobs = [(seed, row, name) for seed in range(1, 1 + seeds) for row in rows for name in STRESSES]
     if parted_in is None:
         return jobs
-    known = {
-        (row, name): row in BASES or any(parted(parted_in, row, name, base) for base in BASES)
+    apart = {
+        (row, name)
         for row in rows
         for name in STRESSES
+        for base, of in [*((base, ends) for base in BASES), (BASES[0], kept_part)]
+        if row in BASES or parted(parted_in, row, name, base, of, SEEDS)
     }
-    return [job for job in jobs if known[job[1:]]]
+    apart |= {(row, "none") for row, _ in apart}
+    return [job for job in jobs if job[1:] in apart]
 
 
 def run(
@@ -356,16 +376,19 @@ def late_lines(table: dict, method: str = "grpo") -> list[list[str]]:
 
 
 def parted_lines(table: dict) -> list[list[str]]:
-    """For each stress the rows that lie apart from plain grpo.py (all above, all below) and from
-    grpo.py at a third of its step size, on five seeds; and how many rows have three."""
-    told, asked = [], [("grpo", "+"), ("grpo", "-"), ("grpo, lr/3", "+")]
+    """For each stress, on five seeds, the rows that lie above plain grpo.py, in bold where above
+    grpo.py at a third of the step size, too; that lose less to it than grpo.py does; and both the
+    other way round."""
+    told = []
     for name in STRESSES:
-        lists = [
-            ", ".join(f"`{row}`" for row in methods() if parted(table, row, name, base) == sign)
-            for base, sign in asked
-        ]
-        known = [row for row in methods() if len(ends(table, row, name)) >= SEEDS]
-        told.append([f"`{name}`", *(text or "–" for text in lists), str(len(known))])
+        lists = []
+        for sign in "+-":
+            for of in (ends, kept_part):
+                rows = [row for row in methods() if parted(table, row, name, of=of) == sign]
+                both = [row for row in rows if parted(table, row, name, BASES[1], of) == sign]
+                mark = {row: "**" * (row in both and of is ends and sign == "+") for row in rows}
+                lists.append(", ".join(f"{mark[row]}`{row}`{mark[row]}" for row in rows) or "–")
+        told.append([f"`{name}`", *lists])
     return told
 
 

@@ -13,6 +13,7 @@ A run is a fork of a process that has loaded torch and transformers; no checkpoi
 import importlib.util
 import os
 import random
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -38,6 +39,9 @@ COUNT = STEPS // EVERY + 1  # measurements, with the one before training
 # No run ends because its sampler is not the trainer's (the last flag): that is what is measured.
 BUDGET = f"--prompts_per_step 16 --group_size 8 --eval_every {EVERY} --eval_problems 256"
 BUDGET += " --eval_samples 2 --sampler_tolerance 1e6"
+# What no method may change; the second task has the first one's problems, and marks for steps
+RULES = {"model": ("tiny",), "task": ("arithmetic", "arithmetic:steps")}
+RULES |= {"max_new_tokens": (64,), "reward": ("",)}
 # What a run was like in its last 16 steps: without it a score has no reason
 LATE, DIARY = 16, ("entropy", "zero_groups", "sampler_gap", "response_len", "grad_norm")
 USELESS = KINDS["arithmetic:mix"].terms
@@ -157,14 +161,16 @@ def strained(engine: object, stress: Stress) -> object:
 
 def erring(judge: Callable, share: float, seed: int) -> Callable:
     """A judge that turns each verdict with this probability, by a rule of the seed and of how often
-    it was asked; part marks are turned, too."""
+    it was asked. Where it gives part marks, wrong becomes the best mark of the call."""
     asked = 0
 
     def judged(completions: list[str], answers: list[str]) -> list[float]:
         nonlocal asked
         asked += 1
         rng = random.Random(f"verdicts/{seed}/{asked}")
-        return [1 - v if rng.random() < share else v for v in judge(completions, answers)]
+        marks = judge(completions, answers)
+        best = max(marks, default=0.0) or 1.0
+        return [best - v if rng.random() < share else v for v in marks]
 
     return judged
 
@@ -203,6 +209,9 @@ def put_under(module: ModuleType, stress: Stress) -> None:
         return {"sampled": sum(task.exam(texts, answers)) / len(answers)}
 
     def stressed(args: object, world: World) -> None:
+        for name, allowed in RULES.items():
+            if getattr(args, name) not in allowed:
+                raise BadInput(f"--{name} {getattr(args, name)}: the same for all who race")
         args.lr *= stress.lr
         main(args, world)
 
@@ -213,6 +222,7 @@ def put_under(module: ModuleType, stress: Stress) -> None:
 def child(module: ModuleType, flags: str, stress: Stress, seed: int, folder: Path, steps: int):
     """One run, in a process that was forked for it; what it says goes to `said`."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or a GPU's bfloat16 would race with float32
     said = os.open(folder / "said", os.O_WRONLY | os.O_CREAT)
     for output in (1, 2):
         os.dup2(said, output)
@@ -238,7 +248,9 @@ def outcome(folder: Path, code: int, acted: str, steps: int = STEPS) -> dict:
     path = folder / "run" / "metrics.jsonl"
     lines = read_lines(path) if path.exists() else []
     ended = bool(lines) and lines[-1]["step"] == steps
-    if code not in (0, 1, 2) or code and ": error: " not in said or code == 0 and not ended:
+    # It ended itself: its numbers were none any more, or it did not begin. A full disk is neither.
+    own = code == 1 and re.search("nan|infinite", said, re.I) or code == 2 and not path.exists()
+    if ": error: " not in said and code or not (own or code == 0 and ended):
         raise BadInput(f"exit code {code}: {said[:200]}")
     if code == 2:
         return {"refused": said.partition(": error: ")[2]}

@@ -32,6 +32,7 @@ class Args(Flags):
     eval_every: int = 25
     lr: float = 0.2
     model: str = "tiny"
+    max_new_tokens: int = 64
     gradient_checkpointing: bool = False
 
 ACTED = {"clip_share": "tokens clipped"}
@@ -182,7 +183,9 @@ def test_a_judge_errs_by_rule():
     assert 140 < first.count(0.0) < 260
     assert again(texts, texts) == first != one(texts, texts)
     assert other(texts, texts) != first
-    assert stress.erring(lambda *_: [0.25], 1.0, 1)(["x"], ["x"]) == [0.75]
+    marks = stress.erring(lambda *_: [0.25, 0.0, 0.5], 1.0, 1)
+    assert marks("xyz", "xyz") == [0.25, 0.5, 0.0]
+    assert stress.erring(lambda *_: [0.0], 1.0, 1)(["x"], ["x"]) == [1.0]
 
 
 def module_with(**what: object) -> SimpleNamespace:
@@ -219,8 +222,11 @@ def test_the_step_size_is_the_files_own_times_three():
     found = {}
     module = module_with(main=lambda args, world: found.update(lr=args.lr))
     stress.put_under(module, STRESSES["lr x3"])
-    module.main(SimpleNamespace(lr=2e-4), None)
+    given = {"model": "tiny", "task": "arithmetic", "max_new_tokens": 64, "reward": ""}
+    module.main(SimpleNamespace(lr=2e-4, **given), None)
     assert found["lr"] == pytest.approx(6e-4)
+    with pytest.raises(BadInput, match="--max_new_tokens 128: the same for all who race"):
+        module.main(SimpleNamespace(lr=2e-4, **given | {"max_new_tokens": 128}), None)
 
 
 def test_a_file_of_another_form_is_refused(tmp_path):
@@ -310,7 +316,11 @@ def test_a_file_may_refuse_a_stress(tmp_path):
     assert stress.outcome(tmp_path, 2, "x") == {"refused": "--group_size 2: too small"}
 
 
-@pytest.mark.parametrize("code, steps, said", [(-9, [0, 40], ""), (1, [0], "ValueError: x")])
+BROKEN = [(-9, [0, 40], ""), (1, [0], "ValueError: x"), (1, [0], "x: error: cannot write y")]
+BROKEN += [(2, [0], "x: error: the disk is full")]
+
+
+@pytest.mark.parametrize("code, steps, said", BROKEN)
 def test_a_run_that_somebody_ended_is_none(tmp_path, code, steps, said):
     with pytest.raises(BadInput, match="exit code"):
         stress.outcome(ended(tmp_path, steps, said), code, "x")
@@ -375,7 +385,7 @@ def test_what_parts_gets_two_more_seeds():
     table["cells"] += made(sapo={"none": [0.6] * 3, "pairs": [0.95] * 3})["cells"]
     jobs = race.every(["grpo", "gspo", "sapo"], 5, table)
     assert {job[0] for job in jobs} == {1, 2, 3, 4, 5}
-    apart = {("gspo", "pairs"), ("sapo", "none"), ("sapo", "pairs")}
+    apart = {("gspo", "pairs"), ("gspo", "none"), ("sapo", "none"), ("sapo", "pairs")}
     assert {job[1:] for job in jobs if job[1] != "grpo"} == apart
     assert {job[2] for job in jobs if job[1] == "grpo"} == set(STRESSES)
     assert len(race.every(["gspo"], 3)) == 3 * len(STRESSES)
@@ -395,11 +405,11 @@ def test_a_method_that_never_acted_is_marked():
     assert race.cell(table, "grpo", "pairs", race.WORDS["en"]) == "not yet"
 
 
-def test_a_refused_cell_is_no_cell():
+def test_no_place_is_won_by_staying_away():
     table = made(a=everywhere(0.6, pairs=0.1))
     runs = race.runs_of(table, "a", "pairs")
     runs[:] = [{"seed": 1, "refused": "too small"}]
-    assert race.worst(table, "a")[0] == 0.6 and not race.idle(table, "a", "pairs")
+    assert race.worst(table, "a") == (0.0, "pairs") and not race.idle(table, "a", "pairs")
     assert race.cell(table, "a", "pairs", race.WORDS["en"]) == "refuses"
 
 
