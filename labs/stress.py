@@ -33,7 +33,7 @@ from common.tiny.arithmetic import KINDS
 from torch import Tensor, nn
 
 FORM = ("Args", "ACTED", "main", "load_task", "make_engine", "evaluate", "save_checkpoint")
-# Equal rollouts for all: 40 steps of 16 groups of 8; six measurements, of 512 answers each.
+# Equal steps for all: 40, of 16 groups of 8; six measurements, of 512 answers each.
 STEPS, EVERY = 40, 8
 COUNT = STEPS // EVERY + 1  # measurements, with the one before training
 # No run ends because its sampler is not the trainer's (the last flag): that is what is measured.
@@ -66,7 +66,7 @@ class Stress(NamedTuple):
 
 
 STRESSES = {
-    "none": Stress("Nothing is wrong. The control, at the file's own settings."),
+    "none": Stress("Nothing is added. The control, at the file's own settings but the rows of a step."),
     "lr x3": Stress(
         "A step size is tuned on one model and kept on the next. Here it is three times the file's "
         "own.",
@@ -100,8 +100,8 @@ STRESSES = {
     ),
     "useless prompts": Stress(
         "Most prompts of a set are too easy or too hard for the model. Here 75% have two terms and "
-        "20% have 16, which 64 tokens cannot finish, as in `arithmetic:mix`; the held-out problems "
-        "stay those of the control.",
+        "20% have 16, which cannot be worked out in 64 tokens, as in `arithmetic:mix`; the held-out "
+        "problems stay those of the control, 2 to 7 terms, and half of them are like the last 5%.",
         useless=True,
     ),
     "pairs": Stress(
