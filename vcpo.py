@@ -373,7 +373,7 @@ def main(args: Args, world: World) -> None:
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
         # fills there is none: the step trains on nothing and logs what it sampled.
         # <own>
-        sampled = rollout.mask.sum()  # tokens
+        own = {"tokens": (rollout.mask.sum(), None)}  # those sampled now
         minibatches = stale.next(minibatches, step)
         if minibatches:
             rollout = Rollout.join(*minibatches)
@@ -434,8 +434,9 @@ def main(args: Args, world: World) -> None:
         stale.wait()  # <own>
         engine.sync(policy)
 
-        found = of_rollout(rollout, rewards, task) | {"tokens": (sampled, None)}  # <own>
-        metrics = means.add(**found).reduce(world) | sampler  # <own>
+        # <own>
+        metrics = means.add(**of_rollout(rollout, rewards, task) | own).reduce(world) | sampler
+        # </own>
         metrics["lr"] = optimizer.param_groups[0]["lr"]
         if run.due(step, args.eval_every):
             run.clock("evaluate")

@@ -42,6 +42,22 @@ def test_gather_keeps_rank_order(world):
     assert len(gather(torch.zeros(0), world)) == 0
 
 
+def test_tokens_are_those_sampled_in_the_step(tmp_path, monkeypatch):
+    """Not those of the batch that is due: its tokens were counted when it was sampled."""
+    draw, drawn = vcpo.Stale.sample, []
+
+    def counted(self: vcpo.Stale, prompts: list) -> Rollout:
+        rollout = draw(self, prompts)
+        drawn.append(rollout.mask.sum().item())
+        return rollout
+
+    monkeypatch.setattr(vcpo.Stale, "sample", counted)
+    flags = [*SMALL, "--minibatches", 1, "--steps", 6, "--lag", 2, "--run_dir", tmp_path / "run"]
+    assert run_here(vcpo.main, *flags) == 0
+    counts = [line["tokens"] for line in metrics(tmp_path / "run") if "tokens" in line]
+    assert counts == drawn and len(set(counts)) > 3
+
+
 @pytest.mark.parametrize("lag", [0, 2])
 def test_the_lag_is_exactly_k_after_warm_up(tmp_path, lag):
     """The first `lag` steps only fill the queue (and log what they sampled); then it climbs 0, 1,
