@@ -66,7 +66,9 @@ class Stress(NamedTuple):
 
 
 STRESSES = {
-    "none": Stress("Nothing is added. The control, at the file's own settings but the rows of a step."),
+    "none": Stress(
+        "Nothing is added: the control, at a file's own settings but the rows of a step."
+    ),
     "lr x3": Stress(
         "A step size is tuned on one model and kept on the next. Here it is three times the file's "
         "own.",
@@ -100,7 +102,7 @@ STRESSES = {
     ),
     "useless prompts": Stress(
         "Most prompts of a set are too easy or too hard for the model. Here 75% have two terms and "
-        "20% have 16, which cannot be worked out in 64 tokens, as in `arithmetic:mix`; the held-out "
+        "20% have 16, too many to work out in 64 tokens, as in `arithmetic:mix`; the held-out "
         "problems stay those of the control, 2 to 7 terms, and half of them are like the last 5%.",
         useless=True,
     ),

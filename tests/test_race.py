@@ -381,7 +381,8 @@ def test_within_the_spread_is_no_difference():
 def test_what_parts_gets_two_more_seeds():
     """The bases everywhere, and every cell that parts from one of them; nothing else."""
     half = {"none": [0.5] * 3, "pairs": [0.5] * 3}
-    table = made(**{"grpo": half, "grpo, lr/3": {"pairs": [0.9] * 3}, "gspo": half})
+    table = made(**{"grpo": half, "grpo, no KL": half, "gspo": half})
+    table["cells"] += made(**{"grpo, lr/3": {"pairs": [0.9] * 3}})["cells"]
     table["cells"] += made(sapo={"none": [0.6] * 3, "pairs": [0.95] * 3})["cells"]
     jobs = race.every(["grpo", "gspo", "sapo"], 5, table)
     assert {job[0] for job in jobs} == {1, 2, 3, 4, 5}
