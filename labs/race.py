@@ -536,6 +536,10 @@ def entered(words: argparse.Namespace) -> int:
     steps = QUICK if words.quick else stress.STEPS
     broken = run(jobs, rows, path, workers=words.workers, steps=steps)
     own = stored(path)
+    refused = [run.get("refused") for one in own["cells"] for run in one["runs"]]
+    if refused and all(refused):  # flags that nothing accepts are no row
+        path.unlink()
+        raise BadInput(refused[0])
     table = {"cells": own["cells"] + shipped["cells"]}
     order = sorted(methods(), key=lambda one: -(worst(shipped, one) or (-1, ""))[0])
     names = [name] if words.quick else [name, *order]

@@ -493,6 +493,28 @@ def test_a_race_ends_with_a_place(fake, monkeypatch, capsys):
     assert "lowest of 1 runs: 0.35, not all hold" in said
 
 
+def test_a_row_of_refusals_is_an_error_in_a_line(fake, monkeypatch, capsys):
+    monkeypatch.setattr(race, "STRESSES", {"none": STRESSES["none"]})
+    out = fake.parent / "out"
+    monkeypatch.setattr(race, "TABLE", out / "no.json")
+    assert enter(monkeypatch, fake, "--flags=--max_new_tokens 9", "--seeds", 1, "--out", out) == 2
+    assert "error: --max_new_tokens 9: the same for all who race" in capsys.readouterr().err
+    assert not list(out.iterdir())
+
+
+def test_a_record_has_seeds_of_its_own(fake, monkeypatch, capsys):
+    """Nobody has tuned on them, and the holder's file is run on them as well."""
+    monkeypatch.setattr(race, "STRESSES", {"none": STRESSES["none"]})
+    out, shipped = fake.parent / "out", fake.parent / "shipped.json"
+    shipped.write_text(json.dumps(race.stored(out) | made(gspo=everywhere(0.3))))
+    monkeypatch.setattr(race, "TABLE", shipped)
+    assert enter(monkeypatch, fake, "--record", "--out", out) == 0
+    said = capsys.readouterr().out
+    assert "place 1 of 2" in said and "decided against gspo" in said
+    assert {int(line.split()[0]) for line in began(fake)} == set(range(201, 211))
+    assert [path.name for path in out.iterdir()][0].endswith(".record.json")
+
+
 @pytest.mark.parametrize("words", [[], ["grpo.py", "--matrix"], ["grpo.py", "--seeds", "0"]])
 def test_what_cannot_be_raced_is_said_in_a_line(words, monkeypatch, capsys):
     assert enter(monkeypatch, *words) == 2
