@@ -193,6 +193,7 @@ def check_metrics(o: Oracle) -> None:
             finals = [{r.text.split("#")[-1] for r in respond(prompt, G)} for prompt in prompts]
             expected["distinct"] = sum(map(len, finals)) / P
             expected["lag"] = (0, M * (o.args["lag"] > 0))[step]
+            expected["tokens"] = sum(len(row.tokens) for row in fresh)
         if o.args.get("branches"):
             grown = [g for one in o.records for g in branch_groups(one, now)]
             extra = sum(len(row.tokens) for g in grown for row in g)
