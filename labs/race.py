@@ -269,7 +269,7 @@ def lines(table: dict, words: dict, ranges: bool = True, names: Iterable = ()) -
 
 def every(rows: list[str], seeds: int, parted_in: dict | None = None) -> list[tuple]:
     """Jobs (seed, method, stress), a seed after the other; with a table only those of the bases,
-    and of the cells that part on the first three seeds, with their controls."""
+    and of the cells that part from grpo.py on the first three seeds, with their controls."""
     jobs = [(seed, row, name) for seed in range(1, 1 + seeds) for row in rows for name in STRESSES]
     if parted_in is None:
         return jobs
@@ -277,9 +277,7 @@ def every(rows: list[str], seeds: int, parted_in: dict | None = None) -> list[tu
         (row, name)
         for row in rows
         for name in STRESSES
-        for base in BASES
-        for of in (ends, kept_part)
-        if row in BASES or parted(parted_in, row, name, base, of, SEEDS)
+        if row in BASES or parted(parted_in, row, name, seeds=SEEDS)
     }
     apart |= {(row, "none") for row, _ in apart}
     return [job for job in jobs if job[1:] in apart]

@@ -379,14 +379,13 @@ def test_within_the_spread_is_no_difference():
 
 
 def test_what_parts_gets_two_more_seeds():
-    """The bases everywhere, and every cell that parts from one of them; nothing else."""
-    half = {"none": [0.5] * 3, "pairs": [0.5] * 3}
-    table = made(**{"grpo": half, "grpo, no KL": half, "gspo": half})
-    table["cells"] += made(**{"grpo, lr/3": {"pairs": [0.9] * 3}})["cells"]
-    table["cells"] += made(sapo={"none": [0.6] * 3, "pairs": [0.95] * 3})["cells"]
-    jobs = race.every(["grpo", "gspo", "sapo"], 5, table)
+    """The bases everywhere, and every cell that parts from the trunk, with its control."""
+    half = {"none": [0.5] * 3, "lr x3": [0.5] * 3, "pairs": [0.5] * 3}
+    table = made(grpo=half, gspo=half | {"pairs": [0.6, 0.7, 0.6, 0.4]}, minirl=half)
+    table["cells"] += made(sapo=half | {"none": [0.6] * 3, "lr x3": [0.4] * 3})["cells"]
+    jobs = race.every(["grpo", "gspo", "minirl", "sapo"], 5, table)
     assert {job[0] for job in jobs} == {1, 2, 3, 4, 5}
-    apart = {("gspo", "pairs"), ("gspo", "none"), ("sapo", "none"), ("sapo", "pairs")}
+    apart = {("gspo", "pairs"), ("gspo", "none"), ("sapo", "none"), ("sapo", "lr x3")}
     assert {job[1:] for job in jobs if job[1] != "grpo"} == apart
     assert {job[2] for job in jobs if job[1] == "grpo"} == set(STRESSES)
     assert len(race.every(["gspo"], 3)) == 3 * len(STRESSES)
