@@ -385,19 +385,20 @@ def late_lines(table: dict, method: str = "grpo") -> list[list[str]]:
 
 
 def parted_lines(table: dict) -> list[list[str]]:
-    """For each stress, on five seeds, the rows that lie above plain grpo.py, in bold where above
-    all bases; that lose less to it than grpo.py does; and both the other way round."""
+    """For each stress the rows that lie above plain grpo.py, in bold where above all bases; that
+    lose less to it than grpo.py does; and both the other way round."""
     told = []
     for name in STRESSES:
         lists = []
         for sign in "+-":
             for of in (ends, kept_part):
-                rows = [row for row in methods() if parted(table, row, name, of=of) == sign]
-                mark = {
-                    row: "**" * all(parted(table, row, name, base, of) == sign for base in BASES)
-                    for row in rows
-                }
-                lists.append(", ".join(f"{mark[row]}`{row}`{mark[row]}" for row in rows) or "–")
+                rows = []
+                for row in methods():
+                    signs = [parted(table, row, name, base, of) for base in BASES]
+                    bold = "**" * all(one.startswith(sign) for one in signs)
+                    if signs[0].startswith(sign):
+                        rows.append(f"{bold}`{row}`{bold}{signs[0][1:]}")
+                lists.append(", ".join(rows) or "–")
         told.append([f"`{name}`", *lists])
     return told
 
