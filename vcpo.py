@@ -373,7 +373,7 @@ def main(args: Args, world: World) -> None:
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
         # fills there is none: the step trains on nothing and logs what it sampled.
         # <own>
-        own = {"tokens": (rollout.mask.sum(), None)}  # those sampled now
+        own = {"tokens": (rollout.mask.sum(), None)}  # once, now; not when due
         minibatches = stale.next(minibatches, step)
         if minibatches:
             rollout = Rollout.join(*minibatches)

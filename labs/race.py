@@ -198,11 +198,10 @@ def place(table: dict, method: str, others: dict) -> str:
 
 def kept_part(table: dict, method: str, name: str) -> list[float]:
     """Less what the stress took: of each seed the score here less its score in the control."""
-    ends_by_seed = [
+    here, control = (
         {run["seed"]: score(run)["end"] for run in runs_of(table, method, at) if "at" in run}
         for at in (name, "none")
-    ]
-    here, control = ends_by_seed
+    )
     return [here[seed] - control[seed] for seed in here if seed in control]
 
 
