@@ -599,6 +599,7 @@ def main() -> None:
         if words.matrix:
             for which in PICTURES:  # the variants last: a table that is half there says something
                 broken += run(every(half(which), words.seeds), methods(), TABLE, workers=workers)
+            for which in PICTURES:
                 jobs = every(half(which), DECIDED, stored(TABLE))
                 broken += run(jobs, methods(), TABLE, workers=workers)
         if not words.file:
