@@ -423,7 +423,7 @@ def filled(page: str, table: dict, words: dict) -> str:
     }
     quoted |= dict(zip(("runs/done", "cells/done", "cells/all"), counts(table)))
     return re.sub(
-        r"[^\s(（，。]+<!--([^/][^>]*?/[^>]+?)-->",
+        r"-?\d[\d.e+-]*<!--([^/][^>]*?/[^>]+?)-->",  # the number alone: Chinese has no spaces
         lambda m: f"{quoted[m[1]].split(' ')[0]}<!--{m[1]}-->",
         page,
     )

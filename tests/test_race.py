@@ -442,6 +442,8 @@ def test_quotes_follow_the_table():
     many = len(race.methods()) * len(STRESSES)
     filled = race.filled(page, table, race.WORDS["en"])
     assert filled == f"It ends at 0.25<!--grpo/pairs-->, one of {many}<!--cells/all--> cells.\n"
+    chinese = "结束于0.1<!--grpo/pairs-->。"  # no space before the number: the words stay
+    assert race.filled(chinese, table, race.WORDS["zh"]) == "结束于0.25<!--grpo/pairs-->。"
 
 
 def test_a_reason_is_quoted_from_the_runs_last_steps():
