@@ -44,6 +44,7 @@ SEEDS, DECIDED, LAST = 3, 5, 3
 RECORD = range(201, 211)  # seeds that decide a record: nobody has tuned on them
 START, GOAL = 0.5, 0.8  # accuracy before training, and to be reached
 DARK, LIGHT = 0.3, 0.9  # ends of the picture's shades
+DEARER = 1.2  # a row of more tokens than this times grpo.py's is looked at again, at equal tokens
 QUICK = 10  # steps, of one seed: shows nothing
 SMOKE = "QUICK: ten steps of one seed, far too short to show anything"
 REPAIRS = {  # what a sceptic tries first; and no KL term, since most files have none
@@ -168,6 +169,18 @@ def score(run: dict) -> dict[str, float]:
 def ends(table: dict, method: str, name: str, key: str = "end") -> list[float]:
     """The scores of a cell's runs; those that the file refuses have none."""
     return [score(run)[key] for run in runs_of(table, method, name) if "refused" not in run]
+
+
+def equal(table: dict, method: str, name: str) -> list[float]:
+    """The scores of a cell's runs, had they been measured when they had spent the tokens that
+    grpo.py had (the median run) at its last three measurements; on lines between their own."""
+    spent = [run["thousands"] for run in runs_of(table, "grpo", name) if len(run.get("at", ())) > 1]
+    at = np.median([one[-LAST:] for one in spent], axis=0) if spent else ()  # [3]
+    return [
+        0.0 if "stopped" in run else float(np.interp(at, run["thousands"], run["sampled"]).mean())
+        for run in runs_of(table, method, name)
+        if "at" in run and len(at)
+    ]
 
 
 def worst(table: dict, method: str) -> tuple[float, str] | None:
@@ -371,34 +384,61 @@ def pilot_lines(table: dict) -> list[list[str]]:
     return told
 
 
-def late(table: dict, method: str, name: str) -> dict[str, str]:
+def late(table: dict, method: str, name: str) -> dict[str, float]:
     """What the cell's runs were like in their last steps: the median of each metric."""
     runs = [run["late"] for run in runs_of(table, method, name) if "late" in run]
-    return {key: f"{np.median([run[key] for run in runs]):.2g}" for key in runs[0]} if runs else {}
+    return {key: float(np.median([run[key] for run in runs])) for key in runs[0]} if runs else {}
+
+
+def rank(table: dict, name: str, key: str) -> str:
+    """Over the rows that have the cell: Spearman's correlation of a metric in the last steps and
+    the score, both the medians of a row."""
+    rows = [row for row in methods() if key in late(table, row, name)]
+    two = [[late(table, row, name)[key] for row in rows]]
+    two += [[float(np.median(ends(table, row, name))) for row in rows]]
+    orders = np.argsort(np.argsort(two))  # [2, rows]: the place of each
+    return f"{np.corrcoef(orders)[0, 1]:.2f}" if len(rows) > 2 else "0"
 
 
 def late_lines(table: dict, method: str = "grpo") -> list[list[str]]:
     """The same of a row's cells."""
     rows = [(name, late(table, method, name)) for name in STRESSES]
-    return [[f"`{name}`", *found.values()] for name, found in rows if found]
+    return [[f"`{name}`", *(f"{v:.2g}" for v in found.values())] for name, found in rows if found]
 
 
 def parted_lines(table: dict) -> list[list[str]]:
-    """For each stress the rows that lie above plain grpo.py, in bold where above all bases; that
-    lose less to it than grpo.py does; and both the other way round."""
-    told = []
-    for name in STRESSES:
+    """Layer by layer, for each row: the stresses under which it lies above plain grpo.py, in bold
+    where above all bases; under which it loses less than grpo.py does; and both the other way
+    round. A row that was not begun is left out."""
+    told, begun = [], {one["method"] for one in table["cells"]} - {"grpo"}
+    for layer, row in ((layer, row) for layer, rows in LAYERS.items() for row in rows):
         lists = []
         for sign in "+-":
             for of in (ends, kept_part):
-                rows = []
-                for row in methods():
-                    signs = [parted(table, row, name, base, of) for base in BASES]
+                names = []
+                for name in STRESSES:
+                    signs = [parted(table, row, name, base, of) for base in BASES if base != row]
                     bold = "**" * all(one.startswith(sign) for one in signs)
                     if signs[0].startswith(sign):
-                        rows.append(f"{bold}`{row}`{bold}{signs[0][1:]}")
-                lists.append(", ".join(rows) or "–")
-        told.append([f"`{name}`", *lists])
+                        names.append(f"{bold}`{name}`{bold}{signs[0][1:]}")
+                lists.append(", ".join(names) or "–")
+        told += [[layer, f"`{row}`", *lists]] if row in begun else []
+    return told
+
+
+def equal_lines(table: dict) -> list[list[str]]:
+    """Of the rows that take a fifth more tokens than grpo.py: medians at grpo.py's tokens."""
+    told, spent = [], {}
+    for row in methods():
+        runs = [run["tokens"] for run in runs_of(table, row, "none") if "tokens" in run]
+        spent[row] = np.median(runs or [0.0])
+        if spent[row] > DEARER * spent["grpo"]:
+            cells = []
+            for name in STRESSES:
+                values = equal(table, row, name)
+                sign = parted(table, row, name, of=equal)
+                cells.append(f"{np.median(values):.2f} {sign}".strip() if values else "–")
+            told.append([f"`{row}`", *cells])
     return told
 
 
@@ -409,18 +449,21 @@ def filled(page: str, table: dict, words: dict) -> str:
     shown = [[f"`{row[0]}`", *row[1:]] for row in told[1:] if row[0] in begun]
     head = [f"`{text}`" if text in STRESSES else text for text in told[0]]
     page = between(page, "matrix", lab.markdown([head, *shown]))
-    parts = {"pilot": pilot_lines, "parted": parted_lines, "late": late_lines}
+    parts = {"pilot": pilot_lines, "parted": parted_lines}
+    parts |= {"equal": equal_lines, "late": late_lines}
     for name, rows in ((name, of(table)) for name, of in parts.items()):
         if found := re.search(rf"<!--{name}-->\n(.*)\n", page):  # its head stays as it is
             head = [part.strip() for part in found[1].strip("|").split("|")]
             page = between(page, name, lab.markdown([head, *rows]))
     quoted = {f"{row[0]}/{name}": text for row in told[1:] for name, text in zip(told[0], row)}
     quoted |= {
-        f"{row}/{name}/{key}": text
+        f"{row}/{name}/{key}": f"{value:.2g}"
         for row in begun
         for name in STRESSES
-        for key, text in late(table, row, name).items()
+        for key, value in late(table, row, name).items()
     }
+    keys = [(name, key) for name in STRESSES for key in stress.DIARY]
+    quoted |= {f"rank/{name}/{key}": rank(table, name, key) for name, key in keys}
     quoted |= dict(zip(("runs/done", "cells/done", "cells/all"), counts(table)))
     return re.sub(
         r"-?\d[\d.e+-]*<!--([^/][^>]*?/[^>]+?)-->",  # the number alone: Chinese has no spaces

@@ -446,6 +446,52 @@ def test_quotes_follow_the_table():
     assert race.filled(chinese, table, race.WORDS["zh"]) == "结束于0.25<!--grpo/pairs-->。"
 
 
+def test_dear_rows_are_compared_at_equal_tokens():
+    """sapo takes three times the tokens: at grpo.py's it is where it was at a third of its run."""
+    table = made(grpo={"none": [0.5] * 5}, sapo={"none": [0.9] * 5}, gspo={"none": [0.9] * 5})
+    for one in table["cells"]:
+        times = 3 if one["method"] == "sapo" else 1
+        for run in one["runs"]:
+            run |= {"at": [0, 1, 2, 3], "tokens": 3.0 * times}
+            run["thousands"] = [count * times for count in range(4)]
+            if one["method"] == "sapo":
+                run["sampled"] = [0.3, 0.6, 0.9, 0.9]
+            else:
+                run["sampled"] += [run["sampled"][0]]
+    assert race.equal(table, "grpo", "none") == race.ends(table, "grpo", "none") == [0.5] * 5
+    # 1, 2 and 3 thousand tokens: a third, two thirds and the whole of the way to 0.6
+    assert race.equal(table, "sapo", "none") == pytest.approx([0.5] * 5)
+    assert race.equal_lines(table) == [["`sapo`", "0.50", *["–"] * 9]]
+    assert race.parted(table, "sapo", "none") == "+"
+
+
+def test_a_rank_correlation_is_quoted():
+    """Four rows, the further the sampler the lower the score: -1; with two exchanged -0.8."""
+    rows = ["grpo", "sapo", "gspo", "minirl"]
+    table = made(**{row: {"pairs": [1.0 - i / 10] * 3} for i, row in enumerate(rows)})
+    for i, one in enumerate(table["cells"]):
+        for run in one["runs"]:
+            run["late"] = {"sampler_gap": 10.0**i}
+    page = "0<!--rank/pairs/sampler_gap-->"
+    assert race.filled(page, table, race.WORDS["en"]) == "-1.00<!--rank/pairs/sampler_gap-->"
+    for run in table["cells"][0]["runs"]:
+        run["late"] = {"sampler_gap": 50.0}
+    assert race.filled(page, table, race.WORDS["en"]) == "-0.80<!--rank/pairs/sampler_gap-->"
+
+
+def test_what_lies_apart_is_told_layer_by_layer():
+    """sapo is above grpo.py without a stress, and falls further under one; gspo is above all."""
+    grpo, low = {"none": [0.5] * 5, "pairs": [0.4] * 5}, {"none": [0.3] * 5, "pairs": [0.2] * 5}
+    sapo, gspo = {"none": [0.6] * 5, "pairs": [0.41] * 5}, {"none": [0.5] * 5, "pairs": [0.45] * 4}
+    others = {"grpo, lr/3": {"none": [0.7] * 5, "pairs": [0.42] * 5}, "grpo, no KL": low}
+    told = race.parted_lines(made(grpo=grpo, gspo=gspo, sapo=sapo, **others))
+    rows = {row[1]: [row[0], *row[2:]] for row in told}
+    assert list(rows) == ["`grpo, lr/3`", "`grpo, no KL`", "`sapo`", "`gspo`"]  # by layers
+    assert rows["`sapo`"] == ["tokens", "`none`, `pairs`", "–", "–", "`pairs`"]
+    assert rows["`gspo`"] == ["sequences", "**`pairs`**?", "**`pairs`**?", "–", "–"]
+    assert rows["`grpo, no KL`"][3] == "**`none`**, **`pairs`**"
+
+
 def test_a_reason_is_quoted_from_the_runs_last_steps():
     table = made(grpo={"pairs": [0.25]})
     table["cells"][0]["runs"][0]["late"] = {"entropy": 0.0123}
