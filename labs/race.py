@@ -442,6 +442,22 @@ def equal_lines(table: dict) -> list[list[str]]:
     return told
 
 
+def quotes(table: dict, told: list[list[str]]) -> dict[str, str]:
+    """What a text may quote: `ROW/COLUMN` of the matrix (`told`, its lines); of a cell also
+    `/METRIC` in the last steps and `/equal`, at equal tokens; `rank/STRESS/METRIC`; the counts."""
+    quoted = {f"{row[0]}/{name}": text for row in told[1:] for name, text in zip(told[0], row)}
+    for row, *cells in equal_lines(table):
+        for name, text in zip(STRESSES, cells):
+            quoted[f"{row.strip('`')}/{name}/equal"] = text
+    for name in STRESSES:
+        for key in stress.DIARY:
+            quoted[f"rank/{name}/{key}"] = rank(table, name, key)
+        for row in methods():
+            for key, value in late(table, row, name).items():
+                quoted[f"{row}/{name}/{key}"] = f"{value:.2g}"
+    return quoted | dict(zip(("runs/done", "cells/done", "cells/all"), counts(table)))
+
+
 def filled(page: str, table: dict, words: dict) -> str:
     """The page with the matrix (the rows that were begun), the pilot and every quoted cell as the
     table has them."""
@@ -455,16 +471,7 @@ def filled(page: str, table: dict, words: dict) -> str:
         if found := re.search(rf"<!--{name}-->\n(.*)\n", page):  # its head stays as it is
             head = [part.strip() for part in found[1].strip("|").split("|")]
             page = between(page, name, lab.markdown([head, *rows]))
-    quoted = {f"{row[0]}/{name}": text for row in told[1:] for name, text in zip(told[0], row)}
-    quoted |= {
-        f"{row}/{name}/{key}": f"{value:.2g}"
-        for row in begun
-        for name in STRESSES
-        for key, value in late(table, row, name).items()
-    }
-    keys = [(name, key) for name in STRESSES for key in stress.DIARY]
-    quoted |= {f"rank/{name}/{key}": rank(table, name, key) for name, key in keys}
-    quoted |= dict(zip(("runs/done", "cells/done", "cells/all"), counts(table)))
+    quoted = quotes(table, told)
     return re.sub(
         r"-?\d[\d.e+-]*<!--([^/][^>]*?/[^>]+?)-->",  # the number alone: Chinese has no spaces
         lambda m: f"{quoted[m[1]].split(' ')[0]}<!--{m[1]}-->",
