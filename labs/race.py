@@ -56,6 +56,11 @@ REPAIRS = {  # what a sceptic tries first; and no KL term, since most files have
 }
 # Every row is compared with the trunk, its cheapest repair, and the trunk less what few files have
 BASES = ("grpo", "grpo, lr/3", "grpo, no KL")
+# What isolates a reason: not rows, but one flag less of a row, under the stress it is asked of
+ARMS = {
+    "signs, all kept": ("signs", "--outliers 0", "coarse sampler"),
+    "signs, λ = 1": ("signs", "--positive_weight 1", "coarse sampler"),
+}
 LAYERS = {  # of the survey: where a method acts
     "trunk": ("grpo", *REPAIRS),
     "tokens": "sapo stapo maspo cispo dppo entropy20 lp_reg pmd signs".split(),
@@ -96,6 +101,11 @@ def methods() -> dict[str, Method]:
     order = [name for names in LAYERS.values() for name in names]
     rows = {name: Method(files[name.split(",")[0]], REPAIRS.get(name, "")) for name in order}
     return dict(sorted(rows.items(), key=lambda row: row[1].file.parent != ROOT))
+
+
+def arms() -> dict[str, Method]:
+    """The arms as rows."""
+    return {name: Method(methods()[row].file, flags) for name, (row, flags, _) in ARMS.items()}
 
 
 def half(which: str) -> list[str]:
@@ -426,6 +436,22 @@ def parted_lines(table: dict) -> list[list[str]]:
     return told
 
 
+def trunk_lines(table: dict) -> list[list[str]]:
+    """The same of each file that has another trunk than grpo.py, against that trunk: the two
+    differ in what the file's head lists, and in nothing else."""
+    told = []
+    for layer, row in ((layer, row) for layer, rows in LAYERS.items() for row in rows):
+        trunk = trunk_of(methods()[row].file)
+        if trunk and trunk.stem != "grpo" and row not in REPAIRS:
+            lists = []
+            for sign in "+-":
+                signs = [(name, parted(table, row, name, trunk.stem)) for name in STRESSES]
+                names = [f"`{name}`{one[1:]}" for name, one in signs if one.startswith(sign)]
+                lists.append(", ".join(names) or "–")
+            told.append([layer, f"`{row}`", f"`{trunk.stem}`", *lists])
+    return told
+
+
 def equal_lines(table: dict) -> list[list[str]]:
     """Of the rows that take a fifth more tokens than grpo.py: medians at grpo.py's tokens."""
     told, spent = [], {}
@@ -455,6 +481,9 @@ def quotes(table: dict, told: list[list[str]]) -> dict[str, str]:
         for row in methods():
             for key, value in late(table, row, name).items():
                 quoted[f"{row}/{name}/{key}"] = f"{value:.2g}"
+    for arm, (*_, name) in ARMS.items():
+        found = [score(run)["end"] for run in runs_of(table, arm, name, "arms")]
+        quoted[f"{arm}/{name}"] = f"{np.median(found):.2f}" if found else "0"
     return quoted | dict(zip(("runs/done", "cells/done", "cells/all"), counts(table)))
 
 
@@ -465,7 +494,7 @@ def filled(page: str, table: dict, words: dict) -> str:
     shown = [[f"`{row[0]}`", *row[1:]] for row in told[1:] if row[0] in begun]
     head = [f"`{text}`" if text in STRESSES else text for text in told[0]]
     page = between(page, "matrix", lab.markdown([head, *shown]))
-    parts = {"pilot": pilot_lines, "parted": parted_lines}
+    parts = {"pilot": pilot_lines, "parted": parted_lines, "trunks": trunk_lines}
     parts |= {"equal": equal_lines, "late": late_lines}
     for name, rows in ((name, of(table)) for name, of in parts.items()):
         if found := re.search(rf"<!--{name}-->\n(.*)\n", page):  # its head stays as it is
@@ -652,6 +681,9 @@ def main() -> None:
             for which in PICTURES:
                 jobs = every(half(which), DECIDED, stored(TABLE))
                 broken += run(jobs, methods(), TABLE, workers=workers)
+            seeds = range(1, 1 + DECIDED)
+            jobs = [(seed, arm, under) for arm, (*_, under) in ARMS.items() for seed in seeds]
+            broken += run(jobs, arms(), TABLE, "arms", workers=workers)
         if not words.file:
             redraw(stored(TABLE))
     except (BadInput, OSError) as error:
