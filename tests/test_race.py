@@ -445,7 +445,7 @@ def test_a_sentence_hangs_on_five_seeds():
     short = []
     for mark in quoted:
         row, name, *_ = next(  # a row's own name has a slash, too: grpo, lr/3
-            (mark[: mark.index(f"/{name}")], name) for name in [*STRESSES, "worst"] if name in mark
+            (mark.split(f"/{name}")[0], name) for name in [*STRESSES, "worst"] if f"/{name}" in mark
         )
         if row in race.methods() and name in STRESSES:
             short += [mark] * (len(race.runs_of(table, row, name)) < race.DECIDED)
