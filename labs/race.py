@@ -56,7 +56,7 @@ REPAIRS = {  # what a sceptic tries first; and no KL term, since most files have
 }
 # Every row is compared with the trunk, its cheapest repair, and the trunk less what few files have
 BASES = ("grpo", "grpo, lr/3", "grpo, no KL")
-# What isolates a reason: not rows, but one flag less of a row, under the stress it is asked of
+# What isolates a reason: no rows, but a row with one flag changed, under the stress it is asked of
 ARMS = {
     "signs, all kept": ("signs", "--outliers 0", "coarse sampler"),
     "signs, λ = 1": ("signs", "--positive_weight 1", "coarse sampler"),
@@ -407,7 +407,7 @@ def rank(table: dict, name: str, key: str) -> str:
     two = [[late(table, row, name)[key] for row in rows]]
     two += [[float(np.median(ends(table, row, name))) for row in rows]]
     orders = np.argsort(np.argsort(two))  # [2, rows]: the place of each
-    return f"{np.corrcoef(orders)[0, 1]:.2f}" if len(rows) > 2 else "0"
+    return f"{np.corrcoef(orders)[0, 1]:.2f}" if len(rows) > 2 else "–"
 
 
 def late_lines(table: dict, method: str = "grpo") -> list[list[str]]:
@@ -416,23 +416,27 @@ def late_lines(table: dict, method: str = "grpo") -> list[list[str]]:
     return [[f"`{name}`", *(f"{v:.2g}" for v in found.values())] for name, found in rows if found]
 
 
+def apart(table: dict, row: str, sign: str, others: Iterable[str], of: Callable = ends) -> str:
+    """The stresses under which a row has this sign against the first of the others; in bold where
+    it has it against all of several."""
+    names = []
+    for name in STRESSES:
+        signs = [parted(table, row, name, other, of) for other in others]
+        bold = "**" * (len(signs) > 1 and all(one.startswith(sign) for one in signs))
+        if signs[0].startswith(sign):
+            names.append(f"{bold}`{name}`{bold}{signs[0][1:]}")
+    return ", ".join(names) or "–"
+
+
 def parted_lines(table: dict) -> list[list[str]]:
-    """Layer by layer, for each row: the stresses under which it lies above plain grpo.py, in bold
-    where above all bases; under which it loses less than grpo.py does; and both the other way
-    round. A row that was not begun is left out."""
+    """Layer by layer, for each row that was begun: where it lies above plain grpo.py, in bold where
+    above all bases; where it loses less than grpo.py does; and both the other way round."""
     told, begun = [], {one["method"] for one in table["cells"]} - {"grpo"}
     for layer, row in ((layer, row) for layer, rows in LAYERS.items() for row in rows):
-        lists = []
-        for sign in "+-":
-            for of in (ends, kept_part):
-                names = []
-                for name in STRESSES:
-                    signs = [parted(table, row, name, base, of) for base in BASES if base != row]
-                    bold = "**" * all(one.startswith(sign) for one in signs)
-                    if signs[0].startswith(sign):
-                        names.append(f"{bold}`{name}`{bold}{signs[0][1:]}")
-                lists.append(", ".join(names) or "–")
-        told += [[layer, f"`{row}`", *lists]] if row in begun else []
+        if row in begun:
+            bases = [base for base in BASES if base != row]
+            lists = [apart(table, row, s, bases, of) for s in "+-" for of in (ends, kept_part)]
+            told.append([layer, f"`{row}`", *lists])
     return told
 
 
@@ -442,12 +446,8 @@ def trunk_lines(table: dict) -> list[list[str]]:
     told = []
     for layer, row in ((layer, row) for layer, rows in LAYERS.items() for row in rows):
         trunk = trunk_of(methods()[row].file)
-        if trunk and trunk.stem != "grpo" and row not in REPAIRS:
-            lists = []
-            for sign in "+-":
-                signs = [(name, parted(table, row, name, trunk.stem)) for name in STRESSES]
-                names = [f"`{name}`{one[1:]}" for name, one in signs if one.startswith(sign)]
-                lists.append(", ".join(names) or "–")
+        if trunk and trunk.stem != "grpo":
+            lists = [apart(table, row, sign, [trunk.stem]) for sign in "+-"]
             told.append([layer, f"`{row}`", f"`{trunk.stem}`", *lists])
     return told
 
@@ -483,7 +483,7 @@ def quotes(table: dict, told: list[list[str]]) -> dict[str, str]:
                 quoted[f"{row}/{name}/{key}"] = f"{value:.2g}"
     for arm, (*_, name) in ARMS.items():
         found = [score(run)["end"] for run in runs_of(table, arm, name, "arms")]
-        quoted[f"{arm}/{name}"] = f"{np.median(found):.2f}" if found else "0"
+        quoted[f"{arm}/{name}"] = f"{np.median(found):.2f}" if found else "–"
     return quoted | dict(zip(("runs/done", "cells/done", "cells/all"), counts(table)))
 
 
