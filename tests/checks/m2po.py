@@ -1,4 +1,4 @@
-"""M2PO: whom the budget drops, that it is one for the mini-batch, and the weight that is left."""
+"""M2PO: which tokens the budget drops, that it is one for the mini-batch, and the weights left."""
 
 from types import ModuleType
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from . import ZSCORE, advantages_match, busy_batch, check_equal_rewards, counts, loss_of, near
-from . import no_kl, number, one, response_tokens, terms, toy_batch, weighs, written_here
+from . import no_kl, number, response_tokens, terms, toy_batch, weighs, written_here
 
 
 def kept_by_hand(squares: list[float], budget: float) -> set[int]:
-    """The largest set of the smallest squares whose mean is within the budget; at least one."""
+    """The largest set of the smallest squares whose mean is within the budget."""
     order = sorted(range(len(squares)), key=lambda i: squares[i])
     fits = [n for n in range(1, len(order) + 1) if sum(sorted(squares)[:n]) / n <= budget]
-    return set(order[: max(fits, default=1)])
+    return set(order[: max(fits, default=0)])
 
 
 def check_the_fewest_and_worst_go(module: ModuleType) -> None:
@@ -29,6 +29,7 @@ def check_the_fewest_and_worst_go(module: ModuleType) -> None:
             told = f"of {size} squares, τ = {budget}: {len(found)} are kept, not {len(expected)}"
             assert found == expected, told
     assert module.second_moment_bound(args, torch.zeros(0)) == 0
+    assert module.second_moment_bound(no_kl(module, budget=0.1), torch.ones(3)) == 0, "none fits"
 
 
 def rows(log_w: list[list[float]], mask: list[list[float]], A: list[float]) -> dict[str, Tensor]:
@@ -41,52 +42,59 @@ def rows(log_w: list[list[float]], mask: list[list[float]], A: list[float]) -> d
 
 
 def by_hand() -> dict[str, Tensor]:
-    """Squares .01, .04, 1, .09 and .25, padding aside. At τ = .05 three stay: their mean is
-    .0467."""
-    log_w = [[0.1, 0.2, -1.0], [0.3, 0.5, 9.0]]
-    return rows(log_w, [[1, 1, 1], [1, 1, 0]], [1.0, -2.0])
+    """Trust-region tokens have the squares .01, .04, 1, .09 and .36: at τ = .05 three stay, whose
+    mean is .0467. Two tokens moved against their advantage, one has Â = 0, the last is padding."""
+    log_w = [[0.1, 0.2, 1.0, -3.0], [-0.3, -0.6, 0.8, -9.0], [0.9, 0.0, 0.0, 0.0]]
+    return rows(log_w, [[1, 1, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0]], [1.0, -2.0, 0.0])
 
 
 def check_by_hand(module: ModuleType) -> None:
-    """What stays has w Â / M with M the number of all tokens; what goes has nothing, whichever way
-    it moved."""
+    """What stays has w Â / M with M the number of all tokens; of the trust-region tokens the worst
+    have nothing."""
     batch, args = by_hand(), no_kl(module, budget=0.05)
     batch["logp"].requires_grad_()
     loss, stats = loss_of(module, args, **batch)
     loss.backward()
     w = (batch["logp"] - batch["rollout_logp"]).exp().detach()
-    keeps = torch.tensor([[1.0, 1, 0], [1, 0, 0]], dtype=torch.float64)
-    near(batch["logp"].grad, -keeps * w * batch["advantages"][:, None] / 5, "∂ loss / ∂ log π")
-    assert stats["masked_share"] == (2, 5)
-    for swapped in (-1.0, 1.0):  # the signs play no part in the choice
-        other = batch | {"advantages": swapped * one(-1.0, 1.0)[0]}
-        assert loss_of(module, args, **other)[1]["masked_share"] == (2, 5)
+    keeps = torch.tensor([[1.0, 1, 0, 1], [1, 0, 1, 0], [1, 0, 0, 0]], dtype=torch.float64)
+    near(batch["logp"].grad, -keeps * w * batch["advantages"][:, None] / 8, "∂ loss / ∂ log π")
+    assert stats["masked_share"] == (2, 8)
+    near(stats["weight_max"][0], torch.tensor(1.0).double().exp(), "the largest w, a masked one")
+
+
+def check_a_token_that_leads_back_is_free(module: ModuleType) -> None:
+    """Â = 1, one token with log w = -1 and eight with 0: the mean of all squares is beyond the
+    budget, and yet the fallen token keeps its weight e⁻¹."""
+    batch = rows([[-1.0] + [0.0] * 8], [[1.0] * 9], [1.0])
+    batch["logp"].requires_grad_()
+    loss_of(module, no_kl(module), **batch)[0].backward()
+    near(-batch["logp"].grad[0, 0] * 9, torch.tensor(-1.0).double().exp(), "the weight of w = 1/e")
 
 
 def check_within_the_budget_nothing_goes(module: ModuleType) -> None:
-    """However far a token is outside a box: w Â, neither clipped nor capped. One token stays, even
-    beyond the budget."""
-    calm = [[0.0] * 200]
+    """However far a token is outside a clip range: w Â, neither clipped nor capped."""
+    calm = [[0.001] * 200]
     calm[0][7] = 2.0  # w = 7.4; the mean of squares is 4 / 200 = 0.02
     batch = rows(calm, [[1.0] * 200], [1.0])
     batch["logp"].requires_grad_()
     loss_of(module, no_kl(module), **batch)[0].backward()
     near(-batch["logp"].grad[0, 7] * 200, torch.tensor(2.0).double().exp(), "the weight of w = e²")
-    for advantage, mu in ((1.0, 0.01), (-1.0, 0.01), (1.0, 0.9), (-1.0, 0.9)):
+    for advantage, mu in ((1.0, 0.9), (-1.0, 0.01)):  # they moved against their advantage
         weighs(module, 0.5, advantage, 0.5 * advantage / mu, 1e-9, mu=mu)
 
 
 def check_is_exact_in_parts(module: ModuleType) -> None:
     """With the mini-batch's bound, sums over any parts give the whole's loss; a part's own would
     not."""
-    batch, args = by_hand(), no_kl(module, budget=0.1)
-    squares = (batch["logp"] - batch["rollout_logp"]) ** 2
-    bound = module.second_moment_bound(args, squares[batch["mask"] > 0])
+    batch, args = by_hand(), no_kl(module, budget=0.2)
+    log_weight = batch["logp"] - batch["rollout_logp"]
+    outward = module.trust_region_tokens(log_weight, batch["advantages"][:, None])
+    bound = module.second_moment_bound(args, log_weight[outward & (batch["mask"] > 0)] ** 2)
     whole = terms(module, args, **batch)
-    parts = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(2)]
+    parts = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(3)]
     split = [terms(module, args, **part, bound=bound) for part in parts]
     near(sum(s[0] for s in split), whole[0], "the sum of the parts")
-    assert sum(s[1] for s in split) == whole[1] == 5
+    assert sum(s[1] for s in split) == whole[1] == 8
     alone = [terms(module, args, **part) for part in parts]
     assert abs(sum(s[0] for s in alone) - whole[0]) > 0.1
 
@@ -96,7 +104,7 @@ def check_rounding_drops_nobody(module: ModuleType) -> None:
     batch = by_hand()
     bound = torch.tensor(0.09 - 1e-8, dtype=torch.float64)
     share = terms(module, no_kl(module, budget=0.05), **batch, bound=bound)[2]["masked_share"]
-    assert share == (2, 5), f"{number(share[0])} tokens of 5 are masked, expected 2"
+    assert share == (2, 8), f"{number(share[0])} tokens of 8 are masked, expected 2"
 
 
 def check_advantages(module: ModuleType) -> None:
@@ -105,14 +113,14 @@ def check_advantages(module: ModuleType) -> None:
 
 
 def check_statistics(module: ModuleType) -> None:
-    """Of all response tokens: masked_share those with M = 0; second_moment the mean of (log w)²,
-    masked ones included; weight_max the largest w."""
+    """masked_share: of all response tokens those with M = 0; second_moment: the mean of (log w)²
+    over the trust-region tokens, masked ones included; weight_max: the largest w."""
     batch, args = busy_batch(), no_kl(module, budget=0.02)
     t = response_tokens(batch)
-    squares = t.w.log() ** 2
+    squares = t.w.log()[t.A * (t.w - 1) > 0] ** 2
     dropped = len(squares) - len(kept_by_hand(squares.tolist(), 0.02))
-    assert 0 < dropped < t.M
-    expected = {"masked_share": (dropped, t.M), "second_moment": (squares.sum(), t.M)}
+    assert 0 < dropped < len(squares) < t.M
+    expected = {"masked_share": (dropped, t.M), "second_moment": (squares.sum(), len(squares))}
     expected["weight_max"] = t.w.max(), None
     counts(loss_of(module, args, **batch)[1], expected)
     assert toy_batch()["mask"].sum() == t.M
@@ -120,25 +128,31 @@ def check_statistics(module: ModuleType) -> None:
 
 CHECKS = [*written_here(globals()), check_equal_rewards]
 RETURN = "return -(objective * mask).sum(), mask.sum(), stats"
-SQUARES, MASKED = "log_weight.detach().square()", "squares > bound + 1e-6"
+SQUARES, OUTWARD = (
+    "log_weight.detach().square()",
+    "trust_region_tokens(log_weight, A) & mask.bool()",
+)
+LIKED, DISLIKED = "((A > 0) & (log_weight > 0))", "((A < 0) & (log_weight < 0))"
 MUTANTS = {
     **ZSCORE,
     "μ is π_old": ("log_weight = logp - rollout_logp", "log_weight = logp - old_logp"),
     "a KL for the second moment": (SQUARES, "log_weight.detach()"),
     "w for log w": (SQUARES, "(weight.detach() - 1).square()"),
     "the largest are kept": (".sort().values", ".sort(descending=True).values"),
-    "a box for each token": ("(means <= args.budget)", "(ordered <= args.budget)"),
+    "a bound for each token": ("(means <= args.budget)", "(ordered <= args.budget)"),
     "budget of the sum": (
         "ordered.cumsum(0) / torch.arange(1, len(ordered) + 1)",
         "ordered.cumsum(0)",
     ),
     "budget of the standard deviation": ("(means <= args.budget)", "(means.sqrt() <= args.budget)"),
-    "one too many": ("ordered[max(kept, 1) - 1]", "ordered[min(kept, len(ordered) - 1)]"),
-    "one too few": ("ordered[max(kept, 1) - 1]", "ordered[max(kept, 2) - 2]"),
-    "only outward": (f"masked = {MASKED}", f"masked = ({MASKED}) & (A * log_weight > 0)"),
-    "rounding drops the last": (MASKED, "squares > bound"),
+    "one too many": ("ordered[kept - 1]", "ordered[min(kept, len(ordered) - 1)]"),
+    "all tokens are trust-region tokens": (OUTWARD, "mask.bool()"),
+    "tokens of both signs masked": ("masked = outward & (", "masked = mask.bool() & ("),
+    "tokens that lead back": (OUTWARD, "trust_region_tokens(-log_weight, A) & mask.bool()"),
+    "only positive advantages": (f"{LIKED} | {DISLIKED}", LIKED),
+    "rounding drops the last": ("squares > bound + 1e-6", "squares > bound"),
     "its own bound in every part": ("if bound is None:", "if True:"),
-    "padding in the budget": ("squares[mask.bool()])", "squares.flatten())"),
+    "padding in the budget": (OUTWARD, "trust_region_tokens(log_weight, A)"),
     "no mask of the budget": ("~masked * weight * A", "weight * A"),
     "a cap": ("weight = log_weight.exp()", "weight = log_weight.exp().clamp(max=5)"),
     "weight detached": ("weight = log_weight.exp()", "weight = log_weight.detach().exp()"),
@@ -147,6 +161,6 @@ MUTANTS = {
     "padding counted": (RETURN, RETURN.replace("mask.sum()", "mask.new_tensor(mask.numel())")),
     "no mask of padding": (RETURN, RETURN.replace("(objective * mask)", "objective")),
     "sign": (RETURN, RETURN.replace("-(", "(")),
-    "second_moment of what is left": ("((squares * mask)", "((squares * ~masked * mask)"),
+    "second_moment of what is left": ("((squares * outward)", "((squares * outward * ~masked)"),
     "weight_max of what is left": ("weight.detach()[mask > 0]", "(weight * ~masked)[mask > 0]"),
 }

@@ -6,13 +6,15 @@ FLAGS = {"grad_clip": 4.0}
 
 
 def objective(b: Batch) -> tuple[Tensor, dict]:
-    w, on = (b.logp - b.mu).exp(), b.mask > 0
+    w, A = (b.logp - b.mu).exp(), b.A[:, None]
     squares = w.detach().log() ** 2
-    left = squares[on].sort().values.tolist()
-    while len(left) > 1 and sum(left) / len(left) > b.args["budget"]:
+    outward = (A * (w.detach() - 1) > 0) & (b.mask > 0)
+    left = squares[outward].sort().values.tolist()
+    while left and sum(left) / len(left) > b.args["budget"]:
         left.pop()  # the largest
-    masked = (squares > left[-1] + 1e-6) & on
+    masked = outward & (squares > (left[-1] if left else 0.0) + 1e-6)
     b.count = tokens(b.mask)
-    stats = {"masked_share": share(masked, b.mask), "second_moment": share(squares, b.mask)}
+    stats = {"masked_share": share(masked, b.mask)}
+    stats["second_moment"] = (float(squares[outward].sum()), float(outward.sum()))
     stats["weight_max"] = (float((w.detach() * b.mask).max()), None)
-    return token_mean(~masked * w * b.A[:, None], b.mask), stats
+    return token_mean(~masked * w * A, b.mask), stats
