@@ -361,13 +361,15 @@ def main(args: Args, world: World) -> None:
         # trainer no longer has, and goes unchecked.
         run.clock("old_logp")
         # <own>
-        # Mini-batches; the ranks trade whole groups, as b needs them, until tokens balance.
+        # Mini-batches. The ranks exchange whole groups, as b needs them, until their token
+        # counts are about equal.
         minibatches = [deal(part, world, G) for part in rollout.split(args.minibatches)]
         # </own>
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:
                 minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+        # Stops the run where μ, the sampler's numbers, is far from π_old: ratios would be wrong.
         sampler = {} if stale.was_ahead else run.trusted(sampler_gap(minibatches, world))  # <own>
 
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
@@ -423,12 +425,13 @@ def main(args: Args, world: World) -> None:
             means.add(lr_damping=(1 - scale, args.ess_scaling))  # nothing where it is off
             # </own>
             norm = clip_gradients(policy, args.grad_clip)
-            healthy = run.healthy(norm, minibatch)  # else NaN or infinite: it would end the run
+            healthy = run.healthy(norm, minibatch)  # a NaN or infinity would ruin the weights
             if healthy:
                 optimizer.step()
             optimizer.zero_grad()
             means.add(grad_norm=(norm if healthy else 0.0, healthy))
-            means.add(skipped=((not healthy) / world.size, None))  # each rank adds its part of one
+            # A count of None: summed over the ranks, not averaged. Each adds its part of one.
+            means.add(skipped=((not healthy) / world.size, None))
 
         run.clock("sync")
         stale.wait()  # <own>

@@ -238,7 +238,7 @@ def policy_loss(
         "weight": ((weight * mask).sum(), mask.sum()),
         "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), None),
     }
-    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # 1/G: the mean over responses
+    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count: 1/G comes later
     # </own>
 
 
@@ -295,7 +295,8 @@ def main(args: Args, world: World) -> None:
         # from other kernels, and a ratio against them would mix two things: how far the policy
         # moved, and how the engines differ (minirl.py is about that).
         run.clock("old_logp")
-        # Mini-batches of whole groups; in each the ranks trade rows until tokens balance.
+        # Mini-batches of whole groups. In each the ranks exchange rows until their token
+        # counts are about equal.
         minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
         # Divided into micro-batches as the update will be: its first ratios are then exactly 1.
         for minibatch in minibatches:
@@ -310,6 +311,7 @@ def main(args: Args, world: World) -> None:
             # </own>
             if reference:
                 minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+        # Stops the run where μ, the sampler's numbers, is far from π_old: ratios would be wrong.
         sampler = run.trusted(sampler_gap(minibatches, world))
 
         # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
@@ -337,12 +339,13 @@ def main(args: Args, world: World) -> None:
                 means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
             divide_gradients(policy, denominator, world)  # by what all ranks have counted: the mean
             norm = clip_gradients(policy, args.grad_clip)
-            healthy = run.healthy(norm, minibatch)  # else NaN or infinite: it would end the run
+            healthy = run.healthy(norm, minibatch)  # a NaN or infinity would ruin the weights
             if healthy:
                 means.add(rounding=eight_bits.step(optimizer))  # <own>
             optimizer.zero_grad()
             means.add(grad_norm=(norm if healthy else 0.0, healthy))
-            means.add(skipped=((not healthy) / world.size, None))  # each rank adds its part of one
+            # A count of None: summed over the ranks, not averaged. Each adds its part of one.
+            means.add(skipped=((not healthy) / world.size, None))
 
         run.clock("sync")
         engine.sync(policy)

@@ -214,13 +214,15 @@ def main(args: Args, world: World) -> None:
         # from other kernels, and a ratio against them would mix two things: how far the policy
         # moved, and how the engines differ (minirl.py is about that).
         run.clock("old_logp")
-        # Mini-batches of whole groups; in each the ranks trade rows until tokens balance.
+        # Mini-batches of whole groups. In each the ranks exchange rows until their token
+        # counts are about equal.
         minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
         # Divided into micro-batches as the update will be: its first ratios are then exactly 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:
                 minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+        # Stops the run where μ, the sampler's numbers, is far from π_old: ratios would be wrong.
         sampler = run.trusted(sampler_gap(minibatches, world))
 
         # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
@@ -248,12 +250,13 @@ def main(args: Args, world: World) -> None:
                 means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
             divide_gradients(policy, denominator, world)  # by what all ranks have counted: the mean
             norm = clip_gradients(policy, args.grad_clip)
-            healthy = run.healthy(norm, minibatch)  # else NaN or infinite: it would end the run
+            healthy = run.healthy(norm, minibatch)  # a NaN or infinity would ruin the weights
             if healthy:
                 optimizer.step()
             optimizer.zero_grad()
             means.add(grad_norm=(norm if healthy else 0.0, healthy))
-            means.add(skipped=((not healthy) / world.size, None))  # each rank adds its part of one
+            # A count of None: summed over the ranks, not averaged. Each adds its part of one.
+            means.add(skipped=((not healthy) / world.size, None))
 
         run.clock("sync")
         engine.sync(policy)
