@@ -35,7 +35,7 @@ BUDGET = {
     "jet": (390, 230, 40),  # an object beside minirl's replay
     "opd": (330, 190, 44),  # a teacher, and what is known of it
     "icepop": (388, 225, 50),  # a family of corrections
-    "ppo": (448, 266, 134),  # what GRPO removed: a second model, GAE, its loss
+    "ppo": (450, 267, 134),  # what GRPO removed: a second model, GAE, its loss
     "recipe": (975, 613, 356),  # the objects of six files, letter for letter
 }
 NAMES = "|".join(ALGORITHMS)
