@@ -28,7 +28,7 @@ BUDGET = {
     "blockwise": (375, 212, 66),  # where a response is cut, and two advantages
     "lp_reg": (390, 232, 46),  # a column, a quantile over ranks, a term
     "entropy20": (390, 229, 88),  # two rules by covariance; what stapo has and it has not
-    "dapo": (385, 224, 74),  # rounds of sampling, and two more parts of the recipe
+    "dapo": (385, 224, 75),  # rounds of sampling, and two more parts of the recipe
     "dppo": (370, 210, 46),  # two flags more: prime-rl's mask and square
     "paced": (505, 306, 46),  # without its trunk's KL term
     "laconic": (342, 198, 40),  # a price, and where it is paid
