@@ -12,7 +12,7 @@ Objective, token-means over main responses and over branches, with r = π_θ(y_t
 
 Gradient weight on ∇ log π_θ(y_t), before each stream's average:
 
-    main: M r Â + β (π_ref/π_θ - 1),  branch: λ M r Â + β (π_ref/π_θ - 1),  a branch's prefix: 0
+    main: M r Â + k,  branch: λ M r Â + k,  its prefix: 0;    k: grpo.py's β (π_ref/π_θ - 1)
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
 Sampling more responses from the start finds more of what is found anyway. A failed response has

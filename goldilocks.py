@@ -12,7 +12,7 @@ Objective, GRPO's, on prompts q that a teacher f chooses, each as the best of K 
 
 Gradient weight on ∇ log π_θ(y_t), before 1/G and 1/|y_i|:
 
-    M r Â + β (π_ref/π_θ - 1)
+    M r Â + β (π_ref/π_θ - 1)          (with `--kl_ratio` the second term is β r log(π_ref/π_θ))
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
 Why that is what f predicts: with p the student's chance to solve q, for rewards 0 or 1, on-policy,

@@ -12,7 +12,7 @@ Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) 
 
 Gradient weight on ∇ log π_θ(y_t), before 1/G and 1/|y_i|:
 
-    M r Â + β (π_ref/π_θ - 1)
+    M r Â + β (π_ref/π_θ - 1)          (with `--kl_ratio` the second term is β r log(π_ref/π_θ))
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
 R_i is the reward of y_i, |y_i| its number of tokens; π_θ is being trained, π_old are the weights

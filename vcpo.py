@@ -40,8 +40,8 @@ Differs from the paper in:
    its g already contains the weight.
 2. ESS in log space. The released code's float32 w overflows at log w > 88, which long responses can
    reach: ESS is then NaN, and min(1, NaN) is 1: no damping when it is needed most.
-3. Where a model has parts whose gradient norms that pass does not know (experts), each response
-   has a backward pass of its own, the ranks take turns, and the run says so.
+3. A model with parts whose gradient norms that pass does not know (experts) is refused; with
+   `--no_optimal_baseline`, the group's mean for b, it trains.
 
 Not a difference, but to be known: in the released code as here b is applied to min(w, 8) g/|y|, for
 which it is not the best baseline. With all answers of small random tasks enumerated, the variance

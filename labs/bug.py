@@ -105,8 +105,9 @@ BUGS = [
         "One baseline for all prompts: an easy prompt's samples are all rewarded, a hard one's "
         "all punished, and the advantages of a group no longer add up to 0. Groups without a "
         "difference are divided by a std of 1e-6: look at the gradient norm.",
-        "Search-R1 v0.1 (issue 88): one group id per sample, so that no group had a mean of its"
-        " own (and training was *more* stable than with true GRPO)",
+        "in a related form, in Search-R1 v0.1 (issue 88; fixed 2025-03-19): each sample had a "
+        "group id of its own; verl gives a group of one the mean 0 and the std 1, so its advantage "
+        "was the raw reward (and training was *more* stable than with true GRPO)",
     ),
     Bug(
         "mean of the part",

@@ -84,8 +84,8 @@ def check_rates(o: Oracle) -> None:
     """lr rises over the warm-up, in vcpo times the root of the ESS ratio; alike on all ranks; AdamW
     has its flags."""
     for update, (seen, *others) in enumerate(zip(*(one.updates for one in o.records), strict=True)):
-        begun = max(0, update // M + 1 - o.args.get("critic_warmup", 0))
-        lr = o.args["lr"] * min(1.0, begun / o.args["warmup"])
+        # In ppo from the end of the critic's warm-up on: there the policy has no update
+        lr = o.args["lr"] * min(1.0, (update // M + 1) / o.args["warmup"])
         if o.args.get("lag") and o.args["ess_scaling"]:
             lr *= min(1.0, o.gradient(update)[1].rho / o.args["rho_on"]) ** 0.5
         assert seen["lr"] == pytest.approx([lr], rel=1e-4)

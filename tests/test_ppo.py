@@ -18,11 +18,12 @@ def test_a_group_of_one(tmp_path: Path):
     assert run_here(ppo.main, *flags, "--run_dir", tmp_path / "run") == 0
     first, second = metrics(tmp_path / "run")[1:]
     assert first["lr"] == 0 < second["lr"] and first["critic_norm"] > 0
+    assert "grad_norm" not in first and second["grad_norm"] > 0
 
 
 def test_a_critic_with_experts_and_checkpointed_layers(tmp_path: Path):
-    """In the warm-up the policy's weights stay, the critic's move; both are in the checkpoint, each
-    with its moments."""
+    """In the warm-up the policy's weights and moments stay, the critic's move; both are in the
+    checkpoint."""
     flags = ["--model", "tiny-moe", "--gradient_checkpointing", "--critic_warmup", 9]
     assert run_here(ppo.main, *SMALL, *flags, "--steps", 2, "--run_dir", tmp_path / "run") == 0
     saved = tensors(tmp_path / "run/checkpoints/step_000002", tmp_path / "t.pt")
@@ -33,7 +34,9 @@ def test_a_critic_with_experts_and_checkpointed_layers(tmp_path: Path):
         assert not torch.equal(weight, saved[critic]), name
     assert saved["/policy/1.head.weight"].any()
     moments = {name for name in saved if name.endswith(".exp_avg") or name.endswith("/exp_avg")}
-    assert any("/0." in name for name in moments) and any("/1.head" in name for name in moments)
+    assert not any(saved[name].any() for name in moments if "/0." in name)
+    assert any(saved[name].any() for name in moments if "/1.head" in name)
+    assert any("/0." in name for name in moments)
 
 
 def test_the_adapters_gae():

@@ -1,7 +1,7 @@
 """Baselines: what is subtracted from a reward, and what it is divided by.
 
-RLOO: Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for RLHF",
-2024, arXiv 2402.14740.
+RLOO: Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from
+Human Feedback in LLMs", 2024, arXiv 2402.14740.
 
 Objective, over all response tokens y_t of a mini-batch, with r = π_θ(y_t) / π_old(y_t):
 
@@ -24,7 +24,7 @@ et al., 2501.03262), MaxRL (2602.02710), and what ScaleRL (2510.13786) divides b
     batch       REINFORCE++             whitened R_i                           positive
     group       REINFORCE++-baseline    whitened (R_i - group's mean)          0, nearly
     maxrl       MaxRL                   (R_i - group's mean) / group's mean    0
-    scalerl     ScaleRL                 (R_i - group's mean) / batch's std     0
+    scalerl     ScaleRL                 (R_i - group's mean) / their std       0
 
 Any number that does not depend on y_i may be subtracted without changing the expected gradient;
 what changes is its variance. REINFORCE pushes every right answer up and no wrong one down. The
@@ -34,7 +34,8 @@ standard deviation. A batch's mean makes prompts compete: on a prompt always sol
 above it and pushed up, on a hard one nearly all are pushed down. A group's mean compares answers to
 one prompt alone. A batch's std rescales all alike, where GRPO's own std of the group gives prompts
 near 0 or 1 a larger weight; MaxRL's division gives hard prompts 1/p, which makes its gradient that
-of log p instead of p.
+of log p instead of p. ScaleRL's std is that of all R_i - group's mean in the batch. `none` and
+`batch` need no group: `--group_size 1` will do.
 
 Trunk: justrl.py. Differs from it in:
 1. Advantages by `--baseline`; statistics of the batch are those of the rollout, over all ranks.
@@ -43,14 +44,16 @@ Differs from the papers in:
 1. One loss for all: with clip, without KL. REINFORCE++ has the k1 estimate in its reward; RLOO
    takes one step per rollout and has no clip.
 2. Whitening counts each response as often as it has tokens, as verl does, since each token has its
-   response's advantage. verl puts 1e-8 into the root, TRL (`scale_rewards="batch"`, our ScaleRL)
-   adds 1e-4 to the std, here it is 1e-6. `group` whitens what is left of the group's mean, so its
-   mean over the batch's tokens, not 0 where longer responses are the worse ones, goes as well.
+   response's advantage. verl puts 1e-8 into the root, here 1e-6 is added to the std. `group`
+   whitens what is left of the group's mean, so its mean over the batch's tokens, not 0 where longer
+   responses are the worse ones, goes as well.
 3. MaxRL where no answer is right: 0, as in prime-rl.
-4. ScaleRL is more than its advantages (CISPO's loss, a float32 head, no idle prompts): only they.
+4. ScaleRL is more than its advantages: CISPO's loss, averaged by prompt, a float32 head, no idle
+   prompts, and none again that were solved at 0.9. TRL's `scale_rewards="batch"` divides by the std
+   of the rewards, in which prompts differ, too: a larger number, for the whole batch.
 
-Confidence: RLOO, REINFORCE++ and ScaleRL's division as in verl and TRL; MaxRL as in prime-rl; the
-papers' other choices second hand.
+Confidence: RLOO and REINFORCE++ as in verl and TRL; ScaleRL's division as in its paper; MaxRL as in
+prime-rl; the papers' other choices second hand.
 
 Run it:
     torchrun -m variants.baselines                          # laptop, two minutes, no download
@@ -149,7 +152,7 @@ def advantages(
         mean = rewards.mean(dim=1, keepdim=True)  # [P, 1]
         return torch.where(mean > 0, centred / mean, 0.0)
     if how == "scalerl":
-        return centred / (moments(rewards, each, world)[1] + 1e-6)
+        return centred / (moments(centred, each, world)[1] + 1e-6)
     values = rewards if how == "batch" else centred  # [P, G]
     mean, std = moments(values, each if sizes is None else sizes, world)
     return (values - mean) / (std + 1e-6)
@@ -157,6 +160,7 @@ def advantages(
 
 def moments(values: Tensor, sizes: Tensor, world: World) -> tuple[float, float]:
     """Mean and standard deviation over all ranks, each value counted `sizes` times (sample's)."""
+    values = values.double()  # [P, G]: here the mean of any number of 0.3 is exactly that 0.3
     sums = global_sum({"n": sizes.sum(), "sum": (sizes * values).sum()}, world)
     mean = sums["sum"] / sums["n"]
     squares = global_sum({"sum": (sizes * (values - mean).square()).sum()}, world)["sum"]

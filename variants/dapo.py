@@ -35,7 +35,9 @@ Trunk: justrl.py, which has the token mean and clip-higher. Differs from it in:
 
 Differs from the paper in:
 1. A round draws one prompt for each idle slot. verl's recipe draws three batches and drops idle
-   groups and what is too much: fewer rounds, more samples. After ten rounds it stops the run.
+   groups and what is too much: fewer rounds, more samples. After ten rounds it stops the run, so
+   that no idle group is ever in its batch. Here those left after `--max_draws` rounds are: their
+   tokens have no gradient, and count in Σ_i |y_i|.
 2. Rewards are 0 and 1, there -1 and 1: under the z-score a punishment of 1 there is 1/2 here.
 3. The released script also has weight decay 0.1 and clip_ratio_c 10 (see justrl.py).
 
@@ -302,6 +304,7 @@ def main(args: Args, world: World) -> None:
         run.clock("redraw")  # <own>
         rollout, rewards = draws.refill(rollout, rewards)  # <own>
         run.clock("reward")  # <own>
+        texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)  # <own>
         rollout.advantages = advantages(punished(rewards, rollout, args)).flatten()  # <own>
         means.add(distinct=(task.distinct(texts, G), P))  # falls to 1: nothing left to compare
 

@@ -12,7 +12,7 @@ Objective, for responses y sampled by the inference engine, whose probabilities 
 
 Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over responses:
 
-    M_t min(π_θ/μ, c) Â
+    M_t min(π_θ/μ, c) Â                (`--log_square κ` adds - 2 κ log(π_θ/μ) at every token)
 
 
 A trust region should bound how far two distributions are apart, and the ratio of the one token that
@@ -42,9 +42,11 @@ Differs from the paper in:
 3. The cap is 20, as in verl and TRL. The authors' own code has 10, and verl's script, which sets
    10,000, none in effect.
 
-prime-rl's default, IPO, is this mask with |π_θ - μ| <= 0.3 on both sides, Â not asked, w uncapped,
-and (log w)² times 1e-3 on every token. What a mask has cut nobody pulls back; the square does. The
-last command below is IPO but for its average over all tokens, which is a matter of lr.
+prime-rl's IPO is this mask with |π_θ - μ| <= 0.3 on both sides, Â not asked, w uncapped, and (log
+w)² times 1e-3 on every token. Its page (read in November 2026) has it as the default; its code of
+21 August 2026 has 0.1 there, and as the default DPPO's mask at 0.2 with the same square. What a
+mask has cut nobody pulls back; the square does. The last command below is IPO but for its average
+over all tokens, which is a matter of lr.
 
 Confidence: masks and caps read in the authors' code and verl's; δ as TRL and verl's script give the
 paper's, which asks for a large cap; IPO in prime-rl's code and its page.
@@ -130,7 +132,7 @@ class Args(Flags):
     two_sided: bool = False  # <own>
     """Mask beyond δ whichever way the token moved (prime-rl's IPO: with --delta 0.3)."""
     log_square: NonNegative = 0.0  # <own>
-    """Weight of (log π_θ/μ)² on every token, masked or not (ours; prime-rl: 1e-3)."""
+    """κ: weight of (log π_θ/μ)² on every token, masked or not (ours; prime-rl: 1e-3)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:

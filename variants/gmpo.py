@@ -30,12 +30,14 @@ Trunk: gspo.py. Differs from it in:
 2. No count of what GRPO would clip.
 
 Differs from the paper in:
-1. Model, data and the run's size.
-2. Four optimiser steps per rollout; the paper's number we do not know.
+1. Model, data and the run's size: the authors' script for Qwen2.5-Math-7B has rollouts of 128
+   prompts x 8 responses, lr 1e-6, no KL term.
+2. Four optimiser steps per rollout; the script goes through it once, in batches of 128: eight
+   steps, if these are responses.
 
-Confidence: clip, order and one-sidedness read in verl's code (`geo_mean`, which names the authors'
-script as its source), and its numbers agree; 0.4 in TRL's page on its GMPOTrainer, which cites the
-paper's section 4. Whether the authors' runs divide Â by std their text would settle.
+Confidence: clip, order, one-sidedness, 0.4 and the division by std read in the authors' code
+(github.com/callsys/GMPO, July 2025); verl's `geo_mean`, which names that script as its source,
+gives the same numbers. The paper itself not read.
 
 Run it:
     torchrun -m variants.gmpo                               # laptop, two minutes, no download

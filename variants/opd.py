@@ -41,9 +41,10 @@ Differs from the paper, and from public code, in:
 2. slime adds β times the difference, with π_old's log-probs, to any advantage (β 1) and hands the
    sum to PPO's clip. verl takes the student's of now, can bound the difference (its scripts: 10),
    and clips likewise; or it derives a divergence over the teacher's top tokens. prime-rl has w
-   without a bound, adds 1e-3 log² w, and leaves out tokens with π_θ - μ below -0.2 (above 0.2,
-   where a response's reward has a positive advantage).
-3. β, α, C and the learning rate are ours. Groups are only needed where α > 0.
+   without a bound, adds 1e-3 log² w, and leaves out tokens with π_θ - μ below -0.2, whatever the
+   advantage (its code of 21 August 2026).
+3. β, α, C and the learning rate are ours. Groups are only needed where α > 0: without a reward
+   `--group_size 1` will do.
 
 Confidence: formulas read in the three projects' code of 2026, the paper's abstract read.
 

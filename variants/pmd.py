@@ -41,7 +41,9 @@ Differs from the paper in:
    tokens. On short ones it does little: `--tau 0.5` shows it at work.
 
 Confidence: the square, the mean for τ log Z and the gradient as two readers of the paper report
-them, and as OpenKimi's code (read) has them; the paper not read. Kimi's τ would settle the rest.
+them; the paper not read. Kimi's τ would settle the rest. OpenKimi's code (February 2026) has the
+square; its scripts take the mean of the other responses, which makes Â 16/15 of ours at their
+G = 16, and its `ploo` estimates τ log Z itself, also from the others.
 
 Run it:
     torchrun -m variants.pmd                                # laptop, two minutes, no download

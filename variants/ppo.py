@@ -34,14 +34,16 @@ the way (0.95^100 = 0.006): the critic learns from λ = 1 (`--lam_critic`), the 
 Trunk: grpo.py. Differs from it in:
 1. Advantages: by token, of a critic. KL in the reward. The mean over all tokens.
 2. The critic: a second model, with an optimiser of its own, sharded and saved like the policy. It
-   starts as the policy's weights with an output of 0, and trains alone for some steps.
+   starts as the policy's weights with an output of 0, and trains alone for some steps: the policy
+   has no update there, as in verl.
 3. No group is needed: `--group_size 1` is PPO's usual rollout, and one all right or all wrong
    teaches, too (`zero_groups` counts it all the same). Eight keep the rollout grpo.py's.
 
 Differs from the paper in:
 1. It is about games and robots. Its authors' code clips the value and whitens, too, the latter in
    each mini-batch; here, as in verl, all tokens of the rollout at once. Tokens as actions, KL in
-   the reward and R at the last token are InstructGPT's (arXiv 2203.02155).
+   the reward and R at the last token are older than InstructGPT (arXiv 2203.02155), which made
+   them known: Ziegler et al. (2019, arXiv 1909.08593), Stiennon et al. (2020, arXiv 2009.01325).
 2. One pass over a rollout where the paper takes several, no entropy bonus, no shared backbone.
 3. γ 1 (the paper: 0.99): no reward should be worth less for being reached by more words.
 4. A response that the length limit cuts ends there like any other, with V = 0 behind it.
@@ -397,6 +399,10 @@ def main(args: Args, world: World) -> None:
             begun = max(0, step - args.critic_warmup)  # steps of the policy  # <own>
             group["lr"] = args.lr * min(1.0, begun / max(1, args.warmup))  # <own>
         for minibatch in minibatches:
+            critic.learn(minibatch, means)  # <own>
+            # A critic that knows nothing makes advantages that would stay in Adam's moments.
+            if step <= args.critic_warmup:  # <own>
+                continue  # <own>
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                 micro = minibatch.rows(rows)
@@ -424,7 +430,6 @@ def main(args: Args, world: World) -> None:
             means.add(grad_norm=(norm if healthy else 0.0, healthy))
             # A count of None: summed over the ranks, not averaged. Each adds its part of one.
             means.add(skipped=((not healthy) / world.size, None))
-            critic.learn(minibatch, means)  # <own>
 
         run.clock("sync")
         engine.sync(policy)

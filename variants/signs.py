@@ -12,7 +12,7 @@ Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) 
 
 Gradient weight on ∇ log π_θ(y_t), before the two averages:
 
-    M r u Â + β (π_ref/π_θ - 1)
+    M r u Â + β (π_ref/π_θ - 1)        (with `--kl_ratio` the second term is β r log(π_ref/π_θ))
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
 k3 is grpo.py's, a KL term towards π_ref.

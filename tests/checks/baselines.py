@@ -4,8 +4,8 @@ from types import ModuleType
 
 import torch
 
-from . import SIDES, advantages_match, check_clip_statistics, check_equal_rewards, justrl, matches
-from . import near, written_here
+from . import SIDES, advantages_match, check_clip_statistics, justrl, matches
+from . import near, number, written_here
 
 R = torch.tensor([[1.0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], dtype=torch.float64)
 SIZES = torch.tensor([[4.0, 2, 1, 1], [2, 2, 2, 2], [8, 8, 8, 8], [1, 3, 5, 7]]).double()
@@ -67,9 +67,20 @@ def check_maxrl(module: ModuleType) -> None:
 
 
 def check_scalerl(module: ModuleType) -> None:
-    """The group's mean off, over the standard deviation of all rewards."""
-    expected = (R - R.mean(1, keepdim=True)) / (R.std() + 1e-6)
+    """The group's mean off, over the standard deviation of what is left in the whole batch."""
+    centred = R - R.mean(1, keepdim=True)
+    expected = centred / (centred.std() + 1e-6)
     near(module.advantages(R, "scalerl", SIZES), expected, "batch std", 1e-12)
+
+
+def check_equal_rewards(module: ModuleType) -> None:
+    """A batch whose rewards are all equal, parts of a mark too, has advantages of exactly 0,
+    REINFORCE's aside."""
+    for reward in (1.0, 0.0, 0.1, 0.3, 0.7, 0.9):
+        rewards = torch.full((2, 8), reward)
+        for how in ("rloo", "batch", "group", "maxrl", "scalerl"):
+            worst = module.advantages(rewards, how).abs().max().item()
+            assert worst == 0, f"{how}: rewards of {reward:g} give {number(worst)}, expected 0"
 
 
 def check_metrics(module: ModuleType) -> None:
@@ -86,7 +97,7 @@ def check_metrics(module: ModuleType) -> None:
     )
 
 
-CHECKS = [*written_here(globals()), check_equal_rewards, check_clip_statistics]
+CHECKS = [*written_here(globals()), check_clip_statistics]
 MUTANTS = {
     **SIDES,
     **{
@@ -100,8 +111,10 @@ MUTANTS = {
     "REINFORCE centred": ("        return rewards\n", "        return centred\n"),
     "MaxRL without a mean": ("torch.where(mean > 0, centred / mean, 0.0)", "centred / mean"),
     "MaxRL by the root": ("centred / mean, 0.0", "centred / mean.sqrt(), 0.0"),
-    "std of what is centred": ("moments(rewards, each, world)", "moments(centred, each, world)"),
-    "std by tokens": ("moments(rewards, each, world)", "moments(rewards, sizes, world)"),
+    "std of the rewards": ("moments(centred, each, world)", "moments(rewards, each, world)"),
+    "std by tokens": ("moments(centred, each, world)", "moments(centred, sizes, world)"),
+    "moments in float32": ("values = values.double()", "values = values.float()"),
+    "equal rewards not made 0": ("equal = rewards - rewards[:, :1]", "equal = 1.0 * rewards"),
     "whitened by responses": ("each if sizes is None else sizes", "each"),
     "whitening without mean": ("(values - mean) / (std", "values / (std"),
     "forms of REINFORCE++ exchanged": ('how == "batch" else', 'how == "group" else'),

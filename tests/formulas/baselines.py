@@ -31,7 +31,7 @@ def prepare(o: Oracle, step: int, b: Batch) -> None:
         each = values.repeat_interleave(lengths)
         b.A = (mine - each.mean()) / each.std()
     p = R - own
-    b.A = {"none": R, "maxrl": torch.where(p > 0, own / p, 0.0), "scalerl": own / every.std()}.get(
+    b.A = {"none": R, "maxrl": torch.where(p > 0, own / p, 0.0), "scalerl": own / left.std()}.get(
         how, b.A
     )
 

@@ -46,13 +46,12 @@ def objective(b: Batch) -> tuple[Tensor, dict]:
 
 
 def metrics(o: Oracle, step: int) -> dict[str, float]:
-    """What the rounds cost; `distinct` is of the first."""
+    """What the rounds cost."""
     used = [
         row for part in range(o.args["minibatches"]) for _, g in o.groups(step, part) for row in g
     ]
     drawn = [row for found in o.rounds[step] for p in found.values() for row in respond(p, G)]
     all_tokens, kept = (sum(len(row.tokens) for row in rows) for rows in (drawn, used))
-    first = [respond(prompt, G) for prompt in o.rounds[step][0].values()]
     return {
         "rounds": len(o.rounds[step]),
         "drawn_per_used": len(drawn) / len(used),
@@ -60,5 +59,4 @@ def metrics(o: Oracle, step: int) -> dict[str, float]:
         "tokens": all_tokens,
         "reward_drawn": sum(row.reward for row in drawn) / len(drawn),
         "overlong": sum(punishment(o, row) for row in used) / len(used),
-        "distinct": sum(len({r.text.split("#")[-1] for r in rows}) for rows in first) / P,
     }
