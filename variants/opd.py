@@ -252,7 +252,7 @@ def main(args: Args, world: World) -> None:
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:
-                minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+                minibatch.teacher_logp, _ = all_logprobs(reference, minibatch, args, world)  # <own>
         sampler = run.trusted(sampler_gap(minibatches, world))
 
         # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
@@ -269,7 +269,7 @@ def main(args: Args, world: World) -> None:
                     logp=logp,
                     old_logp=micro.old_logp,
                     rollout_logp=micro.rollout_logp,
-                    ref_logp=micro.ref_logp,
+                    ref_logp=micro.teacher_logp,  # <own>
                     entropy=entropy,
                     advantages=micro.advantages,
                     mask=micro.mask,
