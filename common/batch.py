@@ -24,7 +24,9 @@ class Rollout:
     experts stay on the CPU: with long responses they are gigabytes, read a micro-batch at a time.
     """
 
-    ref_logp: Tensor | None = None  # log π_ref `[N, T]`; None where the objective has no KL term
+    # None where the objective has no such term
+    ref_logp: Tensor | None = None  # log π_ref `[N, T]`, of the model before training
+    teacher_logp: Tensor | None = None  # log π_T `[N, T]`, of another model, to be learned from
 
     def __init__(self, **columns: Tensor):
         vars(self).update(columns)

@@ -230,10 +230,10 @@ def test_a_row_of_a_kind_has_mean_and_standard_deviation(tmp_path):
 
 def test_a_table_without_numbers(tmp_path):
     """A model that breaks: null is neither a nan in the table nor the end of it."""
-    run = a_run(tmp_path / "a|b", 1, steps=1)
+    run = a_run(tmp_path / "a|b<i>", 1, steps=1)
     write(run, [{"step": 0, "greedy": None, "sampled": None}])
     told = compare.table(load(run))
-    assert r"a\|b | 1 | 0 of 30 | – → – | – → – | – | – → – | 0 | 0 |" in told
+    assert r"a\|b&lt;i> | 1 | 0 of 30 | – → – | – → – | – | – → – | 0 | 0 |" in told
 
 
 # What is written
@@ -241,13 +241,13 @@ def test_a_table_without_numbers(tmp_path):
 
 @pytest.fixture
 def run_it(monkeypatch, capsys):
-    """`python -m tools.compare` in this process; (exit code, stdout, stderr)."""
+    """`python -m tools.compare`, or another tool, in this process; (exit code, stdout, stderr)."""
 
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, words)])
+    def run(*words: object, tool: str = "compare") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [f"{tool}.py", *map(str, words)])
         code = 0
         try:
-            runpy.run_path(str(ROOT / "tools/compare.py"), run_name="__main__")
+            runpy.run_path(str(ROOT / f"tools/{tool}.py"), run_name="__main__")
         except SystemExit as stop:
             code = stop.code
         said = capsys.readouterr()
@@ -302,8 +302,9 @@ def broken(folder: Path, damage: str) -> Path:
     elif damage == "a damaged config":
         (run / "config.json").write_text("{")
     elif damage in ODD_CONFIGS:
-        config = json.loads((run / "config.json").read_text())
-        (run / "config.json").write_text(json.dumps(config | ODD_CONFIGS[damage]))
+        config = json.loads((run / "config.json").read_text()) | ODD_CONFIGS[damage]
+        config = {name: value for name, value in config.items() if value != "nothing"}
+        (run / "config.json").write_text(json.dumps(config))
     elif damage in ODD_LINES:
         lines = read(run)
         lines[3] |= ODD_LINES[damage]
@@ -317,6 +318,10 @@ ODD_CONFIGS = {
     "a seed that is none": {"seed": {}},
     "all null": dict.fromkeys([*COMMON, "algorithm", "acted", "seed"]),
     "a number for a model": {"model": 5},
+    "an older run's": {"model": "nothing"},
+    "a list of metrics": {"acted": ["clip_share"]},
+    "a metric without words": {"acted": {"clip_share": None}},
+    "half of a character": {"instruction": "\ud800"},
 }
 ODD_LINES = {
     "a step twice": {"step": 2},
@@ -336,6 +341,8 @@ def test_a_folder_without_a_run_is_one_line(damage, tmp_path, run_it):
     run = broken(tmp_path / "1", damage)
     code, said, errors = run_it(run, "--out", tmp_path)
     assert code == 2 and errors.count("\n") == 1 and str(run) in errors and not said
+    if damage in ODD_CONFIGS:
+        assert run_it(run, tool="curves") == (2, "", errors.replace("compare.py", "tools.curves"))
     assert damage not in ODD_LINES or "metrics.jsonl:4: " in errors
     assert not (tmp_path / "compare.md").exists()
 

@@ -23,7 +23,8 @@ WORDS = {"ess_ratio": "effective sample size (share of the batch)", "weight_max"
 def a_run(folder: Path, lines: list[dict], **config: object) -> Path:
     """A run folder whose metrics.jsonl has these rows, numbered from 0."""
     folder.mkdir(exist_ok=True)
-    told = dict.fromkeys("algorithm ranks model task seed lr".split(), "x") | {"acted": WORDS}
+    told = dict.fromkeys("algorithm ranks model task".split(), "x") | {"acted": WORDS}
+    told |= {"seed": 1, "lr": 1e-3}
     (folder / "config.json").write_text(json.dumps(told | config))
     rows = [json.dumps({"step": step} | line) + "\n" for step, line in enumerate(lines)]
     (folder / "metrics.jsonl").write_text("".join(rows))

@@ -20,7 +20,6 @@ LOSS_ONLY = ["gspo", "sapo", "maspo", "gmpo", "pmd"]
 # and writes down what it silenced; the last three change more than the loss, each by one object.
 USUAL = (178, 34)
 BUDGET = {
-<<<<<<< HEAD
     "minirl": (190, 46),
     "stapo": (215, 67),
     "vcpo": (262, 141),
@@ -29,34 +28,15 @@ BUDGET = {
     "blockwise": (212, 66),  # where a response is cut, and two advantages
     "lp_reg": (232, 46),  # a column, a quantile over ranks, a term
     "entropy20": (229, 88),  # two rules by covariance; what stapo has and it has not
-    "dapo": (224, 74),  # rounds of sampling, and two more parts of the recipe
+    "dapo": (224, 75),  # rounds of sampling, and two more parts of the recipe
     "dppo": (210, 46),  # two flags more: prime-rl's mask and square
     "paced": (306, 46),  # without its trunk's KL term
     "laconic": (198, 40),  # a price, and where it is paid
     "jet": (230, 40),  # an object beside minirl's replay
     "opd": (190, 44),  # a teacher, and what is known of it
     "icepop": (225, 50),  # a family of corrections
-    "ppo": (266, 134),  # what GRPO removed: a second model, GAE, its loss
+    "ppo": (267, 134),  # what GRPO removed: a second model, GAE, its loss
     "recipe": (613, 356),  # the objects of six files, letter for letter
-=======
-    "minirl": (340, 190, 46),
-    "stapo": (370, 215, 67),
-    "vcpo": (460, 262, 141),
-    "deep_grpo": (470, 286, 133),
-    "goldilocks": (475, 290, 136),
-    "blockwise": (375, 212, 66),  # where a response is cut, and two advantages
-    "lp_reg": (390, 232, 46),  # a column, a quantile over ranks, a term
-    "entropy20": (390, 229, 88),  # two rules by covariance; what stapo has and it has not
-    "dapo": (385, 224, 75),  # rounds of sampling, and two more parts of the recipe
-    "dppo": (370, 210, 46),  # two flags more: prime-rl's mask and square
-    "paced": (505, 306, 46),  # without its trunk's KL term
-    "laconic": (342, 198, 40),  # a price, and where it is paid
-    "jet": (390, 230, 40),  # an object beside minirl's replay
-    "opd": (330, 190, 44),  # a teacher, and what is known of it
-    "icepop": (388, 225, 50),  # a family of corrections
-    "ppo": (450, 267, 134),  # what GRPO removed: a second model, GAE, its loss
-    "recipe": (975, 613, 356),  # the objects of six files, letter for letter
->>>>>>> science/science
 }
 NAMES = "|".join(ALGORITHMS)
 

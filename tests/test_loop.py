@@ -225,6 +225,7 @@ def check_samples(o: Oracle) -> None:
         _, b, _ = o.gradient(step * M + part)
         shown = [i for i, row in enumerate(b.rows) if row.prompt == line["prompt"]]
         assert len(line["responses"]) == len(shown) >= G and line["minibatches"] == M
+        assert (line["rows"], line["tokens"]) == (len(b.rows), b.mask.sum())
         rewards = {row.prompt: set() for row in b.rows}
         for row in b.rows:
             rewards[row.prompt].add(o.reward(row))
@@ -245,7 +246,9 @@ def check_samples(o: Oracle) -> None:
             columns = {"logp": b.logp, "rollout_logp": b.mu, "weight": b.weight}
             # vcpo's is of the weights that sampled, `lag` steps before the oracle's
             columns |= {"old_logp": b.old} if o.name != "vcpo" else {}
-            columns |= {"ref_logp": b.ref} if "ref_logp" in one else {}
+            columns |= {name: b.ref for name in ("ref_logp", "teacher_logp") if name in one}
+            assert ("teacher_logp" in one) == (o.name == "opd")
+            assert not ("teacher_logp" in one and "ref_logp" in one)
             for name, column in columns.items():
                 found, right = torch.tensor(one[name]).double(), column[i, :n]  # [T]
                 # main's float32: 4e-5 was the most seen, in signs

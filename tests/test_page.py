@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,7 +41,8 @@ def weights_of(name: str, batch: dict, flags: dict) -> torch.Tensor:
     b = Batch(logp=logp, old=batch["old_logp"], ref=batch["ref_logp"], mu=batch["rollout_logp"])
     n = len(logp)
     vars(b).update({key: batch[key] for key in ("entropy", "mask")})
-    vars(b).update(args=flags, A=batch["advantages"].clone(), rows=[None] * n, count=n)
+    rows = [SimpleNamespace(tokens=[0] * int(length)) for length in batch["mask"].sum(1)]
+    vars(b).update(args=flags, A=batch["advantages"].clone(), rows=rows, count=n)
     vars(b).update(branch=torch.zeros(n, dtype=torch.bool))
     # No working block: every token is of the answer
     none = torch.zeros(n, dtype=torch.float64)
@@ -79,15 +81,17 @@ def group():
 
 
 def row_of(batch: dict, weight: torch.Tensor, count: float, **more: object) -> dict:
-    """A row of samples.jsonl."""
+    """A row of samples.jsonl, of a mini-batch that is this group."""
     responses = []
     for i, length in enumerate(batch["mask"].sum(1).long().tolist()):
-        columns = {name: batch[name][i, :length].tolist() for name in page.COLUMNS}
+        names = [name for name in page.COLUMNS if name in batch]
+        columns = {name: batch[name][i, :length].tolist() for name in names}
         answer = {"text": f"response {i}", "given": "", "reward": float(i == 0), "finished": True}
         answer |= {"advantage": batch["advantages"][i].item(), "ids": list(range(length))}
         answer |= {"tokens": [f"t{t}" for t in range(length)]}
         responses.append(answer | columns | {"weight": weight[i, :length].tolist()})
     row = {"step": 1, "minibatch": 1, "minibatches": 1, "count": count, "group": 0}
+    row |= {"rows": len(weight), "tokens": int(batch["mask"].sum())}
     return row | {"prompt": "1+1=", "answer": "2", "responses": responses} | more
 
 
@@ -131,6 +135,16 @@ def data(group, tmp_path_factory):
     return page.page_data([written(tmp_path_factory.mktemp("runs") / "one", rows)], ROOT)
 
 
+@pytest.fixture(scope="module")
+def distilled(group, tmp_path_factory):
+    """An opd run with this group: what is π_ref in the other is a teacher here."""
+    weight = weights_of("opd", group, asdict(module_of("opd").Args()))
+    taught = group | {"teacher_logp": group["ref_logp"]}
+    del taught["ref_logp"]
+    rows = [row_of(taught, weight, group["mask"].sum().item())]
+    return page.page_data([written(tmp_path_factory.mktemp("runs") / "opd", rows, "opd")], ROOT)
+
+
 # Its numbers
 
 
@@ -151,7 +165,7 @@ def test_numbers_keep_five_digits():
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_weight_under_another_files_loss(name, group, data, monkeypatch):
+def test_the_weight_under_another_files_loss(name, group, data, distilled, monkeypatch):
     """Equal to the oracle's formula of that file on the same group, the whole mini-batch here."""
     if (
         name == "lp_reg"
@@ -168,7 +182,7 @@ def test_the_weight_under_another_files_loss(name, group, data, monkeypatch):
         due = weights_of(name, group, flags)[group["mask"] > 0]
     except AttributeError as lacking:
         pytest.skip(f"its formula asks for more than a group: {lacking}")
-    found, _, _ = under(data, name)
+    found, _, _ = under(distilled if name == "opd" else data, name)
     assert due.abs().max() > 0
     assert found == pytest.approx(due.tolist(), rel=1e-5, abs=1e-7 * due.abs().max().item())
 
@@ -196,7 +210,7 @@ def test_what_stopped_a_token_is_read_off_the_file(group, data):
 def test_every_stop_has_a_line(group, data):
     """No file's clip, mask or gate is one that the page only sees the result of."""
     stopped = set()
-    for name in ALGORITHMS:
+    for name in set(ALGORITHMS) - {"opd"}:  # it needs a teacher
         weight, why, _ = under(data, name)
         assert "!" not in why, name
         stopped |= {name} if why else set()
@@ -223,14 +237,38 @@ def test_its_own_loss_again(data, group, tmp_path):
     assert page.page_data([off], ROOT)["runs"][0]["rows"][0]["apart"] == pytest.approx(1 / 3, 0.02)
 
 
-def test_another_files_count_is_of_the_whole_mini_batch(group, tmp_path):
-    """A group that is a quarter of what grpo divided by is taken for a quarter of dapo's tokens."""
-    weight = weights_of("grpo", group, asdict(module_of("grpo").Args())) / 4
-    data = page.page_data([written(tmp_path / "part", [row_of(group, weight, 16.0)])], ROOT)
-    assert data["runs"][0]["rows"][0]["apart"] < 1e-6
-    assert under(data, "dapo")[2]["count"] == 4 * group["mask"].sum().item()
-    due = weights_of("dapo", group, asdict(module_of("dapo").Args()))[group["mask"] > 0] / 4
-    assert under(data, "dapo")[0] == pytest.approx(due.tolist(), rel=1e-5, abs=1e-9)
+def test_a_teacher_is_no_reference(data, distilled):
+    """Neither stands for the other. Where no weight asks for an advantage, none was stopped."""
+    (row,) = distilled["runs"][0]["rows"]
+    assert row["apart"] < 1e-6 and not under(distilled, "opd")[1]
+    assert all(math.isnan(part) for part in unpacked(distilled["table"][row["kept"]]))
+    for name in ("grpo", "signs", "laconic"):
+        assert "without its KL term" in " ".join(under(distilled, name)[2]["said"])
+        assert "KL" not in " ".join(under(data, name)[2]["said"])
+    taught = data["runs"][0]["rows"][0]["under"]["opd"]
+    assert "weight" not in taught and "needs a teacher" in " ".join(taught["said"])
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_another_files_divisor_is_the_mini_batchs(name, group, tmp_path):
+    """Of two groups of unlike lengths one is stored, by a run that counts the other unit: its
+    weights under grpo and dapo are those of the formulas on both groups."""
+
+    def joined(column: torch.Tensor) -> torch.Tensor:
+        longer = column.repeat(1, 3) if column.dim() == 2 else column
+        shorter = torch.nn.functional.pad(column, (0, 14)) if column.dim() == 2 else column
+        return torch.cat([shorter, longer])
+
+    whole = {key: joined(column) for key, column in group.items()}
+    due = weights_of(name, whole, asdict(module_of(name).Args()))[:4, :7][group["mask"] > 0]
+    sizes = {"rows": len(whole["mask"]), "tokens": int(whole["mask"].sum())}
+    count, own = (sizes["tokens"], "justrl") if name == "grpo" else (sizes["rows"], "gspo")
+    row = row_of(group, 0 * group["mask"], float(count), **sizes)
+    data = page.page_data([written(tmp_path / "part", [row], own)], ROOT)
+    assert under(data, name)[2]["count"] == sizes["rows" if name == "grpo" else "tokens"]
+    assert under(data, name)[0] == pytest.approx(due.tolist(), rel=1e-5, abs=1e-9)
+    assert under(data, own)[2]["count"] == count
+    assert "estimated" in " ".join(under(data, "entropy20")[2]["said"])  # it counts some tokens
 
 
 def test_what_another_file_lacks_is_said(group, data, tmp_path):
@@ -246,9 +284,10 @@ def test_what_another_file_lacks_is_said(group, data, tmp_path):
         one["left_out"] = [2, 100]
     folder = written(tmp_path / "lacking", [row], "dapo", group_size=4)
     found = page.page_data([folder], ROOT)
-    said = {name: " ".join(under(found, name)[2]["said"]) for name in ALGORITHMS}
+    every = found["runs"][0]["rows"][0]["under"]
+    said = {name: " ".join(every[name]["said"]) for name in ALGORITHMS}
     assert "without its KL term" in said["grpo"] and "0.75, -0.25" in said["minirl"]
-    assert all("only what is stored" in one for one in said.values())
+    assert all("only what is stored" in said[name] for name in set(said) - {"opd"})
 
 
 def test_advantages_of_tokens(group, tmp_path):
@@ -288,39 +327,76 @@ def test_a_runs_own_weights_from_its_own_columns(name, tmp_path):
     first = 1 + int("--lag" in flags)  # vcpo trains what was sampled a step before
     assert {row["step"] for row in rows} == {*range(first, 4)}
     if name in MORE_THAN_A_GROUP:
-        said = " ".join(page.HANDED[word] for word in page.HANDED if word in page_words(name))
-        assert said
+        assert rows[0]["under"][name]["said"]  # what is missing
     else:
         # Six digits of a log-prob are stored: at -9 they leave 1e-5 of a ratio
         assert max(row["apart"] for row in rows) < 5e-5
-
-
-def page_words(name: str) -> set[str]:
-    """What the file's loss is handed beside a group."""
-    return {text.split("`")[1] for text in page.File(PATHS[name]).beside}
 
 
 # What cannot be shown
 
 
 def test_what_is_no_run_with_samples_is_said_in_one_line(group, tmp_path):
-    for folder, words in ((tmp_path / "none", "no run folder"), (tmp_path / "old", "no samples")):
+    for folder, words in ((tmp_path / "none", "holds no run"), (tmp_path / "old", "no samples")):
         if "old" in folder.name:
             written(folder, [])
             (folder / "samples.jsonl").unlink()
         with pytest.raises(BadInput, match=words):
             page.main([folder], tmp_path / "page.html")
-    damaged = row_of(group, 0 * group["mask"], 4.0)
-    damaged["responses"][0]["logp"].pop()
-    for rows, words in (([damaged], "jsonl:1: "), ([{"step": 1, "example": {}}], "no group")):
-        with pytest.raises(BadInput, match=words):
-            page.main([written(tmp_path / "bad", rows)], tmp_path / "page.html")
+    with pytest.raises(BadInput, match="no group"):
+        page.main([written(tmp_path / "bad", [FIRST])], tmp_path / "page.html")
     (mine := tmp_path / "mine.html").write_text("notes")
     with pytest.raises(BadInput, match="not from here"):
-        page.main([written(tmp_path / "good", [damaged])], mine)
+        page.main([written(tmp_path / "good", [FIRST])], mine)
     assert mine.read_text() == "notes"
     with pytest.raises(BadInput, match="3 runs"):
         page.main([tmp_path] * 3, tmp_path / "page.html")
+
+
+FIRST = {"step": 1, "example": {"prompt": "1+1=", "answer": "2", "response": "3", "reward": 0.0}}
+DAMAGED = [  # file, line, where in it, and what is put there; None: nothing
+    *(("config", 1, ["acted"], value) for value in ([], {"clip_share": 5}, None)),
+    *(("config", 1, [name], value) for name, value in (("algorithm", ["grpo"]), ("betas", 5))),
+    *(("metrics", 3, ["reward"], value) for value in ("0.5", {}, True)),
+    *(("samples", 1, ["example"], value) for value in ([], {"prompt": "1+1="})),
+    *(("samples", 2, ["count"], value) for value in (None, "4", math.inf)),
+    *(("samples", 2, ["prompt"], value) for value in (None, ["1"])),
+    *(("samples", 2, [name], None) for name in ("minibatches", "rows", "tokens")),
+    ("samples", 2, ["responses"], []),
+    *(("samples", 2, ["responses", 1, "logp"], value) for value in (None, "text", [0.0])),
+    *(("samples", 2, ["responses", 1, "logp", 0], value) for value in ("0", 10**400)),
+    *(
+        ("samples", 2, ["responses", 1, "advantage"], value)
+        for value in (None, "1", [1.0, 2.0, 3.0])
+    ),
+    *(("samples", 2, ["responses", 1, name], None) for name in ("weight", "ref_logp", "given")),
+    *(("samples", 2, ["responses", 1, name], "x") for name in ("reward", "finished", "left_out")),
+    ("samples", 2, ["responses", 1, "text"], "\ud800"),
+    ("samples", 2, ["responses", 1, "tokens"], [5, 6, 7]),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGED, ids=str)
+def test_a_damaged_file_is_one_line(damage, group, tmp_path):
+    """It names the file and, of several, the line."""
+    file, line, (*way, last), value = damage
+    run = written(tmp_path / "run", [FIRST, row_of(group, 0 * group["mask"], 4.0)])
+    path = run / (f"{file}.json" if file == "config" else f"{file}.jsonl")
+    rows = [json.loads(text) for text in path.read_text().splitlines()]
+    place = rows[line - 1]
+    for step in way:
+        place = place[step]
+    if value is None:
+        del place[last]
+    else:
+        place[last] = value
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(BadInput) as told:
+        page.main([run], tmp_path / "page.html")
+    assert str(path) in str(told.value) or file == "config" and value is None
+    assert file == "config" or f"{path}:{line}: " in str(told.value)
+    assert ("older run" in str(told.value)) == (last in ("rows", "tokens") and not way)
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_numbers_that_are_none_are_shown_as_none(group, tmp_path):

@@ -8,6 +8,7 @@ seed goes a band; in the table stands their mean ± their standard deviation. A 
 algorithm and by the flags in which it differs from another.
 """
 
+import json
 import shlex
 import sys
 import textwrap
@@ -17,7 +18,7 @@ from statistics import fmean, stdev
 
 import numpy as np
 from common.plumbing.curves import PANELS, ROUNDING, series, sheet, smooth, telling
-from common.distributed import BadInput, first_line
+from common.distributed import BadInput, blame, first_line
 from common.plumbing.folder import read_lines, saved_config, whole
 from tools import arguments
 
@@ -34,8 +35,9 @@ TITLES = {
 # Told apart by the colour-blind, too (Okabe and Ito, without the yellow)
 COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #56B4E9 #E69F00 #000000".split()
 STYLES = ("-", "--", ":", "-.")
+NUMBER = int | float
 # What tools read of a config.json, and as what
-CONFIG = {"algorithm": str, "model": str, "task": str, "seed": int, "lr": float, "acted": dict}
+CONFIG = {"algorithm": str, "model": str, "task": str, "seed": int, "lr": NUMBER, "acted": dict}
 OURS = "<!-- tools.compare -->"  # the first line of a table that may be written over
 
 
@@ -60,29 +62,62 @@ class Kind:
         return self.runs[0].config
 
 
+def fit(value: object, kind: object, name: str = "") -> None:
+    """ValueError where `value`, which is called `name`, is not of its kind: a type, `[kind]` for a
+    list, `{name: kind}` for an object that has at least these names."""
+    if isinstance(kind, dict):
+        for key, of in kind.items():
+            if not isinstance(value, dict) or key not in value:
+                raise ValueError(f"{name} has no {key}".strip())
+            fit(value[key], of, f"{name} {key}".strip())
+        return
+    if isinstance(kind, list):
+        fit(value, list, name)
+        for place, one in enumerate(value, 1):
+            fit(one, kind[0], f"{name} {place}")
+        return
+    right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    if right and isinstance(value, NUMBER):
+        right = abs(value) < 1e300  # neither NaN nor what no float can hold
+    if not right:
+        raise ValueError(f"{name} is {str(value)[:40]!r}")
+    if isinstance(value, str):
+        value.encode()  # half of a character cannot be written anywhere
+
+
 def config_of(folder: Path) -> dict:
     """config.json of the run in `folder`, empty if there is none; BadInput where a value that tools
     read cannot be a run's."""
     config = saved_config(folder)
-    for name, kind in CONFIG.items() if config else ():
-        if not isinstance(config[name], kind):
-            raise BadInput(f"{folder}/config.json: {name} is {str(config[name])[:40]!r}")
+    with blame(f"{folder}/config.json: is not a run's"):
+        if config:
+            fit(config, CONFIG)
+            fit(config["acted"], dict.fromkeys(config["acted"], str), "acted")
+            json.dumps(config, ensure_ascii=False).encode()  # the other flags' texts, too
     return config
 
 
-def load(folder: Path) -> Run:
-    """The run in `folder`; BadInput if there is none, nothing measured yet, or metrics.jsonl is
-    damaged: a step missing or twice, a value that is neither a number nor null."""
+def run_of(folder: Path) -> tuple[dict, list[dict]]:
+    """The config.json and the rows of metrics.jsonl of the run in `folder`; BadInput where there is
+    none, or a metric is neither a number nor null."""
     if not (config := config_of(folder)):
         raise BadInput(f"{folder}: holds no run")
     path = folder / "metrics.jsonl"
     lines = read_lines(path)
     for number, line in enumerate(lines, 1):
+        with blame(f"{path}:{number}: is not a run's"):
+            fit(line, dict.fromkeys(line, NUMBER | None))
+    return config, lines
+
+
+def load(folder: Path) -> Run:
+    """The run in `folder`; BadInput where nothing is measured yet, or metrics.jsonl has a step
+    twice or lacks one."""
+    config, lines = run_of(folder)
+    for number, line in enumerate(lines, 1):
         if line["step"] != lines[0]["step"] + number - 1:
+            path = folder / "metrics.jsonl"
             raise BadInput(f"{path}:{number}: step {line['step']} does not follow the line before")
-        for name, value in line.items():
-            if value is not None and not (type(value) in (int, float) and abs(value) < 1e300):
-                raise BadInput(f"{path}:{number}: {name} is {str(value)[:40]!r}, not a number")
     if not series(lines, "greedy").size:
         raise BadInput(f"{folder}: metrics.jsonl holds no measurement yet")
     return Run(folder, config, lines)
@@ -219,7 +254,7 @@ def row(name: str, runs: list[Run]) -> str:
 
     done, steps = min(run.lines[-1]["step"] for run in runs), runs[0].config.get("steps")
     cells = [
-        name.replace("|", r"\|"),
+        name.replace("|", r"\|").replace("<", "&lt;"),  # neither a new column nor HTML
         ", ".join(str(run.config["seed"]) for run in runs),
         f"{done}" if done == steps else f"{done} of {steps}",
         *(change("greedy", 3), change("sampled", 3), cell("best", 3)),

@@ -6,6 +6,8 @@ from pathlib import Path
 from common.distributed import BadInput, first_line
 from common.plumbing.curves import draw_curves
 
+from tools.compare import run_of
+
 
 def main() -> None:
     """Draw each run; a line for each picture."""
@@ -14,6 +16,7 @@ def main() -> None:
         if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
             raise BadInput("usage: python -m tools.curves RUN ...")
         for argument in sys.argv[1:]:
+            run_of(Path(argument))  # refuses what no run has written
             print(draw_curves(Path(argument)))
     except (BadInput, OSError) as error:
         print(f"tools.curves: error: {first_line(error)}", file=sys.stderr)

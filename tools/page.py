@@ -8,7 +8,8 @@ The page shows the groups of each step that the run kept: prompt, responses, rew
 token coloured by the factor on its ∇ log π in the update that trained it, as the run stored it. The
 same tokens are put through every other file's `policy_loss` when the page is written: the weight
 that it would have given them. What stopped a token, and in which line, is read off the file's own
-function: nothing here knows any file's formula.
+function, and which column it takes for which parameter off the file's loop: nothing here knows any
+file's formula.
 
 The page's form and its program are tools/page.html and tools/look.*; opened as page.html#check it
 tests itself.
@@ -31,63 +32,65 @@ import common  # noqa: F401  (before torch)
 import numpy
 import torch
 from common.distributed import BadInput, blame, first_line
-from common.plumbing.folder import read_lines, saved_config
+from common.plumbing.folder import read_lines
 from torch import Tensor
 
+from tools.compare import NUMBER, fit, run_of
 from tools.look import coloured, filled, module_of, short, write
 from tools.marks import ROOT, algorithms
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 LARGEST = 1_450_000  # bytes of a page; a run with more samples loses steps in between
-COLUMNS = ("logp", "old_logp", "rollout_logp", "ref_logp", "entropy")  # what policy_loss is handed
+# The columns that the page shows. Of ref_logp and teacher_logp a run has one, or neither.
+COLUMNS = ("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp", "entropy")
 # Of another file's flags those that describe the batch are the run's
 OF_THE_BATCH = {"max_new_tokens", "temperature", "group_size", "prompts_per_step", "minibatches"}
 CURVES = "reward greedy entropy grad_norm response_len sampler_kl ess_ratio".split()
 POINTS = 400  # of a curve
-# What a loss is handed beside that: (what it is in a run, what it is here)
+# What a loss is handed beside these: (what it is in a run, what it is here)
 HANDED = {
-    "threshold": "a quantile over the whole mini-batch, here over this group",
-    "kept": "chosen in the whole mini-batch, here in this group",
-    "balance": "of the whole mini-batch, here of this group",
+    "threshold": "a quantile over the whole mini-batch, here over this group alone",
+    "kept": "chosen in the whole mini-batch, here in this group alone",
+    "chosen": "chosen in the whole mini-batch, here in this group alone",
+    "bound": "of the whole mini-batch, here of this group alone",
+    "balance": "of the whole mini-batch, here of this group alone",
     "branch": "which responses are branches; here none is",
     "proxy_logp": "π_old without its noise, here π_old itself",
     "working": "which tokens are working; here none is, all count as answer",
     "working_advantages": "of the working; here none is",
 }
+# What a row of samples.jsonl has, and as what; JSON has null for what is no number
+VALUE = NUMBER | None
+EXAMPLE = {"prompt": str, "answer": str, "response": str, "reward": VALUE}
+GROUP = {name: int for name in ("step", "minibatch", "minibatches", "group", "rows", "tokens")}
+GROUP |= {"count": NUMBER, "prompt": str, "answer": str, "responses": list}
+RESPONSE = {"text": str, "given": str, "finished": bool, "reward": VALUE, "ids": [int]}
+RESPONSE |= {"tokens": [str], "weight": [VALUE]}
+RESPONSE |= {name: [VALUE] for name in ("logp", "old_logp", "rollout_logp", "entropy")}
 
 
 # One loss on one stored group
 
 
 def group_of(row: dict) -> dict[str, Tensor]:
-    """A row's columns as `policy_loss` takes them, `[n, T]` in float64, advantages `[n]`; ref_logp
-    None where there is none."""
+    """A row's columns `[n, T]` in float64, each by its name, and `mask` and `advantages`, which is
+    `[n]` if a response has one for all its tokens."""
     responses = row["responses"]
     longest = max(len(one["ids"]) for one in responses)
 
-    def padded(values: list) -> list:
+    def tensor(values: list) -> Tensor:
         numbers = [math.nan if value is None else value for value in values]
-        return numbers + [0.0] * (longest - len(numbers))
+        return torch.tensor(numbers, dtype=torch.float64)
 
-    def column(name: str) -> Tensor:
-        return torch.tensor([padded(one[name]) for one in responses], dtype=torch.float64)
+    def padded(rows: list[list]) -> Tensor:
+        return torch.stack([tensor(values + [0.0] * (longest - len(values))) for values in rows])
 
-    batch = {name: column(name) if name in responses[0] else None for name in COLUMNS}
-    batch["mask"] = torch.tensor(
-        [padded([1.0] * len(one["ids"])) for one in responses], dtype=torch.float64
-    )
+    names = [name for name in responses[0] if name in ("entropy", "weight") or "logp" in name]
+    batch = {name: padded([one[name] for one in responses]) for name in names}
+    batch["mask"] = padded([[1.0] * len(one["ids"]) for one in responses])
     given = [one["advantage"] for one in responses]
-    if all(isinstance(one, list) for one in given):  # one for each token
-        batch["advantages"] = torch.tensor([padded(one) for one in given], dtype=torch.float64)
-    else:
-        batch["advantages"] = torch.tensor(given, dtype=torch.float64)
+    batch["advantages"] = padded(given) if isinstance(given[0], list) else tensor(given)
     return batch
-
-
-def live(batch: dict[str, Tensor]) -> Tensor:
-    """True `[n, T]` on the tokens that have an advantage."""
-    A = batch["advantages"]
-    return (batch["mask"] > 0) & ((A if A.dim() == 2 else A[:, None]) != 0)
 
 
 class Pushed(NamedTuple):
@@ -95,34 +98,40 @@ class Pushed(NamedTuple):
 
     weight: Tensor  # on ∇ log π
     count: float  # what the loss says that these rows count
-    stopped: Tensor  # True where the advantage does not reach the token
-    kept: Tensor  # the advantage's part of the weight over what it was at r = 1
+    live: Tensor  # True where there is an advantage, and a loss that asks for it
+    stopped: Tensor  # True where it is live, and yet the advantage does not reach the token
+    kept: Tensor  # the advantage's part of the weight over what it was at r = 1; NaN if not live
     values: dict[str, Tensor]  # the function's own variables
 
 
-def pushed(module: ModuleType, args: object, batch: dict[str, Tensor]) -> Pushed:
+def pushed(module: ModuleType, args: object, given: dict[str, Tensor]) -> Pushed:
     """A file's own `policy_loss` on a group by autograd: as it is, without Â and at r = 1.
 
     Without advantages only what is left of a penalty has a gradient: a token for which that is all
-    was clipped, masked or silenced, whatever the file calls it.
+    was clipped, masked or silenced, whatever the file calls it. But where no token's weight depends
+    on an advantage, as in distillation without a reward, nothing stopped it.
     """
     found = {}
 
     def weight(**other: Tensor) -> tuple[Tensor, float]:
-        given = batch | other
-        logp = given["logp"].clone().requires_grad_()  # [n, T]
-        total, count, _ = called(module.policy_loss, found, args, **given | {"logp": logp})
+        batch = given | other
+        logp = batch["logp"].clone().requires_grad_()  # [n, T]
+        total, count, _ = called(module.policy_loss, found, args, **batch | {"logp": logp})
         (gradient,) = torch.autograd.grad(total, logp)
         return -gradient, float(count)
 
-    A, old = batch["advantages"], batch["old_logp"]
+    A, old, mask = given["advantages"], given["old_logp"], given["mask"]
     none = torch.zeros_like(A)
     rest = weight(advantages=none)[0]  # [n, T]: a KL term's
     first = weight(logp=old)[0] - weight(logp=old, advantages=none)[0]  # [n, T]: at r = 1
     now, count = weight()  # last: its variables stay in `found`
-    stopped = (now == rest) & live(batch)  # [n, T]
+    live = (mask > 0) & ((A if A.dim() == 2 else A[:, None]) != 0)  # [n, T]
+    if not ((now != rest) | (first != 0)).any():
+        live = torch.zeros_like(live)
+    stopped = (now == rest) & live  # [n, T]
     kept = torch.where(first == 0, 0.0, (now - rest) / torch.where(first == 0, 1.0, first))
-    return Pushed(now, count, stopped, kept, variables(found, batch))
+    kept = torch.where(live, kept, math.nan)  # [n, T]
+    return Pushed(now, count, live, stopped, kept, variables(found, given))
 
 
 def called(function: Callable, found: dict, *args: object, **kwargs: object) -> tuple:
@@ -180,13 +189,17 @@ class File:
             for name in (one for target in targets for one in ast.walk(target)):
                 if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
                     self.assigned.setdefault(name.id, []).append(node.lineno)
-        known = {*COLUMNS, "args", "advantages", "mask"}
-        beside = [
-            name
-            for name in inspect.signature(self.module.policy_loss).parameters
-            if name not in known
-        ]
-        self.beside = [f"`{name}`: {HANDED.get(name, 'here its default')}" for name in beside]
+        parameters = inspect.signature(self.module.policy_loss).parameters
+        # Parameter -> the batch's column that it is: its namesake, or what the file's loop hands it
+        self.columns = {name: name for name in parameters if name != "args"}
+        calls = [node for node in ast.walk(named["main"]) if isinstance(node, ast.Call)]
+        (call,) = [one for one in calls if ast.unparse(one.func) == "policy_loss"]
+        for word in call.keywords:
+            if isinstance(word.value, ast.Attribute):  # such as micro.teacher_logp
+                self.columns[word.arg] = word.value.attr
+        # What only this file's loss is handed has a default
+        own = [one for one in parameters.values() if one.default is not inspect.Parameter.empty]
+        self.beside = [one.name for one in own]
         # Where a weight comes from when nothing stopped the token: all lines of one variable
         kept = [name for name in self.assigned if name in ("objective", "imbalance")]
         self.objective = (kept or ["per_response"])[-1]
@@ -194,49 +207,45 @@ class File:
             node.lineno for node in named["policy_loss"].body if isinstance(node, ast.Return)
         ]
         self.reasons: list[tuple[str, bool]] = []
-        self.by_token = self.takes_a_number_a_token()
 
-    def takes_a_number_a_token(self) -> bool:
-        """Whether its advantages are `[n, T]`: it cannot take `[n]`."""
-        batch = {name: torch.zeros(2, 3) for name in COLUMNS}
-        try:
-            self.module.policy_loss(
-                self.module.Args(), **batch, advantages=torch.ones(2), mask=torch.ones(2, 3)
-            )
-        except Exception:  # of shapes; what else it cannot take is told by `push`
-            return True
-        return False
-
-    def push(self, batch: dict, config: dict, own: bool) -> tuple[Pushed | None, list[str]]:
-        """What it does to a group, or None; and what was otherwise than in a run of its own."""
-        args, said = flags_of(self.module, config, own), [] if own else list(self.beside)
-        if batch["ref_logp"] is None and getattr(args, "beta", 0) and not own:
+    def push(self, batch: dict, args: object, own: bool) -> tuple[Pushed | None, list[str]]:
+        """What it does to a group, or None; and what is otherwise than in a run of its own."""
+        given = {name: batch.get(column) for name, column in self.columns.items()}
+        given["advantages"] = A = batch["advantages"]  # [n], or [n, T]
+        missing = [name for name in self.beside if given.get(name) is None]
+        said = [
+            f"`{name}` is not stored: {HANDED.get(name, 'here the file does without')}"
+            for name in missing
+        ]
+        if given["ref_logp"] is None and getattr(args, "beta", 0) and not own:
+            if self.columns["ref_logp"] != "ref_logp":  # not π_ref
+                return None, [*said, "needs a teacher, whose log-probs this run does not have"]
             args = replace(args, beta=0.0)
             said.append("no log π_ref is stored: without its KL term")
-        A, mask = batch["advantages"], batch["mask"]
-        if A.dim() == 1 and self.by_token:
-            batch = batch | {"advantages": A[:, None] * mask}  # [n, T]
+        by_token = self.columns["advantages"] == "token_advantages"
+        if A.dim() == 1 and by_token:
+            given["advantages"] = A[:, None] * batch["mask"]  # [n, T]
             said.append("each token has its response's Â")
-        if A.dim() == 2 and not (self.by_token or own):
-            batch = batch | {"advantages": (A * mask).sum(1) / mask.sum(1).clamp(min=1)}  # [n]
+        if A.dim() == 2 and not (by_token or own):
+            lengths = batch["mask"].sum(1).clamp(min=1)  # [n]
+            given["advantages"] = (A * batch["mask"]).sum(1) / lengths  # [n]
             said.append("Â is the mean over a response's tokens")
         try:
-            return pushed(self.module, args, batch), said
+            return pushed(self.module, args, given), said
         except Exception as error:  # a loss that needs what no other file's run has
             return None, [*said, f"cannot: {first_line(error)}"]
 
-    def explain(self, seen: list[tuple[Pushed, Tensor]]) -> None:
+    def explain(self, seen: list[Pushed]) -> None:
         """Which variables, as true or as false, always go with a stopped token, in all groups of
-        the page: `reasons`, those that stop most first. Each group's tokens with an advantage are
-        `live`, `[n, T]`."""
+        the page: `reasons`, those that stop most first."""
         stops: dict[tuple[str, bool], int] = {}
-        for found, live in seen:
+        for found in seen:
             for name, value in found.values.items():
                 binary = name != "A" and ((value == 0) | (value == 1)).all()
                 if name not in self.assigned or not binary:
                     continue
                 for truth in (True, False):
-                    here = ((value != 0) == truth).expand_as(live) & live
+                    here = ((value != 0) == truth) & found.live
                     wrong = (here & ~found.stopped).any()
                     known = stops.get((name, truth), 0)
                     many = math.nan if wrong or math.isnan(known) else known + int(here.sum())
@@ -310,13 +319,16 @@ class Told(NamedTuple):
     rows: list[dict]
     batches: list[dict]
     did: list[dict[str, tuple[Pushed | None, list[str]]]]
+    units: dict[str, str]  # file -> what its weights are divided by: a name in a row, or ""
 
 
 def told(folder: Path, files: dict[str, File]) -> Told:
     """Read a run, and put each of its groups through every file's loss."""
-    config, rows = saved_config(folder), samples(folder)
+    config, metrics = run_of(folder)
+    rows = samples(folder)
     own = files.get(config["algorithm"])
-    metrics = read_lines(folder / "metrics.jsonl")
+    with blame(f"{folder}/config.json: are no flags of {config['algorithm']}"):
+        args = {name: flags_of(one.module, config, one is own) for name, one in files.items()}
     names = [name for name in dict.fromkeys([*CURVES, *config["acted"]])]
     names = [name for name in names if any(row.get(name) is not None for row in metrics)]
     every = max(1, math.ceil(len(metrics) / POINTS))
@@ -338,30 +350,63 @@ def told(folder: Path, files: dict[str, File]) -> Told:
     groups = [row for row in rows if "responses" in row]
     batches = [group_of(row) for row in groups]
     did = [
-        {name: file.push(batch, config, file is own) for name, file in files.items()}
+        {name: file.push(batch, args[name], file is own) for name, file in files.items()}
         for batch in batches
     ]
-    return Told(about, own, config.get("group_size", 0), groups, batches, did)
+    units = {name: unit([one[name][0] for one in did], batches) for name in files}
+    units |= {name: "count" for name, file in files.items() if file is own}  # as it was
+    return Told(about, own, config.get("group_size", 0), groups, batches, did, units)
+
+
+def unit(did: list[Pushed | None], batches: list[dict]) -> str:
+    """What a loss counts: the "rows" or the "tokens" of every group. "" where it counts something
+    else, or where every response has one token."""
+    pairs = [(one.count, batch["mask"]) for one, batch in zip(did, batches) if one]
+    rows = all(count == len(mask) for count, mask in pairs)
+    tokens = all(count == mask.sum() for count, mask in pairs)
+    if rows == tokens:
+        return ""
+    return "rows" if rows else "tokens"
 
 
 def samples(folder: Path) -> list[dict]:
-    """The rows of samples.jsonl, each whole."""
+    """The rows of samples.jsonl, with values of their types and columns of equal lengths."""
     path = folder / "samples.jsonl"
-    if not folder.is_dir() or not saved_config(folder):
-        raise BadInput(f"{folder}: no run folder")
     if not path.is_file():
         raise BadInput(f"{folder}: no samples.jsonl (of an older run, or one of --sample_every 0)")
     rows = read_lines(path)
     for number, row in enumerate(rows, 1):
+        if "responses" in row and not {"rows", "tokens"} <= row.keys():
+            raise BadInput(f"{path}:{number}: has no rows and tokens: an older run, run it again")
         with blame(f"{path}:{number}: is no row of a run"):
-            for one in row.get("responses", ()):
-                lengths = {len(one[k]) for k in (*COLUMNS, "ids", "tokens", "weight") if k in one}
-                if len(lengths) != 1:
-                    raise ValueError("columns of unequal lengths")
-                one["reward"], one["advantage"], one["text"], one["finished"]
-    if not any(row.get("responses") for row in rows):
+            if "example" in row:
+                fit(row["example"], EXAMPLE, "example")
+            else:
+                fit(row, GROUP)
+                fit_responses(row["responses"])
+    if not any("responses" in row for row in rows):
         raise BadInput(f"{path}: no group in it")
     return rows
+
+
+def fit_responses(responses: list[dict]) -> None:
+    """ValueError where a response has a value of a wrong type, or not the columns of the others."""
+    if not responses:
+        raise ValueError("no responses")
+    for number, one in enumerate(responses, 1):
+        name = f"response {number}"
+        fit(one, RESPONSE, name)
+        more = {column: [VALUE] for column in one if column.endswith("_logp")}
+        by_token = isinstance(one.get("advantage"), list)
+        fit(one, more | {"advantage": [VALUE] if by_token else VALUE}, name)
+        if "left_out" in one:
+            fit(one, {"left_out": [int]}, name)
+        columns = {key for key, value in one.items() if isinstance(value, list)} - {"left_out"}
+        first = {key for key, value in responses[0].items() if isinstance(value, list)}
+        if columns != first - {"left_out"}:
+            raise ValueError(f"{name} has other columns than response 1")
+        if len({len(one[column]) for column in columns}) != 1:
+            raise ValueError(f"{name} has columns of unequal lengths")
 
 
 def changed_flags(file: File | None, config: dict) -> str:
@@ -402,15 +447,14 @@ def drawn_group(
 ) -> dict:
     """One group: its texts, the places of its columns in the table, and its weights by file."""
     there = batch["mask"] > 0  # [n, T]
-    given = {name: batch[name] for name in COLUMNS if batch[name] is not None}
-    given["weight"] = stored_weights(row, there)
+    given = {name: batch[name] for name in (*COLUMNS, "weight") if name in batch}
     if batch["advantages"].dim() == 2:
         given["advantage"] = batch["advantages"]
     one = {key: row[key] for key in ("step", "minibatch", "minibatches", "count", "group")}
-    one |= {"prompt": row["prompt"], "answer": str(row["answer"])}
+    one |= {"prompt": row["prompt"], "answer": row["answer"]}
     one["columns"] = {name: table.numbers(value[there]) for name, value in given.items()}
     one["responses"] = [response(answer) for answer in row["responses"]]
-    mine, share = run.own and did[run.own.path.stem][0], None
+    mine = run.own and did[run.own.path.stem][0]
     if mine:
         one["kept"] = table.numbers(mine.kept[there])
         one["own"] = [
@@ -418,15 +462,14 @@ def drawn_group(
             for name, value in mine.values.items()
             if name in run.own.assigned
         ]
-        if mine.count and row["count"]:
-            share = mine.count / row["count"]  # of what the loss was divided by
+        if row["count"]:
             weight = mine.weight / row["count"]  # [n, T]
             one["apart"] = far(weight[there], given["weight"][there])
     one["under"] = {}
     for name, (found, said) in did.items():
-        more = "" if files[name] is run.own else own_advantages(files[name], row, batch, run.size)
-        said = [*said, *([more] if more else [])]
-        one["under"][name] = under(files[name], found, said, share, one, table, there)
+        if files[name] is not run.own:
+            said = [*said, *own_advantages(files[name], row, batch, run.size)]
+        one["under"][name] = under(files[name], found, said, run.units[name], row, table, there)
     return one
 
 
@@ -434,17 +477,22 @@ def under(
     file: File,
     found: Pushed | None,
     said: list[str],
-    share: float | None,
+    unit: str,
     row: dict,
     table: Table,
     there: Tensor,
 ) -> dict:
-    """One file's weights on a group: divided by what it would have been divided by."""
+    """One file's weights on a group: divided by what it would have been divided by in this
+    mini-batch."""
     if found is None:
         return {"said": said}
-    cut = any("left_out" in one for one in row["responses"])
-    notes = [*said, *(["of long responses only what is stored"] if cut else [])]
-    divisor = found.count / share if share else found.count
+    if unit:
+        divisor = row[unit]
+    else:
+        divisor = found.count * row["tokens"] / max(1, there.sum().item())
+        said = [*said, "what it is divided by is estimated from this group's share of the tokens"]
+    if any("left_out" in one for one in row["responses"]):
+        said = [*said, "of long responses only what is stored"]
     whys = file.why(found)[there].tolist()
     letters = "".join("." if w == 0 else "!" if w < 0 else chr(96 + w) for w in whys)
     weight = found.weight / divisor if divisor else found.weight * 0
@@ -452,33 +500,24 @@ def under(
         "weight": table.numbers(weight[there]),
         "why": table.add(letters if letters.strip(".") else ""),
         "count": short(divisor, 7),
-        "said": notes,
+        "said": said,
     }
 
 
-def own_advantages(file: File, row: dict, batch: dict, size: int) -> str:
+def own_advantages(file: File, row: dict, batch: dict, size: int) -> list[str]:
     """What the file's own `advantages` make of the group's rewards, where they differ."""
     rewards = torch.tensor([[one["reward"] or 0.0 for one in row["responses"]]])
     if rewards.numel() != size:  # not the whole group
-        return ""
+        return []
     try:
         ours = file.module.advantages(rewards.double())[0]  # [n]
     except Exception:  # of another signature, or there is none
-        return ""
+        return []
     A = batch["advantages"]
     if A.dim() == 2 or ours.shape != A.shape or torch.allclose(ours, A, rtol=1e-4, atol=1e-5):
-        return ""
+        return []
     numbers = ", ".join(f"{value:.3g}" for value in ours.tolist()[:8])
-    return f"Â as stored; of these rewards {file.path.stem}'s own `advantages` make {numbers}"
-
-
-def stored_weights(row: dict, there: Tensor) -> Tensor:
-    """The stored weights `[n, T]`."""
-    weights = torch.zeros(there.shape, dtype=torch.float64)
-    for line, one in zip(weights, row["responses"]):
-        stored = [math.nan if w is None else w for w in one["weight"]]
-        line[: len(stored)] = torch.tensor(stored, dtype=torch.float64)
-    return weights
+    return [f"Â as stored; of these rewards {file.path.stem}'s own `advantages` make {numbers}"]
 
 
 def far(found: Tensor, stored: Tensor) -> float | None:
@@ -502,8 +541,8 @@ def page_data(runs: list[Path], folder: Path) -> dict:
     files = {path.stem: File(path) for path in algorithms()}
     read = [told(run, files) for run in runs]
     for name, file in files.items():
-        seen = [(did[name][0], batch) for run in read for batch, did in zip(run.batches, run.did)]
-        file.explain([(found, live(batch)) for found, batch in seen if found])
+        seen = [did[name][0] for run in read for did in run.did]
+        file.explain([found for found in seen if found])
     for others in (True, False):
         for thin in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 10**6):
             table = Table()

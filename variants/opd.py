@@ -254,7 +254,7 @@ def main(args: Args, world: World) -> None:
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:
-                minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+                minibatch.teacher_logp, _ = all_logprobs(reference, minibatch, args, world)  # <own>
         # Stops the run where μ, the sampler's numbers, is far from π_old: ratios would be wrong.
         sampler = run.trusted(sampler_gap(minibatches, world))
 
@@ -272,7 +272,7 @@ def main(args: Args, world: World) -> None:
                     logp=logp,
                     old_logp=micro.old_logp,
                     rollout_logp=micro.rollout_logp,
-                    ref_logp=micro.ref_logp,
+                    ref_logp=micro.teacher_logp,  # <own>
                     entropy=entropy,
                     advantages=micro.advantages,
                     mask=micro.mask,

@@ -1,7 +1,6 @@
 """What a step did to each token of some responses: the rows of samples.jsonl."""
 
 import json
-from collections import defaultdict
 
 import torch.distributed as dist
 from torch import Tensor
@@ -41,7 +40,9 @@ class Samples:
         if minibatch is not self.batch:
             self.batch, self.number = minibatch, self.number + 1
             group = {"minibatch": self.number, "group": self._choose(minibatch)}
-            self.kept = [*self.kept[:1], (group, defaultdict(float), [])]  # the first, the latest
+            tokens = int(minibatch.mask.sum())
+            sums = {"count": 0.0, "tokens": tokens, "rows": len(minibatch)}  # of this rank
+            self.kept = [*self.kept[:1], (group, sums, [])]  # the first, the latest
         group, sums, responses = self.kept[-1]
         sums["count"] += float(count)
         columns = {"logp": logp, "entropy": entropy, "weight": -logp.grad}  # [n, T]
@@ -61,8 +62,8 @@ class Samples:
     def _response(self, one: Rollout, columns: dict[str, Tensor]) -> dict:
         """The batch of one row, as plain numbers and texts."""
         length, decode = int(one.mask.sum()), self.task.tokenizer.decode
-        for name in ("old_logp", "rollout_logp", "ref_logp"):
-            if (column := getattr(one, name)) is not None:
+        for name, column in vars(one).items():
+            if name.endswith("_logp"):  # by every policy that was asked: π_old, μ, π_ref, a teacher
                 columns[name] = column[0]
         ids, (whole,) = one.tokens[0, :length].tolist(), one.response_ids()
         listed = {"ids": ids, "tokens": [decode([token]) for token in ids]}
@@ -96,10 +97,10 @@ class Samples:
         for (group, _, _), *parts in zip(kept, *found):
             problem = self.task.train(group["group"])
             responses = [one for _, part in parts for _, one in sorted(part, key=lambda x: x[0])]
-            count = sum(sums["count"] for sums, _ in parts)
+            whole = {name: sum(sums[name] for sums, _ in parts) for name in parts[0][0]}
             for values in (one["weight"] for one in responses):
-                values[:] = [float(f"{value / count:.6g}") for value in values]
-            group |= {"step": step, "minibatches": total, "count": count}
+                values[:] = [float(f"{value / whole['count']:.6g}") for value in values]
+            group |= {"step": step, "minibatches": total, **whole}
             group |= {"prompt": problem.prompt, "answer": problem.answer, "responses": responses}
             rows.append(group)
         for asked in (row.get("example", row) for row in rows):
