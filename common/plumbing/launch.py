@@ -44,7 +44,11 @@ def launch(main: Stage, Args: type, prepare: Stage | None = None) -> None:
         args = parse(Args)
         with blame("the ranks cannot be set up"):
             world = setup()
-        (prepare or check)(args, world)
+        if prepare:
+            prepare(args, world)
+        else:
+            check(args, world)
+            check_defaults(args, sys.argv)
         main(args, world)
         dist.barrier()  # leave together: gloo may abort a rank whose peer is still busy
     except Exception as error:
@@ -126,12 +130,18 @@ def check(args: object, world: World) -> None:
         raise BadInput(f"{number}: not a multiple of ranks x --minibatches = {unit}")
     if args.wandb and not importlib.util.find_spec("wandb"):
         raise BadInput(f"--wandb {args.wandb}: needs the package (pip install wandb)")
-    given = {word.partition("=")[0].replace("-", "_") for word in sys.argv}
+    settle(args, world, args.model)
+
+
+def check_defaults(args: object, words: list[str]) -> None:
+    """Refuse a real model under defaults that are right for the embedded one: lr 3e-4 would destroy
+    it, and 64 tokens cut off every answer. `words` is the command line."""
+    given = {word.partition("=")[0].replace("-", "_") for word in words}
     left = [flag for flag in USUAL if f"__{flag}" not in given]
     if left and args.model not in EMBEDDED and parameters_of(args.model) > SMALL:
-        asked = ", and ".join(f"--{flag} ({USUAL[flag]})" for flag in left)
+        asked = " and ".join(f"--{flag} ({USUAL[flag]})" for flag in left)
         raise BadInput(f"--model {args.model}: the defaults are the embedded model's; give {asked}")
-    settle(args, world, args.model)
+
 
 
 def settle(args: object, world: World, model: str) -> None:
