@@ -6,8 +6,10 @@ import fnmatch
 import importlib
 import importlib.util
 import json
+import math
 import re
 import runpy
+import shlex
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +19,8 @@ from types import SimpleNamespace
 import grpo
 import pytest
 import torch
-from common.plumbing.launch import parse
+from common.distributed import World
+from common.plumbing import launch
 from common.reward import Judge, loaded
 from tools import bench, memory, results
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -32,41 +35,50 @@ PAGES = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md")}
 DOCUMENTS = "\n".join([README, (ROOT / "labs/README.md").read_text(), *PAGES.values()])
 
 
-def commands(text: str) -> list[tuple[str, list[str]]]:
-    """(module, words) of every torchrun or python line for an algorithm file or tools.evaluate."""
-    lines = [line.strip() for line in text.replace("\\\n", " ").splitlines()]
-    lines = [re.split(r"\s#\s", line)[0] for line in lines if re.match(r"(torchrun|python) ", line)]
-    program = r"\b(\w+)\.py\b(.*)|-m (?:variants\.(\w+)|(tools\.evaluate))(.*)"
-    found = [match.groups() for line in lines if (match := re.search(program, line))]
-    found = [(one or other or tool, a or b) for one, a, other, tool, b in found]
-    known = (*ALGORITHMS, "tools.evaluate")
-    return [(name, words.replace("...", "").split()) for name, words in found if name in known]
+def commands(text: str) -> list[tuple[str, list[str], int]]:
+    """(module, words, ranks) of every torchrun or python command for an algorithm file or
+    tools.evaluate, on a line of its own or in backticks."""
+    text = re.sub(r"`((?:torchrun|python) [^`\n]+)`", r"\n\1\n", text.replace("\\\n", " "))
+    found = []
+    for line in map(str.strip, text.splitlines()):
+        program = re.match(r"(?:torchrun|python) .*?(?:(\w+)\.py|-m (?:variants\.)?([\w.]+))", line)
+        name = program and (program[1] or program[2])
+        if name in (*ALGORITHMS, "tools.evaluate"):
+            words = shlex.split(line[program.end() :], comments=True)
+            sizes = re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", program[0])
+            found.append((name, words, math.prod(map(int, sizes))))
+    return found
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_header_has_commands_whose_flags_exist(algorithm, monkeypatch):
+def test_the_header_has_a_command_for_every_machine(algorithm):
     """Laptop, one node, and of the nine several nodes; one of them for a real model."""
-    module = module_of(algorithm)
-    found = commands(module.__doc__)
-    assert len(found) >= 2 and all(name == algorithm for name, _ in found)
-    assert any("--model" in flags for _, flags in found)
-    assert "--nnodes" in module.__doc__ and len(found) >= 3 or algorithm in VARIANTS
-    for _, flags in found:
-        monkeypatch.setattr(sys, "argv", [f"{algorithm}.py", *flags])
-        parse(module.Args)
+    header = module_of(algorithm).__doc__
+    found = commands(header)
+    assert len(found) >= 2 and all(name == algorithm for name, _, _ in found)
+    assert any("--model" in words for _, words, _ in found)
+    assert "--nnodes" in header and len(found) >= 3 or algorithm in VARIANTS
 
 
-def test_the_readmes_commands_have_flags_that_exist(monkeypatch):
-    found = [
-        (name, flags)
-        for name, flags in commands(DOCUMENTS)
-        if not any("$" in flag for flag in flags)
-    ]
-    assert len(found) >= 4
-    for name, flags in found:
-        flags = [flag.strip('"') for flag in flags]
+PRINTED = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("labs/*.md")]
+PRINTED += [*PATHS.values(), *ROOT.glob("tools/*.py")]
+
+
+@pytest.mark.parametrize("path", PRINTED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_printed_command_would_start(path, monkeypatch):
+    """Its flags exist, and the launcher's own check takes them at its number of ranks. Of a command
+    with `...` only a part is printed, whose flags must exist."""
+    text = path.read_text()
+    header = ast.get_docstring(ast.parse(text)) or "" if path.suffix == ".py" else text
+    monkeypatch.setattr(launch, "parameters_of", lambda model: 10**9)  # asks no hub
+    for name, words, ranks in commands(header):
+        flags = [word for word in words if word != "..."]
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *flags])
-        parse(importlib.import_module(MODULES.get(name, name)).Args)
+        args = launch.parse(importlib.import_module(MODULES.get(name, name)).Args)
+        if name in ALGORITHMS and flags == words:
+            args.rollout = "vllm"  # so that --tensor_parallel is looked at
+            launch.check(args, World(0, ranks, torch.device("cpu")))
+            launch.check_defaults(args, sys.argv)
 
 
 def test_the_readmes_tools_are_those_that_exist():
@@ -203,7 +215,9 @@ def serve():
 
 
 YOURS = [
-    words for name, words in commands(PAGES["yours"]) if name == "grpo" and "--model" not in words
+    words
+    for name, words, _ in commands(PAGES["yours"])
+    if name == "grpo" and "--model" not in words
 ]
 
 
@@ -286,6 +300,9 @@ tools.memory --model nowhere/nothing
 tools.memory --model common/tiny --gpus 1
 tools.memory --model tiny --gpus 12
 tools.memory --gpu_memory 0
+tools.memory --gpu_memory nan
+tools.memory --max_new_tokens 0
+tools.memory --model Qwen/Qwen3-8B grpo gspo
 tools.weights nope
 tools.reader nope
 tools.reader grpo sapo stapo
@@ -504,7 +521,7 @@ def test_memory_is_told_for_any_config(family, tmp_path, monkeypatch, capsys):
     command = said.split("torchrun ")[1].splitlines()[0].split()
     assert command[:3] == ["--nnodes=2", "--nproc_per_node=8", "grpo.py"]
     monkeypatch.setattr(sys, "argv", command[2:])
-    parse(importlib.import_module("grpo").Args)
+    launch.parse(importlib.import_module("grpo").Args)
     estimated = memory.estimate("grpo", command, 80.0, found)
     assert estimated["peak"] < 80 and f"peak {estimated['peak']:.1f} GB" in said
 

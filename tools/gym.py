@@ -1,6 +1,7 @@
 """Procedural sets of the `reasoning-gym` package as tasks, each scored by its own function.
 
-    torchrun grpo.py --task tools/gym.py:chain_sum --model Qwen/Qwen3-1.7B-Base
+    torchrun grpo.py --task tools/gym.py:chain_sum --model Qwen/Qwen3-1.7B-Base \\
+        --lr 1e-6 --max_new_tokens 2048
 
 An example of a task file (`common/data.py: file_task`), to copy. Held out is the second half of a
 set's problems, from the end. Some sets run what the model wrote as Python, in their own scoring:

@@ -1,6 +1,7 @@
 """Memory per GPU, estimated, in GB: what fits a card, or what the files' headers ask for.
 
-    python -m tools.memory --model MODEL [--gpus N] [--gpu_memory GB] [--max_new_tokens T] [FILE]
+    python -m tools.memory --model MODEL [--gpus N] [--gpu_memory GB] [--max_new_tokens T]
+        [--task TASK] [FILE]
     python -m tools.memory --cards      the largest Qwen3 for one card of 16, 24, 48, 80, 141 GB
     python -m tools.memory [FILE ...]   of the commands in the headers, on cards of 80 GB
 
@@ -43,12 +44,14 @@ from dataclasses import dataclass
 
 from common.distributed import BadInput, blame
 from common.logprobs import BLOCK_ELEMENTS
+from common.plumbing.flags import Count, Positive, broken_rule
 from tools import arguments
 from tools.marks import ROOT, algorithms
 
 # Name of each algorithm file -> its module
 FILES = {p.stem: ".".join(p.relative_to(ROOT).with_suffix("").parts) for p in algorithms()}
 GPU, PROMPT = 80.0, 512  # GB; tokens of a prompt
+EXAMPLE = "Qwen/Qwen3-1.7B-Base"  # the model of most commands
 VLLM_WORK = 5e9  # bytes of vLLM's activations and CUDA graphs
 GRAPHS = 2e9  # of these the graphs
 ENOUGH = 16  # responses that vLLM samples at once: with fewer it waits for memory, not for the GPU
@@ -60,19 +63,28 @@ SAVINGS += ["--gradient_checkpointing --vllm_sleep --micro_tokens 4096 --offload
 
 
 @dataclass
+class Asked:
+    """Numbers of the command line that have rules."""
+
+    gpus: Count
+    gpu_memory: Positive
+    max_new_tokens: Count
+
+
+@dataclass
 class Shape:
     """What a model's memory depends on."""
 
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    intermediate: int  # of one expert, where there are several
+    hidden: Count
+    layers: Count
+    heads: Count
+    kv_heads: Count
+    intermediate: Count  # of one expert, where there are several
     tied: bool
-    vocabulary: int = 151_936
-    head_dim: int = 128
-    experts: int = 1
-    active: int = 1
+    vocabulary: Count = 151_936
+    head_dim: Count = 128
+    experts: Count = 1
+    active: Count = 1
 
     def matrices(self) -> list[int]:
         """Parameters of each matrix of a layer, as vLLM fuses them."""
@@ -117,12 +129,13 @@ SHAPES = {  # from the models' config.json
     "Qwen/Qwen3-8B-Base": Shape(4096, 36, 32, 8, 12288, False),
     "Qwen/Qwen3-14B-Base": Shape(5120, 40, 40, 8, 17408, False),
     "Qwen/Qwen3-30B-A3B-Base": Shape(2048, 48, 32, 4, 768, False, experts=128, active=8),
-    "Qwen/Qwen3-8B": Shape(4096, 36, 32, 8, 12288, False),
     "Qwen/Qwen2.5-1.5B": Shape(1536, 28, 12, 2, 8960, True),
     "Qwen/Qwen2.5-Math-1.5B": Shape(1536, 28, 12, 2, 8960, True),
     "Qwen/Qwen2.5-7B": Shape(3584, 28, 28, 4, 18944, False, vocabulary=152_064),
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": Shape(1536, 28, 12, 2, 8960, False),
 }
+# Qwen3's chat models have the shapes of the base models.
+SHAPES |= {name.removesuffix("-Base"): shape for name, shape in SHAPES.items()}
 
 
 def shape_of(model: str) -> Shape:
@@ -143,8 +156,11 @@ def shape_of(model: str) -> Shape:
     if missing := [key for key in names.values() if getattr(config, key, None) is None]:
         raise BadInput(f"--model {model}: its config.json has no {missing[0]}")
     known = {part: getattr(config, key) for part, key in names.items()}
-    known["head_dim"] = getattr(config, "head_dim", None) or known["hidden"] // known["heads"]
-    return Shape(**known, experts=experts or 1)
+    head_dim = getattr(config, "head_dim", None) or known["hidden"] // max(1, known["heads"])
+    shape = Shape(**known, head_dim=head_dim, experts=experts or 1)
+    if wrong := broken_rule(shape):
+        raise BadInput(f"--model {model}: its config.json: {wrong.removeprefix('--')}")
+    return shape
 
 
 def commands(name: str) -> list[list[str]]:
@@ -211,13 +227,19 @@ def estimate(
 
 
 def fit(
-    name: str, model: str, shape: Shape, gpus: int, gpu: float, response: int
+    name: str, model: str, shape: Shape, gpus: int, gpu: float, response: int, task: str = "gsm8k"
 ) -> tuple[list[str], dict[str, float]] | None:
     """The fastest command of file `name` that fits on `gpus` cards of `gpu` GB, and its estimate;
     None where none does. First of all vLLM shall have room for ENOUGH responses, then for two."""
     nodes, local = (gpus // 8, 8) if gpus > 8 else (1, gpus)
     words = [f"--nnodes={nodes}"] * (nodes > 1) + [f"--nproc_per_node={local}", f"{name}.py"]
-    words += f"--model {model} --task gsm8k --lr 1e-6 --minibatches 1".split()
+    words += [
+        "--model",
+        model,
+        "--task",
+        task,
+        *"--lr 1e-6 --minibatches 1 --save_every 10".split(),
+    ]
     words += f"--prompts_per_step {-(-64 // gpus) * gpus} --max_new_tokens {response}".split()
     engines = [ranks for ranks in (1, 2, 4, 8) if local % ranks == 0]
     for wanted, ranks, saving in itertools.product((ENOUGH, 2), engines, SAVINGS):
@@ -230,19 +252,18 @@ def fit(
     return None
 
 
-def answer(name: str, model: str, gpus: int, gpu: float, response: int) -> str:
+def answer(name: str, model: str, gpus: int, gpu: float, response: int, task: str = "gsm8k") -> str:
     """What fits, and the command that does it; or how many cards are needed."""
     shape, cards = shape_of(model), f"{gpus} GPU(s) of {gpu:g} GB"
     n = shape.parameters() / 1e9
     lines = [f"{model}: {n:.1f} billion parameters, of which weights, gradient and AdamW's moments"]
     lines[0] += f" are {16 * n:.0f} GB in all (float32; estimates, no GPU has seen them)"
-    if fits := fit(name, model, shape, gpus, gpu, response):
+    if fits := fit(name, model, shape, gpus, gpu, response, task):
         words, found = fits
         lines += [f"{cards}: fits", f"    torchrun {' '.join(words)}"]
         room = f"room for {found['responses in cache']:.0f} responses of full length per GPU"
-        lines += [
-            f"    peak {found['peak']:.1f} GB per GPU, {room}, {found['host']:.0f} GB of host"
-        ]
+        lines += [f"    peak {found['peak']:.1f} GB per GPU, {room}"]
+        lines += [f"    needs {found['host']:.0f} GB of host memory"]
         return "\n".join(lines)
     for more in (gpus * 2**i for i in range(1, 8)):
         if (
@@ -256,15 +277,17 @@ def answer(name: str, model: str, gpus: int, gpu: float, response: int) -> str:
 
 def cards() -> list[str]:
     """For one card of each size the largest Qwen3 that fits with its states on the GPU, and with
-    --offload: rows of docs/gpu.md."""
+    --offload; and EXAMPLE: rows of docs/gpu.md."""
     rows = ["| card | model | flags | peak | responses in cache | host |", "|---" * 6 + "|"]
     ladder = [model for model in SHAPES if re.fullmatch(r"Qwen/Qwen3-[\d.]+B-Base", model)]
     for gpu in (16, 24, 48, 80, 141):
-        best = {}
-        for model in ladder:
-            if fits := fit("grpo", model, SHAPES[model], 1, gpu, 2048):
-                best["--offload" in fits[0]] = model, *fits
-        for model, words, found in best.values():
+        fits = {model: fit("grpo", model, SHAPES[model], 1, gpu, 2048) for model in ladder}
+        offloaded = {model: "--offload" in found[0] for model, found in fits.items() if found}
+        largest = {away: model for model, away in offloaded.items()}  # the last of each kind
+        for model in offloaded:
+            if model not in (*largest.values(), EXAMPLE):
+                continue
+            words, found = fits[model]
             flags = " ".join(words[words.index("2048") + 1 :])
             cells = [f"{gpu} GB", model.partition("/")[2], f"`{flags}`", f"{found['peak']:.1f}"]
             cells += [f"{found['responses in cache']:.0f}", f"{found['host']:.0f}"]
@@ -295,16 +318,20 @@ if __name__ == "__main__":
     parser.add_argument("--gpus", type=int, default=1, help="how many (more than 8: nodes of 8)")
     parser.add_argument("--gpu_memory", type=float, default=GPU, metavar="GB", help="of each")
     parser.add_argument("--max_new_tokens", type=int, default=2048, metavar="T")
+    parser.add_argument("--task", default="gsm8k", help="of the command that is printed")
     parser.add_argument("--cards", action="store_true", help="the largest Qwen3 for one card")
     args = parser.parse_args()
     if unknown := [name for name in args.files if name not in FILES]:
         parser.error(f"{unknown[0]}: unknown, use some of {known}")
-    if args.gpus < 1 or args.gpus > 8 and args.gpus % 8 or args.gpu_memory <= 0:
-        asked = f"--gpus {args.gpus} --gpu_memory {args.gpu_memory:g}"
-        parser.error(f"{asked}: 1 to 8 GPUs or whole nodes of 8, of more than 0 GB")
-    given = (args.model, args.gpus, args.gpu_memory, args.max_new_tokens)
+    if wrong := broken_rule(Asked(args.gpus, args.gpu_memory, args.max_new_tokens)):
+        parser.error(wrong)
+    if args.gpus > 8 and args.gpus % 8:
+        parser.error(f"--gpus {args.gpus}: 1 to 8 GPUs or whole nodes of 8")
+    if args.model is not None and len(args.files) > 1:
+        parser.error(f"{args.files[1]}: with --model one FILE at most")
+    given = (args.model, args.gpus, args.gpu_memory, args.max_new_tokens, args.task)
     try:
-        if args.model:
+        if args.model is not None:
             print(answer((args.files or ["grpo"])[0], *given))
         elif args.cards:
             print("\n".join(cards()))

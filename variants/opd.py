@@ -129,9 +129,20 @@ class Args(Flags):
     is_cap: Positive = 5.0  # <own>
     """C: largest weight (ours; minirl.py's)."""
 
+    # <own>
+    def compares(self) -> bool:
+        """The teacher judges each token; only the reward's advantage needs two responses."""
+        return self.reward_weight > 0
+
+    # </own>
+
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
+    # <own>
+    if rewards.shape[1] == 1:  # no other response to compare with: α is 0, and Â is not used
+        return torch.zeros_like(rewards)  # [P, 1]
+    # </own>
     # Equal rewards become exactly 0 first: the mean of eight 0.3 is not quite 0.3.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean

@@ -101,6 +101,10 @@ class Flags:
     offload_reference: bool = False
     """Keep the shards of π_ref in CPU memory, where the objective has a KL term."""
 
+    def compares(self) -> bool:
+        """Whether the responses of a group are compared, so that a group needs two."""
+        return True
+
 
 def broken_rule(args: object) -> str:
     """What is wrong with the first flag that breaks the rule of its kind; "" if none does."""

@@ -16,13 +16,18 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from common.distributed import ALONE, CLOSING, BadInput, RunStopped, World
+from common.distributed import ALONE, CLOSING, SMALL, BadInput, RunStopped, World
 from common.distributed import blame, first_line, setup
 from common.plumbing.flags import broken_rule
-from common.plumbing.model import EMBEDDED
+from common.plumbing.model import EMBEDDED, parameters_of
 from common.plumbing.tracking import Run
 
 Stage = Callable[[object, World], None]  # of the flags and the ranks
+# Flags that every model has its own values of, and what those usually are
+USUAL = {
+    "lr": "usual in full fine-tuning: 1e-6 for billions of parameters, 1e-5 for some 100 million",
+    "max_new_tokens": "usual: 512 to 4096",
+}
 
 
 def launch(main: Stage, Args: type, prepare: Stage | None = None) -> None:
@@ -39,7 +44,11 @@ def launch(main: Stage, Args: type, prepare: Stage | None = None) -> None:
         args = parse(Args)
         with blame("the ranks cannot be set up"):
             world = setup()
-        (prepare or check)(args, world)
+        if prepare:
+            prepare(args, world)
+        else:
+            check(args, world)
+            check_defaults(args, sys.argv)
         main(args, world)
         dist.barrier()  # leave together: gloo may abort a rank whose peer is still busy
     except Exception as error:
@@ -113,7 +122,7 @@ def check(args: object, world: World) -> None:
     """Refuse values with which no run makes sense, or that leave a rank without its share."""
     if wrong := broken_rule(args):
         raise BadInput(wrong)
-    if args.group_size < 2 and not hasattr(args, "critic_lr"):  # a critic compares, too
+    if args.group_size < 2 and args.compares():
         raise BadInput(f"--group_size {args.group_size}: a group needs 2 responses to compare")
     unit = world.size * args.minibatches  # mini-batches are made of whole groups
     if args.prompts_per_step % unit:
@@ -122,6 +131,17 @@ def check(args: object, world: World) -> None:
     if args.wandb and not importlib.util.find_spec("wandb"):
         raise BadInput(f"--wandb {args.wandb}: needs the package (pip install wandb)")
     settle(args, world, args.model)
+
+
+def check_defaults(args: object, words: list[str]) -> None:
+    """Refuse a real model under defaults that are right for the embedded one: lr 3e-4 would destroy
+    it, and 64 tokens cut off every answer. `words` is the command line."""
+    given = {word.partition("=")[0].replace("-", "_") for word in words}
+    left = [flag for flag in USUAL if f"__{flag}" not in given]
+    if left and args.model not in EMBEDDED and parameters_of(args.model) > SMALL:
+        asked = " and ".join(f"--{flag} ({USUAL[flag]})" for flag in left)
+        raise BadInput(f"--model {args.model}: the defaults are the embedded model's; give {asked}")
+
 
 
 def settle(args: object, world: World, model: str) -> None:

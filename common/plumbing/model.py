@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from common.distributed import ALONE, BadInput, World, blame
@@ -16,6 +16,39 @@ TINY = Path(__file__).parents[1] / "tiny"
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 EMBEDDED = {"tiny": TINY / "model", "tiny-moe": TINY / "model-moe"}
 EMBEDDED |= {f"tiny-{size}": TINY / f"model-{size}" for size in ("30k", "500k", "teacher")}
+
+
+SAFE = {"trust_remote_code": False}  # a model folder's own code never runs
+
+
+def source_of(name: str, flag: str = "--model") -> str:
+    """The folder or hub name of a model; BadInput where it can be neither."""
+    source = str(EMBEDDED.get(name, name))
+    if not name or not Path(source).is_dir() and name.count("/") != 1:  # nor a hub name
+        known = f"use a folder, a hub name (owner/name), {' or '.join(EMBEDDED)}"
+        raise BadInput(f"{flag} {name!r}: no such folder; {known}")
+    if Path(source).is_dir() and not any(Path(source).glob("*.safetensors")):
+        raise BadInput(f"{flag} {name}: the folder holds no *.safetensors weights")
+    return source
+
+
+def config_of(source: str) -> PreTrainedConfig:
+    """A model's config.json, but with our attention.
+
+    The file may name another, even a kernel that transformers would download from the hub and run;
+    that name wins over the argument of `from_pretrained`, so it is replaced before any model is
+    made.
+    """
+    config = AutoConfig.from_pretrained(source, **SAFE)
+    config._attn_implementation = "sdpa"
+    return config
+
+
+def parameters_of(name: str) -> int:
+    """How many parameters a model has. Of its files config.json alone is read."""
+    source = source_of(name)
+    with blame(f"--model {name}: cannot be loaded"), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config_of(source), **SAFE).num_parameters()
 
 
 def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded:
@@ -28,30 +61,23 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
     is smaller than the spacing of bfloat16 numbers and would round to nothing. The forward pass
     casts down (see `distributed.shard`).
     """
-    source = str(EMBEDDED.get(name, name))
-    if not name or not Path(source).is_dir() and name.count("/") != 1:  # nor a hub name
-        known = f"use a folder, a hub name (owner/name), {' or '.join(EMBEDDED)}"
-        raise BadInput(f"{flag} {name!r}: no such folder; {known}")
-    if Path(source).is_dir() and not any(Path(source).glob("*.safetensors")):
-        raise BadInput(f"{flag} {name}: the folder holds no *.safetensors weights")
+    source = source_of(name, flag)
     logging.set_verbosity_error()  # what transformers only warns about is refused by check_weights
-    own = {"trust_remote_code": False}  # a model folder's own code never runs
-    how = own | {"attn_implementation": "sdpa", "dtype": torch.float32}
     report = {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
     with blame(f"{flag} {name}: cannot be loaded"):
-        tokenizer = AutoTokenizer.from_pretrained(source, **own)
+        tokenizer = AutoTokenizer.from_pretrained(source, **SAFE)
         # Where there is none, transformers makes up one with special tokens alone.
         if not (known := tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)):
             raise ValueError("no tokenizer")
         tokenizer.letters = f": it knows {' '.join(sorted(known))}" if len(known) < 100 else ""
+        how = SAFE | {"config": config_of(source), "dtype": torch.float32}
         if world.rank == 0:
             lm, found = AutoModelForCausalLM.from_pretrained(source, **how, **report)
             check_weights(lm, found)
             lm.generation_config.eos_token_id = sorted(eos_ids(lm, tokenizer))
         else:
             with torch.device("meta"):
-                config = AutoConfig.from_pretrained(source, **own)
-                lm = AutoModelForCausalLM.from_config(config, **how).eval()
+                lm = AutoModelForCausalLM.from_config(**how).eval()
     if world.size > 1:
         dist.broadcast_object_list(eos := [lm.generation_config.eos_token_id])
         lm.generation_config.eos_token_id = eos[0]
