@@ -108,7 +108,7 @@ def ours(model: str, folder: str, full: bool, size: list[int], minibatches: int)
         def judge(texts: list[str], answers: list[str]) -> list[float]:
             return [reward(text) for text in texts]
 
-        task = Task("bench", lambda i: problems[i % P], [], judge)
+        task = Task("bench", lambda i: problems[i % P], [], judge, tokenizer=tokenizer)
         grpo.load_task, grpo.make_engine = lambda *a: task, endless
         grpo.evaluate = lambda *a: {"greedy": 0.0, "sampled": 0.0}
         grpo.save_checkpoint = lambda *a: None
