@@ -2,7 +2,7 @@
 
     python -m labs.bug                      what there is
     python -m labs.bug 3                    two short runs (a minute or two each), one figure
-    python -m labs.bug 3 --quick            the same in seconds: a smoke test, which shows nothing
+    python -m labs.bug 3 --smoke            the same in seconds, to try the machine: shows nothing
     python -m labs.bug 3 --reveal           the line, the check that sees it, and where it was real
 
 Most damages are named ones of the tests: no damaged file is stored anywhere.
@@ -14,6 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from labs import lab
 
 LOOP = "tests/test_loop.py"
 RUN = "--steps 30 --eval_every 10 --eval_problems 128 --eval_samples 2 --save_every 1000"
-QUICKLY = "--steps 2 --eval_every 2 --eval_problems 8"
+SHORT = "--steps 2 --eval_every 2 --eval_problems 8"
 OUT = Path("runs/labs/bugs")
 
 
@@ -101,7 +102,7 @@ BUGS = [
     Bug(
         "mean of the batch",
         "check_advantages",
-        "Which prompts learn faster than they should, and which are pushed down?",
+        "Which panel is off by orders of magnitude, and what in a group could do that?",
         "One baseline for all prompts: an easy prompt's samples are all rewarded, a hard one's "
         "all punished, and the advantages of a group no longer add up to 0. Groups without a "
         "difference are divided by a std of 1e-6: look at the gradient norm.",
@@ -202,22 +203,28 @@ def finished(folder: Path, steps: int) -> bool:
 
 
 def train(path: Path, folder: Path, flags: str) -> None:
-    """`python path RUN FLAGS`, one thread, unless the folder has that run."""
+    """`python path RUN FLAGS`, one thread, unless the folder has that run. The folder is there when
+    the run is finished: an interrupted one leaves nothing behind."""
     words = [*RUN.split(), *flags.split()]
     steps = int([value for name, value in zip(words, words[1:]) if name == "--steps"][-1])
     if finished(folder, steps):
         return
+    if folder.exists():
+        raise BadInput(f"{folder}: no finished run of {steps} steps; remove it, or give --out")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, str(path), *words, "--run_dir", str(folder)]
-    ended = subprocess.run(words, env=environment, stdout=subprocess.DEVNULL)
-    if ended.returncode:
-        raise BadInput(f"{path.name} ended with exit code {ended.returncode}, see above")
-    if not finished(folder, steps):
-        raise BadInput(f"{path.name} was stopped before its end; the same command runs it again")
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="under_way_") as scratch:
+        run = Path(scratch) / "run"
+        words = [sys.executable, str(path), *words, "--run_dir", str(run)]
+        ended = subprocess.run(words, env=environment, stdout=subprocess.DEVNULL)
+        if ended.returncode:
+            raise BadInput(f"{path.name} ended with exit code {ended.returncode}, see above")
+        if not finished(run, steps):
+            raise BadInput(f"{path.name} was stopped before its end; the same command repeats it")
+        run.rename(folder)
 
 
 def play(number: int, out: Path, more: str = "") -> None:
-    """Both runs, with `more` flags, which make it quick, and their figure."""
+    """Both runs, with `more` flags, which make it a smoke test, and their figure."""
     bug = BUGS[number - 1]
     flags = f"{bug.flags} {more}"
     mark = re.sub(r"\W+", "_", flags).strip("_")
@@ -226,19 +233,19 @@ def play(number: int, out: Path, more: str = "") -> None:
         out / f"damaged_{number}_{mark}".strip("_"),
     )
     wrong.parent.mkdir(parents=True, exist_ok=True)
-    quick = ".quick" * bool(more)
-    picture, page = compare.target(str(out / f"bug_{number}{quick}"))  # refuses before the runs
+    smoke = ".smoke" * bool(more)
+    picture, page = compare.target(str(out / f"bug_{number}{smoke}"))  # refuses before the runs
     source = out / f"source_{number}"
     source.mkdir(exist_ok=True)
     (source / f"{bug.file}.py").write_text(damaged(bug), encoding="utf-8")
     train(ROOT / f"{bug.file}.py", right, flags)
     train(source / f"{bug.file}.py", wrong, flags)
     kinds = compare.kinds([compare.load(folder) for folder in (right, wrong)])
-    figure, rows = compare.draw(kinds), compare.table(kinds)
-    if quick:
+    figure, rows = compare.draw(kinds), compare.table(kinds, each_run=False)
+    if smoke:
         lab.entitle(figure, lab.SMOKE)
         rows = f"{lab.SMOKE}\n\n{rows}"
-    words = [str(number), *["--quick"] * bool(more), *(["--out", str(out)] if out != OUT else [])]
+    words = [str(number), *["--smoke"] * bool(more), *(["--out", str(out)] if out != OUT else [])]
     command = shlex.join(["python", "-m", "labs.bug", *words])
     text = f"{compare.OURS}\n\n![Curves]({picture.name})\n\n{rows}\n\nMade by `{command}`\n"
     with whole(page) as partial:  # first: it is what tells our picture from another's
@@ -277,7 +284,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("number", nargs="?", type=int, metavar="N")
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--reveal", action="store_true")
     parser.add_argument("--out", type=Path, default=OUT)
     words = parser.parse_args()
@@ -290,7 +297,7 @@ def main() -> None:
         elif words.reveal:
             print(reveal(words.number))
         else:
-            play(words.number, words.out, QUICKLY if words.quick else "")
+            play(words.number, words.out, SHORT if words.smoke else "")
     except (BadInput, OSError) as error:
         parser.error(first_line(error))
     except KeyboardInterrupt:

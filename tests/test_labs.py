@@ -634,37 +634,34 @@ def run_folder(folder: Path, steps: int, ended: bool = True) -> None:
 
 
 def test_the_bug_hunt_takes_whole_runs_and_names_its_command(tmp_path, monkeypatch, capsys):
-    """A run that was stopped, or resumed beyond its summary, is run again; a whole one not."""
-    made, steps = [], 2
+    """What was interrupted is run again by the same command; a whole run is not."""
+    made, steps = [], 1  # the first is stopped before its last step
 
     def process(words: list[str], **_: object) -> object:
         if words[0] != sys.executable:
             return original(words, **_)
-        folder = Path(words[words.index("--run_dir") + 1])
-        made.append(folder.name)
-        run_folder(folder, steps)
+        made.append(words[1])
+        run_folder(Path(words[words.index("--run_dir") + 1]), steps)
         return bug.subprocess.CompletedProcess(words, 0)
 
     original = bug.subprocess.run
     monkeypatch.setattr(bug.subprocess, "run", process)
-    bug.play(5, tmp_path, bug.QUICKLY)
-    assert len(made) == 2 and not any(
-        (tmp_path / f"bug_5{end}").exists() for end in (".png", ".md")
-    )
-    page = (tmp_path / "bug_5.quick.md").read_text(encoding="utf-8")
-    assert f"Made by `python -m labs.bug 5 --quick --out {tmp_path}`" in page and lab.SMOKE in page
-    assert (tmp_path / "bug_5.quick.png").stat().st_size > 10_000
-    assert lab.SMOKE in capsys.readouterr().out
-    bug.play(5, tmp_path, bug.QUICKLY)
-    assert len(made) == 2
-    for others in ((1, True), (2, False), (3, True)):  # fewer steps; no summary; another run
-        run_folder(tmp_path / made[0], *others)
-        bug.play(5, tmp_path, bug.QUICKLY)
-        assert made[2:] == made[:1] and made.pop()
-    steps = 1  # as if somebody had stopped it
-    run_folder(tmp_path / made[0], 1)
     with pytest.raises(BadInput, match="was stopped before its end"):
-        bug.play(5, tmp_path, bug.QUICKLY)
+        bug.play(5, tmp_path, bug.SHORT)
+    steps = 2
+    for _ in range(2):
+        bug.play(5, tmp_path, bug.SHORT)
+        assert len(made) == 3 and len(list(tmp_path.glob("*/summary.json"))) == 2
+    assert not any((tmp_path / f"bug_5{end}").exists() for end in (".png", ".md"))
+    page = (tmp_path / "bug_5.smoke.md").read_text(encoding="utf-8")
+    assert f"Made by `python -m labs.bug 5 --smoke --out {tmp_path}`" in page and lab.SMOKE in page
+    assert (tmp_path / "bug_5.smoke.png").stat().st_size > 10_000
+    assert lab.SMOKE in capsys.readouterr().out
+    (true,) = tmp_path.glob("grpo*")
+    for others in ((1, True), (2, False), (3, True)):  # fewer steps; no summary; another run
+        run_folder(true, *others)
+        with pytest.raises(BadInput, match="no finished run of 2 steps"):
+            bug.play(5, tmp_path, bug.SHORT)
 
 
 def test_somebodys_file_is_refused_before_the_runs(tmp_path, monkeypatch):
@@ -675,10 +672,10 @@ def test_somebodys_file_is_refused_before_the_runs(tmp_path, monkeypatch):
     assert (tmp_path / "bug_5.md").read_text() == "my notes"
 
 
-def test_every_quick_bug_has_whole_mini_batches():
-    """Flags of a bug and those that make it quick go together."""
+def test_every_short_bug_has_whole_mini_batches():
+    """Flags of a bug and those that make it short go together."""
     for one in bug.BUGS:
-        words = f"{bug.RUN} {one.flags} {bug.QUICKLY}".split()
+        words = f"{bug.RUN} {one.flags} {bug.SHORT}".split()
         args = dict(zip(words[::2], words[1::2]))
         prompts = int(args.get("--prompts_per_step", module_of(one.file).Args().prompts_per_step))
         assert prompts % int(args.get("--minibatches", 1)) == 0, one.named

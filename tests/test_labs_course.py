@@ -157,14 +157,13 @@ PAGES = [page for page in PAGES if page.stem not in ("answers", "course")]
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 def test_the_key_ticks_one_box_of_every_question(page):
-    """In the page's order and words; and it has the numbers of the lab's table as it is now."""
+    """In the page's order and words. (test_programs.py: its numbers are those of the tables.)"""
     section = KEY.split(f"\n## {page.stem}\n")[1].split("\n## ")[0]
     asked, told = questions(page.read_text(encoding="utf-8")), ticked(section)
     assert len(asked) == len(told) >= 1
     for boxes, box in zip(asked, told):
         assert box in boxes
     assert f"<!--numbers: {page.stem}-->" in section
-    assert answers.filled(section) == section, "python -m labs.answers"
 
 
 def test_the_key_answers_the_course():

@@ -12,7 +12,6 @@ project's dependencies: `pip install trl accelerate`.
 """
 
 import argparse
-import contextlib
 import hashlib
 import importlib.util
 import json
@@ -24,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from tools import arguments
@@ -108,7 +107,7 @@ def ours(model: str, folder: str, full: bool, size: list[int], minibatches: int)
         def judge(texts: list[str], answers: list[str]) -> list[float]:
             return [reward(text) for text in texts]
 
-        task = Task("bench", lambda i: problems[i % P], [], judge)
+        task = Task("bench", lambda i: problems[i % P], [], judge, tokenizer=tokenizer)
         grpo.load_task, grpo.make_engine = lambda *a: task, endless
         grpo.evaluate = lambda *a: {"greedy": 0.0, "sampled": 0.0}
         grpo.save_checkpoint = lambda *a: None
@@ -129,21 +128,32 @@ def profiled(model: str, folder: str, full: bool, size: list[int], minibatches: 
     from torch.profiler import ProfilerActivity, profile
 
     clock, steps, found = Run.clock, size[3], {phase: {"cpu": []} for phase in PHASES}
+    watch, begun = None, 0.0  # the profiler of the phase under way, and its first CPU second
 
-    @contextlib.contextmanager
-    def measured(self: Run, phase: str) -> Iterator[None]:
-        part = found.get(phase, {"cpu": []})
-        last = len(part["cpu"]) == steps + 1
-        watch = profile(activities=[ProfilerActivity.CPU]) if last else contextlib.nullcontext()
-        with clock(self, phase), watch as events:
-            start = time.process_time()
-            yield
-            part["cpu"].append(time.process_time() - start)
-        if last:
-            seen = {e.key: (e.self_cpu_time_total, e.count) for e in events.key_averages()}
+    def ended(phase: str) -> None:
+        """Keep what the phase under way came to."""
+        nonlocal watch
+        part = found[phase]
+        part["cpu"].append(time.process_time() - begun)
+        if watch:
+            watch.stop()
+            events = watch.key_averages()
+            seen = {event.key: (event.self_cpu_time_total, event.count) for event in events}
             heavy = sum(spent for key, (spent, _) in seen.items() if HEAVY.fullmatch(key))
             part["heavy"] = heavy / sum(spent for spent, _ in seen.values())
             part["calls"] = sum(n for key, (_, n) in seen.items() if key.startswith("aten::"))
+            watch = None
+
+    def measured(self: Run, phase: str) -> None:
+        """`Run.clock`: one phase ends, the next begins."""
+        nonlocal watch, begun
+        if Run.phase in found:
+            ended(Run.phase)
+        clock(self, phase)
+        if phase in found and len(found[phase]["cpu"]) == steps + 1:  # the last step
+            watch = profile(activities=[ProfilerActivity.CPU])
+            watch.start()
+        begun = time.process_time()
 
     Run.clock = measured
     tokens = ours(model, folder, full, size, minibatches)["tokens"]

@@ -263,19 +263,17 @@ def row(name: str, runs: list[Run]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def table(among: list[Kind]) -> str:
+def table(among: list[Kind], each_run: bool = True) -> str:
     """Markdown: a row for each kind, then a row for each run."""
     columns = "seed | steps | held-out greedy | held-out sampled | best greedy | response length"
     columns += " | tokens trained on | seconds |"
     rule = f"|{'---|' * 9}"
-    return "\n".join(
-        [
-            *(f"| kind | {columns}", rule, *(row(kind.label, kind.runs) for kind in among), ""),
-            "Before → after; of several seeds mean ± standard deviation (n - 1).\n",
-            *(f"| run | {columns}", rule),
-            *(row(str(run.folder), [run]) for kind in among for run in kind.runs),
-        ]
-    )
+    lines = [f"| kind | {columns}", rule, *(row(kind.label, kind.runs) for kind in among), ""]
+    lines.append("Before → after; of several seeds mean ± standard deviation (n - 1).")
+    if each_run:
+        lines += ["", f"| run | {columns}", rule]
+        lines += [row(str(run.folder), [run]) for kind in among for run in kind.runs]
+    return "\n".join(lines)
 
 
 def target(out: str) -> tuple[Path, Path]:

@@ -75,7 +75,7 @@ def emptied(folder: Path) -> Path:
     return folder
 
 
-def main(kind: str, folder: Path) -> None:
+def main(kind: str, folder: Path, most: int | None = None) -> None:
     """Train the model on demonstrations and write it with its tokenizer."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -84,6 +84,7 @@ def main(kind: str, folder: Path) -> None:
     # Steps, rate, and how sloppy the demonstrations are
     further = kind == "tiny-teacher"
     steps, lr, guess, slip = (2000, 1e-3, 0.0, 0.0) if further else (STEPS, LR, GUESS, SLIP)
+    steps = min(steps, most or steps)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
     for step in range(steps):
         inputs, labels = [], []
@@ -113,9 +114,10 @@ if __name__ == "__main__":
     parser = arguments(__doc__)
     parser.add_argument("kind", choices=list(EMBEDDED))
     parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--steps", type=int, metavar="N", help="at most, to try it: no model")
     chosen = parser.parse_args()
     try:
         folder = emptied(chosen.folder)
     except OSError as error:
         parser.error(str(error))
-    main(chosen.kind, folder)
+    main(chosen.kind, folder, chosen.steps)

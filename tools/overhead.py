@@ -1,6 +1,6 @@
 """What each method costs beside grpo.py: runs all algorithm files in turn, at equal settings.
 
-    python -m tools.overhead [STEPS]
+    python -m tools.overhead [STEPS [NAME ...]]      of all files, or of these
 
 Three seeds; for each the median over the steps of seconds per step (without evaluation and
 checkpoints) and of sampled tokens per step, as ratios to the same seed's grpo.py. Prints the
@@ -38,20 +38,22 @@ def measure(name: str, seed: int, steps: int, folder: Path) -> dict[str, float]:
         json.loads(line) for line in (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()
     ]
     steady = lines[len(lines) // 4 :]  # goldilocks chooses and the first compilations are over
-    seconds = [line["seconds"] - line["seconds_evaluate"] - line["seconds_save"] for line in steady]
+    # A line has the seconds of what its step did: most steps neither evaluate nor save
+    apart = ("seconds_evaluate", "seconds_save")
+    seconds = [line["seconds"] - sum(line.get(name, 0) for name in apart) for line in steady]
     tokens = [line["tokens"] for line in steady]
     return {"seconds": statistics.median(seconds), "tokens": statistics.median(tokens)}
 
 
-def main(steps: int) -> None:
-    """Measure every file with every seed, the seeds in turn, and print the table."""
+def main(steps: int, names: list[str]) -> None:
+    """Measure these files with every seed, the seeds in turn, and print the table."""
     found: dict[tuple[str, int], dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for seed in SEEDS:
-            for name in FILES:
+            for name in names:
                 found[name, seed] = measure(name, seed, steps, Path(folder))
     print("| file | seconds per step | sampled tokens per step |\n|---|---|---|")
-    for name in FILES:
+    for name in names:
         cells = []
         for what in ("seconds", "tokens"):
             ratios = sorted(found[name, seed][what] / found[FIRST, seed][what] for seed in SEEDS)
@@ -62,7 +64,11 @@ def main(steps: int) -> None:
 if __name__ == "__main__":
     parser = arguments(__doc__)
     parser.add_argument("steps", nargs="?", type=int, default=40, help="4 or more (default: 40)")
-    steps = parser.parse_args().steps
-    if steps < 4:
-        parser.error(f"{steps} steps: must be 4 or more, the first quarter is not measured")
-    main(steps)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="such as sapo (default: all)")
+    words = parser.parse_args()
+    if words.steps < 4:
+        parser.error(f"{words.steps} steps: must be 4 or more, the first quarter is not measured")
+    if unknown := [name for name in words.names if name not in FILES]:
+        parser.error(f"{unknown[0]}: unknown, use some of {', '.join(FILES)}")
+    # grpo.py is what the others are compared with
+    main(words.steps, list(dict.fromkeys([FIRST, *(words.names or FILES)])))

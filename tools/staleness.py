@@ -1,6 +1,6 @@
 """When does clipping fail? Answers to stale batches.
 
-    python -m tools.staleness LR LAG [SEED [WAY]] [--keep FOLDER]
+    python -m tools.staleness LR LAG [SEED [WAY]] [--keep FOLDER] [--updates N]
 
 Same staleness (each batch is trained on LAG updates after it was sampled), batches, learning rate,
 warm-up and number of updates:
@@ -11,8 +11,8 @@ warm-up and number of updates:
     ess        vcpo.py with its step length and the group mean for a baseline
     baseline   vcpo.py with its baseline and steps of full length
 Prints the rows of docs/results.md: greedy accuracy after every 25th update, sampled at the end.
-Without WAY the first four. --keep leaves the run folders in FOLDER (in vcpo.py's, LAG steps pass
-before the first update).
+Without WAY the first four; --updates: how many (default: 150). --keep leaves the run folders in
+FOLDER (in vcpo.py's, LAG steps pass before the first update).
 
 none and clip differ from the other four in the loss (grpo.py's without KL), truncated from vcpo in
 the controls alone.
@@ -30,22 +30,22 @@ import vcpo
 from common.plumbing.launch import launch
 from tools import arguments
 
-UPDATES, EVERY, PROMPTS = 150, 25, 8
+EVERY, PROMPTS = 25, 8
 OFF = {"ess": "--no_optimal_baseline", "baseline": "--no_ess_scaling"}  # what each half leaves out
 OFF |= {"truncated": " ".join(OFF.values()), "vcpo": ""}
 WAYS = ("none", "clip", "truncated", "vcpo", "ess", "baseline")
 
 
-def run(way: str, lr: float, lag: int, seed: int, keep: Path) -> None:
+def run(way: str, lr: float, lag: int, seed: int, keep: Path, updates: int) -> None:
     """One training run, and its row."""
     folder = keep / f"{way}-lr{lr:g}-lag{lag}-s{seed}"
     words = f"--lr {lr} --seed {seed} --prompts_per_step {PROMPTS} --minibatches 1 --warmup 5"
     words += f" --run_dir {folder}"
     if way in OFF:
-        words += f" --lag {lag} --steps {UPDATES + lag} --eval_every 1 {OFF[way]}"
+        words += f" --lag {lag} --steps {updates + lag} --eval_every 1 {OFF[way]}"
         evaluate_between_updates(lag)
     else:
-        words += f" --steps {UPDATES} --eval_every {EVERY} --beta 0"
+        words += f" --steps {updates} --eval_every {EVERY} --beta 0"
         delay(lag, against_sampler=way == "clip")
     module = vcpo if way in OFF else grpo
     sys.argv = [f"{module.__name__}.py", *words.split()]
@@ -124,16 +124,20 @@ if __name__ == "__main__":
     parser.add_argument("seed", type=int, nargs="?", default=1, metavar="SEED")
     parser.add_argument("way", choices=WAYS, nargs="?", metavar="WAY")
     parser.add_argument("--keep", type=Path, metavar="FOLDER")
+    parser.add_argument("--updates", type=int, default=150, metavar="N")
     chosen = parser.parse_args()
     if not 0 < chosen.lr < 1e9:  # not NaN
         parser.error(f"LR {chosen.lr}: must be a number above 0")
     if chosen.lag < 0:
         parser.error(f"LAG {chosen.lag}: must be 0 or more")
+    if chosen.updates < 1:
+        parser.error(f"--updates {chosen.updates}: must be 1 or more")
     with tempfile.TemporaryDirectory() as folder:
         keep = str(chosen.keep or folder)
         if chosen.way:
-            run(chosen.way, chosen.lr, chosen.lag, chosen.seed, Path(keep))
+            run(chosen.way, chosen.lr, chosen.lag, chosen.seed, Path(keep), chosen.updates)
+        more = ("--updates", chosen.updates)
         for way in () if chosen.way else WAYS[:4]:
-            words = map(str, (chosen.lr, chosen.lag, chosen.seed, way, "--keep", keep))
+            words = map(str, (chosen.lr, chosen.lag, chosen.seed, way, "--keep", keep, *more))
             if code := subprocess.run([sys.executable, "-m", "tools.staleness", *words]).returncode:
                 sys.exit(code)  # it has said why
