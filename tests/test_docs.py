@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import grpo
 import pytest
 import torch
-from common.distributed import World
+from common.distributed import BadInput, World
 from common.plumbing import launch
 from common.reward import Judge, loaded
 from tools import bench, memory, results
@@ -524,6 +524,16 @@ def test_memory_is_told_for_any_config(family, tmp_path, monkeypatch, capsys):
     launch.parse(importlib.import_module("grpo").Args)
     estimated = memory.estimate("grpo", command, 80.0, found)
     assert estimated["peak"] < 80 and f"peak {estimated['peak']:.1f} GB" in said
+    assert f"needs {estimated['host']:.0f} GB of host memory" in said
+
+
+@pytest.mark.parametrize("wrong", [{"hidden_size": -5}, {"num_experts": -3}, {"head_dim": -1}])
+def test_a_shape_that_no_model_has_is_named(wrong, tmp_path):
+    shape, _ = CONFIGS["qwen3_moe"]
+    config = shape | MORE_OF["qwen3_moe"] | {"model_type": "qwen3_moe", "vocab_size": 9} | wrong
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInput, match=f"its config.json: .* {[*wrong.values()][0]}: must be 1"):
+        memory.shape_of(str(tmp_path))
 
 
 def test_what_fits_grows_with_the_card_and_the_cards():

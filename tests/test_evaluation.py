@@ -266,6 +266,18 @@ def test_a_run_is_its_newest_checkpoint(measured, tmp_path, moved):
     assert run_here(grpo.main, *flags, "--run_dir", run) == 0
 
 
+def test_code_of_a_run_folder_is_said_before_it_runs(measured, tmp_path, moved):
+    """A task file that config.json names; the checkpoint's pickle."""
+    run, task = Path(shutil.copytree(moved, tmp_path / "run")), tmp_path / "task.py"
+    task.write_text("print('it runs')\ntrain = lambda i: ('1+1=', '2')\nheld_out = [train(0)]\n")
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"task": str(task)}))
+    code, printed, _ = measured(run)
+    said = [f"running {task}, which {run}/config.json names", "it runs", f"reading {run}", "avg@n"]
+    places = [printed.index(words) for words in said]
+    assert code == 0 and places == sorted(places)
+
+
 def test_of_two_models_in_a_checkpoint_the_policy_is_measured(measured, tmp_path):
     """goldilocks saves its teacher, too."""
     flags = [*SMALL, *MORE["goldilocks"], "--steps", 1, "--lr", 0.01, "--save_hf"]
@@ -437,6 +449,12 @@ def other_model(folder: Path) -> Path:
     return folder
 
 
+def evil_precision(folder: Path) -> Path:
+    config = json.loads((empty_run(folder) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rollout_dtype": "evil"}))
+    return folder
+
+
 WRONG = {
     "--nope": "Unrecognized options: --nope",
     "tiny tiny": "Unrecognized options: tiny",
@@ -445,6 +463,7 @@ WRONG = {
     "{tmp}": "MODEL {tmp}: the folder holds no",
     "{empty}": "MODEL {tmp}/run: no checkpoint",
     "{broken}": "{tmp}/run/config.json: damaged",
+    "{evil}": "{tmp}/run/config.json: rollout_dtype 'evil': must be one of auto, float32",
     "{other}": "step_000002 is damaged or does not fit its model",
     "tiny --eval_samples 0": "--eval_samples 0: must be 1 or more",
     "tiny --eval_task nosuchset": "--eval_task nosuchset: unknown",
@@ -463,7 +482,7 @@ def test_a_wrong_call_is_one_line(words, measured, tmp_path, monkeypatch, moved)
     monkeypatch.setattr("common.rollout.HFEngine.generate", None)
     (tmp_path / "file").touch()
     made = {"tmp": str(tmp_path)}
-    for name, make in {"empty": empty_run, "broken": broken_run}.items():
+    for name, make in {"empty": empty_run, "broken": broken_run, "evil": evil_precision}.items():
         if name in words:
             made[name] = str(make(tmp_path / "run"))
     if "other" in words:

@@ -89,6 +89,14 @@ def test_a_full_disk_during_a_save(tmp_path, finished, monkeypatch, capsys, wher
     assert_same_run(finished, tmp_path / "parts", 4, tmp_path)
 
 
+def test_a_full_disk_during_the_first_save(tmp_path, monkeypatch, capsys):
+    """Nothing is there to go on from, and nothing is said to be."""
+    monkeypatch.setattr(common.plumbing.checkpoint.dcp, "save", None)
+    assert run_here(grpo.main, *SMALL, "--steps", 2, "--run_dir", tmp_path / "run") == 1
+    said = capsys.readouterr().err
+    assert "nothing is saved yet: start again" in said and "--resume" not in said
+
+
 def with_little_room(*flags: object) -> None:
     """One of two ranks; the second's disk is full at its second save."""
     save, saves = torch.save, []

@@ -154,13 +154,14 @@ def test_the_second_run_is_resumed_while_the_first_is_finished(run, capsys):
     assert [line["step"] for line in metrics(run)] == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("place", [".", "./", "..", "~/x", "x/"])
+@pytest.mark.parametrize("place", [".", "./", "..", "~/x", "x/", "../link"])
 @pytest.mark.parametrize("resume", [[], ["--resume", "auto"]])
 def test_places_that_people_type(place, resume, tmp_path, monkeypatch):
-    """What is there already gets a neighbour; ~ and a slash at the end mean what they always do;
-    --resume then finds it under the same name."""
-    made = {"~/x": "home/x", "x/": "up/here/x", "..": "up.2"}.get(place, "up/here.2")
+    """A folder with something in it gets a neighbour, an empty one is used; ~ and a slash at the
+    end mean what they always do; --resume then finds it under the same name."""
+    made = {"~/x": "home/x", "x/": "up/here/x", "..": "up.2"}.get(place, "up/here")
     (tmp_path / "up/here").mkdir(parents=True)
+    (tmp_path / "up/link").symlink_to("here")
     monkeypatch.chdir(tmp_path / "up/here")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     flags = [*SMALL, "--save_every", 1, "--run_dir", place]
@@ -216,9 +217,10 @@ def test_ranks_on_a_run_under_way_say_one_line(run):
 
 
 FOREIGN = {
-    "a file": (lambda folder: folder.joinpath("x").write_text("x") and "x", "x.2"),
+    "a file": (lambda folder: folder.joinpath("x").write_text("x") and "x", "File exists"),
     "files": (lambda folder: (folder / "x/y").mkdir(parents=True) or "x", "x.2"),
-    "a link": (lambda folder: (folder / "x").symlink_to("nowhere") or "x", "x.2"),
+    "a link": (lambda folder: (folder / "x").symlink_to("nowhere") or "x", "File exists"),
+    "no folder": (lambda folder: "/dev/null", "File exists: '/dev/null'"),
     "a long name": (lambda folder: "x" * 300, "File name too long"),
     "under a file": (
         lambda folder: folder.joinpath("x").write_text("x") and "x/run",
@@ -362,6 +364,17 @@ def test_broken_files_of_a_run_are_one_line(name, run, refused, monkeypatch, cap
         runpy.run_module("tools.curves", run_name="__main__")
     said = capsys.readouterr().err
     assert stop.value.code == 2 and message in said and said.count("\n") == 1
+
+
+def test_a_hole_in_the_metrics_is_said_and_the_file_kept(run, capsys):
+    """As a power loss leaves it: the checkpoint has step 4, the metrics end in the midst of it."""
+    cut = (run / "metrics.jsonl").read_bytes()[:-40]
+    (run / "metrics.jsonl").write_bytes(cut)
+    for steps in (5, 6):  # said each time, and what is kept is what was found first
+        assert run_here(grpo.main, *SMALL, "--steps", steps, "--run_dir", run, "--resume") == 0
+        assert f"{run}/metrics.jsonl lacks step 4 for good" in capsys.readouterr().out
+    assert (run / "metrics.jsonl.damaged").read_bytes() == cut
+    assert [line["step"] for line in metrics(run)] == [0, 1, 2, 3, 5, 6]
 
 
 def test_a_last_line_cut_short_is_dropped(tmp_path):

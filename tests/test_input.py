@@ -6,6 +6,7 @@ import socket
 
 import grpo
 import pytest
+from transformers import Qwen3Config
 
 from tests.helpers import SMALL, module_of, run_here, started
 
@@ -20,6 +21,13 @@ BAD_INPUT = {
     "a file called igloo": (["--task", "igloo.jsonl"], "--task igloo.jsonl: no such file"),
     "no such model": (["--model", "nowhere/nothing"], "--model nowhere/nothing"),
     "model without weights": (["--model", "EMPTY_MODEL"], "holds no *.safetensors weights"),
+    "the embedded model's defaults": (
+        ["--model", "BIG_MODEL"],
+        "give --lr (usual in full fine-tuning: 1e-6 for billions of parameters, 1e-5 for some "
+        "100 million) and --max_new_tokens (usual: 512 to 4096)",
+    ),
+    "its lr": (["--model", "BIG_MODEL", "--max-new-tokens=9"], "model's; give --lr (usual"),
+    "its length": (["--model", "BIG_MODEL", "--lr", 1], "model's; give --max_new_tokens (usual"),
     "a group of one": (["--group_size", 1], "--group_size 1"),
     "mini-batches do not divide": (["--minibatches", 5], "--prompts_per_step 16"),
     "zero steps": (["--steps", 0], "--steps 0: must be 1 or more"),
@@ -44,8 +52,11 @@ def test_bad_input_is_one_line_exit_2_and_nothing_written(name, tmp_path, monkey
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/config.json").write_text("{}")
     (tmp_path / "bad.jsonl").write_text('{"prompt": "1+1", "answer": 2}\noops\n')
+    Qwen3Config(hidden_size=1024, num_hidden_layers=1).save_pretrained(tmp_path / "big")
+    (tmp_path / "big/model.safetensors").touch()  # not read: config.json says how large it is
     before = sorted(tmp_path.rglob("*"))
     places = {"BAD_ROWS": tmp_path / "bad.jsonl", "EMPTY_MODEL": tmp_path / "empty"}
+    places["BIG_MODEL"] = tmp_path / "big"
     if name == "no wandb":
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     flags, message = BAD_INPUT[name]
@@ -84,6 +95,8 @@ OUT_OF_RANGE = [
     ("icepop", "--correction_level sequence", "--correction_level sequence: is for tis and mis"),
     ("icepop", "--w_low 6", "--w_low 6.0, --w_high 5.0: 1 must lie between them"),
     ("icepop", "--w_low 2 --w_high 3", "--w_low 2.0, --w_high 3.0: 1 must lie between them"),
+    ("opd", "--group_size 1 --reward_weight 1", "--group_size 1: a group needs 2 responses"),
+    ("baselines", "--group_size 1", "--group_size 1: a group needs 2 responses to compare"),
     ("opd", "--teacher nowhere", "--teacher 'nowhere': no such folder"),
     ("laconic", "--price_floor 1", "--price_ceiling 0.3: below price_floor or above 1e6"),
     ("ppo", "--lam 1.5", "--lam 1.5: must be from 0 to 1"),

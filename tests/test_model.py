@@ -14,7 +14,7 @@ from common import logprobs as model_module
 from common.data import encode
 from common.distributed import BadInput, shard
 from common.logprobs import Policy, token_logprobs
-from common.plumbing.model import EMBEDDED, eos_ids, load_model
+from common.plumbing.model import EMBEDDED, config_of, eos_ids, load_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -335,6 +335,17 @@ def test_a_folder_without_weights_is_named(tmp_path, tiny):
 def changed(folder: Path, name: str, **entries: object) -> None:
     """A JSON file of a model folder with some entries replaced."""
     (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | entries))
+
+
+@pytest.mark.parametrize("theirs", ["eager", "flex_attention", "paged|eager", "evil/kernel"])
+def test_a_folder_does_not_choose_the_attention(theirs, words, tmp_path):
+    """On the first rank and on the others; a kernel of the hub's would be code that is run."""
+    folder = Path(shutil.copytree(words, tmp_path / "model"))
+    changed(folder, "config.json", _attn_implementation=theirs)
+    lm, _ = load_model(str(folder))
+    other = AutoModelForCausalLM.from_config(config_of(str(folder)))
+    for model in (lm, other):
+        assert {part.config._attn_implementation for part in (model, model.model)} == {"sdpa"}
 
 
 @pytest.mark.parametrize("eos", ["1", [[1]]])

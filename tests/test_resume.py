@@ -111,7 +111,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path):
     flags = [*SMALL, "--run_dir", tmp_path / "run"]
     ended = command("grpo", *flags, "--steps", 50, at=("term", 3), ranks=2)
     assert ended.codes == [0, 0], ended.stderr
-    assert ended.stdout.count("stopped after step 3, saved: go on with --resume") == 1
+    assert ended.stdout.count("stopped after step 3: go on with --resume") == 1
     assert (tmp_path / "run/checkpoints/step_000003/rank1.pt").exists()
     assert command("grpo", *flags, "--steps", 4, "--resume", ranks=2).codes == [0, 0]
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]

@@ -14,7 +14,7 @@ from common.plumbing.model import load_model
 from tools.evaluate import load_weights
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from tests.helpers import SMALL, command, metrics, run_here
+from tests.helpers import SMALL, command, metrics, module_of, run_here
 
 pytestmark = pytest.mark.runs
 
@@ -27,6 +27,26 @@ def test_routing_replay_in_the_loop(tmp_path, replay):
     flags = [*SMALL, "--steps", 2, "--model", "tiny-moe", "--routing_replay", replay]
     assert run_here(minirl.main, *flags, "--run_dir", folder) == 0
     assert all((line["experts_differ"] == 0) == (replay == "r3") for line in metrics(folder)[1:])
+
+
+@pytest.mark.parametrize(
+    "words", ["ppo", "opd", "baselines --baseline none", "baselines --baseline batch"]
+)
+def test_a_group_of_one_where_nothing_is_compared(words, tmp_path):
+    name, *flags = words.split()
+    flags += [*SMALL, "--group_size", 1, "--steps", 2, "--run_dir", tmp_path / "run"]
+    assert run_here(module_of(name).main, *flags) == 0
+    assert [line["skipped"] for line in metrics(tmp_path / "run")[1:]] == [0, 0]
+
+
+def test_the_end_says_that_groups_taught_nothing_and_what_to_run_next(tmp_path, capsys):
+    """One token is never an answer: all rewards are 0. What is rounding noise is not on the bar."""
+    flags = [*SMALL, "--max_new_tokens", 1, "--steps", 1, "--run_dir", tmp_path / "run"]
+    assert run_here(grpo.main, *flags) == 0
+    said = capsys.readouterr()
+    assert "in 100% of the groups all rewards were equal" in said.out
+    assert said.out.endswith(f"python -m tools.page {tmp_path / 'run'}\n")
+    assert "reward=0" in said.err and "sampler_kl" not in said.err and "clip_share" not in said.err
 
 
 def test_stapo_writes_down_what_it_silenced(tmp_path):

@@ -22,11 +22,12 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
 
 from common.data import HUB, Problem, fitting, limits, load_task, read_set, remarks_on
 from common.distributed import BadInput, RunStopped, World
 from common.distributed import blame, first_line, global_sum, shard
+from common.plumbing.checkpoint import PICKLE
 from common.plumbing.flags import Count, Flags, broken_rule
 from common.plumbing.folder import as_lines, checkpoints, whole
 from common.plumbing.launch import launch, settle
@@ -127,6 +128,11 @@ def prepare(args: Args, world: World) -> None:
     """Give flags that were not given the run's values, if MODEL is a run, and check them all."""
     if config := config_of(Path(args.model)):
         own = {name: config.get(name) for name in OF_THE_RUN.split()}
+        precision = config.get("rollout_dtype", "auto")
+        known = get_args(get_type_hints(Args)["rollout_dtype"])
+        if precision not in known:
+            wrong = f"rollout_dtype {str(precision)[:40]!r}: must be one of {', '.join(known)}"
+            raise BadInput(f"{args.model}/config.json: {wrong}")
         fit = {name: value for name, value in own.items() if type(value) is type(vars(args)[name])}
         # The same command line once more, over other defaults
         again = tyro.cli(Args, default=replace(Args(), **fit), use_underscores=True)
@@ -198,15 +204,6 @@ def main(args: Args, world: World) -> None:
     name = run.resolve().name if config else re.sub(r"[^\w.-]+", "-", args.model).strip("-")
     folder = Path(args.run_dir or (run if config else "runs/evaluations")).expanduser()
     args.model = config.get("model", args.model)
-    lm, tokenizer = load_model(args.model, world, "MODEL")
-    sets, remarks = load_sets(args, config, tokenizer)
-    engine, step = make_engine(args, lm, world), 0
-    if config:
-        policy = shard(Policy(lm), args, world)
-        step = load_weights(run, policy)
-        engine.sync(policy)
-        del policy
-    del lm
 
     def say(*lines: str) -> None:
         """Print on rank 0, above the progress bar."""
@@ -214,6 +211,19 @@ def main(args: Args, world: World) -> None:
             for line in lines if world.rank == 0 else ():
                 print(line, flush=True)
 
+    flags = ("reward",) if args.eval_task else ("task", "reward")
+    files = [getattr(args, flag) for flag in flags if getattr(args, flag) == config.get(flag)]
+    say(*[f"running {file}, which {run}/config.json names" for file in files if ".py" in file])
+    lm, tokenizer = load_model(args.model, world, "MODEL")
+    sets, remarks = load_sets(args, config, tokenizer)
+    engine, step = make_engine(args, lm, world), 0
+    if config:
+        policy = shard(Policy(lm), args, world)
+        say(f"reading {run}/checkpoints {PICKLE}")
+        step = load_weights(run, policy)
+        engine.sync(policy)
+        del policy
+    del lm
     what = f"{name} after step {step}" if config else args.model
     words = ["evaluation", name, *[f"step{step}"] * bool(config)]
     words += [re.sub(r"[^\w.-]+", "-", Path(one.name).stem) for one in sets]

@@ -1,7 +1,7 @@
 """What a run wrote, token by token, and how hard each token was pushed: one HTML page, which opens
 from disk and fetches nothing.
 
-    python -m tools.page RUN [OTHER] [--out page.html]
+    python -m tools.page RUN [OTHER] [--out FILE]
 
 RUN and OTHER are run folders with a samples.jsonl (`--sample_every`); two stand beside each other.
 The page shows the groups of each step that the run kept: prompt, responses, reward, Â, and every
@@ -572,9 +572,9 @@ if __name__ == "__main__":
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, or two")
-    parser.add_argument("--out", type=Path, default=Path("page.html"), help="the page to write")
+    parser.add_argument("--out", type=Path, help="the page to write (default: RUN/page.html)")
     given = parser.parse_args()
     try:
-        main(given.runs, given.out)
+        main(given.runs, given.out or given.runs[0] / "page.html")
     except (BadInput, OSError) as error:
         parser.error(first_line(error))

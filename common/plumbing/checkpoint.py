@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.distributed import RunStopped, World, blame, full_parameters
-from common.plumbing.folder import checkpoints
+from common.plumbing.folder import checkpoints, way_on
 
 KEEP_CHECKPOINTS = 3
+PICKLE = "with pickle, which runs any code that is in it: use only runs of your own"
 
 
 def save_checkpoint(
@@ -39,7 +40,7 @@ def save_checkpoint(
         values["step"].zero_()
     # Of a full disk torch's writers say "unexpected pos 704 vs 598".
     free = f"where {shutil.disk_usage(folder).free // 2**20} MB are free"
-    what = f"cannot save {final}, {free}; those before it are whole: mend that, then --resume"
+    what = f"cannot save {final}, {free}; {way_on(folder)} once that is fixed"
     with blame(what, RunStopped):
         partial.mkdir(parents=True, exist_ok=True)
         dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=partial / "shards")
@@ -69,10 +70,14 @@ def load_checkpoint(
     be refused.
     """
     checkpoint = checkpoints(folder)[-1]
+    if world.rank == 0:
+        print(f"reading {checkpoint} {PICKLE}", flush=True)
     weights, moments = get_state_dict(policy, optimizer)
     what = f"--resume: {checkpoint} does not fit --model, or is damaged: then delete it, and the "
     with blame(what + "one before it is taken"):
-        dcp.load({"policy": weights, "optimizer": moments}, checkpoint_id=checkpoint / "shards")
+        shards = dcp.FileSystemReader(checkpoint / "shards")
+        shards.read_metadata()  # if it is damaged, dcp.load would log a page of traceback
+        dcp.load({"policy": weights, "optimizer": moments}, storage_reader=shards)
         own = checkpoint / f"rank{world.rank}.pt"
         path = own if own.exists() else checkpoint / "rank0.pt"
         saved = torch.load(path, weights_only=True, map_location="cpu")

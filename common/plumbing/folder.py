@@ -24,13 +24,17 @@ FREE_ON_RESUME = set(
 
 
 def new_folder(name: Path) -> Path:
-    """A folder that nobody else has: `name`, or where that is taken name.2, name.3, ..."""
-    name.parent.mkdir(parents=True, exist_ok=True)
+    """A folder that nobody else has: `name`, or where something is in it name.2, name.3, ...
+
+    An error where the name is a file's, or a link's to nowhere.
+    """
     for number in count(1):
         folder = name if number == 1 else name.with_name(f"{name.name}.{number}")
+        folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
-            folder.mkdir()  # of two runs at once one makes it
-            return folder
+            if not any(folder.iterdir()):
+                (folder / "metrics.jsonl").touch(exist_ok=False)  # of two runs at once one makes it
+                return folder
 
 
 def runs_called(name: Path) -> list[Path]:
@@ -47,6 +51,11 @@ def checkpoints(folder: Path) -> list[Path]:
     found = (folder / "checkpoints").glob("step_*")
     found = [path for path in found if re.fullmatch("step_[0-9]{6,}", path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def way_on(folder: Path) -> str:
+    """What to do about a run in `folder` that had to stop."""
+    return "go on with --resume" if checkpoints(folder) else "nothing is saved yet: start again"
 
 
 def lock(folder: Path, patience: int = 0) -> int:

@@ -143,7 +143,6 @@ def check_defaults(args: object, words: list[str]) -> None:
         raise BadInput(f"--model {args.model}: the defaults are the embedded model's; give {asked}")
 
 
-
 def settle(args: object, world: World, model: str) -> None:
     """Let `auto` become what it means for this model on this machine; divide the ranks."""
     gpu = world.device.type == "cuda"

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,13 +19,15 @@ from tqdm import tqdm
 from common.distributed import CLOSING, BadInput, RunStopped, StopFlag, World, blame
 from common.plumbing.curves import draw_curves
 from common.plumbing.folder import as_lines, checkpoints, lock, new_folder, other_flags
-from common.plumbing.folder import read_lines, runs_called, whole
+from common.plumbing.folder import read_lines, runs_called, way_on, whole
 from common.plumbing.samples import Samples, as_table, before_and_after
 
 MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
+MOST_IDLE = 0.9  # groups of equal rewards (share), above which the end of a run says so
 MOST_APART = 3  # steps in a row in which sampler and trainer disagree, before the run stops
 ROWS = ("metrics.jsonl", "samples.jsonl", "silenced.jsonl")  # line by line; cut back on resume
-SHOWN = ("reward", "greedy", "ref_kl", "sampler_kl")  # on the progress bar
+SHOWN = ("reward", "greedy", "tokens_per_s")  # on the progress bar
+SHOWN_FROM = 0.001  # further metrics are shown from this size on: below it is rounding noise
 
 
 class Run:
@@ -111,12 +114,23 @@ class Run:
                 raise BadInput(f"--steps {self.args.steps}: {self.folder} is at step {self.done}")
             for path in filter(Path.exists, (self.folder / name for name in ROWS)):
                 rows = [row for row in read_lines(path) if row["step"] <= self.done]
+                if path.name == "metrics.jsonl":
+                    self._keep_damaged(path, {row["step"] for row in rows})
                 self._write(path.name, as_lines(rows))
             (self.folder / "summary.json").unlink(missing_ok=True)  # of fewer steps
         else:
             self.folder = new_folder(self.folder)
             CLOSING.append(partial(os.close, lock(self.folder)))
         self._write("config.json", json.dumps(self.config, indent=2) + "\n")
+
+    def _keep_damaged(self, path: Path, steps: set[int]) -> None:
+        """Say which steps are missing, as after a power loss, and keep a copy of the file."""
+        lost = [str(step) for step in range(self.done + 1) if step not in steps]
+        if lost:
+            kept = path.with_name("metrics.jsonl.damaged")
+            if not kept.exists():
+                shutil.copy(path, kept)
+            self.say(f"{path} lacks step {', '.join(lost)} for good; the file as it was is {kept}")
 
     def _write(self, name: str, text: str) -> None:
         with whole(self.folder / name) as path:
@@ -165,13 +179,15 @@ class Run:
         self.done, self.stopping = step, self.stop.anywhere(self.world)
         if self.wandb:
             self.wandb.log(line | as_table(shown), step=step)
-        shown = [name for name in (*SHOWN, self.acted, "tokens_per_s") if name in line]
-        self.bar.set_postfix({name: f"{line[name]:.3g}" for name in shown}, refresh=False)
+        more = [name for name in ("ref_kl", "sampler_kl", self.acted) if name in line]
+        more = [name for name in more if not abs(line[name]) < SHOWN_FROM]  # NaN is shown
+        shown = {name: f"{line[name]:.3g}" for name in (*SHOWN, *more) if name in line}
+        self.bar.set_postfix(shown, refresh=False)
 
     def note(self, name: str, rows: list[dict]) -> None:
         """Append rows to a JSON-lines file of the run folder, on rank 0."""
         if rows and self.world.rank == 0:
-            what = f"cannot write {self.folder / name}: mend that and go on with --resume"
+            what = f"cannot write {self.folder / name}; {way_on(self.folder)} once that is fixed"
             with blame(what, RunStopped), (self.folder / name).open("a") as file:
                 file.write(as_lines(rows))
 
@@ -213,8 +229,7 @@ class Run:
         with blame(f"cannot write the results to {self.folder}", RunStopped):
             curves, lines = draw_curves(self.folder), read_lines(self.folder / "metrics.jsonl")
             if self.done < self.args.steps:
-                saved = "saved: go on with --resume" if self.done else "nothing is saved yet"
-                return self.say(f"stopped after step {self.done}, {saved}")
+                return self.say(f"stopped after step {self.done}: {way_on(self.folder)}")
             first, *_, last = [line for line in lines if "greedy" in line] * 2
             both, split = ("greedy", "sampled"), defaultdict(float)
             summary = {f"{how}_before": first[how] for how in both}
@@ -239,5 +254,11 @@ class Run:
         if acted and not any(acted):  # null, a NaN, is no deed either; without any it was off
             idle = f"{self.acted} was 0 at every step: what it measures never acted"
             self.say(f"\nWARNING: {idle} (too few steps? --minibatches 1?).")
+        idle = [line["zero_groups"] for line in lines if "zero_groups" in line]
+        if self.args.compares() and idle and sum(idle) > MOST_IDLE * len(idle):
+            share = f"in {sum(idle) / len(idle):.0%} of the groups all rewards were equal"
+            self.say(f"\nWARNING: {share}, and such a group teaches nothing (docs/diagnose.md).")
         if min(last[how] - first[how] for how in both) < 0:
             self.say("\nWARNING: held-out accuracy ended below its start.")
+        if samples.is_file():
+            self.say(f"\nlook at it: python -m tools.page {self.folder}")
