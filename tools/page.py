@@ -210,9 +210,10 @@ class File:
 
     def push(self, batch: dict, args: object, own: bool) -> tuple[Pushed | None, list[str]]:
         """What it does to a group, or None; and what is otherwise than in a run of its own."""
-        given = {name: batch.get(column) for name, column in self.columns.items()}
+        stored = {name: column for name, column in self.columns.items() if column in batch}
+        given = {"ref_logp": None} | {name: batch[column] for name, column in stored.items()}
         given["advantages"] = A = batch["advantages"]  # [n], or [n, T]
-        missing = [name for name in self.beside if given.get(name) is None]
+        missing = [name for name in self.beside if name not in given]
         said = [
             f"`{name}` is not stored: {HANDED.get(name, 'here the file does without')}"
             for name in missing
