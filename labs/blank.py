@@ -5,7 +5,8 @@
     python -m labs.grade mine/grpo.py
 
 Of an algorithm's file `advantages` and `policy_loss` keep their signature and what they promise;
-their bodies are yours. The others are one function each.
+their bodies are yours. The others are one function each. The first line says which exercise it is,
+so that the file may have any name.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from tools.marks import algorithms
 
 EXERCISES = Path(__file__).parent / "exercises.py"
 TAKEN = ("advantages", "policy_loss")
+HEAD = "# Exercise: {name}"  # the first line
 INDENT, TODO = "    # ", '    raise NotImplementedError("TODO: {name}")'
 # What is asked for is small, has a catch, or needs the head of the file read closely
 EASY = "grpo dr_grpo justrl dapo goldilocks laconic sampler_logprobs accumulate pass_at_k shift"
@@ -114,6 +116,18 @@ def statistics(function: ast.FunctionDef) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def flags(function: ast.FunctionDef) -> list[str]:
+    """Comment lines: the flags that a function reads, of `Args`."""
+    found = []
+    for node in ast.walk(function):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "args":
+            found.append(f"args.{node.attr}")
+    if not found:
+        return []
+    told = f"It reads {', '.join(sorted(set(found)))}: what each does is said in Args."
+    return [INDENT + line for line in textwrap.wrap(told, 94)]
+
+
 def explained(file: str, names: list[str]) -> list[str]:
     """Comment lines: what each of these statistics of a file is."""
     if not names:
@@ -137,7 +151,7 @@ def emptied(source: str, taken: tuple[str, ...], file: str = "") -> str:
         opened = marks.count("# <own>") > marks.count("# </own>")
         if closed := opened and lines[end : end + 1] == ["    # </own>"]:
             end += 1
-        todo = [*explained(file, statistics(node)), TODO.format(name=node.name)]
+        todo = [*flags(node), *explained(file, statistics(node)), TODO.format(name=node.name)]
         if opened and not closed:  # its end stands further down
             todo.insert(0, "    # <own>")
         lines[start:end] = todo
@@ -148,7 +162,8 @@ def blank(name: str) -> str:
     """The text of an exercise. NoExercise for a name that is none."""
     files = {path.stem: path for path in algorithms()}
     if name in files:
-        return emptied(files[name].read_text(encoding="utf-8"), TAKEN, name)
+        text = emptied(files[name].read_text(encoding="utf-8"), TAKEN, name)
+        return f"{HEAD.format(name=name)}\n{text}"
     if name not in single():
         raise NoExercise(f"{name}: no exercise; there are {', '.join([*files, *single()])}")
     source = EXERCISES.read_text(encoding="utf-8")
@@ -157,8 +172,12 @@ def blank(name: str) -> str:
     imports = [n for n in ast.parse(source).body if isinstance(n, ast.Import | ast.ImportFrom)]
     needed = [n for n in imports if any(f"{alias.name}" in used for alias in n.names)]
     body = "\n".join(source.splitlines()[node.lineno - 1 : node.end_lineno])
-    words = f'"""Exercise {name}: grade it with `python -m labs.grade {name}.py`."""'
-    parts = [words, "\n".join(map(ast.unparse, needed)), "", emptied(body, (name,))]
+    parts = [
+        HEAD.format(name=name),
+        "\n".join(map(ast.unparse, needed)),
+        "",
+        emptied(body, (name,)),
+    ]
     return "\n\n".join(part for part in parts if part).replace("\n\n\n\n", "\n\n\n")
 
 

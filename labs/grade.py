@@ -1,8 +1,9 @@
 """Grades an exercise of labs.blank, in words and numbers.
 
-    python -m labs.grade mine/grpo.py [--hint]
+    python -m labs.grade mine/grpo.py [--hint] [--exercise grpo]
 
-The file's name says which exercise it is. Exit code 0 where all its checks hold, 1 where one does
+The file's name says which exercise it is; or else its first line, which labs.blank writes; or
+--exercise. Exit code 0 where all its checks hold, 1 where one does
 not, 2 where FILE is no exercise. --hint says which damage has the same effect.
 
 The file runs in a process of its own, with bounds on time and memory, so that no accident in it
@@ -40,7 +41,7 @@ from tests.adapters import MODULES
 from torch import Tensor
 
 from labs import exercise_checks
-from labs.blank import TAKEN, single
+from labs.blank import HEAD, TAKEN, single
 from labs.why import why
 
 SECONDS = 30  # for one check: the slowest takes one
@@ -50,13 +51,22 @@ NOT_RUN = "not run"
 Verdict = tuple[Callable | None, str]  # a check (None: loading the file), what is wrong with it
 
 
+def meant(path: Path, source: str, asked: str | None) -> str:
+    """Which exercise a file is: the one asked for, or by its name, or by its first line."""
+    first = re.match(HEAD.format(name=r"(\w+)"), source)
+    known = [*MODULES, *single()]
+    names = [asked] if asked else [path.stem, *(first.groups() if first else ())]
+    found = [name for name in names if name in known]
+    if not found:
+        told = f"{asked or path}: which exercise is it? Give --exercise NAME, one of"
+        raise BadInput(f"{told} {', '.join(known)}")
+    return found[0]
+
+
 def exercise(name: str) -> tuple[list[Callable], tuple[str, ...]]:
     """The checks of an exercise, and the functions that are asked for."""
     if name in MODULES:
         return checks.of(name)[0], TAKEN
-    if name not in single():
-        known = ", ".join([*MODULES, *single()])
-        raise BadInput(f"{name}.py: the file's name says which exercise it is, one of {known}")
     return list(exercise_checks.CHECKS[name]), (name,)
 
 
@@ -156,14 +166,14 @@ def differs(now: object, before: object) -> bool:
     return now is not before and not str(getattr(now, "__module__", "")).startswith("torch.")
 
 
-def verdicts(path: Path, source: str) -> Iterator[Verdict]:
-    """What is wrong with the text of an exercise that stands, or would, at `path`, check by check:
+def verdicts(name: str, path: Path, source: str) -> Iterator[Verdict]:
+    """What is wrong with the text of an exercise that stands, or would, at `path`, check by check;
     an empty reason for a check that holds.
 
     Nothing that a wrong answer does comes out of here as an exception.
     """
-    every, wanted = exercise(path.stem)
-    importlib.import_module(MODULES.get(path.stem, "labs.exercises"))  # and what it imports
+    every, wanted = exercise(name)
+    importlib.import_module(MODULES.get(name, "labs.exercises"))  # and what it imports
     before = machinery()
     try:
         module = load(path, source)
@@ -208,10 +218,10 @@ def bounded(channel: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def answer(path: Path, source: str, channel: int, key: str) -> None:
+def answer(name: str, path: Path, source: str, channel: int, key: str) -> None:
     """The whole life of the student's process: verdicts into the channel, a line each."""
     me = os.getpid()
-    for number, (_, reason) in enumerate(verdicts(path, source)):
+    for number, (_, reason) in enumerate(verdicts(name, path, source)):
         if os.getpid() == me:  # not from a fork of the student's
             line = json.dumps({"key": key, "number": number, "reason": reason}) + "\n"
             os.write(channel, line.encode())
@@ -252,13 +262,13 @@ def ended(child: int) -> str:
     return "it closed the channel of the verdicts"
 
 
-def graded(path: Path, source: str) -> list[Verdict]:
+def graded(name: str, path: Path, source: str) -> list[Verdict]:
     """The verdicts on a file that are not good, from a process of its own.
 
     Whatever ends that process, or keeps it too long, is the verdict on the check it was at. The
     rest is not run then: what has not been said to hold does not.
     """
-    steps, key = [None, *exercise(path.stem)[0]], secrets.token_hex()
+    steps, key = [None, *exercise(name)[0]], secrets.token_hex()
     ours, theirs = os.pipe()
     with warnings.catch_warnings(action="ignore"):  # of threads that sleep in libraries
         child = os.fork()
@@ -266,7 +276,7 @@ def graded(path: Path, source: str) -> list[Verdict]:
         try:
             os.close(ours)
             bounded(theirs)
-            answer(path, source, theirs, key)
+            answer(name, path, source, theirs, key)
         finally:
             os._exit(0)
     os.close(theirs)
@@ -381,17 +391,27 @@ def printable(text: str) -> str:
 
 
 def report(found: list[Verdict], total: int) -> str:
-    """The verdict, for a terminal."""
+    """The verdict, for a terminal. Until one check holds it names the checks, those with the same
+    reason together; from then on it says of each what it asks for."""
     said = [(check, reason) for check, reason in found if reason != NOT_RUN]
-    told = []
+    held = total - len(found) if all(check for check, _ in said) else 0
+    groups: dict[object, list[Verdict]] = {}
     for check, reason in said:
-        told.append(f"NOT YET  {plainly(check)}")
-        words = " ".join((check.__doc__ or "").split()) if check else ""
-        for part in filter(None, (words, reason and f"Here: {printable(reason)}")):
-            told.append(textwrap.fill(part, 92, initial_indent=" " * 9, subsequent_indent=" " * 9))
+        key = (check, reason) if held else reason
+        groups.setdefault(key, []).append((check, reason))
+    told = []
+    indented = {"initial_indent": " " * 9, "subsequent_indent": " " * 9}
+    for together in groups.values():
+        first, reason = together[0]
+        names = "NOT YET  " + ", ".join(plainly(check) for check, _ in together)
+        told.append(textwrap.fill(names, 92, subsequent_indent=" " * 9))
+        asked = " ".join((first.__doc__ or "").split()) if held else ""
+        if asked:
+            told.append(textwrap.fill(asked, 92, **indented))
+        if reason:
+            told.append(textwrap.fill(f"Found: {printable(reason)}", 92, **indented))
     if len(said) < len(found) and said[0][0]:
         told.append(f"Not run after that: {len(found) - len(said)}.")
-    held = total - len(found) if all(check for check, _ in said) else 0
     return "\n".join([*told, f"{held} of {total} checks hold."])
 
 
@@ -405,23 +425,24 @@ def main() -> int:
     )
     parser.add_argument("file", type=Path, metavar="FILE")
     parser.add_argument("--hint", action="store_true")
+    parser.add_argument("--exercise", metavar="NAME", help="which one FILE is meant to be")
     words = parser.parse_args()
     for stream in (sys.stdout, sys.stderr):  # a terminal may know fewer letters than we use
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
-        every, _ = exercise(words.file.stem)
         source = read(words.file)
+        name = meant(words.file, source, words.exercise)
     except (BadInput, OSError) as error:
         parser.error(first_line(error))
     try:
-        found = graded(words.file, source)
+        found = graded(name, words.file, source)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    print(report(found, len(every)))
+    print(report(found, len(exercise(name)[0])))
     if found and words.hint:
-        print(textwrap.fill("Hint. " + hint(words.file.stem, found), 100))
+        print(textwrap.fill("Hint. " + hint(name, found), 100))
     elif found:
         print("--hint says more.")
     return 1 if found else 0

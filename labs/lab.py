@@ -7,7 +7,7 @@ A lab is a module with
     measure(arm, seed, quick)   one run -> numbers and short series; `quick` is False: a quick toy
                      is a full one of few seeds. Not for command lines, whose
     COLUMNS          are the columns of metrics.jsonl that are kept instead
-    QUICKLY          more flags for them when quick, which is a smoke test and shows nothing
+    SHORT            more flags for them in a smoke test, which shows nothing
     DAMAGE           arm -> (what stands in its file once, what it becomes): a bug, on purpose
     SEEDS            runs of each arm, where it is not 20
     rows(results)    the table: a list of rows of cells, the head first
@@ -52,7 +52,7 @@ from tqdm import tqdm
 
 HERE = Path(__file__).parent
 SEEDS, QUICK = 20, 3  # of a full run; of a quick toy, which shows what the full one does
-QUICKLY = "--steps 4 --eval_every 2 --eval_problems 16"  # of training runs, when quick
+SHORT = "--steps 4 --eval_every 2 --eval_problems 16"  # of training runs, in a smoke test
 SMOKE = "Smoke test: shows nothing"  # in place of their finding
 # Told apart by the colour-blind, too (Okabe and Ito)
 BLACK, GREY, BLUE, ORANGE, GREEN, PINK = "#222222 #888888 #0072B2 #D55E00 #009E73 #CC79A7".split()
@@ -64,7 +64,6 @@ def main(lab: ModuleType) -> None:
     survive_the_terminal()
     name = lab.__spec__.name.split(".")[-1]
     runs, own = hasattr(lab, "COLUMNS"), getattr(lab, "SEEDS", SEEDS)
-    quickly = "one short run of each arm, to try the machine: shows nothing"
     parser = argparse.ArgumentParser(
         prog=f"labs.{name}",
         usage=argparse.SUPPRESS,  # an error is one line
@@ -73,8 +72,11 @@ def main(lab: ModuleType) -> None:
     )
     parser.add_argument("--seeds", type=int, help=f"runs of each arm (default: {own})")
     parser.add_argument("--first_seed", type=int, default=1, help="the others follow (default: 1)")
-    few = quickly if runs else f"{QUICK} seeds, at full length"
-    parser.add_argument("--quick", action="store_true", help=few)
+    # A toy of few seeds shows its finding; a short training run does not, and has another name
+    flag, told = "quick", f"{QUICK} seeds, at full length"
+    if runs:
+        flag, told = "smoke", "one short run of each arm, to try the machine: shows nothing"
+    parser.add_argument(f"--{flag}", dest="few", action="store_const", const=flag, help=told)
     parser.add_argument("--redraw", action="store_true", help="only draw the table that is there")
     parser.add_argument("--out", type=Path, default=Path("runs/labs"), help="default: runs/labs")
     words = parser.parse_args()
@@ -84,7 +86,7 @@ def main(lab: ModuleType) -> None:
         parser.error(first_line(error))
     except KeyboardInterrupt:
         kept = "runs that ended are kept, and the same command goes on from there"
-        kept = kept if runs and not words.quick else "nothing was written"
+        kept = kept if runs and not words.few else "nothing was written"
         print(f"{parser.prog}: interrupted; {kept}", file=sys.stderr)
         sys.exit(130)
 
@@ -94,8 +96,9 @@ def make(lab: ModuleType, name: str, words: argparse.Namespace) -> None:
     for flag, least in (("seeds", 1), ("first_seed", 0)):
         if (value := getattr(words, flag)) is not None and value < least:
             raise BadInput(f"--{flag} {value}: must be {least} or more")
-    # Seeds that are not the page's, and quick runs, have tables of their own.
-    kind = f".from{words.first_seed}" * (words.first_seed != 1) + ".quick" * words.quick
+    # Seeds that are not the page's, and quick or short runs, have tables of their own.
+    kind = f".from{words.first_seed}" if words.first_seed != 1 else ""
+    kind += f".{words.few}" if words.few else ""
     table = words.out / "tables" / f"{name}{kind}.json"
     figure = words.out / "figures" / f"{name}{kind}.png"
     if words.redraw and not table.exists():
@@ -108,9 +111,9 @@ def make(lab: ModuleType, name: str, words: argparse.Namespace) -> None:
         own = (
             own if runs else max(own, count(stored(table).get("results", {})))
         )  # a toy is measured anew
-        seeds = words.seeds or (some if words.quick else own)
-        run(lab, table, seeds, words.quick, words.first_seed)
-    results, smoke = stored(table)["results"], runs and words.quick
+        seeds = words.seeds or (some if words.few else own)
+        run(lab, table, seeds, words.few, words.first_seed)
+    results, smoke = stored(table)["results"], words.few == "smoke"
     try:
         rows, drawn = lab.rows(results), lab.draw(results)
     except LookupError as error:  # another version's arms or columns
@@ -152,15 +155,15 @@ def count(results: dict) -> int:
     return max(map(len, results.values()), default=0)
 
 
-def run(lab: ModuleType, table: Path, seeds: int, quick: bool, first: int = 1) -> None:
+def run(lab: ModuleType, table: Path, seeds: int, few: str | None = None, first: int = 1) -> None:
     """Every arm with every seed, `first` and those after it.
 
     A lab of whole training runs has two under way at a time, writes its table after each, and goes
     on where its table ends. A toy's is written at the end. Runs are not replaced by fewer, and a
-    table of other seeds is not touched; quick ones are nobody's work.
+    table of other seeds is not touched; quick ones and smoke tests (`few`) are nobody's work.
     """
     runs = hasattr(lab, "COLUMNS")
-    old = {} if quick else stored(table)
+    old = {} if few else stored(table)
     if old and old.get("first_seed", 1) != first:
         raise BadInput(f"{table}: begins with seed {old.get('first_seed', 1)}, not {first}")
     known = {
@@ -173,13 +176,15 @@ def run(lab: ModuleType, table: Path, seeds: int, quick: bool, first: int = 1) -
         raise BadInput(f"{table}: {more}; give --seeds {most} or more, or another --out")
     todo = [(s, arm) for s in range(seeds) for arm in lab.ARMS if s >= len(known[arm])]
     most = max(seeds, count(known))
-    options = [f"--seeds {most}"] + [f"--first_seed {first}"] * (first != 1) + ["--quick"] * quick
+    options = [f"--seeds {most}"]
+    options += [f"--first_seed {first}"] if first != 1 else []
+    options += [f"--{few}"] if few else []
     head = {
         "command": " ".join(["python -m", lab.__spec__.name, *options]),
         "seeds": most,
         "first_seed": first,
-        "quick": quick,
-        **({"note": SMOKE} if runs and quick else {}),
+        "quick": bool(few),
+        **({"note": SMOKE} if few == "smoke" else {}),
         "date": str(date.today()),
         "arms": {arm: what if isinstance(what, str) else "" for arm, what in lab.ARMS.items()},
     }
@@ -187,7 +192,7 @@ def run(lab: ModuleType, table: Path, seeds: int, quick: bool, first: int = 1) -
     def one(job: tuple[int, str]) -> dict:
         seed, arm = first + job[0], job[1]
         if runs:
-            flags = f"{QUICKLY} {getattr(lab, 'QUICKLY', '')}" if quick else ""
+            flags = f"{SHORT} {getattr(lab, 'SHORT', '')}" if few else ""
             damage = getattr(lab, "DAMAGE", {}).get(arm)
             return trained(f"{lab.ARMS[arm]} {flags}", seed, lab.COLUMNS, damage)
         return lab.measure(arm, seed, False)

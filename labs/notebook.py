@@ -1,11 +1,14 @@
 """The course as a notebook, made from its page: labs/course.md.
 
-    python -m labs.notebook [FILE]          default: runs/labs/course.ipynb
+    python -m labs.notebook [FILE]              default: runs/labs/course.ipynb
+    python -m labs.notebook --teacher [FILE]    with the teacher's notes and the answer key's link
 
 It works in any checkout of this repository: its first cell looks for the folder upwards from where
-the notebook lies. A fenced bash block of the page becomes a cell, each of its lines a command of
-the shell; a line `**Look** at FILE.png` shows that figure. All else is text. A file that is there
-is not written over: it may hold somebody's answers.
+the notebook lies. On a machine without one, such as Colab, its first lines clone and install. A
+fenced bash block of the page becomes a cell, each of its lines a command of the shell; a line
+`**Look** at FILE.png` shows that figure. All else is text. What stands between `<!--teacher-->` and
+`<!--/teacher-->` is left out of a student's notebook. A file that is there is not written over: it
+may hold somebody's answers.
 """
 
 import argparse
@@ -20,6 +23,10 @@ from labs.lab import survive_the_terminal
 
 PAGE = Path(__file__).parent / "course.md"
 FIRST = """\
+# On a machine without the repository, such as Colab: put its address here, and remove the three #
+# !git clone ADDRESS_OF_THIS_REPOSITORY rl
+# %cd rl
+# %pip install --quiet -r requirements-cpu.txt
 import os
 import sys
 from pathlib import Path
@@ -32,29 +39,31 @@ assert folders, f"no repository above {here}: move this notebook into the reposi
 os.chdir(folders[0])
 os.environ.update(TQDM_MININTERVAL="30", TQDM_MAXINTERVAL="60")  # quiet progress bars
 
-QUICK = STEPS = ""
+SMOKE = STEPS = ""
 # To try the machine, in a few minutes: then the training runs are smoke tests and show nothing
-# QUICK, STEPS = "--quick", "--steps 9 --prompts_per_step 4 --eval_problems 8"
+# SMOKE, STEPS = "--smoke", "--steps 9 --prompts_per_step 4 --eval_problems 8"
 
 
 def look(file):
     \"\"\"The figure of training runs.\"\"\"
-    if QUICK:
+    if SMOKE:
         print("Smoke test: shows nothing")
-    quick = Path(file).with_suffix(".quick.png")
-    return Image(str(quick if QUICK and quick.exists() else file))
+    smoke = Path(file).with_suffix(".smoke.png")
+    return Image(str(smoke if SMOKE and smoke.exists() else file))
 """
+FOR_TEACHERS = re.compile(r"<!--teacher-->\n?(.*?)<!--/teacher-->\n?", re.DOTALL)
 PART = re.compile(r"^```bash\n(.*?)^```\n|^\*\*Look\*\* at `(.*?)`.*?\n", re.MULTILINE | re.DOTALL)
 
 
 def command(line: str) -> str:
     """A line for the shell as a line of a cell: this Python, and where training runs, or the bug
-    hunt's, a place for quick flags. A toy of few seeds is quick enough, and shows what it shows."""
+    hunt's, a place for flags that make them short. A toy of few seeds is quick enough, and shows
+    what it shows."""
     line, mark, comment = line.partition("  # ")
     if re.match(r"python \w+\.py", line):
         line += " {STEPS}"
     elif re.match(r"python -m labs\.bug \d+$", line):
-        line += " {QUICK}"
+        line += " {SMOKE}"
     return "!" + re.sub(r"\bpython ", '"{sys.executable}" ', line) + mark + comment
 
 
@@ -70,9 +79,11 @@ def cell(kind: str, text: str) -> dict:
     return {"cell_type": kind, "metadata": {}, "source": lines} | more
 
 
-def notebook(page: str, folder: Path) -> dict:
-    """A notebook of the page, which lies in `folder`."""
-    page = re.sub(r"\]\((?!http)", f"]({os.path.relpath(PAGE.parent, folder)}/", page)
+def notebook(page: str, folder: Path, teacher: bool = False) -> dict:
+    """A notebook of the page, which lies in `folder`; with the teacher's notes or without."""
+    page = FOR_TEACHERS.sub(r"\1" if teacher else "", page)
+    # Links to other files lead there from the notebook's folder; those within the page stay
+    page = re.sub(r"\]\((?!http|#)", f"]({os.path.relpath(PAGE.parent, folder)}/", page)
     cells, end = [cell("code", FIRST)], 0
     for part in PART.finditer(page):
         cells.append(cell("markdown", page[end : part.end() if part[2] else part.start()]))
@@ -96,12 +107,15 @@ def main() -> None:
     )
     default = Path("runs/labs/course.ipynb")
     parser.add_argument("file", nargs="?", type=Path, default=default, metavar="FILE")
-    file = parser.parse_args().file
+    parser.add_argument("--teacher", action="store_true", help="with the teacher's notes")
+    words = parser.parse_args()
+    file = words.file
     try:
         if file.suffix != ".ipynb":
             raise BadInput(f"{file}: a notebook's name ends in .ipynb")
         file.parent.mkdir(parents=True, exist_ok=True)
-        made = json.dumps(notebook(PAGE.read_text(encoding="utf-8"), file.parent), indent=1) + "\n"
+        page = PAGE.read_text(encoding="utf-8")
+        made = json.dumps(notebook(page, file.parent, words.teacher), indent=1) + "\n"
         if not file.exists():
             with file.open("x", encoding="utf-8") as new:
                 new.write(made)

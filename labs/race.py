@@ -9,6 +9,7 @@ docs/stability.md.
 """
 
 import argparse
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -22,7 +23,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from datetime import date
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,8 +47,11 @@ RECORD = range(201, 211)  # seeds that decide a record: nobody has tuned on them
 START, GOAL = 0.5, 0.8  # accuracy before training, and to be reached
 DARK, LIGHT = 0.3, 0.9  # ends of the picture's shades
 DEARER = 1.2  # a row of more tokens than this times grpo.py's is looked at again, at equal tokens
-QUICK = 10  # steps, of one seed: shows nothing
-SMOKE = "QUICK: ten steps of one seed, far too short to show anything"
+SHORT = 10  # steps of a smoke test, of one seed
+SMOKE = "SMOKE TEST: ten steps of one seed, far too short to show anything"
+# Seconds after which a run is killed: thirty times two minutes, which is long on a busy machine
+LONGEST = 3600.0
+LOADING = 60.0  # seconds in which a file is to be imported
 REPAIRS = {  # what a sceptic tries first; and no KL term, since most files have none
     "grpo, lr/3": "--lr 1e-4",
     "grpo, 10 β": "--beta 0.1",
@@ -85,6 +90,15 @@ WORDS = {
     "zh": {"method": "方法", "not yet": "还没跑", "refused": "拒绝运行", "inf": "没有到达"}
     | dict(zip(TAIL, ("最差的一格", "最大的回落", "千 token", "最多的一格", "到 0.8"))),
 }
+
+
+class UnderWay(NamedTuple):
+    """A run that has begun."""
+
+    process: BaseProcess
+    job: tuple[int, str, str]  # seed, method, stress
+    folder: tempfile.TemporaryDirectory
+    until: float  # on the monotonic clock: then it is killed
 
 
 class Method(NamedTuple):
@@ -305,6 +319,52 @@ def every(rows: list[str], seeds: int, parted_in: dict | None = None) -> list[tu
     return [job for job in jobs if job[1:] in apart]
 
 
+FORK = multiprocessing.get_context("fork")  # a run begins with torch loaded
+
+
+def child(alone: int, *given: object) -> None:
+    """A run, in a process group of its own, and without the descriptor that locks the folder: what
+    outlives the race must not keep the next one out."""
+    os.close(alone)
+    os.setpgid(0, 0)
+    stress.child(*given)
+
+
+def stop(process: BaseProcess) -> None:
+    """Kill a run, if it has not ended, and what it has started and left in its process group."""
+    process.kill()
+    process.join()
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def over(under_way: list[UnderWay]) -> list[UnderWay]:
+    """Wait for runs that have ended, or that are killed because they are overdue.
+
+    Every second we ask for the exit code: the sentinel alone would also wait for a process that the
+    run has started, and that has left its group.
+    """
+    while True:
+        wait([one.process.sentinel for one in under_way], timeout=1)
+        now = time.monotonic()
+        found = [one for one in under_way if one.process.exitcode is not None or now > one.until]
+        if found:
+            return found
+
+
+def result(one: UnderWay, acted: str, steps: int) -> tuple[dict, str]:
+    """What a run that is over came to, and the same in a word. BadInput if it broke."""
+    overdue = one.process.exitcode is None
+    stop(one.process)
+    if overdue:
+        raise BadInput(f"broke: killed, it was still at work after {LONGEST:g} seconds")
+    with blame("broke: its metrics.jsonl cannot be scored"):
+        found = stress.outcome(Path(one.folder.name), one.process.exitcode, acted, steps)
+        if "refused" in found:
+            return found, found["refused"]
+        return found, found.get("stopped") or f"{score(found)['end']:.3f}"
+
+
 def run(
     jobs: list[tuple],
     rows: dict[str, Method],
@@ -322,22 +382,23 @@ def run(
         fcntl.flock(alone, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise BadInput(f"{path}: another race writes there; wait, or give another --out") from None
-    fork, under_way, broken, start = multiprocessing.get_context("fork"), {}, 0, time.time()
+    under_way: list[UnderWay] = []
+    broken, start = 0, time.time()
 
-    def end_one() -> int:
+    def end_some() -> int:
+        """Keep what the next runs to end came to; returns how many of them broke."""
         errors = 0
-        for sentinel in wait(list(under_way)):
-            process, job, folder = under_way.pop(sentinel)
-            process.join()
-            acted = next(iter(stress.loaded(rows[job[1]].file).ACTED))
+        for one in over(under_way):
+            under_way.remove(one)
+            seed, method, name = one.job
+            acted = next(iter(stress.loaded(rows[method].file).ACTED))
             try:
-                found = stress.outcome(Path(folder.name), process.exitcode, acted, steps)
-                keep(path, table, job, found, part)
-                text = found.get("stopped") or found.get("refused") or f"{score(found)['end']:.3f}"
+                found, text = result(one, acted, steps)
+                keep(path, table, one.job, found, part)
             except BadInput as error:
                 errors, text = errors + 1, first_line(error)
-            folder.cleanup()
-            print(f"{time.time() - start:6.0f} s  {job[1]}, {job[2]}, seed {job[0]}: {text}")
+            one.folder.cleanup()
+            print(f"{time.time() - start:6.0f} s  {method}, {name}, seed {seed}: {text}")
             sys.stdout.flush()
         return errors
 
@@ -350,20 +411,19 @@ def run(
             if any(run["seed"] == seed for run in runs_of(table, method, name, part)):
                 continue
             if len(under_way) == workers:
-                broken += end_one()
+                broken += end_some()
             file, flags = rows[method]
             module, folder = stress.loaded(file), tempfile.TemporaryDirectory(prefix="race-")
-            given = module, flags, stresses[name], seed, Path(folder.name), steps
-            process = fork.Process(target=stress.child, args=given, daemon=True)
+            given = alone, module, flags, stresses[name], seed, Path(folder.name), steps
+            process = FORK.Process(target=child, args=given, daemon=True)
             process.start()
-            under_way[process.sentinel] = process, job, folder
+            under_way.append(UnderWay(process, job, folder, time.monotonic() + LONGEST))
         while under_way:
-            broken += end_one()
+            broken += end_some()
     finally:
-        for process, _, folder in under_way.values():
-            process.kill()
-            process.join()
-            folder.cleanup()
+        for one in under_way:
+            stop(one.process)
+            one.folder.cleanup()
         os.close(alone)
     return broken
 
@@ -588,11 +648,35 @@ def difference(file: Path) -> str:
     return f"{file.name}: {changed} code lines differ from {trunk.name}, {marked}"
 
 
+def try_to_load(file: Path, said: Connection) -> None:
+    """Load a file, and say that this process is still there."""
+    with contextlib.suppress(BaseException):  # its words are for the process that loads it next
+        stress.loaded(file)
+    said.send(True)
+
+
+def survives(file: Path) -> None:
+    """BadInput if loading a file ends the process that does so, or never ends."""
+    ours, theirs = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=try_to_load, args=(file, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(LOADING):
+            raise BadInput(f"{file}: still loading after {LOADING:g} seconds")
+        ours.recv()
+    except EOFError:
+        raise BadInput(f"{file}: ends the process that loads it") from None
+    finally:
+        stop(process)
+
+
 def entered(words: argparse.Namespace) -> int:
     """Run a file's row, print it beside the others; returns how many of its runs broke."""
     file = Path(words.file).resolve()
     if not file.is_file():
         raise BadInput(f"{words.file}: no such file")
+    survives(file)
     acted = stress.loaded(file).ACTED  # BadInput if it is none of ours
     with blame(f"{file}: its marks or its trunk"):
         differs = difference(file)
@@ -604,13 +688,13 @@ def entered(words: argparse.Namespace) -> int:
     name = f"{file.stem} {words.flags}".strip()
     name = f"{name} (yours)" if name in methods() else name
     rows = {name: Method(file, words.flags)}
-    kind = ".quick" * words.quick or ".record" * words.record
+    kind = ".smoke" * words.smoke or ".record" * words.record
     path = words.out / f"{file.stem}-{key}{kind}.json"
-    if words.quick:
+    if words.smoke:
         path.unlink(missing_ok=True)
-    seeds = RECORD if words.record else range(1, 1 + (1 if words.quick else words.seeds))
+    seeds = RECORD if words.record else range(1, 1 + (1 if words.smoke else words.seeds))
     jobs = [(seed, name, one) for seed in seeds for one in STRESSES]
-    steps = QUICK if words.quick else stress.STEPS
+    steps = SHORT if words.smoke else stress.STEPS
     broken = run(jobs, rows, path, workers=words.workers, steps=steps)
     own = stored(path)
     refused = [run.get("refused") for one in own["cells"] for run in one["runs"]]
@@ -619,15 +703,15 @@ def entered(words: argparse.Namespace) -> int:
         raise BadInput(refused[0])
     table = {"cells": own["cells"] + shipped["cells"]}
     order = sorted(methods(), key=lambda one: -(worst(shipped, one) or (-1, ""))[0])
-    names = [name] if words.quick else [name, *order]
-    if words.quick:
+    names = [name] if words.smoke else [name, *order]
+    if words.smoke:
         print(SMOKE)
     print(lab.text(lines(table, WORDS["en"], ranges=False, names=names)))
     for one in STRESSES:
         if idle(own, name, one):
             print(f"under {one}: {next(iter(acted))} was 0 in all runs: the method never acted")
     low, all_ = worst(own, name), [end for one in STRESSES for end in ends(own, name, one)]
-    if low and not words.quick:
+    if low and not words.smoke:
         held = "all hold" if min(all_) >= START else "not all hold"
         print(f"lowest of {len(all_)} runs: {min(all_):.2f}, {held} (begun at {START})")
         print(f"worst cell: {low[0]:.2f}, under {low[1]}")
@@ -651,7 +735,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"default: 1 to {SEEDS}")
     record = f"seeds {RECORD[0]} to {RECORD[-1]}, which decide a record"
     parser.add_argument("--record", action="store_true", help=record)
-    parser.add_argument("--quick", action="store_true", help=SMOKE)
+    parser.add_argument("--smoke", action="store_true", help=SMOKE)
     parser.add_argument("--matrix", action="store_true", help="all rows, into our table")
     parser.add_argument("--pilot", action="store_true", help="how strengths were chosen, too")
     parser.add_argument("--redraw", action="store_true", help="only pages and picture")
@@ -668,7 +752,10 @@ def main() -> None:
     lab.survive_the_terminal()
     words, broken = parsed(), 0
     workers = words.workers
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the runs under way end with us
+    # The runs under way end with us: on SIGTERM, and where the terminal is closed (not under nohup)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
     try:
         if words.file:
             broken = entered(words)

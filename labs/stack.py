@@ -43,7 +43,7 @@ ARMS = {
     for arm, layers in LAYERS.items()
 }
 COLUMNS = ("greedy", "sampled", "tokens", "ess_ratio", "lr_scale", "silenced")
-QUICKLY = "--steps 6"  # one more than the queue holds
+SHORT = "--steps 6"  # one more than the queue holds
 COLOURS = {"stale alone": lab.ORANGE, "stale, curriculum": lab.GREEN, "all five": lab.BLACK}
 SEEDS = 5
 

@@ -22,7 +22,7 @@ ARMS = {"both controls": RUN, "neither": f"{RUN} {BARE}"}
 ARMS["neither, lr 8e-4"] = f"{RUN.replace(' --lr 1e-3', '')} {BARE} --lr 8e-4"
 COLUMNS = ("greedy", "sampled", "ess_ratio", "response_len", "entropy")
 COLOURS = {"both controls": lab.BLUE, "neither": lab.ORANGE}
-QUICKLY = "--lag 2"
+SHORT = "--lag 2"
 SEEDS, LOW = 5, 0.5  # runs of each arm; greedy accuracy below which a run has collapsed
 
 

@@ -127,6 +127,8 @@ STRESSES = {
 def loaded(path: Path) -> ModuleType:
     """A file in the house's form as a module of its own; BadInput if it is none."""
     where = importlib.util.spec_from_file_location(f"raced_{path.stem}", path)
+    if where is None:
+        raise BadInput(f"{path}: no Python file")
     with blame(f"{path}: cannot be loaded"):
         module = sys.modules[where.name] = importlib.util.module_from_spec(where)
         where.loader.exec_module(module)
@@ -262,6 +264,8 @@ def outcome(folder: Path, code: int, acted: str, steps: int = STEPS) -> dict:
         if "sampled" in line:
             for name, value in zip(found, (line["step"], line["sampled"], tokens)):
                 found[name].append(round(value, 4))
+    if not found["sampled"]:
+        raise BadInput("broke: it logged no `sampled`, the accuracy that is scored")
     found |= {"tokens": round(tokens, 1), "acted": mean(lines, acted)}
     found["late"] = {name: mean(lines[-LATE:], name) for name in DIARY}
     return found | ({"stopped": said.partition(": error: ")[2]} if code else {})

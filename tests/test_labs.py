@@ -276,10 +276,10 @@ def test_what_a_lab_damages_stands_in_its_file(name):
 
 
 def of_a_lab(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """The Args of each of a lab's quick command lines, and by whose file it is run."""
+    """The Args of each of a lab's short command lines, and by whose file it is run."""
     found = {}
     for command in module.ARMS.values():
-        words = f"{command} {lab.QUICKLY} {getattr(module, 'QUICKLY', '')}".split()
+        words = f"{command} {lab.SHORT} {getattr(module, 'SHORT', '')}".split()
         module_too = words[0] == "-m"  # `-m variants.dapo`
         algorithm = words[module_too].removesuffix(".py").removeprefix("variants.")
         monkeypatch.setattr(sys, "argv", words[module_too:])
@@ -321,8 +321,8 @@ def test_a_lab_of_runs_tells_and_draws_what_its_runs_may_leave(name, tmp_path, m
     monkeypatch.setattr(
         lab, "entitle", lambda figure, words: titles.append(words) or entitle(figure, words)
     )
-    call(name, tmp_path, monkeypatch, "--quick")
-    table = table_of(f"{name}.quick", tmp_path)
+    call(name, tmp_path, monkeypatch, "--smoke")
+    table = table_of(f"{name}.smoke", tmp_path)
     found = table["results"]
     assert list(found) == list(module.ARMS) and all(len(runs) == 1 for runs in found.values())
     assert written == set(module.COLUMNS)
@@ -527,25 +527,25 @@ def test_a_lab_of_runs_goes_on_where_its_table_ends(tmp_path, monkeypatch):
 
     monkeypatch.setattr(lab, "trained", trained)
     module = lab_of_runs()
-    lab.run(module, table, 1, False)
+    lab.run(module, table, 1, None)
     assert sorted(made) == [("grpo.py --lr 1e-3", 1), ("sapo.py", 1)]
-    lab.run(module, table, 2, False)
+    lab.run(module, table, 2, None)
     assert sorted(made[2:]) == [("grpo.py --lr 1e-3", 2), ("sapo.py", 2)]
     monkeypatch.setattr(Runs, "ARMS", {"one": "grpo.py --lr 1e-4", "two": "sapo.py"})
-    lab.run(module, table, 2, False)
+    lab.run(module, table, 2, None)
     assert sorted(made[4:]) == [("grpo.py --lr 1e-4", 1), ("grpo.py --lr 1e-4", 2)]
     assert [run["reward"] for run in json.loads(table.read_text())["results"]["two"]] == [[1], [2]]
     kept = table.read_bytes()
-    lab.run(module, table, 1, False)  # nothing to do, and nothing to lose
+    lab.run(module, table, 1, None)  # nothing to do, and nothing to lose
     assert table.read_bytes() == kept
     monkeypatch.setattr(Runs, "ARMS", {"one": "grpo.py --lr 1", "two": "sapo.py"})
     with pytest.raises(BadInput, match="has 2 seeds"):
-        lab.run(module, table, 1, False)
+        lab.run(module, table, 1, None)
     monkeypatch.setattr(Runs, "ARMS", {"one": "grpo.py --lr 1e-4", "two": "sapo.py"})
     with pytest.raises(BadInput, match="begins with seed 1, not 7"):
-        lab.run(module, table, 2, False, 7)
+        lab.run(module, table, 2, None, 7)
     assert len(made) == 6
-    lab.run(module, tmp_path / "seven.json", 2, False, 7)
+    lab.run(module, tmp_path / "seven.json", 2, None, 7)
     assert sorted({seed for _, seed in made[6:]}) == [7, 8]
 
 
@@ -596,7 +596,7 @@ def test_a_run_that_somebody_stopped_is_no_result(tmp_path, monkeypatch):
 def test_a_run_as_a_process_gives_its_columns(tmp_path):
     """And one that stops itself is a result: the 8-bit sampler is far beyond such a tolerance."""
     words = "--prompts_per_step 4 --eval_samples 1 --max_new_tokens 16 --sampler_tolerance 1e-6"
-    found = lab.trained(f"minirl.py {words} {lab.QUICKLY}", 1, ("greedy", "reward"))
+    found = lab.trained(f"minirl.py {words} {lab.SHORT}", 1, ("greedy", "reward"))
     assert found["greedy@"].tolist() == [0] and found["reward"].size < 4
     assert "sampler and trainer disagree" in found["stopped"]
 

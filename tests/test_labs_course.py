@@ -53,7 +53,7 @@ def shell(line: str) -> int:
 
 @pytest.mark.curves
 def test_every_cell_works_in_its_order(tmp_path, monkeypatch, capsys):
-    """With the first cell's quick flags; the exercise is solved once its file is there."""
+    """With the first cell's short runs; the exercise is solved once its file is there."""
     real, shown, commands = subprocess.run, [], 0
 
     def here(words: list | str, **options: object) -> subprocess.CompletedProcess:
@@ -76,14 +76,14 @@ def test_every_cell_works_in_its_order(tmp_path, monkeypatch, capsys):
         only_now.setitem(sys.modules, "IPython.display", display)
         only_now.setitem(os.environ, "TQDM_MININTERVAL", "")  # and puts back what the cell sets
         only_now.setitem(os.environ, "TQDM_MAXINTERVAL", "")
-        exec(first.replace("# QUICK, STEPS", "QUICK, STEPS"), names)
-    assert names["QUICK"] == "--quick" and Path.cwd() == tmp_path
+        exec(first.replace("# SMOKE, STEPS", "SMOKE, STEPS"), names)
+    assert names["SMOKE"] == "--smoke" and Path.cwd() == tmp_path
     for line in "\n".join(cells).splitlines():
         if not line.startswith("!"):
             exec(line, names)
             continue
         line = line[1:].replace("--seeds 5", "--seeds 1")  # the time; toys are never shortened
-        line = line.replace("{QUICK}", names["QUICK"]).replace("{STEPS}", names["STEPS"])
+        line = line.replace("{SMOKE}", names["SMOKE"]).replace("{STEPS}", names["STEPS"])
         assert shell(line) == 0, line
         commands += 1
         exercise = Path("mine/grpo.py")
@@ -93,16 +93,20 @@ def test_every_cell_works_in_its_order(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("Smoke test: shows nothing\n") >= 3  # runs, not toys
 
 
-def test_the_notebook_is_the_page(tmp_path, monkeypatch):
-    """Nothing of the text is lost, every command is in a cell, and links lead somewhere."""
+@pytest.mark.parametrize("flags", [[], ["--teacher"]])
+def test_the_notebook_is_the_page(flags, tmp_path, monkeypatch):
+    """Nothing of the text is lost but the teacher's notes, every command is in a cell, and links
+    lead somewhere."""
     file = tmp_path / "a" / "course.ipynb"
-    monkeypatch.setattr(sys, "argv", ["notebook", str(file)])
+    monkeypatch.setattr(sys, "argv", ["notebook", str(file), *flags])
     runpy.run_path(str(ROOT / "labs/notebook.py"), run_name="__main__")
     made, page = json.loads(file.read_text()), notebook.PAGE.read_text()
+    page = notebook.FOR_TEACHERS.sub(r"\1" if flags else "", page)
     assert made["nbformat"] == 4 and {"metadata", "nbformat_minor"} <= set(made)
     text = "\n".join("".join(c["source"]) for c in made["cells"] if c["cell_type"] == "markdown")
-    for link in re.findall(r"\]\((?!http)([^)#]+)", text):
-        assert (file.parent / link).exists(), link
+    assert ("answers.md" in text) == ("## Teacher's notes" in text) == bool(flags)
+    for link, heading in re.findall(r"\]\((?!http)([^)#]*)(#[^)]+)?", text):
+        assert (file.parent / link).exists() if link else heading == "#teachers-notes", link
     kept = re.sub(r"```bash.*?```", "", re.sub(r"\]\(.*?\)", "", page), flags=re.DOTALL).split()
     assert re.sub(r"\]\(.*?\)", "", text).split() == kept
     code = "\n".join("".join(c["source"]) for c in made["cells"] if c["cell_type"] == "code")

@@ -4,6 +4,7 @@ import ast
 import importlib
 import os
 import re
+import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
@@ -31,7 +32,7 @@ def solution(name: str) -> str:
 
 def graded(name: str, source: str, most: int | None = None) -> list[tuple]:
     """What the grader finds wrong, or the first of it; in this process."""
-    every = grade.verdicts(Path(f"/handed/in/{name}.py"), source)
+    every = grade.verdicts(name, Path("/handed/in/any.py"), source)
     return list(islice((verdict for verdict in every if verdict[1]), most))
 
 
@@ -75,7 +76,7 @@ def test_the_true_file_passes_and_its_blank_says_what_is_to_do(name):
         for stat in blank.statistics(loss_in(true)):
             assert f"{blank.INDENT}  {stat}: " in empty
             assert stat in blank.STATISTICS or (name, stat) in blank.OWN
-        kept = set(empty.splitlines()) - set(true.splitlines())
+        kept = set(empty.splitlines()[1:]) - set(true.splitlines())
         kept = {line for line in kept if not line.startswith(blank.INDENT)}
         assert kept == {blank.TODO.format(name=taken) for taken in blank.TAKEN}
 
@@ -237,6 +238,36 @@ def test_grading_the_true_file_says_so(monkeypatch, capsys):
     assert grade.main() == 0
     total = len(checks.of("gspo")[0])
     assert capsys.readouterr().out == f"{total} of {total} checks hold.\n"
+
+
+def test_a_blank_says_which_exercise_it_is(tmp_path, monkeypatch, capsys):
+    """Under any name; and until a check holds, the grader names the checks and no more."""
+    file = tmp_path / "ok.py"
+    file.write_text(blank.blank("pass_at_k"))
+    for more in ([], ["--exercise", "shift"]):
+        monkeypatch.setattr(sys, "argv", ["grade", str(file), *more])
+        assert grade.main() == 1
+    said = capsys.readouterr().out
+    assert said.count("NOT YET") == 2 and said.count("Found: TODO: pass_at_k") == 1
+    assert "Found: there is no function shift" in said
+    file.write_text(blank.blank("pass_at_k").partition("\n")[2])
+    said = refused(monkeypatch, capsys, "labs.grade", file)
+    assert "ok.py: which exercise is it? Give --exercise NAME, one of grpo" in said
+
+
+def test_the_blank_names_every_flag_that_the_loss_reads():
+    empty = blank.blank("grpo").split("raise NotImplementedError")[1]
+    assert "args.beta, args.clip_high, args.clip_low, args.kl_ratio" in empty
+
+
+def test_the_reference_is_the_repositorys(tmp_path):
+    """Also where the current folder, which Python looks in first, has a file of that name."""
+    (tmp_path / "grpo.py").write_text("while True: pass\n")
+    code = "import labs, importlib.util; print(importlib.util.find_spec('grpo').origin)"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", code]
+    found = subprocess.check_output(words, cwd=tmp_path, env=environment, text=True)
+    assert found.strip() == str(ROOT / "grpo.py")
 
 
 def damaged(*names: str) -> str:

@@ -1,7 +1,9 @@
 """The race: what a stress does to a run, what is kept of it, and how runs become places."""
 
 import json
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +44,8 @@ def main(args, world):
     here = Path(__file__).parent
     with (here / "began").open("a") as log:
         log.write(f"{args.seed} {args.lr:.1f} {args.minibatches} {args.group_size}\\n")
+    if (here / "odd").exists():
+        exec((here / "odd").read_text())
     if (here / "broken").exists() and args.seed == 2:
         raise ZeroDivisionError("on purpose")
     Path(args.run_dir).mkdir()
@@ -259,6 +263,46 @@ def test_a_race_goes_on_where_it_was_stopped(fake):
     assert race.run(jobs, rows, path) == 0 and len(began(fake)) == 2  # nothing is left to do
 
 
+ORPHAN = """
+import os, signal
+if os.fork() == 0:
+    os.setsid(), (here / "orphan").write_text(str(os.getpid()))
+    signal.pause()
+while not (here / "orphan").exists(): pass
+"""
+NOTHING = "Path(args.run_dir).mkdir(); (Path(args.run_dir) / 'metrics.jsonl').write_text("
+ODD = {
+    "endless": ("import signal; signal.pause()", "killed, it was still at work after"),
+    "an orphan": (ORPHAN, "0.350"),
+    "no scores": (NOTHING + """'{"step": 40}\\n'); os._exit(0)""", "logged no `sampled`"),
+    "a text": (NOTHING + """'{"step": 40, "sampled": "1"}\\n'); os._exit(0)""", "be scored"),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_a_run_has_a_bound(case, fake, monkeypatch, capsys):
+    """One that does not end is killed; what it leaves alive holds up no cell, and not the folder;
+    one without scores is refused before its row is kept."""
+    code, words = ODD[case]
+    (fake.parent / "odd").write_text(f"import os\n{code}")
+    monkeypatch.setattr(race, "LONGEST", 1.0 if case == "endless" else 60.0)
+    rows, path = {"fake": race.Method(fake)}, fake.parent / "table.json"
+    jobs = [(1, "fake", "none")]
+    broken = race.run(jobs, rows, path)
+    race.run([], rows, path)  # the lock is free
+    if case == "an orphan":
+        os.kill(int((fake.parent / "orphan").read_text()), signal.SIGKILL)
+    said = capsys.readouterr().out
+    assert words in said and said.count("\n") == 1
+    assert broken == int(case != "an orphan") != len(race.stored(path)["cells"])
+
+
+def test_a_file_that_ends_its_process_is_refused(fake, monkeypatch, capsys):
+    fake.write_text("import os; os._exit(0)")
+    assert enter(monkeypatch, fake) == 2
+    assert "ends the process that loads it" in capsys.readouterr().err
+
+
 def test_a_stress_has_the_last_word_and_the_budget_the_one_before(fake):
     flags = "--minibatches 2 --group_size 4"
     jobs = [(1, "mine", name) for name in ("none", "16 updates", "pairs")]
@@ -278,7 +322,6 @@ def test_a_killed_write_leaves_the_table_whole(fake, monkeypatch):
 
 def test_two_races_do_not_share_a_table(fake, tmp_path):
     import fcntl
-    import os
 
     other = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
@@ -536,16 +579,16 @@ def enter(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     return left.value.code
 
 
-def test_quick_says_that_it_shows_nothing(fake, monkeypatch, capsys):
+def test_a_smoke_test_says_that_it_shows_nothing(fake, monkeypatch, capsys):
     out = fake.parent / "out"
     monkeypatch.setattr(race, "STRESSES", {name: STRESSES[name] for name in ("none", "lr x3")})
     monkeypatch.setattr(race, "TABLE", out / "no.json")
-    assert enter(monkeypatch, fake, "--quick", "--out", out) == 0
+    assert enter(monkeypatch, fake, "--smoke", "--out", out) == 0
     said = capsys.readouterr().out
     assert race.SMOKE in said and "place" not in said
     assert "under none: clip_share was 0 in all runs" in said
     assert "code lines differ from grpo.py" in said
-    assert [path.name for path in out.iterdir()][0].endswith(".quick.json")
+    assert [path.name for path in out.iterdir()][0].endswith(".smoke.json")
 
 
 def test_a_race_ends_with_a_place(fake, monkeypatch, capsys):
