@@ -217,7 +217,7 @@ def test_the_examples_of_yours_run(words, files, serve, monkeypatch):
     (folder,) = files.glob("runs/*")
     line = metrics(folder)[-1]
     assert line["judge_killed"] == 0 and 0 <= line["reward"] <= 1
-    assert ("reward_digits" in line) == ("reverse.py" in words)
+    assert ("part_digits" in line) == ("reverse.py" in words)
     assert len(YOURS) == 3
 
 

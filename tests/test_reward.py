@@ -262,7 +262,7 @@ def test_parts_of_a_reward_are_means_over_the_answers_that_have_them(tmp_path):
     assert judge(["parts", "7", "parts"], ["7"] * 3) == [0.5, 1.0, 0.5]
     judge(["parts"], ["7"])  # a second call in the same step
     found = Means().add(**of_judge(judge)).reduce(ALONE)
-    assert found == {"reward_tests": 1.0, "reward_length": 3.0, "judge_killed": 0.0}
+    assert found == {"part_tests": 1.0, "part_length": 3.0, "judge_killed": 0.0}
     assert of_judge(judge) == {"judge_killed": (0, None)}
     judge.close()
 
@@ -274,7 +274,7 @@ def counted() -> None:
     judge.parts = {"both": (2.0**24 + world.rank, 2)} | ({"one": (0.75, 3)} if world.rank else {})
     found = Means().add(**of_judge(judge)).reduce(world)
     mean = (2.0**25 + 1) / 4
-    assert found == {"reward_both": mean, "reward_one": 0.25, "judge_killed": 2.0}, found
+    assert found == {"part_both": mean, "part_one": 0.25, "judge_killed": 2.0}, found
 
 
 @pytest.mark.runs

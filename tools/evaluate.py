@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from common.data import HUB, Problem, fitting, limits, load_task, read_set, remarks_on
+from common.data import HUB, Problem, chat_options, fitting, limits, load_task
+from common.data import read_set, remarks_on
 from common.distributed import BadInput, RunStopped, World
 from common.distributed import blame, first_line, global_sum, shard
 from common.plumbing.flags import Count, Flags, broken_rule
@@ -49,7 +50,7 @@ from transformers import PreTrainedTokenizerBase
 SETTINGS = ((0.0, 1.0), (1.0, 1.0), (0.7, 0.9))  # (temperature, top-p); 0 is greedy, one response
 RESAMPLES = 2000
 OF_THE_RUN = "task reward eval_problems eval_samples max_new_tokens max_prompt_tokens instruction "
-OF_THE_RUN += "prompt_column answer_column rollout_dtype"  # flags that a run folder is asked for
+OF_THE_RUN += "prompt_column answer_column chat rollout_dtype"  # flags that a run is asked for
 
 
 @dataclass
@@ -127,6 +128,7 @@ def prepare(args: Args, world: World) -> None:
     """Give flags that were not given the run's values, if MODEL is a run, and check them all."""
     if config := config_of(Path(args.model)):
         own = {name: config.get(name) for name in OF_THE_RUN.split()}
+        own["chat"] = tuple(own["chat"] or ())  # JSON has lists alone
         fit = {name: value for name, value in own.items() if type(value) is type(vars(args)[name])}
         # The same command line once more, over other defaults
         again = tyro.cli(Args, default=replace(Args(), **fit), use_underscores=True)
@@ -152,6 +154,7 @@ def load_sets(
         warning = f"{what} changed since the run: it may have trained on these problems"
         judge = task.exam or task.judge
         return [Set(task.name, task.held_out, judge)], [*task.remarks, *[warning] * changed]
+    chat_options(args.chat, tokenizer)  # refuses wrong ones
     sets, remarks, math_verify = [], [], Judge()
     with blame(f"--reward {args.reward}: cannot be used"):
         own = Judge.of(args.reward, loaded(args.reward)) if args.reward else math_verify
