@@ -6,8 +6,11 @@ what the uninterrupted one would have.
 """
 
 import contextlib
+import hashlib
+import json
 import math
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -17,7 +20,8 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from common.distributed import BadInput, blame
+from common.distributed import BadInput, blame, everywhere
+from common.plumbing.flags import key_values
 from common.plumbing.folder import checksum
 from common.plumbing.sets import HUB, Prompt, Row, as_row, judge_by_yours, local_file
 from common.plumbing.sets import read_set, remarks_on
@@ -28,6 +32,8 @@ MOST_HELD_OUT = 100_000  # arithmetic problems: to draw and to measure more woul
 PLAIN_PROMPT = "Question: {prompt}\nAnswer:"  # for tokenizers without a chat template
 CHARACTERS = 100  # of a prompt to a token, at the most: a longer prompt is not even tokenised
 TRIED = 1000  # prompts that are encoded to find some that fit
+PURE = "they must not depend on chance, the time or a set's order (draw with random.Random(i))"
+SEEN = 4  # problems of a task file, training and held-out, that its fingerprint covers
 
 
 @dataclass
@@ -64,12 +70,22 @@ def load_task(args: object, tokenizer: Tokenizer) -> Task:
     file = args.task.partition(":")[0].endswith(".py")
     if args.eval_task and (file or args.task in arithmetic.KINDS):
         raise BadInput(f"--eval_task: --task {args.task} has its own held-out problems and judge")
+    chat_options(args.chat, tokenizer)  # refuses wrong ones
     read = file_task if file else dataset_task
     task = (arithmetic_task if args.task in arithmetic.KINDS else read)(args, tokenizer)
     if args.reward:
         judge_by_yours(task, args)
+    # Each rank measures its share of the held-out problems: they have to be the same ones.
+    held_out = digest([(problem.prompt, problem.answer) for problem in task.held_out])
+    if len(everywhere([task.fingerprint + held_out])) > 1:
+        raise BadInput(f"--task {args.task}: ranks see different problems; {PURE}")
     numbered = lambda index: replace(task.train(index), index=index)  # noqa: E731
     return replace(task, train=numbered, tokenizer=tokenizer)
+
+
+def digest(rows: list) -> str:
+    """SHA-256 of what JSON can hold."""
+    return hashlib.sha256(json.dumps(rows, default=str).encode()).hexdigest()
 
 
 def arithmetic_task(args: object, tokenizer: Tokenizer) -> Task:
@@ -119,34 +135,57 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
     flag, plain = f"--task {args.task}", None if not tokenizer.chat_template else ""
     with blame(f"{flag}: cannot be used"):
         given = loaded(args.task)
-        rows = list(islice(given.held_out, args.eval_problems))
+        rows = list(islice(given.held_out, max(SEEN, args.eval_problems)))
         judge = Judge.of(args.task, given) if hasattr(given, "reward") else Judge()
+    first = (args.seed - 1) % 2**20 * 1_000_003  # where this seed begins
 
-    def problem(row: Row) -> Problem | None:
+    def checked(row: object) -> Row:
         with blame(f"{flag}: {str(row)[:40]} is no (prompt, reference)"):
-            row = as_row(*row, bool(judge.spec or args.reward))
-        return fitting(row, plain, args, tokenizer)
+            if not isinstance(row, tuple | list) or len(row) != 2:  # a dict would give its keys
+                raise TypeError("neither a tuple nor a list of two")
+            return as_row(*row, bool(judge.spec or args.reward))
+
+    def drawn(index: int) -> Row:
+        with blame(f"{flag}: train({index}) fails"):
+            return checked(given.train(index))
 
     def train(index: int) -> Problem:
-        index += (args.seed - 1) % 2**20 * 1_000_003
-        with blame(f"{flag}: train({index}) fails"):
-            for _ in range(TRIED):
-                if found := problem(given.train(index)):
-                    return found
-                # Too long: another one, by a rule of the index alone.
-                index = random.Random(f"instead/{args.seed}/{index}").randrange(2**31)
+        index += first
+        for _ in range(TRIED):
+            if found := fitting(drawn(index), plain, args, tokenizer):
+                return found
+            # Too long: another one, by a rule of the index alone.
+            index = random.Random(f"instead/{args.seed}/{index}").randrange(2**31)
         raise BadInput(f"{flag}: hardly a prompt fits; {limits(args, tokenizer)}")
 
-    held_out = [found for row in rows if (found := problem(row))]
+    rows = [checked(row) for row in rows]
+    if not rows:
+        raise BadInput(f"{flag}: held_out is empty")
+    seen, again = ([drawn(index) for index in range(SEEN)] for _ in range(2))
+    if seen != again:
+        raise BadInput(f"{flag}: train(i) gives other problems when it is asked again; {PURE}")
+    # A resumed run must see the same problems, of whatever --seed and --eval_problems.
+    fingerprint = checksum(Path(args.task.partition(":")[0])) + digest([seen, rows[:SEEN]])
+    rows = rows[: args.eval_problems]
+    held_out = [found for row in rows if (found := fitting(row, plain, args, tokenizer))]
     if not held_out:
-        for prompt, _ in rows[:1]:
-            encode(prompt, plain, tokenizer)  # raises, if that is why
+        encode(rows[0][0], plain, tokenizer, chat=args.chat)  # raises, if that is why
         raise BadInput(f"{flag}: no held-out problem fits; {limits(args, tokenizer)}")
     train(0)
-    left_out = f"{len(rows) - len(held_out)} held-out problems: too long, or not to be written"
-    remarks, file = [left_out] * (len(held_out) < len(rows)), Path(args.task.partition(":")[0])
+    remarks = []
+    if left_out := len(rows) - len(held_out):
+        remarks.append(f"{left_out} held-out problems: too long, or not to be written")
+    trained, until = set(), time.monotonic() + 1
+    with contextlib.suppress(BadInput):  # a problem that fails is the training's to report
+        for index in range(TRIED):
+            trained.add(str(drawn(first + index)[0]).strip())
+            if time.monotonic() > until:
+                break
+    if known := sum(str(problem.prompt).strip() in trained for problem in held_out):
+        what = "come up in training, too: the accuracies are not of unseen problems"
+        remarks.append(f"{known} of {len(held_out)} held-out problems {what}")
     exam = judge if judge.spec else None
-    return Task(args.task, train, held_out, judge, checksum(file), remarks, exam)
+    return Task(args.task, train, held_out, judge, fingerprint, remarks, exam)
 
 
 def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
@@ -177,7 +216,7 @@ def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
     sample = random.Random("tried").sample(list(kept), min(TRIED, len(kept)))
     idle = sum(problem(rows[i]) is None for i in sample)
     if not held_out or idle == len(sample):
-        encode(rows[0][0], args.instruction, tokenizer)  # raises, if that is why
+        encode(rows[0][0], args.instruction, tokenizer, chat=args.chat)  # raises, if that is why
         why = f"all are held out or too long; {limits(args, tokenizer)}"
         raise BadInput(f"--task {args.task}: no problem left of {len(rows)}: {why}")
     if len(held_out) < args.eval_problems:
@@ -224,28 +263,49 @@ def fitting(
     (prompt, answer), most = row, room(args, tokenizer)
     if len(str(prompt)) <= CHARACTERS * most:
         with contextlib.suppress(BadInput):
-            ids = encode(prompt, instruction, tokenizer)
+            ids = encode(prompt, instruction, tokenizer, chat=args.chat)
             return Problem(prompt, answer, ids) if len(ids) <= most else None
 
 
+def chat_options(words: tuple[str, ...], tokenizer: Tokenizer) -> dict:
+    """`--chat KEY=VALUE ...` as options of the chat template.
+
+    A template ignores what it does not know, so that a misspelt key would do nothing.
+    """
+    given = key_values("--chat", words)
+    for key in given:
+        if not tokenizer.chat_template:
+            raise BadInput(f"--chat {key}: the model's tokenizer has no chat template")
+        if key not in str(tokenizer.chat_template):
+            raise BadInput(f"--chat {key}: the model's chat template does not read it")
+    return given
+
+
 def encode(
-    prompt: Prompt, instruction: str | None, tokenizer: Tokenizer, flag: str = "--model"
+    prompt: Prompt,
+    instruction: str | None,
+    tokenizer: Tokenizer,
+    flag: str = "--model",
+    chat: tuple[str, ...] = (),
 ) -> list[int]:
     """Prompt and instruction as token ids, through the tokenizer's chat template or PLAIN_PROMPT.
 
-    With `instruction` None the bare prompt; messages take none, and need the template. `flag` names
-    the model in errors.
+    With `instruction` None the bare prompt; messages take none, and need the template, which gets
+    the options `chat`. `flag` names the model in errors.
     """
-    text, chat = f"{prompt} {instruction or ''}".strip(), isinstance(prompt, list)
+    text, messages = f"{prompt} {instruction or ''}".strip(), isinstance(prompt, list)
+    templated = messages or instruction is not None and bool(tokenizer.chat_template)
+    if templated:
+        turns = prompt if messages else [{"role": "user", "content": text}]
+        how = {"tokenize": False, "add_generation_prompt": True}
+        with blame(f"{flag}: its chat template cannot write the prompt {text[:40]!r}"):
+            text = tokenizer.apply_chat_template(turns, **how, **chat_options(chat, tokenizer))
+    elif instruction is not None:
+        text = PLAIN_PROMPT.format(prompt=text)
     knows = getattr(tokenizer, "letters", "")
-    with blame(f"{flag}: its tokenizer cannot write the prompt {text[:40]!r}{knows}"):
-        if chat or instruction is not None and tokenizer.chat_template:
-            turns, chat = prompt if chat else [{"role": "user", "content": text}], True
-            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        elif instruction is not None:
-            text = PLAIN_PROMPT.format(prompt=text)
+    with blame(f"{flag}: its tokenizer cannot write the prompt {text[:200]!r}{knows}"):
         # The template wrote its special tokens already.
-        ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
+        ids = tokenizer(text, add_special_tokens=not templated)["input_ids"]
         if not ids or max(ids) >= getattr(tokenizer, "embedded", math.inf):
             raise ValueError(f"no token left, or one without an embedding: {max(ids, default='')}")
         return ids

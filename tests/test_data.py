@@ -20,6 +20,7 @@ from common.plumbing.metrics import of_judge
 from common.tiny import arithmetic
 from grpo import Args
 
+from tests.helpers import SMALL, command
 from tests.rows import ROWS, Letters, load, numbered, write
 
 
@@ -529,7 +530,10 @@ def test_a_model_that_cannot_read_the_task_is_named(tmp_path, tiny):
     """The embedded tokenizer knows no letters, with a chat template or without; another one knows
     no digits."""
     path = write(tmp_path / "set.jsonl", numbered(5))
-    with pytest.raises(BadInput, match="--model.*cannot write the prompt"):
+    # The text that is encoded, with what the row was put into.
+    with pytest.raises(
+        BadInput, match=r"tokenizer cannot write the prompt .Question: question .\?"
+    ):
         load(path, tiny[1])
     chat = copy.deepcopy(tiny[1])
     chat.chat_template = "{{ messages[0]['content'] }}"
@@ -620,16 +624,19 @@ def test_a_task_of_yours(tmp_path):
     assert load(str(file), seed=2).train(0).prompt == "4+1="  # 1,000,003 further on
     other = load(f"{file}:other")
     assert other.train(5).answer == "2" and not other.judge.spec
-    assert task.fingerprint and task.fingerprint == other.fingerprint
+    assert task.fingerprint == load(str(file), seed=2, eval_problems=1).fingerprint
+    assert len({task.fingerprint, other.fingerprint, ""}) == 3
 
 
 def test_a_reward_of_yours_that_fails_is_said_once_and_counted(tmp_path, capfd):
     """It earns 0, as one that is no number does; the run does not train on zeros without a word."""
     file = tmp_path / "mine.py"
-    reward = "def reward(response, answer): return {'nan': float('nan')}.get(response) or 1 / 0"
+    reward = (
+        "def reward(response, answer): return {'nan': float('nan'), '9': 1}.get(response) or 1 / 0"
+    )
     file.write_text(f"{MINE}\n{reward}\n")
     task = load(str(file))
-    assert task.judge(["x", "nan", "y"], ["9"] * 3) == [0.0] * 3
+    assert task.judge(["x", "nan", "y", "9"], ["9"] * 4) == [0.0, 0.0, 0.0, 1.0]
     assert of_judge(task.judge) == {"judge_killed": (3, None)}
     assert task.judge(["x"], ["9"]) == [0.0]
     said = capfd.readouterr().err
@@ -641,8 +648,18 @@ def test_a_reward_of_yours_that_fails_is_said_once_and_counted(tmp_path, capfd):
     ("text", "message"),
     [
         ("train = 1", "cannot be used .*'held_out'"),
-        ("held_out = []\ndef train(i): return 'a'", "no held-out"),
+        ("held_out = []\ndef train(i): return 'a'", "held_out is empty"),
         ("held_out = [3]\ndef train(i): return 3", "is no .prompt, reference."),
+        ("held_out = [{'prompt': '1+1=', 'answer': '2'}]\ntrain = 1", "'prompt'.* is no .prompt,"),
+        ("held_out = ['12']\ntrain = 1", "12 is no .prompt, reference."),
+        (
+            "held_out = [('1', '2')]\ntrain = lambda i: {'1', '2'}",
+            "'.'.* is no .prompt, reference.",
+        ),
+        (
+            "held_out = [('1', '2')]\nimport random\ntrain = lambda i: (str(random.random()), '2')",
+            "is asked again",
+        ),
         ("def train(", "cannot be used"),
     ],
 )
@@ -657,10 +674,12 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 
 
 class Turns(Letters):
-    chat_template = "yes"
+    chat_template = "{{ enable_thinking }} {{ style }}"
 
-    def apply_chat_template(self, chat: list, tokenize: bool, add_generation_prompt: bool) -> str:
-        return "".join(f"<{turn['role']}>{turn['content']}" for turn in chat) + "<assistant>"
+    def apply_chat_template(self, chat: list, tokenize: bool, **options: object) -> str:
+        assert options.pop("add_generation_prompt") and not tokenize
+        turns = "".join(f"<{turn['role']}>{turn['content']}" for turn in chat)
+        return turns + "<assistant>" + str(options or "")
 
 
 def text_of(problem: object) -> str:
@@ -688,8 +707,27 @@ def test_a_prompt_may_be_chat_messages(tmp_path):
     texts = {text_of(task.train(i)) for i in range(20)} | {text_of(task.held_out[0])}
     assert "<system>Be brief.<user>2+2?<assistant>" in texts and len(texts) == 4
     assert any("3 of 7 rows repeat a prompt, 0 with another answer" in one for one in task.remarks)
-    with pytest.raises(BadInput, match="--model: its tokenizer cannot write the prompt"):
+    with pytest.raises(BadInput, match="--model: its chat template cannot write the prompt"):
         load(str(tmp_path / "set.jsonl"))
+
+
+def test_options_of_the_chat_template(tmp_path):
+    """For task files and rows alike. A template ignores what it does not know: that is refused."""
+    (tmp_path / "mine.py").write_text("held_out = [('2?', '2')]\ntrain = lambda i: ('3?', '3')")
+    rows = write(tmp_path / "set.jsonl", numbered(8))
+    given = "<assistant>{'enable_thinking': False, 'style': 'brief'}"
+    for word in ("enable_thinking=false", "enable_thinking=False"):
+        for file in (str(tmp_path / "mine.py"), rows):
+            task = load(file, Turns(), chat=(word, "style=brief"))
+            assert text_of(task.train(0)).endswith(given)
+            assert text_of(task.held_out[0]).endswith(given)
+    for tokenizer, word, why in (
+        (Turns(), "enable_thinking", "enable_thinking: must be KEY=VALUE"),
+        (Turns(), "thinking_on=1", "thinking_on: the model's chat template does not read it"),
+        (Letters(), "style=brief", "style: the model's tokenizer has no chat template"),
+    ):
+        with pytest.raises(BadInput, match=f"--chat {why}"):
+            load(rows, tokenizer, chat=(word,))
 
 
 MORE = """
@@ -730,6 +768,43 @@ def test_what_does_not_fit_is_said(tmp_path, tiny):
     knows = "its tokenizer cannot write the prompt '8 and 1': it knows # [*] [+] - 0 1 .* 9 ; = "
     with pytest.raises(BadInput, match=knows):
         load(str(file), tiny[1])
+
+
+def test_training_on_held_out_problems_is_said(tmp_path):
+    """Those that come up early in training; none where they are apart."""
+    file = tmp_path / "mine.py"
+    file.write_text(MINE.replace('"9+1="', '"3+1="'))
+    said = "1 of 2 held-out problems come up in training, too: the accuracies are not of unseen"
+    assert any(line.startswith(said) for line in load(str(file)).remarks)
+    file.write_text(MINE)
+    assert not load(str(file)).remarks
+
+
+@pytest.mark.runs
+def test_ranks_with_other_problems_end_in_a_line(tmp_path):
+    """Or each would measure a share of its own set."""
+    file = tmp_path / "mine.py"
+    held_out = "import os\nheld_out = [('1+1=', '2')] * (1 + int(os.environ['RANK']))\n"
+    file.write_text(held_out + "train = lambda i: ('2+1=', '3')")
+    ended = command("grpo", "--task", file, "--run_dir", tmp_path / "run", ranks=2)
+    assert ended.codes == [2, 2] and not (tmp_path / "run").exists()
+    (line,) = [line for line in ended.stderr.splitlines() if "error" in line]
+    assert f"--task {file}: ranks see different problems" in line
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_reward_that_fails_on_every_answer_ends_the_run(tmp_path, ranks):
+    """Before the first step; also where one rank has no held-out problem to judge."""
+    file = tmp_path / "mine.py"
+    held_out = 'held_out = [("8+1=", "9")]\ndef reward(response, answer): return rewrad\n'
+    file.write_text(MINE.partition("held_out")[0] + held_out)
+    flags = ["--task", file, "--run_dir", tmp_path / "run", *SMALL, "--steps", 1]
+    ended = command("grpo", *flags, ranks=ranks)
+    assert ended.codes == [2] * ranks and not (tmp_path / "run/metrics.jsonl").exists()
+    (line,) = [line for line in ended.stderr.splitlines() if "error: " in line]
+    why = "(mine.py:4: NameError: name 'rewrad' is not defined)"
+    assert line.endswith(f"{file}: the reward fails on every answer {why}")
 
 
 def test_training_ends_in_a_line_where_a_task_file_fails_later(tmp_path):

@@ -231,14 +231,15 @@ def test_the_examples_of_yours_run(words, files, serve, monkeypatch):
     (folder,) = files.glob("runs/*")
     line = metrics(folder)[-1]
     assert line["judge_killed"] == 0 and 0 <= line["reward"] <= 1
-    assert ("reward_digits" in line) == ("reverse.py" in words)
+    assert ("part_digits" in line) == ("reverse.py" in words)
     assert len(YOURS) == 3
 
 
 def test_the_first_file_of_yours_is_a_task(files):
     task = load("words.py")
-    assert task.train(7).prompt == "Write backwards: dog" and len(task.held_out) == 1
-    assert task.judge(["noil", "lion"], [task.held_out[0].answer] * 2) == [1.0, 0.0]
+    assert task.train(7).prompt.endswith(": dog") and len(task.held_out) == 1 and not task.remarks
+    said = ["noil", "<think>l, i, o, n</think>\nNoil", "lion"]
+    assert task.judge(said, [task.held_out[0].answer] * 3) == [1.0, 1.0, 0.0]
     task.judge.close()
 
 

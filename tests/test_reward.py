@@ -1,5 +1,7 @@
 """The judges: right answers earn, nothing else does, and no answer can hang or break the run."""
 
+import os
+import signal
 import time
 from functools import partial
 from pathlib import Path
@@ -138,8 +140,8 @@ def test_a_killed_worker_is_replaced():
     judge = Judge(workers=1)
     assert judge([r"\boxed{7}"], ["7"]) == [1.0]
     worker = judge.idle.get()
-    worker.kill()
-    worker.wait()
+    worker.process.kill()
+    worker.process.wait()
     judge.idle.put(worker)
     assert judge([r"\boxed{7}"], ["7"]) == [1.0] and judge.killed == 0
     judge.close()
@@ -151,12 +153,16 @@ def test_final_answer():
     assert final_answer("no box, 7") == "no box, 7"
 
 
-def test_a_judge_that_does_not_start_ends_the_run_in_one_line(monkeypatch):
-    """Also for those who wait for another worker: nobody waits for ever."""
-    monkeypatch.setattr("sys.executable", "/bin/false")
-    judge = Judge(workers=1)
+@pytest.mark.parametrize("says", ["", "why it failed"])
+def test_a_judge_that_does_not_start_ends_the_run_in_one_line(tmp_path, monkeypatch, says):
+    """With the last line that it said. Nobody waits for ever for another worker."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n[ -z '{says}' ] || echo 'first\n{says}' >&2\nexit 1")
+    python.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(python))
+    judge, why = Judge(workers=1), says or "exit code 1: is memory left"
     for _ in range(2):
-        with pytest.raises(RunStopped, match="the judge math-verify does not start .exit code 1"):
+        with pytest.raises(RunStopped, match=f"the judge math-verify does not start .{why}"):
             judge([r"\boxed{7}"] * 3, ["7"] * 3)
 
 
@@ -164,12 +170,16 @@ def test_a_judge_that_does_not_start_ends_the_run_in_one_line(monkeypatch):
 
 HOSTILE_REWARD = """
 import os, sys, time
+STRAY = {"stray verdict": b'[0.0, "", {}]\\n', "stray line": b"loaded model\\n"}
 bounds = {"seconds": 2, "workers": 1}
 def reward(response, reference):
     if response == "loop":
         while True: pass
     if response == "raise":
         raise ValueError("bad\\nnews")
+    if response == "escape": raise ValueError("\\x1b[2J\\u202e" + "x" * 10**6)
+    if response == "base": raise BaseException("not an Exception")
+    if response == "unsayable": raise type("Mute", (Exception,), {"__str__": None})
     if response == "print":
         print('[1.0, "", {}]', flush=True) or os.write(1, b'[1.0, "", {}]\\n')
     if response == "read": return len(input())
@@ -180,6 +190,15 @@ def reward(response, reference):
     if response == "orphan":
         if os.fork() == 0: time.sleep(1000)  # keeps the worker's pipes open
         while True: pass
+    if response == "daemon":
+        if os.fork() == 0:
+            os.setsid()  # out of reach: not in the worker's group
+            time.sleep(1000)
+        os._exit(1)
+    if response in ("stray verdict", "stray line"):
+        for file in range(3, 10):
+            try: os.write(file, STRAY[response])
+            except OSError: pass
     if response == "close": os.closerange(0, 100)
     return {"parts": {"reward": 0.5, "tests": 1, "length": 3}, "nan": float("nan"),
             "none": None, "no score": {"tests": 1}, "nan part": {"reward": 1, "x": float("nan")},
@@ -188,14 +207,20 @@ def reward(response, reference):
 """
 COSTS = {
     "loop": "out of time or memory? exit code -14",
-    "raise": "mine.py:8: ValueError: bad",
+    "raise": "mine.py:9: ValueError: bad)",
+    "escape": "mine.py:10: ValueError: ?[2J?xxx",
+    "base": "mine.py:11: BaseException: not an Exception",
+    "unsayable": "mine.py:12: Mute)",
     "print": "",
-    "read": "mine.py:11: EOFError",
-    "exit": "mine.py:12: SystemExit: enough",
+    "read": "mine.py:15: EOFError",
+    "exit": "mine.py:16: SystemExit: enough",
     "end": "exit code 3",
-    "memory": "mine.py:14: MemoryError",
+    "memory": "mine.py:18: MemoryError",
     "fork": "",
     "orphan": "out of time or memory",
+    "daemon": "out of time or memory",
+    "stray verdict": "something else spoke in the worker's channel",
+    "stray line": "something else spoke in the worker's channel",
     "close": "out of time or memory",
     "nan": "ValueError: reward nan is no reward",
     "none": "TypeError",
@@ -223,11 +248,12 @@ def hostile(tmp_path_factory):
 def test_a_reward_of_yours_costs_one_answer_at_most(how, hostile, capfd):
     """It is counted, and named with the line of the file; the answers after it get their own
     verdicts, also where a fork came back with a second one."""
-    hostile.told, hostile.killed = False, 0
+    hostile.failure, hostile.killed = "", 0
     assert hostile([how, "7", "8", "7"], ["7"] * 4) == [0.0, 1.0, 0.0, 1.0]
     assert hostile.killed == bool(COSTS[how])
     said = capfd.readouterr().err
     assert said.count("reward fails") == bool(COSTS[how]) and COSTS[how] in said
+    assert len(said) < 500
     assert not hostile.parts
 
 
@@ -236,7 +262,7 @@ def test_parts_of_a_reward_are_means_over_the_answers_that_have_them(tmp_path):
     assert judge(["parts", "7", "parts"], ["7"] * 3) == [0.5, 1.0, 0.5]
     judge(["parts"], ["7"])  # a second call in the same step
     found = Means().add(**of_judge(judge)).reduce(ALONE)
-    assert found == {"reward_tests": 1.0, "reward_length": 3.0, "judge_killed": 0.0}
+    assert found == {"part_tests": 1.0, "part_length": 3.0, "judge_killed": 0.0}
     assert of_judge(judge) == {"judge_killed": (0, None)}
     judge.close()
 
@@ -248,7 +274,7 @@ def counted() -> None:
     judge.parts = {"both": (2.0**24 + world.rank, 2)} | ({"one": (0.75, 3)} if world.rank else {})
     found = Means().add(**of_judge(judge)).reduce(world)
     mean = (2.0**25 + 1) / 4
-    assert found == {"reward_both": mean, "reward_one": 0.25, "judge_killed": 2.0}, found
+    assert found == {"part_both": mean, "part_one": 0.25, "judge_killed": 2.0}, found
 
 
 @pytest.mark.runs
@@ -275,14 +301,58 @@ def test_one_file_may_hold_several_rewards(tmp_path):
         yours(tmp_path, f"bounds = {{'hours': 1}}\nreward = lambda *both: 1\n{text}")
 
 
+@pytest.mark.parametrize("bound", ["'seconds': 0", "'seconds': 1e999", "'memory': 2**70"])
+def test_bounds_that_cannot_hold_are_refused(tmp_path, bound):
+    with pytest.raises(ValueError, match="bounds: (seconds|memory) is .*, not above 0 and at most"):
+        yours(tmp_path, f"bounds = {{{bound}}}\nreward = lambda *both: 1")
+
+
+def test_a_worker_imports_what_the_trainer_does(tmp_path, monkeypatch):
+    """Neither a `common` nor a json.py of the current folder; but what lies beside the reward's
+    file, which may begin with a byte order mark."""
+    (tmp_path / "here/common").mkdir(parents=True)
+    for name in ("common/__init__.py", "json.py", "socket.py"):
+        (tmp_path / "here" / name).write_text("raise ImportError('a stranger ran')")
+    (tmp_path / "helper.py").write_text("half = 0.5")
+    monkeypatch.chdir(tmp_path / "here")
+    judge = yours(tmp_path, "\ufefffrom helper import half\nreward = lambda *both: half")
+    assert judge(["a"], ["b"]) == [0.5]
+    judge.close()
+
+
+def test_what_an_answer_leaves_behind_ends_with_the_run(tmp_path):
+    """A process of its own group, and the worker itself, though the run was killed."""
+    started = "import os, subprocess\nbounds = {'workers': 1}\ndef reward(file, reference):\n"
+    started += "    sleep = subprocess.Popen(['sleep', '777'])\n"
+    started += "    open(file, 'w').write(f'{sleep.pid} {os.getpid()}')\n    return 1.0"
+    ended = forked(killed_after, tmp_path, started)
+    assert ended.codes == [-signal.SIGKILL], ended.stderr
+    until = time.monotonic() + 20
+    left = (tmp_path / "left").read_text().split()
+    while any(running(pid) for pid in left) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not any(running(pid) for pid in left)
+
+
+def killed_after(folder: Path, text: str) -> None:
+    """A trainer that is killed with its judge idle."""
+    assert yours(folder, text)([str(folder / "left")], [""]) == [1.0]
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def running(pid: str) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return state.exists() and ") Z " not in state.read_text()
+
+
 def test_a_run_keeps_the_reward_that_it_began_with(tmp_path):
     """You may write at the file meanwhile: a worker that is started later runs the old text."""
     judge = yours(tmp_path, "bounds = {'workers': 1}\ndef reward(a, b): return 0.25")
     assert judge(["a"], ["b"]) == [0.25]
     (tmp_path / "mine.py").write_text("def reward(a, b): return 1.0")
     worker = judge.idle.get()
-    worker.kill()
-    worker.wait()
+    worker.process.kill()
+    worker.process.wait()
     judge.idle.put(worker)
     assert judge(["a"], ["b"]) == [0.25]
     judge.close()

@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
 
-from common.data import HUB, Problem, fitting, limits, load_task, read_set, remarks_on
+from common.data import HUB, Problem, chat_options, fitting, limits, load_task
+from common.data import read_set, remarks_on
 from common.distributed import BadInput, RunStopped, World
 from common.distributed import blame, first_line, global_sum, shard
 from common.plumbing.checkpoint import PICKLE
@@ -50,7 +51,7 @@ from transformers import PreTrainedTokenizerBase
 SETTINGS = ((0.0, 1.0), (1.0, 1.0), (0.7, 0.9))  # (temperature, top-p); 0 is greedy, one response
 RESAMPLES = 2000
 OF_THE_RUN = "task reward eval_problems eval_samples max_new_tokens max_prompt_tokens instruction "
-OF_THE_RUN += "prompt_column answer_column rollout_dtype"  # flags that a run folder is asked for
+OF_THE_RUN += "prompt_column answer_column chat rollout_dtype"  # flags that a run is asked for
 
 
 @dataclass
@@ -133,6 +134,7 @@ def prepare(args: Args, world: World) -> None:
         if precision not in known:
             wrong = f"rollout_dtype {str(precision)[:40]!r}: must be one of {', '.join(known)}"
             raise BadInput(f"{args.model}/config.json: {wrong}")
+        own["chat"] = tuple(own["chat"] or ())  # JSON has lists alone
         fit = {name: value for name, value in own.items() if type(value) is type(vars(args)[name])}
         # The same command line once more, over other defaults
         again = tyro.cli(Args, default=replace(Args(), **fit), use_underscores=True)
@@ -158,6 +160,7 @@ def load_sets(
         warning = f"{what} changed since the run: it may have trained on these problems"
         judge = task.exam or task.judge
         return [Set(task.name, task.held_out, judge)], [*task.remarks, *[warning] * changed]
+    chat_options(args.chat, tokenizer)  # refuses wrong ones
     sets, remarks, math_verify = [], [], Judge()
     with blame(f"--reward {args.reward}: cannot be used"):
         own = Judge.of(args.reward, loaded(args.reward)) if args.reward else math_verify

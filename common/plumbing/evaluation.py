@@ -4,6 +4,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.data import Task
 from common.distributed import World, global_sum
+from common.plumbing.metrics import refuse_broken
 
 
 def evaluate(engine: object, task: Task, tokenizer: Tokenizer, args: object, world: World) -> dict:
@@ -25,6 +26,7 @@ def evaluate(engine: object, task: Task, tokenizer: Tokenizer, args: object, wor
         if name == "greedy" and world.rank == 0:
             shown = {"prompt": problems[0].prompt, "answer": problems[0].answer}
             example = {"example": shown | {"response": texts[0], "reward": scores[0]}}
+    refuse_broken(judge)
     judge.parts = {}  # logged of training alone
     engine.load_state_dict(state)  # training's samples do not depend on how often one looks
     found = {name: total / len(task.held_out) for name, total in global_sum(right, world).items()}

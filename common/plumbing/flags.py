@@ -5,9 +5,12 @@ and inherits the others: `class Args(Flags)`. A value that breaks the rule of it
 before it begins.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, get_type_hints
+
+from common.distributed import BadInput
 
 LARGEST = 2**31 - 1  # of a tensor's sizes; no other number here comes near
 
@@ -78,6 +81,8 @@ class Flags:
     """Longer prompts are skipped (ours)."""
     instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
     """Appended to every text prompt."""
+    chat: tuple[str, ...] = ()
+    """KEY=VALUE ...: options of the model's chat template (enable_thinking=false)."""
     prompt_column: str = "prompt"
     """Column of a local file that holds the prompt."""
     answer_column: str = "answer"
@@ -117,3 +122,18 @@ def broken_rule(args: object) -> str:
                     wrong = "is too large" if large else f"must be {rule.words}"
                     return f"--{name} {str(number)[:40]}: {wrong}"
     return ""
+
+
+def key_values(flag: str, words: tuple[str, ...]) -> dict:
+    """KEY=VALUE ... as a dict; VALUE is JSON (or Python's True, False, None), or else text."""
+    found = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not key or not equals:
+            raise BadInput(f"{flag} {word}: must be KEY=VALUE")
+        value = {"True": "true", "False": "false", "None": "null"}.get(value, value)
+        try:
+            found[key] = json.loads(value)
+        except json.JSONDecodeError:
+            found[key] = value
+    return found

@@ -89,9 +89,10 @@ def other_flags(folder: Path, config: dict) -> str:
     """What makes the run in `folder` another one than that of `config`; "" if nothing does."""
     saved = saved_config(folder)
     names = [name for name in config.keys() - FREE_ON_RESUME if saved.get(name) != config[name]]
-    return "".join(
-        f"{name} {saved.get(name)!r}, not {config[name]!r}" for name in sorted(names)[:1]
-    )
+    if names == ["data"]:
+        return "other problems, or another reward: a file has changed, or depends on chance"
+    first = sorted(name for name in names if name != "data")[:1]
+    return "".join(f"{name} {saved.get(name)!r}, not {config[name]!r}" for name in first)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from common.batch import Rollout
-from common.distributed import World, everywhere, global_sum
+from common.distributed import BadInput, World, everywhere, global_sum
 
 
 class Means:
@@ -67,9 +67,22 @@ def of_rollout(rollout: Rollout, rewards: Tensor, task: object) -> dict[str, tup
 
 def of_judge(judge: object) -> dict[str, tuple]:
     """Since the last call: answers that broke the judge's bounds, or a reward of yours, and that
-    reward's parts, by whichever names a rank has met; all ranks together."""
+    reward's parts, by whichever names a rank has met; all ranks together. Their prefix is theirs
+    alone: `reward_drawn` could be an algorithm's metric."""
     killed, parts = getattr(judge, "killed", 0), getattr(judge, "parts", {})
+    refuse_broken(judge)
     judge.killed, judge.parts = 0, {}
     names = everywhere(parts) if getattr(judge, "spec", "") else ()
-    found = {f"reward_{name}": parts.get(name, (0.0, 0)) for name in names}
+    found = {f"part_{name}": parts.get(name, (0.0, 0)) for name in names}
     return found | {"judge_killed": (killed, None)}
+
+
+def refuse_broken(judge: object) -> None:
+    """End the run where a reward of yours has failed on every answer that any rank has judged: all
+    rewards are 0, and nothing can be learned. All ranks together."""
+    if not getattr(judge, "spec", "") or not hasattr(judge, "works"):
+        return
+    judged = judge.works or judge.failure  # a rank may have no held-out problem
+    outcomes = everywhere(["" if judge.works else judge.failure] if judged else [])
+    if outcomes and "" not in outcomes:
+        raise BadInput(f"{judge.spec}: the reward fails on every answer ({outcomes[0]})")

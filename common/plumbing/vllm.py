@@ -1,7 +1,6 @@
 """Sampling with vLLM inside the trainer's process: every call to it is here."""
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator
 
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 from common.batch import Rollout
 from common.distributed import CLOSING, TIMEOUT, BadInput, RunStopped, World
 from common.distributed import blame, first_line, full_parameters
+from common.plumbing.flags import key_values
 from common.plumbing.model import EMBEDDED
 from common.plumbing.routing import why_not_replayed
 
@@ -187,13 +187,10 @@ def vllm_options(args: object, lm: PreTrainedModel, world: World) -> dict:
 
 
 def passed_through(words: tuple[str, ...], own: dict) -> dict:
-    """`--vllm KEY=VALUE ...` as options; VALUE is JSON, or else text. What is in `own` is ours."""
-    given = dict(word.partition("=")[::2] for word in words)
+    """`--vllm KEY=VALUE ...` as options. What is in `own` is ours."""
+    given = key_values("--vllm", words)
     if ours := given.keys() & own:
         raise BadInput(f"--vllm {min(ours)}: follows from the other flags")
-    for key, value in given.items():
-        with contextlib.suppress(json.JSONDecodeError):
-            given[key] = json.loads(value)
     return given
 
 
