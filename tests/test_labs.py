@@ -27,7 +27,7 @@ from tests.helpers import ROOT, module_of
 from tests.test_docs import refused
 
 PAGES = sorted(path.stem for path in (ROOT / "labs").glob("[a-z]*.md"))
-NAMES = [name for name in PAGES if name not in ("answers", "course")]
+NAMES = [name for name in PAGES if name not in ("answers", "course", "course-answers")]
 LABS = {p.stem: p.read_text() for p in sorted((ROOT / "labs").glob("*.py")) if p.stem != "lab"}
 LABS = {name: text for name, text in LABS.items() if "lab.main(" in text}
 RUNS = [name for name, text in LABS.items() if "\nCOLUMNS = " in text]  # of whole training runs
