@@ -27,7 +27,7 @@ from tests.helpers import ROOT, module_of
 from tests.test_docs import refused
 
 PAGES = sorted(path.stem for path in (ROOT / "labs").glob("[a-z]*.md"))
-NAMES = [name for name in PAGES if name not in ("answers", "course")]
+NAMES = [name for name in PAGES if name not in ("answers", "course", "course-answers")]
 LABS = {p.stem: p.read_text() for p in sorted((ROOT / "labs").glob("*.py")) if p.stem != "lab"}
 LABS = {name: text for name, text in LABS.items() if "lab.main(" in text}
 RUNS = [name for name, text in LABS.items() if "\nCOLUMNS = " in text]  # of whole training runs
@@ -328,7 +328,7 @@ def test_a_lab_of_runs_tells_and_draws_what_its_runs_may_leave(name, tmp_path, m
     assert written == set(module.COLUMNS)
     head, *rows = module.rows(found)
     assert len(rows) >= 2 and all(len(row) == len(head) for row in rows)
-    assert (tmp_path / "figures" / f"{name}.quick.png").stat().st_size > 10_000
+    assert (tmp_path / "figures" / f"{name}.smoke.png").stat().st_size > 10_000
     said = capsys.readouterr().out
     assert said.startswith(lab.SMOKE) and lab.text(module.rows(found)) in said
     assert table["note"] == lab.SMOKE == titles[-1]
