@@ -10,7 +10,6 @@ numbered question in, the verdict of that number out, each a line of JSON. It do
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import json
 import os
@@ -245,8 +244,6 @@ def work(spec: str, seconds: str, memory: str) -> None:
     questions, verdicts, own = os.fdopen(os.dup(0)), os.fdopen(os.dup(0), "w"), os.getpid()
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)  # what is judged must not read the questions
-    with contextlib.suppress(AttributeError):  # macOS has no such call
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the trainer
     source = json.loads(questions.readline())
     try:
         given = loaded(spec, source) if spec else sys.modules[__name__]
@@ -280,8 +277,9 @@ def work(spec: str, seconds: str, memory: str) -> None:
         if os.getpid() != own:  # a fork that came back would take the next question, too
             os._exit(1)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps(verdict), file=verdicts, flush=True)
-    os.killpg(0, signal.SIGKILL)  # what answers have left behind ends with the run
+        with contextlib.suppress(BrokenPipeError):  # the trainer was killed meanwhile
+            print(json.dumps(verdict), file=verdicts, flush=True)
+    os.killpg(0, signal.SIGKILL)  # the run is over: what answers have left behind ends with it
 
 
 def in_words(error: BaseException, spec: str = "") -> str:
