@@ -33,9 +33,10 @@ BUDGET = {
     "paced": (306, 46),  # without its trunk's KL term
     "laconic": (198, 40),  # a price, and where it is paid
     "jet": (230, 40),  # an object beside minirl's replay
-    "opd": (190, 44),  # a teacher, and what is known of it
+    "baselines": (198, 42),  # six baselines
+    "opd": (190, 49),  # a teacher, and what is known of it
     "icepop": (225, 50),  # a family of corrections
-    "ppo": (267, 134),  # what GRPO removed: a second model, GAE, its loss
+    "ppo": (270, 136),  # what GRPO removed: a second model, GAE, its loss
     "recipe": (613, 356),  # the objects of six files, letter for letter
 }
 NAMES = "|".join(ALGORITHMS)

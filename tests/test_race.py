@@ -203,7 +203,14 @@ def test_the_exam_stays_strict_and_the_same():
     from common.plumbing.model import load_model
 
     _, tokenizer = load_model("tiny")
-    given = {"task": "arithmetic", "seed": 1, "eval_problems": 16, "eval_task": "", "reward": ""}
+    given = {
+        "task": "arithmetic",
+        "seed": 1,
+        "eval_problems": 16,
+        "eval_task": "",
+        "reward": "",
+        "chat": (),
+    }
     args = SimpleNamespace(**given, max_prompt_tokens=1024, max_new_tokens=64)
     tasks = {}
     for name in ("none", "wrong judge", "useless prompts"):
