@@ -33,9 +33,9 @@ BUDGET = {
     "paced": (505, 306, 46),  # without its trunk's KL term
     "laconic": (342, 198, 40),  # a price, and where it is paid
     "jet": (390, 230, 40),  # an object beside minirl's replay
-    "opd": (330, 190, 44),  # a teacher, and what is known of it
+    "opd": (330, 190, 47),  # a teacher, and what is known of it
     "icepop": (388, 225, 50),  # a family of corrections
-    "ppo": (448, 266, 134),  # what GRPO removed: a second model, GAE, its loss
+    "ppo": (448, 267, 136),  # what GRPO removed: a second model, GAE, its loss
     "recipe": (975, 613, 356),  # the objects of six files, letter for letter
 }
 NAMES = "|".join(ALGORITHMS)
