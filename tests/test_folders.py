@@ -224,7 +224,7 @@ FOREIGN = {
     "a long name": (lambda folder: "x" * 300, "File name too long"),
     "under a file": (
         lambda folder: folder.joinpath("x").write_text("x") and "x/run",
-        "File exists",
+        "Not a directory",
     ),
     "no such place": (lambda folder: "/proc/nowhere/run", "--run_dir /proc/nowhere/run: cannot be"),
 }

@@ -131,12 +131,8 @@ class Args(Flags):
     baseline: Literal["none", "rloo", "batch", "group", "maxrl", "scalerl"] = "rloo"  # <own>
     """What Â is made of (see the table above)."""
 
-    # <own>
-    def compares(self) -> bool:
-        """No baseline, or that of the batch, needs no other response to the same prompt."""
-        return self.baseline not in ("none", "batch")
-
-    # </own>
+    def compares(self) -> bool:  # <own>
+        return self.baseline not in ("none", "batch")  # <own>
 
 
 # <own>

@@ -129,12 +129,8 @@ class Args(Flags):
     is_cap: Positive = 5.0  # <own>
     """C: largest weight (ours; minirl.py's)."""
 
-    # <own>
-    def compares(self) -> bool:
-        """The teacher judges each token; only the reward's advantage needs two responses."""
-        return self.reward_weight > 0
-
-    # </own>
+    def compares(self) -> bool:  # <own>
+        return self.reward_weight > 0  # the teacher judges each token by itself  # <own>
 
 
 def advantages(rewards: Tensor) -> Tensor:

@@ -152,12 +152,8 @@ class Args(Flags):
     critic_warmup: Whole = 5  # <own>
     """Steps in which only the critic learns; the policy's own warm-up follows (ours; verl: 0)."""
 
-    # <own>
-    def compares(self) -> bool:
-        """The critic is the baseline."""
-        return False
-
-    # </own>
+    def compares(self) -> bool:  # <own>
+        return False  # the critic is the baseline, and not the group  # <own>
 
 
 # <own>
