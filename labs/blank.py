@@ -15,7 +15,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from tools.marks import algorithms
+from checks.files import algorithms
 
 EXERCISES = Path(__file__).parent / "exercises.py"
 TAKEN = ("advantages", "policy_loss")

@@ -15,7 +15,7 @@ import itertools
 import sys
 
 import torch
-from tests import checks
+import checks
 
 from labs import lab, toy
 

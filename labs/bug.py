@@ -22,9 +22,9 @@ from pathlib import Path
 import common  # noqa: F401  (before torch)
 from common.distributed import BadInput, first_line
 from common.plumbing.folder import read_lines, whole
-from tests import checks
+import checks
 from tools import compare
-from tools.marks import ROOT, algorithms
+from checks.files import ROOT, algorithms
 
 from labs import lab
 
@@ -38,12 +38,12 @@ OUT = Path("runs/labs/bugs")
 class Bug:
     """A damage and what there is to learn from it.
 
-    `named` is one of tests/checks/FILE.py, or of tests/loop_mutants.txt where `seen_by` is the
+    `named` is one of checks/FILE.py, or of tests/loop_mutants.txt where `seen_by` is the
     loop's test; or else the damage stands here, as (what stands there once, what it becomes).
     """
 
     named: str | tuple[str, str]
-    seen_by: str  # a check of tests/checks/FILE.py, or test_loop's
+    seen_by: str  # a check of checks/FILE.py, or test_loop's
     look: str  # a question that does not tell
     why: str  # what it does, and what gave it away
     real: str = ""  # public code in which it was
@@ -267,7 +267,7 @@ def reveal(number: int) -> str:
     gone = len(before) - len(changed)
     lines = [f"{path.name}:{at + 1}", f"- {before[at].strip()}"]
     lines += [f"+ {changed[at].strip()}"] if not gone else []
-    seen = LOOP if bug.seen_by == LOOP else f"{bug.seen_by} of tests/checks/{bug.file}.py"
+    seen = LOOP if bug.seen_by == LOOP else f"{bug.seen_by} of checks/{bug.file}.py"
     lines += [textwrap.fill(bug.why, 100), f"Seen by {seen}."]
     return "\n".join(
         [*lines, *([textwrap.fill(f"It was real: {bug.real}.", 100)] * bool(bug.real))]

@@ -21,7 +21,7 @@ import sys
 
 import numpy as np
 import torch
-from tests import checks
+import checks
 
 from labs import bound, lab, toy
 

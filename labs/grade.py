@@ -36,8 +36,8 @@ import common  # noqa: F401  (before torch)
 import numpy
 import torch
 from common.distributed import BadInput, first_line
-from tests import checks
-from tests.adapters import MODULES
+import checks
+from checks.files import MODULES
 from torch import Tensor
 
 from labs import exercise_checks
@@ -146,7 +146,7 @@ def wrapped(function: Callable) -> Callable:
 
 def machinery() -> dict:
     """What the verdict rests on, which no answer has a reason to change."""
-    names = (__name__, "tests.checks", "labs.exercise_checks", "labs.why", *MODULES.values())
+    names = (__name__, "checks", "labs.exercise_checks", "labs.why", *MODULES.values())
     ours = [m for name, m in sys.modules.items() if name.startswith(names)]
     found = {}
     for owner in (*ours, builtins, torch, Tensor):

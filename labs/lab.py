@@ -46,8 +46,8 @@ import numpy as np
 from common.plumbing.curves import series, smooth
 from common.distributed import BadInput, blame, first_line
 from common.plumbing.folder import read_lines, whole
-from tests.checks import replaced
-from tools.marks import ROOT
+from checks import replaced
+from checks.files import ROOT
 from tqdm import tqdm
 
 HERE = Path(__file__).parent

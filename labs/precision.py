@@ -20,7 +20,7 @@ from common.logprobs import Policy, response_logprobs
 from common.distributed import ALONE
 from common.plumbing.model import load_model
 from common.rollout import HFEngine
-from tests import checks
+import checks
 
 from labs import lab, toy
 

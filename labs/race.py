@@ -33,7 +33,8 @@ import torch
 import transformers
 from common.distributed import BadInput, blame, first_line
 from common.plumbing.folder import whole
-from tools.marks import ROOT, algorithms, changes, trunk_of
+from checks.files import ROOT, algorithms, trunk_of
+from tools.marks import changes
 
 from labs import lab, stress
 from labs.stress import STRESSES, Stress

@@ -19,7 +19,7 @@ import sys
 from dataclasses import replace
 
 import torch
-from tests import checks
+import checks
 from torch import Tensor
 
 from labs import lab, toy

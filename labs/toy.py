@@ -9,8 +9,8 @@ from types import ModuleType
 
 import common  # noqa: F401  (before torch)
 import torch
-from tests import checks
-from tests.adapters import MODULES
+import checks
+from checks.files import MODULES
 from torch import Tensor
 
 torch.set_num_threads(1)  # tables this small gain nothing from a second

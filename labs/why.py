@@ -6,7 +6,7 @@ import textwrap
 import traceback
 from types import FrameType
 
-from tests.checks import near, number
+from checks import near, number
 from torch import Tensor
 
 NAMES = {"ratio": "r", "advantage": "Â", "old": "π_old", "mu": "μ", "beta": "β"}

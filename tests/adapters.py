@@ -5,17 +5,9 @@ from dataclasses import replace
 
 import common  # noqa: F401  (before torch)
 from common.reward import Judge, arithmetic_reward
-from tools.marks import ROOT, algorithms
+from checks.files import MODULES
 from torch import Tensor
 
-PATHS = {path.stem: path for path in algorithms()}
-# stem -> module: grpo, or variants.dapo
-MODULES = {
-    name: ".".join(path.relative_to(ROOT).with_suffix("").parts) for name, path in PATHS.items()
-}
-ALGORITHMS = tuple(PATHS)
-NINE = tuple(name for name, path in PATHS.items() if path.parent == ROOT)
-VARIANTS = tuple(name for name in ALGORITHMS if name not in NINE)
 _math_judge: Judge | None = None
 
 

@@ -22,7 +22,7 @@ import common.plumbing.checkpoint
 from common.plumbing.launch import launch
 from common.plumbing.tracking import Run
 
-from tests.adapters import MODULES
+from checks.files import MODULES
 
 SIGNALS = {"term": [signal.SIGTERM], "int": [signal.SIGINT], "hup": [signal.SIGHUP]}
 SIGNALS["twice"] = [signal.SIGINT] * 2

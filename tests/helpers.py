@@ -27,7 +27,7 @@ from common.plumbing.launch import launch
 from torch.distributed import TCPStore
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.adapters import ALGORITHMS, MODULES, VARIANTS
+from checks.files import ALGORITHMS, MODULES, VARIANTS
 from tests.driver import drive
 
 ROOT = Path(__file__).parent.parent

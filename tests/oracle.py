@@ -39,8 +39,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import formulas
-from tests.adapters import MODULES
-from tests.checks import replaced
+from checks.files import MODULES
+from checks import replaced
 from tests.helpers import forked
 
 TINY = Path(__file__).parent.parent / "common" / "tiny"

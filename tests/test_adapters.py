@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests import adapters
-from tests.checks import FIXTURE, toy_batch
+from checks import FIXTURE, toy_batch
 
 
 def test_adapters_open_the_same_door():

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from tests import checks
+import checks
 from tests.adapters import ALGORITHMS as FILES
 from tests.helpers import module_of
 

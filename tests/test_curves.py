@@ -13,7 +13,7 @@ from common.plumbing.curves import draw_curves, series, smooth
 from common.distributed import BadInput
 from matplotlib.figure import Figure
 
-from tests.adapters import ALGORITHMS
+from checks.files import ALGORITHMS
 from tests.helpers import module_of
 from tests.helpers import ROOT
 

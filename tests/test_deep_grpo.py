@@ -11,7 +11,7 @@ from common.logprobs import Policy, response_logprobs
 from common.plumbing.model import load_model
 from common.rollout import HFEngine
 
-from tests.checks import loss_of
+from checks import loss_of
 from tests.driver import drive
 from tests.helpers import SMALL, forked, metrics, run_here
 from tests.stored import PROMPTS, gradients, stored_rollout

@@ -25,7 +25,7 @@ from common.reward import Judge, loaded
 from tools import bench, memory, results
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.adapters import ALGORITHMS, MODULES, NINE, PATHS, VARIANTS
+from checks.files import ALGORITHMS, MODULES, NINE, PATHS, VARIANTS
 from tests.gpu.shapes import qwen3_1_7b
 from tests.helpers import ROOT, metrics, module_of, run_here
 from tests.rows import load

@@ -10,7 +10,7 @@ from common.batch import Rollout
 from common.distributed import setup
 
 from tests import formulas
-from tests.adapters import ALGORITHMS, NINE, VARIANTS
+from checks.files import ALGORITHMS, NINE, VARIANTS
 from tests.helpers import SMALL, forked, module_of, no_curves, run_here
 from tests.stored import PROMPTS, G, gradients, stored_rollout
 

@@ -30,7 +30,7 @@ from common.logprobs import Policy
 from common.plumbing.model import head_logits, load_model
 from common.plumbing.vllm import VLLMEngine, checkpoint_parameters
 from common.rollout import HFEngine
-from tools.marks import algorithms
+from checks.files import algorithms
 from torch.distributed.tensor import DTensor
 
 from tests.helpers import ROOT, SMALL, forked, run_here

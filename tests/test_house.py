@@ -9,9 +9,9 @@ from typing import get_type_hints
 
 import pytest
 from common.plumbing.flags import Flags, Rule
-from tools.marks import changes, code_lines, trunk_of
+from checks.files import ALGORITHMS, NINE, PATHS, trunk_of
+from tools.marks import changes, code_lines
 
-from tests.adapters import ALGORITHMS, NINE, PATHS
 from tests.helpers import ROOT, module_of
 
 COMMON = sorted((ROOT / "common").rglob("*.py"))

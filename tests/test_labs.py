@@ -21,8 +21,8 @@ from common.plumbing.flags import broken_rule
 from common.plumbing.launch import parse
 from labs import bug, coarse, lab
 
-from tests import checks
-from tests.adapters import PATHS
+import checks
+from checks.files import PATHS
 from tests.helpers import ROOT, module_of
 from tests.test_docs import refused
 

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 from labs import blank, bug, exercise_checks, exercises, grade
-from tools.marks import algorithms
+from checks.files import ALGORITHMS, MODULES, algorithms
 
-from tests import checks
-from tests.adapters import ALGORITHMS, MODULES
+import checks
 from tests.helpers import ROOT
 from tests.test_docs import refused
 

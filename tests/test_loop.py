@@ -22,8 +22,8 @@ from common.plumbing.model import load_model
 from transformers import PreTrainedModel
 
 from tests import formulas, oracle
-from tests.adapters import ALGORITHMS, NINE, VARIANTS
-from tests.checks.recipe import OFF, off
+from checks.files import ALGORITHMS, NINE, VARIANTS
+from checks.recipe import OFF, off
 from tests.helpers import SMALL, metrics, module_of, run_here
 from tests.oracle import (
     HELD_OUT,

@@ -16,7 +16,7 @@ from common.logprobs import Policy, response_logprobs
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from tests.checks import mutate
+from checks import mutate
 from tests.helpers import SMALL, forked, run_here
 
 V, T = 23, 0.7

@@ -15,7 +15,7 @@ from common.distributed import BadInput
 from tools import look, page
 
 from tests import formulas
-from tests.adapters import ALGORITHMS, PATHS
+from checks.files import ALGORITHMS, PATHS
 from tests.helpers import MORE, ROOT, RUN, SMALL, module_of, run_here
 from tests.oracle import LIMIT, OBJECTIVES, Batch
 from tests.test_reader import needs_browser, reports

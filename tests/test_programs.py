@@ -78,9 +78,8 @@ def test_the_table_has_every_program():
 def copy(tmp_path_factory, finished) -> Path:
     """The repository as a program may change it, with two finished runs."""
     folder = tmp_path_factory.mktemp("programs") / "repository"
-    left_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "mine", "venv", "fixtures")
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "mine", "venv")
     shutil.copytree(ROOT, folder, ignore=left_out)
-    shutil.copytree(ROOT / "tests/fixtures", folder / "tests/fixtures")
     (folder / ".git").symlink_to(ROOT / ".git")  # read by tools.spread
     for name in ("a", "b"):
         shutil.copytree(finished, folder / "runs" / name)

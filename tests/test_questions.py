@@ -20,7 +20,7 @@ from tools import walk
 from torch import Tensor
 from variants import cispo, dapo, dr_grpo, opd, ppo
 
-from tests.checks import no_kl, terms, weight
+from checks import no_kl, terms, weight
 from tests.helpers import ROOT, run_here
 from tests.test_docs import PAGES
 

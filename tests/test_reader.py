@@ -14,10 +14,10 @@ import pytest
 import torch
 from common.distributed import BadInput
 from tools import look, reader
-from tools.marks import changes, marked_lines, trunk_of
+from checks.files import ALGORITHMS, PATHS, trunk_of
+from tools.marks import changes, marked_lines
 
-from tests import checks
-from tests.adapters import ALGORITHMS, PATHS
+import checks
 from tests.helpers import ROOT, module_of
 
 BROWSERS = "chromium chromium-browser google-chrome google-chrome-stable chrome".split()

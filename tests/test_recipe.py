@@ -13,8 +13,8 @@ import stapo
 import vcpo
 from variants import justrl, recipe
 
-from tests.adapters import NINE, PATHS
-from tests.checks.recipe import OFF
+from checks.files import NINE, PATHS
+from checks.recipe import OFF
 from tests.formulas.recipe import SMALL as TEACHER
 from tests.helpers import SMALL, assert_same_run, command, metrics, run_here, tensors
 

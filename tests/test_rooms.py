@@ -6,7 +6,7 @@ import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from tools.marks import ROOT, algorithms
+from checks.files import ROOT, algorithms
 from tools.rooms import COMMON, executed
 
 # Code lines that a default laptop run executes, all, and of the largest room. What no laptop run

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tools import arguments
-from tools.marks import ROOT
+from checks.files import ROOT
 
 HEAVY = re.compile(r"aten::(mm|addmm|bmm|_scaled_dot_product\w+)")
 PHASES = ("rollout", "reward", "old_logp", "update", "sync")  # TRL samples with the policy itself

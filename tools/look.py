@@ -16,7 +16,7 @@ from common.plumbing.folder import whole
 from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
 
-from tools.marks import ROOT
+from checks.files import ROOT
 
 COLOURS = [  # the first that a token belongs to; what belongs to none is plain
     (String.Doc, "d"),

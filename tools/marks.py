@@ -12,32 +12,13 @@ keeps the marks that its trunk has: together they are all that has left `grpo.py
 import ast
 import difflib
 import io
-import re
 import sys
 import tokenize
 from pathlib import Path
 
+from checks.files import algorithms, trunk_of
+
 from tools import arguments
-
-ROOT = Path(__file__).parent.parent
-FIRST = "grpo"  # the trunk of trunks
-
-
-def algorithms() -> list[Path]:
-    """Every algorithm file, the first trunk first: what launches a `main` of its own."""
-    files = [path for folder in (ROOT, ROOT / "variants") for path in sorted(folder.glob("*.py"))]
-    own = [path for path in files if "launch(main, Args)" in path.read_text("utf-8")]
-    return sorted(own, key=lambda path: (path.stem != FIRST, path.parent != ROOT, path.stem))
-
-
-def trunk_of(path: Path, source: str | None = None) -> Path | None:
-    """The file that this one departs from; None for the first trunk."""
-    named = re.search(r"^Trunk: (\w+)\.py", source or path.read_text("utf-8"), re.MULTILINE)
-    if named:
-        return next(
-            p for p in (path.with_name(f"{named[1]}.py"), ROOT / f"{named[1]}.py") if p.exists()
-        )
-    return None if path.stem == FIRST else ROOT / f"{FIRST}.py"
 
 
 def code_lines(source: str) -> list[tuple[int, str]]:

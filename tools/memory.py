@@ -46,7 +46,7 @@ from common.distributed import BadInput, blame
 from common.logprobs import BLOCK_ELEMENTS
 from common.plumbing.flags import Count, Positive, broken_rule
 from tools import arguments
-from tools.marks import ROOT, algorithms
+from checks.files import ROOT, algorithms
 
 # Name of each algorithm file -> its module
 FILES = {p.stem: ".".join(p.relative_to(ROOT).with_suffix("").parts) for p in algorithms()}

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from tools import arguments
-from tools.marks import FIRST, ROOT, algorithms
+from checks.files import FIRST, ROOT, algorithms
 
 # Name of each algorithm file -> its module
 FILES = {p.stem: ".".join(p.relative_to(ROOT).with_suffix("").parts) for p in algorithms()}

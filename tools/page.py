@@ -37,7 +37,7 @@ from torch import Tensor
 
 from tools.compare import NUMBER, fit, run_of
 from tools.look import coloured, filled, module_of, short, write
-from tools.marks import ROOT, algorithms
+from checks.files import ROOT, algorithms
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 LARGEST = 1_450_000  # bytes of a page; a run with more samples loses steps in between

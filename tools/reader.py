@@ -5,7 +5,7 @@
 A and B are the files that it opens with: with one name, that file beside its trunk; without, the
 first trunk and the file nearest to it. All others can be chosen in the page. It is made from the
 files as they are: their lines (coloured by pygments), the marks that show what each changes, the
-checks and mutants of tests/checks, and the gradient weight of each file's own `policy_loss`.
+checks and mutants of checks, and the gradient weight of each file's own `policy_loss`.
 
 The page's form and its program are tools/reader.html, and what it shares with that of tools.page,
 tools/look.*; opened as reader.html#check it tests itself.
@@ -26,7 +26,8 @@ from common.distributed import BadInput, first_line
 from torch import Tensor
 
 from tools.look import coloured, filled, module_of, short, write
-from tools.marks import ROOT, algorithms, changes, marked_lines, trunk_of
+from checks.files import ROOT, algorithms, trunk_of
+from tools.marks import changes, marked_lines
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 # Tokens that a loss may weigh differently: π_old, and the entropy where the token was drawn. One
@@ -146,7 +147,7 @@ def tests_of(path: Path, source: str) -> dict:
     """Its checks, [name, what it holds], and mutants, [name, what stands there, what it becomes,
     line]; none where the tests were deleted."""
     try:
-        from tests import checks
+        import checks
     except ModuleNotFoundError:
         return {"checks": [], "mutants": []}
     every, mutants = checks.of(path.stem)

@@ -16,7 +16,8 @@ from pathlib import Path
 from types import FrameType
 
 from tools import arguments
-from tools.marks import ROOT, code_lines
+from checks.files import ROOT
+from tools.marks import code_lines
 
 COMMON = ROOT / "common"
 FLAGS = "--steps 2 --eval_problems 16 --prompts_per_step 4 --run_dir".split()

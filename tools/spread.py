@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools import arguments
-from tools.marks import ROOT, algorithms, trunk_of
+from checks.files import ROOT, algorithms, trunk_of
 
 MARK = r"# </?\w+>$"
 

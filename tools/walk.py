@@ -25,7 +25,7 @@ from common.plumbing.tracking import Run
 from torch import Tensor
 
 from tools import arguments
-from tools.marks import ROOT
+from checks.files import ROOT
 
 PAGE = ROOT / "docs" / "walk.md"
 KEPT = (

@@ -20,7 +20,7 @@ from matplotlib import pyplot
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 from tools import arguments
-from tools.marks import ROOT
+from checks.files import ROOT
 
 NARROW = 1e-3  # half the width of gspo's axis
 # File, title, letter of the ratio, π_old of the token, its entropy (only stapo looks at it), flags

@@ -46,7 +46,7 @@ Differs from the paper in:
 
 Confidence: balance against π_old, the proposition on V, τ and β as two readers of the paper report
 them, the paper not read; the identities are derived, and tested with all responses enumerated
-(tests/checks/paced.py). How candidates are drawn and replay enters the loss its text would settle.
+(checks/paced.py). How candidates are drawn and replay enters the loss its text would settle.
 
 Run it:
     torchrun -m variants.paced                              # laptop, two minutes, no download

@@ -17,7 +17,7 @@
 
 import importlib
 
-from tests.adapters import VARIANTS
+from checks.files import VARIANTS
 
 
 def of(name: str, what: str, otherwise: object) -> object:

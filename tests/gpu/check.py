@@ -158,7 +158,7 @@ def machine(world: World) -> str:
 
 def losses(world: World) -> str:
     """Every file's loss gives the CPU's value and gradient for the fixture's batch."""
-    fixture = json.loads((ROOT / "tests/fixtures/losses.json").read_text())["inputs"]
+    fixture = json.loads((ROOT / "checks/losses.json").read_text())["inputs"]
     names = ("mask", "old_logp", "logratio", "advantages")
     given = {name: torch.tensor(fixture[name]).double() for name in names}
     worst = 0.0

@@ -1,6 +1,6 @@
 """What an algorithm file must hold, without pytest: for tests/test_checks.py and the labs' grader.
 
-`tests/checks/<algorithm>.py` has two lists. `CHECKS` are functions of a module (the file, a damaged
+`checks/<algorithm>.py` has two lists. `CHECKS` are functions of a module (the file, a damaged
 copy, or a student's): they raise AssertionError where it is wrong, and their docstring says what is
 held. `MUTANTS` are damages, name -> (what stands in the file once, what it becomes), each of which
 at least one check must see; a third entry names the check that must see it.
@@ -20,15 +20,15 @@ import common  # noqa: F401  (before torch)
 import torch
 from torch import Tensor
 
-FIXTURE = json.loads(
-    (Path(__file__).parent.parent / "fixtures" / "losses.json").read_text(encoding="utf-8")
-)
+from checks.files import PATHS
+
+FIXTURE = json.loads(Path(__file__).with_name("losses.json").read_text(encoding="utf-8"))
 
 
 def of(algorithm: str) -> tuple[list[Callable], dict[str, tuple]]:
     """CHECKS and MUTANTS of an algorithm, by its file's stem; behind the CHECKS of its own those
     that hold for every `policy_loss`."""
-    module = importlib.import_module(f"tests.checks.{algorithm}")
+    module = importlib.import_module(f"checks.{algorithm}")
     return [*module.CHECKS, check_padding_counts_for_nothing, unread(algorithm)], module.MUTANTS
 
 
@@ -374,7 +374,6 @@ def check_padding_counts_for_nothing(module: ModuleType) -> None:
 
 def unread(algorithm: str) -> Callable:
     """The check that what the true `policy_loss` does not read plays no part."""
-    from tests.adapters import PATHS
 
     body = next(
         node

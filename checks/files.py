@@ -1,0 +1,34 @@
+"""The algorithm files: where they are, by which names they are imported, from which they depart."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FIRST = "grpo"  # the trunk of trunks
+
+
+def algorithms() -> list[Path]:
+    """Every algorithm file, the first trunk first: what launches a `main` of its own."""
+    files = [path for folder in (ROOT, ROOT / "variants") for path in sorted(folder.glob("*.py"))]
+    own = [path for path in files if "launch(main, Args)" in path.read_text("utf-8")]
+    return sorted(own, key=lambda path: (path.stem != FIRST, path.parent != ROOT, path.stem))
+
+
+def trunk_of(path: Path, source: str | None = None) -> Path | None:
+    """The file that this one departs from; None for the first trunk."""
+    named = re.search(r"^Trunk: (\w+)\.py", source or path.read_text("utf-8"), re.MULTILINE)
+    if named:
+        return next(
+            p for p in (path.with_name(f"{named[1]}.py"), ROOT / f"{named[1]}.py") if p.exists()
+        )
+    return None if path.stem == FIRST else ROOT / f"{FIRST}.py"
+
+
+PATHS = {path.stem: path for path in algorithms()}
+# stem -> module: grpo, or variants.dapo
+MODULES = {
+    name: ".".join(path.relative_to(ROOT).with_suffix("").parts) for name, path in PATHS.items()
+}
+ALGORITHMS = tuple(PATHS)
+NINE = tuple(name for name, path in PATHS.items() if path.parent == ROOT)
+VARIANTS = tuple(name for name in ALGORITHMS if name not in NINE)
