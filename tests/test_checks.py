@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 import checks
-from tests.adapters import ALGORITHMS as FILES
+from checks.files import ALGORITHMS as FILES
 from tests.helpers import module_of
 
 EVERY = [(name, check) for name in FILES for check in checks.of(name)[0]]
