@@ -46,7 +46,7 @@ Differs from the paper in:
 Not a difference, but to be known: in the released code as here b is applied to min(w, 8) g/|y|, for
 which it is not the best baseline. With all answers of small random tasks enumerated, the variance
 is a fifth above the least one possible on-policy (in the median of 40), and above the plain group
-mean's in 27 of 40; off-policy in 16 (tests/test_vcpo.py).
+mean's in 27 of 40; off-policy in 16 (tests/algorithms/test_vcpo.py).
 
 Run it:
     torchrun vcpo.py                                        # laptop, two minutes, no download

@@ -1,4 +1,4 @@
-"""What an algorithm file must hold, without pytest: for tests/test_checks.py and the labs' grader.
+"""What an algorithm file must hold, without pytest: for the tests, the labs' grader and the reader.
 
 `checks/<algorithm>.py` has two lists. `CHECKS` are functions of a module (the file, a damaged
 copy, or a student's): they raise AssertionError where it is wrong, and their docstring says what is

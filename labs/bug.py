@@ -28,7 +28,7 @@ from checks.files import ROOT, algorithms
 
 from labs import lab
 
-LOOP = "tests/test_loop.py"
+LOOP = "tests/loop/test_loop.py"
 RUN = "--steps 30 --eval_every 10 --eval_problems 128 --eval_samples 2 --save_every 1000"
 SHORT = "--steps 2 --eval_every 2 --eval_problems 8"
 OUT = Path("runs/labs/bugs")
@@ -38,7 +38,7 @@ OUT = Path("runs/labs/bugs")
 class Bug:
     """A damage and what there is to learn from it.
 
-    `named` is one of checks/FILE.py, or of tests/loop_mutants.txt where `seen_by` is the
+    `named` is one of checks/FILE.py, or of checks/loop_mutants.txt where `seen_by` is the
     loop's test; or else the damage stands here, as (what stands there once, what it becomes).
     """
 
@@ -56,7 +56,7 @@ class Bug:
             return self.named
         if self.seen_by != LOOP:
             return checks.of(self.file)[1][self.named][:2]
-        text = (ROOT / "tests" / "loop_mutants.txt").read_text(encoding="utf-8")
+        text = (ROOT / "checks/loop_mutants.txt").read_text(encoding="utf-8")
         block = rf"^{self.file} [^:]*: {re.escape(self.named)}\n- (.*)\n\+ (.*)$"
         return tuple(p.replace("\\n", "\n") for p in re.search(block, text, re.MULTILINE).groups())
 

@@ -15,7 +15,7 @@ from common.distributed import setup
 from common.plumbing.model import load_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.gpu.shapes import byte_tokenizer
+from tools.shapes import byte_tokenizer
 from tests.helpers import SMALL, no_curves, run_here
 
 torch.set_num_threads(1)

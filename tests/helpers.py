@@ -95,7 +95,9 @@ class Forked:
         # A server that is warm: what a run imports late is imported here
         late = "matplotlib.pyplot transformers.models.qwen3.modeling_qwen3 pyparsing.testing"
         late += " transformers.models.qwen3_moe.modeling_qwen3_moe torch.distributed.checkpoint"
-        context.set_forkserver_preload(["common", *MODULES.values(), *late.split(), "tests.oracle"])
+        context.set_forkserver_preload(
+            ["common", *MODULES.values(), *late.split(), "tests.loop.oracle"]
+        )
         self.said = tempfile.TemporaryDirectory()
         if ranks > 1:
             # As torchrun does: the ranks' store outlives each of them.

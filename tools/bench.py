@@ -57,8 +57,7 @@ def folder_of(model: str, scratch: str) -> str:
         return str(EMBEDDED.get(model, model))
     import torch
 
-    sys.path.append(str(ROOT / "tests"))
-    from gpu.shapes import byte_tokenizer, qwen3_1_7b
+    from tools.shapes import byte_tokenizer, qwen3_1_7b
 
     torch.manual_seed(0)
     qwen3_1_7b().save_pretrained(scratch)

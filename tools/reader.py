@@ -170,7 +170,7 @@ def links(path: Path, folder: Path) -> dict[str, str]:
     """The file and its checks, by their names from the root: how they are reached from `folder`."""
     return {
         one.relative_to(ROOT).as_posix(): Path(os.path.relpath(one, folder)).as_posix()
-        for one in (path, ROOT / "tests" / "checks" / path.name)
+        for one in (path, ROOT / "checks" / path.name)
     }
 
 

@@ -2,7 +2,8 @@
 as soon as it is known.
 
 No hub needed, and no vLLM but for the block `vllm`. On a machine without a GPU the same checks run
-on the CPU at a toy's shape: that holds this file (tests/test_gpu_checks.py), and measures nothing.
+on the CPU at a toy's shape: that holds this file (tests/engines/test_gpu_checks.py), and
+measures nothing.
 """
 
 import functools
@@ -39,7 +40,7 @@ from common.logprobs import response_logprobs, token_logprobs  # noqa: E402
 from common.plumbing.model import head_logits, load_model  # noqa: E402
 from common.plumbing.norms import in_one_pass  # noqa: E402
 from common.rollout import HFEngine  # noqa: E402
-from tests.gpu.shapes import byte_tokenizer, qwen3, qwen3_1_7b  # noqa: E402
+from tools.shapes import byte_tokenizer, qwen3, qwen3_1_7b  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 

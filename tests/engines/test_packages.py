@@ -1,0 +1,135 @@
+"""The optional packages themselves, not stand-ins: wandb without a network, reasoning-gym, and
+`datasets` on files."""
+
+import json
+import math
+
+import datasets
+import grpo
+import pytest
+from common.data import load_task
+from common.plumbing.sets import HUB, read_set
+
+from tools.shapes import byte_tokenizer
+from tests.helpers import SMALL, metrics, run_here
+from tests.common.rows import ROWS, Letters, load
+
+
+def records(path) -> list:
+    """The records of an offline run's file: LevelDB's log format, 32 KB blocks of chunks, after a
+    header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, whole, found = path.read_bytes(), 7, b"", []
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:
+            # No room for a chunk's header: the block's end is padding
+            place += 32768 - place % 32768
+            continue
+        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        whole += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # a whole record, or the last chunk of one
+            found.append(Record.FromString(whole))
+            whole = b""
+    return found
+
+
+def test_wandb_offline_holds_the_config_and_every_step(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    flags = [*SMALL, "--steps", 2, "--seed", 7, "--wandb", "project", "--run_dir", tmp_path / "run"]
+    assert run_here(grpo.main, *flags) == 0
+    import wandb
+
+    wandb.teardown()  # its own process writes the file
+    (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    found = records(path)
+    config = {u.key: json.loads(u.value_json) for record in found for u in record.run.config.update}
+    assert config["seed"] == 7 and config["algorithm"] == "grpo" and config["prompts_per_step"] == 4
+    logged = {}
+    for record in found:
+        if record.HasField("history"):
+            line = {
+                item.key or ".".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
+            logged[line["step"]] = line
+    written = {line["step"]: line for line in metrics(tmp_path / "run")}
+    assert logged.keys() == written.keys() == {0, 1, 2}
+    assert all(math.isclose(logged[step]["reward"], written[step]["reward"]) for step in (1, 2))
+    assert all(logged[step]["samples.ncols"] == 5 for step in (1, 2))  # tables of responses
+
+
+@pytest.mark.parametrize("name", ["chain_sum", "letter_counting", "spell_backward"])
+def test_reasoning_gym_itself(name):
+    """tools/gym.py: a right answer scores 1, another one less; prompts and held-out problems are
+    the same in every run, and apart; a set that would run the model's words is refused."""
+    pytest.importorskip("reasoning_gym")
+    from tools import gym
+
+    spec, rows = f"tools/gym.py:{name}", getattr(gym, name).rows
+    task, again, other = (load(spec, Letters(), seed=seed) for seed in (1, 1, 2))
+    problem = task.train(3)
+    assert problem == again.train(3) and problem.prompt != other.train(3).prompt
+    assert task.held_out == other.held_out and len(task.held_out) == 2
+    assert int(problem.answer) < gym.SIZE // 2 < min(int(p.answer) for p in task.held_out)
+    right = rows[int(problem.answer)]["answer"]
+    given = [f"It is <answer>{right}</answer>.", f"<answer>{right}1</answer>", "", "9**9**9**9"]
+    scores = task.judge(given, [problem.answer] * 4)
+    assert scores[0] == 1.0 and max(scores[1:]) < 1.0
+    assert problem.prompt.startswith(rows[int(problem.answer)]["question"])
+    task.judge.close()
+    for wrong, why in (("countdown", "would execute"), ("nothing", "not registered")):
+        with pytest.raises(ValueError, match=f"--task tools/gym.py:{wrong}: .*{why}"):
+            load(f"tools/gym.py:{wrong}")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "json"])
+@pytest.mark.parametrize("name", HUB)
+def test_hub_sets_through_datasets_itself(name, kind, tmp_path, monkeypatch):
+    """Path, split and columns of each set, read by `datasets` from files that stand in for the
+    hub's."""
+    row, answer = ROWS[name]
+    columns, real, asked = HUB[name], datasets.load_dataset, []
+    for split in ("train", "test"):
+        rows = [
+            row | {columns.prompt: f"{split} {row[columns.prompt]} {i}", "more": i}
+            for i in range(5)
+        ]
+        found = datasets.Dataset.from_list(rows)
+        getattr(found, f"to_{kind}")(str(tmp_path / f"{split}.{kind}"))
+
+    def from_files(path: str, config: str | None, split: str) -> datasets.Dataset:
+        asked.append((path, config, split))
+        files = {part: str(tmp_path / f"{part}.{kind}") for part in ("train", "test")}
+        return real(kind, data_files=files, split=split, cache_dir=str(tmp_path / "cache"))
+
+    monkeypatch.setattr(datasets, "load_dataset", from_files)
+    if columns.train:
+        task = load(name)
+        assert {task.train(i).answer for i in range(5)} == {answer}
+        assert {p.answer for p in task.held_out} == {answer}
+        assert task.train(0).prompt.startswith("train ")
+        assert all(
+            p.prompt.startswith("test " if columns.test else "train ") for p in task.held_out
+        )
+    measured = read_set(name, grpo.Args(), "test", "--eval_task")
+    assert [found for _, found in measured] == [answer] * 5
+    assert {entry[:2] for entry in asked} == {(columns.path, columns.config)}
+    assert {entry[2] for entry in asked} == {columns.train, columns.test} - {""}
+
+
+def test_parquet_of_another_writer(tmp_path):
+    """pandas' columns, integers and floats included, with a tokenizer of `tokenizers`."""
+    pandas = pytest.importorskip("pandas")
+    path = tmp_path / "set.parquet"
+    pandas.DataFrame(
+        {"prompt": [f"{i} + 1?" for i in range(8)], "answer": [i + 1.0 for i in range(8)]}
+    ).to_parquet(path)
+    task = load_task(grpo.Args(task=str(path), eval_problems=2), byte_tokenizer(258))
+    assert {task.train(i).answer for i in range(6)} | {p.answer for p in task.held_out} == {
+        str(i) for i in range(1, 9)
+    }

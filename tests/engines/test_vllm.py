@@ -1,0 +1,298 @@
+"""The vllm engine against the real vLLM on a CPU (see docs/tests.md). Skipped where the package is
+missing."""
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import common  # noqa: F401  (before torch)
+import grpo
+import pytest
+import torch
+from common.plumbing.checkpoint import save_model
+from common.distributed import CLOSING, RunStopped, setup, shard
+from common.logprobs import Policy, all_logprobs, sampler_gap
+from common.plumbing.model import EMBEDDED, load_model
+from common.rollout import make_engine
+from common.plumbing.vllm import VLLMEngine
+from common.plumbing.tracking import Run
+
+from tests.helpers import SMALL, metrics, started
+
+pytest.importorskip("vllm", reason="needs vLLM (docs/tests.md)")
+PROMPTS = ["7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9="]
+
+
+def args_of(**changes: object) -> object:
+    return grpo.Args(rollout="vllm", dtype="float32", **changes)
+
+
+def moved(name: str, seed: int = 0, only: str = "") -> tuple[Policy, object]:
+    """A policy whose parameters (those with `only` in their name) have left the checkpoint's."""
+    lm, tokenizer = load_model(name)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for path, parameter in lm.named_parameters():
+            if only in path:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return Policy(lm), tokenizer
+
+
+def untied(tmp_path: Path) -> Path:
+    """The embedded model with a head of its own."""
+    lm, tokenizer = load_model("tiny")
+    lm.config.tie_word_embeddings = False
+    lm.lm_head.weight = torch.nn.Parameter(lm.lm_head.weight.detach().clone())
+    lm.save_pretrained(tmp_path / "untied")
+    tokenizer.save_pretrained(tmp_path / "untied")
+    return tmp_path / "untied"
+
+
+def gap(
+    engine: VLLMEngine,
+    policy: Policy,
+    tokenizer: object,
+    args: object,
+    world: object,
+    **how: object,
+) -> float:
+    """Largest |log π_old - log μ| over a rollout; the run's check as in a third step like it."""
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    rollout = engine.generate(prompts, 4, 32, args.temperature, **how)
+    rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)
+    Run.trusted(SimpleNamespace(args=args, apart=2), sampler_gap([rollout], world))
+    return ((rollout.old_logp - rollout.rollout_logp) * rollout.mask).abs().max().item()
+
+
+@pytest.fixture(scope="module")
+def world(finished):
+    """One process group for all tests of this file: engines hold on to it.
+
+    `finished`, a run in this process with a group of its own, has to come before.
+    """
+    yield setup()
+    while CLOSING:
+        CLOSING.pop()()
+
+
+@pytest.fixture(scope="module")
+def engine_of(world, tmp_path_factory):
+    """The engine of a model, holding its checkpoint's weights; built once, some seconds each."""
+    built = {}
+
+    def build(name: str) -> tuple[VLLMEngine, str]:
+        if name not in built:
+            path = str(untied(tmp_path_factory.mktemp("model"))) if name == "untied" else name
+            built[name] = make_engine(args_of(model=path), load_model(path)[0], world), path
+        engine, path = built[name]
+        engine.sync(Policy(load_model(path)[0]))
+        return engine, path
+
+    # First: vLLM makes its group of experts with the first engine of a process, or never
+    build("tiny-moe")
+    return build
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
+def test_a_saved_model_is_loadable(engine_of, world, tmp_path, model):
+    """What --save_hf writes, read by vLLM from disk, nothing pushed: the trainer's log-probs."""
+    engine_of("tiny-moe")
+    policy, tokenizer = moved(model)
+    save_model(shard(policy, args_of(), world), tokenizer, tmp_path / "model", world)
+    args = args_of(model=str(tmp_path / "model"))
+    engine = make_engine(args, load_model(args.model)[0], world)
+    assert gap(engine, policy, tokenizer, args, world) < 1e-4
+
+
+@pytest.mark.parametrize("model", ["tiny", "untied", "tiny-moe"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_the_trainers(engine_of, world, model, temperature):
+    """Processed log-probs, at the sampling temperature, to float32's rounding; a push changes them
+    along."""
+    engine, path = engine_of(model)
+    args = args_of(model=path, temperature=temperature)
+    lm, tokenizer = load_model(path)
+    assert gap(engine, Policy(lm), tokenizer, args, world) < 1e-4
+    policy, _ = moved(path)
+    engine.sync(policy)
+    assert gap(engine, policy, tokenizer, args, world) < 1e-4
+
+
+@pytest.mark.parametrize("model", ["tiny", "untied", "tiny-moe"])
+def test_every_group_of_weights_is_pushed(engine_of, world, model):
+    """Pushed one group at a time: embedding (and tied head), head, attention, MLP or router and
+    experts, norms."""
+    engine, path = engine_of(model)
+    lm, tokenizer = load_model(path)
+    groups = {
+        name.split(".layers.0.")[-1]
+        for name, _ in lm.named_parameters()
+        if ".layers.1." not in name
+    }
+    assert len(groups) >= 12
+    for group in sorted(groups):
+        policy, _ = moved(path, seed=1, only=group)
+        engine.sync(policy)
+        assert gap(engine, policy, tokenizer, args_of(model=path), world) < 1e-4, group
+
+
+@pytest.mark.parametrize("model", ["tiny", "untied", "tiny-moe"])
+def test_the_sampler_check_sees_weights_that_were_not_pushed(engine_of, world, model):
+    """Each group in turn moved in the trainer alone: the check must stop the run."""
+    engine, path = engine_of(model)
+    lm, tokenizer = load_model(path)
+    for group in sorted(
+        {
+            name.split(".layers.0.")[-1]
+            for name, _ in lm.named_parameters()
+            if ".layers.1." not in name
+        }
+    ):
+        policy, _ = moved(path, seed=1, only=group)
+        with pytest.raises(RunStopped, match="weights not synced"):
+            gap(engine, policy, tokenizer, args_of(model=path), world)
+
+
+TRAP = """
+import common.plumbing.vllm as rollout
+from tests.engines import test_vllm
+from vllm import _custom_ops
+model, trap = {model!r}, {trap!r}
+if trap == "packed linears":
+    class Packed(type(_custom_ops)):  # the engine's switch does nothing: vLLM packs, as by default
+        def __setattr__(self, name, value): pass
+    _custom_ops.__class__ = Packed
+else:
+    rollout.repack_experts = lambda model: None
+world = test_vllm.setup()
+args = test_vllm.args_of(model=model)
+engine = test_vllm.make_engine(args, test_vllm.load_model(model)[0], world)
+policy, tokenizer = test_vllm.moved(model)
+try:
+    engine.sync(policy)
+    test_vllm.gap(engine, policy, tokenizer, args, world)
+except test_vllm.RunStopped as error:
+    print("CAUGHT", error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "trap"), [("tiny", "packed linears"), ("tiny-moe", "packed experts")]
+)
+def test_the_sampler_check_catches_vllms_traps(model, trap):
+    """Packed weights with a tied head, and packed experts: without our counter-measures the push is
+    silently wrong."""
+    run = started("-c", TRAP.format(model=model, trap=trap))
+    said = run.stdout[-500:] + run.stderr[-2000:]
+    assert "CAUGHT sampler and trainer disagree" in run.stdout, said
+
+
+def test_prefixes_lengths_and_stops(engine_of):
+    """A response goes on from its prefix within the limit; EOS ends it and is counted; greedy
+    agrees with hf."""
+    engine, _ = engine_of("tiny")
+    lm, tokenizer = load_model("tiny")
+    prompt, prefix = tokenizer("7*8-9+6=")["input_ids"], tokenizer("7*8=56;")["input_ids"]
+    rollout = engine.generate([prompt, prompt], 8, 20, 1.0, [prefix, []])
+    assert rollout.prefix_len.tolist() == [7] * 8 + [0] * 8 and len(rollout) == 16
+    assert all(ids[:7] == prefix for ids in rollout.response_ids()[:8])
+    assert all(len(ids) <= 20 for ids in rollout.response_ids())
+    for row, length in enumerate(rollout.mask.sum(1).int().tolist()):
+        assert rollout.finished[row] == (rollout.tokens[row, length - 1] == tokenizer.eos_token_id)
+    assert len({tuple(ids) for ids in rollout.response_ids()}) > 2
+    greedy = engine.generate([prompt], 1, 40, 0.0).response_ids()
+    hf = make_engine(grpo.Args(rollout="hf", dtype="float32"), lm, engine.world)
+    assert greedy == hf.generate([prompt], 1, 40, 0.0).response_ids()
+    assert len(engine.generate([], 4, 20, 1.0)) == 0
+
+
+def test_samples_repeat_with_the_state_and_not_without(engine_of):
+    """What resume needs: the same state draws the same samples, the next call others."""
+    engine, _ = engine_of("tiny")
+    prompts = [load_model("tiny")[1](prompt)["input_ids"] for prompt in PROMPTS]
+    state = engine.state_dict()
+    first, second = (engine.generate(prompts, 4, 32, 1.0).response_ids() for _ in range(2))
+    engine.load_state_dict(state)
+    assert engine.generate(prompts, 4, 32, 1.0).response_ids() == first != second
+
+
+def test_top_p_cuts_the_tail(engine_of):
+    """With a tiny top-p every sample is the greedy one, in both engines."""
+    engine, _ = engine_of("tiny")
+    lm, tokenizer = load_model("tiny")
+    prompt = [tokenizer("7*8-9+6=")["input_ids"]]
+    for sampler in (
+        engine,
+        make_engine(grpo.Args(rollout="hf", dtype="float32"), lm, engine.world),
+    ):
+        greedy = sampler.generate(prompt, 1, 40, 0.0).response_ids()
+        assert sampler.generate(prompt, 6, 40, 1.0, top_p=1e-6).response_ids() == greedy * 6
+
+
+def test_a_run_learns_and_resumes(tmp_path):
+    """`python grpo.py --rollout vllm`: greedy rises as with hf; the sampler agrees at every step;
+    resume goes on."""
+    flags = ["--rollout", "vllm", "--eval_every", 25, "--save_every", 10]
+    flags += ["--run_dir", tmp_path / "run"]
+    run = started("grpo.py", *flags, "--steps", 25)
+    assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr[-3000:]
+    lines = metrics(tmp_path / "run")
+    assert lines[-1]["greedy"] > 0.8 > 0.5 > lines[0]["greedy"]
+    assert all(line["sampler_gap"] < 1e-4 for line in lines[1:])
+    assert started("grpo.py", *flags, "--steps", 26, "--resume").returncode == 0
+
+
+def test_two_ranks(tmp_path):
+    """torchrun with an engine in each rank: different samples, one policy; then one engine for
+    both."""
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "grpo.py", *SMALL]
+    for extra in ([], ["--tensor_parallel", 2]):
+        folder = tmp_path / f"run{len(extra)}"
+        run = started(*ranks, "--steps", 3, "--rollout", "vllm", *extra, "--run_dir", folder)
+        assert run.returncode == 0, run.stderr[-3000:]
+        assert all(line["sampler_gap"] < 1e-4 for line in metrics(folder)[1:])
+
+
+def test_a_runs_checkpoint_is_measured_as_by_hf(tmp_path, finished):
+    """`python -m tools.evaluate RUN --rollout vllm`: its weights are pushed into the engine."""
+    greedy = []
+    for engine in ("vllm", "hf"):
+        flags = ["--rollout", engine, "--eval_samples", 1, "--run_dir", tmp_path / engine]
+        done = started("-m", "tools.evaluate", finished, *flags)
+        assert done.returncode == 0 and "after step 4" in done.stdout, done.stderr[-3000:]
+        greedy.append(next(line for line in done.stdout.splitlines() if "| 0.0 |" in line))
+    assert greedy[0] == greedy[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--model tiny-moe --rollout_dtype float32 --routing_replay r3",
+            "vLLM reports experts only on a GPU",
+        ),
+        ("--rollout_dtype float8", "need a GPU"),
+        ("--rollout_dtype float32 --vllm_sleep", "need a GPU"),
+        (
+            "--rollout_dtype float32 --tensor_parallel 2",
+            "--tensor_parallel 2: does not divide the 1 rank(s)",
+        ),
+        ("--rollout_dtype float32 --vllm max_model=9", "--vllm max_model=9: vLLM refuses that ("),
+        (
+            "--rollout_dtype float32 --vllm enforce_eager=true block_size=odd",
+            "--vllm enforce_eager=true block_size=odd: vLLM refuses that (1 validation error",
+        ),
+    ],
+)
+def test_what_a_cpu_cannot_do_is_refused(tmp_path, flags, message):
+    run = started("minirl.py", "--rollout", "vllm", *flags.split(), "--run_dir", tmp_path / "run")
+    # VLLM warns before
+    assert run.returncode == 2 and message in run.stderr.splitlines()[-1], run.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_environment():
+    """The engine under test is the real one."""
+    assert "vllm" in sys.modules and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert all(Path(folder).is_dir() for folder in EMBEDDED.values())

@@ -1,0 +1,27 @@
+"""The variants' formulas, written once more for the loop's oracle: in NAME.py are
+
+- `objective(b)`: J of a tests.loop.oracle.Batch, and statistics as (sum, count);
+- `advantages(R)` of one group's rewards, where it is not grpo's z-score;
+- where they are not the judge's, `rewards(o, step, rows)`, of which advantages are made;
+- `rounds(o)`: for each step of a tests.loop.oracle.Oracle the rounds of sampling, slot -> prompt;
+- `teacher`, where it has goldilocks' with another range, merit or target (see test_loop.py);
+- `metrics(o, step)`: what the step must have logged besides, or in place of the usual;
+- `used(name, weight)`, where passes compute with other weights than the optimiser's;
+- `judge(text, answer)`, the reward in training, where it is not right or wrong;
+- `prepare(o, step, b)`, where `main` does more to a rollout than that: it changes the batch;
+- `FLAGS`, under which its mechanism acts on the oracle's stored answers, and `ALSO`, a list of
+  others whose gradients are held, too;
+- `STORED`, flags for tests/algorithms/stored.py's rollout, and `SMALL`, for small runs;
+- `OFF`, flags that switch the mechanism off, which must show on the stored rollout.
+"""
+
+import importlib
+
+from checks.files import VARIANTS
+
+
+def of(name: str, what: str, otherwise: object) -> object:
+    """What a variant's NAME.py says, or the default."""
+    if name not in VARIANTS:
+        return otherwise
+    return getattr(importlib.import_module(f"tests.loop.formulas.{name}"), what, otherwise)
