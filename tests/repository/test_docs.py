@@ -9,6 +9,8 @@ import math
 import re
 import shlex
 import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("labs/**/*.m
 PROGRAMS = [*PATHS.values(), *ROOT.glob("tools/*.py")]  # their headers print commands
 
 
-def name_of_path(path: object) -> str:
+def name_of_path(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
@@ -139,6 +141,26 @@ def test_the_table_of_methods_has_the_files_defaults():
         assert f"`1 ± {module_of(name).Args().clip_low}`" in rows[name]
 
 
+def facts(page: Path) -> tuple[Counter, Counter]:
+    """Its pieces of code and its numbers, without blocks of code and where links lead."""
+    text = re.sub(r"```.*?```|\]\([^)]+\)", "", page.read_text("utf-8"), flags=re.DOTALL)
+    code = re.findall(r"`[^`]+`", text)
+    return Counter(" ".join(one.split()) for one in code), Counter(
+        re.findall(r"\d+(?:[.,]\d+)*", text)
+    )
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.zh.md", *ROOT.glob("docs/zh/*.md")], ids=name_of_path
+)
+def test_a_chinese_page_has_the_code_and_the_numbers_of_the_english_one(page):
+    docs = ROOT / "docs"
+    english = ROOT / "README.md" if page.parent == ROOT else docs / page.name
+    for mine, theirs in zip(facts(page), facts(english)):
+        assert mine == theirs, (mine - theirs, theirs - mine)
+    assert commands(page.read_text("utf-8")) == commands(english.read_text("utf-8"))
+
+
 # Metrics
 
 
@@ -173,7 +195,9 @@ def metric_names(algorithm: str) -> set[str]:
 
 
 # What common logs
-SHARED = "greedy sampled sampler_kl sampler_gap sampler_gap_max tokens_per_s seconds seconds_rollout"
+SHARED = (
+    "greedy sampled sampler_kl sampler_gap sampler_gap_max tokens_per_s seconds seconds_rollout"
+)
 SHARED += " entropy entropy_good entropy_bad len_good len_bad reward zero_groups response_len"
 SHARED += " truncated tokens judge_killed reward_*"
 

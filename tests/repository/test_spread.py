@@ -1,4 +1,4 @@
-"""tools/spread.py: a change of the trunk is placed where it is sure, and printed where it is not."""
+"""tools/spread.py: a change of the trunk is placed where it is sure, else it is printed."""
 
 import pytest
 from tools.spread import spread
