@@ -1,0 +1,88 @@
+"""tools.memory: parameters as transformers counts them, and estimates that fit the card."""
+
+import json
+import re
+
+import pytest
+import torch
+from checks.files import ALGORITHMS, NINE
+from common.distributed import BadInput
+from tools import memory
+from tools.shapes import qwen3_1_7b
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.helpers import ROOT
+
+# config.json as published. Llama-3.2-1B's heads are 64 wide, which it leaves to be divided.
+DENSE = {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+DENSE |= {"num_hidden_layers": 28, "intermediate_size": 6144, "tie_word_embeddings": True}
+LLAMA = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA |= {"num_hidden_layers": 16, "intermediate_size": 8192, "tie_word_embeddings": True}
+EXPERTS = DENSE | {"num_attention_heads": 32, "num_key_value_heads": 4, "num_hidden_layers": 48}
+EXPERTS |= {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+EXPERTS |= {"tie_word_embeddings": False}
+CONFIGS = {"qwen3": DENSE, "llama": LLAMA, "qwen3_moe": EXPERTS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", CONFIGS)
+def test_parameters_are_those_that_transformers_counts(family, tmp_path):
+    config = CONFIGS[family] | {"model_type": family, "vocab_size": 151_936}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    true = sum(parameter.numel() for parameter in model.parameters())
+    assert memory.shape_of(str(tmp_path)).parameters() == pytest.approx(true, rel=1e-3)
+
+
+def test_a_named_shape_is_the_models():
+    with torch.device("meta"):
+        true = sum(parameter.numel() for parameter in qwen3_1_7b().parameters())
+    assert memory.SHAPES["Qwen/Qwen3-1.7B-Base"].parameters() == pytest.approx(true, rel=1e-4)
+
+
+def test_a_shape_that_no_model_has_is_named(tmp_path):
+    config = EXPERTS | {"model_type": "qwen3_moe", "vocab_size": 9, "num_experts": -3}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInput, match="its config.json: .* -3: must be 1"):
+        memory.shape_of(str(tmp_path))
+
+
+def test_what_fits_grows_with_the_card_and_the_cards():
+    """1.7B: offloaded on 24 GB, not on 80 GB; 8B by itself on 8 cards alone; nothing on 4 GB."""
+
+    def command(model: str, gpus: int, gpu: float) -> str:
+        model = f"Qwen/Qwen3-{model}-Base"
+        fits = memory.fit("grpo", model, memory.SHAPES[model], gpus, gpu, 2048)
+        return " ".join(fits[0]) if fits else "does not fit"
+
+    assert "--offload " in command("1.7B", 1, 24) and "offload" not in command("1.7B", 1, 80)
+    assert "--offload " in command("8B", 1, 80) and "offload" not in command("8B", 8, 80)
+    assert command("0.6B", 1, 4) == "does not fit"
+
+
+def test_every_command_on_a_real_model_fits_80_gb():
+    """And what is turned on to save memory saves it in the estimate."""
+    for name in ALGORITHMS:
+        assert memory.commands(name), name
+        for words in memory.commands(name):
+            whole = memory.estimate(name, words)
+            assert 10 < whole["peak"] < 75 and whole["host"] < 600, (name, words, whole)
+            bare = [word for word in words if word != "--gradient_checkpointing"]
+            spared = 4 if bare != words else 1
+            without = memory.estimate(name, bare)
+            assert without["activations"] >= spared * whole["activations"]
+    words = memory.commands("grpo")[0]
+    usual, away = memory.estimate("grpo", words), memory.estimate("grpo", [*words, "--offload"])
+    assert away["states"] < usual["states"] / 5 and away["peak"] < usual["peak"]
+
+
+def test_the_tables_of_the_page_are_the_tools(capsys):
+    """docs/gpu.md: what each file needs, and what one card holds."""
+    page = (ROOT / "docs/gpu.md").read_text("utf-8")
+    memory.main(NINE)
+    needs = re.search(r"\| file \| model \| parameters \|.*?\n\n", page, re.DOTALL)[0]
+    printed = capsys.readouterr().out.splitlines()
+    assert sorted(needs.split("\n")[2:-2]) == sorted(printed[2:])
+    cards = re.search(r"\| card \| model \|.*?\n\n", page, re.DOTALL)[0]
+    assert cards.split("\n")[2:-2] == memory.cards()[2:]
