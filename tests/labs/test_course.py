@@ -28,8 +28,8 @@ def test_every_cell_works_in_its_order(tmp_path, monkeypatch):
         only_now.setitem(sys.modules, "IPython", ModuleType("IPython"))
         only_now.setitem(sys.modules, "IPython.display", display)
         exec(first.replace("# SMOKE, STEPS", "SMOKE, STEPS"), names)
-    (tmp_path / "grpo.py").symlink_to(ROOT / "grpo.py")
-    (tmp_path / "gspo.py").symlink_to(ROOT / "gspo.py")
+    for path in ROOT.glob("*.py"):
+        (tmp_path / path.name).symlink_to(path)
     for line in "\n".join(cells).splitlines():
         if not line.startswith("!"):
             exec(line, names)

@@ -4,7 +4,6 @@ with a name, and no file ends, blocks or deceives the grader."""
 import ast
 import importlib
 import os
-import re
 import subprocess
 import sys
 from itertools import islice
@@ -48,11 +47,6 @@ def test_the_true_file_passes_and_its_blank_does_not(name):
     found = graded(name, empty, 1)
     assert found and all("TODO: " in reason for _, reason in found)
     assert grade.hint(name, found)
-    if name in PATHS:  # signature and promise stay, the answer does not
-        assert "raise NotImplementedError" in empty
-        kept = set(empty.splitlines()[1:]) - set(solution(name).splitlines())
-        kept = {line for line in kept if not line.startswith(blank.INDENT)}
-        assert kept == {blank.TODO.format(name=taken) for taken in blank.TAKEN}
 
 
 def damaged(name: str, *names: str) -> str:
@@ -109,10 +103,7 @@ DEF = "def pass_at_k(n, c, k):\n"
 WRONG = {
     "a syntax error": (DEF + "    return (", "no Python"),
     "no function": ("x = 1\n", "there is no function pass_at_k"),
-    "an exception": (DEF + "    return 1 / 0\n", "line 2: return 1 / 0"),
-    "an exit": (DEF + "    raise SystemExit(0)\n", "SystemExit"),
     "an end": (DEF + "    import os; os._exit(0)\n", "it ended the process, with code 0"),
-    "a crash": (DEF + "    import ctypes; ctypes.string_at(0)\n", "segmentation fault"),
     "no end": ("import signal; signal.alarm(0)\n" + DEF + "    while True: pass\n", "without end"),
     "too much memory": (DEF + "    return bytearray(1 << 50)[0]\n", "MemoryError"),
     "another near": (
@@ -142,13 +133,6 @@ def test_a_wrong_answer_is_told_in_words(case, tmp_path, monkeypatch, capsys):
     assert "Traceback" not in said.out and "noise" not in said.out and not said.err
 
 
-@pytest.mark.slow
-def test_grading_the_true_file_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["grade", str(ROOT / "gspo.py")])
-    total = len(checks.of("gspo")[0])
-    assert grade.main() == 0 and capsys.readouterr().out == f"{total} of {total} checks hold.\n"
-
-
 def test_what_is_no_file_is_refused(tmp_path, monkeypatch, capsys):
     """A pipe would be read for ever; a name that is no exercise's needs --exercise."""
     os.mkfifo(tmp_path / "grpo.py")
@@ -169,8 +153,7 @@ def test_the_reference_is_the_repositorys(tmp_path):
 
 @pytest.mark.parametrize("number", range(1, len(bug.BUGS) + 1))
 def test_every_bug_is_one_place_and_seen(number):
-    """What is damaged stands once, and the check named turns red; its flags make whole
-    mini-batches."""
+    """What is damaged stands once, and the check named turns red."""
     one = bug.BUGS[number - 1]
     compile(bug.damaged(one), "damaged", "exec")
     assert f"{one.file}.py:" in bug.reveal(number) and one.seen_by in bug.reveal(number)
@@ -178,6 +161,3 @@ def test_every_bug_is_one_place_and_seen(number):
     if one.seen_by != bug.LOOP:
         named = [check for check in checks.of(one.file)[0] if check.__name__ == one.seen_by]
         assert list(checks.red(checks.mutate(module, *one.damage()), named))
-    words = re.findall(r"--(\w+) (\d+)", f"{bug.RUN} {one.flags} {bug.SHORT}")
-    flags = vars(module.Args()) | {name: int(value) for name, value in words}
-    assert flags["prompts_per_step"] % flags["minibatches"] == 0

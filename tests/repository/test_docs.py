@@ -18,7 +18,7 @@ from common.distributed import World
 from common.plumbing import launch
 from labs import blank, bug
 
-from checks.files import ALGORITHMS, MODULES, PATHS, VARIANTS
+from checks.files import ALGORITHMS, MODULES, PATHS
 from tests.helpers import ROOT, module_of
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("labs/**/*.md")]
@@ -74,16 +74,6 @@ def test_every_program_of_a_page_exists(path):
             bug.damaged(bug.BUGS[int(word) - 1])
         if program == "labs.blank" and word and word != "NAME":
             blank.blank(word)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_header_has_a_command_for_every_machine(algorithm):
-    """Laptop, one node, and of the nine several nodes; one of them for a real model."""
-    header = module_of(algorithm).__doc__
-    found = commands(header)
-    assert len(found) >= 2 and all(name == algorithm for name, _, _ in found)
-    assert any("--model" in words for _, words, _ in found)
-    assert "--nnodes" in header or algorithm in VARIANTS
 
 
 # Links and pointers

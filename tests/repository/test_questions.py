@@ -81,35 +81,6 @@ def test_what_a_negative_update_does():
         assert (moved[others] > 1e-4).sum() == gain and moved[rare] < 0
 
 
-def test_random_errors_of_a_verifier():
-    """Wrong answers passed at random scale ∇p by what is left, and right samples alone give
-    ∇ log p."""
-    theta, _, _ = distributions()
-    logp, right = theta.log_softmax(0), torch.tensor([1.0, 0, 0, 1, 0, 0], dtype=torch.float64)
-    mu = logp.exp().detach()
-
-    def gradient(value: Tensor) -> Tensor:
-        return torch.autograd.grad(value, theta, retain_graph=True)[0]
-
-    p = (logp.exp() * right).sum()
-    noisy = gradient((mu * (right + 0.05 * (1 - right)) * logp).sum())
-    assert same(noisy, 0.95 * gradient(p))
-    assert same(gradient((mu * right * logp).sum() / p.detach()), gradient(p.log()))
-
-
-def test_a_root_is_no_weight():
-    """E[w] = 1 and E[w^(1/T)] < 1; leave-one-out is the group's mean times (G-1)/G; on a nucleus
-    π/μ is the mass kept."""
-    theta, _, old = distributions()
-    w = (theta.detach().log_softmax(0) - old).exp()
-    assert torch.isclose((old.exp() * w).sum(), w.new_tensor(1.0))
-    assert (old.exp() * w ** (1 / 3)).sum() < 1 - 1e-3
-    R = torch.arange(8.0, dtype=torch.float64) ** 2
-    assert same(R - R.mean(), 7 / 8 * (R - (R.sum() - R) / 7))
-    p = old.exp().sort(descending=True).values[:4]
-    assert same(p / (p / p.sum()), p.sum().expand(4))
-
-
 def test_ppo_from_memory():
     """Question 75's code is variants/ppo.py's."""
     written: dict = {"torch": torch}

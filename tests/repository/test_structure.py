@@ -126,9 +126,6 @@ def test_an_unmarked_difference_is_found(tmp_path):
     assert changes(other, trunk) == ([], 2)
     other.write_text("a = 1\nc = 4\n")
     assert changes(other, trunk)[0] == ["other.py:2: c = 4"]
-    trunk.write_text("a = 1\nb = 2\nc = 3\n")
-    other.write_text("a = 1\nc = 3\n")
-    assert changes(other, trunk)[0] == ["grpo.py:2: b = 2"]
 
 
 @pytest.mark.parametrize("algorithm", LOSS_ONLY)
@@ -136,22 +133,6 @@ def test_a_loss_only_file_has_its_trunks_main(algorithm):
     path = PATHS[algorithm]
     mine = path.read_text().partition("\ndef main(")[2]
     assert mine and mine == trunk_of(path).read_text().partition("\ndef main(")[2]
-
-
-def deepest(node: ast.AST, depth: int = 0) -> int:
-    """How many compound statements stand inside each other below `node`."""
-    found = depth
-    for child in ast.iter_child_nodes(node):
-        nested = isinstance(child, ast.For | ast.While | ast.If | ast.With | ast.Try)
-        found = max(found, deepest(child, depth + nested))
-    return found
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_main_is_nested_four_deep_at_most(algorithm):
-    tree = ast.parse(PATHS[algorithm].read_text())
-    (main,) = [node for node in tree.body if getattr(node, "name", "") == "main"]
-    assert deepest(main) <= 4
 
 
 # Flags

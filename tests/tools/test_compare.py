@@ -1,14 +1,13 @@
 """Several runs in one figure and one table (tools.compare), and the tables of tools.results: which
 runs are of a kind, and what their numbers are."""
 
-import json
 import statistics
 from pathlib import Path
 
 import numpy as np
 import pytest
 from common.distributed import BadInput
-from tools import compare, results
+from tools import compare
 
 from tests.helpers import refused
 from tests.tools.made import a_run, metrics_of, read_lines, write_lines
@@ -60,19 +59,6 @@ def test_a_band_goes_from_the_lowest_to_the_highest_seed(tmp_path):
     np.testing.assert_allclose(smoothed[1], values[:, :3].mean(), rtol=1e-12)
 
 
-def test_every_kind_is_drawn_in_every_panel(tmp_path):
-    """Seeds as line and band, a single run as a line; a metric whose words differ in none."""
-    seeds = [run_of(tmp_path / f"{seed}", seed) for seed in (1, 2)]
-    figure = compare.draw(load(*seeds, run_of(tmp_path / "gspo", 1, algorithm="gspo")))
-    for axis in figure.axes:
-        assert len(axis.lines) == 2 and len(axis.collections) == 1, axis.get_title()
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["grpo (2 seeds)", "gspo"]
-    words = {"acted": {"clip_share": "responses clipped"}}
-    kinds = load(*seeds, run_of(tmp_path / "other", 1, algorithm="sapo", **words))
-    assert "clip_share" not in compare.shared(kinds)
-
-
 def test_the_table_has_the_runs_numbers(tmp_path):
     """Of a run its first and last ones, of a kind mean and standard deviation; null is a dash."""
     runs = [run_of(tmp_path / f"{seed}", seed) for seed in (1, 2, 3)]
@@ -103,9 +89,7 @@ DAMAGES = {
     "half a line": ("metrics.jsonl", '{"step": 0\n{"step": 1}\n'),
     "a step twice": ("metrics.jsonl", '{"step": 0, "greedy": 1}\n{"step": 0}\n'),
     "text for a number": ("metrics.jsonl", '{"step": 0, "greedy": "0.5"}\n'),
-    "half a config": ("config.json", "{"),
     "another config": ("config.json", '{"algorithm": "grpo"}'),
-    "half of a character": ("config.json", json.dumps({"algorithm": "\ud800"})),
 }
 
 
@@ -117,25 +101,3 @@ def test_a_folder_without_a_run_is_one_line(damage, tmp_path, monkeypatch, capsy
     for words in (["tools.compare", run, "--out", tmp_path], ["tools.results", run]):
         assert str(run) in refused(monkeypatch, capsys, *words)
     assert [*tmp_path.iterdir()] == [run]
-
-
-def test_results_are_of_finished_runs(tmp_path):
-    lines = metrics_of(30)
-    run = run_of(tmp_path / "1", 0)
-    ends = [f"{lines[i]['greedy']:.2f}" for i in (0, 30)]
-    assert f"| grpo | {ends[0]} → {ends[1]} |" in results.table([run])
-    with pytest.raises(BadInput, match="at step 20 of 30"):
-        results.table([run_of(tmp_path / "2", 1, steps=20)])
-
-
-def test_ranges_are_means_of_both_ends_over_runs(tmp_path):
-    """Steps 1 to 10, and the last third."""
-    folders = []
-    for name, slope in (("a", 1.0), ("b", 2.0)):
-        lines = [{"step": 0, "greedy": 0.1 * slope, "sampled": 0.5}]
-        lines += [{"step": s, "response_len": slope * s} for s in range(1, 31)]
-        lines[-1] |= {"greedy": 0.5, "sampled": 0.5}
-        folders.append(a_run(tmp_path / name, lines, steps=30))
-    told = results.ranges(folders).splitlines()
-    assert "| `greedy` | 0.1 to 0.2 | 0.5 |" in told
-    assert "| `response_len` | 5.5 to 11 | 26 to 51 |" in told

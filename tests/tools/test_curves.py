@@ -1,13 +1,11 @@
 """A run's picture: its lines are the run's numbers, and what is no number is a gap."""
 
-import json
-import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 from common.distributed import BadInput
-from common.plumbing.curves import draw_curves, series, smooth
+from common.plumbing.curves import draw_curves, smooth
 from matplotlib.figure import Figure
 
 from tests.tools.made import a_run, metrics_of
@@ -60,12 +58,6 @@ def test_smoothing_is_the_mean_of_the_neighbours():
     np.testing.assert_allclose(found, by_hand, rtol=1e-12)
 
 
-def test_what_is_no_number_is_nan():
-    values = [1.5, None, "a", [], True, math.inf, math.nan]
-    _, found = series([{"step": i, "a": value} for i, value in enumerate(values)], "a")
-    assert found[0] == 1.5 and found[4] == 1 and np.isnan(np.delete(found, [0, 4])).all()
-
-
 @pytest.mark.slow
 def test_a_picture_is_whole_or_not_there(tmp_path, monkeypatch):
     """A name with dollars is no formula; a full disk leaves the old picture; one step is enough,
@@ -87,6 +79,3 @@ def test_a_picture_is_whole_or_not_there(tmp_path, monkeypatch):
     for lines in ([], [{"step": 1, "reward": None}]):
         with pytest.raises(BadInput, match="nothing to draw yet"):
             draw_curves(a_run(tmp_path / "run", lines))
-    (run / "config.json").write_text(json.dumps({"algorithm": "grpo"}))
-    with pytest.raises(BadInput, match="run"):
-        draw_curves(run)

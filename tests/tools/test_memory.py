@@ -6,9 +6,7 @@ import re
 import pytest
 import torch
 from checks.files import ALGORITHMS, NINE
-from common.distributed import BadInput
 from tools import memory
-from tools.shapes import qwen3_1_7b
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers import ROOT
@@ -33,19 +31,6 @@ def test_parameters_are_those_that_transformers_counts(family, tmp_path):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     true = sum(parameter.numel() for parameter in model.parameters())
     assert memory.shape_of(str(tmp_path)).parameters() == pytest.approx(true, rel=1e-3)
-
-
-def test_a_named_shape_is_the_models():
-    with torch.device("meta"):
-        true = sum(parameter.numel() for parameter in qwen3_1_7b().parameters())
-    assert memory.SHAPES["Qwen/Qwen3-1.7B-Base"].parameters() == pytest.approx(true, rel=1e-4)
-
-
-def test_a_shape_that_no_model_has_is_named(tmp_path):
-    config = EXPERTS | {"model_type": "qwen3_moe", "vocab_size": 9, "num_experts": -3}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(BadInput, match="its config.json: .* -3: must be 1"):
-        memory.shape_of(str(tmp_path))
 
 
 def test_what_fits_grows_with_the_card_and_the_cards():

@@ -8,7 +8,6 @@ import re
 import pytest
 import torch
 from checks.files import ALGORITHMS, PATHS, ROOT
-from common.distributed import BadInput
 from tools import look, reader
 from tools.marks import marked_lines
 
@@ -25,14 +24,6 @@ def interpolated(given: dict, kind: int, sign: int, ratio: float) -> float:
     low, high = given["ratios"][above - 1 : above + 1]
     share = math.log(ratio / low) / math.log(high / low)
     return curve[above - 1] + share * (curve[above] - curve[above - 1])
-
-
-def test_grpos_curve_is_its_clip():
-    given = reader.curves(module_of("grpo"))
-    clipped = {0.79: (0.79, 0), 0.81: (0.81, -0.81), 1.19: (1.19, -1.19), 1.21: (0, -1.21)}
-    for ratio, (up, down) in clipped.items():
-        assert interpolated(given, 0, 0, ratio) == pytest.approx(up, abs=1e-3)
-        assert interpolated(given, 0, 1, ratio) == pytest.approx(down, abs=1e-3)
 
 
 @pytest.mark.slow
@@ -84,22 +75,3 @@ def test_the_page_has_the_files_lines_marks_and_checks(tmp_path, monkeypatch):
             assert damage in mutants and re.findall(r"\w+", old)[-1] in near
         for path, link in file["links"].items():
             assert (tmp_path / link).resolve() == ROOT / path and (ROOT / path).is_file()
-
-
-def test_no_text_of_a_file_can_end_the_data(monkeypatch):
-    odd = {"lines": [["", "</script><!-- <b>&amp; \u2028 {{data}}"]]}
-    monkeypatch.setattr(reader, "page_data", lambda folder: odd)
-    text = reader.page(("a", "b"), ROOT)
-    inside = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1]
-    assert json.loads(inside) == {"start": ["a", "b"]} | odd
-
-
-def test_what_cannot_be_shown_is_one_line(tmp_path):
-    for words in (["grpo", "nope"], ["grpo", "sapo", "stapo"]):
-        with pytest.raises(BadInput):
-            reader.chosen(words)
-    mine = tmp_path / "reader.html"
-    mine.write_text("notes")
-    with pytest.raises(BadInput, match="not from here"):
-        reader.main(["grpo"], mine)
-    assert mine.read_text() == "notes"
