@@ -17,7 +17,7 @@ from common.plumbing.launch import parse
 from labs import lab
 
 import checks
-from tests.helpers import ROOT, module_of, refused
+from tests.helpers import ROOT, module_of
 
 pytestmark = pytest.mark.slow
 
@@ -216,34 +216,18 @@ def test_a_toy_goes_the_way_of_its_page(name, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_lab_of_runs_goes_through_its_program(name, tmp_path, monkeypatch, capsys):
-    """Without the runs: their flags exist, what is damaged stands in its file, and numbers such as
-    theirs become a table and a figure, which say that they show nothing."""
-    module, random, known = load(name), np.random.default_rng(0), {}
+def test_the_runs_of_a_lab_would_start(name, monkeypatch):
+    """Their flags exist, also in a smoke test, and what is damaged stands in its file. (That a
+    table becomes a figure: tests/repository/test_programs.py.)"""
+    module = load(name)
     for arm, command in module.ARMS.items():
         words = f"{command} {lab.SHORT} {getattr(module, 'SHORT', '')}".split()
         file = words[1] if words[0] == "-m" else words[0]
         monkeypatch.setattr(sys, "argv", words[words.index(file) :])
         args = parse(module_of(file.removesuffix(".py").removeprefix("variants.")).Args)
         assert not broken_rule(args), command
-        known[" ".join(words)] = args
         damage = getattr(module, "DAMAGE", {}).get(arm)
         assert not damage or checks.replaced(ROOT / file, *damage)
-
-    def trained(command: str, seed: int, columns: tuple, damage: tuple | None) -> dict:
-        args, found = known[" ".join(command.split())], {}
-        for column in columns:
-            measured = column.removeprefix("policy_") in ("greedy", "sampled")
-            first, every = (0, args.eval_every) if measured else (1, 1)
-            found[f"{column}@"] = np.arange(first, args.steps + 1, every)
-            found[column] = random.uniform(0.2, 0.8, len(found[f"{column}@"]))
-        return found
-
-    monkeypatch.setattr(lab, "trained", trained)
-    call(name, tmp_path, monkeypatch, "--smoke")
-    assert list(results(f"{name}.smoke", tmp_path)) == list(module.ARMS)
-    assert (tmp_path / "figures" / f"{name}.smoke.png").stat().st_size > 10_000
-    assert capsys.readouterr().out.startswith(lab.SMOKE)
 
 
 class Runs(ModuleType):
@@ -300,16 +284,6 @@ def test_a_run_that_somebody_stopped_is_no_result(tmp_path):
     file.write_text(STOPPED + "sys.exit('stopped.py: error: sampler and trainer disagree')")
     found = lab.trained(str(file), 1, ("greedy",))
     assert found["stopped"].endswith("disagree") and found["greedy"].tolist() == [0.25]
-
-
-def test_a_damaged_table_is_one_line(tmp_path, monkeypatch, capsys):
-    """And it stays as it is: it may be a night's work that lacks its last bracket."""
-    (tmp_path / "tables").mkdir()
-    table = tmp_path / "tables/stale.json"
-    for text in ('{"results":', '{"results": {"a": [1]}}'):
-        table.write_text(text)
-        said = refused(monkeypatch, capsys, "labs.stale", "--out", tmp_path, "--redraw")
-        assert "stale.json: damaged" in said and table.read_text() == text
 
 
 def test_wins_are_counted_in_pairs():

@@ -102,26 +102,15 @@ def test_a_program_ends_and_finds_no_page_to_change(command, copy):
 
 WRONG_CALLS = """
 labs.blank nope
-labs.bug 99
 labs.fork --seeds 0
-labs.race grpo.py --seeds 0
-tools.bench nope --side ours
-tools.compare nope
 tools.curves nope
 tools.evaluate nowhere
-tools.make_smollm2
 tools.make_tiny tiny docs
-tools.marks x
 tools.memory --model tiny --gpus 12
-tools.overhead 0
 tools.page docs docs docs
 tools.reader grpo --out none/reader.html
 tools.results none
-tools.rooms x
 tools.spread --dry nosuchcommit
-tools.staleness nan 1
-tools.walk x
-tools.weights nope
 """.split("\n")[1:-1]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from common.distributed import BadInput
-from common.plumbing.curves import draw_curves, smooth
+from common.plumbing.curves import draw_curves
 from matplotlib.figure import Figure
 
 from tests.tools.made import a_run, metrics_of
@@ -13,31 +13,21 @@ from tests.tools.made import a_run, metrics_of
 WORDS = {"clip_share": "tokens clipped"}
 
 
-@pytest.fixture
-def drawn(tmp_path, monkeypatch):
-    """Draw a run of these rows; returns the axes by title."""
-    figures, save = [], Figure.savefig
-
-    def keep(figure: Figure, *arguments: object, **keywords: object) -> None:
-        save(figure, *arguments, **keywords)
-        figures.append(figure)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-
-    def draw(lines: list[dict]) -> dict:
-        draw_curves(a_run(tmp_path / "run", lines, acted=WORDS))
-        return {axis.get_title().replace("\n", " "): axis for axis in figures[-1].axes}
-
-    return draw
-
-
-def test_the_lines_are_the_runs_numbers(drawn):
+def test_the_lines_are_the_runs_numbers(tmp_path, monkeypatch):
     """A smooth line over the raw one; held-out accuracy where it was measured; null is a gap, a
     missing number is none."""
     lines = metrics_of(40)
     lines[20]["entropy"] = None
     del lines[21]["entropy"]
-    axes = drawn(lines)
+    figures, save = [], Figure.savefig
+
+    def keep(figure: Figure, *given: object, **more: object) -> None:
+        figures.append(figure)
+        save(figure, *given, **more)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    draw_curves(a_run(tmp_path / "run", lines, acted=WORDS))
+    axes = {axis.get_title().replace("\n", " "): axis for axis in figures[0].axes}
     raw, line = axes["reward (training samples)"].lines
     assert [*raw.get_ydata()] == [row["reward"] for row in lines[1:]]
     assert np.ptp(line.get_ydata()) < np.ptp(raw.get_ydata())
@@ -50,12 +40,6 @@ def test_the_lines_are_the_runs_numbers(drawn):
         "gradient norm (before clipping)"
     ]
     assert axes["tokens clipped"].lines[0].get_ydata()[0] == lines[1]["clip_share"]
-
-
-def test_smoothing_is_the_mean_of_the_neighbours():
-    found = smooth(np.array([1.0, 4.0, np.nan, 2.0, 0.5, 8.0, 9.0]), 3)
-    by_hand = [2.5, 2.5, np.nan, 1.25, 3.5, 17.5 / 3, 8.5]
-    np.testing.assert_allclose(found, by_hand, rtol=1e-12)
 
 
 @pytest.mark.slow

@@ -1,11 +1,9 @@
 """tools.evaluate: estimators against brute force, models and runs measured, bad input refused."""
 
 import itertools
-import json
 import random
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import grpo
@@ -14,7 +12,6 @@ import torch
 from common.data import load_task
 from common.distributed import World
 from common.plumbing.launch import launch, parse
-from common.plumbing.model import load_model
 from tools import evaluate
 from tools.evaluate import Args, bootstrap, line_of, pass_at_k
 
@@ -166,21 +163,6 @@ def test_flags_that_are_not_given_are_the_runs(moved, monkeypatch):
         args = parse(Args)
         evaluate.prepare(args, World(0, 1, torch.device("cpu")))
         assert (args.max_new_tokens, args.eval_samples, args.eval_problems) == (tokens, samples, 8)
-
-
-@pytest.mark.slow
-def test_the_held_out_problems_are_those_of_the_run(tmp_path, words):
-    """Held back from its training file; a file that has changed since is said."""
-    tokenizer = load_model(str(words))[1]
-    lines = [json.dumps({"prompt": f"question {i}?", "answer": str(i)}) for i in range(12)]
-    (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    args = Args(task=str(tmp_path / "train.jsonl"), eval_problems=3)
-    task = load_task(replace(args, eval_task=""), tokenizer)
-    config = {"task": args.task, "eval_task": "", "data": task.fingerprint}
-    (found,), remarks = evaluate.load_sets(args, config, tokenizer)
-    assert found.problems == task.held_out and len(found.problems) == 3 and not remarks
-    _, remarks = evaluate.load_sets(args, config | {"data": "other"}, tokenizer)
-    assert "changed since the run" in remarks[-1]
 
 
 # What goes wrong
