@@ -149,7 +149,7 @@ DAMAGED = [  # file, line, where in it, and what is put there; None: nothing
 ]
 
 
-@pytest.mark.parametrize("damage", DAMAGED, ids=str)
+@pytest.mark.parametrize("damage", DAMAGED, ids=lambda damage: f"{damage[0]} {damage[2]}")
 def test_a_damaged_file_is_one_line(damage, group, tmp_path):
     """It names the file and, of several, the line; nothing is written."""
     name, line, (*way, last), value = damage
