@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -206,3 +207,16 @@ def assert_same_run(one: Path, other: Path, step: int, scratch: Path) -> None:
     )
     assert a.keys() == b.keys() and len(a) > 3 * 20  # 24 weights, two moments and a step count each
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def refused(patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *words: object) -> str:
+    """What `python -m WORDS`, run in this process, says on stderr: one line, exit code 2."""
+    program = str(words[0])
+    patch.chdir(ROOT)
+    patch.setattr(sys, "argv", [*map(str, words)])
+    patch.delitem(sys.modules, program, raising=False)  # as if nobody had imported it
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    said = capsys.readouterr()
+    assert stop.value.code == 2 and said.err.count("\n") == 1 and not said.out, said
+    return said.err

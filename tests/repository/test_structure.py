@@ -1,0 +1,176 @@
+"""The structure of the repository: who imports whom, how far each file may depart from its trunk,
+and that flags are declared where they are read."""
+
+import ast
+import re
+from dataclasses import fields
+from graphlib import TopologicalSorter
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from checks.files import ALGORITHMS, NINE, PATHS, trunk_of
+from common.plumbing.flags import Flags, Rule
+from tools.marks import changes, code_lines
+
+from tests.helpers import ROOT, module_of
+
+COMMON = sorted((ROOT / "common").rglob("*.py"))
+LOSS_ONLY = [name for name in ("gspo", "sapo", "maspo", "gmpo", "pmd") if name in PATHS]
+# Code lines, and changed code lines against the trunk. stapo also finds its quantile over ranks
+# and writes down what it silenced; the last three change more than the loss, each by one object.
+USUAL = (178, 34)
+BUDGET = {
+    "minirl": (190, 46),
+    "stapo": (215, 67),
+    "vcpo": (262, 141),
+    "deep_grpo": (286, 133),
+    "goldilocks": (290, 136),
+    "blockwise": (212, 66),  # where a response is cut, and two advantages
+    "lp_reg": (232, 46),  # a column, a quantile over ranks, a term
+    "entropy20": (229, 88),  # two rules by covariance; what stapo has and it has not
+    "dapo": (224, 75),  # rounds of sampling, and two more parts of the recipe
+    "dppo": (210, 46),  # two flags more: prime-rl's mask and square
+    "paced": (306, 46),  # without its trunk's KL term
+    "laconic": (198, 40),  # a price, and where it is paid
+    "jet": (230, 40),  # an object beside minirl's replay
+    "baselines": (198, 42),  # six baselines
+    "opd": (190, 49),  # a teacher, and what is known of it
+    "icepop": (225, 50),  # a family of corrections
+    "ppo": (270, 136),  # what GRPO removed: a second model, GAE, its loss
+    "recipe": (613, 356),  # the objects of six files, letter for letter
+}
+
+
+def budget(algorithm: str) -> tuple[int, int]:
+    """A variant is a small departure: its trunk's code lines and a few more."""
+    if algorithm in BUDGET or algorithm in NINE:
+        return BUDGET.get(algorithm, USUAL)
+    code, _ = budget(trunk_of(PATHS[algorithm]).stem)
+    return code + 20, 40
+
+
+# Imports
+
+
+def imported(path: Path) -> set[str]:
+    """Every module that a file names in an import, wherever it stands: `common.batch`, `torch`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                assert path.parent.name == "checks", f"{path}: a relative import hides its module"
+            found.add("checks" if node.level else node.module)
+            if node.module == "common":  # `from common import batch` names a module
+                found.update(f"common.{alias.name}" for alias in node.names)
+    return found
+
+
+def ours(path: Path) -> set[str]:
+    """The top-level names of this repository that a file imports."""
+    names = {"common", "checks", "tools", "labs", "tests", "variants", *ALGORITHMS}
+    return {name.partition(".")[0] for name in imported(path)} & names
+
+
+def test_who_imports_whom():
+    for path in PATHS.values():
+        assert ours(path) == {"common"}, path
+    for path in COMMON:
+        assert ours(path) <= {"common"}, path
+    for path in (ROOT / "checks").glob("*.py"):
+        assert ours(path) <= {"common", "checks", "variants", *ALGORITHMS}, path
+    for path in (ROOT / "tools").rglob("*.py"):
+        assert not ours(path) & {"tests", "labs"}, path
+    for path in (ROOT / "labs").rglob("*.py"):
+        assert "tests" not in ours(path), path
+
+
+def test_common_has_no_circle():
+    modules = {}
+    for path in COMMON:
+        if path.stem != "__init__":
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            modules[name] = path
+    asks = {name: imported(path) & modules.keys() for name, path in modules.items()}
+    TopologicalSorter(asks).prepare()  # raises CycleError, which names the circle
+
+
+def test_common_knows_no_algorithm():
+    """It branches on no algorithm's name."""
+    names = "|".join(ALGORITHMS)
+    for path in COMMON:
+        code = "\n".join(line for _, line in code_lines(path.read_text("utf-8")))
+        assert not re.search(rf"""["']({names})["']""", code), path
+
+
+# Differences
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_differences_lie_inside_the_marks(algorithm):
+    """The diff against its trunk shows the algorithm and nothing else, within its budget."""
+    path, (most, most_changed) = PATHS[algorithm], budget(algorithm)
+    assert len(code_lines(path.read_text())) <= most
+    if trunk_of(path):
+        loose, changed = changes(path, trunk_of(path))
+        assert not loose, "\n".join(loose)
+        assert 0 < changed <= most_changed
+
+
+def test_an_unmarked_difference_is_found(tmp_path):
+    trunk, other = tmp_path / "grpo.py", tmp_path / "other.py"
+    trunk.write_text("a = 1\nb = 2  # <own>\nc = 3\n")
+    other.write_text("a = 1  # a comment\nc = 3\nd = 4  # <own>\n")
+    assert changes(other, trunk) == ([], 2)
+    other.write_text("a = 1\nc = 4\n")
+    assert changes(other, trunk)[0] == ["other.py:2: c = 4"]
+
+
+@pytest.mark.parametrize("algorithm", LOSS_ONLY)
+def test_a_loss_only_file_has_its_trunks_main(algorithm):
+    path = PATHS[algorithm]
+    mine = path.read_text().partition("\ndef main(")[2]
+    assert mine and mine == trunk_of(path).read_text().partition("\ndef main(")[2]
+
+
+# Flags
+
+
+def own_flags(algorithm: str) -> list[tuple[ast.stmt, ast.stmt]]:
+    """A file's flags, each with what stands under it."""
+    tree = ast.parse(PATHS[algorithm].read_text())
+    (args,) = [node for node in tree.body if getattr(node, "name", "") == "Args"]
+    pairs = zip(args.body, args.body[1:])
+    return [(node, below) for node, below in pairs if isinstance(node, ast.AnnAssign)]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_file_declares_the_flags_that_it_reads(algorithm):
+    """What only `common` reads stands in Flags, or has another default here."""
+    source, shared = PATHS[algorithm].read_text(), {field.name for field in fields(Flags)}
+    for field, _ in own_flags(algorithm):
+        name = field.target.id
+        if name in shared:
+            assert f'"{name}"' not in source, name
+        else:
+            assert re.search(rf"args\.{name}\b", source), name
+
+
+def test_every_shared_flag_is_read_by_common():
+    text = "".join(path.read_text() for path in COMMON if path.stem != "flags")
+    for field in fields(Flags):
+        assert re.search(rf'\b(args|a)\.{field.name}\b|"{field.name}"', text), field.name
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_flag_is_documented_and_has_a_rule(algorithm):
+    """A line of help under each; and a number declares which values are allowed."""
+    for field, below in own_flags(algorithm):
+        assert isinstance(below, ast.Expr), f"{ast.unparse(field)}: no line of help under it"
+    hints = get_type_hints(module_of(algorithm).Args, include_extras=True)
+    for name, kind in hints.items():
+        rules = [extra for extra in getattr(kind, "__metadata__", ()) if isinstance(extra, Rule)]
+        number = getattr(kind, "__origin__", kind) in (int, float)
+        assert rules or not number, name

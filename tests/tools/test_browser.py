@@ -1,0 +1,83 @@
+"""Both pages in Chromium, which run their own checks there (`#check`): every token once and in
+order, colours, keys, alignment, nothing fetched, nothing wider than the window."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from checks.files import ALGORITHMS
+from tools import page, reader
+
+from tests.tools.made import a_group, row_of, with_samples
+from tests.tools.test_page import HOSTILE
+
+BROWSERS = "chromium chromium-browser google-chrome google-chrome-stable chrome".split()
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not BROWSER, reason="needs chromium: apt-get install chromium"),
+]
+# Pages in one window: each says what it found to the page around it
+AROUND = """<!doctype html><body><script>
+addEventListener("message", event => {
+  const pre = document.createElement("pre");
+  pre.textContent = event.data;
+  document.body.append(pre);
+});
+</script>"""
+FRAME = '<iframe src="{page}#check" style="width: {width}px; height: 800px"></iframe>'
+
+
+def reports(folder: Path, *pages: tuple[Path, int]) -> list[dict]:
+    """What pages find that check themselves, each in a window of that width."""
+    around = folder / "around.html"
+    frames = [FRAME.format(page=page.as_uri(), width=width) for page, width in pages]
+    around.write_text("\n".join([AROUND, *frames]))
+    options = "--headless --no-sandbox --disable-gpu --enable-logging=stderr --dump-dom"
+    options += " --window-size=1500,900 --virtual-time-budget=5000"
+    command = [BROWSER, *options.split(), f"--user-data-dir={folder}/profile", around.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    found = re.findall(r"<pre>(.*?)</pre>", done.stdout, re.S)
+    assert len(found) == len(pages), done.stderr[-2000:]
+    assert "CONSOLE" not in done.stderr, done.stderr[-2000:]
+    return [json.loads(html.unescape(text)) for text in found]
+
+
+@pytest.fixture(scope="module")
+def run_page(tmp_path_factory) -> Path:
+    """Of a run in which everything that anyone else writes is an attack."""
+    folder, rows = tmp_path_factory.mktemp("page"), []
+    for step, text in enumerate(HOSTILE[:3], 1):
+        row = row_of(a_group(), step=step, prompt=text, answer=HOSTILE[1])
+        for one in row["responses"]:
+            one["text"] = one["given"] = text
+            one["tokens"] = [HOSTILE[(step + i) % len(HOSTILE)] for i in range(len(one["ids"]))]
+        rows.append(row)
+    flags = {"task": HOSTILE[1], "instruction": HOSTILE[0], "model": HOSTILE[4]}
+    page.main([with_samples(folder / "<b>&lt;run", rows, **flags)], folder / "page.html")
+    return folder / "page.html"
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_runs_page(theme, run_page, tmp_path):
+    shown = tmp_path / "page.html"
+    text = run_page.read_text("utf-8")
+    shown.write_text(text.replace('<html lang="en">', f'<html lang="en" data-theme="{theme}">'))
+    for report in reports(tmp_path, (shown, 1400), (shown, 390)):
+        assert report["problems"] == [] and report["fetched"] == [], report
+        assert report["drawn"] > 20 and report["files"] == len(ALGORITHMS) - 1  # opd has no teacher
+        assert report["one"] == (report["width"] == 390)  # one column on a phone
+
+
+def test_the_readers_page(tmp_path):
+    """In every pair equal lines face each other, and unmarked code never differs."""
+    reader.main([], tmp_path / "reader.html")
+    shown = tmp_path / "reader.html"
+    for report in reports(tmp_path, (shown, 1400), (shown, 390)):
+        assert report["problems"] == [] and report["fetched"] == [], report
+        assert report["pairs"] == len(ALGORITHMS) ** 2
+        assert report["one"] == (report["width"] == 390)
