@@ -71,10 +71,10 @@ def sections(source: str) -> tuple[dict[str, int], list[str]]:
 
 def weights(module: ModuleType, ratios: Tensor) -> Tensor:
     """`weights_together`, ratio by ratio where a file's loss looks from one row to another (lp_reg:
-    at the rarest ones)."""
-    pair = torch.tensor([0.5, 0.7], dtype=torch.float64)
-    apart = [weights_together(module, ratio[None]) for ratio in pair]
-    if torch.cat(apart, -1).allclose(weights_together(module, pair)):
+    at the rarest ones; m2po: at a mean, within whose budget 1.24 is only beside a calm token)."""
+    probe = torch.tensor([0.5, 0.7, 1.1, 1.24], dtype=torch.float64)
+    apart = [weights_together(module, ratio[None]) for ratio in probe]
+    if torch.cat(apart, -1).allclose(weights_together(module, probe)):
         return weights_together(module, ratios)
     return torch.cat([weights_together(module, ratio[None]) for ratio in ratios], -1)
 

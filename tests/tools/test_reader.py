@@ -27,7 +27,7 @@ def interpolated(given: dict, kind: int, sign: int, ratio: float) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in ALGORITHMS if n != "m2po"])  # masks by mini-batch
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_curves_are_the_gradient_of_policy_loss(name):
     """For every kind of token and either sign of the advantage, one batch for each ratio."""
     module, kinds = module_of(name), list(reader.KINDS.values())
