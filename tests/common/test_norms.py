@@ -1,7 +1,6 @@
 """Norms of single responses' gradients in one pass, against autograd on one response at a time."""
 
 import copy
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,11 +27,7 @@ MODELS = {
     "Qwen3, q/k norms, tied": Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=True),
     "Qwen3, untied": Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=False),
     "Qwen2, q/k/v biases, tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
-    "Qwen2, untied": Qwen2Config(**SHAPE, tie_word_embeddings=False),
-    "Llama": LlamaConfig(**SHAPE, tie_word_embeddings=False),
-    "Llama, biases everywhere, tied": LlamaConfig(
-        **SHAPE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
-    ),
+    "Llama, biases everywhere": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
 }
 
 
@@ -90,39 +85,34 @@ def test_norms_are_those_of_separate_passes(world, name):
     check(common.plumbing.norms, name, world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("longest", [5, 120])
 def test_either_side_of_a_linear_map(world, longest):
     """Short responses go by pairs of places, long ones by the gradient itself."""
     check(common.plumbing.norms, "Qwen2, q/k/v biases, tied", world, longest=longest)
 
 
+@pytest.mark.slow
 def test_blocks_change_nothing(world, monkeypatch):
     """One response, and one token of it, at a time, as for a large vocabulary."""
     monkeypatch.setattr(common.plumbing.norms, "BLOCK_ELEMENTS", 1)
-    check(common.plumbing.norms, "Llama, biases everywhere, tied", world, longest=60)
+    check(common.plumbing.norms, "Qwen3, q/k norms, tied", world, longest=60)
 
 
 MUTANTS = {
-    "a tied matrix squared in two parts": ("row + 2 * at_tokens[0]", "row"),
-    "half the cross term": ("2 * at_tokens[0]", "at_tokens[0]"),
-    "untied taken for tied": ("if lm.lm_head.weight is embedding.weight", "if True"),
+    "half the cross term of a tied matrix": ("2 * at_tokens[0]", "at_tokens[0]"),
     "a token's places apart": ("same.to(d.dtype) @ d", "d"),
     "a gradient for <pad>": ("if embedding.padding_idx is not None", "if False"),
-    "no head": ("found[some] = ", "found[some] = 0 * "),
     "the head a place late": ("micro.prompt_len[:, None] - 1", "micro.prompt_len[:, None]"),
     "the head at temperature 1": ("micro.mask[at], temperature", "micro.mask[at], 1.0"),
-    "the head on padding": ("micro.mask[at], temp", "torch.ones_like(micro.mask[at]), temp"),
     "no biases": ("found if module.bias is None", "found if True"),
-    "a bias for each place": ("d.float().sum(1).square().sum(1)", "d.square().sum((1, 2))"),
-    "no norms": ("(scale[:, None] @ (x * d))", "0 * (scale[:, None] @ (x * d))"),
-    "norms of what is not normalised": (".rsqrt()", ".rsqrt() ** 0"),
     "norms for each place": ("(scale[:, None] @ (x * d))", "(scale[..., None] * x * d)"),
     "the diagonal alone": ("torch.linalg.vecdot(*pairs)", "sum(p.sum(1) for p in pairs)"),
-    "the largest entry": ("vector_norm, dim", "vector_norm, ord=float('inf'), dim"),
     "the norm of all responses": ("found[: len(micro)]", "found.sum().expand(len(micro))"),
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(world, name):
     mutant = mutate(common.plumbing.norms, *MUTANTS[name])
@@ -132,6 +122,7 @@ def test_mutant_is_caught(world, name):
             check(mutant, "Qwen3, untied", world, longest=longest)
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing(world):
     """Layers are run again in the backward pass, and counted once."""
     lm, batch = model("Qwen3, q/k norms, tied"), responses()
@@ -141,6 +132,7 @@ def test_gradient_checkpointing(world):
     assert torch.allclose(norms.double(), separately(lm, batch)[1], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16(world):
     """As on GPUs, FSDP2 casting down: those of separate passes in bfloat16 (0.7% off was seen)."""
     batch = responses()
@@ -173,6 +165,7 @@ def test_nothing_is_left_behind(world):
     assert logp.shape == (0, batch.mask.shape[1]) and norms.shape == (0,)
 
 
+@pytest.mark.slow
 def test_a_model_with_other_parts_is_refused(tmp_path, capsys):
     """No norm is guessed: a mixture of experts trains without the optimal baseline."""
     flags = [*SMALL, "--lag", 0, "--steps", 1, "--minibatches", 1, "--run_dir", tmp_path / "run"]
@@ -185,27 +178,22 @@ def test_a_model_with_other_parts_is_refused(tmp_path, capsys):
 def one_of_two(folder: Path) -> None:
     """A rank: responses of its own, eleven on rank 0 and two on rank 1; `folder/<rank>` if well."""
     world = setup()
-    rank, n = world.rank, (11, 2)[world.rank]
-    sharded, own = (vcpo.Args(dtype="float32", shard_ranks=ranks) for ranks in (2, 1))
-    for name in list(MODELS)[1:4]:
-        lm, batch = model(name), responses(seed=rank, n=n)
+    sharded = vcpo.Args(dtype="float32", shard_ranks=2)
+    for name in ("Qwen3, untied", "Qwen2, q/k/v biases, tied"):
+        lm, batch = model(name), responses(seed=world.rank, n=(11, 2)[world.rank])
         sums, expected = separately(lm, batch)
-        policy, tokens = shard(Policy(lm), sharded, world), []
-        watch = partial(lambda seen, _, x: seen.append(x[0].numel()), tokens)
-        count = policy.register_forward_pre_hook(watch)
+        policy = shard(Policy(lm), sharded, world)
         logp, norms = common.plumbing.norms.gradient_norms(policy, batch, ARGS, world)
         assert torch.allclose(norms.double(), expected, rtol=1e-5), name
         assert torch.allclose(logp.sum(1).double(), sums, rtol=1e-4), name
         assert all(p.grad is None for p in policy.parameters())
-        # No rank works on another's responses: padded tokens, and two for each empty micro-batch
-        assert sum(tokens) <= sum(map(len, batch.sequences)) + 2 * len(tokens)
-        count.remove()
         response_logprobs(policy, batch, T)[0].sum().backward()  # FSDP is as it was
         assert all(p.grad.to_local().isfinite().all() for p in policy.parameters())
-    (folder / str(rank)).touch()
+    (folder / str(world.rank)).touch()
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path):
     """Under FSDP2 every rank measures its own responses at once, whatever the other one has."""
     ended = forked(one_of_two, tmp_path, ranks=2)

@@ -52,18 +52,23 @@ def fed(batch: Rollout) -> torch.Tensor:
     return torch.arange(batch.sequences.shape[1]) < end[:, None] - 1
 
 
-def test_sampler_and_trainer_record_the_same_experts(moe, world, args):
-    """In float32 with the same weights, prompt and response, token by token and layer by layer."""
-    rollout = sample(moe, world)
-    all_logprobs(Policy(copy.deepcopy(moe[0])), rollout, args, world)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float8", marks=pytest.mark.slow)])
+def test_sampler_and_trainer_record_the_same_experts(moe, world, args, dtype):
+    """With the same weights, prompt and response, token by token and layer by layer. Rounded to
+    float8 some tokens go elsewhere, until their experts are replayed."""
+    rollout, policy = sample(moe, world, dtype), Policy(copy.deepcopy(moe[0]))
+    all_logprobs(policy, rollout, args, world)
     assert rollout.sampler_experts.shape == (32, rollout.sequences.shape[1], 2, 2)
-    assert torch.equal(
-        rollout.sampler_experts[fed(rollout)].sort(-1)[0],
-        rollout.trainer_experts[fed(rollout)].sort(-1)[0],
-    )
     differing, tokens = minirl.experts_differ(rollout)
-    assert differing == 0 and tokens == fed(rollout).sum()
+    assert tokens == fed(rollout).sum()
+    assert differing == 0 if dtype == "float32" else 0 < differing < 0.3 * tokens
     assert len(rollout.trainer_experts[fed(rollout)].unique()) == 8  # all experts are in use
+    rollout.replayed_experts = rollout.sampler_experts
+    all_logprobs(policy, rollout, args, world)
+    ours, theirs = (
+        c[fed(rollout)].sort(-1)[0] for c in (rollout.trainer_experts, rollout.sampler_experts)
+    )
+    assert torch.equal(ours, theirs)
 
 
 def test_replay_with_unchanged_weights_is_the_identity(moe, world, args):
@@ -109,17 +114,7 @@ def test_replayed_weights_come_from_the_current_router(moe, world):
     assert torch.allclose(scores, expected / expected.sum(-1, keepdim=True))
 
 
-def test_a_low_precision_sampler_routes_some_tokens_elsewhere(moe, world, args):
-    """float8 weights change some choices; R3 replays them, and the difference is gone."""
-    rollout = sample(moe, world, "float8")
-    policy = Policy(copy.deepcopy(moe[0]))
-    all_logprobs(policy, rollout, args, world)
-    assert 0 < minirl.experts_differ(rollout)[0] < 0.3 * fed(rollout).sum()
-    rollout.replayed_experts = rollout.sampler_experts
-    all_logprobs(policy, rollout, args, world)
-    assert minirl.experts_differ(rollout)[0] == 0
-
-
+@pytest.mark.slow
 def test_float8_rounds_the_decoder_matrices_only(moe, world):
     """At most 254 values a row and sign, relative error below 2^-4; router, norms and embedding
     stay as they are."""
@@ -162,6 +157,7 @@ def untrained(family: str, more: dict) -> PreTrainedModel:
     return lm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", REPLAYED)
 @torch.no_grad()
 def test_other_families_replay(family):
@@ -185,6 +181,7 @@ def test_other_families_replay(family):
     assert torch.equal(lm(tokens, use_cache=False).logits, free)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", LEFT_ALONE)
 @torch.no_grad()
 def test_a_router_that_cannot_be_replayed_is_left_alone(family, world):
@@ -202,6 +199,7 @@ def test_a_router_that_cannot_be_replayed_is_left_alone(family, world):
     assert torch.equal(lm(tokens, use_cache=False).logits, free)
 
 
+@pytest.mark.slow
 def test_routers_are_tried_on_any_device_and_precision():
     """On the meta device, in bfloat16: the answer is the same, and the weights are not touched."""
     with torch.device("meta"):
@@ -213,27 +211,18 @@ def test_routers_are_tried_on_any_device_and_precision():
     assert all(torch.equal(weights[name], value) for name, value in lm.state_dict().items())
 
 
-def test_a_model_without_experts_says_so(tiny):
-    routing = Policy(copy.deepcopy(tiny[0])).routing
-    assert not routing.active and routing.why_not == "has no experts"
-
-
+@pytest.mark.slow
 def test_replay_in_a_sharded_bfloat16_policy_with_recomputation(moe, world):
     """Replaying what was just recorded changes neither value nor gradient, also where layers are
     recomputed."""
-    lm = copy.deepcopy(moe[0])
     sequences = torch.tensor([moe[1]("7*8-9=7*8=56;56-9=47#47")["input_ids"]])
-    policy, found = shard(Policy(lm), minirl.Args(dtype="bfloat16"), world), []
-    policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+    args = minirl.Args(dtype="bfloat16", gradient_checkpointing=True)
+    policy, found = shard(Policy(copy.deepcopy(moe[0])), args, world), []
     for _ in range(2):
         logp, _ = policy(sequences, torch.arange(23)[None] < 22, 1.0)
         logp.sum().backward()
         policy.routing.replay = policy.routing.recorded()
-        found.append(
-            [
-                logp.detach(),
-                *(parameter.grad.full_tensor().clone() for parameter in policy.parameters()),
-            ]
-        )
+        gradients = [parameter.grad.full_tensor().clone() for parameter in policy.parameters()]
+        found.append([logp.detach(), *gradients])
         policy.zero_grad()
     assert all(map(torch.equal, *found))
