@@ -9,7 +9,7 @@ from tests.gpu import check
 from tests.helpers import ROOT
 
 QUICK = ["losses", "ratios", "8x2048 checkpointing", "8x2048 forward", "vocabulary"]
-QUICK += ["trainer step", "attention plans", "norms"]
+QUICK += ["trainer step", "norms"]
 
 
 def rows(names: list[str], capsys: pytest.CaptureFixture) -> tuple[int, dict[str, str]]:
