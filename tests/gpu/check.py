@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,20 +32,18 @@ import grpo  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from common.batch import Rollout  # noqa: E402
-from common.distributed import World, clip_gradients, divide_gradients, setup, shard  # noqa: E402
+from common.distributed import World, clip_gradients, setup, shard  # noqa: E402
 from common.logprobs import Policy, all_logprobs, micro_batches  # noqa: E402
 from common.logprobs import response_logprobs, token_logprobs  # noqa: E402
 from common.plumbing.model import head_logits, load_model  # noqa: E402
 from common.plumbing.norms import in_one_pass  # noqa: E402
 from common.rollout import HFEngine  # noqa: E402
-from tools.shapes import byte_tokenizer, qwen3, qwen3_1_7b  # noqa: E402
+from tools.shapes import byte_tokenizer, qwen3  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 Check = Callable[[World], str]  # what was seen; an AssertionError: what is wrong
 GPU = torch.cuda.is_available()
-SECONDS = 240  # for a short run
-# FLOP/s, without sparsity
-DENSE_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+SECONDS = 400  # for a program
 FILES = "grpo gspo sapo stapo maspo minirl vcpo goldilocks deep_grpo".split()
 HF = ("--rollout", "hf")
 # More would be millions of cache blocks for so small a model
@@ -55,15 +54,13 @@ VLLM = ("--rollout", "vllm", "--vllm_memory", "0.05")
 
 
 @functools.cache
-def large(compiled: bool = False) -> tuple[Policy, torch.optim.Optimizer]:
+def large() -> tuple[Policy, torch.optim.Optimizer]:
     """Qwen3-1.7B's shape under FSDP2 in bfloat16, with AdamW (on a CPU a toy's)."""
     world = World(0, 1, torch.device("cuda", 0) if GPU else torch.device("cpu"))
     torch.manual_seed(0)
     with world.device:
         lm = qwen3(2048, 6144, toy=not GPU)
-    args = grpo.Args(dtype="bfloat16")
-    args.compile = compiled
-    policy = shard(Policy(lm), args, world)
+    policy = shard(Policy(lm), grpo.Args(dtype="bfloat16"), world)
     return policy, torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
 
 
@@ -78,9 +75,9 @@ def random_rows(world: World, rows: int, tokens: list[int]) -> Rollout:
     return Rollout.pack(logps=[[0.0] * n for n in lengths], **given)
 
 
-def timed(function: Callable[[], object], warm_up: bool = True) -> tuple[float, float]:
+def timed(function: Callable[[], object]) -> tuple[float, float]:
     """Seconds and peak GB of a call (the second one: the first warms up)."""
-    for _ in range(1 + warm_up):
+    for _ in range(2):
         if GPU:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -90,15 +87,6 @@ def timed(function: Callable[[], object], warm_up: bool = True) -> tuple[float, 
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start
     return seconds, (torch.cuda.max_memory_allocated() - before) / 1e9
-
-
-def used(policy: Policy, tokens: int, seconds: float, flops: int = 6) -> str:
-    """Tokens/s, and the share of the card's peak that `flops` N per token are."""
-    name = torch.cuda.get_device_name() if GPU else "a CPU"
-    top = next((flops for key, flops in DENSE_BF16.items() if key in name), None)
-    n = sum(parameter.numel() for parameter in policy.parameters())
-    share = f", {flops * n * tokens / seconds / top:.0%} of the bfloat16 peak" if top else ""
-    return f"{tokens / seconds:,.0f} tokens/s{share} ({flops} N per token)"
 
 
 def sample(
@@ -200,21 +188,14 @@ def ratios(world: World) -> str:
 # Block `grid`: one training step of 16k tokens, every way
 
 
-def qwen3_step(
-    rows: int,
-    length: int,
-    checkpointing: bool = False,
-    forward: bool = False,
-    compile: bool = False,
-) -> Check:
-    """A training step of the large shape: tokens/s, FLOPs used, peak."""
+def qwen3_step(rows: int, length: int, checkpointing: bool = False, forward: bool = False) -> Check:
+    """A training step of the large shape, or its forward pass alone: tokens/s, FLOP/s, peak."""
 
     def check(world: World) -> str:
-        policy, optimizer = large(compile)
+        policy, optimizer = large()
+        policy.train().lm.gradient_checkpointing_disable()
         if checkpointing:
-            policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-        else:
-            policy.train().lm.gradient_checkpointing_disable()
+            policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
         batch = random_rows(world, rows, [length - 128])
 
         def step() -> None:
@@ -226,8 +207,10 @@ def qwen3_step(
                 optimizer.zero_grad()
 
         seconds, peak = timed(step)
-        speed = used(policy, int(batch.ends.sum()), seconds, 2 if forward else 6)
-        return f"{speed}, {1e3 * seconds:.0f} ms, {peak:.1f} GB beside weights and moments"
+        tokens, flops = int(batch.ends.sum()), 2 if forward else 6  # a token and parameter
+        speed = flops * tokens / seconds / 1e12 * sum(p.numel() for p in policy.parameters())
+        told = f"{tokens / seconds:,.0f} tokens/s, {speed:.0f} TFLOP/s, {1e3 * seconds:.0f} ms"
+        return f"{told}, {peak:.1f} GB beside weights and moments"
 
     return check
 
@@ -237,7 +220,6 @@ GRID = {
     "16x1024": qwen3_step(16, 1024),
     "8x2048 checkpointing": qwen3_step(8, 2048, checkpointing=True),
     "8x2048 forward": qwen3_step(8, 2048, forward=True),
-    "8x2048 compiled": qwen3_step(8, 2048, compile=True),
 }
 
 
@@ -273,58 +255,15 @@ def vocabulary(world: World) -> str:
     return "; ".join(told)
 
 
-# Block `step`: a trainer's step
+# Blocks `step`, `runs`, `resume`, `vllm`: whole programs, in processes of their own
 
 
-def trainer_step(world: World) -> str:
-    """All passes of a step over 256 responses of very different lengths, made up: seconds by phase,
-    and what the allocator holds beside what is used."""
-    (policy, optimizer), args = large(), grpo.Args(micro_tokens=16_384 if GPU else 512)
-    policy.lm.gradient_checkpointing_disable()
-    batch = random_rows(world, 256 if GPU else 8, [300, 700, 1100, 1600, 2400, 3900])
-    batch.advantages = torch.randn(len(batch), device=world.device)
-
-    def old_logp() -> None:
-        batch.old_logp, _ = all_logprobs(policy, batch, args, world)
-
-    def update() -> None:
-        denominator = 0.0
-        for rows in micro_batches(policy, batch, args.micro_tokens, world):
-            micro = batch.rows(rows)
-            logp, entropy = response_logprobs(policy, micro, args.temperature)
-            loss, count, _ = grpo.policy_loss(
-                args,
-                logp=logp,
-                old_logp=micro.old_logp,
-                rollout_logp=micro.rollout_logp,
-                ref_logp=micro.old_logp,
-                entropy=entropy,
-                advantages=micro.advantages,
-                mask=micro.mask,
-            )
-            loss.backward()
-            denominator = denominator + count
-        divide_gradients(policy, denominator, world)
-        clip_gradients(policy, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    tokens = int(batch.ends.sum())
-    (before, _), (spent, peak) = timed(old_logp), timed(update, warm_up=False)
-    held = torch.cuda.memory_reserved() / 1e9 if GPU else 0.0
-    told = f"{tokens:,} tokens: log-probs {before:.1f} s, update {spent:.1f} s, "
-    return told + f"{used(policy, tokens, spent)}; {peak:.1f} GB, allocator holds {held:.1f} GB"
-
-
-# Blocks `runs`, `resume`, `vllm`: whole programs, in processes of their own
-
-
-def launched(folder: Path, *words: object, **how: object) -> str:
+def launched(folder: Path, *words: object) -> str:
     """Run a Python program and return what it says; a RuntimeError with its end where it fails."""
-    how = {"cwd": ROOT, "timeout": SECONDS, "stderr": subprocess.STDOUT, "text": True} | how
     with (folder / "messages").open("w+") as messages:
+        how = {"cwd": ROOT, "timeout": SECONDS, "stdout": messages, "stderr": messages}
         try:
-            subprocess.run([sys.executable, *map(str, words)], stdout=messages, check=True, **how)
+            subprocess.run([sys.executable, *map(str, words)], check=True, **how)
         except subprocess.SubprocessError as error:
             messages.seek(0)
             raise RuntimeError(f"{type(error).__name__}: {messages.read()[-600:]}") from error
@@ -332,13 +271,23 @@ def launched(folder: Path, *words: object, **how: object) -> str:
         return messages.read()
 
 
+def written(folder: str, world: World, hidden: int, intermediate: int) -> None:
+    """A model with random weights, to be loaded by another process, which needs the memory."""
+    with world.device:
+        lm = qwen3(hidden, intermediate, toy=not GPU)
+    lm.to(torch.bfloat16).save_pretrained(folder)
+    byte_tokenizer(lm.config.vocab_size).save_pretrained(folder)
+    del lm
+    free_memory()
+
+
 def results(run: Path) -> str:
     """Accuracies, the sampler's gap, and seconds a step."""
     summary = json.loads((run / "summary.json").read_text())
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     gap = max(line.get("sampler_gap", 0.0) for line in lines[1:])
+    step = statistics.median(line["seconds"] for line in lines[1:])
     accuracy = f"greedy {summary['greedy_before']:.2f} → {summary['greedy_after']:.2f}"
-    step = sorted(line["seconds"] for line in lines[1:])[len(lines) // 2 - 1]
     return f"{accuracy}, largest sampler gap {gap:.1e}, {step:.1f} s a step"
 
 
@@ -355,31 +304,35 @@ def short_run(name: str, *flags: str) -> Check:
     return check
 
 
-def killed_and_resumed(*flags: str) -> Check:
+def killed_and_resumed(world: World) -> str:
     """A run that is killed after its second checkpoint and goes on: every step is there once."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        words = "grpo.py --rollout hf --steps 8 --save_every 2 --eval_every 8 --eval_problems 16"
+        words = [*words.split(), "--run_dir", str(folder / "run")]
+        with (folder / "first").open("w") as messages:
+            how = {"cwd": ROOT, "stdout": messages, "stderr": messages}
+            run = subprocess.Popen([sys.executable, *words], **how)
+        wanted, until = folder / "run/checkpoints/step_000004", time.time() + SECONDS
+        while not wanted.exists() and run.poll() is None and time.time() < until:
+            time.sleep(0.01)
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+        launched(folder, *words, "--resume")
+        text = (folder / "run/metrics.jsonl").read_text()
+        steps = [json.loads(line)["step"] for line in text.splitlines()]
+        assert steps == [*range(9)], steps
+        return "steps 0 to 8 once each"
 
-    def check(world: World) -> str:
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = Path(scratch)
-            words = "grpo.py --steps 8 --save_every 2 --eval_every 8 --eval_problems 16 --run_dir"
-            words = [sys.executable, *words.split(), str(folder / "run"), *HF, *flags]
-            with (folder / "first").open("w") as messages:
-                run = subprocess.Popen(words, cwd=ROOT, stdout=messages, stderr=messages)
-            wanted, until = folder / "run/checkpoints/step_000004", time.time() + SECONDS
-            while not wanted.exists() and run.poll() is None and time.time() < until:
-                time.sleep(0.01)
-            run.send_signal(signal.SIGKILL)
-            run.wait()
-            start = time.perf_counter()
-            launched(folder, *words[1:], "--resume")
-            spent = time.perf_counter() - start
-            text = (folder / "run/metrics.jsonl").read_text()
-            steps = [json.loads(line)["step"] for line in text.splitlines()]
-            assert steps == [*range(9)], steps
-            size = sum(f.stat().st_size for f in wanted.parent.rglob("*") if f.is_file())
-            return f"steps 0 to 8 once each; {size / 1e6:.1f} MB of checkpoints; {spent:.0f} s"
 
-    return check
+LIMITED = """
+import sys, runpy, common, torch
+if torch.cuda.is_available():
+    share = float(sys.argv[1]) * 1e9 / torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share))
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def on_a_card(gigabytes: int, hidden: int, intermediate: int, *flags: str) -> Check:
@@ -387,23 +340,12 @@ def on_a_card(gigabytes: int, hidden: int, intermediate: int, *flags: str) -> Ch
 
     def check(world: World) -> str:
         with tempfile.TemporaryDirectory() as scratch:
-            with world.device:
-                lm = qwen3(hidden, intermediate, toy=not GPU)
-            lm.to(torch.bfloat16).save_pretrained(scratch)
-            byte_tokenizer(lm.config.vocab_size).save_pretrained(scratch)
-            del lm
-            free_memory()
-            code = (
-                "import sys, runpy, common, torch; f = torch.cuda.set_per_process_memory_fraction\n"
-            )
-            code += "total = torch.cuda.is_available() and torch.cuda.mem_get_info()[1]\n"
-            code += f"total and f(min(1.0, {gigabytes}e9 / total))\n"
-            code += "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+            written(scratch, world, hidden, intermediate)
             words = f"grpo.py --model {scratch} --task arithmetic --rollout hf --steps 2 --lr 1e-6"
             words += " --eval_problems 8 --eval_samples 1 --sampler_tolerance 1 --instruction= "
             words += f"--prompts_per_step 8 --max_new_tokens {256 if GPU else 8} --beta 0"
             words += f" --micro_tokens 8192 --gradient_checkpointing --run_dir {scratch}/run"
-            launched(Path(scratch), "-c", code, *words.split(), *flags)
+            launched(Path(scratch), "-c", LIMITED, gigabytes, *words.split(), *flags)
             return results(Path(scratch) / "run")
 
     return check
@@ -412,19 +354,12 @@ def on_a_card(gigabytes: int, hidden: int, intermediate: int, *flags: str) -> Ch
 def bench(world: World) -> str:
     """A step of grpo.py by tools.bench, by phase: 8 prompts x 8 of 512 tokens (on a CPU a toy)."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        size = ["8", "8", "512"] if GPU else ["4", "4", "16"]
-        model, words = "qwen3-1.7b" if GPU else "tiny", []
+        words = "tools.bench tiny --side ours --full --size 4 4 16".split()
         if GPU:
-            with world.device:
-                lm = qwen3_1_7b()
-            lm.to(torch.bfloat16).save_pretrained(folder)
-            byte_tokenizer(151_936).save_pretrained(folder)
-            del lm
-            free_memory()
-            words = ["--folder", scratch]
-        words = ["tools.bench", model, "--side", "ours", "--full", "--size", *size, *words]
-        said = launched(folder, "-m", *words, timeout=500)
+            written(scratch, world, 2048, 6144)
+            words = "tools.bench qwen3-1.7b --side ours --full --size 8 8 512 --folder".split()
+            words.append(scratch)
+        said = launched(Path(scratch), "-m", *words)
     (line,) = (line for line in said.splitlines() if line.startswith("RESULT "))
     found = json.loads(line.removeprefix("RESULT "))
     return ", ".join(f"{name} {value:.3g}" for name, value in found.items())
@@ -459,16 +394,15 @@ BLOCKS: dict[str, dict[str, Check]] = {
         "ratios": ratios,
     },
     "grid": GRID | {"vocabulary": vocabulary},  # 6
-    "step": {"trainer step": trainer_step},  # 3
     "runs": {  # 8; four at a time: they are small
         **{name: short_run(name, *HF) for name in FILES},
         "moe_r3": short_run("minirl", *HF, "--model", "tiny-moe", "--routing_replay", "r3"),
         "async": short_run("vcpo", *HF, "--async"),
         "offload": short_run("grpo", *HF, "--offload_reference", "--gradient_checkpointing"),
     },
-    "bench": {"tools.bench": bench},  # 4
+    "step": {"tools.bench": bench},  # 4
     "resume": {  # 5
-        "killed and resumed": killed_and_resumed(),
+        "killed and resumed": killed_and_resumed,
         "0.6B on 24 GB": on_a_card(24, 1024, 3072),
         "1.7B on 24 GB, --offload": on_a_card(24, 2048, 6144, "--offload"),
     },
@@ -476,7 +410,6 @@ BLOCKS: dict[str, dict[str, Check]] = {
     "vllm": {  # 10; one after the other: vLLM measures the free memory when it starts
         "vllm": short_run("grpo", *VLLM),
         "vllm_sleep": short_run("grpo", *VLLM, "--vllm_sleep"),
-        "vllm_vcpo": short_run("vcpo", *VLLM),
         "vllm_async": short_run("vcpo", *VLLM, "--async"),
         "vllm_moe_r3": short_run("minirl", *VLLM, "--model", "tiny-moe", "--routing_replay", "r3"),
     },
