@@ -55,9 +55,8 @@ def test_arithmetic_is_worked_left_to_right_modulo_100():
 
 
 def test_arithmetic_stream_is_seeded_and_disjoint_from_the_held_out_set(tiny):
-    tokenizer = tiny[1]
     task, again, other = (
-        load("arithmetic", tokenizer, eval_problems=200, seed=seed) for seed in (1, 1, 2)
+        load("arithmetic", tiny[1], eval_problems=200, seed=seed) for seed in (1, 1, 2)
     )
     stream = [task.train(i).prompt for i in range(500)]
     assert stream == [again.train(i).prompt for i in range(500)]
@@ -65,8 +64,7 @@ def test_arithmetic_stream_is_seeded_and_disjoint_from_the_held_out_set(tiny):
     assert stream != [other.train(i).prompt for i in range(500)]
     held_out = [problem.prompt for problem in task.held_out]
     assert held_out == [problem.prompt for problem in other.held_out] and len(set(held_out)) == 200
-    assert not any(map(arithmetic.held_out, stream)) and all(map(arithmetic.held_out, held_out))
-    assert {len(prompt) // 2 for prompt in stream} == set(range(2, 8))
+    assert not set(stream) & set(held_out)
     assert all(task.judge([f"#{p.answer}"], [p.answer]) == [1.0] for p in task.held_out)
 
 
@@ -224,19 +222,18 @@ def test_columns_and_the_chat_template(tmp_path):
 
 def test_options_of_the_chat_template(tmp_path, mine):
     """For task files and rows alike. A template ignores what it does not know: that is refused."""
-    mine.write_text("held_out = [('2?', '2')]\ntrain = lambda i: ('3?', '3')")
     rows = write(tmp_path / "set.jsonl", numbered(8))
     given = "<assistant>{'enable_thinking': False, 'style': 'brief'}"
     for file in (str(mine), rows):
         task = load(file, Chat(), chat=("enable_thinking=false", "style=brief"))
         assert text_of(task.train(0)).endswith(given)
         assert text_of(task.held_out[0]).endswith(given)
-    with pytest.raises(
-        BadInput, match="--chat no_thinking: the model's chat template does not read"
+    for tokenizer, why in (
+        (Chat(), "chat template does not read"),
+        (Letters(), "no chat template"),
     ):
-        load(rows, Chat(), chat=("no_thinking=1",))
-    with pytest.raises(BadInput, match="--chat style: the model's tokenizer has no chat template"):
-        load(rows, chat=("style=brief",))
+        with pytest.raises(BadInput, match=f"--chat thinks: .*{why}"):
+            load(rows, tokenizer, chat=("thinks=1",))
 
 
 def test_a_local_copy_of_a_hub_set(tmp_path):

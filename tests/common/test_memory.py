@@ -5,14 +5,11 @@ kernels need inside, nor an allocator's slack.)
 """
 
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
 from common.batch import Rollout
-from common.logprobs import BLOCK_ELEMENTS, Policy, all_logprobs, token_logprobs
-from common.plumbing.model import load_model
-from common.rollout import HFEngine
+from common.logprobs import BLOCK_ELEMENTS, token_logprobs
 from tools.memory import SHAPES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,20 +48,6 @@ class Memory(TorchDispatchMode):
     def free(self, key: int, size: int) -> None:
         self.known.discard(key)
         self.live -= size
-
-
-def test_memory_counts_what_is_alive():
-    """An operation's result and temporaries, a view nothing, what is freed no longer."""
-    x = torch.zeros(1000)
-    with Memory() as memory:
-        y = x.view(10, 100).T
-        assert memory.live == 0
-        z = (y + 1) * 2  # the sum is freed
-        assert (memory.live, memory.peak) == (4000, 8000)
-        z = z.T[1:]
-        assert memory.live == 4000
-        del z
-    assert (memory.live, memory.peak) == (0, 8000)
 
 
 def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -127,17 +110,3 @@ def test_columns_of_experts_stay_on_the_cpu():
     for part in (batch, batch.rows(torch.tensor([1])), batch.rows(slice(1)), batch.to("meta")):
         assert part.sequences.is_meta and part.sampler_experts.device.type == "cpu"
     assert batch.rows(torch.tensor([1, 0])).sampler_experts[:, 0, 0, 0].tolist() == [4, 3]
-
-
-def test_the_trainers_column_is_as_narrow(world):
-    """And made only where the choices will be replayed, or compared with the sampler's."""
-    lm, _ = load_model("tiny-moe")
-    args = SimpleNamespace(micro_tokens=64, temperature=1.0)
-    for compared, replay in ((False, "none"), (False, "r2"), (True, "none")):
-        engine = HFEngine(lm, world, 0, "float32", 8, experts=compared)
-        batch, args.routing_replay = engine.generate([[5, 6, 7], [8]], 2, 8, 1.0), replay
-        all_logprobs(Policy(lm), batch, args, world)
-        assert hasattr(batch, "sampler_experts") == compared
-        assert hasattr(batch, "trainer_experts") == (compared or replay == "r2")
-    assert batch.trainer_experts.dtype == batch.sampler_experts.dtype == torch.uint8
-    assert batch.trainer_experts.shape == batch.sampler_experts.shape

@@ -40,9 +40,8 @@ def nudged(moe: tuple) -> Policy:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in policy.parameters():
-            parameter.add_(
-                0.3 * parameter.std() * torch.randn(parameter.shape, generator=generator)
-            )
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.3 * parameter.std() * noise)
     return policy
 
 
@@ -65,10 +64,7 @@ def test_sampler_and_trainer_record_the_same_experts(moe, world, args, dtype):
     assert len(rollout.trainer_experts[fed(rollout)].unique()) == 8  # all experts are in use
     rollout.replayed_experts = rollout.sampler_experts
     all_logprobs(policy, rollout, args, world)
-    ours, theirs = (
-        c[fed(rollout)].sort(-1)[0] for c in (rollout.trainer_experts, rollout.sampler_experts)
-    )
-    assert torch.equal(ours, theirs)
+    assert minirl.experts_differ(rollout)[0] == 0
 
 
 def test_replay_with_unchanged_weights_is_the_identity(moe, world, args):
@@ -144,8 +140,6 @@ REPLAYED = {
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 0},
 }
 V3 = {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "qk_rope_head_dim": 16}
-LFM2 = {"layer_types": ["full_attention"] * 2, "num_dense_layers": 0}
-LEFT_ALONE = {"phimoe": {}, "deepseek_v3": V3, "lfm2_moe": LFM2}
 
 
 def untrained(family: str, more: dict) -> PreTrainedModel:
@@ -182,33 +176,18 @@ def test_other_families_replay(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", LEFT_ALONE)
 @torch.no_grad()
-def test_a_router_that_cannot_be_replayed_is_left_alone(family, world):
+def test_a_router_that_cannot_be_replayed_is_left_alone(world):
     """Nothing is recorded, by trainer or sampler, and the model's outputs are what they were."""
-    lm, tokens = untrained(family, LEFT_ALONE[family]), torch.arange(2, 16).view(2, 7)
+    lm, tokens = untrained("deepseek_v3", V3), torch.arange(2, 16).view(2, 7)
     free = lm(tokens, use_cache=False).logits
     lm.generation_config.eos_token_id = [1]
     engine = HFEngine(lm, world, 0, "float32", 8)
     rollout = engine.generate([[2, 3, 4]], 2, 4, 1.0)
     assert not engine.reports_experts and not hasattr(rollout, "sampler_experts")
     routing = Policy(lm).routing
-    assert not routing.active
-    assert type(routers(lm)[0]).__name__ in routing.why_not
-    assert "Mixtral" in routing.why_not
+    assert not routing.active and type(routers(lm)[0]).__name__ in routing.why_not
     assert torch.equal(lm(tokens, use_cache=False).logits, free)
-
-
-@pytest.mark.slow
-def test_routers_are_tried_on_any_device_and_precision():
-    """On the meta device, in bfloat16: the answer is the same, and the weights are not touched."""
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **SHAPE))
-    assert Routing(lm).active and all(parameter.is_meta for parameter in lm.parameters())
-    lm = untrained("mixtral", {}).bfloat16()
-    weights = copy.deepcopy(lm.state_dict())
-    assert Routing(lm).active
-    assert all(torch.equal(weights[name], value) for name, value in lm.state_dict().items())
 
 
 @pytest.mark.slow

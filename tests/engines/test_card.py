@@ -1,16 +1,13 @@
 """What one card or a faster one asks for: shards in CPU memory, and compiled layers."""
 
 import copy
-from types import SimpleNamespace
 
 import grpo
 import pytest
 import torch
-from common import distributed
-from common.distributed import World, shard
+from common.distributed import shard
 from common.logprobs import Policy
 from torch._dynamo.utils import counters
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 from tests.helpers import SMALL, assert_same_run, command, metrics
 
@@ -28,29 +25,6 @@ def test_offloading_changes_no_number(tmp_path):
     ended = command("grpo", *parts, "--resume", ranks=2)
     assert ended.returncode == 0, ended.stderr
     assert_same_run(tmp_path / "plain", tmp_path / "parts", 4, tmp_path)
-
-
-def test_what_is_offloaded(monkeypatch, tiny):
-    """With --offload the policy, and with it the reference; --offload_reference the latter alone. A
-    GPU's copies come from pinned memory; one rank is sharded too, in float32 as well."""
-    asked, mesh = [], {"shards": None, "replicas": SimpleNamespace(get_group=lambda: None)}
-    monkeypatch.setattr(distributed, "receive", lambda module, world: module)
-    monkeypatch.setattr(distributed, "init_device_mesh", lambda *how, **names: mesh)
-    monkeypatch.setattr(distributed, "fully_shard", lambda m, **how: asked.append(how) or m)
-    mine, world = Policy(copy.deepcopy(tiny[0])), World(0, 1, torch.device("cuda"))
-    for flag, reference, expected in (
-        ("", False, False),
-        ("offload", False, True),
-        ("offload", True, True),
-        ("offload_reference", True, True),
-        ("offload_reference", False, False),
-    ):
-        asked.clear()
-        args = grpo.Args(dtype="float32", **{flag: True} if flag else {})
-        shard(mine, args, world, reference and args.offload_reference)
-        policies = [how.get("offload_policy") for how in asked]
-        assert len(policies) == 3 * expected  # two layers and the rest; else a plain module
-        assert all(isinstance(one, CPUOffloadPolicy) and one.pin_memory for one in policies)
 
 
 def test_compiled_layers_keep_the_first_ratios_one(world, tiny, monkeypatch):
