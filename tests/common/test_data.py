@@ -236,15 +236,6 @@ def test_options_of_the_chat_template(tmp_path, mine):
             load(rows, tokenizer, chat=("thinks=1",))
 
 
-def test_a_local_copy_of_a_hub_set(tmp_path):
-    """Has the set's columns, and its way to read the answer out of them."""
-    rows = [{"question": f"{i}?", "answer": f"so #### {i},000"} for i in range(1, 6)]
-    path = write(tmp_path / "local.jsonl", rows)
-    assert load(f"gsm8k:{path}").train(0).answer in {f"{i}000" for i in range(1, 6)}
-    with pytest.raises(BadInput, match="local.jsonl:1: needs"):
-        load("gsm8k:" + write(tmp_path / "local.jsonl", [{"question": "0?", "answer": "it is 7"}]))
-
-
 def test_parquet(tmp_path):
     path = tmp_path / "set.parquet"
     datasets.Dataset.from_list(numbered(6)).to_parquet(path)

@@ -8,7 +8,6 @@ import weakref
 
 import pytest
 import torch
-from common.batch import Rollout
 from common.logprobs import BLOCK_ELEMENTS, token_logprobs
 from tools.memory import SHAPES
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -95,18 +94,3 @@ def test_a_decoder_layer_keeps_what_tools_memory_says(name):
     assert weights == pytest.approx(2 * shape.layer(), rel=1e-3)
     assert kept == pytest.approx(shape.kept() * TOKENS, rel=0.12)
     assert kept < memory.peak < 1.5 * kept + weights, (kept / 1e9, memory.peak / 1e9)
-
-
-def test_columns_of_experts_stay_on_the_cpu():
-    """A byte for each of up to 256 experts, wherever the rest of the batch is."""
-    batch = Rollout.pack(
-        prompts=[[1, 2]] * 2,
-        tokens=[[3], [4, 5]],
-        logps=[[0.0], [0.0, 0.0]],
-        eos=[0],
-        device="meta",
-        experts=[torch.full((n, 2, 2), n, dtype=torch.uint8) for n in (3, 4)],
-    )
-    for part in (batch, batch.rows(torch.tensor([1])), batch.rows(slice(1)), batch.to("meta")):
-        assert part.sequences.is_meta and part.sampler_experts.device.type == "cpu"
-    assert batch.rows(torch.tensor([1, 0])).sampler_experts[:, 0, 0, 0].tolist() == [4, 3]

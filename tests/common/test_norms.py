@@ -1,22 +1,20 @@
 """Norms of single responses' gradients in one pass, against autograd on one response at a time."""
 
 import copy
-from pathlib import Path
 from types import SimpleNamespace
 
 import common.plumbing.norms
 import pytest
 import torch
-import torch.distributed as dist
 import vcpo
 from common.batch import Rollout
-from common.distributed import World, clip_gradients, setup, shard
+from common.distributed import World, clip_gradients, shard
 from common.logprobs import Policy, response_logprobs
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from checks import mutate
-from tests.helpers import SMALL, forked, run_here
+from tests.helpers import SMALL, run_here
 
 V, T = 23, 0.7
 ARGS = SimpleNamespace(temperature=T, micro_tokens=200)
@@ -151,29 +149,3 @@ def test_a_model_with_other_parts_is_refused(tmp_path, capsys):
     assert "Qwen3MoeExperts: no gradient norms" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     assert run_here(vcpo.main, *flags, "--model", "tiny-moe", "--no_optimal_baseline") == 0
-
-
-def one_of_two(folder: Path) -> None:
-    """A rank: responses of its own, eleven on rank 0 and two on rank 1; `folder/<rank>` if well."""
-    world = setup()
-    sharded = vcpo.Args(dtype="float32", shard_ranks=2)
-    for name in ("Qwen3, untied", "Qwen2, q/k/v biases, tied"):
-        lm, batch = model(name), responses(seed=world.rank, n=(11, 2)[world.rank])
-        sums, expected = separately(lm, batch)
-        policy = shard(Policy(lm), sharded, world)
-        logp, norms = common.plumbing.norms.gradient_norms(policy, batch, ARGS, world)
-        assert torch.allclose(norms.double(), expected, rtol=1e-5), name
-        assert torch.allclose(logp.sum(1).double(), sums, rtol=1e-4), name
-        assert all(p.grad is None for p in policy.parameters())
-        response_logprobs(policy, batch, T)[0].sum().backward()  # FSDP is as it was
-        assert all(p.grad.to_local().isfinite().all() for p in policy.parameters())
-    (folder / str(world.rank)).touch()
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_two_ranks(tmp_path):
-    """Under FSDP2 every rank measures its own responses at once, whatever the other one has."""
-    ended = forked(one_of_two, tmp_path, ranks=2)
-    assert ended.codes == [0, 0], ended.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}

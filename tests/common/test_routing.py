@@ -67,20 +67,6 @@ def test_sampler_and_trainer_record_the_same_experts(moe, world, args, dtype):
     assert minirl.experts_differ(rollout)[0] == 0
 
 
-def test_replay_with_unchanged_weights_is_the_identity(moe, world, args):
-    """Values and gradients."""
-    rollout, gradients, values = sample(moe, world), [], []
-    for replay in (False, True):
-        policy = Policy(copy.deepcopy(moe[0]))
-        if replay:
-            rollout.replayed_experts = rollout.sampler_experts
-        logp, entropy = response_logprobs(policy, rollout, 1.0)
-        logp.sum().backward()
-        values.append(logp.detach())
-        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
-    assert torch.allclose(*values, atol=1e-5) and torch.allclose(*gradients, rtol=1e-3, atol=1e-3)
-
-
 def test_replay_with_changed_weights_keeps_the_selection_and_the_router_learns(moe, world, args):
     """The selection is the recorded one, where the free router would choose others; the router gets
     a gradient."""

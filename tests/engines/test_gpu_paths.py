@@ -17,10 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from common.distributed import BadInput, World, setup
-from common.logprobs import Policy
 from common.plumbing.launch import check
 from common.plumbing.model import add_product, head_logits, load_model
-from common.plumbing.vllm import VLLMEngine, checkpoint_parameters, vllm_options
+from common.plumbing.vllm import VLLMEngine, vllm_options
 from checks.files import algorithms
 
 from tests.helpers import ROOT, run_here
@@ -115,12 +114,6 @@ def test_what_the_engine_asks_for(cuda):
     assert asked["enable_return_routed_experts"] and asked["async_scheduling"] is False
 
 
-def test_float8_needs_a_gpu_that_has_it(cuda, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(BadInput, match="compute capability 8.9"):
-        options_of(rollout_dtype="float8")
-
-
 class Sampler:
     """vLLM's LLM, as far as `generate` knows it: each answer is the prompt's last token and EOS."""
 
@@ -156,18 +149,6 @@ def test_what_a_rollout_is_made_of(world, theirs, ours):
     assert batch.mask.sum() == 12 and batch.rollout_logp[3].tolist() == [-0.5, -0.25]
     assert batch.sampler_experts.dtype == ours
     assert batch.sampler_experts[[0, 3], :, 0, 0].tolist() == [[1, 1, 1, 0]] * 2
-
-
-def test_pushed_weights_have_the_engines_precision_and_names():
-    """Published checkpoints name each expert."""
-    policy = Policy(load_model("tiny-moe")[0])
-    pushed = dict(checkpoint_parameters(policy, torch.bfloat16))
-    assert all(tensor.dtype == torch.bfloat16 for tensor in pushed.values())
-    own = dict(policy.lm.named_parameters())
-    stacked = own["model.layers.0.mlp.experts.gate_up_proj"][3].bfloat16()  # [2·I, H]
-    parts = [pushed[f"model.layers.0.mlp.experts.3.{name}_proj.weight"] for name in ("gate", "up")]
-    assert torch.equal(torch.cat(parts), stacked)
-    assert sum(map(torch.numel, pushed.values())) == sum(map(torch.numel, own.values()))
 
 
 def test_no_module_draws_from_torchs_global_generator():

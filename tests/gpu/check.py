@@ -114,43 +114,6 @@ def machine(world: World) -> str:
     return ", ".join(found)
 
 
-def losses(world: World) -> str:
-    """Every file's loss gives the CPU's value and gradient for the fixture's batch."""
-    fixture = json.loads((ROOT / "checks/losses.json").read_text())["inputs"]
-    names = ("mask", "old_logp", "logratio", "advantages")
-    given = {name: torch.tensor(fixture[name]).double() for name in names}
-    worst = 0.0
-    for name in FILES:
-        module, found = importlib.import_module(name), []
-        for device in ("cpu", world.device):
-            batch = {key: given[key].to(device) for key in ("mask", "old_logp", "advantages")}
-            batch["logp"] = (given["old_logp"] + given["logratio"]).to(device).requires_grad_()
-            batch |= {"rollout_logp": batch["old_logp"] - 0.01, "entropy": batch["mask"] * 0.5}
-            batch["ref_logp"] = batch["old_logp"] + 0.1
-            total, count, _ = module.policy_loss(module.Args(), **batch)
-            (total / count).backward()
-            value = (total / count).detach().cpu().view(1)
-            found.append(torch.cat([value, batch["logp"].grad.cpu().flatten()]))
-        worst = max(worst, (found[0] - found[1]).abs().max().item())
-    assert worst < 1e-10, worst
-    return f"{len(FILES)} files, largest difference {worst:.1e}"
-
-
-def logprobs(world: World) -> str:
-    """Sampler and trainer agree on the device, in float32 and bfloat16, at two temperatures."""
-    found = []
-    for dtype, bound in (("float32", 1e-3), ("bfloat16", 0.05)):
-        for temperature in (1.0, 0.7):
-            rollout, policy = sample(world, dtype, temperature)
-            args = grpo.Args(dtype=dtype, temperature=temperature)
-            old_logp, _ = all_logprobs(policy, rollout, args, world)
-            apart = ((old_logp - rollout.rollout_logp) * rollout.mask).abs().sum()
-            gap = (apart / rollout.mask.sum()).item()
-            assert gap < bound, (dtype, gap)
-            found.append(f"{dtype} T={temperature}: {gap:.1e}")
-    return "mean |log π_old - log μ|, " + ", ".join(found)
-
-
 def exactness(world: World) -> str:
     """The gradient does not depend on micro-batches, in float32 on the device."""
     rollout, policy = sample(world, "float32")
@@ -388,9 +351,7 @@ def norms(world: World) -> str:
 BLOCKS: dict[str, dict[str, Check]] = {
     "facts": {  # 2
         "machine": machine,
-        "losses": losses,
         "exactness": exactness,
-        "logprobs": logprobs,
         "ratios": ratios,
     },
     "grid": GRID | {"vocabulary": vocabulary},  # 6
