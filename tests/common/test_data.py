@@ -189,13 +189,11 @@ def test_a_prompt_and_its_response_fit_into_the_model(tmp_path):
     --max_new_tokens."""
     tokenizer = Letters()
     tokenizer.model_max_length = 100
-    rows = [*numbered(6), {"prompt": "long" * 10, "answer": 1}]
-    path = write(tmp_path / "set.jsonl", rows)
-    # The last one has 58 tokens with "Question: ... Answer:"
-    assert "too long" in load(path, tokenizer, max_new_tokens=64, instruction="").remarks[-1]
-    assert "too long" not in load(path, tokenizer, max_new_tokens=40, instruction="").remarks[-1]
-    with pytest.raises(BadInput, match="no problem left of 7: .* 10: .* --max_new_tokens 90"):
-        load(path, tokenizer, max_new_tokens=90, instruction="")
+    path = write(tmp_path / "set.jsonl", numbered(6))  # 29 tokens with "Question: ... Answer:"
+    plain = {"instruction": "", "eval_problems": 1}
+    assert not load(path, tokenizer, max_new_tokens=71, **plain).remarks
+    with pytest.raises(BadInput, match="no problem left of 6: .* 28: .* --max_new_tokens 72"):
+        load(path, tokenizer, max_new_tokens=72, **plain)
 
 
 class Chat(Letters):

@@ -50,15 +50,9 @@ HOSTILE = {
     "NUL bytes": "\x00\\boxed{7\x00",
     "a lone surrogate": "\ud800 \\boxed{\ud800}",
     "code": r"\boxed{__import__('os').system('sleep 60')}",
-    "a second line for the worker": '\\boxed{8"]\n["7", "7"]}',
-}
-
-
-COSTLY = {
-    "factorials": r"\boxed{((9!)!)!}",
-    "roots": r"\boxed{" + r"\sqrt{" * 100 + "7" + "}" * 100 + "}",
     "parentheses": r"\boxed{" + "(" * 3000 + "}",
     "memory": r"\boxed{2^{40000000000}}",
+    "a second line for the worker": '\\boxed{8"]\n["7", "7"]}',
 }
 
 
@@ -70,18 +64,17 @@ def test_math():
     judge.close()
 
 
-@pytest.mark.parametrize("answers", [HOSTILE, pytest.param(COSTLY, marks=pytest.mark.slow)])
-def test_hostile_answers_cost_little_and_earn_nothing(answers):
+def test_hostile_answers_cost_little_and_earn_nothing():
     """Each scores 0 in bounded time, the honest answers after it are judged as always, and what
     broke its bounds is counted."""
     judge, start = Judge(workers=1, seconds=1.0, memory=2**29), time.perf_counter()
     given, scores = [], []
-    for hostile in answers.values():
+    for hostile in HOSTILE.values():
         given += [hostile, r"\boxed{7}"]
         scores += [0.0, 1.0]
     assert judge(given, ["7"] * len(given)) == scores and judge.killed >= 1
     # The bound on each, and as much again for starting a worker on a busy machine
-    assert time.perf_counter() - start < len(answers) * 10
+    assert time.perf_counter() - start < len(HOSTILE) * 10
     judge.close()
 
 
@@ -205,20 +198,6 @@ def test_one_file_may_hold_several_rewards(tmp_path):
         yours(tmp_path, text + "bounds = {'hours': 1}\nreward = half")
     with pytest.raises(ValueError, match="bounds: seconds is inf, not above 0 and at most"):
         yours(tmp_path, text + "bounds = {'seconds': 1e999}\nreward = half")
-
-
-@pytest.mark.slow
-def test_a_worker_imports_what_the_trainer_does(tmp_path, monkeypatch):
-    """Neither a `common` nor a json.py of the current folder; but what lies beside the reward's
-    file, which may begin with a byte order mark."""
-    (tmp_path / "here/common").mkdir(parents=True)
-    for name in ("common/__init__.py", "json.py", "socket.py"):
-        (tmp_path / "here" / name).write_text("raise ImportError('a stranger ran')")
-    (tmp_path / "helper.py").write_text("half = 0.5")
-    monkeypatch.chdir(tmp_path / "here")
-    judge = yours(tmp_path, "\ufefffrom helper import half\nreward = lambda *both: half")
-    assert judge(["a"], ["b"]) == [0.5]
-    judge.close()
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ Whether the kernels do what they should is for tests/gpu; vLLM itself is in test
 
 import ast
 import contextlib
-import importlib.util
 import os
 import sys
 from types import SimpleNamespace
@@ -36,22 +35,6 @@ def cuda(monkeypatch):
 
 
 # What a run chooses
-
-
-def test_auto_takes_the_engine_that_fits(cuda, monkeypatch):
-    """vLLM where it is installed, on a GPU; for the embedded model starting it would take longer
-    than the run."""
-    large = "Qwen/Qwen3-1.7B"
-    for model, installed, device, engine in (
-        (large, True, "cuda", "vllm"),
-        (large, None, "cuda", "hf"),
-        ("tiny", True, "cuda", "hf"),
-        (large, True, "cpu", "hf"),
-    ):
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=installed: found)
-        args = grpo.Args(model=model)
-        check(args, World(0, 1, torch.device(device)))
-        assert args.rollout == engine, (model, installed, device)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The optional packages themselves, not stand-ins: wandb without a network, reasoning-gym, and
 `datasets` on files."""
 
-
 import datasets
 import grpo
 import pytest

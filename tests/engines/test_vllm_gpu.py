@@ -93,7 +93,6 @@ def main() -> None:
             "runner": 2 if config.use_v2_model_runner else 1,
             "async": scheduler.async_scheduling,
             "rows": scheduler.max_num_seqs,
-            "batched": scheduler.max_num_batched_tokens,
             "dtype": str(model.dtype),
             "head": str(model.head_dtype),
             "quantization": model.quantization,
@@ -101,10 +100,8 @@ def main() -> None:
             "experts": config.aux_output_config.enable_return_routed_experts,
             "logprobs": model.logprobs_mode,
             "sleep": model.enable_sleep_mode,
-            "eager": model.enforce_eager,
             "ranks": parallel.world_size,
             "backend": str(parallel.distributed_executor_backend),
-            "cache": config.cache_config.cache_dtype,
             "memory": config.cache_config.gpu_memory_utilization,
         }
         print("FOUND", json.dumps([flags, found]))

@@ -8,7 +8,6 @@ measures nothing.
 
 import functools
 import gc
-import importlib
 import importlib.util
 import json
 import os
@@ -89,18 +88,6 @@ def timed(function: Callable[[], object]) -> tuple[float, float]:
     return seconds, (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
-def sample(
-    world: World, dtype: str, temperature: float = 1.0, rows: int = 8
-) -> tuple[Rollout, Policy]:
-    """A rollout of the embedded model on this device, and the policy of the same weights (sharded
-    in bfloat16)."""
-    lm, tokenizer = load_model("tiny")
-    texts = ("7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9=")
-    prompts = [tokenizer(text)["input_ids"] for text in texts]
-    rollout = HFEngine(lm, world, 0, dtype, 1024).generate(prompts, rows, 64, temperature)
-    return rollout, shard(Policy(lm), grpo.Args(dtype=dtype), world)
-
-
 # Block `facts`: is it right?
 
 
@@ -116,7 +103,10 @@ def machine(world: World) -> str:
 
 def exactness(world: World) -> str:
     """The gradient does not depend on micro-batches, in float32 on the device."""
-    rollout, policy = sample(world, "float32")
+    lm, tokenizer = load_model("tiny")
+    prompts = [tokenizer(text)["input_ids"] for text in ("7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=")]
+    rollout = HFEngine(lm, world, 0, "float32", 1024).generate(prompts, 8, 64, 1.0)
+    policy = shard(Policy(lm), grpo.Args(dtype="float32"), world)
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(rollout.mask.shape, generator=generator).to(world.device)
     gradients = []
