@@ -1,5 +1,4 @@
-"""Tasks: the embedded one, local files, hub sets on local files of their schema, task files; rows
-that are wrong are named."""
+"""Tasks: the embedded one, local files, task files; rows that are wrong are named."""
 
 import random
 from collections import Counter
@@ -131,7 +130,7 @@ def test_evaluation_asks_the_exam(tiny, world):
         task.exam = None
 
 
-# Files and hub sets
+# Files
 
 
 def test_local_file_without_split_holds_rows_back(tmp_path):
@@ -279,9 +278,7 @@ def test_malformed_rows_are_named(tmp_path, rows, message):
 @pytest.mark.slow
 def test_references_that_cannot_be_matched_are_counted(tmp_path):
     """The judge itself is asked, for those references that are no plain numbers."""
-    rows = [
-        {"prompt": f"x{i}?", "answer": answer} for i, answer in enumerate(["$", r"\frac{1}{2}"])
-    ]
+    rows = [{"prompt": "a?", "answer": "$"}, {"prompt": "b?", "answer": r"\frac{1}{2}"}]
     remarks = load(write(tmp_path / "set.jsonl", [*numbered(8), *rows])).remarks
     assert "1 of 2 references tried cannot be matched" in remarks[0]
     assert load(write(tmp_path / "clean.jsonl", numbered(8))).remarks == []
@@ -323,10 +320,7 @@ def test_a_task_of_yours(mine):
     [
         ("held_out = []\ntrain = len", "held_out is empty"),
         ("held_out = ['12']\ntrain = len", "12 is no .prompt, reference."),
-        (
-            MINE.replace("{i % 7}", "{__import__('random').random()}"),
-            "other problems when it is asked",
-        ),
+        (MINE.replace("i % 7}", "__import__('random').random()}"), "problems when it is asked"),
         (MINE.replace("i % 7}+1=", "1 // (3 - i)}+1="), r"train\(3\) fails \(integer division"),
     ],
 )
