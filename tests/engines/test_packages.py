@@ -1,12 +1,64 @@
 """The optional packages themselves, not stand-ins: wandb without a network, reasoning-gym, and
 `datasets` on files."""
 
+import json
+import math
+
 import datasets
 import grpo
 import pytest
 from common.plumbing.sets import HUB, read_set
 
+from tests.helpers import SMALL, metrics, run_here
 from tests.common.rows import ROWS, Letters, load
+
+
+def records(path) -> list:
+    """The records of an offline run's file: LevelDB's log format, 32 KB blocks of chunks, after a
+    header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, whole, found = path.read_bytes(), 7, b"", []
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:
+            # No room for a chunk's header: the block's end is padding
+            place += 32768 - place % 32768
+            continue
+        length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        whole += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # a whole record, or the last chunk of one
+            found.append(Record.FromString(whole))
+            whole = b""
+    return found
+
+
+def test_wandb_offline_holds_the_config_and_every_step(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    flags = [*SMALL, "--steps", 2, "--seed", 7, "--wandb", "project", "--run_dir", tmp_path / "run"]
+    assert run_here(grpo.main, *flags) == 0
+    import wandb
+
+    wandb.teardown()  # its own process writes the file
+    (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    found = records(path)
+    config = {u.key: json.loads(u.value_json) for record in found for u in record.run.config.update}
+    assert config["seed"] == 7 and config["algorithm"] == "grpo" and config["prompts_per_step"] == 4
+    logged = {}
+    for record in found:
+        if record.HasField("history"):
+            line = {
+                item.key or ".".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
+            }
+            logged[line["step"]] = line
+    written = {line["step"]: line for line in metrics(tmp_path / "run")}
+    assert logged.keys() == written.keys() == {0, 1, 2}
+    assert all(math.isclose(logged[step]["reward"], written[step]["reward"]) for step in (1, 2))
+    assert all(logged[step]["samples.ncols"] == 5 for step in (1, 2))  # tables of responses
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "letter_counting", "spell_backward"])
