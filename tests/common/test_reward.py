@@ -107,10 +107,9 @@ def reward(response, reference):
             os.setsid()  # out of reach: not in the worker's group
             time.sleep(1000)  # keeps the worker's pipes open
         os._exit(1)
-    if response == "stray verdict":
-        for file in range(3, 10):
-            try: os.write(file, b'[0.0, "", {}]\\n')
-            except OSError: pass
+    if response == "stray verdict":  # on another answer, in the worker's channel
+        os.write(3, b'[-1, 1.0, "", {}]\\n')
+        time.sleep(0.2)
     if response == "nan": return float("nan")
     if response == "nan part": return {"reward": 1, "x": float("nan")}
     if response == "none": return None
