@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from common.plumbing.balance import deal
 from common.batch import Rollout
@@ -9,7 +10,7 @@ from common.distributed import World, setup
 
 from tests.helpers import forked
 
-RANKS, N, UNIT = 3, 8, 2
+RANKS, N = 3, 8
 
 
 def share_of(rank: int) -> Rollout:
@@ -28,54 +29,52 @@ def share_of(rank: int) -> Rollout:
 
 
 def on_a_rank(folder: Path) -> None:
+    """Singly; pairs that stay together; none on the first rank, two and four on the others."""
     world = setup()
-    dealt = {unit: vars(deal(share_of(world.rank), world, unit)) for unit in (1, UNIT)}
-    few = share_of(world.rank).rows(slice(2 * world.rank))  # none on the first
-    dealt["few"] = vars(deal(few, world))
-    torch.save(dealt, folder / f"{world.rank}.pt")
+    own = share_of(world.rank)
+    dealt = [deal(own, world, 1), deal(own, world, 2), deal(own.rows(slice(2 * world.rank)), world)]
+    torch.save([vars(batch) for batch in dealt], folder / f"{world.rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def test_rows_are_dealt_so_that_tokens_balance(tmp_path):
-    """Three ranks: every row arrives once, whole, its unit beside it; the loads differ by one unit
-    at most, where before the last rank had three times the first's."""
-    done = forked(on_a_rank, tmp_path, ranks=RANKS)
+@pytest.fixture(scope="module")
+def dealt(tmp_path_factory):
+    """The three batches of each of three ranks: [batch][rank]."""
+    folder = tmp_path_factory.mktemp("dealt")
+    done = forked(on_a_rank, folder, ranks=RANKS)
     assert done.returncode == 0, done.stderr
-    shares = [share_of(rank) for rank in range(RANKS)]
-    before = [int(share.mask.sum()) for share in shares]
-    assert max(before) > 2 * min(before)
-    whole = {int(row): (share, i) for share in shares for i, row in enumerate(share.advantages)}
-    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
-    for unit in (1, UNIT):
-        parts = [Rollout(**one[unit]) for one in found]
-        loads = [int(part.mask.sum()) for part in parts]
-        longest = max(
-            int(share.mask.view(-1, unit, share.mask.shape[1]).sum((1, 2)).max())
-            for share in shares
-        )
-        assert sum(loads) == sum(before) and max(loads) - min(loads) <= longest
-        names = [int(name) for part in parts for name in part.advantages]
-        assert sorted(names) == sorted(whole)
-        for part in parts:
-            pairs = part.advantages.view(-1, unit)
-            assert (pairs[:, 0] % unit == 0).all() and (pairs.diff(dim=1) == 1).all()
-            for i, name in enumerate(part.advantages.tolist()):
-                share, j = whole[int(name)]
-                for column in vars(share):
-                    own, sent = getattr(share, column)[j], getattr(part, column)[i]
-                    assert own.dtype == sent.dtype
-                    width = own.shape[0] if own.dim() else None
-                    assert torch.equal(own, sent[:width] if width else sent)
-                    assert not width or not sent[width:].any()
+    ranks = [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+    return [[Rollout(**columns) for columns in batch] for batch in zip(*ranks)]
 
 
-def test_a_rank_without_rows_gets_some(tmp_path):
-    """0, 2 and 4 rows: two for each rank."""
-    assert forked(on_a_rank, tmp_path, ranks=RANKS).returncode == 0
-    parts = [torch.load(tmp_path / f"{rank}.pt")["few"]["advantages"] for rank in range(RANKS)]
-    names = [100, 101, 200, 201, 202, 203]
-    assert all(map(len, parts)) and sorted(torch.cat(parts).tolist()) == names
+@pytest.mark.parametrize("unit", [1, 2])
+def test_rows_are_dealt_so_that_tokens_balance(dealt, unit):
+    """Every row arrives once, whole, its unit beside it; the loads differ by one unit at most,
+    where before the last rank had three times the first's."""
+    parts, shares = dealt[unit - 1], [share_of(rank) for rank in range(RANKS)]
+    before, after = ([int(one.mask.sum()) for one in some] for some in (shares, parts))
+    assert max(before) > 2 * min(before) and sum(after) == sum(before)
+    longest = max(int(share.mask.sum(1).view(-1, unit).sum(1).max()) for share in shares)
+    assert max(after) - min(after) <= longest
+    names = torch.cat([part.advantages for part in parts]).tolist()
+    assert sorted(names) == sorted(torch.cat([share.advantages for share in shares]).tolist())
+    for part in parts:
+        pairs = part.advantages.view(-1, unit)
+        assert (pairs[:, 0] % unit == 0).all() and (pairs.diff(dim=1) == 1).all()
+        for i, name in enumerate(part.advantages.long().tolist()):
+            share = shares[name // 100]
+            for column, values in vars(share).items():
+                own, sent = values[name % 100], getattr(part, column)[i]
+                width = len(own) if own.dim() else None
+                assert own.dtype == sent.dtype and torch.equal(own, sent[:width] if width else sent)
+                assert not width or not sent[width:].any()
+
+
+def test_a_rank_without_rows_gets_some(dealt):
+    """Two each, of 0, 2 and 4."""
+    names = [part.advantages.tolist() for part in dealt[2]]
+    assert all(names) and sorted(sum(names, [])) == [100, 101, 200, 201, 202, 203]
 
 
 def test_one_rank_keeps_its_rows():

@@ -5,21 +5,14 @@ kernels need inside, nor an allocator's slack.)
 """
 
 import weakref
-from types import SimpleNamespace
 
-import minirl
 import pytest
 import torch
-from common.batch import Rollout
-from common.logprobs import BLOCK_ELEMENTS, Policy, all_logprobs, token_logprobs
-from common.plumbing.model import load_model
-from common.rollout import HFEngine
-from tools.memory import SHAPES
-from torch._subclasses.fake_tensor import FakeTensorMode
+from common.logprobs import BLOCK_ELEMENTS, token_logprobs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import AutoConfig, AutoModelForCausalLM
 
+pytestmark = pytest.mark.slow
 V, H, TOKENS = 151_936, 2048, 16_384
 
 
@@ -53,20 +46,6 @@ class Memory(TorchDispatchMode):
         self.live -= size
 
 
-def test_memory_counts_what_is_alive():
-    """An operation's result and temporaries, a view nothing, what is freed no longer."""
-    x = torch.zeros(1000)
-    with Memory() as memory:
-        y = x.view(10, 100).T
-        assert memory.live == 0
-        z = (y + 1) * 2  # the sum is freed
-        assert (memory.live, memory.peak) == (4000, 8000)
-        z = z.T[1:]
-        assert memory.live == 4000
-        del z
-    assert (memory.live, memory.peak) == (0, 8000)
-
-
 def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     logits = (hidden @ weight.T).float()  # [M, V]
     return logits.log_softmax(-1).gather(1, targets[:, None])
@@ -87,88 +66,3 @@ def test_log_probs_of_a_large_vocabulary():
         peaks.append(memory.peak)
     bound = (4 + 2) * V * H + 2 * TOKENS * H + 3 * 4 * BLOCK_ELEMENTS
     assert peaks[0] < bound < peaks[1] / 8, peaks
-
-
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B-Base", "Qwen/Qwen3-8B-Base"])
-def test_a_decoder_layer_keeps_what_tools_memory_says(name):
-    """Of a micro-batch of 16k tokens, to 12%; its backward pass adds the gradient of its weights
-    and less than half as much again."""
-    shape = SHAPES[name]
-    config = {"hidden_size": shape.hidden, "num_attention_heads": shape.heads, "head_dim": 128}
-    config |= {"num_key_value_heads": shape.kv_heads, "num_hidden_layers": 1, "vocab_size": 256}
-    config |= {"intermediate_size": shape.intermediate, "pad_token_id": 0}
-    config |= {"moe_intermediate_size": shape.intermediate, "num_experts": shape.experts}
-    config |= {"num_experts_per_tok": shape.active, "norm_topk_prob": True}
-    family = AutoConfig.for_model("qwen3_moe" if shape.experts > 1 else "qwen3", **config)
-    with FakeTensorMode():
-        lm = AutoModelForCausalLM.from_config(family, dtype=torch.bfloat16).train()
-        layer, x = lm.model.layers[0], torch.randn(1, TOKENS, shape.hidden, dtype=torch.bfloat16)
-        position = lm.model.rotary_emb(x, torch.arange(TOKENS)[None])
-        with Memory() as memory:
-            y = layer(x.requires_grad_(), position_embeddings=position, attention_mask=None)
-            kept = memory.live
-            y.sum().backward()
-    weights = 2 * sum(parameter.numel() for parameter in layer.parameters())
-    assert weights == pytest.approx(2 * shape.layer(), rel=1e-3)
-    assert kept == pytest.approx(shape.kept() * TOKENS, rel=0.12)
-    assert kept < memory.peak < 1.5 * kept + weights, (kept / 1e9, memory.peak / 1e9)
-
-
-def routed(rows: int, tokens: int, layers: int, k: int, experts: int = 128) -> Rollout:
-    """A rollout with random experts of sampler and trainer."""
-    generator = torch.Generator().manual_seed(0)
-    prompts, answers = [[1, 2]] * rows, [[3] * (tokens - 2)] * rows
-    logps = [[0.0] * (tokens - 2)] * rows
-    draws = [
-        torch.rand(rows, tokens, layers, experts, generator=generator).topk(k).indices.byte()
-        for _ in range(2)
-    ]
-    given = {"prompts": prompts, "tokens": answers, "logps": logps, "eos": [0], "device": "cpu"}
-    batch = Rollout.pack(experts=[*draws[0]], **given)
-    batch.trainer_experts = draws[1]
-    return batch
-
-
-def test_comparing_experts_needs_less_than_a_column():
-    """Sorting whole columns would need sixteen: int64 indices of two."""
-    batch = routed(rows=64, tokens=32, layers=4, k=8)
-    assert batch.sampler_experts.dtype == torch.uint8
-    with Memory() as memory:
-        differ, tokens = minirl.experts_differ(batch)
-    assert tokens == 64 * 31 and differ > 0.9 * tokens
-    assert memory.peak < batch.sampler_experts.nbytes
-
-
-def test_columns_of_experts_stay_on_the_cpu():
-    """A byte for each of up to 256 experts, wherever the rest of the batch is."""
-    batch = Rollout.pack(
-        prompts=[[1, 2]] * 3,
-        tokens=[[3], [4, 5], [6]],
-        logps=[[0.0], [0.0, 0.0], [0.0]],
-        eos=[0],
-        device="meta",
-        experts=[torch.full((n, 2, 2), n, dtype=torch.uint8) for n in (3, 4, 3)],
-    )
-    for part in (batch, batch.rows(torch.tensor([2, 1])), batch.rows(slice(1)), batch.to("meta")):
-        assert part.sequences.is_meta and part.sampler_experts.device.type == "cpu"
-    assert batch.rows(torch.tensor([2, 1])).sampler_experts[:, 0, 0, 0].tolist() == [3, 4]
-    both = Rollout.join(batch, batch.rows(slice(1)))
-    assert both.sampler_experts.shape == (4, 4, 2, 2) and both.sampler_experts[0, 3].sum() == 0
-
-
-def test_the_trainers_column_is_as_narrow(world):
-    """And made only where the choices will be replayed, or compared with the sampler's."""
-    lm, _ = load_model("tiny-moe")
-    args = SimpleNamespace(micro_tokens=64, temperature=1.0)
-    for replay in ("none", "r2"):
-        silent = HFEngine(lm, world, 0, "float32", 8, experts=False)
-        batch = silent.generate([[5, 6, 7], [8]], 2, 8, 1.0)
-        assert not hasattr(batch, "sampler_experts")
-        args.routing_replay = replay
-        all_logprobs(Policy(lm), batch, args, world)
-        assert hasattr(batch, "trainer_experts") == (replay == "r2")
-    batch = HFEngine(lm, world, 0, "float32", 8).generate([[5, 6, 7], [8]], 2, 8, 1.0)
-    args.routing_replay = "none"
-    all_logprobs(Policy(lm), batch, args, world)
-    assert batch.trainer_experts.dtype == batch.sampler_experts.dtype == torch.uint8
-    assert batch.trainer_experts.shape == batch.sampler_experts.shape

@@ -1,23 +1,20 @@
 """Norms of single responses' gradients in one pass, against autograd on one response at a time."""
 
 import copy
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import common.plumbing.norms
 import pytest
 import torch
-import torch.distributed as dist
 import vcpo
 from common.batch import Rollout
-from common.distributed import World, clip_gradients, setup, shard
+from common.distributed import World, clip_gradients, shard
 from common.logprobs import Policy, response_logprobs
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from checks import mutate
-from tests.helpers import SMALL, forked, run_here
+from tests.helpers import SMALL, run_here
 
 V, T = 23, 0.7
 ARGS = SimpleNamespace(temperature=T, micro_tokens=200)
@@ -28,11 +25,7 @@ MODELS = {
     "Qwen3, q/k norms, tied": Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=True),
     "Qwen3, untied": Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=False),
     "Qwen2, q/k/v biases, tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
-    "Qwen2, untied": Qwen2Config(**SHAPE, tie_word_embeddings=False),
-    "Llama": LlamaConfig(**SHAPE, tie_word_embeddings=False),
-    "Llama, biases everywhere, tied": LlamaConfig(
-        **SHAPE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
-    ),
+    "Llama, biases everywhere": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
 }
 
 
@@ -90,39 +83,30 @@ def test_norms_are_those_of_separate_passes(world, name):
     check(common.plumbing.norms, name, world)
 
 
-@pytest.mark.parametrize("longest", [5, 120])
-def test_either_side_of_a_linear_map(world, longest):
-    """Short responses go by pairs of places, long ones by the gradient itself."""
-    check(common.plumbing.norms, "Qwen2, q/k/v biases, tied", world, longest=longest)
-
-
-def test_blocks_change_nothing(world, monkeypatch):
-    """One response, and one token of it, at a time, as for a large vocabulary."""
+@pytest.mark.slow
+def test_either_side_of_a_linear_map(world, monkeypatch):
+    """Short responses go by pairs of places, long ones by the gradient itself; for a large
+    vocabulary one response, and one token of it, at a time."""
+    for longest in (5, 120):
+        check(common.plumbing.norms, "Qwen2, q/k/v biases, tied", world, longest=longest)
     monkeypatch.setattr(common.plumbing.norms, "BLOCK_ELEMENTS", 1)
-    check(common.plumbing.norms, "Llama, biases everywhere, tied", world, longest=60)
+    check(common.plumbing.norms, "Qwen3, q/k norms, tied", world, longest=60)
 
 
 MUTANTS = {
-    "a tied matrix squared in two parts": ("row + 2 * at_tokens[0]", "row"),
-    "half the cross term": ("2 * at_tokens[0]", "at_tokens[0]"),
-    "untied taken for tied": ("if lm.lm_head.weight is embedding.weight", "if True"),
+    "half the cross term of a tied matrix": ("2 * at_tokens[0]", "at_tokens[0]"),
     "a token's places apart": ("same.to(d.dtype) @ d", "d"),
     "a gradient for <pad>": ("if embedding.padding_idx is not None", "if False"),
-    "no head": ("found[some] = ", "found[some] = 0 * "),
     "the head a place late": ("micro.prompt_len[:, None] - 1", "micro.prompt_len[:, None]"),
     "the head at temperature 1": ("micro.mask[at], temperature", "micro.mask[at], 1.0"),
-    "the head on padding": ("micro.mask[at], temp", "torch.ones_like(micro.mask[at]), temp"),
     "no biases": ("found if module.bias is None", "found if True"),
-    "a bias for each place": ("d.float().sum(1).square().sum(1)", "d.square().sum((1, 2))"),
-    "no norms": ("(scale[:, None] @ (x * d))", "0 * (scale[:, None] @ (x * d))"),
-    "norms of what is not normalised": (".rsqrt()", ".rsqrt() ** 0"),
     "norms for each place": ("(scale[:, None] @ (x * d))", "(scale[..., None] * x * d)"),
     "the diagonal alone": ("torch.linalg.vecdot(*pairs)", "sum(p.sum(1) for p in pairs)"),
-    "the largest entry": ("vector_norm, dim", "vector_norm, ord=float('inf'), dim"),
     "the norm of all responses": ("found[: len(micro)]", "found.sum().expand(len(micro))"),
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(world, name):
     mutant = mutate(common.plumbing.norms, *MUTANTS[name])
@@ -132,47 +116,32 @@ def test_mutant_is_caught(world, name):
             check(mutant, "Qwen3, untied", world, longest=longest)
 
 
-def test_gradient_checkpointing(world):
-    """Layers are run again in the backward pass, and counted once."""
-    lm, batch = model("Qwen3, q/k norms, tied"), responses()
-    policy = Policy(lm).train()
-    policy.lm.gradient_checkpointing_enable({"use_reentrant": False})
-    _, norms = common.plumbing.norms.gradient_norms(policy, batch, ARGS, world)
-    assert torch.allclose(norms.double(), separately(lm, batch)[1], rtol=1e-5)
-
-
-def test_bfloat16(world):
-    """As on GPUs, FSDP2 casting down: those of separate passes in bfloat16 (0.7% off was seen)."""
-    batch = responses()
-    policy = shard(Policy(model("Qwen2, q/k/v biases, tied")), vcpo.Args(dtype="bfloat16"), world)
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.02)])
+def test_sharded_and_recomputed(world, dtype, tolerance):
+    """As on GPUs: FSDP2 that casts down (0.7% off was seen), and layers that are run again in the
+    backward pass, and counted once."""
+    batch, args = responses(), vcpo.Args(dtype=dtype, gradient_checkpointing=True)
+    policy = shard(Policy(model("Qwen2, q/k/v biases, tied")), args, world, offload=True)
     _, norms = common.plumbing.norms.gradient_norms(policy, batch, ARGS, world)
     for i, norm in enumerate(norms.tolist()):
         response_logprobs(policy, batch.rows(slice(i, i + 1)), T)[0].sum().backward()
         alone = clip_gradients(policy, float("inf"))  # measures and does not clip
         policy.zero_grad()
-        assert norm == pytest.approx(alone, rel=0.02)
+        assert norm == pytest.approx(alone, rel=tolerance)
 
 
 def test_nothing_is_left_behind(world):
-    """No gradient, no hook, and the same update afterwards; an empty batch is possible."""
-    lm, batch = model("Qwen3, q/k norms, tied"), responses()
-    policy = Policy(lm)
-
-    def update() -> Tensor:
-        policy.zero_grad()
-        response_logprobs(policy, batch, T)[0].sum().backward()
-        return torch.cat([p.grad.flatten() for p in policy.parameters()])
-
-    before = update()
-    policy.zero_grad()
+    """No gradient and no hook; an empty batch is possible."""
+    policy, batch = Policy(model("Qwen3, q/k norms, tied")), responses()
     common.plumbing.norms.gradient_norms(policy, batch, ARGS, world)
     assert all(p.grad is None for p in policy.parameters())
     assert not any(m._forward_hooks for m in policy.modules())
-    assert torch.equal(update(), before)
     logp, norms = common.plumbing.norms.gradient_norms(policy, batch.rows(slice(0, 0)), ARGS, world)
     assert logp.shape == (0, batch.mask.shape[1]) and norms.shape == (0,)
 
 
+@pytest.mark.slow
 def test_a_model_with_other_parts_is_refused(tmp_path, capsys):
     """No norm is guessed: a mixture of experts trains without the optimal baseline."""
     flags = [*SMALL, "--lag", 0, "--steps", 1, "--minibatches", 1, "--run_dir", tmp_path / "run"]
@@ -180,34 +149,3 @@ def test_a_model_with_other_parts_is_refused(tmp_path, capsys):
     assert "Qwen3MoeExperts: no gradient norms" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     assert run_here(vcpo.main, *flags, "--model", "tiny-moe", "--no_optimal_baseline") == 0
-
-
-def one_of_two(folder: Path) -> None:
-    """A rank: responses of its own, eleven on rank 0 and two on rank 1; `folder/<rank>` if well."""
-    world = setup()
-    rank, n = world.rank, (11, 2)[world.rank]
-    sharded, own = (vcpo.Args(dtype="float32", shard_ranks=ranks) for ranks in (2, 1))
-    for name in list(MODELS)[1:4]:
-        lm, batch = model(name), responses(seed=rank, n=n)
-        sums, expected = separately(lm, batch)
-        policy, tokens = shard(Policy(lm), sharded, world), []
-        watch = partial(lambda seen, _, x: seen.append(x[0].numel()), tokens)
-        count = policy.register_forward_pre_hook(watch)
-        logp, norms = common.plumbing.norms.gradient_norms(policy, batch, ARGS, world)
-        assert torch.allclose(norms.double(), expected, rtol=1e-5), name
-        assert torch.allclose(logp.sum(1).double(), sums, rtol=1e-4), name
-        assert all(p.grad is None for p in policy.parameters())
-        # No rank works on another's responses: padded tokens, and two for each empty micro-batch
-        assert sum(tokens) <= sum(map(len, batch.sequences)) + 2 * len(tokens)
-        count.remove()
-        response_logprobs(policy, batch, T)[0].sum().backward()  # FSDP is as it was
-        assert all(p.grad.to_local().isfinite().all() for p in policy.parameters())
-    (folder / str(rank)).touch()
-    dist.destroy_process_group()
-
-
-def test_two_ranks(tmp_path):
-    """Under FSDP2 every rank measures its own responses at once, whatever the other one has."""
-    ended = forked(one_of_two, tmp_path, ranks=2)
-    assert ended.codes == [0, 0], ended.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}

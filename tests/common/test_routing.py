@@ -40,9 +40,8 @@ def nudged(moe: tuple) -> Policy:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in policy.parameters():
-            parameter.add_(
-                0.3 * parameter.std() * torch.randn(parameter.shape, generator=generator)
-            )
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.3 * parameter.std() * noise)
     return policy
 
 
@@ -52,32 +51,20 @@ def fed(batch: Rollout) -> torch.Tensor:
     return torch.arange(batch.sequences.shape[1]) < end[:, None] - 1
 
 
-def test_sampler_and_trainer_record_the_same_experts(moe, world, args):
-    """In float32 with the same weights, prompt and response, token by token and layer by layer."""
-    rollout = sample(moe, world)
-    all_logprobs(Policy(copy.deepcopy(moe[0])), rollout, args, world)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float8", marks=pytest.mark.slow)])
+def test_sampler_and_trainer_record_the_same_experts(moe, world, args, dtype):
+    """With the same weights, prompt and response, token by token and layer by layer. Rounded to
+    float8 some tokens go elsewhere, until their experts are replayed."""
+    rollout, policy = sample(moe, world, dtype), Policy(copy.deepcopy(moe[0]))
+    all_logprobs(policy, rollout, args, world)
     assert rollout.sampler_experts.shape == (32, rollout.sequences.shape[1], 2, 2)
-    assert torch.equal(
-        rollout.sampler_experts[fed(rollout)].sort(-1)[0],
-        rollout.trainer_experts[fed(rollout)].sort(-1)[0],
-    )
     differing, tokens = minirl.experts_differ(rollout)
-    assert differing == 0 and tokens == fed(rollout).sum()
+    assert tokens == fed(rollout).sum()
+    assert differing == 0 if dtype == "float32" else 0 < differing < 0.3 * tokens
     assert len(rollout.trainer_experts[fed(rollout)].unique()) == 8  # all experts are in use
-
-
-def test_replay_with_unchanged_weights_is_the_identity(moe, world, args):
-    """Values and gradients."""
-    rollout, gradients, values = sample(moe, world), [], []
-    for replay in (False, True):
-        policy = Policy(copy.deepcopy(moe[0]))
-        if replay:
-            rollout.replayed_experts = rollout.sampler_experts
-        logp, entropy = response_logprobs(policy, rollout, 1.0)
-        logp.sum().backward()
-        values.append(logp.detach())
-        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
-    assert torch.allclose(*values, atol=1e-5) and torch.allclose(*gradients, rtol=1e-3, atol=1e-3)
+    rollout.replayed_experts = rollout.sampler_experts
+    all_logprobs(policy, rollout, args, world)
+    assert minirl.experts_differ(rollout)[0] == 0
 
 
 def test_replay_with_changed_weights_keeps_the_selection_and_the_router_learns(moe, world, args):
@@ -109,17 +96,7 @@ def test_replayed_weights_come_from_the_current_router(moe, world):
     assert torch.allclose(scores, expected / expected.sum(-1, keepdim=True))
 
 
-def test_a_low_precision_sampler_routes_some_tokens_elsewhere(moe, world, args):
-    """float8 weights change some choices; R3 replays them, and the difference is gone."""
-    rollout = sample(moe, world, "float8")
-    policy = Policy(copy.deepcopy(moe[0]))
-    all_logprobs(policy, rollout, args, world)
-    assert 0 < minirl.experts_differ(rollout)[0] < 0.3 * fed(rollout).sum()
-    rollout.replayed_experts = rollout.sampler_experts
-    all_logprobs(policy, rollout, args, world)
-    assert minirl.experts_differ(rollout)[0] == 0
-
-
+@pytest.mark.slow
 def test_float8_rounds_the_decoder_matrices_only(moe, world):
     """At most 254 values a row and sign, relative error below 2^-4; router, norms and embedding
     stay as they are."""
@@ -149,8 +126,6 @@ REPLAYED = {
     "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 0},
 }
 V3 = {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "qk_rope_head_dim": 16}
-LFM2 = {"layer_types": ["full_attention"] * 2, "num_dense_layers": 0}
-LEFT_ALONE = {"phimoe": {}, "deepseek_v3": V3, "lfm2_moe": LFM2}
 
 
 def untrained(family: str, more: dict) -> PreTrainedModel:
@@ -162,6 +137,7 @@ def untrained(family: str, more: dict) -> PreTrainedModel:
     return lm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", REPLAYED)
 @torch.no_grad()
 def test_other_families_replay(family):
@@ -185,55 +161,33 @@ def test_other_families_replay(family):
     assert torch.equal(lm(tokens, use_cache=False).logits, free)
 
 
-@pytest.mark.parametrize("family", LEFT_ALONE)
+@pytest.mark.slow
 @torch.no_grad()
-def test_a_router_that_cannot_be_replayed_is_left_alone(family, world):
+def test_a_router_that_cannot_be_replayed_is_left_alone(world):
     """Nothing is recorded, by trainer or sampler, and the model's outputs are what they were."""
-    lm, tokens = untrained(family, LEFT_ALONE[family]), torch.arange(2, 16).view(2, 7)
+    lm, tokens = untrained("deepseek_v3", V3), torch.arange(2, 16).view(2, 7)
     free = lm(tokens, use_cache=False).logits
     lm.generation_config.eos_token_id = [1]
     engine = HFEngine(lm, world, 0, "float32", 8)
     rollout = engine.generate([[2, 3, 4]], 2, 4, 1.0)
     assert not engine.reports_experts and not hasattr(rollout, "sampler_experts")
     routing = Policy(lm).routing
-    assert not routing.active
-    assert type(routers(lm)[0]).__name__ in routing.why_not
-    assert "Mixtral" in routing.why_not
+    assert not routing.active and type(routers(lm)[0]).__name__ in routing.why_not
     assert torch.equal(lm(tokens, use_cache=False).logits, free)
 
 
-def test_routers_are_tried_on_any_device_and_precision():
-    """On the meta device, in bfloat16: the answer is the same, and the weights are not touched."""
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **SHAPE))
-    assert Routing(lm).active and all(parameter.is_meta for parameter in lm.parameters())
-    lm = untrained("mixtral", {}).bfloat16()
-    weights = copy.deepcopy(lm.state_dict())
-    assert Routing(lm).active
-    assert all(torch.equal(weights[name], value) for name, value in lm.state_dict().items())
-
-
-def test_a_model_without_experts_says_so(tiny):
-    routing = Policy(copy.deepcopy(tiny[0])).routing
-    assert not routing.active and routing.why_not == "has no experts"
-
-
+@pytest.mark.slow
 def test_replay_in_a_sharded_bfloat16_policy_with_recomputation(moe, world):
     """Replaying what was just recorded changes neither value nor gradient, also where layers are
     recomputed."""
-    lm = copy.deepcopy(moe[0])
     sequences = torch.tensor([moe[1]("7*8-9=7*8=56;56-9=47#47")["input_ids"]])
-    policy, found = shard(Policy(lm), minirl.Args(dtype="bfloat16"), world), []
-    policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+    args = minirl.Args(dtype="bfloat16", gradient_checkpointing=True)
+    policy, found = shard(Policy(copy.deepcopy(moe[0])), args, world), []
     for _ in range(2):
         logp, _ = policy(sequences, torch.arange(23)[None] < 22, 1.0)
         logp.sum().backward()
         policy.routing.replay = policy.routing.recorded()
-        found.append(
-            [
-                logp.detach(),
-                *(parameter.grad.full_tensor().clone() for parameter in policy.parameters()),
-            ]
-        )
+        gradients = [parameter.grad.full_tensor().clone() for parameter in policy.parameters()]
+        found.append([logp.detach(), *gradients])
         policy.zero_grad()
     assert all(map(torch.equal, *found))

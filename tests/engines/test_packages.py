@@ -7,10 +7,8 @@ import math
 import datasets
 import grpo
 import pytest
-from common.data import load_task
 from common.plumbing.sets import HUB, read_set
 
-from tools.shapes import byte_tokenizer
 from tests.helpers import SMALL, metrics, run_here
 from tests.common.rows import ROWS, Letters, load
 
@@ -87,9 +85,8 @@ def test_reasoning_gym_itself(name):
             load(f"tools/gym.py:{wrong}")
 
 
-@pytest.mark.parametrize("kind", ["parquet", "json"])
 @pytest.mark.parametrize("name", HUB)
-def test_hub_sets_through_datasets_itself(name, kind, tmp_path, monkeypatch):
+def test_hub_sets_through_datasets_itself(name, tmp_path, monkeypatch):
     """Path, split and columns of each set, read by `datasets` from files that stand in for the
     hub's."""
     row, answer = ROWS[name]
@@ -100,12 +97,12 @@ def test_hub_sets_through_datasets_itself(name, kind, tmp_path, monkeypatch):
             for i in range(5)
         ]
         found = datasets.Dataset.from_list(rows)
-        getattr(found, f"to_{kind}")(str(tmp_path / f"{split}.{kind}"))
+        found.to_parquet(str(tmp_path / f"{split}.parquet"))
 
     def from_files(path: str, config: str | None, split: str) -> datasets.Dataset:
         asked.append((path, config, split))
-        files = {part: str(tmp_path / f"{part}.{kind}") for part in ("train", "test")}
-        return real(kind, data_files=files, split=split, cache_dir=str(tmp_path / "cache"))
+        files = {part: str(tmp_path / f"{part}.parquet") for part in ("train", "test")}
+        return real("parquet", data_files=files, split=split, cache_dir=str(tmp_path / "cache"))
 
     monkeypatch.setattr(datasets, "load_dataset", from_files)
     if columns.train:
@@ -120,16 +117,3 @@ def test_hub_sets_through_datasets_itself(name, kind, tmp_path, monkeypatch):
     assert [found for _, found in measured] == [answer] * 5
     assert {entry[:2] for entry in asked} == {(columns.path, columns.config)}
     assert {entry[2] for entry in asked} == {columns.train, columns.test} - {""}
-
-
-def test_parquet_of_another_writer(tmp_path):
-    """pandas' columns, integers and floats included, with a tokenizer of `tokenizers`."""
-    pandas = pytest.importorskip("pandas")
-    path = tmp_path / "set.parquet"
-    pandas.DataFrame(
-        {"prompt": [f"{i} + 1?" for i in range(8)], "answer": [i + 1.0 for i in range(8)]}
-    ).to_parquet(path)
-    task = load_task(grpo.Args(task=str(path), eval_problems=2), byte_tokenizer(258))
-    assert {task.train(i).answer for i in range(6)} | {p.answer for p in task.held_out} == {
-        str(i) for i in range(1, 9)
-    }

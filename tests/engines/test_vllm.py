@@ -1,8 +1,6 @@
 """The vllm engine against the real vLLM on a CPU (see docs/tests.md). Skipped where the package is
 missing."""
 
-import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,9 +9,9 @@ import grpo
 import pytest
 import torch
 from common.plumbing.checkpoint import save_model
-from common.distributed import CLOSING, RunStopped, setup, shard
+from common.distributed import CLOSING, setup, shard
 from common.logprobs import Policy, all_logprobs, sampler_gap
-from common.plumbing.model import EMBEDDED, load_model
+from common.plumbing.model import load_model
 from common.rollout import make_engine
 from common.plumbing.vllm import VLLMEngine
 from common.plumbing.tracking import Run
@@ -137,57 +135,6 @@ def test_every_group_of_weights_is_pushed(engine_of, world, model):
         assert gap(engine, policy, tokenizer, args_of(model=path), world) < 1e-4, group
 
 
-@pytest.mark.parametrize("model", ["tiny", "untied", "tiny-moe"])
-def test_the_sampler_check_sees_weights_that_were_not_pushed(engine_of, world, model):
-    """Each group in turn moved in the trainer alone: the check must stop the run."""
-    engine, path = engine_of(model)
-    lm, tokenizer = load_model(path)
-    for group in sorted(
-        {
-            name.split(".layers.0.")[-1]
-            for name, _ in lm.named_parameters()
-            if ".layers.1." not in name
-        }
-    ):
-        policy, _ = moved(path, seed=1, only=group)
-        with pytest.raises(RunStopped, match="weights not synced"):
-            gap(engine, policy, tokenizer, args_of(model=path), world)
-
-
-TRAP = """
-import common.plumbing.vllm as rollout
-from tests.engines import test_vllm
-from vllm import _custom_ops
-model, trap = {model!r}, {trap!r}
-if trap == "packed linears":
-    class Packed(type(_custom_ops)):  # the engine's switch does nothing: vLLM packs, as by default
-        def __setattr__(self, name, value): pass
-    _custom_ops.__class__ = Packed
-else:
-    rollout.repack_experts = lambda model: None
-world = test_vllm.setup()
-args = test_vllm.args_of(model=model)
-engine = test_vllm.make_engine(args, test_vllm.load_model(model)[0], world)
-policy, tokenizer = test_vllm.moved(model)
-try:
-    engine.sync(policy)
-    test_vllm.gap(engine, policy, tokenizer, args, world)
-except test_vllm.RunStopped as error:
-    print("CAUGHT", error)
-"""
-
-
-@pytest.mark.parametrize(
-    ("model", "trap"), [("tiny", "packed linears"), ("tiny-moe", "packed experts")]
-)
-def test_the_sampler_check_catches_vllms_traps(model, trap):
-    """Packed weights with a tied head, and packed experts: without our counter-measures the push is
-    silently wrong."""
-    run = started("-c", TRAP.format(model=model, trap=trap))
-    said = run.stdout[-500:] + run.stderr[-2000:]
-    assert "CAUGHT sampler and trainer disagree" in run.stdout, said
-
-
 def test_prefixes_lengths_and_stops(engine_of):
     """A response goes on from its prefix within the limit; EOS ends it and is counted; greedy
     agrees with hf."""
@@ -215,19 +162,6 @@ def test_samples_repeat_with_the_state_and_not_without(engine_of):
     first, second = (engine.generate(prompts, 4, 32, 1.0).response_ids() for _ in range(2))
     engine.load_state_dict(state)
     assert engine.generate(prompts, 4, 32, 1.0).response_ids() == first != second
-
-
-def test_top_p_cuts_the_tail(engine_of):
-    """With a tiny top-p every sample is the greedy one, in both engines."""
-    engine, _ = engine_of("tiny")
-    lm, tokenizer = load_model("tiny")
-    prompt = [tokenizer("7*8-9+6=")["input_ids"]]
-    for sampler in (
-        engine,
-        make_engine(grpo.Args(rollout="hf", dtype="float32"), lm, engine.world),
-    ):
-        greedy = sampler.generate(prompt, 1, 40, 0.0).response_ids()
-        assert sampler.generate(prompt, 6, 40, 1.0, top_p=1e-6).response_ids() == greedy * 6
 
 
 def test_a_run_learns_and_resumes(tmp_path):
@@ -263,36 +197,3 @@ def test_a_runs_checkpoint_is_measured_as_by_hf(tmp_path, finished):
         assert done.returncode == 0 and "after step 4" in done.stdout, done.stderr[-3000:]
         greedy.append(next(line for line in done.stdout.splitlines() if "| 0.0 |" in line))
     assert greedy[0] == greedy[1]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            "--model tiny-moe --rollout_dtype float32 --routing_replay r3",
-            "vLLM reports experts only on a GPU",
-        ),
-        ("--rollout_dtype float8", "need a GPU"),
-        ("--rollout_dtype float32 --vllm_sleep", "need a GPU"),
-        (
-            "--rollout_dtype float32 --tensor_parallel 2",
-            "--tensor_parallel 2: does not divide the 1 rank(s)",
-        ),
-        ("--rollout_dtype float32 --vllm max_model=9", "--vllm max_model=9: vLLM refuses that ("),
-        (
-            "--rollout_dtype float32 --vllm enforce_eager=true block_size=odd",
-            "--vllm enforce_eager=true block_size=odd: vLLM refuses that (1 validation error",
-        ),
-    ],
-)
-def test_what_a_cpu_cannot_do_is_refused(tmp_path, flags, message):
-    run = started("minirl.py", "--rollout", "vllm", *flags.split(), "--run_dir", tmp_path / "run")
-    # VLLM warns before
-    assert run.returncode == 2 and message in run.stderr.splitlines()[-1], run.stderr
-    assert not (tmp_path / "run").exists()
-
-
-def test_environment():
-    """The engine under test is the real one."""
-    assert "vllm" in sys.modules and os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert all(Path(folder).is_dir() for folder in EMBEDDED.values())
