@@ -1,10 +1,9 @@
 """What each file's `main` must do, computed a second time without it.
 
 `record` runs a file's own `main` on stored answers and writes down what reaches the optimiser, the
-engine and the log. `Oracle` knows the same answers, and computes from them the gradients, rates and
-metrics that should have come out: transformers' logits in float64, the header's formulas written
-out once more, autograd. Nothing of `common` is used on this side, so that a mistake there cannot
-hide in the comparison.
+engine and the log. `Oracle` computes from the same answers what should have come out, by
+transformers' logits in float64, the header's formulas written out once more, and autograd. It uses
+nothing of `common`, so that a mistake there cannot hide in the comparison.
 
 The stored answers are made for this: sequences of unequal length, some cut off; groups all right,
 all wrong and mixed; a sampler whose log-probs μ are off by noise, and in some responses by a factor
@@ -38,10 +37,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.loop import formulas
-from checks.files import MODULES
 from checks import replaced
+from checks.files import MODULES
 from tests.helpers import forked
+from tests.loop import formulas
 
 TINY = Path(__file__).parent.parent.parent / "common" / "tiny"
 VOCABULARY = ["<pad>", "<eos>", *"0123456789+-*=;#"]
@@ -172,24 +171,15 @@ class Stored:
         self.calls, self.synced = [], []
 
     def generate(
-        self,
-        prompts: list,
-        n: int,
-        limit: int,
-        temperature: float,
-        prefixes: list | None = None,
-        top_p: float = 1.0,
+        self, prompts: list, n: int, limit: int, temperature: float, prefixes=None, top_p=1.0
     ) -> Rollout:
         texts = ["".join(VOCABULARY[t] for t in prompt) for prompt in prompts]
-        starts = [
-            "".join(VOCABULARY[t] for t in prefix) for prefix in prefixes or [[] for _ in prompts]
-        ]
-        rows = [row for text, start in zip(texts, starts) for row in respond(text, n, start)]
-        self.calls.append(
-            {"prompts": texts, "n": n, "limit": limit, "temperature": temperature, "top_p": top_p}
-            | {"prefixes": None if prefixes is None else starts}
-        )
-        experts = [expert_choice(row) for row in rows] if self.reports_experts else None
+        starts = ["".join(VOCABULARY[t] for t in prefix) for prefix in prefixes or []]
+        rows = []
+        for i, text in enumerate(texts):
+            rows += respond(text, n, starts[i] if prefixes else "")
+        call = {"prompts": texts, "n": n, "limit": limit, "temperature": temperature}
+        self.calls.append(call | {"top_p": top_p, "prefixes": starts if prefixes else None})
         return Rollout.pack(
             prompts=prompts,
             prefixes=prefixes,
@@ -197,7 +187,7 @@ class Stored:
             logps=[list(sampler_logp(row, self.model)) for row in rows],
             eos=[EOS],
             device=self.world.device,
-            experts=experts,
+            experts=[expert_choice(row) for row in rows] if self.reports_experts else None,
         )
 
     def sync(self, policy: torch.nn.Module) -> None:
@@ -240,7 +230,6 @@ class Record:
     lessons: list[dict] = field(default_factory=list)  # of a teacher or critic, likewise
     calls: list[dict] = field(default_factory=list)
     synced: list[list[Tensor]] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)  # of the training problems it asked for
     pivots: list[dict] = field(default_factory=list)  # deep_grpo's choices
     metrics: list[dict] = field(default_factory=list)  # rank 0's log
     samples: list[dict] = field(default_factory=list)  # and its samples.jsonl
@@ -282,18 +271,12 @@ def loaded(name: str) -> tuple:
     return load_model(name)
 
 
-def task(marks: Callable[[str, str], float]) -> tuple[Task, list[int]]:
-    """Problems by number, and the list in which the numbers asked for are written down; `marks`
-    judges in training."""
-    asked: list[int] = []
+def task(marks: Callable[[str, str], float]) -> Task:
+    """Problems by number; `marks` judges in training, `reward` in evaluations."""
 
     def problem(prompt: str, index: int = -1) -> Problem:
         ids = [VOCABULARY.index(c) for c in prompt]
         return Problem(prompt, right_answer(prompt), ids, index)
-
-    def train(index: int) -> Problem:
-        asked.append(index)
-        return problem(TRAIN[index % len(TRAIN)], index)
 
     def judge(texts: list[str], answers: list[str]) -> list[float]:
         return list(map(marks, texts, answers))
@@ -301,37 +284,30 @@ def task(marks: Callable[[str, str], float]) -> tuple[Task, list[int]]:
     def exam(texts: list[str], answers: list[str]) -> list[float]:
         return list(map(reward, texts, answers))
 
-    problems, final = [problem(prompt) for prompt in HELD_OUT], lambda text: text.split("#")[-1]
-    other = None if marks is reward else exam
-    known = {"exam": other, "final": final, "tokenizer": tokenizer()}
-    return Task("arithmetic", train, problems, judge, **known), asked
+    return Task(
+        "arithmetic",
+        lambda index: problem(TRAIN[index % len(TRAIN)], index),
+        [problem(prompt) for prompt in HELD_OUT],
+        judge,
+        exam=None if marks is reward else exam,
+        final=lambda text: text.split("#")[-1],
+        tokenizer=tokenizer(),
+    )
 
 
 def record(
-    module: ModuleType,
-    world: World,
-    folder: Path,
-    steps: int = 2,
-    model: str = "model",
-    save: bool = False,
-    **flags,
+    module: ModuleType, world: World, folder: Path, steps: int = 2, model: str = "model", **flags
 ) -> Record:
-    """Run the module's `main` for some steps on the stored answers, with checkpoints if `save`."""
+    """Run the module's `main` for some steps on the stored answers."""
     name = module.__name__.removesuffix("_mutant").rpartition(".")[2]
     flags = DEFAULTS | FLAGS.get(name, formulas.of(name, "FLAGS", {})) | flags
-    args = module.Args(
-        steps=steps + flags.get("lag", 0),
-        prompts_per_step=P,
-        group_size=G,
-        max_new_tokens=LIMIT,
-        dtype="float32",
-        **{"shard_ranks": world.size} | flags,
-    )
+    shape = {"prompts_per_step": P, "group_size": G, "max_new_tokens": LIMIT, "dtype": "float32"}
+    shape |= {"steps": steps + flags.get("lag", 0), "shard_ranks": world.size}
+    args = module.Args(**shape | flags)
     args.run_dir, args.eval_every, args.eval_samples = str(folder), 100, SAMPLES
-    args.sampler_tolerance = 1e9
-    args.model = {"model": "tiny", "model-moe": "tiny-moe"}[model]
-    problems, asked = task(formulas.of(name, "judge", reward))
-    engine, found = Stored(world, model), Record(world.rank, world.size, vars(args), indices=asked)
+    args.model, args.sampler_tolerance = model.replace("model", "tiny"), 1e9
+    problems = task(formulas.of(name, "judge", reward))
+    engine, found = Stored(world, model), Record(world.rank, world.size, vars(args))
 
     class Watched(torch.optim.AdamW):
         """AdamW that writes down what it is given."""
@@ -339,29 +315,24 @@ def record(
         def step(self, closure: object = None) -> None:
             parameters = [p for group in self.param_groups for p in group["params"]]
             seen = {"parameters": whole(parameters), "gradients": whole(p.grad for p in parameters)}
-            seen |= {
-                name: [group[name] for group in self.param_groups]
-                for name in ("lr", "betas", "weight_decay")
-            }
+            for name in ("lr", "betas", "weight_decay"):
+                seen[name] = [group[name] for group in self.param_groups]
             policy = len(parameters) == len(list(untrained(model).parameters()))
             (found.updates if policy else found.lessons).append(seen)
             super().step(closure)
 
-    def choose(
-        response: list, boundaries: set, slope: float, offset: float, *rest: object
-    ) -> tuple:
+    def choose(response: list, boundaries: set, slope: float, offset: float, *rest) -> tuple:
         kept, depth = choose_pivot(response, boundaries, slope, offset, *rest)
         text = "".join(VOCABULARY[t] for t in response if t != EOS)
-        seen = {"fit": (slope, offset), "response": text, "kept": kept, "depth": depth}
-        found.pivots.append(seen)
+        pivot = {"fit": (slope, offset), "response": text, "kept": kept, "depth": depth}
+        found.pivots.append(pivot)
         return kept, depth
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "load_model", lambda name, *flag: copy.deepcopy(loaded(name)))
         patch.setattr(module, "load_task", lambda *arguments: problems)
         patch.setattr(module, "make_engine", lambda *arguments: engine)
-        if not save:
-            patch.setattr(module, "save_checkpoint", lambda *arguments: None)
+        patch.setattr(module, "save_checkpoint", lambda *arguments: None)
         patch.setattr("common.plumbing.tracking.draw_curves", lambda *arguments: "")
         patch.setattr(torch.optim, "AdamW", Watched)
         if hasattr(module, "choose_pivot"):
@@ -370,7 +341,7 @@ def record(
         still = SimpleNamespace(anywhere=lambda world: False)
         patch.setattr("common.plumbing.tracking.StopFlag", lambda: still)
         module.main(args, world)
-    while CLOSING:  # the next one may go on with this run
+    while CLOSING:
         CLOSING.pop()()
     found.calls, found.synced = engine.calls, engine.synced
     if world.rank == 0:
@@ -638,16 +609,10 @@ class Oracle:
         """In training, where the judge may give part marks."""
         return self.own("judge", reward)(row.text, right_answer(row.prompt))
 
-    def used(self, parameters: list[Tensor]) -> list[Tensor]:
-        """What passes compute with: the optimiser's parameters, unless a variant changes them."""
-        change = self.own("used", lambda name, weight: weight)
-        names = [name for name, _ in untrained(self.model).named_parameters()]
-        return [change(name, weight) for name, weight in zip(names, parameters, strict=True)]
-
     def lm(self, parameters: list[Tensor]) -> torch.nn.Module:
         lm = copy.deepcopy(untrained(self.model))
         with torch.no_grad():
-            for own, given in zip(lm.parameters(), self.used(parameters)):
+            for own, given in zip(lm.parameters(), parameters, strict=True):
                 own.copy_(given)
         return lm
 
@@ -763,9 +728,9 @@ def trials(jobs: list[tuple], folder: Path) -> None:
 
 def on_two_ranks(jobs: list[tuple], folder: Path) -> list[list[Record]]:
     """The records of both ranks for every job."""
-    done = forked(trials, jobs, folder, ranks=2)
+    done, found = forked(trials, jobs, folder, ranks=2), []
     assert done.returncode == 0, done.stderr
-    return [
-        [torch.load(folder / f"{n}-{r}.pt", weights_only=False) for r in (0, 1)]
-        for n in range(len(jobs))
-    ]
+    for number in range(len(jobs)):
+        paths = [folder / f"{number}-{rank}.pt" for rank in (0, 1)]
+        found.append([torch.load(path, weights_only=False) for path in paths])
+    return found

@@ -9,13 +9,10 @@ import common.plumbing.checkpoint
 import grpo
 import pytest
 import torch
-from common.plumbing.folder import as_lines, checkpoints
-from common.rollout import HFEngine
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from common.plumbing.folder import checkpoints
 
 from tests.driver import drive
-from tests.helpers import ROOT, SMALL, assert_same_run, command, forked, metrics, run_here, tensors
-from tests.helpers import tree
+from tests.helpers import SMALL, assert_same_run, command, forked, metrics, run_here, tensors
 
 slow = pytest.mark.slow
 
@@ -115,58 +112,3 @@ def test_a_full_disk_on_one_of_two_ranks(tmp_path):
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["step_000002"]
     assert command("grpo", *flags, "--resume", ranks=2).codes == [0, 0]
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
-
-
-@slow
-def test_metrics_that_cannot_be_written(tmp_path, monkeypatch, capsys):
-    """One line, exit code 1; --resume goes on."""
-    flags = [*SMALL, "--steps", 4, "--run_dir", tmp_path / "run"]
-    of_metrics = lambda rows: not rows[0].keys() & {"example", "minibatch"}  # noqa: E731
-    with monkeypatch.context() as patch:
-        patch.setattr("common.plumbing.tracking.as_lines", at_the(4, as_lines, of_metrics))
-        assert run_here(grpo.main, *flags) == 1
-    assert "error: cannot write" in capsys.readouterr().err
-    assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
-    assert run_here(grpo.main, *flags, "--resume") == 0
-
-
-@slow
-def test_a_full_disk_at_the_start(tmp_path, finished, monkeypatch, capsys):
-    """One line, exit code 2; the earlier run is what it was."""
-    folder = Path(shutil.copytree(finished, tmp_path / "run"))
-    before = tree(tmp_path)
-    for more in (["--resume", "--steps", 5], ["--steps", 1]):
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "write_text", full)
-            assert run_here(grpo.main, *SMALL, "--run_dir", folder, *more) == 2
-        assert "cannot be used ([Errno 28] No space left" in capsys.readouterr().err
-        assert tree(tmp_path) == before
-
-
-@slow
-def test_out_of_memory_names_the_flag_to_lower(tmp_path, monkeypatch, capsys):
-    def out(*arguments: object, **keywords: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
-
-    for owner, phase, flag in (
-        (grpo, "response_logprobs", "--micro_tokens"),
-        (HFEngine, "generate", "--rollout_rows or --vllm_memory"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, phase, out)
-            assert run_here(grpo.main, *SMALL, "--steps", 2, "--run_dir", tmp_path / phase) == 1
-        assert f"lower {flag}" in capsys.readouterr().err
-
-
-@slow
-@pytest.mark.parametrize(("model", "source"), [("tiny", "model"), ("tiny-moe", "model-moe")])
-def test_save_hf_is_loadable_and_the_trained_model(model, source, tmp_path):
-    """By transformers, with its tokenizer; it serves as --model, and is as good as it was."""
-    words = [*SMALL, "--steps", 1, "--eval_every", 1, "--save_hf"]
-    assert run_here(grpo.main, *words, "--model", model, "--run_dir", tmp_path / "run") == 0
-    saved, base = tmp_path / "run/model", ROOT / "common/tiny" / source
-    lm, old = (AutoModelForCausalLM.from_pretrained(folder) for folder in (saved, base))
-    assert AutoTokenizer.from_pretrained(saved)("7*8=")["input_ids"]
-    assert not all(map(torch.equal, lm.parameters(), old.parameters()))
-    assert run_here(grpo.main, *words, "--model", saved, "--run_dir", tmp_path / "again") == 0
-    assert metrics(tmp_path / "run")[-1]["greedy"] == metrics(tmp_path / "again")[0]["greedy"]

@@ -93,17 +93,6 @@ def test_resume_on_other_ranks(tmp_path, capsys, world):
     assert "saved by 2 rank(s), now 1: not to the bit" in capsys.readouterr().out
 
 
-def test_a_new_rank_samples_on_its_own(tiny, world):
-    """With the state of a rank that it takes over it goes on, with another's it does not."""
-    engines = [HFEngine(tiny[0], world, 0, "float32", 8) for _ in range(3)]
-    engines[2].rank = 1
-    torch.rand(3, generator=engines[0].generator)
-    for engine in engines[1:]:
-        engine.load_state_dict(engines[0].state_dict())
-    first, taken, new = (engine.generator.get_state() for engine in engines)
-    assert torch.equal(first, taken) and not torch.equal(first, new)
-
-
 def test_batches_in_flight_belong_to_their_ranks(tmp_path, capsys):
     """vcpo's queue: one line that says how many ranks go on with it."""
     flags = [*SMALL, *MORE["vcpo"], "--minibatches", 1, "--run_dir", tmp_path / "run"]

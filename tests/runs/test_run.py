@@ -12,7 +12,7 @@ from common.plumbing.model import load_model
 from tools.evaluate import load_weights
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from tests.helpers import SMALL, command, metrics, module_of, run_here
+from tests.helpers import SMALL, command, metrics, run_here
 
 slow = pytest.mark.slow
 
@@ -44,15 +44,6 @@ def test_routing_replay_in_the_loop(tmp_path, replay):
 
 
 @slow
-@pytest.mark.parametrize("words", ["opd", "baselines --baseline none"])
-def test_a_group_of_one_where_nothing_is_compared(words, tmp_path):
-    name, *flags = words.split()
-    flags += [*SMALL, "--group_size", 1, "--steps", 2, "--run_dir", tmp_path / "run"]
-    assert run_here(module_of(name).main, *flags) == 0
-    assert [line["skipped"] for line in metrics(tmp_path / "run")[1:]] == [0, 0]
-
-
-@slow
 def test_stapo_writes_down_what_it_silenced(tmp_path):
     """As many examples as tokens counted, each with its context and below the threshold."""
     flags = [*SMALL, "--steps", 2, "--tau_p", 0.9, "--entropy_quantile", 1]
@@ -63,15 +54,17 @@ def test_stapo_writes_down_what_it_silenced(tmp_path):
 
 
 @slow
-def test_samples_show_a_run_and_change_nothing(tmp_path, finished):
-    """With groups of every step the metrics are the same as with none."""
-    for every in (1, 0):
-        words = [*SMALL, "--steps", 4, "--sample_every", every, "--run_dir", tmp_path / str(every)]
-        assert run_here(grpo.main, *words) == 0
-        assert metrics(tmp_path / str(every)) == metrics(finished)
-    assert not (tmp_path / "0/samples.jsonl").exists()
-    rows = [json.loads(line) for line in (tmp_path / "1/samples.jsonl").read_text().splitlines()]
-    assert {row["step"] for row in rows if "example" not in row} == {1, 2, 3, 4}
+@pytest.mark.parametrize("words", ["--sample_every 0 --eval_every 1", "--sample_every 1"])
+def test_evaluation_and_samples_change_nothing(words, tmp_path, finished):
+    """Training does not depend on how often one evaluates or writes down samples."""
+    flags = [*SMALL, "--steps", 4, *words.split(), "--run_dir", tmp_path / "run"]
+    assert run_here(grpo.main, *flags) == 0
+    runs = [metrics(tmp_path / "run"), metrics(finished)]
+    assert len(runs[0]) == 5 and ("greedy" in runs[0][1]) == ("eval" in words)
+    for line in (*runs[0], *runs[1]):
+        line.pop("greedy", None), line.pop("sampled", None)
+    assert runs[0] == runs[1]
+    assert (tmp_path / "run/samples.jsonl").exists() == ("sample_every 1" in words)
 
 
 @slow

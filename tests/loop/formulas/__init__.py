@@ -6,8 +6,6 @@ others' `main` is their trunk's, and their losses have checks/NAME.py.) In NAME.
 - where they are not the judge's, `rewards(o, step, rows)`, of which advantages are made;
 - `rounds(o)`: for each step of a tests.loop.oracle.Oracle the rounds of sampling, slot -> prompt;
 - `teacher`, where it has goldilocks' with another range, merit or target (see test_loop.py);
-- `metrics(o, step)`: what `main` itself must have logged besides, or instead of the usual;
-- `used(name, weight)`, where passes compute with other weights than the optimiser's;
 - `judge(text, answer)`, the reward in training, where it is not right or wrong;
 - `prepare(o, step, b)`, where `main` does more to a rollout than that: it changes the batch;
 - `FLAGS`, under which its mechanism acts on the oracle's stored answers, and `ALSO`, a list of

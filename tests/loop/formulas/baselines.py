@@ -1,9 +1,9 @@
 """The baselines: some are of one group, some of the whole batch of all ranks."""
 
-from tests.loop.oracle import Batch, G, Oracle, Tensor, justrl, torch
+from tests.loop.oracle import Batch, Oracle, Tensor, justrl, torch
 
 FLAGS = {"grad_clip": 6.0}
-ALSO = [{"baseline": "batch"}, {"baseline": "scalerl"}]
+ALSO = [{"baseline": "batch"}]
 objective = justrl
 
 
@@ -14,12 +14,6 @@ def advantages(R: Tensor) -> Tensor:
 
 def prepare(o: Oracle, step: int, b: Batch) -> None:
     """The batch's mean and std are those of all mini-batches of all ranks."""
-    batch = o.rows(step)
-    rewards = torch.tensor([o.reward(row) for row in batch]).double()
-    mine = torch.tensor([o.reward(row) for row in b.rows]).double()
-    if o.args["baseline"] == "batch":  # of tokens
-        each = rewards.repeat_interleave(torch.tensor([len(row.tokens) for row in batch]))
-        b.A = (mine - each.mean()) / each.std()
-    if o.args["baseline"] == "scalerl":
-        left = rewards.view(-1, G) - rewards.view(-1, G).mean(1, keepdim=True)
-        b.A = (mine.view(-1, G) - mine.view(-1, G).mean(1, keepdim=True)).flatten() / left.std()
+    if o.args["baseline"] == "batch":  # every token counts
+        each = torch.tensor([row.reward for row in o.rows(step) for _ in row.tokens]).double()
+        b.A = (torch.tensor([row.reward for row in b.rows]) - each.mean()) / each.std()

@@ -2,7 +2,7 @@
 
 from statistics import fmean
 
-from tests.loop.oracle import EOS, VOCABULARY, Batch, G, Oracle, Row, Tensor, clipped
+from tests.loop.oracle import Batch, G, Oracle, Row, Tensor, clipped
 from tests.loop.oracle import response_mean, right_answer, torch
 
 FLAGS = {"grad_clip": 3.0}
@@ -18,11 +18,9 @@ def judge(text: str, answer: str) -> float:
 
 def blocks(row: Row) -> tuple[int, float, float]:
     """The working's number of tokens, its marks, and the answer's."""
-    symbols = [VOCABULARY[token] for token in row.tokens if token != EOS]
-    marker = len(symbols) - 1 - symbols[::-1].index("#") if "#" in symbols else len(row.tokens) - 1
-    end, right = marker + 1, right_answer(row.prompt)
-    working, answer = "".join(symbols[:end]), "#" + "".join(symbols[end:])
-    return end, judge(working, right), judge(answer, right)
+    text, right = row.text, right_answer(row.prompt)
+    end = text.rfind("#") + 1 or len(text)  # a token is a letter
+    return end, judge(text[:end], right), judge("#" + text[end:], right)
 
 
 def prepare(o: Oracle, step: int, b: Batch) -> None:

@@ -40,10 +40,3 @@ def objective(b: Batch) -> Tensor:
     """Truncated responses stay out of loss and denominator, not out of their group's mean."""
     finished = Tensor([[row.finished or not b.args["mask_truncated"]] for row in b.rows])
     return token_mean(surrogate(b), tokens_of(b, b.mask * finished))
-
-
-def metrics(o: Oracle, step: int) -> dict[str, float]:
-    """Tokens are those of all rounds."""
-    prompts = [prompt for drawn in o.rounds[step] for prompt in drawn.values()]
-    drawn = [row for prompt in prompts for row in respond(prompt, G)]
-    return {"rounds": len(o.rounds[step]), "tokens": sum(len(row.tokens) for row in drawn)}

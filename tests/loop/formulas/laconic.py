@@ -21,7 +21,3 @@ def price(o: Oracle, step: int) -> float:
 def rewards(o: Oracle, step: int, rows: list[Row]) -> list[float]:
     budget, cost = o.args["length_budget"], price(o, step)
     return [row.reward - cost * max(0.0, len(row.tokens) / budget - 1) for row in rows]
-
-
-def metrics(o: Oracle, step: int) -> dict[str, float]:
-    return {"price": price(o, step)}

@@ -1,6 +1,5 @@
 """PACED-RL: goldilocks' teacher chooses what is evenly right and wrong; V is the baseline."""
 
-from statistics import fmean
 from types import SimpleNamespace
 
 from tests.loop.oracle import CHOICE, Batch, Oracle, Row, Tensor, as_recorded, teaches
@@ -30,8 +29,3 @@ def objective(b: Batch) -> Tensor:
     """-β/2 (log Z + log π_θ - log π_old - R/β)², where R - β log Z is A."""
     beta = b.args["anchor"]
     return -beta / 2 * ((((b.logp - b.old) * b.mask).sum(1) - b.A / beta) ** 2).mean()
-
-
-def metrics(o: Oracle, step: int) -> dict[str, float]:
-    (chosen,) = o.rounds[step]
-    return {"expected": fmean(V(o, step, prompt) for prompt in chosen.values())}

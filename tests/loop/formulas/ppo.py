@@ -57,8 +57,7 @@ def judged(o: Oracle, step: int) -> list[dict]:
         mask = padded([[1.0] * len(row.tokens) for row in rows]).double()
         A = gae(o, rho, V, rows, 0 if o.args["lam_length"] else o.args["lam"])
         target = (V + gae(o, rho, V, rows, o.args["lam_critic"])) * mask
-        first = gae(o, rho, V, rows, 1.0)[:, 0]  # of the whole response
-        parts.append({"rows": rows, "V": V, "mask": mask, "A": A, "target": target, "first": first})
+        parts.append({"rows": rows, "V": V, "mask": mask, "A": A, "target": target})
     every = torch.cat([part["A"][part["mask"] > 0] for part in parts])
     for part in parts:
         part["A"] = (part["A"] - every.mean()) / every.std() * part["mask"]
@@ -68,7 +67,7 @@ def judged(o: Oracle, step: int) -> list[dict]:
 
 def prepare(o: Oracle, step: int, b: Batch) -> None:
     (part,) = (part for part in judged(o, step) if part["rows"] == b.rows)
-    b.A, b.tokens_A = part["first"], part["A"]
+    b.A, b.tokens_A = part["A"][:, 0], part["A"]
 
 
 def objective(b: Batch) -> Tensor:

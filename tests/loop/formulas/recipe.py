@@ -1,8 +1,7 @@
-"""The recipe: all its layers at once, with stapo's or maspo's tokens. (That each alone is its file,
-to the bit, is in tests/algorithms/test_recipe.py.)"""
+"""The recipe: all its layers at once, with stapo's or maspo's tokens."""
 
-from tests.loop.oracle import CHOICE, Batch, G, K, Oracle, Tensor, age, as_recorded, both_streams
-from tests.loop.oracle import gated, respond, silent, surrogate, token_mean, tokens_of, torch
+from tests.loop.oracle import CHOICE, Batch, K, Tensor, age, as_recorded, both_streams
+from tests.loop.oracle import gated, silent, surrogate, token_mean, tokens_of, torch
 
 FLAGS = CHOICE | {"tau_p": 0.9, "lag": 1, "rho_on": 0.5, "branches": K, "branch_weight": 0.7}
 FLAGS |= {"lr": 3e-4, "grad_clip": 12.0}
@@ -20,15 +19,3 @@ def objective(b: Batch) -> Tensor:
     kept = b.mask if maspo else b.mask * ~silent(b)
     tokens_of(b, kept[~b.branch])
     return both_streams(b, weight * (gated(b) if maspo else surrogate(b)), kept, token_mean)
-
-
-def metrics(o: Oracle, step: int) -> dict[str, float]:
-    """Tokens are those sampled in the step, branches' included."""
-    sampled, rows = step + o.args["lag"], []
-    for one in o.records:
-        for prompt in one.training[sampled]["prompts"]:
-            rows += respond(prompt, G)
-        call = one.branching[sampled]
-        for prompt, prefix in zip(call["prompts"], call["prefixes"]):
-            rows += respond(prompt, K, prefix)
-    return {"tokens": sum(len(row.tokens) for row in rows)}
