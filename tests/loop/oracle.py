@@ -18,6 +18,7 @@ import copy
 import importlib
 import json
 import random
+import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from checks import replaced
+from checks import mutate
 from checks.files import MODULES
 from tests.helpers import forked
 from tests.loop import formulas
@@ -356,29 +357,22 @@ def record(
 
 @contextlib.contextmanager
 def damaged(algorithm: str, where: str = "", old: str = "", new: str = "") -> ModuleType:
-    """A copy of the algorithm's module with one piece of the source of `where` replaced: its own or
-    one of common's."""
-    own = MODULES[algorithm]
-    home = importlib.import_module(own if where in ("", algorithm) else where)
-    source = replaced(Path(home.__file__), old, new) if old else Path(home.__file__).read_text()
-    copied = ModuleType(f"{home.__name__}_mutant")
-    copied.__file__ = home.__file__
+    """The algorithm's module with one piece of the source of `where` replaced: its own or one of
+    common's."""
+    own = importlib.import_module(MODULES[algorithm])
+    home = own if where in ("", algorithm) else importlib.import_module(where)
+    copied = mutate(home, old, new) if old else home
+    if home is own:
+        yield copied
+        return
+    users = [module for name, module in list(sys.modules.items()) if name.startswith("common")]
     with pytest.MonkeyPatch.context() as patch:
-        # Dataclasses look their module up
-        patch.setitem(importlib.sys.modules, copied.__name__, copied)
-        exec(compile(source, home.__file__, "exec"), vars(copied))
-        if home.__name__ == own:
-            yield copied
-            return
-        loaded = list(importlib.sys.modules.items())
-        users = [module for name, module in loaded if name.startswith("common")]
-        # Whoever imported something from there
-        for user in (importlib.import_module(own), *users):
+        for user in (own, *users):  # whoever imported something from there
             for name, value in list(vars(user).items()):
                 of_home = getattr(value, "__module__", "") == home.__name__
                 if user is not copied and of_home and hasattr(copied, name):
                     patch.setattr(user, name, getattr(copied, name))
-        yield importlib.import_module(own)
+        yield own
 
 
 # The oracle

@@ -242,11 +242,19 @@ def telling(siblings: list[Row]) -> list[Row]:
 
 
 def branch_metrics(o: Oracle, step: int, sampled: int) -> dict[str, float]:
-    """What the branches cost, and how many of them teach something."""
+    """What the branches cost, and what became of them."""
     grown = [group for one in o.records for group in branch_groups(one, step)]
     extra = sum(len(row.tokens) for group in grown for row in group)
-    used = sum(len(telling(group)) for group in grown)
-    return {"tokens": sampled + extra, "extra_tokens": extra / sampled, "branches_used": used}
+    prompts = [prompt for one in o.records for prompt in one.training[step]["prompts"]]
+    wrong = {prompt for prompt in prompts if not any(row.reward for row in respond(prompt, G))}
+    rescued = {group[0].prompt for group in grown if any(row.reward for row in group)}
+    found = {
+        "tokens": sampled + extra,
+        "extra_tokens": extra / sampled,
+        "branches_used": sum(len(telling(group)) for group in grown),
+        "pivots_root": sum(not group[0].prefix for group in grown) / len(grown),
+    }
+    return found | ({"groups_rescued": len(rescued & wrong) / len(wrong)} if wrong else {})
 
 
 def check_pivots(o: Oracle) -> None:

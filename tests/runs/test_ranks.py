@@ -30,9 +30,8 @@ def untied(folder: Path) -> str:
 
 
 def logprobs_of(policy: Policy) -> torch.Tensor:
-    sequences = torch.arange(2, 14)[None]  # [1, 12]
     with torch.no_grad():
-        return policy(sequences, torch.arange(12)[None] < 11, 1.0)[0]
+        return policy(torch.arange(2, 14)[None], torch.arange(12)[None] < 11, 1.0)[0]
 
 
 def receives(names: list[str]) -> None:
@@ -40,7 +39,7 @@ def receives(names: list[str]) -> None:
     world = setup()
     for name in names:
         whole, _ = load_model(name)
-        weights, buffers = dict(whole.named_parameters()), dict(whole.named_buffers())
+        held = dict(whole.named_parameters()) | dict(whole.named_buffers())
         expected = logprobs_of(Policy(copy.deepcopy(whole)))
         for shard_ranks in (1, 2):
             args = grpo.Args(dtype="float32", shard_ranks=shard_ranks)
@@ -50,11 +49,9 @@ def receives(names: list[str]) -> None:
             reference = frozen_reference(args, lm, world)
             policy = shard(Policy(lm), args, world)
             for one in (policy, reference, engine):
-                given = dict(full_parameters(one))
-                assert given.keys() == weights.keys()
-                assert all(torch.equal(given[held], weights[held]) for held in weights)
-                found = dict(one.lm.named_buffers())
-                assert all(torch.equal(found[held], buffers[held]) for held in buffers)
+                given = dict(full_parameters(one)) | dict(one.lm.named_buffers())
+                assert given.keys() == held.keys()
+                assert all(torch.equal(given[key], held[key]) for key in held)
             assert torch.equal(logprobs_of(policy), expected)
             assert torch.equal(logprobs_of(reference), expected)
             assert not any(p.requires_grad for p in reference.parameters())

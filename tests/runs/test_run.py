@@ -3,7 +3,6 @@
 import json
 
 import grpo
-import minirl
 import pytest
 import stapo
 import torch
@@ -30,17 +29,6 @@ def test_an_idle_algorithm_is_said_loudly(tmp_path, capsys):
     flags = [*SMALL, "--steps", 1, "--minibatches", 1, "--run_dir", tmp_path / "run"]
     assert run_here(grpo.main, *flags) == 0
     assert "WARNING: clip_share was 0 at every step" in capsys.readouterr().out
-
-
-@slow
-@pytest.mark.parametrize("replay", ["r2", "r3"])
-def test_routing_replay_in_the_loop(tmp_path, replay):
-    """minirl on the mixture of experts: R3 leaves no token that sampler and trainer route
-    differently, R2 some."""
-    flags = [*SMALL, "--steps", 2, "--model", "tiny-moe", "--routing_replay", replay]
-    assert run_here(minirl.main, *flags, "--run_dir", tmp_path / "run") == 0
-    lines = metrics(tmp_path / "run")[1:]
-    assert all((line["experts_differ"] == 0) == (replay == "r3") for line in lines)
 
 
 @slow
