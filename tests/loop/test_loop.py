@@ -399,7 +399,6 @@ def check_the_answers_ask_enough(o: Oracle) -> None:
 REPLAY = {"model": "model-moe", "grad_clip": 1e9}
 
 
-@slow
 @pytest.mark.parametrize("replay", ["r2", "r3"])
 def test_routing_replay(alone, replay):
     """Both routings are replayed in π_θ's evaluation and in π_old's; the router has its gradient;
