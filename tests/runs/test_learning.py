@@ -31,7 +31,10 @@ def test_a_short_run_learns(algorithm, tmp_path):
     """Greedy accuracy from below 0.5 to above 0.8; the run folder is complete."""
     result = learn(tmp_path / "run", algorithm)
     assert result["greedy_before"] < 0.5 and result["greedy_after"] > 0.8
-    assert len(metrics(tmp_path / "run")) == STEPS.get(algorithm, 10) + 1
+    lines = metrics(tmp_path / "run")
+    assert len(lines) == STEPS.get(algorithm, 10) + 1
+    if algorithm == FIRST:  # the warm-up ends
+        assert lines[-1]["lr"] == lines[-2]["lr"] == 3e-4
     for name in ("config.json", "samples.jsonl", "curves.png", "summary.json", "checkpoints"):
         assert (tmp_path / "run" / name).exists()
 
