@@ -180,6 +180,11 @@ def metrics(folder: Path) -> list[dict]:
     ]
 
 
+def tree(folder: Path) -> dict[Path, bytes | None]:
+    """Everything below a folder, with the files' bytes."""
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
 def tensors(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a sharded checkpoint by its path: weights and optimiser moments."""
     dcp_to_torch_save(checkpoint / "shards", scratch)

@@ -1,10 +1,9 @@
 """What each file's `main` must do, computed a second time without it.
 
 `record` runs a file's own `main` on stored answers and writes down what reaches the optimiser, the
-engine and the log. `Oracle` knows the same answers, and computes from them the gradients, rates and
-metrics that should have come out: transformers' logits in float64, the header's formulas written
-out once more, autograd. Nothing of `common` is used on this side, so that a mistake there cannot
-hide in the comparison.
+engine and the log. `Oracle` computes from the same answers what should have come out, by
+transformers' logits in float64, the header's formulas written out once more, and autograd. It uses
+nothing of `common`, so that a mistake there cannot hide in the comparison.
 
 The stored answers are made for this: sequences of unequal length, some cut off; groups all right,
 all wrong and mixed; a sampler whose log-probs μ are off by noise, and in some responses by a factor
@@ -19,6 +18,7 @@ import copy
 import importlib
 import json
 import random
+import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,10 +38,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.loop import formulas
+from checks import mutate
 from checks.files import MODULES
-from checks import replaced
 from tests.helpers import forked
+from tests.loop import formulas
 
 TINY = Path(__file__).parent.parent.parent / "common" / "tiny"
 VOCABULARY = ["<pad>", "<eos>", *"0123456789+-*=;#"]
@@ -59,10 +59,9 @@ HELD_OUT = "2*2= 5-7+1= 8*9-4= 3+3= 6*5+4*3=".split()
 
 def right_answer(prompt: str) -> str:
     value = int(prompt[0])
-    for operator, digit in zip(prompt[1:-1:2], prompt[2:-1:2]):
-        value = {"+": value + int(digit), "-": value - int(digit), "*": value * int(digit)}[
-            operator
-        ] % 100
+    for operator, digit in zip(prompt[1:-1:2], map(int, prompt[2:-1:2])):
+        results = {"+": value + digit, "-": value - digit, "*": value * digit}
+        value = results[operator] % 100
     return str(value)
 
 
@@ -103,16 +102,13 @@ class Row:
 def respond(prompt: str, n: int, prefix: str = "") -> list[Row]:
     """The n responses to a prompt (and prefix): by the prompt's number all right, all wrong, or
     mixed."""
-    rng = random.Random(f"{prompt}/{prefix}/{n}")
-    kind = zlib.crc32(prompt.encode()) % 5 if n == G else zlib.crc32((prompt + prefix).encode()) % 4
+    rng, number = random.Random(f"{prompt}/{prefix}/{n}"), zlib.crc32(prompt.encode())
+    kind = number % 5 if n == G else zlib.crc32((prompt + prefix).encode()) % 4
     rows = []
     for j in range(n):
-        good = {0: True, 1: False}.get(kind, j % 2 == zlib.crc32(prompt.encode()) % 2)
-        answer = (
-            right_answer(prompt)
-            if good
-            else str((int(right_answer(prompt)) + rng.randint(1, 9)) % 100)
-        )
+        good = {0: True, 1: False}.get(kind, j % 2 == number % 2)
+        right = right_answer(prompt)
+        answer = right if good else str((int(right) + rng.randint(1, 9)) % 100)
         digits, operators = rng.choices(range(10), k=9), rng.choices("+-*", k=3)
         steps = [f"{digits[i]}{operators[i]}{digits[i + 3]}={digits[i + 6]}" for i in range(j % 4)]
         text = ";".join(steps) + "#" + answer
@@ -176,24 +172,15 @@ class Stored:
         self.calls, self.synced = [], []
 
     def generate(
-        self,
-        prompts: list,
-        n: int,
-        limit: int,
-        temperature: float,
-        prefixes: list | None = None,
-        top_p: float = 1.0,
+        self, prompts: list, n: int, limit: int, temperature: float, prefixes=None, top_p=1.0
     ) -> Rollout:
         texts = ["".join(VOCABULARY[t] for t in prompt) for prompt in prompts]
-        starts = [
-            "".join(VOCABULARY[t] for t in prefix) for prefix in prefixes or [[] for _ in prompts]
-        ]
-        rows = [row for text, start in zip(texts, starts) for row in respond(text, n, start)]
-        self.calls.append(
-            {"prompts": texts, "n": n, "limit": limit, "temperature": temperature, "top_p": top_p}
-            | {"prefixes": None if prefixes is None else starts}
-        )
-        experts = [expert_choice(row) for row in rows] if self.reports_experts else None
+        starts = ["".join(VOCABULARY[t] for t in prefix) for prefix in prefixes or []]
+        rows = []
+        for i, text in enumerate(texts):
+            rows += respond(text, n, starts[i] if prefixes else "")
+        call = {"prompts": texts, "n": n, "limit": limit, "temperature": temperature}
+        self.calls.append(call | {"top_p": top_p, "prefixes": starts if prefixes else None})
         return Rollout.pack(
             prompts=prompts,
             prefixes=prefixes,
@@ -201,7 +188,7 @@ class Stored:
             logps=[list(sampler_logp(row, self.model)) for row in rows],
             eos=[EOS],
             device=self.world.device,
-            experts=experts,
+            experts=[expert_choice(row) for row in rows] if self.reports_experts else None,
         )
 
     def sync(self, policy: torch.nn.Module) -> None:
@@ -244,7 +231,6 @@ class Record:
     lessons: list[dict] = field(default_factory=list)  # of a teacher or critic, likewise
     calls: list[dict] = field(default_factory=list)
     synced: list[list[Tensor]] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)  # of the training problems it asked for
     pivots: list[dict] = field(default_factory=list)  # deep_grpo's choices
     metrics: list[dict] = field(default_factory=list)  # rank 0's log
     samples: list[dict] = field(default_factory=list)  # and its samples.jsonl
@@ -263,6 +249,8 @@ class Record:
 
 DEFAULTS = {"lr": 1e-3, "warmup": 3, "micro_tokens": 220, "temperature": T, "minibatches": M}
 DEFAULTS |= {"betas": (0.8, 0.9), "weight_decay": 0.01}
+# A teacher that chooses from the second step on
+CHOICE = {"candidates": 5, "teacher_batch": P, "window": P, "teacher_updates": 1, "explore": 0.0}
 # So that every mechanism acts on the stored answers, and some gradients but not all are above
 # grad_clip
 FLAGS = {
@@ -273,14 +261,7 @@ FLAGS = {
     "maspo": {"sigma_base": 0.3, "grad_clip": 8.0},
     "minirl": {"grad_clip": 60.0},
     "vcpo": {"lag": 1, "rho_on": 0.5, "grad_clip": 32.0},
-    "goldilocks": {
-        "candidates": 5,
-        "teacher_batch": P,
-        "window": P,
-        "teacher_updates": 1,
-        "explore": 0.0,
-    }
-    | {"beta": 0.01, "grad_clip": 4.0, "lr": 3e-4},
+    "goldilocks": CHOICE | {"beta": 0.01, "grad_clip": 4.0, "lr": 3e-4},
     "deep_grpo": {"branches": K, "beta": 0.1, "branch_weight": 0.7, "grad_clip": 8.0},
 }
 
@@ -291,18 +272,12 @@ def loaded(name: str) -> tuple:
     return load_model(name)
 
 
-def task(marks: Callable[[str, str], float]) -> tuple[Task, list[int]]:
-    """Problems by number, and the list in which the numbers asked for are written down; `marks`
-    judges in training."""
-    asked: list[int] = []
+def task(marks: Callable[[str, str], float]) -> Task:
+    """Problems by number; `marks` judges in training, `reward` in evaluations."""
 
     def problem(prompt: str, index: int = -1) -> Problem:
         ids = [VOCABULARY.index(c) for c in prompt]
         return Problem(prompt, right_answer(prompt), ids, index)
-
-    def train(index: int) -> Problem:
-        asked.append(index)
-        return problem(TRAIN[index % len(TRAIN)], index)
 
     def judge(texts: list[str], answers: list[str]) -> list[float]:
         return list(map(marks, texts, answers))
@@ -310,41 +285,30 @@ def task(marks: Callable[[str, str], float]) -> tuple[Task, list[int]]:
     def exam(texts: list[str], answers: list[str]) -> list[float]:
         return list(map(reward, texts, answers))
 
-    problems, final = [problem(prompt) for prompt in HELD_OUT], lambda text: text.split("#")[-1]
-    other = None if marks is reward else exam
-    known = {"exam": other, "final": final, "tokenizer": tokenizer()}
-    return Task("arithmetic", train, problems, judge, **known), asked
+    return Task(
+        "arithmetic",
+        lambda index: problem(TRAIN[index % len(TRAIN)], index),
+        [problem(prompt) for prompt in HELD_OUT],
+        judge,
+        exam=None if marks is reward else exam,
+        final=lambda text: text.split("#")[-1],
+        tokenizer=tokenizer(),
+    )
 
 
 def record(
-    module: ModuleType,
-    world: World,
-    folder: Path,
-    steps: int = 2,
-    model: str = "model",
-    save: bool = False,
-    **flags,
+    module: ModuleType, world: World, folder: Path, steps: int = 2, model: str = "model", **flags
 ) -> Record:
-    """Run the module's `main` for some steps on the stored answers, with checkpoints if `save`."""
+    """Run the module's `main` for some steps on the stored answers."""
     name = module.__name__.removesuffix("_mutant").rpartition(".")[2]
     flags = DEFAULTS | FLAGS.get(name, formulas.of(name, "FLAGS", {})) | flags
-    args = module.Args(
-        steps=steps + flags.get("lag", 0),
-        prompts_per_step=P,
-        group_size=G,
-        max_new_tokens=LIMIT,
-        dtype="float32",
-        **{"shard_ranks": world.size} | flags,
-    )
-    args.run_dir, args.eval_every, args.eval_samples, args.sampler_tolerance = (
-        str(folder),
-        100,
-        SAMPLES,
-        1e9,
-    )
-    args.model = {"model": "tiny", "model-moe": "tiny-moe"}[model]
-    problems, asked = task(formulas.of(name, "judge", reward))
-    engine, found = Stored(world, model), Record(world.rank, world.size, vars(args), indices=asked)
+    shape = {"prompts_per_step": P, "group_size": G, "max_new_tokens": LIMIT, "dtype": "float32"}
+    shape |= {"steps": steps + flags.get("lag", 0), "shard_ranks": world.size}
+    args = module.Args(**shape | flags)
+    args.run_dir, args.eval_every, args.eval_samples = str(folder), 100, SAMPLES
+    args.model, args.sampler_tolerance = model.replace("model", "tiny"), 1e9
+    problems = task(formulas.of(name, "judge", reward))
+    engine, found = Stored(world, model), Record(world.rank, world.size, vars(args))
 
     class Watched(torch.optim.AdamW):
         """AdamW that writes down what it is given."""
@@ -352,30 +316,24 @@ def record(
         def step(self, closure: object = None) -> None:
             parameters = [p for group in self.param_groups for p in group["params"]]
             seen = {"parameters": whole(parameters), "gradients": whole(p.grad for p in parameters)}
-            seen |= {
-                name: [group[name] for group in self.param_groups]
-                for name in ("lr", "betas", "weight_decay")
-            }
+            for name in ("lr", "betas", "weight_decay"):
+                seen[name] = [group[name] for group in self.param_groups]
             policy = len(parameters) == len(list(untrained(model).parameters()))
             (found.updates if policy else found.lessons).append(seen)
             super().step(closure)
 
-    def choose(
-        response: list, boundaries: set, slope: float, offset: float, *rest: object
-    ) -> tuple:
+    def choose(response: list, boundaries: set, slope: float, offset: float, *rest) -> tuple:
         kept, depth = choose_pivot(response, boundaries, slope, offset, *rest)
         text = "".join(VOCABULARY[t] for t in response if t != EOS)
-        found.pivots.append(
-            {"fit": (slope, offset), "response": text, "kept": kept, "depth": depth}
-        )
+        pivot = {"fit": (slope, offset), "response": text, "kept": kept, "depth": depth}
+        found.pivots.append(pivot)
         return kept, depth
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "load_model", lambda name, *flag: copy.deepcopy(loaded(name)))
         patch.setattr(module, "load_task", lambda *arguments: problems)
         patch.setattr(module, "make_engine", lambda *arguments: engine)
-        if not save:
-            patch.setattr(module, "save_checkpoint", lambda *arguments: None)
+        patch.setattr(module, "save_checkpoint", lambda *arguments: None)
         patch.setattr("common.plumbing.tracking.draw_curves", lambda *arguments: "")
         patch.setattr(torch.optim, "AdamW", Watched)
         if hasattr(module, "choose_pivot"):
@@ -384,7 +342,7 @@ def record(
         still = SimpleNamespace(anywhere=lambda world: False)
         patch.setattr("common.plumbing.tracking.StopFlag", lambda: still)
         module.main(args, world)
-    while CLOSING:  # the next one may go on with this run
+    while CLOSING:
         CLOSING.pop()()
     found.calls, found.synced = engine.calls, engine.synced
     if world.rank == 0:
@@ -399,35 +357,22 @@ def record(
 
 @contextlib.contextmanager
 def damaged(algorithm: str, where: str = "", old: str = "", new: str = "") -> ModuleType:
-    """A copy of the algorithm's module with one piece of the source of `where` replaced: its own or
-    one of common's."""
-    own = MODULES[algorithm]
-    home = importlib.import_module(own if where in ("", algorithm) else where)
-    source = replaced(Path(home.__file__), old, new) if old else Path(home.__file__).read_text()
-    copied = ModuleType(f"{home.__name__}_mutant")
-    copied.__file__ = home.__file__
+    """The algorithm's module with one piece of the source of `where` replaced: its own or one of
+    common's."""
+    own = importlib.import_module(MODULES[algorithm])
+    home = own if where in ("", algorithm) else importlib.import_module(where)
+    copied = mutate(home, old, new) if old else home
+    if home is own:
+        yield copied
+        return
+    users = [module for name, module in list(sys.modules.items()) if name.startswith("common")]
     with pytest.MonkeyPatch.context() as patch:
-        # Dataclasses look their module up
-        patch.setitem(importlib.sys.modules, copied.__name__, copied)
-        exec(compile(source, home.__file__, "exec"), vars(copied))
-        if home.__name__ == own:
-            yield copied
-            return
-        users = [
-            module
-            for name, module in list(importlib.sys.modules.items())
-            if name.startswith("common")
-        ]
-        # Whoever imported something from there
-        for user in (importlib.import_module(own), *users):
+        for user in (own, *users):  # whoever imported something from there
             for name, value in list(vars(user).items()):
-                if (
-                    user is not copied
-                    and getattr(value, "__module__", "") == home.__name__
-                    and hasattr(copied, name)
-                ):
+                of_home = getattr(value, "__module__", "") == home.__name__
+                if user is not copied and of_home and hasattr(copied, name):
                     patch.setattr(user, name, getattr(copied, name))
-        yield importlib.import_module(own)
+        yield own
 
 
 # The oracle
@@ -435,7 +380,12 @@ def damaged(algorithm: str, where: str = "", old: str = "", new: str = "") -> Mo
 
 class Batch(SimpleNamespace):
     """All rows of a mini-batch: logp (with gradient), old, mu, ref, entropy, mask [n, T]; A, branch
-    [n]; args; the models of logp and of old: lm, before."""
+    [n]; args; the models of logp and of old: lm, before. What an objective writes down: count, what
+    its mean is over; rho; stats, main's own metrics as (sum, count)."""
+
+    @property
+    def r(self) -> Tensor:
+        return (self.logp - self.old).exp()  # [n, T]
 
 
 def z_score(R: Tensor) -> Tensor:
@@ -484,119 +434,119 @@ def token_mean(x: Tensor, mask: Tensor) -> Tensor:
     return (x * mask).sum() / mask.sum()
 
 
-def tokens(mask: Tensor) -> float:
-    return float(mask.sum())
+def clipped(r: Tensor, A: Tensor, args: dict) -> Tensor:
+    """min(r A, clip(r) A)."""
+    return torch.minimum(r * A, r.clip(1 - args["clip_low"], 1 + args["clip_high"]) * A)
 
 
-def clipped_surrogate(b: Batch, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """min(r A, clip(r) A), and where the gradient is zero."""
-    r, A = (b.logp - b.old).exp(), b.A[:, None]
-    beyond = ((A > 0) & (r > 1 + high)) | ((A < 0) & (r < 1 - low))
-    return torch.where(beyond, r.clip(1 - low, 1 + high).detach() * A, r * A), beyond
-
-
-def sides(name: str, beyond: Tensor, b: Batch) -> dict:
-    """Of the tokens beyond: all, those that rose, those that fell."""
-    good = b.A[:, None] > 0
-    parts = {"share": beyond, "above": beyond & good, "below": beyond & ~good}
-    return {f"{name}_{part}": share(where, b.mask) for part, where in parts.items()}
+def surrogate(b: Batch) -> Tensor:
+    return clipped(b.r, b.A[:, None], b.args)
 
 
 def k3(b: Batch) -> Tensor:
     return (b.ref - b.logp).exp() - (b.ref - b.logp) - 1
 
 
-def share(where: Tensor, mask: Tensor) -> tuple[float, float]:
-    return float((where * mask).sum()), float(mask.sum())
+def tokens_of(b: Batch, mask: Tensor) -> Tensor:
+    """The mask, whose tokens are what the loss is a mean of."""
+    b.count = float(mask.sum())
+    return mask
 
 
-def grpo(b: Batch) -> tuple[Tensor, dict]:
-    surrogate, beyond = clipped_surrogate(b, b.args["clip_low"], b.args["clip_high"])
-    stats = sides("clip", beyond, b) | {"ref_kl": share(k3(b).detach(), b.mask)}
-    return response_mean(surrogate - b.args["beta"] * k3(b), b.mask), stats
+def grpo(b: Batch) -> Tensor:
+    return response_mean(surrogate(b) - b.args["beta"] * k3(b), b.mask)
 
 
-def gspo(b: Batch) -> tuple[Tensor, dict]:
+def justrl(b: Batch) -> Tensor:
+    """The trunk of many variants."""
+    return token_mean(surrogate(b), tokens_of(b, b.mask))
+
+
+def gspo(b: Batch) -> Tensor:
     s = (((b.logp - b.old) * b.mask).sum(1) / b.mask.sum(1)).exp()
-    low, high = 1 - b.args["clip_low"], 1 + b.args["clip_high"]
-    beyond = ((b.A > 0) & (s > high)) | ((b.A < 0) & (s < low))
-    live = b.A != 0  # nothing to clip in the others
-    parts = {"share": beyond, "above": beyond & (b.A > 0), "below": beyond & (b.A < 0)}
-    stats = {f"clip_{name}": (float(x.sum()), float(live.sum())) for name, x in parts.items()}
-    stats["clip_share_of_tokens"] = share(beyond[:, None], live[:, None] * b.mask)
-    return torch.where(beyond, s.clip(low, high).detach() * b.A, s * b.A).mean(), stats
+    return clipped(s, b.A, b.args).mean()
 
 
-def sapo(b: Batch) -> tuple[Tensor, dict]:
+def sapo(b: Batch) -> Tensor:
     tau = torch.where(b.A > 0, b.args["tau_pos"], b.args["tau_neg"])[:, None].double()
-    f = 4 / tau / (1 + (-tau * ((b.logp - b.old).exp() - 1)).exp())
-    gate = (1 / torch.cosh(tau * ((b.logp - b.old).exp() - 1) / 2) ** 2).detach()
-    return response_mean(f * b.A[:, None], b.mask), {"gate_closed": share(1 - gate, b.mask)}
+    f = 4 / tau / (1 + (-tau * (b.r - 1)).exp())
+    return response_mean(f * b.A[:, None], b.mask)
 
 
-def stapo(b: Batch) -> tuple[Tensor, dict]:
-    surrogate, _ = clipped_surrogate(b, b.args["clip_low"], b.args["clip_high"])
+def silent(b: Batch) -> Tensor:
+    """stapo's rare tokens of right responses where the entropy is low."""
     p, everywhere = b.logp.detach().exp(), b.mask > 0
     rare = everywhere & (p < b.args["tau_p"]) & (b.A[:, None] > 0)
-    among = b.entropy[everywhere if b.args["entropy_over"] == "all" else rare]
+    among = b.entropy[everywhere if b.args.get("entropy_over", "all") == "all" else rare]
     height = numpy.quantile(among.numpy(), b.args["entropy_quantile"])
-    silent = rare & (b.entropy < height - 1e-5)
-    kept = b.mask * ~silent
-    b.count = tokens(kept)
-    return token_mean(surrogate, kept), {"silenced_share": share(silent, b.mask)}
+    return rare & (b.entropy < height - 1e-5)
 
 
-def maspo(b: Batch) -> tuple[Tensor, dict]:
-    a, A, r = b.args, b.A[:, None], (b.logp - b.old).exp()
+def stapo(b: Batch) -> Tensor:
+    return token_mean(surrogate(b), tokens_of(b, b.mask * ~silent(b)))
+
+
+def gated(b: Batch) -> Tensor:
+    """maspo's gate times r A."""
+    a, A, r = b.args, b.A[:, None], b.r
     width = (a["sigma_base"] / b.old.exp() ** a["alpha"]).clip(a["sigma_base"], a["sigma_high"])
     risk = torch.where(A > 0, 1 + a["beta_pos"] * A, 1 / (1 - a["beta_neg"] * A)).clip(0.1, 10)
     out = ((A > 0) & (r > 1)) | ((A < 0) & (r < 1))
-    b.count = tokens(b.mask)
-    gate = torch.where(out, (-((r - 1) ** 2) / (2 * (width * risk) ** 2)).exp(), 1.0).detach()
-    return token_mean(gate * r * A, b.mask), {"gate_closed": share(1 - gate, b.mask)}
+    gate = torch.where(out, (-((r - 1) ** 2) / (2 * (width * risk) ** 2)).exp(), 1.0)
+    return gate.detach() * r * A
 
 
-def minirl(b: Batch) -> tuple[Tensor, dict]:
-    r, A = (b.logp - b.old).exp().detach(), b.A[:, None]
+def maspo(b: Batch) -> Tensor:
+    return token_mean(gated(b), tokens_of(b, b.mask))
+
+
+def minirl(b: Batch) -> Tensor:
+    r, A = b.r.detach(), b.A[:, None]
     masked = ((A > 0) & (r > 1 + b.args["clip_high"])) | ((A < 0) & (r < 1 - b.args["clip_low"]))
     weight = (b.logp - b.mu).exp().detach()
-    stats = sides("masked", masked, b) | {"weight": share(weight.clip(max=5), b.mask)}
-    stats["weight_max"] = (float((weight * b.mask).max()), None)
-    return (~masked * weight.clip(max=b.args["is_cap"]) * A * b.logp * b.mask).sum(1).mean(), stats
+    b.stats = {"weight_max": ((weight * b.mask).max(), 1)}
+    weight = weight.clip(max=b.args["is_cap"])
+    return (~masked * weight * A * b.logp * b.mask).sum(1).mean()
 
 
-def vcpo(b: Batch) -> tuple[Tensor, dict]:
+def age(b: Batch) -> Tensor:
+    """vcpo's weight w of each response under π_θ. Takes its baseline from the advantages of the
+    main rows, and writes ρ down."""
     log_w = ((b.logp - b.mu) * b.mask).sum(1).detach()
     norms = []
     for row in (b.logp * b.mask).sum(1):  # g_i = ∇ Σ_t log π: a backward pass for each response
         parts = torch.autograd.grad(row, list(b.lm.parameters()), retain_graph=True)
         norms.append(torch.cat([part.flatten() for part in parts]).norm())
-    heavy = (2 * log_w).exp() * torch.stack(norms) ** 2
-    shifts = []
-    for group in torch.arange(len(b.rows)).split(G):
-        b.A[group] = b.A[group] - (shift := (heavy[group] * b.A[group]).sum() / heavy[group].sum())
+    heavy, shifts = (2 * log_w).exp() * torch.stack(norms) ** 2, []
+    for group in torch.arange(int((~b.branch).sum())).split(G):  # main rows come first
+        shift = (heavy[group] * b.A[group]).sum() / heavy[group].sum()
+        b.A[group] = b.A[group] - shift
         shifts.append(abs(float(shift)))
-    w, means = log_w.exp(), (b.logp * b.mask).sum(1) / b.mask.sum(1)
+    w = log_w.exp()
     b.rho = float(w.sum() ** 2 / (w**2).sum() / len(w))
-    stats = {"ess_ratio": (b.rho, 1), "baseline_shift": (sum(shifts), len(shifts))}
-    stats |= {"weight": (float(w.clip(max=8).sum()), len(w)), "weight_max": (float(w.max()), None)}
-    return (w.clip(max=b.args["is_cap"]) * b.A * means).mean(), stats
+    b.stats = {"ess_ratio": (b.rho, 1), "baseline_shift": (sum(shifts), len(shifts))}
+    return w
 
 
-def deep_grpo(b: Batch) -> tuple[Tensor, dict]:
-    surrogate, beyond = clipped_surrogate(b, b.args["clip_low"], b.args["clip_high"])
-    total, b.count = 0.0, tokens(b.mask[~b.branch])
-    for stream, weight in ((~b.branch, 1.0), (b.branch, b.args["branch_weight"])):
-        if stream.any():
-            total = total + token_mean(
-                weight * surrogate[stream] - b.args["beta"] * k3(b)[stream], b.mask[stream]
-            )
-    return total, sides("clip", beyond, b) | {"ref_kl": share(k3(b).detach(), b.mask)}
+def vcpo(b: Batch) -> Tensor:
+    w, means = age(b), (b.logp * b.mask).sum(1) / b.mask.sum(1)
+    return (w.clip(max=b.args["is_cap"]) * b.A * means).mean()
 
 
-OBJECTIVES = {f.__name__: f for f in (grpo, gspo, sapo, stapo, maspo, minirl, vcpo, deep_grpo)} | {
-    "goldilocks": grpo
-}
+def both_streams(b: Batch, x: Tensor, mask: Tensor, mean: Callable) -> Tensor:
+    """The mean over main rows and the mean over branches, added up."""
+    streams = [stream for stream in (~b.branch, b.branch) if stream.any()]
+    return sum(mean(x[stream], mask[stream]) for stream in streams)
+
+
+def deep_grpo(b: Batch) -> Tensor:
+    tokens_of(b, b.mask[~b.branch])
+    weight = torch.where(b.branch, b.args["branch_weight"], 1.0)[:, None]
+    return both_streams(b, weight * surrogate(b) - b.args["beta"] * k3(b), b.mask, token_mean)
+
+
+OBJECTIVES = {f.__name__: f for f in (grpo, gspo, sapo, stapo, maspo, minirl, vcpo, deep_grpo)}
+OBJECTIVES["goldilocks"] = grpo
 
 
 class Oracle:
@@ -606,19 +556,27 @@ class Oracle:
         self.name, self.records, self.model = name, records, model
         self.args, self.size, self.updates = records[0].flags, len(records), records[0].updates
         self.known: dict[int, tuple] = {}
-        self.rounds = formulas.of(name, "rounds", ROUNDS.get(name, in_order))(self)
+        self.rounds = self.own("rounds", ROUNDS.get(name, in_order))(self)
 
-    def groups(self, step: int, part: int) -> list[tuple[int, list[Row]]]:
-        """(rank, a group's rows) of mini-batch `part` of a batch: every rank's own share, in its
-        own order."""
+    def own(self, what: str, otherwise: object) -> object:
+        """What a variant says in formulas/NAME.py, or the default."""
+        return formulas.of(self.name, what, otherwise)
+
+    def groups(self, step: int, part: int) -> list[list[Row]]:
+        """The groups of mini-batch `part` of a batch: every rank's own share, in its own order."""
         filled, found = {}, []
         for drawn in self.rounds[step]:
             filled |= drawn  # a later round's group takes the slot
         share = P // self.size // self.args["minibatches"]
         for one in self.records:
             start = one.rank * P // self.size + part * share
-            found += [(one.rank, respond(filled[i], G)) for i in range(start, start + share)]
+            found += [respond(filled[i], G) for i in range(start, start + share)]
         return found
+
+    def rows(self, step: int) -> list[Row]:
+        """All rows of a batch."""
+        groups = [group for part in range(M) for group in self.groups(step, part)]
+        return [row for group in groups for row in group]
 
     def branches(self, step: int, part: int) -> list[list[Row]]:
         """The siblings that were grown from this mini-batch's failed responses."""
@@ -636,12 +594,6 @@ class Oracle:
                     found.append(respond(row.prompt, K, prefix))
         return found
 
-    def used(self, parameters: list[Tensor]) -> list[Tensor]:
-        """What passes compute with: the optimiser's parameters, unless a variant changes them."""
-        change = formulas.of(self.name, "used", lambda name, weight: weight)
-        names = [name for name, _ in untrained(self.model).named_parameters()]
-        return [change(name, weight) for name, weight in zip(names, parameters, strict=True)]
-
     def taught(self, step: int) -> tuple[torch.nn.Module, list[Tensor]]:
         """goldilocks' teacher before a step's lesson: its backbone, weight and bias of its head."""
         *backbone, weight, bias = self.records[0].lessons[step]["parameters"]
@@ -649,77 +601,58 @@ class Oracle:
 
     def reward(self, row: Row) -> float:
         """In training, where the judge may give part marks."""
-        return formulas.of(self.name, "judge", reward)(row.text, right_answer(row.prompt))
+        return self.own("judge", reward)(row.text, right_answer(row.prompt))
 
     def lm(self, parameters: list[Tensor]) -> torch.nn.Module:
         lm = copy.deepcopy(untrained(self.model))
         with torch.no_grad():
-            for own, given in zip(lm.parameters(), self.used(parameters)):
+            for own, given in zip(lm.parameters(), parameters, strict=True):
                 own.copy_(given)
         return lm
 
     def batch(self, update: int) -> Batch:
         """Everything that the objective of this update is about."""
-        parts = self.args["minibatches"]
-        step, part = divmod(update, parts)
-        groups = [rows for _, rows in self.groups(step, part)]
-        advantage = ADVANTAGES.get(self.name, formulas.of(self.name, "advantages", z_score))
+        step, part = divmod(update, self.args["minibatches"])
+        advantage = ADVANTAGES.get(self.name, self.own("advantages", z_score))
+        rewards = self.own("rewards", verdicts)
+        rows, A, branch = [], [], []
         grown = self.branches(step, part) if self.args.get("branches") else []
-        rewards = formulas.of(self.name, "rewards", verdicts)
-        A = [
-            advantage(torch.tensor(rewards(self, step, rows), dtype=torch.float64))
-            for rows in [*groups, *grown]
-        ]
-        # Branches must teach something
-        keep = [True] * len(groups) + [bool((a != 0).any()) for a in A[len(groups) :]]
-        chosen = [rows for rows, kept in zip([*groups, *grown], keep) if kept]
-        rows = [row for group in chosen for row in group]
+        for siblings in (groups := self.groups(step, part)) + grown:
+            own = advantage(torch.tensor(rewards(self, step, siblings), dtype=torch.float64))
+            is_branch = len(branch) >= G * len(groups)
+            if is_branch and not own.any():
+                continue  # branches must teach something
+            rows += siblings
+            A.append(own)
+            branch += [is_branch] * len(siblings)
         lm = self.lm(self.updates[update]["parameters"])
-        old, reference = (self.updates[at]["parameters"] for at in (step * parts, 0))
+        old, reference = (self.updates[at]["parameters"] for at in (step * M, 0))
         routes = self.routes(rows, old)
         with self.routed(lm, routes):
             logp, entropy, mask = log_probs(lm, rows)
         with torch.no_grad(), self.routed(before := self.lm(old), routes):
             old_logp = log_probs(before, rows)[0]
             ref_logp = log_probs(self.lm(reference), rows)[0]
-        mu = padded([sampler_logp(row, self.model) for row in rows])
-        branch = torch.tensor(
-            [bool(i >= len(groups)) for i, group in enumerate(chosen) for _ in group]
-        )
-        A = torch.cat([a for a, kept in zip(A, keep) if kept])
-        b = Batch(
-            logp=logp,
-            old=old_logp,
-            ref=ref_logp,
-            mu=mu.double(),
-            entropy=entropy.detach(),
-            mask=mask,
-            lm=lm,
-            before=before,
-        )
-        vars(b).update(
-            A=A, rows=rows, args=self.args, branch=branch, rho=1.0, groups=groups, count=len(rows)
-        )
-        formulas.of(self.name, "prepare", lambda *_: None)(self, step, b)
+        mu = padded([sampler_logp(row, self.model) for row in rows]).double()
+        b = Batch(logp=logp, old=old_logp, ref=ref_logp, mu=mu, entropy=entropy.detach(), mask=mask)
+        vars(b).update(A=torch.cat(A), branch=torch.tensor(branch), rows=rows, args=self.args)
+        vars(b).update(lm=lm, before=before, rho=1.0, count=len(rows), stats={})
+        self.own("prepare", lambda *_: None)(self, step, b)
         return b
 
-    def gradient(self, update: int) -> tuple[Tensor, Batch, dict]:
-        """The flat gradient of -J, the batch it came from, and the algorithm's statistics as (sum,
-        count)."""
+    def gradient(self, update: int) -> tuple[Tensor, Batch]:
+        """The flat gradient of -J, and the batch it came from."""
         if update in self.known:
             return self.known[update]
         b = self.batch(update)
-        J, stats = formulas.of(self.name, "objective", OBJECTIVES.get(self.name))(b)
+        J = self.own("objective", OBJECTIVES.get(self.name))(b)
         # What the gradient has in front of ∇ log π_θ of each token
         (b.weight,) = torch.autograd.grad(J, b.logp, retain_graph=True)  # [n, T]
         found = torch.autograd.grad(-J, list(b.lm.parameters()))
         # The graph is not needed any more
         b.J, b.logp, b.lm, b.before = float(J.detach()), b.logp.detach(), None, None
-        self.known[update] = torch.cat([part.flatten() for part in found]), b, stats
+        self.known[update] = flat(found), b
         return self.known[update]
-
-    def applied(self, update: int) -> Tensor:
-        return torch.cat([part.flatten() for part in self.updates[update]["gradients"]]).double()
 
     # minirl's routing replay
 
@@ -730,9 +663,8 @@ class Oracle:
         if mode == "none":
             return None
         if mode == "r3":
-            return torch.nn.utils.rnn.pad_sequence(
-                [expert_choice(row) for row in rows], batch_first=True
-            ).long()
+            chosen = [expert_choice(row) for row in rows]
+            return torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True).long()
         lm, seen = self.lm(old), []
         for router in routers(lm):
             router.register_forward_hook(lambda _, x, out: seen.append(out[0].topk(2, -1).indices))
@@ -754,14 +686,15 @@ class Oracle:
 
             return hook
 
-        hooks = [
-            r.register_forward_hook(replace(i))
-            for i, r in enumerate(routers(lm))
-            if routes is not None
-        ]
+        replayed = [] if routes is None else enumerate(routers(lm))
+        hooks = [router.register_forward_hook(replace(layer)) for layer, router in replayed]
         yield
         for hook in hooks:
             hook.remove()
+
+
+def flat(tensors: object) -> Tensor:
+    return torch.cat([x.flatten() for x in tensors]).double()
 
 
 def teaches(lm: torch.nn.Module, head: list[Tensor], prompt: str, top: float = 0.5) -> Tensor:
@@ -789,9 +722,9 @@ def trials(jobs: list[tuple], folder: Path) -> None:
 
 def on_two_ranks(jobs: list[tuple], folder: Path) -> list[list[Record]]:
     """The records of both ranks for every job."""
-    done = forked(trials, jobs, folder, ranks=2)
+    done, found = forked(trials, jobs, folder, ranks=2), []
     assert done.returncode == 0, done.stderr
-    return [
-        [torch.load(folder / f"{n}-{r}.pt", weights_only=False) for r in (0, 1)]
-        for n in range(len(jobs))
-    ]
+    for number in range(len(jobs)):
+        paths = [folder / f"{number}-{rank}.pt" for rank in (0, 1)]
+        found.append([torch.load(path, weights_only=False) for path in paths])
+    return found

@@ -5,7 +5,10 @@ import json
 import os
 from pathlib import Path
 
+import grpo
 import pytest
+
+from tests.helpers import metrics, run_here
 
 FOLDER = os.environ.get("REALMODEL", "")
 
@@ -15,10 +18,6 @@ FOLDER = os.environ.get("REALMODEL", "")
 def test_a_real_model_learns_and_resumes(tmp_path, monkeypatch):
     """SmolLM2-135M on one-digit sums: chat template, text reward, sampler check; 8 steps, then 2
     after a resume."""
-    import grpo
-
-    from tests.helpers import metrics, run_here
-
     monkeypatch.setenv("OMP_NUM_THREADS", str(os.cpu_count()))
     task = Path(FOLDER) / "sums.jsonl"
     flags = ["--model", FOLDER, "--task", task, "--instruction", "", "--run_dir", tmp_path / "run"]

@@ -1,21 +1,10 @@
-"""DAPO."""
+"""DAPO: groups without a difference are drawn again; long responses are punished."""
 
-from tests.loop.oracle import (
-    LIMIT,
-    TRAIN,
-    Batch,
-    G,
-    Oracle,
-    P,
-    Row,
-    Tensor,
-    clipped_surrogate,
-    respond,
-)
-from tests.loop.oracle import sides, token_mean, tokens
+from tests.loop.oracle import LIMIT, TRAIN, Batch, G, Oracle, P, Row, Tensor, respond, surrogate
+from tests.loop.oracle import token_mean, tokens_of
 
 FLAGS = {"max_draws": 2, "overlong_buffer": 20, "overlong_penalty": 0.7, "grad_clip": 11.0}
-ALSO = [{"max_draws": 1}]  # where most groups that are idle stay so
+ALSO = [{"max_draws": 1}, {"mask_truncated": True}]  # with one draw most idle groups stay so
 STORED = {"max_draws": 1}  # a stored rollout cannot be drawn again
 
 
@@ -47,27 +36,7 @@ def rewards(o: Oracle, step: int, rows: list[Row]) -> list[float]:
     return [row.reward - (0 if idle(rows) else punishment(o, row)) for row in rows]
 
 
-def objective(b: Batch) -> tuple[Tensor, dict]:
-    surrogate, beyond = clipped_surrogate(b, b.args["clip_low"], b.args["clip_high"])
-    mask = b.mask
-    if b.args["mask_truncated"]:
-        mask = mask * Tensor([[row.finished] for row in b.rows])
-    b.count = tokens(mask)
-    return token_mean(surrogate, mask), sides("clip", beyond, b)
-
-
-def metrics(o: Oracle, step: int) -> dict[str, float]:
-    """What the rounds cost."""
-    used = [
-        row for part in range(o.args["minibatches"]) for _, g in o.groups(step, part) for row in g
-    ]
-    drawn = [row for found in o.rounds[step] for p in found.values() for row in respond(p, G)]
-    all_tokens, kept = (sum(len(row.tokens) for row in rows) for rows in (drawn, used))
-    return {
-        "rounds": len(o.rounds[step]),
-        "drawn_per_used": len(drawn) / len(used),
-        "extra_tokens": (all_tokens - kept) / kept,
-        "tokens": all_tokens,
-        "reward_drawn": sum(row.reward for row in drawn) / len(drawn),
-        "overlong": sum(punishment(o, row) for row in used) / len(used),
-    }
+def objective(b: Batch) -> Tensor:
+    """Truncated responses stay out of loss and denominator, not out of their group's mean."""
+    finished = Tensor([[row.finished or not b.args["mask_truncated"]] for row in b.rows])
+    return token_mean(surrogate(b), tokens_of(b, b.mask * finished))

@@ -1,11 +1,11 @@
-"""M2PO."""
+"""M2PO: of a mini-batch's tokens that lead outward the farthest are left out, to a budget."""
 
-from tests.loop.oracle import Batch, Tensor, share, token_mean, tokens
+from tests.loop.oracle import Batch, Tensor, token_mean, tokens_of
 
 FLAGS = {"grad_clip": 4.0}
 
 
-def objective(b: Batch) -> tuple[Tensor, dict]:
+def objective(b: Batch) -> Tensor:
     w, A = (b.logp - b.mu).exp(), b.A[:, None]
     squares = w.detach().log() ** 2
     outward = (A * (w.detach() - 1) > 0) & (b.mask > 0)
@@ -13,8 +13,4 @@ def objective(b: Batch) -> tuple[Tensor, dict]:
     while left and sum(left) / len(left) > b.args["budget"]:
         left.pop()  # the largest
     masked = outward & (squares > (left[-1] if left else 0.0) + 1e-6)
-    b.count = tokens(b.mask)
-    stats = {"masked_share": share(masked, b.mask)}
-    stats["second_moment"] = (float(squares[outward].sum()), float(outward.sum()))
-    stats["weight_max"] = (float((w.detach() * b.mask).max()), None)
-    return token_mean(~masked * w * A, b.mask), stats
+    return token_mean(~masked * w * A, tokens_of(b, b.mask))

@@ -2,7 +2,7 @@
 
 import statistics
 
-from tests.loop.oracle import Batch, M, Oracle, Tensor, grpo, sampler_logp, torch
+from tests.loop.oracle import Batch, Oracle, Row, Tensor, grpo, sampler_logp, torch
 
 FLAGS = {"positive_weight": 0.3, "outliers": 1.8, "beta": 0.1, "grad_clip": 4.0}
 ALSO = [{"baseline": "none"}]
@@ -10,31 +10,25 @@ STORED = {"outliers": 1.5}
 OFF = {"positive_weight": 1.0}
 
 
+def length(row: Row) -> float:
+    return float(len(row.tokens))
+
+
+def surprise(row: Row) -> float:
+    return statistics.fmean(sampler_logp(row, "model"))
+
+
 def prepare(o: Oracle, step: int, b: Batch) -> None:
     """Without a baseline right is 1, wrong -1. Outliers of the step's whole rollout, by length or
     by mean log μ, have the advantage 0."""
     if o.args["baseline"] == "none":
-        b.A = torch.tensor([1.0 if row.reward else -1.0 for row in b.rows], dtype=torch.float64)
-    measures = (
-        lambda row: float(len(row.tokens)),
-        lambda row: statistics.fmean(sampler_logp(row, o.model)),
-    )
-    rollout = [row for part in range(M) for _, group in o.groups(step, part) for row in group]
-    b.odd = torch.zeros(len(b.rows), dtype=torch.bool)
-    for measure in measures:
-        every = [measure(row) for row in rollout]
-        mean, std = statistics.fmean(every), statistics.pstdev(every)
-        far = [abs(measure(row) - mean) > o.args["outliers"] * std for row in b.rows]
-        b.odd |= torch.tensor(far)
-    b.A = b.A * ~b.odd
+        b.A = torch.tensor([1.0 if row.reward else -1.0 for row in b.rows]).double()
+    for measure in (length, surprise):
+        every = [measure(row) for row in o.rows(step)]
+        mean, reach = statistics.fmean(every), o.args["outliers"] * statistics.pstdev(every)
+        b.A = b.A * torch.tensor([abs(measure(row) - mean) <= reach for row in b.rows])
 
 
-def objective(b: Batch) -> tuple[Tensor, dict]:
-    u = 1 + (b.args["positive_weight"] - 1) * (b.A > 0).double()
-    J, stats = grpo(Batch(**(vars(b) | {"A": u * b.A})))
-    size, odd = b.A.abs(), b.odd.double()
-    stats["damped"] = float(((1 - u) * size).sum()), float(size.sum())
-    stats["outlier_share"] = float(odd.sum()), len(b.rows)
-    rewards = torch.tensor([row.reward for row in b.rows], dtype=torch.float64)
-    stats["outlier_reward"] = float((rewards * odd).sum()), float(odd.sum())
-    return J, stats
+def objective(b: Batch) -> Tensor:
+    u = torch.where(b.A > 0, b.args["positive_weight"], 1.0)
+    return grpo(Batch(**vars(b) | {"A": u * b.A}))
