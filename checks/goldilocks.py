@@ -77,21 +77,15 @@ def check_gradient_law(module: ModuleType) -> None:
 
 
 CHECKS = [*written_here(globals()), *grpo.CHECKS]
-SPREAD = "(rewards - rewards[:, :1]).std(dim=1, correction=0)"
 STD, TIES = "std(dim=1, correction=0)", "(x[:, None] - x).sign().double().sum(dim=1)"
-MEAN = ".sum(dim=1) / lengths[:, None]"
 MUTANTS = {
     "p (1-p)": (STD, "var(dim=1, correction=0)"),
-    "sample std": (STD, "std(dim=1)"),
-    "p": (SPREAD, "rewards.mean(dim=1)"),
     "over the batch": (STD, "std(correction=0).expand(len(rewards))"),
     "rounding for a difference": ("(rewards - rewards[:, :1]).std", "rewards.std"),
     "the worst candidate": ("key=lambda k: -scores[k]", "key=lambda k: scores[k]"),
     "no exploration": ("rng.random() < explore", "rng.random() < 0"),
-    "exploration among the best": ("rng.shuffle(order)", "order[:2] = rng.sample(order[:2], 2)"),
     "a prompt twice": ("if prompts[k] not in taken", "if True"),
     "mean over padding": ("(hidden * real[..., None])", "hidden"),
-    "mean over the padded length": (MEAN, ".sum(dim=1) / sequences.shape[1]"),
     "range (0, 1)": ("return 0.5 * self.head", "return self.head"),
     "random head": ("nn.init.zeros_(self.head.weight), ", ""),
     "ties broken by place": (TIES, "x.argsort().argsort().double()"),

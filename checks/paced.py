@@ -76,15 +76,6 @@ def check_policy_gradient(module: ModuleType) -> None:
                 assert torch.allclose(-torch.autograd.grad(loss, theta)[0], expected, atol=1e-12)
 
 
-def check_fitting_is_the_same_square(module: ModuleType) -> None:
-    """At π_θ = π_old the slope in V is that of (V - mean R)² / 2β: the teacher's, by a factor."""
-    old = torch.tensor(COUNTS[0]).double() / sum(COUNTS[0])
-    for beta in BETAS:
-        V = torch.tensor(0.9, dtype=torch.float64, requires_grad=True)
-        (slope,) = torch.autograd.grad(balance(module, COUNTS[0], old.log(), V, beta), V)
-        assert torch.isclose(slope, (0.9 - (old * RIGHT).sum()) / beta)
-
-
 def check_weights(module: ModuleType) -> None:
     """Every token of a response has the weight Â - β log(π_θ(y)/π_old(y)), long or short; padding
     has none."""
@@ -138,20 +129,14 @@ MUTANTS = {
     "balance of each token": (SUM, "(logp - old_logp) * mask"),
     "padding": (SUM, "(logp - old_logp).sum(dim=1, keepdim=True)"),
     "pushed away from π_old": ("args.anchor * log_ratio - A", "-args.anchor * log_ratio - A"),
-    "no pull": ("args.anchor * log_ratio - A", "log_ratio.sub(log_ratio.detach()) - A"),
-    "β of 1": ("args.anchor * log_ratio - A", "log_ratio - A"),
     "reward divided": ("args.anchor * log_ratio - A", "args.anchor * log_ratio - A / args.anchor"),
     "sign": (RETURN, RETURN.replace("return ", "return -")),
-    "no square": (RETURN, RETURN.replace(".square()", ".abs()")),
     "no 1/β": (RETURN, RETURN.replace(" / (2 * args.anchor)", " / 2")),
     "token mean": (RETURN, RETURN.replace("mask.new_tensor(len(mask))", "mask.sum()")),
-    "no baseline": ("return rewards - expected[:, None]", "return rewards - 0 * expected[:, None]"),
     "the group's mean": (
         "return rewards - expected[:, None]",
         "return rewards - rewards.mean(dim=1, keepdim=True)",
     ),
-    "KL of the other sign": ("(-args.anchor * log_ratio.sum()", "(args.anchor * log_ratio.sum()"),
     "range (0, 1/2)": ("return self.head(mean)", "return 0.5 * self.head(mean)"),
     "mean over padding": ("(hidden * real[..., None])", "hidden"),
-    "the worst candidate": ("key=lambda k: -scores[k]", "key=lambda k: scores[k]"),
 }

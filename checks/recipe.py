@@ -7,8 +7,8 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch import Tensor
 
-from . import counts, deep_grpo, goldilocks, grpo, justrl, loss_of, maspo, no_kl, one, stapo, terms
-from . import toy_batch, vcpo, weight, written_here
+from . import counts, grpo, justrl, loss_of, maspo, no_kl, one, stapo, terms, toy_batch, weight
+from . import written_here
 
 # The layers, and what turns each off
 OFF = {
@@ -63,23 +63,6 @@ def check_maspos_gate(module: ModuleType) -> None:
     """Layer 2 the other way, in place of the clip: the authors' numbers, at eight ratios."""
     checks = [maspo.check_fixture, maspo.check_weights, maspo.check_gates]
     passes(module, checks, "clip", "tokens", tokens="maspo")
-
-
-def check_teacher(module: ModuleType) -> None:
-    """Layer 3 is Goldilocks': what a prompt can teach, the choice, the teacher."""
-    passes(module, goldilocks.written_here(vars(goldilocks)), "curriculum")
-
-
-def check_pivots(module: ModuleType) -> None:
-    """Layer 4 is DEEP-GRPO's: where a response is cut, how the cut is drawn and learned."""
-    checks = "pivots pivot_distribution choice_is_in_proportion fit".split()
-    passes(module, [getattr(deep_grpo, f"check_{name}") for name in checks], "branches")
-
-
-def check_variance(module: ModuleType) -> None:
-    """Layer 5 is VCPO's: the baseline of least variance, the effective sample size."""
-    checks = "baseline baseline_has_the_least_variance ess".split()
-    passes(module, [getattr(vcpo, f"check_{name}") for name in checks], "lag")
 
 
 def check_age(module: ModuleType) -> None:
@@ -165,27 +148,16 @@ def check_statistics(module: ModuleType) -> None:
 
 CHECKS = written_here(globals())
 RETURN = "return -(objective * kept * stream[:, None]).sum(), size @ (1 - branch), stats"
-SURROGATE = "torch.minimum(ratio * A, clipped * A)"
 BY_AGE = "log_w = log_weight(old_logp, rollout_logp, mask)"
 STREAM = "stream = 1 + (args.branch_weight * balance - 1) * branch"
 GATE = "objective = gate * ratio * A"
 MUTANTS = {
     "sign": (RETURN, RETURN.replace("-(", "(")),
-    "no mask": (RETURN, RETURN.replace(" * kept", "")),
     "silenced all the same": (RETURN, RETURN.replace("kept", "mask")),
-    "branches in the main average": (RETURN, RETURN.replace("size @ (1 - branch)", "size.sum()")),
     "one stream": (STREAM, STREAM.replace("balance", "1")),
-    "λ ignored": (STREAM, STREAM.replace("args.branch_weight *", "")),
     "λ on main": (STREAM, STREAM.replace("* branch", "* (1 - branch)")),
-    "always a token-mean": ("if not args.token_mean:", "if False:"),
-    "never a token-mean": ("if not args.token_mean:", "if True:"),
-    "responses counted by tokens": (
-        "return kept.sum(dim=1) if args.token_mean else",
-        "return kept.sum(dim=1) if True else",
-    ),
     "silenced tokens counted": ("size = counted(args, kept)", "size = counted(args, mask)"),
     "own tokens in every part": ("if kept is None:", "if True:"),
-    "own balance in every part": ("if balance is None:", "if True:"),
     "age of π_θ": (BY_AGE, BY_AGE.replace("old_logp", "logp")),
     "no age": ("objective * weight[:, None]", "objective"),
     "age without a lag": ("    if args.lag:\n        log_w", "    if True:\n        log_w"),
@@ -193,23 +165,6 @@ MUTANTS = {
         "objective = objective * weight[:, None]",
         "objective = objective * (old_logp - rollout_logp).exp().clamp(max=8)",
     ),
-    "no cap": (".exp().clamp(max=args.is_cap)", ".exp()"),
-    "no clip": (SURROGATE, "ratio * A"),
-    "clip without min": (SURROGATE, "clipped * A"),
     "gate beside the clip": (GATE, "objective = gate * objective"),
-    "gate without the ratio": (GATE, "objective = gate * A * logp"),
-    "gate differentiated": (
-        "with torch.no_grad():\n        old_p",
-        "with torch.enable_grad():\n        old_p",
-    ),
     "the other mask": ('if args.tokens != "stapo":', 'if args.tokens == "stapo":'),
-    "entropy ignored": (" & sure & mask", " & mask"),
-    "the worst candidate": ("key=lambda k: -scores[k]", "key=lambda k: scores[k]"),
-    "no depth": ("* depth**depth_power", "* depth**0"),
-    "norms ignored": ("2 * norms.clamp(min=1e-30).log()", "0 * norms"),
-    "ESS not divided by B": (".exp() / len(log_w)", ".exp()"),
-    "population std": (
-        "centred / (rewards.std(dim=1, keepdim=True)",
-        "centred / (rewards.std(dim=1, keepdim=True, correction=0)",
-    ),
 }
