@@ -68,11 +68,7 @@ def check_idle_slots_are_filled(module: ModuleType) -> None:
     assert rollout.mask.sum(dim=1).tolist() == [5, 6, 3, 4]
     known, *_, rollout, _ = refilled(module, [IDLE, IDLE, MIXED, MIXED])
     assert known.asked == [[2, 3], [4, 5]] and rollout.tokens[::2, 0].tolist() == [4, 5]
-
-
-def check_part_marks(module: ModuleType) -> None:
-    """A group teaches where its rewards differ, be they parts of a mark."""
-    known, *_ = refilled(module, [[0.3, 0.7], [0.5, 0.5], MIXED])
+    known, *_ = refilled(module, [[0.3, 0.7], [0.5, 0.5], MIXED])  # part marks
     assert known.asked == [[2, 3], [4]]
 
 
@@ -143,14 +139,11 @@ def check_truncated(module: ModuleType) -> None:
 CHECKS = [*written_here(globals()), *justrl.CHECKS]
 INDEX = "rows[:P][idle] = rows[P:]"
 MUTANTS = {
-    "rewarded below the buffer": (".clamp(min=0)  # [N]", "  # [N]"),
     "length rewarded": ("return -args.overlong_penalty", "return args.overlong_penalty"),
     "idle groups punished": ("mixed * overlong(", "overlong(", check_idle_groups_stay_idle),
     "truncated kept": ("if args.mask_truncated else", "if False else"),
     "the same prompts again": ("self.drawn += sum(counts)", "pass"),
     "every rank the same prompts": ("sum(counts[: self.world.rank])", "0"),
-    "part marks lost": ("idle = (rewards == rewards[:, :1])", "idle = (rewards < 1)"),
-    "a round too many": ("self.rounds < args.max_draws", "self.rounds <= args.max_draws"),
     "old rows under new rewards": (INDEX, "pass"),
     "order lost": (INDEX, "rows[:P] = torch.cat([rows[:P][~idle], rows[P:]])"),
     "judged by others' answers": (

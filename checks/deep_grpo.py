@@ -137,9 +137,7 @@ MUTANTS = {
     "branches in the main average": (RETURN, RETURN.replace("main_tokens", "mask.sum()")),
     "λ on the KL": ("args.beta * k3", f"args.beta * k3 * {LAMBDA}[:, None]"),
     "the last segment too": (" and i < len(response)]", "]"),
-    "root of depth 0": ("torch.arange(1, count + 1)", "torch.arange(count)"),
     "no estimate": ("torch.sigmoid(u * depth + v) *", "1.0 *"),
     "always the likeliest": (DRAW, "int(chances.argmax())"),
     "penalty on the intercept": (RIDGE, RIDGE.replace("1.0, 0.0", "1.0, 1.0")),
-    "fitted at once": ("len(feedback) <= 10", "len(feedback) <= 2"),
 }

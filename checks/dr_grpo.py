@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 
 from . import CENTRE, CENTRED, RESPONSE_MEAN, SIDES, check_clip_statistics, gradient_law, loss_of
-from . import matches, no_kl, one, two_responses, weighs, written_here
+from . import matches, no_kl, one, two_responses, written_here
 
 L = {"max_new_tokens": 6}  # the fixture's
 
@@ -20,12 +20,6 @@ def check_by_hand(module: ModuleType) -> None:
     flags = {"clip_low": 0.2, "clip_high": 0.28, "max_new_tokens": 10}
     loss = loss_of(module, no_kl(module, **flags), **two_responses())[0]
     assert abs(loss.item() + 0.061624) < 1e-6  # the two responses' sums: -3.203902, 1.97143
-
-
-def check_weights(module: ModuleType) -> None:
-    """M r Â / L."""
-    for advantage, ratio, expected in ((1, 1.1, 1.1), (1, 1.25, 0), (-1, 0.75, 0), (-1, 4, 4)):
-        weighs(module, ratio, advantage, advantage * expected / 8, max_new_tokens=8)
 
 
 def check_length_does_not_matter(module: ModuleType) -> None:

@@ -6,8 +6,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import CLIP, FIXTURE, SHARE, ZSCORE, ZSCORES, check_clip_statistics, counts, gradient
-from . import loss_of, matches, near, no_kl, terms, toy_batch, weight, written_here
+from . import CLIP, FIXTURE, ZSCORE, ZSCORES, check_clip_statistics, counts, gradient, loss_of
+from . import matches, near, no_kl, terms, toy_batch, written_here
 
 
 def forks_of_the_fixture() -> Tensor:
@@ -34,12 +34,6 @@ def check_all_tokens(module: ModuleType) -> None:
     """With a share of 1 it is its base objective: DAPO's token mean, of outside numbers."""
     matches(module, "dapo_eps0.2_0.28_tokenmean", top_entropy=1.0)
     assert gradient(module, top_entropy=1.0)[0].abs().sum() > 0
-
-
-def check_weights(module: ModuleType) -> None:
-    """M r Â with ε 0.2 below and 0.28 above, on a token that is kept."""
-    for advantage, ratio, expected in ((1, 1.25, 1.25), (1, 1.3, 0), (-1, 0.75, 0), (-1, 4, 4)):
-        assert abs(weight(module, ratio, advantage) - advantage * expected) < 1e-12
 
 
 def two_rows() -> dict[str, Tensor]:
@@ -174,17 +168,14 @@ def check_the_draw(module: ModuleType) -> None:
 CHECKS = [*written_here(globals()), *ZSCORES, check_clip_statistics]
 RETURN = "return -(objective * trained).sum(), kept.sum()"
 FORKS = "score >= top_threshold(share, pooled(score[on])) - 1e-5"
-SCORE = "(logp - pooled(logp[on]).mean()) * (A - pooled(A[on]).mean())"
 PULL = "pull = args.kl_cov_coef * (logp - old_logp).abs() * chosen"
 MUTANTS = {
     **ZSCORE,
     **CLIP,
-    "clip_share of what is left": (SHARE, SHARE.replace("cut * mask", "cut * kept")),
     "TRL's denominator": (RETURN, RETURN.replace("kept.sum()", "mask.sum()")),
     "the surest tokens": (FORKS, FORKS.replace(">=", "<=").replace("- 1e-5", "+ 1e-5")),
     "padding in the quantile": (FORKS, FORKS.replace("score[on]", "score.flatten()")),
     "own threshold in every part": ("if chosen is None:", "if True:"),
-    "log π not centred": (SCORE, SCORE.replace("logp - pooled(logp[on]).mean()", "logp")),
     "KL-Cov clips": ("objective = ratio * A - pull", "objective = objective - pull"),
     "pulled everywhere": (PULL, PULL.replace(" * chosen", "")),
     "what is drawn is not counted": (RETURN, RETURN.replace("kept.sum()", "trained.sum()")),

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from . import CENTRE, CENTRED, RESPONSE_MEAN, busy_batch, check_parts_add_up, clipped, counts
-from . import loss_of, matches, minirl, no_kl, one, response_tokens, terms, two_responses, weighs
-from . import weight, written_here
+from . import loss_of, matches, minirl, no_kl, one, response_tokens, terms, weighs, weight
+from . import written_here
 
 PLACES = list(itertools.product((0.2, 0.4), (0.03, 0.1, 0.3, 0.9), (0.7, 1.0, 1.2, 1.5), (1.0, -1)))
 
@@ -115,22 +115,6 @@ def check_unbiased_for_responses_alone(module: ModuleType) -> None:
     assert 0.05 < gap(correction="icepop") < gap(correction="none")
 
 
-def check_lengths(module: ModuleType) -> None:
-    """A response's mean over its tokens, dropped ones counted; or, without it, their sum. Padding
-    counts for nothing."""
-    batch = two_responses()
-    batch["rollout_logp"] = batch["old_logp"].clone()
-    batch["rollout_logp"][0, 1] = 3.0  # w = e^-3: dropped
-    kept = batch["mask"].clone()
-    kept[0, 1] = 0
-    for flags, scale in (({}, batch["mask"].sum(1, keepdim=True)), ({"length_norm": False}, 1.0)):
-        logp = batch["logp"].detach().requires_grad_()
-        args = no_kl(module, clip_low=9.0, clip_high=9.0, **flags)
-        loss_of(module, args, **batch | {"logp": logp})[0].backward()
-        expected = -logp.detach().exp() * batch["advantages"][:, None] * kept / scale / 2
-        assert torch.allclose(logp.grad, expected)
-
-
 def check_statistics(module: ModuleType) -> None:
     """Of all response tokens: corrected is the mean of |C - 1|, weight that of C, dropped_share
     those with C = 0, masked_share those that PPO takes, masked_above those of them with Â > 0,
@@ -161,16 +145,9 @@ MUTANTS = {
     "inside the clip": (OBJECTIVE, INSIDE),
     "mask without weight": ("torch.where(kept(w), w, 0.0)", "torch.where(kept(w), 1.0, 0.0 * w)"),
     "cap for mask": ("torch.where(kept(w), w, 0.0)", "w.clamp(args.w_low, args.w_high)"),
-    "a product for where": ("torch.where(kept(w), w, 0.0)", "kept(w) * w"),
     "no upper bound": ("(x >= args.w_low) & (x <= args.w_high)", "x >= args.w_low"),
     "sequences as tokens": (SEQUENCE, "log_w.exp()"),
-    "geometric without the mean": (
-        "(over_response(log_w) / length).exp()",
-        "over_response(log_w).exp()",
-    ),
     "opsm of good ones, too": ("(A >= 0) | (drift <= args.opsm_delta)", "drift <= args.opsm_delta"),
-    "opsm blind to staleness": ("(rollout_logp - logp)", "(rollout_logp - old_logp)"),
     "ratio to μ": ("ratio = (logp - old_logp).exp()", "ratio = (logp - rollout_logp).exp()"),
     "no clip": ("torch.minimum(ratio * A, clipped * A)", "ratio * A"),
-    "never length-normalised": ("if args.length_norm:", "if False:"),
 }

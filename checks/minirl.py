@@ -105,11 +105,6 @@ MUTANTS = {
     **CENTRE,
     **RESPONSE_MEAN,
     **COUNTED,
-    "a lower bound": (".clamp(max=args.is_cap)", ".clamp(1 / args.is_cap, args.is_cap)"),
-    "mask from above alone": (
-        "cut = ((A > 0) & out_above) | ((A < 0) & out_below)",
-        "cut = (A > 0) & out_above",
-    ),
     "mask from π_θ/μ": (RATIO, RATIO.replace("old_logp", "rollout_logp")),
     "weight from π_old": (BEHAVIOUR, BEHAVIOUR.replace("rollout_logp", "old_logp")),
     "no cap": (".clamp(max=args.is_cap)", ""),

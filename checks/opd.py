@@ -45,11 +45,9 @@ def check_weights(module: ModuleType) -> None:
 def check_mix_with_the_reward(module: ModuleType) -> None:
     """min(w, C) {β log(π_T/π_θ) + α Â}; by default the reward plays no part, and with β = 0 the
     teacher none, who then need not be there."""
-    for advantage in (-1.0, 0.5):
-        near(pushed(module, 0.2, 0.8, 0.1, advantage), 2 * math.log(4), "α = 0: weight")
-        both = 2 * (0.5 * math.log(4) + 0.3 * advantage)
-        found = pushed(module, 0.2, 0.8, 0.1, advantage, beta=0.5, reward_weight=0.3)
-        near(found, both, f"β = 0.5, α = 0.3, Â = {advantage}, w = 2: weight")
+    near(pushed(module, 0.2, 0.8, 0.1, -1.0), 2 * math.log(4), "α = 0: weight")
+    both = pushed(module, 0.2, 0.8, 0.1, -1.0, beta=0.5, reward_weight=0.3)
+    near(both, 2 * (0.5 * math.log(4) - 0.3), "β = 0.5, α = 0.3, Â = -1, w = 2: weight")
     logp = one(0.2).log().requires_grad_()
     given = {"old_logp": logp.detach(), "mask": one(1.0), "advantages": one(0.7)[0]}
     alone = replace(module.Args(), beta=0.0, reward_weight=1.0)
@@ -166,23 +164,15 @@ MUTANTS = {
     **TOKEN_MEAN,
     "the teacher's difference not detached": (APART, "ref_logp - logp"),
     "the student leads the teacher": (APART, "logp.detach() - ref_logp"),
-    "against π_old": (APART, "ref_logp - old_logp"),
-    "β on both": ("A = A + args.beta * apart", "A = args.beta * (A + apart)"),
     "the reward thrown away": ("A = A + args.beta * apart", "A = args.beta * apart"),
-    "weight from π_old": (WEIGHT, WEIGHT.replace("rollout_logp", "old_logp")),
     "weight not detached": (WEIGHT, WEIGHT.replace("logp.detach()", "logp")),
     "no bound on w": (CAPPED, "uncapped"),
     "w always": ('if args.weights == "mu"', "if args.weights"),
-    "teacher_kl's sign": ("(-apart * mask)", "(apart * mask)"),
     "the foreign token itself": (
         "foreign.cumsum(dim=1) - foreign > 0",
         "foreign.cumsum(dim=1) > 0",
     ),
     "strayed on padding": ("- foreign > 0) * mask", "- foreign > 0)"),
-    "words, whatever their numbers": (
-        "tokenizer.get_vocab().items() <= its.get_vocab().items()",
-        "tokenizer.get_vocab().keys() <= its.get_vocab().keys()",
-    ),
     "the student is the teacher": (
         'load_model(args.teacher, world, "--teacher")',
         'load_model(args.model, world, "--teacher")',

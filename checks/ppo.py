@@ -199,7 +199,6 @@ def check_token_mean(module: ModuleType) -> None:
 
 CHECKS = written_here(globals())
 SURPRISE = "surprise = rewards[:, t] + gamma * following - values[:, t]"
-AHEAD = "ahead = torch.where(here, surprise + gamma * lam * ahead, ahead)"
 FOLLOWING = "following = torch.where(here, values[:, t], following)"
 LOSS = "0.5 * (torch.maximum(free, held) * mask).sum()"
 MUTANTS = {
@@ -209,7 +208,6 @@ MUTANTS = {
         "for t in reversed(range(values.shape[1])):",
         "for t in range(values.shape[1]):",
     ),
-    "λ without γ": (AHEAD, AHEAD.replace("gamma * lam", "lam")),
     "no V ahead": (SURPRISE, SURPRISE.replace("gamma * following", "0 * following")),
     "V of padding": (FOLLOWING, "following = values[:, t]"),
     "returns without V": ("(found + values) * mask", "found * mask"),
@@ -219,19 +217,10 @@ MUTANTS = {
     ),
     "the KL as a prize": ("found - beta * (batch.old_logp", "found + beta * (batch.old_logp"),
     "the smaller error": (LOSS, LOSS.replace("maximum", "minimum")),
-    "value loss on padding": (LOSS, LOSS.replace(" * mask", "")),
-    "V clipped around V̂": (
-        "near = old_values + (values - old_values)",
-        "near = returns + (values - returns)",
-    ),
     "moments with padding": ("x = (column * mask).double()", "x = column.double()"),
     "random head": ("nn.init.zeros_(self.head.weight)", "pass"),
     "V of the token itself": (
         "output.last_hidden_state[predicts]",
         "output.last_hidden_state.roll(-1, dims=1)[predicts]",
-    ),
-    "one advantage for all": (
-        "advantages if advantages.dim() == 2",
-        "advantages[:, :1] if advantages.dim() == 2",
     ),
 }

@@ -7,8 +7,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch import Tensor
 
-from . import counts, grpo, justrl, loss_of, maspo, no_kl, one, stapo, terms, toy_batch, weight
-from . import written_here
+from . import grpo, loss_of, maspo, no_kl, one, stapo, terms, toy_batch, weight, written_here
 
 # The layers, and what turns each off
 OFF = {
@@ -37,11 +36,6 @@ def check_no_layer(module: ModuleType) -> None:
     """With all layers off it is GRPO without its KL term: outside numbers, coefficients, parts."""
     kl = (grpo.check_kl, grpo.check_kl_gradient, grpo.check_kl_ratio)
     passes(module, [check for check in grpo.CHECKS if check not in kl])
-
-
-def check_clip_and_average(module: ModuleType) -> None:
-    """Layer 1 alone is JustRL: outside numbers, coefficients, every token counts the same."""
-    passes(module, justrl.CHECKS, "clip")
 
 
 def check_stapos_mask(module: ModuleType) -> None:
@@ -132,25 +126,10 @@ def check_parts_add_up(module: ModuleType) -> None:
         assert not torch.isclose(sum(p[0] for p in own) / sum(p[1] for p in own), whole, rtol=1e-4)
 
 
-def check_statistics(module: ModuleType) -> None:
-    """What tells that a layer acts is 0 where it is off."""
-    args, batch = everything(module)
-    stats = loss_of(module, args, **batch)[1]
-    assert stats["silenced"][0] > 0 and stats["clip_share"][0] > 0
-    log_w = ((batch["old_logp"] - batch["rollout_logp"]) * batch["mask"]).sum(1)
-    expected = {"weight": (log_w.exp().clamp(max=args.is_cap).sum(), 6)}
-    counts(stats, expected | {"weight_max": (log_w.exp().max(), None)})
-    stats = loss_of(module, no_kl(module, **off("clip")), **batch)[1]
-    assert stats["silenced"][0] == 0 and "weight_max" not in stats and "gate_closed" not in stats
-    stats = loss_of(module, no_kl(module, tokens="maspo"), **batch)[1]
-    assert stats["gate_closed"][0] > 0 and "clip_share" not in stats  # the clip does not act
-
-
 CHECKS = written_here(globals())
 RETURN = "return -(objective * kept * stream[:, None]).sum(), size @ (1 - branch), stats"
 BY_AGE = "log_w = log_weight(old_logp, rollout_logp, mask)"
 STREAM = "stream = 1 + (args.branch_weight * balance - 1) * branch"
-GATE = "objective = gate * ratio * A"
 MUTANTS = {
     "sign": (RETURN, RETURN.replace("-(", "(")),
     "silenced all the same": (RETURN, RETURN.replace("kept", "mask")),
@@ -160,11 +139,9 @@ MUTANTS = {
     "own tokens in every part": ("if kept is None:", "if True:"),
     "age of π_θ": (BY_AGE, BY_AGE.replace("old_logp", "logp")),
     "no age": ("objective * weight[:, None]", "objective"),
-    "age without a lag": ("    if args.lag:\n        log_w", "    if True:\n        log_w"),
     "age by token": (
         "objective = objective * weight[:, None]",
         "objective = objective * (old_logp - rollout_logp).exp().clamp(max=8)",
     ),
-    "gate beside the clip": (GATE, "objective = gate * objective"),
     "the other mask": ('if args.tokens != "stapo":', 'if args.tokens == "stapo":'),
 }

@@ -34,13 +34,6 @@ def check_weights(module: ModuleType) -> None:
     weighs(module, 1.7, 0.6, exact, tau_pos=2.5)
 
 
-def check_is_normalised_at_one(module: ModuleType) -> None:
-    """At r = 1 the weight is Â for every τ."""
-    for tau in (0.1, 1.0, 1.05, 5.0):
-        weighs(module, 1.0, 0.7, 0.7, tau_pos=tau)
-        weighs(module, 1.0, -0.7, -0.7, tau_neg=tau)
-
-
 def check_without_temperature_is_unclipped(module: ModuleType) -> None:
     """τ -> 0 is the plain ratio objective, the same as GRPO with its clip wide open."""
     open_wide = gradient(grpo, clip_low=1e9, clip_high=1e9)
@@ -69,10 +62,6 @@ MUTANTS = {
     **RESPONSE_MEAN,
     "μ for π_old": ("ratio = (logp - old_logp).exp()", "ratio = (logp - rollout_logp).exp()"),
     "τ not divided out": ("4 / tau * torch.sigmoid", "4 * torch.sigmoid"),
-    "divided by the longest response": (
-        "(objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)",
-        "(objective * mask).sum(dim=1) / mask.sum(dim=1).max()",
-    ),
     "gate_closed without the mask": ("((1 - gate) * mask).sum()", "(1 - gate).sum()"),
     "gates swapped": (
         "up, down = (A > 0) * mask, (A < 0) * mask",

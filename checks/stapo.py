@@ -112,16 +112,7 @@ MUTANTS = {
     "μ for π_old": ("ratio = (logp - old_logp).exp()", "ratio = (logp - rollout_logp).exp()"),
     "clip_share of what is left": (SHARE, SHARE.replace("cut * mask", "cut * kept")),
     "silenced_prob of π_old": ("((logp.detach().exp() * spurious)", "((old_logp.exp() * spurious)"),
-    "silenced_entropy over all": (
-        '"silenced_entropy": ((entropy * spurious).sum(), spurious.sum())',
-        '"silenced_entropy": ((entropy * spurious).sum(), mask.sum())',
-    ),
     "entropy ignored": (" & sure & mask", " & mask"),
-    "probability the wrong way round": (
-        "(logp.detach().exp() < args.tau_p)",
-        "(logp.detach().exp() > args.tau_p)",
-    ),
-    "version 4: wrong responses in the quantile": ("chosen & (advantages[:, None] > 0)", "chosen"),
     "padding in the quantile": ("chosen = mask.bool()", "chosen = torch.ones_like(mask).bool()"),
     "all tokens in the denominator": (RETURN, RETURN.replace("kept.sum()", "mask.sum()")),
     "π_old for π_θ": (SPURIOUS, SPURIOUS.replace("logp", "old_logp")),

@@ -2,28 +2,24 @@
 
 import signal
 
+import minirl
 import pytest
 import torch
 from variants import jet
 
-import minirl
 from tests.helpers import SMALL, assert_same_run, command, metrics, run_here, tensors
 
-pytestmark = pytest.mark.runs
-SHARDED = ["--shard_ranks", 2]
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
-def test_sampler_and_trainer_are_one_policy(tmp_path, model):
+def test_sampler_and_trainer_are_one_policy(tmp_path):
     """KL(μ ‖ π_old) is float32's rounding at every step; with a float8 copy for the sampler alone
     it is a million times that."""
-    flags = [*SMALL, "--model", model, "--steps", 3]
     for name, main in (("jet", jet.main), ("minirl", minirl.main)):
-        assert run_here(main, *flags, "--run_dir", tmp_path / name) == 0
+        assert run_here(main, *SMALL, "--steps", 2, "--run_dir", tmp_path / name) == 0
     for line, apart in zip(*(metrics(tmp_path / name)[1:] for name in ("jet", "minirl"))):
         assert 0 <= line["sampler_kl"] < 1e-11 and line["sampler_gap"] < 2e-6
         assert apart["sampler_kl"] > 1e-5 and apart["sampler_gap"] > 1e-3
-        assert 0.015 < line["rounding"] < 0.03
 
 
 def test_a_checkpoint_holds_the_masters(tmp_path):
@@ -38,9 +34,8 @@ def test_a_checkpoint_holds_the_masters(tmp_path):
 
 
 def test_two_ranks_that_share_a_model(tmp_path):
-    """Each rounds its own rows: the sampler's check holds as on one rank, and a killed run goes on
-    to the bit."""
-    flags = [*SMALL, *SHARDED, "--steps", 4]
+    """Each rounds its own rows: a killed run goes on to the bit."""
+    flags = [*SMALL, "--shard_ranks", 2, "--steps", 4]
     assert command("jet", *flags, "--run_dir", tmp_path / "whole", ranks=2).returncode == 0
     assert all(line["sampler_kl"] < 1e-11 for line in metrics(tmp_path / "whole")[1:])
     where = ["--run_dir", tmp_path / "parts"]
@@ -48,10 +43,3 @@ def test_two_ranks_that_share_a_model(tmp_path):
     assert -signal.SIGKILL in killed.codes
     assert command("jet", *flags, *where, "--resume", ranks=2).returncode == 0
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 4, tmp_path)
-
-
-def test_in_bfloat16_too(tmp_path):
-    """Both compute in it: what is left is bfloat16's own rounding."""
-    flags = [*SMALL, "--steps", 1, "--dtype", "bfloat16", "--run_dir", tmp_path / "run"]
-    assert run_here(jet.main, *flags) == 0
-    assert metrics(tmp_path / "run")[1]["sampler_gap"] < 0.02
