@@ -8,6 +8,7 @@ at least one check must see; a third entry names the check that must see it.
 
 import ast
 import importlib
+import itertools
 import json
 import re
 import sys
@@ -244,6 +245,21 @@ def busy_batch() -> dict[str, Tensor]:
     garbage = {"old_logp": old, "logp": old + torch.where(A < 0, -2.0, 2.0), "entropy": 3 + 0 * old}
     garbage |= {"rollout_logp": old - 3, "ref_logp": old + 3}
     return batch | {name: torch.where(mask > 0, batch[name], x) for name, x in garbage.items()}
+
+
+def every_answer() -> tuple[tuple[Tensor, ...], Tensor]:
+    """All answers of up to three tokens of 0, 1, 2, where 0 ends one: the place of every token in a
+    table `[3, 4, 3]` (position, the token before, the token), and the mask, `[answers, 3]`."""
+    every = [s for n in (1, 2, 3) for s in itertools.product(range(3), repeat=n)]
+    answers = [s for s in every if 0 not in s[:-1] and (s[-1] == 0 or len(s) == 3)]
+    places = torch.zeros(len(answers), 3, 3, dtype=torch.long)  # of padding: any
+    mask = torch.zeros(len(answers), 3, dtype=torch.float64)
+    for row, answer in enumerate(answers):
+        for t, token in enumerate(answer):
+            before = answer[t - 1] if t else 3
+            places[row, t] = torch.tensor([t, before, token])
+            mask[row, t] = 1
+    return places.unbind(-1), mask
 
 
 def response_tokens(batch: dict[str, Tensor]) -> SimpleNamespace:

@@ -6,8 +6,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import CLIP, FIXTURE, ZSCORE, ZSCORES, check_clip_statistics, counts, gradient, loss_of
-from . import matches, near, no_kl, terms, toy_batch, written_here
+from . import CLIP, FIXTURE, ZSCORE, ZSCORES, check_clip_statistics, counts, loss_of, matches, near
+from . import no_kl, terms, toy_batch, written_here
 
 
 def forks_of_the_fixture() -> Tensor:
@@ -33,7 +33,6 @@ def check_fixture(module: ModuleType) -> None:
 def check_all_tokens(module: ModuleType) -> None:
     """With a share of 1 it is its base objective: DAPO's token mean, of outside numbers."""
     matches(module, "dapo_eps0.2_0.28_tokenmean", top_entropy=1.0)
-    assert gradient(module, top_entropy=1.0)[0].abs().sum() > 0
 
 
 def two_rows() -> dict[str, Tensor]:

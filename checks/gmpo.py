@@ -9,8 +9,6 @@ import torch
 from . import ZSCORE, ZSCORES, busy_batch, check_parts_add_up, counts, loss_of, matches, no_kl, one
 from . import response_tokens, weighs, written_here
 
-WIDE = {"clip_low": 99.0, "clip_high": 99.0}
-
 
 def check_fixture(module: ModuleType) -> None:
     """Value and gradient agree with verl's geo_mean, with the paper's clip and with a narrower one,

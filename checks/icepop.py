@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from . import CENTRE, CENTRED, RESPONSE_MEAN, busy_batch, check_parts_add_up, clipped, counts
-from . import loss_of, matches, minirl, no_kl, one, response_tokens, terms, weighs, weight
-from . import written_here
+from . import every_answer, loss_of, matches, minirl, no_kl, one, response_tokens, terms, weighs
+from . import weight, written_here
 
 PLACES = list(itertools.product((0.2, 0.4), (0.03, 0.1, 0.3, 0.9), (0.7, 1.0, 1.2, 1.5), (1.0, -1)))
 
@@ -89,19 +89,17 @@ def check_unbiased_for_responses_alone(module: ModuleType) -> None:
     """With every sequence enumerated, in proportion to μ, at π_θ = π_old: an uncapped W gives the
     gradient of the expected reward, a token's w does not, and no correction does worst."""
     generator = torch.Generator().manual_seed(7)
-    V, T, double = 3, 3, {"dtype": torch.float64}
-    theta, noise = torch.randn(2, T, V, V, generator=generator, **double)
-    sequences = torch.tensor(list(itertools.product(range(V), repeat=T)))  # [V^T, T]
-    before = torch.cat([torch.zeros(len(sequences), 1).long(), sequences[:, :-1]], 1)
-    rewards = torch.randn(len(sequences), generator=generator, **double)
+    where, mask = every_answer()
+    theta, noise = torch.randn(2, 3, 4, 3, generator=generator, dtype=torch.float64)
+    rewards = torch.randn(len(mask), generator=generator, dtype=torch.float64)
     theta.requires_grad_()
 
     def logps(logits: Tensor) -> Tensor:
-        return logits.log_softmax(-1)[torch.arange(T), before, sequences]  # [V^T, T]
+        return logits.log_softmax(-1)[where] * mask  # [answers, 3]
 
     truth = torch.autograd.grad((logps(theta).sum(1).exp() * rewards).sum(), theta)[0]
     logp, mu = logps(theta), logps(theta.detach() + 0.5 * noise)
-    rest = {"old_logp": logp.detach(), "rollout_logp": mu, "mask": torch.ones_like(mu)}
+    rest = {"old_logp": logp.detach(), "rollout_logp": mu, "mask": mask}
     rest["advantages"] = mu.sum(1).exp() * rewards
 
     def gap(**flags: object) -> float:

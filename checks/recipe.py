@@ -5,9 +5,8 @@ from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import torch
-from torch import Tensor
 
-from . import grpo, loss_of, maspo, no_kl, one, stapo, terms, toy_batch, weight, written_here
+from . import grpo, loss_of, maspo, one, stapo, terms, toy_batch, weight, written_here
 
 # The layers, and what turns each off
 OFF = {
@@ -94,21 +93,15 @@ def check_streams(module: ModuleType) -> None:
         assert torch.allclose(found, expected, rtol=1e-9, atol=1e-15)
 
 
-def everything(module: ModuleType) -> tuple[object, dict[str, Tensor]]:
-    """A batch on which the mask, the ages and both streams matter."""
+def check_parts_add_up(module: ModuleType) -> None:
+    """All layers on: with the mini-batch's tokens and balance, sums over any parts, one of them
+    branches only, give the whole's loss; with a part's own they do not. Either average."""
     generator = torch.Generator().manual_seed(0)
     batch = toy_batch() | {"branch": BRANCH}
     batch["entropy"] = torch.rand(batch["mask"].shape, generator=generator, dtype=torch.float64)
     batch["rollout_logp"] = batch["old_logp"] - 0.3 * batch["entropy"]
-    return no_kl(module, tau_p=0.9, entropy_quantile=0.7), batch
-
-
-def check_parts_add_up(module: ModuleType) -> None:
-    """All layers on: with the mini-batch's tokens and balance, sums over any parts, one of them
-    branches only, give the whole's loss; with a part's own they do not. Either average."""
     for token_mean in (True, False):
-        args, batch = everything(module)
-        args.token_mean = token_mean
+        args = module.Args(tau_p=0.9, entropy_quantile=0.7, token_mean=token_mean)
         whole = loss_of(module, args, **batch)[0]
         now = batch["logp"], batch["entropy"]
         kept = module.tokens_left(args, now, batch["advantages"], batch["mask"])
@@ -117,10 +110,9 @@ def check_parts_add_up(module: ModuleType) -> None:
         balance = (size @ (1 - BRANCH)) / (size @ BRANCH)
         parts = [{k: v[rows] for k, v in batch.items()} for rows in ([0, 2], [1, 4], [3, 5])]
         left = [kept[rows] for rows in ([0, 2], [1, 4], [3, 5])]
-        found = [
-            terms(module, args, **part, kept=some, balance=balance)
-            for part, some in zip(parts, left)
-        ]
+        found = []
+        for part, some in zip(parts, left):
+            found.append(terms(module, args, **part, kept=some, balance=balance))
         assert torch.isclose(sum(p[0] for p in found) / sum(p[1] for p in found), whole, rtol=1e-12)
         own = [terms(module, args, **part) for part in parts]
         assert not torch.isclose(sum(p[0] for p in own) / sum(p[1] for p in own), whole, rtol=1e-4)

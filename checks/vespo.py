@@ -7,8 +7,8 @@ from types import ModuleType
 import torch
 
 from . import TOKEN_MEAN, ZSCORE, ZSCORES, busy_batch, check_every_token_counts_the_same
-from . import check_parts_add_up, counts, loss_of, matches, no_kl, one, terms, two_responses, weighs
-from . import weight, written_here
+from . import check_parts_add_up, counts, every_answer, loss_of, matches, no_kl, one, terms
+from . import two_responses, weighs, weight, written_here
 
 
 def phi(W: float, k: float, lam: float) -> float:
@@ -46,18 +46,17 @@ def check_with_k_1_and_λ_0_it_is_the_true_gradient(module: ModuleType) -> None:
     """φ(W) = W: with every sequence enumerated, in proportion to π_old, the gradient of the
     expected reward, however far π_θ is."""
     generator = torch.Generator().manual_seed(4)
-    V, T, double = 3, 3, {"dtype": torch.float64}
-    old, theta = torch.randn(2, T, V, generator=generator, **double)
-    sequences = torch.tensor(list(itertools.product(range(V), repeat=T)))  # [V^T, T]
-    rewards = torch.randn(len(sequences), generator=generator, **double)
+    where, mask = every_answer()
+    old, theta = torch.randn(2, 3, 4, 3, generator=generator, dtype=torch.float64)
+    rewards = torch.randn(len(mask), generator=generator, dtype=torch.float64)
     theta.requires_grad_()
 
     def logps(logits: torch.Tensor) -> torch.Tensor:
-        return logits.log_softmax(-1)[torch.arange(T), sequences]  # [V^T, T]
+        return logits.log_softmax(-1)[where] * mask  # [answers, 3]
 
     truth = torch.autograd.grad((logps(theta).sum(1).exp() * rewards).sum(), theta)[0]
     args = no_kl(module, k_pos=1.0, k_neg=1.0, lambda_pos=0.0, lambda_neg=0.0)
-    batch = {"old_logp": logps(old), "mask": torch.ones(len(sequences), T, **double)}
+    batch = {"old_logp": logps(old), "mask": mask}
     batch["advantages"] = logps(old).sum(1).exp() * rewards
     total = terms(module, args, logp=logps(theta), **batch)[0]
     assert torch.allclose(torch.autograd.grad(-total, theta)[0], truth)

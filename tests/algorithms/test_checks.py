@@ -1,4 +1,4 @@
-"""Every check of every algorithm file; and every mutant, a damaged file that some check must see."""
+"""Every check of every algorithm file; and every mutant, a damage that some check must see."""
 
 import pytest
 
@@ -11,36 +11,28 @@ def names(check: object) -> str:
     return getattr(check, "__name__", str(check)).removeprefix("check_")
 
 
-HELD = [(name, check) for name in NINE for check in checks.of(name)[0]]
-HELD += [
-    pytest.param(name, check, marks=pytest.mark.slow)
-    for name in VARIANTS
-    for check in checks.of(name)[0]
-]
-
-
-@pytest.mark.parametrize(("name", "check"), HELD, ids=names)
+@pytest.mark.parametrize("name, check", [(n, c) for n in NINE for c in checks.of(n)[0]], ids=names)
 def test_check(name, check):
     check(module_of(name))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_checks_of_a_variant(name):
+    for check in checks.of(name)[0]:
+        check(module_of(name))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_mutants_are_caught(name):
+    """And an unchanged copy passes: the machinery of the mutants itself turns no check red."""
     every, mutants = checks.of(name)
+    old, *_ = next(iter(mutants.values()))
+    assert not list(checks.red(checks.mutate(module_of(name), old, old), every))
     unseen = []
     for damage, (old, new, *by) in mutants.items():
         damaged = checks.mutate(module_of(name), old, new)
         if not any(checks.red(damaged, by or every)):
             unseen.append(damage)
     assert not unseen
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_an_unchanged_copy_passes(name):
-    """The machinery of the mutants itself turns no check red."""
-    every, mutants = checks.of(name)
-    old, *_ = next(iter(mutants.values()))
-    copy = checks.mutate(module_of(name), old, old)
-    assert not list(checks.red(copy, every))

@@ -1,19 +1,17 @@
 """DEEP-GRPO in a run: its branches, what gets a gradient, ranks that fail nowhere."""
 
-import math
 import os
 
 import deep_grpo
 import pytest
 import torch
-from common.batch import Rollout
 from common.logprobs import Policy, response_logprobs
 from common.plumbing.model import load_model
 from common.rollout import HFEngine
 
 from checks import loss_of
 from tests.driver import drive
-from tests.helpers import SMALL, forked, metrics, run_here
+from tests.helpers import SMALL, forked
 from tests.algorithms.stored import PROMPTS, gradients, stored_rollout
 
 
@@ -43,39 +41,6 @@ def test_the_prefix_gets_no_gradient(world):
         assert (seen[0].grad[row, start - 1 + length :] == 0).all()
 
 
-def test_branches_of_a_run(tmp_path, monkeypatch):
-    """Groups of K siblings from failed parents, all with a prefix of the parent's, centred among
-    themselves."""
-    joined, G, K = [], 4, 6
-    join = Rollout.join
-
-    def spy(main: Rollout, grown: Rollout) -> Rollout:
-        joined.append((main, grown))
-        return join(main, grown)
-
-    monkeypatch.setattr(Rollout, "join", spy)
-    monkeypatch.setattr(deep_grpo, "fit_success", lambda feedback: (0.0, math.inf))
-    flags = [*SMALL, "--steps", 2, "--branches", K, "--run_dir", tmp_path / "run"]
-    assert run_here(deep_grpo.main, *flags) == 0
-    semicolon, prefixed = load_model("tiny")[1](";")["input_ids"][0], 0
-    for main, grown in joined:
-        assert len(grown) % K == 0 and len(grown) > 0
-        responses, siblings = main.response_ids(), grown.response_ids()
-        for first in range(0, len(grown), K):
-            rows, parent = slice(first, first + K), int(grown.origin[first])
-            assert (grown.origin[rows] == parent).all() and abs(grown.advantages[rows].sum()) < 1e-5
-            group = main.advantages[parent // G * G : parent // G * G + G]
-            assert main.advantages[parent] == group.min()  # a failed one
-            kept = int(grown.prefix_len[first])
-            assert all(sibling[:kept] == responses[parent][:kept] for sibling in siblings[rows])
-            assert kept == 0 or responses[parent][kept - 1] == semicolon
-            assert kept < len(responses[parent]) and len({tuple(s) for s in siblings[rows]}) > 1
-            prefixed += kept > 0
-    assert prefixed
-    pivots = torch.load(tmp_path / "run/checkpoints/step_000002/rank0.pt")["state"]["feedback"]
-    assert len(pivots) == sum(round(line["failed"] * 16) for line in metrics(tmp_path / "run")[1:])
-
-
 def test_without_weight_branches_change_nothing(world, tmp_path, monkeypatch):
     """λ = 0 and β = 0: the gradient is that of a run which discards its branches, and that of λ = 1
     is another."""
@@ -85,24 +50,6 @@ def test_without_weight_branches_change_nothing(world, tmp_path, monkeypatch):
     both = gradients(rollout, *given, beta=0.0)
     assert ((weightless - discarded).norm(dim=1) < 2e-6 * discarded.norm(dim=1)).all()
     assert ((both - discarded).norm(dim=1) > 0.1 * discarded.norm(dim=1)).all()
-
-
-@pytest.mark.slow
-def test_no_failures_no_branches(tmp_path, monkeypatch, capsys):
-    """A judge that passes everything: no branch is sampled, nothing breaks, and the run says that
-    it did nothing."""
-    load_task = deep_grpo.load_task
-
-    def lenient(*arguments: object) -> object:
-        task = load_task(*arguments)
-        task.judge = lambda completions, answers: [1.0] * len(answers)
-        return task
-
-    monkeypatch.setattr(deep_grpo, "load_task", lenient)
-    assert run_here(deep_grpo.main, *SMALL, "--steps", 2, "--run_dir", tmp_path / "run") == 0
-    assert "branches_used was 0 at every step" in capsys.readouterr().out
-    line = metrics(tmp_path / "run")[-1]
-    assert line["failed"] == line["branches_used"] == line["extra_tokens"] == 0
 
 
 def second_rank_succeeds(*flags: object) -> None:
@@ -129,12 +76,3 @@ def test_a_rank_without_failures_waits_for_the_other(tmp_path):
     saved = tmp_path / "run/checkpoints/step_000002"
     one, other = (torch.load(saved / f"rank{rank}.pt")["state"]["feedback"] for rank in (0, 1))
     assert one == other and len(one) > 0
-
-
-@pytest.mark.slow
-def test_a_mixture_of_experts_branches_too(tmp_path):
-    """The experts' column of main rows and branches is joined, though it has two more
-    dimensions."""
-    flags = [*SMALL, "--steps", 1, "--model", "tiny-moe", "--run_dir", tmp_path / "run"]
-    assert run_here(deep_grpo.main, *flags) == 0
-    assert metrics(tmp_path / "run")[-1]["branches_used"] > 0

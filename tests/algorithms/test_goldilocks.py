@@ -9,7 +9,7 @@ import torch
 from common.distributed import World
 from common.tiny import arithmetic
 
-from tests.helpers import MORE, SMALL, command, metrics, run_here
+from tests.helpers import MORE, SMALL, metrics, run_here
 
 
 def untaught(world: World, **flags: object) -> goldilocks.Curriculum:
@@ -67,17 +67,3 @@ def test_it_chooses_only_when_it_has_learned(tmp_path):
     assert all(line["chosen_over_mean"] > 0 for line in lines[3:])
     assert abs(lines[1]["teacher_mean"] - 0.25) < 1e-6
     assert abs(lines[5]["teacher_mean"] - 0.25) > 1e-3
-
-
-@pytest.mark.slow
-def test_two_ranks_share_one_teacher(tmp_path):
-    """Two gloo ranks: the same window on both, no prompt twice in a step, and the run resumes."""
-    flags = [*SMALL, *MORE["goldilocks"], "--run_dir", tmp_path / "run"]
-    for extra in (["--steps", 4], ["--steps", 6, "--resume"]):
-        run = command("goldilocks", *flags, *extra, ranks=2)
-        assert run.returncode == 0, run.stderr[-3000:]
-    saved = tmp_path / "run/checkpoints/step_000006"
-    one, other = (torch.load(saved / f"rank{rank}.pt")["state"]["window"] for rank in (0, 1))
-    assert one == other and len(one) == 20
-    prompts = [tuple(ids) for ids, *_ in one]
-    assert all(len(set(prompts[i : i + 4])) == 4 for i in range(0, 20, 4))
