@@ -133,7 +133,8 @@ def test_the_first_ratios_are_exactly_one(tmp_path, monkeypatch, name):
 
     monkeypatch.setattr(module, "policy_loss", spy)
     flags = [*SMALL, "--steps", 1, "--micro_tokens", 60, "--lr", 1e-30]
-    flags += ["--lag", 0] if hasattr(module.Args, "lag") else []
+    for waits in ("lag", "critic_warmup"):  # the policy of the first step, at once
+        flags += [f"--{waits}", 0] if hasattr(module.Args, waits) else []
     assert run_here(module.main, *flags, "--run_dir", tmp_path / "run") == 0
     assert len(equal) > 4 and all(equal)
 

@@ -6,7 +6,7 @@ from tests.loop.oracle import tokens, torch
 FLAGS = {"critic_warmup": 0, "critic_lr": 3e-3, "gamma": 0.95, "lam": 0.8, "lam_critic": 0.9}
 FLAGS |= {"beta": 0.1, "value_clip": 0.05, "grad_clip": 4.0}
 ALSO = [{"lam_length": 0.3}, {"lam": 1.0, "gamma": 1.0}]
-STORED = {"critic_lr": 1e-12}
+STORED = {"critic_lr": 1e-12, "critic_warmup": 0}
 SMALL = ["--critic_warmup", "1"]
 OFF = {"lam": 1.0}
 
