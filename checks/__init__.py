@@ -448,7 +448,6 @@ def unread(algorithm: str) -> Callable:
 
 # What `CHECKS` of several files have: their advantages
 
-
 ZSCORES = [check_advantages, check_equal_rewards]
 CENTRED = [check_centred_advantages, check_equal_rewards]
 

@@ -6,8 +6,8 @@ from types import ModuleType
 
 import torch
 
-from . import CENTRE, CENTRED, KL, SIDES, check_clip_statistics, check_kl_ratio, gradient_law
-from . import loss_of, matches, no_kl, terms, toy_batch, written_here
+from . import CENTRE, CENTRED, KL, SIDES, check_clip_statistics, check_kl_ratio, loss_of, matches
+from . import no_kl, terms, toy_batch, written_here
 
 BRANCH = torch.tensor([0.0, 1, 0, 0, 1, 0], dtype=torch.float64)  # of the toy batch
 
@@ -47,11 +47,6 @@ def check_parts_add_up(module: ModuleType) -> None:
         for rows in ([0, 2], [1, 4], [3, 5])
     ]
     assert torch.isclose(sum(p[0] for p in parts) / sum(p[1] for p in parts), whole, rtol=1e-12)
-
-
-def check_gradient_law(module: ModuleType) -> None:
-    """Without the division by the std the gradient's norm goes with p (1-p) itself."""
-    gradient_law(module, 1.0)
 
 
 def check_pivots(module: ModuleType) -> None:

@@ -34,6 +34,13 @@ def check_weights(module: ModuleType) -> None:
     weighs(module, 1.7, 0.6, exact, tau_pos=2.5)
 
 
+def check_is_normalised_at_one(module: ModuleType) -> None:
+    """At r = 1 the weight is Â for every τ."""
+    for tau in (0.1, 1.0, 1.05, 5.0):
+        weighs(module, 1.0, 0.7, 0.7, tau_pos=tau)
+        weighs(module, 1.0, -0.7, -0.7, tau_neg=tau)
+
+
 def check_without_temperature_is_unclipped(module: ModuleType) -> None:
     """τ -> 0 is the plain ratio objective, the same as GRPO with its clip wide open."""
     open_wide = gradient(grpo, clip_low=1e9, clip_high=1e9)
