@@ -8,6 +8,7 @@ at least one check must see; a third entry names the check that must see it.
 
 import ast
 import importlib
+import itertools
 import json
 import re
 import sys
@@ -205,11 +206,6 @@ def advantages_match(module: ModuleType, case: str, tolerance: float) -> None:
     for group, ours, theirs in zip(rewards.tolist(), found, expected):
         near(ours, theirs, f"advantages of rewards {group}", tolerance)
     assert found.shape == expected.shape, f"of rewards [P, G] they are {list(found.shape)}"
-    if case == "ddof1_eps1e-6":  # a large group has large ones
-        one_right = torch.zeros(2, 64, dtype=torch.float64)
-        one_right[1, 5] = 1.0
-        expected = (one_right - 1 / 64) / (0.125 + 1e-6) * one_right.sum(1, keepdim=True)
-        near(module.advantages(one_right), expected, "of 0 and of 1 right of 64", 1e-8)
 
 
 def gradient_law(module: ModuleType, power: float, **flags: object) -> None:
@@ -251,6 +247,21 @@ def busy_batch() -> dict[str, Tensor]:
     return batch | {name: torch.where(mask > 0, batch[name], x) for name, x in garbage.items()}
 
 
+def every_answer() -> tuple[tuple[Tensor, ...], Tensor]:
+    """All answers of up to three tokens of 0, 1, 2, where 0 ends one: the place of every token in a
+    table `[3, 4, 3]` (position, the token before, the token), and the mask, `[answers, 3]`."""
+    every = [s for n in (1, 2, 3) for s in itertools.product(range(3), repeat=n)]
+    answers = [s for s in every if 0 not in s[:-1] and (s[-1] == 0 or len(s) == 3)]
+    places = torch.zeros(len(answers), 3, 3, dtype=torch.long)  # of padding: any
+    mask = torch.zeros(len(answers), 3, dtype=torch.float64)
+    for row, answer in enumerate(answers):
+        for t, token in enumerate(answer):
+            before = answer[t - 1] if t else 3
+            places[row, t] = torch.tensor([t, before, token])
+            mask[row, t] = 1
+    return places.unbind(-1), mask
+
+
 def response_tokens(batch: dict[str, Tensor]) -> SimpleNamespace:
     """Of every response token, in one row `[M]`: r, Â, π_old, π_θ/μ, log(π_ref/π_θ) and H; and how
     many there are."""
@@ -283,6 +294,41 @@ def clipped(t: SimpleNamespace, low: float, high: float) -> dict[str, tuple]:
 
 
 # Checks that files share
+
+
+def check_advantages(module: ModuleType) -> None:
+    """The z-score of the group with the sample standard deviation (divide by G - 1) plus 1e-6."""
+    advantages_match(module, "ddof1_eps1e-6", 1e-8)
+    one_right = torch.zeros(2, 64, dtype=torch.float64)  # a large group has large ones
+    one_right[1, 5] = 1.0
+    expected = (one_right - 1 / 64) / (0.125 + 1e-6) * one_right.sum(1, keepdim=True)
+    near(module.advantages(one_right), expected, "of 0 and of 1 right of 64", 1e-8)
+
+
+def check_centred_advantages(module: ModuleType) -> None:
+    """The reward minus the group's mean, nothing else."""
+    advantages_match(module, "mean_only", 1e-12)
+
+
+def check_parts_add_up(module: ModuleType) -> None:
+    """Summing before dividing gives the whole batch's loss for any split."""
+    batch, args = busy_batch(), module.Args()
+    whole = loss_of(module, args, **batch)[0]
+    parts = []
+    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
+        part = {name: x[rows] for name, x in batch.items()}
+        parts.append(terms(module, args, **part))
+    total, count = sum(part[0] for part in parts), sum(part[1] for part in parts)
+    near(total / count, whole, "sums of the parts, divided once")
+
+
+def check_every_token_counts_the_same(module: ModuleType) -> None:
+    """In a long response as in a short one; padding does not."""
+    mask = torch.tensor([[1.0, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.float64)
+    logp = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
+    batch = {"old_logp": logp.detach().clone(), "advantages": one(1.0, 1.0)[0], "mask": mask}
+    loss_of(module, no_kl(module), logp=logp, **batch)[0].backward()
+    near(logp.grad, -mask / 5, "∂ loss / ∂ log π of responses of 4 tokens and of 1", 1e-6)
 
 
 def check_clip_statistics(module: ModuleType) -> None:
@@ -400,58 +446,60 @@ def unread(algorithm: str) -> Callable:
     return check_what_plays_no_part
 
 
+# What `CHECKS` of several files have: their advantages
+
+ZSCORES = [check_advantages, check_equal_rewards]
+CENTRED = [check_centred_advantages, check_equal_rewards]
+
 # Damages that files share: what `MUTANTS` of several have
 
 EQUAL = {
     "equal rewards not made 0": ("rewards = rewards - rewards[:, :1]", "rewards = 1.0 * rewards")
 }
+CENTRE = EQUAL | {
+    "std": ("return centred", "return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)")
+}
 ZSCORE = EQUAL | {
     "epsilon inside the root": (
         "(rewards.std(dim=1, keepdim=True) + 1e-6)",
         "(rewards.var(dim=1, keepdim=True) + 1e-6).sqrt()",
-    ),
-    "epsilon 1e-8": ("keepdim=True) + 1e-6)", "keepdim=True) + 1e-8)"),
-    "advantages clamped": (
-        "centred / (rewards.std(dim=1, keepdim=True) + 1e-6)",
-        "(centred / (rewards.std(dim=1, keepdim=True) + 1e-6)).clamp(-5, 5)",
-    ),
+    )
 }
-ABOVE = 'stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()'
-BELOW = 'stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()'
+BY_TOKEN = "return -(objective * mask).sum(), mask.sum()"
+MEANS = "((objective * mask).sum(1) / mask.sum(1)).sum()"
+TOKEN_MEAN = {
+    "sign": (BY_TOKEN, BY_TOKEN.replace("-(", "(")),
+    "no mask": (BY_TOKEN, BY_TOKEN.replace("(objective * mask)", "objective")),
+    "mean of responses": (BY_TOKEN, f"return -{MEANS}, mask.new_tensor(len(mask))"),
+}
+BY_RESPONSE = "return -per_response.sum(), mask.new_tensor(len(mask))"
+RESPONSE_MEAN = {
+    "sign": (BY_RESPONSE, BY_RESPONSE.replace("-per", "per")),
+    "token-mean": (BY_RESPONSE, "return -(objective * mask).sum(), mask.sum()"),
+}
+SURROGATE = "torch.minimum(ratio * A, clipped * A)"
 SHARE = '"clip_share": ((cut * mask).sum(), mask.sum())'
-COUNTED = {
-    "clip_share without the mask": (SHARE, '"clip_share": (cut.sum(), mask.sum())'),
-    "clip_share of all that is outside": (
-        SHARE,
-        '"clip_share": (((out_above | out_below) * mask).sum(), mask.sum())',
-    ),
+CLIP = {
+    "no clip": (SURROGATE, "ratio * A"),
+    "max for min": (SURROGATE, SURROGATE.replace("minimum", "maximum")),
+    "clip without min": (SURROGATE, "clipped * A"),
     "clip_share as a mean": (
         SHARE,
         '"clip_share": ((cut * mask).sum() / mask.sum(), mask.new_tensor(1.0))',
     ),
-    "clip_share by responses": (SHARE, '"clip_share": ((cut * mask).sum(), len(mask))'),
 }
-SIDES = COUNTED | {
+ABOVE = 'stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()'
+BELOW = 'stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()'
+SIDES = CLIP | {
     "clip_above and clip_below swapped": (
         f"{ABOVE}\n    {BELOW}",
         f"{ABOVE.replace('out_above', 'out_below')}\n    {BELOW.replace('out_below', 'out_above')}",
     ),
-    "clip_above without the mask": (ABOVE, ABOVE.replace(" * mask", " * 1.0")),
-    "clip_below without Â": (BELOW, BELOW.replace("cut & ", "")),
     "μ for π_old": ("ratio = (logp - old_logp).exp()", "ratio = (logp - rollout_logp).exp()"),
-    "entropy bonus": (
-        "objective = torch.minimum(ratio * A, clipped * A)",
-        "objective = torch.minimum(ratio * A, clipped * A) + 0.01 * entropy",
-    ),
 }
 KL = {
     "KL of π_old": ("ref_logp - logp", "ref_logp - old_logp"),
     "KL times r": ("- args.beta * k3", "- args.beta * ratio * k3"),
-    "k3 times r, always": ("ratio * k3 if args.kl_ratio else k3", "ratio * k3"),
-    "k3 never times r": ("ratio * k3 if args.kl_ratio else k3", "1.0 * k3"),
     "k3 times r, a number": ("k3 = ratio * k3", "k3 = ratio.detach() * k3"),
-    "k3 times the clipped r": ("k3 = ratio * k3", "k3 = clipped * k3"),
     "ref_kl times β": ('"ref_kl"] = ((k3 *', '"ref_kl"] = ((args.beta * k3 *'),
-    "ref_kl without the mask": ('"ref_kl"] = ((k3 * mask)', '"ref_kl"] = ((k3 * 1.0)'),
-    "ref_kl by k1": ('"ref_kl"] = ((k3 *', '"ref_kl"] = ((-log_ref_ratio *'),
 }

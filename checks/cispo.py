@@ -3,11 +3,10 @@
 from types import ModuleType
 
 import torch
-from variants import justrl
 
-from . import FIXTURE, ZSCORE, advantages_match, busy_batch, check_equal_rewards, clipped, counts
-from . import gradient, loss_of, matches, near, no_kl, one, response_tokens, terms, toy_batch
-from . import weighs, weight, written_here
+from . import FIXTURE, TOKEN_MEAN, ZSCORE, ZSCORES, busy_batch, check_every_token_counts_the_same
+from . import check_parts_add_up, clipped, counts, gradient, loss_of, matches, no_kl
+from . import response_tokens, toy_batch, weighs, written_here
 
 
 def check_fixture(module: ModuleType) -> None:
@@ -24,18 +23,6 @@ def check_weights(module: ModuleType) -> None:
     weighs(module, 3.0, -1.0, -2.0, is_cap=2.0)
 
 
-def check_drops_no_token(module: ModuleType) -> None:
-    """Every token of a response with Â ≠ 0 has a gradient, of Â's sign; padding has none."""
-    batch = toy_batch()
-    live = (batch["mask"] > 0) & (batch["advantages"] != 0)[:, None]
-    found = gradient(module)
-    assert (found[live] != 0).all() and (found[~live] == 0).all()
-    assert (found.sign() == -batch["advantages"].sign()[:, None] * live).all()
-    stats = loss_of(module, no_kl(module), **batch)[1]
-    # Log-ratios .3 and .25 where Â = 1, .5 where Â = .5; -.4 and -.25 where Â < 0
-    assert stats["kept_beyond_clip"][0] == 5 and stats["kept_beyond_clip"][1] == 21
-
-
 def check_a_lower_bound_is_another_loss(module: ModuleType) -> None:
     """verl's two-sided cispo lifts the weight of tokens below 0.8, and nothing else."""
     batch, case = toy_batch(), "cispo_two_sided_0.2_0.28_tokenmean"
@@ -43,14 +30,6 @@ def check_a_lower_bound_is_another_loss(module: ModuleType) -> None:
     ratio, ours = (batch["logp"] - batch["old_logp"]).exp(), gradient(module, is_cap=1.28)
     assert torch.allclose(ours * (0.8 / ratio).clamp(min=1), two_sided, rtol=0, atol=1e-8)
     assert not torch.allclose(ours, two_sided, rtol=0, atol=1e-4)
-
-
-def check_inside_the_clip_is_justrl(module: ModuleType) -> None:
-    """Where justrl.py clips nothing, its gradient; beyond, on the way out, it has none."""
-    for ratio in (0.8001, 0.9, 1.0, 1.1, 1.2799):
-        for advantage in (1.0, -1.0):
-            weighs(module, ratio, advantage, weight(justrl, ratio, advantage))
-    assert weight(justrl, 1.5, 1.0) == 0 != weight(module, 1.5, 1.0)
 
 
 def check_uncapped_is_the_true_gradient(module: ModuleType) -> None:
@@ -71,25 +50,6 @@ def check_uncapped_is_the_true_gradient(module: ModuleType) -> None:
     assert torch.allclose(found(1e9), truth) and not torch.allclose(found(1.0), truth, rtol=0.1)
 
 
-def check_every_token_counts_the_same(module: ModuleType) -> None:
-    """In a long response as in a short one; sums of parts give the whole batch's loss."""
-    mask = torch.tensor([[1.0, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.float64)
-    logp = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
-    batch = {"old_logp": logp.detach().clone(), "advantages": one(1.0, 1.0)[0], "mask": mask}
-    loss_of(module, no_kl(module), logp=logp, **batch)[0].backward()
-    near(logp.grad, -mask / 5, "∂ loss / ∂ log π of responses of 4 tokens and of 1", 1e-6)
-    batch, args = toy_batch(), no_kl(module)
-    splits = (slice(0, 1), slice(1, 6))
-    parts = [terms(module, args, **{k: v[rows] for k, v in batch.items()}) for rows in splits]
-    whole = loss_of(module, args, **batch)[0]
-    assert torch.isclose(sum(p[0] for p in parts) / sum(p[1] for p in parts), whole, rtol=1e-14)
-
-
-def check_advantages(module: ModuleType) -> None:
-    """GRPO's z-score."""
-    advantages_match(module, "ddof1_eps1e-6", 1e-8)
-
-
 def check_statistics(module: ModuleType) -> None:
     """Of all response tokens: kept_beyond_clip those from which PPO's clip would take the gradient,
     capped_share those with r beyond the cap. weight_max is the largest r before the cap."""
@@ -101,42 +61,21 @@ def check_statistics(module: ModuleType) -> None:
     counts(loss_of(module, no_kl(module, **flags), **batch)[1], expected)
 
 
-CHECKS = [*written_here(globals()), check_equal_rewards]
-RETURN = "return -(objective * mask).sum(), mask.sum(), stats"
+CHECKS = [*written_here(globals()), *ZSCORES]
+CHECKS += [check_every_token_counts_the_same, check_parts_add_up]
 RATIO, WEIGHT = "(logp.detach() - old_logp).exp()", "ratio.clamp(max=args.is_cap)"
-OBJECTIVE, STD = "weight * A * logp", "rewards.std(dim=1, keepdim=True)"
 KEPT = "((A > 0) & out_above) | ((A < 0) & out_below)"
-BY_RESPONSE = "-((objective * mask).sum(1) / mask.sum(1)).sum(), mask.new_tensor(len(mask)), stats"
 MUTANTS = {
     **ZSCORE,
+    **TOKEN_MEAN,
     "μ for π_old": (RATIO, "(logp.detach() - rollout_logp).exp()"),
-    "kept_beyond_clip without the mask": ("(kept * mask).sum()", "kept.sum()"),
-    "capped_share without the mask": (
-        "((ratio > args.is_cap) * mask)",
-        "((ratio > args.is_cap) * 1.0)",
-    ),
     "capped_share by the clip": (
         "((ratio > args.is_cap) * mask)",
         "((ratio > 1 + args.clip_high) * mask)",
     ),
     "weight_max after the cap": ("ratio[mask > 0]]).max()", "weight[mask > 0]]).max()"),
-    "weight_max of padding": ("ratio[mask > 0]]).max()", "ratio.flatten()]).max()"),
-    "clip_high for the cap": (WEIGHT, "ratio.clamp(max=1 + args.clip_high)"),
-    "cap in log space": (WEIGHT, "ratio.log().clamp(max=args.is_cap).exp()"),
     "weight not detached": (RATIO, "(logp - old_logp).exp()"),
     "no cap": (WEIGHT, "ratio"),
-    "1 + cap": (WEIGHT, "ratio.clamp(max=1 + args.is_cap)"),
     "a lower bound": (WEIGHT, "ratio.clamp(1 - args.clip_low, args.is_cap)"),
-    "capped from below": (WEIGHT, "ratio.clamp(min=args.is_cap)"),
-    "no weight": (OBJECTIVE, "A * logp"),
-    "ratio in place of log π": (OBJECTIVE, "weight * A * (logp - old_logp).exp()"),
-    "PPO's mask": (OBJECTIVE, f"{OBJECTIVE} * (A * (ratio - 1) < 0.28 * A.abs())"),
-    "capped where Â > 0 alone": (WEIGHT, "torch.where(A > 0, ratio.clamp(max=args.is_cap), ratio)"),
     "counted wrongly": (KEPT, "((A > 0) & out_below) | ((A < 0) & out_above)"),
-    "sign": (RETURN, RETURN.replace("-(", "(")),
-    "no mask": (RETURN, RETURN.replace("(objective * mask)", "objective")),
-    "mean of responses": (RETURN, f"return {BY_RESPONSE}"),
-    "padding counted": (RETURN, RETURN.replace("mask.sum()", "mask.new_tensor(mask.numel())")),
-    "population std": (STD, "rewards.std(dim=1, keepdim=True, correction=0)"),
-    "no std": (f"centred / ({STD} + 1e-6)", "centred"),
 }

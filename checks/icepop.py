@@ -7,9 +7,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import EQUAL, advantages_match, busy_batch, check_equal_rewards, clipped, counts, loss_of
-from . import matches, minirl, no_kl, one, response_tokens, terms, two_responses, weighs, weight
-from . import written_here
+from . import CENTRE, CENTRED, RESPONSE_MEAN, busy_batch, check_parts_add_up, clipped, counts
+from . import every_answer, loss_of, matches, minirl, no_kl, one, response_tokens, terms, weighs
+from . import weight, written_here
 
 PLACES = list(itertools.product((0.2, 0.4), (0.03, 0.1, 0.3, 0.9), (0.7, 1.0, 1.2, 1.5), (1.0, -1)))
 
@@ -85,32 +85,21 @@ def check_opsm(module: ModuleType) -> None:
         assert torch.allclose(weights, torch.full_like(weights, expected), rtol=1e-12)
 
 
-def check_outside_of_the_clip(module: ModuleType) -> None:
-    """The engines' gap carries no token over the clip's edge: at r = 1 nothing is cut, however
-    large w; and the clip's own edge does not move with it."""
-    for w, advantage in itertools.product((0.6, 0.9, 1.5, 4.0), (1.0, -1.0)):
-        for ratio in (0.79, 0.81, 1.0, 1.26, 1.28):
-            found = weight(module, ratio, advantage, 0.2, 0.2 / w)
-            assert abs(found - w * ppo(ratio, advantage)) < 1e-12
-
-
 def check_unbiased_for_responses_alone(module: ModuleType) -> None:
     """With every sequence enumerated, in proportion to μ, at π_θ = π_old: an uncapped W gives the
     gradient of the expected reward, a token's w does not, and no correction does worst."""
     generator = torch.Generator().manual_seed(7)
-    V, T, double = 3, 3, {"dtype": torch.float64}
-    theta, noise = torch.randn(2, T, V, V, generator=generator, **double)
-    sequences = torch.tensor(list(itertools.product(range(V), repeat=T)))  # [V^T, T]
-    before = torch.cat([torch.zeros(len(sequences), 1).long(), sequences[:, :-1]], 1)
-    rewards = torch.randn(len(sequences), generator=generator, **double)
+    where, mask = every_answer()
+    theta, noise = torch.randn(2, 3, 4, 3, generator=generator, dtype=torch.float64)
+    rewards = torch.randn(len(mask), generator=generator, dtype=torch.float64)
     theta.requires_grad_()
 
     def logps(logits: Tensor) -> Tensor:
-        return logits.log_softmax(-1)[torch.arange(T), before, sequences]  # [V^T, T]
+        return logits.log_softmax(-1)[where] * mask  # [answers, 3]
 
     truth = torch.autograd.grad((logps(theta).sum(1).exp() * rewards).sum(), theta)[0]
     logp, mu = logps(theta), logps(theta.detach() + 0.5 * noise)
-    rest = {"old_logp": logp.detach(), "rollout_logp": mu, "mask": torch.ones_like(mu)}
+    rest = {"old_logp": logp.detach(), "rollout_logp": mu, "mask": mask}
     rest["advantages"] = mu.sum(1).exp() * rewards
 
     def gap(**flags: object) -> float:
@@ -122,30 +111,6 @@ def check_unbiased_for_responses_alone(module: ModuleType) -> None:
     for name in ("tis", "mis"):
         assert gap(correction=name, correction_level="sequence") < 1e-12
     assert 0.05 < gap(correction="icepop") < gap(correction="none")
-
-
-def check_lengths(module: ModuleType) -> None:
-    """A response's mean over its tokens, dropped ones counted; or, without it, their sum. Padding
-    counts for nothing."""
-    batch = two_responses()
-    batch["rollout_logp"] = batch["old_logp"].clone()
-    batch["rollout_logp"][0, 1] = 3.0  # w = e^-3: dropped
-    kept = batch["mask"].clone()
-    kept[0, 1] = 0
-    for flags, scale in (({}, batch["mask"].sum(1, keepdim=True)), ({"length_norm": False}, 1.0)):
-        logp = batch["logp"].detach().requires_grad_()
-        args = no_kl(module, clip_low=9.0, clip_high=9.0, **flags)
-        loss, stats = loss_of(module, args, **batch | {"logp": logp})
-        loss.backward()
-        expected = -logp.detach().exp() * batch["advantages"][:, None] * kept / scale / 2
-        assert torch.allclose(logp.grad, expected)
-        assert stats["dropped_share"][0] == 1 and stats["dropped_share"][1] == 5
-        assert stats["corrected"][0] == 1 and stats["weight_max"][0] == 1
-
-
-def check_advantages(module: ModuleType) -> None:
-    """The reward minus the group's mean, nothing else."""
-    advantages_match(module, "mean_only", 1e-12)
 
 
 def check_statistics(module: ModuleType) -> None:
@@ -163,50 +128,24 @@ def check_statistics(module: ModuleType) -> None:
     counts(loss_of(module, no_kl(module, **flags, clip_high=0.28), **batch)[1], expected)
 
 
-CHECKS = [*written_here(globals()), check_equal_rewards]
-RETURN, W = (
-    "return -per_response.sum(), mask.new_tensor(len(mask))",
-    "old_logp - rollout_logp) * mask",
-)
+CHECKS = [*written_here(globals()), *CENTRED, check_parts_add_up]
+W = "old_logp - rollout_logp) * mask"
 OBJECTIVE = "weight * torch.minimum(ratio * A, clipped * A)"
 SEQUENCE = '(over_response(log_w) if args.correction_level == "sequence" else log_w).exp()'
 INSIDE = OBJECTIVE.replace("weight * ", "").replace("ratio", "weight * ratio")
 INSIDE = INSIDE.replace("clipped", "(weight * ratio).clamp(1 - args.clip_low, 1 + args.clip_high)")
 MUTANTS = {
-    **EQUAL,
+    **CENTRE,
+    **RESPONSE_MEAN,
     **minirl.COUNTED,
-    "corrected with signs": ("((weight - 1).abs() * mask)", "((weight - 1) * mask)"),
-    "dropped and clipped": ("((weight == 0) * mask)", "(((weight == 0) | cut) * mask)"),
     "w the other way": (W, "rollout_logp - old_logp) * mask"),
     "w of π_θ": (W, "logp - rollout_logp) * mask"),
     "inside the clip": (OBJECTIVE, INSIDE),
-    "no correction": (OBJECTIVE, "torch.minimum(ratio * A, clipped * A)"),
     "mask without weight": ("torch.where(kept(w), w, 0.0)", "torch.where(kept(w), 1.0, 0.0 * w)"),
     "cap for mask": ("torch.where(kept(w), w, 0.0)", "w.clamp(args.w_low, args.w_high)"),
-    "a product for where": ("torch.where(kept(w), w, 0.0)", "kept(w) * w"),
-    "no lower bound": ("(x >= args.w_low) & (x <= args.w_high)", "x <= args.w_high"),
     "no upper bound": ("(x >= args.w_low) & (x <= args.w_high)", "x >= args.w_low"),
-    "tis with a lower bound": (".clamp(max=args.w_high)", ".clamp(args.w_low, args.w_high)"),
     "sequences as tokens": (SEQUENCE, "log_w.exp()"),
-    "a root of W": (SEQUENCE, SEQUENCE.replace("(log_w)", "(log_w) / length")),
-    "geometric without the mean": (
-        "(over_response(log_w) / length).exp()",
-        "over_response(log_w).exp()",
-    ),
-    "geometric with weight": ("kept(geometric),", "kept(geometric) * geometric,"),
     "opsm of good ones, too": ("(A >= 0) | (drift <= args.opsm_delta)", "drift <= args.opsm_delta"),
-    "opsm of good ones alone": ("(A >= 0) | (drift", "(A <= 0) | (drift"),
-    "opsm the other way": (
-        "over_response(rollout_logp - logp)",
-        "over_response(logp - rollout_logp)",
-    ),
-    "opsm blind to staleness": ("(rollout_logp - logp)", "(rollout_logp - old_logp)"),
     "ratio to μ": ("ratio = (logp - old_logp).exp()", "ratio = (logp - rollout_logp).exp()"),
-    "max for min": ("torch.minimum", "torch.maximum"),
     "no clip": ("torch.minimum(ratio * A, clipped * A)", "ratio * A"),
-    "never length-normalised": ("if args.length_norm:", "if False:"),
-    "always length-normalised": ("if args.length_norm:", "if True:"),
-    "token-mean": (RETURN, "return -per_response.sum(), mask.sum()"),
-    "std": ("return centred  #", "return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  #"),
-    "sign": ("return -per_response.sum()", "return per_response.sum()"),
 }

@@ -3,7 +3,7 @@
 from types import ModuleType
 
 import torch
-from common.logprobs import Policy, response_logprobs
+from common.logprobs import Policy
 from common.plumbing.model import ALONE, load_model
 from common.rollout import HFEngine
 from torch import Tensor
@@ -55,22 +55,6 @@ def check_eight_bits(module: ModuleType) -> None:
     assert torch.equal(near.indices, exact.indices) and exact.values.max() < 1e-4 * 448
 
 
-def check_one_policy(module: ModuleType) -> None:
-    """A sampler with the trainer's weights reports the trainer's log-probs, to float32's rounding;
-    with the masters under the trainer's passes the gap is a thousand times as large."""
-    policy, masters, weights = embedded(module)
-    prompts = [load_model("tiny")[1](text)["input_ids"] for text in ("7*8-9+6=", "1+2*3=")]
-    engine = HFEngine(load_model("tiny")[0], ALONE, 0, "float32", 64)
-    engine.sync(policy)
-    rollout, gaps = engine.generate(prompts, 8, 64, 1.0), []
-    with torch.no_grad():
-        gaps.append(response_logprobs(policy, rollout, 1.0)[0] - rollout.rollout_logp)
-        with weights.lifted():
-            gaps.append(response_logprobs(policy, rollout, 1.0)[0] - rollout.rollout_logp)
-    rounding, apart = (float(gap.abs().sum() / rollout.mask.sum()) for gap in gaps)
-    assert rounding < 2e-6 and apart > 1000 * rounding
-
-
 def check_the_masters_take_the_step(module: ModuleType) -> None:
     """The gradient at the rounded weights is subtracted from the masters, as it is; what is not
     rounded takes its step as ever; then all is rounded anew."""
@@ -87,34 +71,6 @@ def check_the_masters_take_the_step(module: ModuleType) -> None:
     assert same(weights_of(policy), weights_of(again))
 
 
-def check_small_updates_add_up(module: ModuleType) -> None:
-    """An update far below the spacing of 8-bit numbers moves next to none of them; a hundred such
-    do what one of their size does."""
-    policy, masters, weights = embedded(module)
-    name = "model.layers.0.self_attn.q_proj.weight"
-    parameter, before = dict(policy.lm.named_parameters())[name], weights_of(policy)[name]
-    optimizer, moved = torch.optim.SGD([parameter], lr=1.0), []
-    for _ in range(100):
-        parameter.grad = 2e-6 * masters[name].sign()
-        weights.step(optimizer)
-        # Neighbours are 6% apart; the rows' scales move by 0.1% at last
-        moved.append(float(((parameter.detach() / before).log().abs() > 0.02).float().mean()))
-    assert moved[0] < 0.005 and moved[-1] > 0.05
-    with weights.lifted():
-        assert torch.allclose(parameter, masters[name] - 2e-4 * masters[name].sign(), atol=1e-6)
-
-
-def check_lifted(module: ModuleType) -> None:
-    """Inside are the masters, to the bit; before and after, however often, the same rounded
-    weights. So a checkpoint holds the masters."""
-    policy, masters, weights = embedded(module)
-    rounded = weights_of(policy)
-    for _ in range(3):
-        with weights.lifted():
-            assert same(weights_of(policy), masters)
-        assert same(weights_of(policy), rounded)
-
-
 def check_distance(module: ModuleType) -> None:
     """`rounding` is Σ |ŵ - w| / Σ |w| over the rounded matrices; 2% with e4m3."""
     policy, masters, weights = embedded(module)
@@ -127,24 +83,15 @@ def check_distance(module: ModuleType) -> None:
     assert 0.015 < apart / size < 0.03
 
 
-CHECKS = [*written_here(globals()), *minirl.CHECKS]
+CHECKS = [*minirl.CHECKS, *written_here(globals())]
 STEP = "with self.lifted():\n            optimizer.step()"
-MUTANTS = minirl.MUTANTS | {
+MUTANTS = {
     "passes on the masters": ("part.copy_(float8(part))", "pass"),
     "routers rounded, too": (" and not n.endswith(ROUTERS)", ""),
-    "norms rounded, too": ("w.dim() >= 2", "w.dim() >= 1"),
     "embedding rounded, too": ('if ".layers." in n}', "}"),
-    "only plain matrices": ("w.dim() >= 2", "w.dim() == 2"),
     "one scale for a matrix": ("float8(part)", "float8(part.flatten()).view_as(part)"),
-    "a scale for each column": ("float8(part)", "float8(part.mT.contiguous()).mT"),
-    "e5m2": (
-        "float8(part)",
-        "(part / part.abs().amax(-1, True) * 448).to(torch.float8_e5m2).float() "
-        "* part.abs().amax(-1, True) / 448",
-    ),
     "bfloat16": ("float8(part)", "part.bfloat16()"),
-    "no masters": (STEP, "optimizer.step()\n        self.round()", check_small_updates_add_up),
-    "the masters never move": (STEP, "optimizer.step()"),
+    "no masters": (STEP, "optimizer.step()\n        self.round()"),
     "masters are the rounded weights": ("[part.clone() for part in self.parts]", "self.parts"),
     "not rounded again": ("yield\n        self.round()", "yield"),
     "errors that cancel": ("(part - master).abs().sum()", "(part - master).sum()"),

@@ -2,10 +2,10 @@
 
 from types import ModuleType
 
-import torch
 
-from . import SIDES, ZSCORE, advantages_match, check_clip_statistics, check_equal_rewards, loss_of
-from . import matches, near, no_kl, one, terms, toy_batch, two_responses, weighs, written_here
+from . import BY_TOKEN, SIDES, TOKEN_MEAN, ZSCORE, ZSCORES, check_clip_statistics
+from . import check_every_token_counts_the_same, check_parts_add_up, loss_of, matches, near
+from . import two_responses, weighs, written_here
 
 
 def check_fixture(module: ModuleType) -> None:
@@ -29,52 +29,15 @@ def check_weights(module: ModuleType) -> None:
             weighs(module, ratio, advantage, advantage * expected)
 
 
-def check_every_token_counts_the_same(module: ModuleType) -> None:
-    """In a long response as in a short one; padding does not."""
-    mask = torch.tensor([[1.0, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.float64)
-    logp = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
-    batch = {"old_logp": logp.detach().clone(), "advantages": one(1.0, 1.0)[0], "mask": mask}
-    loss_of(module, no_kl(module), logp=logp, **batch)[0].backward()
-    near(logp.grad, -mask / 5, "∂ loss / ∂ log π of responses of 4 tokens and of 1", 1e-6)
-
-
-def check_parts_add_up(module: ModuleType) -> None:
-    """Summing before dividing gives the whole batch's loss for any split."""
-    batch, args = toy_batch(), no_kl(module)
-    whole = loss_of(module, args, **batch)[0]
-    splits = (slice(0, 1), slice(1, 6))
-    parts = [terms(module, args, **{k: v[rows] for k, v in batch.items()}) for rows in splits]
-    assert torch.isclose(sum(p[0] for p in parts) / sum(p[1] for p in parts), whole, rtol=1e-14)
-
-
-def check_advantages(module: ModuleType) -> None:
-    """GRPO's z-score."""
-    advantages_match(module, "ddof1_eps1e-6", 1e-8)
-
-
-CHECKS = [*written_here(globals()), check_equal_rewards, check_clip_statistics]
-RETURN = "return -(objective * mask).sum(), mask.sum(), stats"
-SURROGATE, STD = "torch.minimum(ratio * A, clipped * A)", "rewards.std(dim=1, keepdim=True)"
-BY_RESPONSE = "-((objective * mask).sum(1) / mask.sum(1)).sum(), mask.new_tensor(len(mask)), stats"
-MUTANTS = {
-    **ZSCORE,
+LOSS = [*written_here(globals()), check_every_token_counts_the_same, check_parts_add_up]
+CHECKS = [*LOSS, *ZSCORES, check_clip_statistics]
+BOUNDS = "clamp(1 - args.clip_low, 1 + args.clip_high)"
+STD = "rewards.std(dim=1, keepdim=True)"
+DAMAGES = {  # those of baselines, too
     **SIDES,
-    "mean of responses": (RETURN, f"return {BY_RESPONSE}"),
-    "sign": (RETURN, RETURN.replace("-(", "(")),
-    "no mask": (RETURN, RETURN.replace("(objective * mask)", "objective")),
-    "padding counted": (RETURN, RETURN.replace("mask.sum()", "mask.new_tensor(mask.numel())")),
-    "mean of the part": (
-        RETURN,
-        "return -(objective * mask).sum() / mask.sum(), mask.new_tensor(1.0), stats",
-    ),
-    "max for min": (SURROGATE, SURROGATE.replace("minimum", "maximum")),
-    "no clip": (SURROGATE, "ratio * A"),
-    "clip without min": (SURROGATE, "clipped * A"),
+    **TOKEN_MEAN,
+    "mean of the part": (BY_TOKEN, f"{BY_TOKEN.replace(', ', ' / mask.sum(), ')} / mask.sum()"),
     "GRPO's upper bound": ("clip_high: NonNegative = 0.28", "clip_high: NonNegative = 0.2"),
-    "bounds swapped": (
-        "clamp(1 - args.clip_low, 1 + args.clip_high)",
-        "clamp(1 - args.clip_high, 1 + args.clip_low)",
-    ),
-    "population std": (STD, "rewards.std(dim=1, keepdim=True, correction=0)"),
-    "no std": (f"centred / ({STD} + 1e-6)", "centred"),
+    "bounds swapped": (BOUNDS, "clamp(1 - args.clip_high, 1 + args.clip_low)"),
 }
+MUTANTS = DAMAGES | ZSCORE | {"population std": (STD, STD.replace("True", "True, correction=0"))}

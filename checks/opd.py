@@ -9,8 +9,8 @@ from common.distributed import ALONE, BadInput
 from common.logprobs import Policy
 from torch import Tensor
 
-from . import ZSCORE, advantages_match, busy_batch, check_equal_rewards, counts, loss_of, near
-from . import one, outcome, response_tokens, terms, written_here
+from . import TOKEN_MEAN, ZSCORE, ZSCORES, busy_batch, check_parts_add_up, counts, loss_of, near
+from . import one, outcome, response_tokens, written_here
 
 
 def pushed(
@@ -45,11 +45,9 @@ def check_weights(module: ModuleType) -> None:
 def check_mix_with_the_reward(module: ModuleType) -> None:
     """min(w, C) {β log(π_T/π_θ) + α Â}; by default the reward plays no part, and with β = 0 the
     teacher none, who then need not be there."""
-    for advantage in (-1.0, 0.5):
-        near(pushed(module, 0.2, 0.8, 0.1, advantage), 2 * math.log(4), "α = 0: weight")
-        both = 2 * (0.5 * math.log(4) + 0.3 * advantage)
-        found = pushed(module, 0.2, 0.8, 0.1, advantage, beta=0.5, reward_weight=0.3)
-        near(found, both, f"β = 0.5, α = 0.3, Â = {advantage}, w = 2: weight")
+    near(pushed(module, 0.2, 0.8, 0.1, -1.0), 2 * math.log(4), "α = 0: weight")
+    both = pushed(module, 0.2, 0.8, 0.1, -1.0, beta=0.5, reward_weight=0.3)
+    near(both, 2 * (0.5 * math.log(4) - 0.3), "β = 0.5, α = 0.3, Â = -1, w = 2: weight")
     logp = one(0.2).log().requires_grad_()
     given = {"old_logp": logp.detach(), "mask": one(1.0), "advantages": one(0.7)[0]}
     alone = replace(module.Args(), beta=0.0, reward_weight=1.0)
@@ -94,24 +92,6 @@ def check_is_the_gradient_of_the_reverse_kl(module: ModuleType) -> None:
     other = mean_gradient(module, mu.exp(), mu)
     near(other, expected, "over another sampler's tokens, with w = π_θ/μ")
     assert (mean_gradient(module, mu.exp(), mu, weights="none") - expected).norm() > 1e-2
-
-
-def check_every_token_counts_the_same(module: ModuleType) -> None:
-    """In a long response as in a short one; padding does not."""
-    mask = torch.tensor([[1.0, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.float64)
-    logp = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
-    batch = {"old_logp": logp.detach().clone(), "ref_logp": logp.detach() + 1, "mask": mask}
-    loss_of(module, module.Args(), logp=logp, **batch, advantages=one(0.0, 0.0)[0])[0].backward()
-    near(logp.grad, -mask / 5, "∂ loss / ∂ log π of responses of 4 tokens and of 1", 1e-6)
-
-
-def check_parts_add_up(module: ModuleType) -> None:
-    """Summing before dividing gives the whole batch's loss for any split."""
-    batch, args = busy_batch(), replace(module.Args(), reward_weight=0.5)
-    whole = loss_of(module, args, **batch)[0]
-    splits = (slice(0, 1), slice(1, 6))
-    parts = [terms(module, args, **{k: v[rows] for k, v in batch.items()}) for rows in splits]
-    near(sum(p[0] for p in parts) / sum(p[1] for p in parts), whole, "sums, divided once", 1e-12)
 
 
 def check_six_responses(module: ModuleType) -> None:
@@ -176,71 +156,23 @@ def check_teacher(module: ModuleType) -> None:
         assert refused != right, f"{told} is {'' if refused else 'not '}refused"
 
 
-def check_advantages(module: ModuleType) -> None:
-    """GRPO's z-score, for the reward's part."""
-    advantages_match(module, "ddof1_eps1e-6", 1e-8)
-
-
-CHECKS = [*written_here(globals()), check_equal_rewards]
-RETURN, APART = "return -(objective * mask).sum(), mask.sum(), stats", "ref_logp - logp.detach()"
-BEHIND = "foreign.cumsum(dim=1) - foreign > 0"
+CHECKS = [*written_here(globals()), *ZSCORES, check_parts_add_up]
+APART = "ref_logp - logp.detach()"
 WEIGHT, CAPPED = "(logp.detach() - rollout_logp).exp()", "uncapped.clamp(max=args.is_cap)"
-BY_RESPONSE = "-((objective * mask).sum(1) / mask.sum(1)).sum(), mask.new_tensor(len(mask)), stats"
 MUTANTS = {
     **ZSCORE,
+    **TOKEN_MEAN,
     "the teacher's difference not detached": (APART, "ref_logp - logp"),
     "the student leads the teacher": (APART, "logp.detach() - ref_logp"),
-    "against π_old": (APART, "ref_logp - old_logp"),
-    "against μ": (APART, "ref_logp - rollout_logp"),
-    "k1 as a loss: the teacher drops out": ("A = A + args.beta * apart", "A = A - args.beta"),
-    "probabilities, not their logs": (APART, "ref_logp.exp() - logp.detach().exp()"),
-    "β ignored": ("A + args.beta * apart", "A + apart"),
-    "β on both": ("A = A + args.beta * apart", "A = args.beta * (A + apart)"),
-    "α ignored": ("args.reward_weight * A.expand_as", "A.expand_as"),
     "the reward thrown away": ("A = A + args.beta * apart", "A = args.beta * apart"),
-    "a group's baseline for the teacher": (
-        "A = A + args.beta * apart",
-        "A = A + args.beta * (apart - (apart * mask).sum() / mask.sum())",
-    ),
-    "weight from π_old": (WEIGHT, WEIGHT.replace("rollout_logp", "old_logp")),
     "weight not detached": (WEIGHT, WEIGHT.replace("logp.detach()", "logp")),
-    "weight upside down": (WEIGHT, "(rollout_logp - logp.detach()).exp()"),
     "no bound on w": (CAPPED, "uncapped"),
-    "dropped beyond the bound": (CAPPED, "uncapped * (uncapped <= args.is_cap)"),
     "w always": ('if args.weights == "mu"', "if args.weights"),
-    "probability for log π": (
-        "objective = weight * A * logp",
-        "objective = weight * A * logp.exp()",
-    ),
-    "mean of responses": (RETURN, f"return {BY_RESPONSE}"),
-    "sign": (RETURN, RETURN.replace("-(", "(")),
-    "no mask": (RETURN, RETURN.replace("(objective * mask)", "objective")),
-    "padding counted": (RETURN, RETURN.replace("mask.sum()", "mask.new_tensor(mask.numel())")),
-    "mean of the part": (
-        RETURN,
-        "return -(objective * mask).sum() / mask.sum(), mask.new_tensor(1.0), stats",
-    ),
-    "teacher_kl times β": ("(-apart * mask)", "(-args.beta * apart * mask)"),
-    "teacher_kl's sign": ("(-apart * mask)", "(apart * mask)"),
     "the foreign token itself": (
         "foreign.cumsum(dim=1) - foreign > 0",
         "foreign.cumsum(dim=1) > 0",
     ),
-    "what the student finds rare": ("(ref_logp < FOREIGN)", "(logp < FOREIGN)"),
     "strayed on padding": ("- foreign > 0) * mask", "- foreign > 0)"),
-    "only the next token": (BEHIND, "foreign.roll(1, 1) > 0"),
-    "weight before the cap": ("(weight * mask).sum()", "(uncapped * mask).sum()"),
-    "largest weight on padding": ("uncapped[mask > 0]", "uncapped.flatten()"),
-    "any teacher will do": ("if not tokenizer.get_vocab().items()", "if False and not {}.items()"),
-    "the same vocabulary asked for": (
-        "tokenizer.get_vocab().items() <= its.get_vocab().items()",
-        "tokenizer.get_vocab().items() == its.get_vocab().items()",
-    ),
-    "words, whatever their numbers": (
-        "tokenizer.get_vocab().items() <= its.get_vocab().items()",
-        "tokenizer.get_vocab().keys() <= its.get_vocab().keys()",
-    ),
-    "a teacher that reads less": ("if its.model_max_length < longest", "if longest < 0"),
     "the student is the teacher": (
         'load_model(args.teacher, world, "--teacher")',
         'load_model(args.model, world, "--teacher")',

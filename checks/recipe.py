@@ -5,10 +5,8 @@ from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import torch
-from torch import Tensor
 
-from . import counts, deep_grpo, goldilocks, grpo, justrl, loss_of, maspo, no_kl, one, stapo, terms
-from . import toy_batch, vcpo, weight, written_here
+from . import grpo, loss_of, maspo, one, stapo, terms, toy_batch, weight, written_here
 
 # The layers, and what turns each off
 OFF = {
@@ -39,11 +37,6 @@ def check_no_layer(module: ModuleType) -> None:
     passes(module, [check for check in grpo.CHECKS if check not in kl])
 
 
-def check_clip_and_average(module: ModuleType) -> None:
-    """Layer 1 alone is JustRL: outside numbers, coefficients, every token counts the same."""
-    passes(module, justrl.CHECKS, "clip")
-
-
 def check_stapos_mask(module: ModuleType) -> None:
     """Layer 2 with layer 1 is STAPO: π_θ's own probabilities, the quantile over response tokens."""
     checks = [stapo.check_fixture, stapo.check_uses_the_current_policy, stapo.check_quantiles]
@@ -63,23 +56,6 @@ def check_maspos_gate(module: ModuleType) -> None:
     """Layer 2 the other way, in place of the clip: the authors' numbers, at eight ratios."""
     checks = [maspo.check_fixture, maspo.check_weights, maspo.check_gates]
     passes(module, checks, "clip", "tokens", tokens="maspo")
-
-
-def check_teacher(module: ModuleType) -> None:
-    """Layer 3 is Goldilocks': what a prompt can teach, the choice, the teacher."""
-    passes(module, goldilocks.written_here(vars(goldilocks)), "curriculum")
-
-
-def check_pivots(module: ModuleType) -> None:
-    """Layer 4 is DEEP-GRPO's: where a response is cut, how the cut is drawn and learned."""
-    checks = "pivots pivot_distribution choice_is_in_proportion fit".split()
-    passes(module, [getattr(deep_grpo, f"check_{name}") for name in checks], "branches")
-
-
-def check_variance(module: ModuleType) -> None:
-    """Layer 5 is VCPO's: the baseline of least variance, the effective sample size."""
-    checks = "baseline baseline_has_the_least_variance ess".split()
-    passes(module, [getattr(vcpo, f"check_{name}") for name in checks], "lag")
 
 
 def check_age(module: ModuleType) -> None:
@@ -117,21 +93,15 @@ def check_streams(module: ModuleType) -> None:
         assert torch.allclose(found, expected, rtol=1e-9, atol=1e-15)
 
 
-def everything(module: ModuleType) -> tuple[object, dict[str, Tensor]]:
-    """A batch on which the mask, the ages and both streams matter."""
+def check_parts_add_up(module: ModuleType) -> None:
+    """All layers on: with the mini-batch's tokens and balance, sums over any parts, one of them
+    branches only, give the whole's loss; with a part's own they do not. Either average."""
     generator = torch.Generator().manual_seed(0)
     batch = toy_batch() | {"branch": BRANCH}
     batch["entropy"] = torch.rand(batch["mask"].shape, generator=generator, dtype=torch.float64)
     batch["rollout_logp"] = batch["old_logp"] - 0.3 * batch["entropy"]
-    return no_kl(module, tau_p=0.9, entropy_quantile=0.7), batch
-
-
-def check_parts_add_up(module: ModuleType) -> None:
-    """All layers on: with the mini-batch's tokens and balance, sums over any parts, one of them
-    branches only, give the whole's loss; with a part's own they do not. Either average."""
     for token_mean in (True, False):
-        args, batch = everything(module)
-        args.token_mean = token_mean
+        args = module.Args(tau_p=0.9, entropy_quantile=0.7, token_mean=token_mean)
         whole = loss_of(module, args, **batch)[0]
         now = batch["logp"], batch["entropy"]
         kept = module.tokens_left(args, now, batch["advantages"], batch["mask"])
@@ -140,76 +110,30 @@ def check_parts_add_up(module: ModuleType) -> None:
         balance = (size @ (1 - BRANCH)) / (size @ BRANCH)
         parts = [{k: v[rows] for k, v in batch.items()} for rows in ([0, 2], [1, 4], [3, 5])]
         left = [kept[rows] for rows in ([0, 2], [1, 4], [3, 5])]
-        found = [
-            terms(module, args, **part, kept=some, balance=balance)
-            for part, some in zip(parts, left)
-        ]
+        found = []
+        for part, some in zip(parts, left):
+            found.append(terms(module, args, **part, kept=some, balance=balance))
         assert torch.isclose(sum(p[0] for p in found) / sum(p[1] for p in found), whole, rtol=1e-12)
         own = [terms(module, args, **part) for part in parts]
         assert not torch.isclose(sum(p[0] for p in own) / sum(p[1] for p in own), whole, rtol=1e-4)
 
 
-def check_statistics(module: ModuleType) -> None:
-    """What tells that a layer acts is 0 where it is off."""
-    args, batch = everything(module)
-    stats = loss_of(module, args, **batch)[1]
-    assert stats["silenced"][0] > 0 and stats["clip_share"][0] > 0
-    log_w = ((batch["old_logp"] - batch["rollout_logp"]) * batch["mask"]).sum(1)
-    expected = {"weight": (log_w.exp().clamp(max=args.is_cap).sum(), 6)}
-    counts(stats, expected | {"weight_max": (log_w.exp().max(), None)})
-    stats = loss_of(module, no_kl(module, **off("clip")), **batch)[1]
-    assert stats["silenced"][0] == 0 and "weight_max" not in stats and "gate_closed" not in stats
-    stats = loss_of(module, no_kl(module, tokens="maspo"), **batch)[1]
-    assert stats["gate_closed"][0] > 0 and "clip_share" not in stats  # the clip does not act
-
-
 CHECKS = written_here(globals())
 RETURN = "return -(objective * kept * stream[:, None]).sum(), size @ (1 - branch), stats"
-SURROGATE = "torch.minimum(ratio * A, clipped * A)"
 BY_AGE = "log_w = log_weight(old_logp, rollout_logp, mask)"
 STREAM = "stream = 1 + (args.branch_weight * balance - 1) * branch"
-GATE = "objective = gate * ratio * A"
 MUTANTS = {
     "sign": (RETURN, RETURN.replace("-(", "(")),
-    "no mask": (RETURN, RETURN.replace(" * kept", "")),
     "silenced all the same": (RETURN, RETURN.replace("kept", "mask")),
-    "branches in the main average": (RETURN, RETURN.replace("size @ (1 - branch)", "size.sum()")),
     "one stream": (STREAM, STREAM.replace("balance", "1")),
-    "λ ignored": (STREAM, STREAM.replace("args.branch_weight *", "")),
     "λ on main": (STREAM, STREAM.replace("* branch", "* (1 - branch)")),
-    "always a token-mean": ("if not args.token_mean:", "if False:"),
-    "never a token-mean": ("if not args.token_mean:", "if True:"),
-    "responses counted by tokens": (
-        "return kept.sum(dim=1) if args.token_mean else",
-        "return kept.sum(dim=1) if True else",
-    ),
     "silenced tokens counted": ("size = counted(args, kept)", "size = counted(args, mask)"),
     "own tokens in every part": ("if kept is None:", "if True:"),
-    "own balance in every part": ("if balance is None:", "if True:"),
     "age of π_θ": (BY_AGE, BY_AGE.replace("old_logp", "logp")),
     "no age": ("objective * weight[:, None]", "objective"),
-    "age without a lag": ("    if args.lag:\n        log_w", "    if True:\n        log_w"),
     "age by token": (
         "objective = objective * weight[:, None]",
         "objective = objective * (old_logp - rollout_logp).exp().clamp(max=8)",
     ),
-    "no cap": (".exp().clamp(max=args.is_cap)", ".exp()"),
-    "no clip": (SURROGATE, "ratio * A"),
-    "clip without min": (SURROGATE, "clipped * A"),
-    "gate beside the clip": (GATE, "objective = gate * objective"),
-    "gate without the ratio": (GATE, "objective = gate * A * logp"),
-    "gate differentiated": (
-        "with torch.no_grad():\n        old_p",
-        "with torch.enable_grad():\n        old_p",
-    ),
     "the other mask": ('if args.tokens != "stapo":', 'if args.tokens == "stapo":'),
-    "entropy ignored": (" & sure & mask", " & mask"),
-    "the worst candidate": ("key=lambda k: -scores[k]", "key=lambda k: scores[k]"),
-    "no depth": ("* depth**depth_power", "* depth**0"),
-    "norms ignored": ("2 * norms.clamp(min=1e-30).log()", "0 * norms"),
-    "ESS not divided by B": (".exp() / len(log_w)", ".exp()"),
-    "population std": (
-        "centred / (rewards.std(dim=1, keepdim=True)",
-        "centred / (rewards.std(dim=1, keepdim=True, correction=0)",
-    ),
 }

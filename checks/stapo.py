@@ -5,9 +5,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import COUNTED, SHARE, ZSCORE, advantages_match, busy_batch, check_clip_statistics
-from . import check_equal_rewards, clipped, counts, loss_of, matches, no_kl, response_tokens, terms
-from . import written_here
+from . import CLIP, SHARE, ZSCORE, ZSCORES, busy_batch, check_clip_statistics, clipped, counts
+from . import loss_of, matches, no_kl, response_tokens, terms, written_here
 
 
 def check_fixture(module: ModuleType) -> None:
@@ -35,15 +34,10 @@ def check_silences_the_spurious(module: ModuleType) -> None:
     Â < 0. The mean is over the tokens left."""
     batch = spurious_batch()
     batch["logp"].requires_grad_()
-    loss, stats = loss_of(module, module.Args(), **batch)
-    loss.backward()
+    loss_of(module, module.Args(), **batch)[0].backward()
     silent = torch.tensor([[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]).bool()
     kept = batch["mask"] * ~silent
     assert torch.allclose(batch["logp"].grad, -batch["advantages"][:, None] * kept / kept.sum())
-    share, tokens = stats["silenced_share"]
-    assert stats["silenced"][0] == 2 and abs(float(share / tokens) - 2 / 11) < 1e-9
-    assert abs(float(stats["silenced_prob"][0] / 2) - 0.00145) < 1e-9
-    assert abs(float(stats["silenced_entropy"][0] / 2) - 0.2) < 1e-9
 
 
 def check_uses_the_current_policy(module: ModuleType) -> None:
@@ -100,57 +94,29 @@ def check_statistics(module: ModuleType) -> None:
     counts(loss_of(module, args, **batch)[1], expected)
 
 
-def check_advantages(module: ModuleType) -> None:
-    """GRPO's z-score."""
-    advantages_match(module, "ddof1_eps1e-6", 1e-8)
-
-
 def check_quantile_of_many(module: ModuleType) -> None:
     """A mini-batch may have more tokens than torch.quantile takes."""
     many = torch.arange(2**24 + 2).flip(0) / 2**24
     assert abs(module.entropy_threshold(module.Args(), many) - 0.8) < 1e-4
 
 
-CHECKS = [*written_here(globals()), check_equal_rewards, check_clip_statistics]
+CHECKS = [*written_here(globals()), *ZSCORES, check_clip_statistics]
 RARE = "(advantages[:, None] > 0) & (logp.detach"
-QUANTILE = "numpy.quantile(values, args.entropy_quantile"
 SPURIOUS = "spurious_tokens(args, logp, entropy, advantages, mask, threshold)  # [n, T]"
 CLAMP = "ratio.clamp(1 - args.clip_low, 1 + args.clip_high)"
 RETURN = "return -(objective * kept).sum(), kept.sum()"
 MUTANTS = {
     **ZSCORE,
-    **COUNTED,
+    **CLIP,
     "negative advantages silenced too": (RARE, RARE.replace(">", "!=")),
-    "only negative ones": (RARE, RARE.replace(">", "<")),
     "μ for π_old": ("ratio = (logp - old_logp).exp()", "ratio = (logp - rollout_logp).exp()"),
-    "no clip": ("torch.minimum(ratio * A, clipped * A)", "ratio * A"),
-    "clip without min": ("torch.minimum(ratio * A, clipped * A)", "clipped * A"),
     "clip_share of what is left": (SHARE, SHARE.replace("cut * mask", "cut * kept")),
-    "silenced_share of what is left": (
-        '"silenced_share": (spurious.sum(), mask.sum())',
-        '"silenced_share": (spurious.sum(), kept.sum())',
-    ),
     "silenced_prob of π_old": ("((logp.detach().exp() * spurious)", "((old_logp.exp() * spurious)"),
-    "silenced_entropy of all": ("((entropy * spurious).sum()", "((entropy * mask).sum()"),
-    "silenced_entropy over all": (
-        '"silenced_entropy": ((entropy * spurious).sum(), spurious.sum())',
-        '"silenced_entropy": ((entropy * spurious).sum(), mask.sum())',
-    ),
     "entropy ignored": (" & sure & mask", " & mask"),
-    "entropy the wrong way round": ("entropy < threshold -", "entropy > threshold -"),
-    "probability the wrong way round": (
-        "(logp.detach().exp() < args.tau_p)",
-        "(logp.detach().exp() > args.tau_p)",
-    ),
-    "the lowest 20%": (QUANTILE, QUANTILE.replace("args", "1 - args")),
-    "version 4: likely tokens in the quantile": (" & (logp.exp() < args.tau_p)\n", "\n"),
-    "version 4: wrong responses in the quantile": ("chosen & (advantages[:, None] > 0)", "chosen"),
-    "version 4's rule is the other": ('args.entropy_over == "rare"', 'args.entropy_over == "all"'),
     "padding in the quantile": ("chosen = mask.bool()", "chosen = torch.ones_like(mask).bool()"),
     "all tokens in the denominator": (RETURN, RETURN.replace("kept.sum()", "mask.sum()")),
     "π_old for π_θ": (SPURIOUS, SPURIOUS.replace("logp", "old_logp")),
     "own threshold in every part": ("if threshold is None:", "if True:"),
     "symmetric clip": (CLAMP, CLAMP.replace("clip_high", "clip_low")),
-    "max for min": ("torch.minimum", "torch.maximum"),
     "sign": ("return -(objective * kept)", "return (objective * kept)"),
 }

@@ -73,19 +73,16 @@ def gradients(
     """Each mini-batch's gradient, before clipping, of the file's own `main` on a stored rollout; lr
     is next to 0."""
     module = module_of(name)
-    recompute = module.all_logprobs
-    encode = load_model("tiny")[1]
-    problems = [
-        Problem(prompt, arithmetic.work(prompt)[1], encode(prompt)["input_ids"], i)
-        for i, prompt in enumerate(prompts)
-    ]
+    recompute, encode, seen = module.all_logprobs, load_model("tiny")[1], []
+
+    def train(i: int) -> Problem:
+        prompt = prompts[i % len(prompts)]
+        return Problem(prompt, arithmetic.work(prompt)[1], encode(prompt)["input_ids"], i)
 
     def judge(completions: list[str], answers: list[str]) -> list[float]:
         return list(map(formulas.of(name, "judge", arithmetic_reward), completions, answers))
 
-    train = lambda i: problems[i % len(problems)]  # noqa: E731
-    task = Task("stored", train, problems, judge, tokenizer=encode)
-    seen = []
+    task = Task("stored", train, [train(0)], judge, tokenizer=encode)
 
     def spy(policy: torch.nn.Module, max_norm: float) -> float:
         parts = [getattr(p.grad, "full_tensor", p.grad.clone)() for p in policy.parameters()]
@@ -95,8 +92,7 @@ def gradients(
     def old_logprobs(
         policy: torch.nn.Module, batch: Rollout, args: object, world: World, *readout: object
     ) -> tuple:
-        """Log-probs of "π_old" moved at random, so that ratios leave 1 and some tokens are
-        clipped."""
+        """Of "π_old", moved at random: ratios leave 1 and some tokens are clipped."""
         if hasattr(batch, "old_logp"):
             return recompute(policy, batch, args, world, *readout)
         found = recompute(policy, batch, args, world, *readout)[1] if readout else None

@@ -11,8 +11,15 @@ from common.distributed import setup
 
 from tests.loop import formulas
 from checks.files import ALGORITHMS, NINE, VARIANTS
-from tests.helpers import SMALL, forked, module_of, no_curves, run_here
+from tests.helpers import SMALL, forked, module_of, run_here
 from tests.algorithms.stored import PROMPTS, G, gradients, stored_rollout
+
+FAST = ("grpo", "stapo", "vcpo")  # a mean of means, a mini-batch's quantile, whole responses
+
+
+def slow_but(*fast: str) -> list:
+    """All files as parameters; those that are not named are slow."""
+    return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in ALGORITHMS]
 
 
 def assert_same(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -28,21 +35,13 @@ def reference(world, tmp_path, monkeypatch):
     return rollout, gradients(rollout, PROMPTS, world, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("micro_tokens", [1, 80, 400])
-def test_micro_batch_size_changes_nothing(reference, world, tmp_path, monkeypatch, micro_tokens):
-    rollout, whole = reference
-    assert_same(
-        gradients(rollout, PROMPTS, world, tmp_path, monkeypatch, micro_tokens=micro_tokens), whole
-    )
-
-
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "grpo"])
-def test_micro_batch_size_changes_nothing_elsewhere(world, tmp_path, monkeypatch, name):
+@pytest.mark.parametrize("name", slow_but(*FAST))
+def test_micro_batch_size_changes_nothing(world, tmp_path, monkeypatch, name):
     rollout = stored_rollout(world)
     whole = gradients(rollout, PROMPTS, world, tmp_path, monkeypatch, name)
-    assert_same(
-        gradients(rollout, PROMPTS, world, tmp_path, monkeypatch, name, micro_tokens=150), whole
-    )
+    for micro_tokens in (1, 150) if name == "grpo" else (150,):
+        how = {"micro_tokens": micro_tokens}
+        assert_same(gradients(rollout, PROMPTS, world, tmp_path, monkeypatch, name, **how), whole)
     if off := {"tau_p": 0.0} if name == "stapo" else formulas.of(name, "OFF", {}):
         # With the stored flags enough is silenced, protected, ... to see it
         without = gradients(rollout, PROMPTS, world, tmp_path, monkeypatch, name, **off)
@@ -65,33 +64,11 @@ def test_row_order_changes_nothing(reference, world, tmp_path, monkeypatch):
     rollout, whole = reference
     generator = torch.Generator().manual_seed(1)
     half = len(PROMPTS) // 2
-    groups = [
-        *torch.randperm(half, generator=generator),
-        *(half + torch.randperm(half, generator=generator)),
-    ]
+    first, second = (torch.randperm(half, generator=generator) for _ in range(2))
+    groups = torch.cat([first, half + second])
     order = torch.cat([group * G + torch.randperm(G, generator=generator) for group in groups])
     prompts = [PROMPTS[group] for group in groups]
     assert_same(gradients(rollout.rows(order), prompts, world, tmp_path, monkeypatch), whole)
-
-
-CHOICES = [
-    {"tokens": "clip_cov", "clip_cov_share": 0.05, "clip_cov_low": 0.1},
-    {"tokens": "kl_cov", "kl_cov_share": 0.2},
-]
-
-
-@pytest.mark.parametrize("flags", CHOICES, ids=lambda flags: flags["tokens"])
-def test_whom_a_covariance_chooses_depends_on_no_order(world, tmp_path, monkeypatch, flags):
-    """Clip-Cov's draw and KL-Cov's tokens: of the mini-batch, not of a micro-batch or of its rows'
-    order; and they change the gradient."""
-    rollout, generator = stored_rollout(world), torch.Generator().manual_seed(2)
-    rest = (world, tmp_path, monkeypatch, "entropy20")
-    whole = gradients(rollout, PROMPTS, *rest, **flags)
-    order = torch.cat([g * G + torch.randperm(G, generator=generator) for g in range(len(PROMPTS))])
-    assert_same(gradients(rollout.rows(order), PROMPTS, *rest, **flags, micro_tokens=150), whole)
-    share = {"clip_cov_low": 9.0, "clip_cov_high": 9.0, "kl_cov_coef": 0.0}  # nobody
-    without = gradients(rollout, PROMPTS, *rest, **flags | share)
-    assert (whole - without).norm() > 1e-3 * whole.norm()
 
 
 def test_dropping_the_last_token_would_show(reference, world, tmp_path, monkeypatch):
@@ -118,11 +95,13 @@ def on_a_rank(folder: Path, jobs: list[tuple[str, int]]) -> None:
     torch.distributed.destroy_process_group()
 
 
-TWO = [*((name, 2) for name in NINE), ("grpo", 1), ("vcpo", 1), ("goldilocks", 1)]
-OTHERS = pytest.param(2, [(name, 2) for name in VARIANTS], marks=pytest.mark.variants)
+TWO = [("grpo", 1), *((name, 2) for name in FAST)]
+OTHERS = [("vcpo", 1), ("goldilocks", 1), *((name, 2) for name in NINE if name not in FAST)]
+MORE = [(2, OTHERS), (4, [("grpo", 2), ("vcpo", 2)]), (2, [(name, 2) for name in VARIANTS])]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
 
 
-@pytest.mark.parametrize(("ranks", "jobs"), [(2, TWO), (4, [("grpo", 2), ("vcpo", 2)]), OTHERS])
+@pytest.mark.parametrize(("ranks", "jobs"), [(2, TWO), *SLOW])
 def test_ranks_change_nothing(world, tmp_path, monkeypatch, ranks, jobs):
     """Several gloo ranks, each with its share of the groups and micro-batches of its own, against
     one: a model's weights shared by all, each with its own, and two pairs.
@@ -140,9 +119,11 @@ def test_ranks_change_nothing(world, tmp_path, monkeypatch, ranks, jobs):
         assert_same(found, alone)
 
 
-def first_ratios(folder: Path, name: str) -> list[bool]:
-    """Of each micro-batch of a rollout's first update in a file's own run: is log π_θ = log π_old
-    to the bit? (No update changes a weight: lr is next to 0.)"""
+@pytest.mark.parametrize("name", slow_but("grpo", "deep_grpo"))
+def test_the_first_ratios_are_exactly_one(tmp_path, monkeypatch, name):
+    """log π_θ = log π_old to the bit in a rollout's first update. (No update changes a weight: lr
+    is next to 0.) Other micro-batches would be other matrix shapes, whose sums round in another
+    way: in bfloat16 that alone carries tokens over the edge of a clip."""
     module, equal = module_of(name), []
     loss = module.policy_loss
 
@@ -150,24 +131,15 @@ def first_ratios(folder: Path, name: str) -> list[bool]:
         equal.append(torch.equal(logp, old_logp))
         return loss(args, logp=logp, old_logp=old_logp, **more)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "policy_loss", spy)
-        patch.setattr("common.plumbing.tracking.draw_curves", no_curves)
-        flags = [*SMALL, "--steps", 1, "--micro_tokens", 60, "--lr", 1e-30, "--run_dir", folder]
-        flags += ["--lag", 0] if hasattr(module.Args, "lag") else []
-        assert run_here(module.main, *flags) == 0
-    return equal
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_first_ratios_are_exactly_one(tmp_path, name):
-    """Other micro-batches would be other matrix shapes, whose sums round in another way: in
-    bfloat16 that alone carries tokens over the edge of a clip."""
-    equal = first_ratios(tmp_path / "run", name)
+    monkeypatch.setattr(module, "policy_loss", spy)
+    flags = [*SMALL, "--steps", 1, "--micro_tokens", 60, "--lr", 1e-30]
+    for waits in ("lag", "critic_warmup"):  # the policy of the first step, at once
+        flags += [f"--{waits}", 0] if hasattr(module.Args, waits) else []
+    assert run_here(module.main, *flags, "--run_dir", tmp_path / "run") == 0
     assert len(equal) > 4 and all(equal)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", slow_but(*NINE))
 def test_a_micro_batch_without_rows_adds_nothing(name):
     """A rank that has few rows, and long ones, waits with such for the others' passes."""
     module = module_of(name)

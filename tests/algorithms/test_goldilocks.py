@@ -9,9 +9,7 @@ import torch
 from common.distributed import World
 from common.tiny import arithmetic
 
-from tests.helpers import MORE, SMALL, command, metrics, run_here
-
-pytestmark = pytest.mark.runs
+from tests.helpers import MORE, SMALL, metrics, run_here
 
 
 def untaught(world: World, **flags: object) -> goldilocks.Curriculum:
@@ -20,9 +18,10 @@ def untaught(world: World, **flags: object) -> goldilocks.Curriculum:
     return goldilocks.Curriculum(args, SimpleNamespace(held_out=[]), world)
 
 
+@pytest.mark.slow
 def test_the_teacher_ranks_prompts_by_what_they_teach(world):
     """A student that solves prompts of 2 to 7 terms with known p; f then orders unseen prompts by
-    sqrt(p (1-p))."""
+    sqrt(p (1-p)), and the best is a good one."""
     chance = {2: 1.0, 3: 0.97, 4: 0.85, 5: 0.5, 6: 0.12, 7: 0.02}
     rng, generator = random.Random(0), torch.Generator().manual_seed(0)
     curriculum = untaught(world)
@@ -37,9 +36,7 @@ def test_the_teacher_ranks_prompts_by_what_they_teach(world):
         curriculum.teach()
     values, true = curriculum.predict(ids[1000:]), (p * (1 - p)).sqrt()[1000:]
     assert goldilocks.rank_correlation(values, true) > 0.85
-    slots = [(row.tolist(), prompts[1000:]) for row in values.expand(1, -1)]
-    best = goldilocks.select(torch.tensor(slots[0][0])[None], [slots[0][1]], 0.0, rng)[0][0]
-    assert true[best] >= 0.35
+    assert true[values.argmax()] >= 0.35
 
 
 def test_micro_batches_do_not_change_the_teacher(world):
@@ -58,44 +55,15 @@ def test_micro_batches_do_not_change_the_teacher(world):
 
 
 def test_it_chooses_only_when_it_has_learned(tmp_path):
-    """Uniform until the window holds a batch; then every slot but the ε ones is the teacher's, and
-    it is measured."""
-    flags = [*SMALL, *MORE["goldilocks"], "--steps", 6, "--explore", 0]
-    assert run_here(goldilocks.main, *flags, "--run_dir", tmp_path / "run") == 0
-    lines = metrics(tmp_path / "run")[1:]
-    assert ["zero_groups_uniform" in line for line in lines] == [True] * 2 + [False] * 4
-    assert all(line["chosen_over_mean"] > 0 for line in lines[2:])
-    assert abs(lines[0]["teacher_mean"] - 0.25) < 1e-6
-    assert abs(lines[5]["teacher_mean"] - 0.25) > 1e-3
-
-
-def test_explore_1_chooses_nothing(tmp_path, capsys):
-    """The choice is switched off: it is not measured, and nothing warns that it did not act."""
-    flags = [*SMALL, *MORE["goldilocks"], "--steps", 3, "--explore", 1]
-    assert run_here(goldilocks.main, *flags, "--run_dir", tmp_path / "run") == 0
-    assert not any("chosen_over_mean" in line for line in metrics(tmp_path / "run"))
-    assert "never acted" not in capsys.readouterr().out
-
-
-def test_two_ranks_share_one_teacher(tmp_path):
-    """Two gloo ranks: the same window on both, no prompt twice in a step, and the run resumes."""
-    flags = [*SMALL, *MORE["goldilocks"], "--run_dir", tmp_path / "run"]
-    for extra in (["--steps", 4], ["--steps", 6, "--resume"]):
-        run = command("goldilocks", *flags, *extra, ranks=2)
-        assert run.returncode == 0, run.stderr[-3000:]
-    states = [
-        torch.load(tmp_path / f"run/checkpoints/step_000006/rank{r}.pt")["state"]["window"]
-        for r in (0, 1)
-    ]
-    assert states[0] == states[1] and len(states[0]) == 20
-    prompts = [tuple(ids) for ids, *_ in states[0]]
-    assert all(len(set(prompts[i : i + 4])) == 4 for i in range(0, 20, 4))
-
-
-def test_saving_does_not_change_training(tmp_path):
-    """Saved before the teacher's first update, after every step or never: the same run."""
-    flags = [*SMALL, *MORE["goldilocks"], "--steps", 4]
+    """Uniform until the window holds a batch; then every slot but the ε ones is the teacher's. When
+    it is saved changes nothing."""
+    flags = [*SMALL, *MORE["goldilocks"], "--steps", 5, "--explore", 0]
     for every in (1, 100):
-        words = [*flags, "--save_every", every, "--run_dir", tmp_path / f"every{every}"]
-        assert run_here(goldilocks.main, *words) == 0
-    assert metrics(tmp_path / "every1") == metrics(tmp_path / "every100")
+        where = ["--save_every", every, "--run_dir", tmp_path / f"every{every}"]
+        assert run_here(goldilocks.main, *flags, *where) == 0
+    lines = metrics(tmp_path / "every1")
+    assert lines == metrics(tmp_path / "every100")
+    assert ["zero_groups_uniform" in line for line in lines[1:]] == [True] * 2 + [False] * 3
+    assert all(line["chosen_over_mean"] > 0 for line in lines[3:])
+    assert abs(lines[1]["teacher_mean"] - 0.25) < 1e-6
+    assert abs(lines[5]["teacher_mean"] - 0.25) > 1e-3
