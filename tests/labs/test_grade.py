@@ -49,46 +49,14 @@ def test_the_true_file_passes_and_its_blank_does_not(name):
     assert grade.hint(name, found)
 
 
-def damaged(name: str, *names: str) -> str:
-    """A file with these of its named damages."""
-    source = solution(name)
-    for damage in names:
-        old, new, *_ = checks.of(name)[1][damage]
-        assert source.count(old) == 1
-        source = source.replace(old, new)
-    return source
-
-
 def hint(name: str, source: str) -> str:
     return " ".join(grade.hint(name, graded(name, source)).split())
 
 
-SEEN = [
-    "no clip",
-    "KL of π_old",
-    "clip_share as a mean",
-    "equal rewards not made 0",
-    "sum for mean",
-]
-
-
-@pytest.mark.parametrize(
-    "damage", ["KL rewarded", *[pytest.param(d, marks=pytest.mark.slow) for d in SEEN]]
-)
-def test_a_damage_is_found_and_the_hint_names_it(damage):
-    found = hint("grpo", damaged("grpo", damage))
-    assert found == f"'{damage}' has just this effect."
-
-
-@pytest.mark.slow
-def test_a_hint_tells_two_damages_apart_and_says_what_it_does_not_know():
-    found = hint("grpo", damaged("grpo", "no clip", "equal rewards not made 0"))
-    assert "'no clip' would explain: asymmetric clip" in found
-    assert "'equal rewards not made 0' would explain: equal rewards." in found
-    source = solution("grpo").replace("torch.minimum(ratio * A, clipped * A)", "ratio * A * 1.01")
-    assert "of no damage that we have a name for" in hint("grpo", source)
-    reasons = [reason for _, reason in graded("grpo", damaged("grpo", "no clip"))]
-    assert "r = 1.25, Â = +1: weight 1.25, expected 0" in reasons
+def test_a_damage_is_found_and_the_hint_names_it():
+    old, new, *_ = checks.of("grpo")[1]["KL rewarded"]
+    found = hint("grpo", checks.replaced(PATHS["grpo"], old, new))
+    assert found == "'KL rewarded' has just this effect."
 
 
 @pytest.mark.slow
@@ -102,7 +70,6 @@ def test_every_damaged_exercise_fails_and_the_hint_names_the_damage(name):
 DEF = "def pass_at_k(n, c, k):\n"
 WRONG = {
     "a syntax error": (DEF + "    return (", "no Python"),
-    "no function": ("x = 1\n", "there is no function pass_at_k"),
     "an end": (DEF + "    import os; os._exit(0)\n", "it ended the process, with code 0"),
     "no end": ("import signal; signal.alarm(0)\n" + DEF + "    while True: pass\n", "without end"),
     "too much memory": (DEF + "    return bytearray(1 << 50)[0]\n", "MemoryError"),

@@ -1,7 +1,6 @@
 """The race: what a stress does to a run, what is kept of it, and how runs become places."""
 
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ from common.distributed import BadInput
 from common.plumbing.model import load_model
 from common.tiny.arithmetic import KINDS
 from labs import race, stress
-from labs.stress import STRESSES
+from labs.stress import STRESSES, Stress
 
 # A file in the house's form, whose training is to write down what it was given
 FAKE = '''
@@ -41,8 +40,6 @@ def main(args, world):
     here = Path(__file__).parent
     with (here / "began").open("a") as log:
         log.write(f"{args.seed} {args.lr:.1f} {args.minibatches} {args.group_size}\\n")
-    if (here / "endless").exists():
-        import signal; signal.pause()
     if (here / "broken").exists() and args.seed == 2:
         raise ZeroDivisionError("on purpose")
     Path(args.run_dir).mkdir()
@@ -60,23 +57,13 @@ def fake(tmp_path: Path) -> Path:
     return path
 
 
-def made(**scores: dict[str, list[float]]) -> dict:
-    """A table of runs that stay where they are: method -> stress -> a score for each seed."""
-    cells = []
-    for method, row in scores.items():
-        for name, values in row.items():
-            runs = []
-            for seed, value in enumerate(values, 1):
-                run = {"at": [0, 8, 16], "sampled": [value] * 3, "thousands": [0, 1, 2]}
-                runs.append({"seed": seed, "acted": 0.1} | run)
-            cells.append({"method": method, "stress": name, "runs": runs})
-    return {"cells": cells}
-
-
-def everywhere(value: float, **other: float) -> dict[str, list[float]]:
-    """Three seeds in every cell."""
-    row = {name: [value] * 3 for name in STRESSES}
-    return row | {name: [low] * 3 for name, low in other.items()}
+def cells(method: str, value: float, **other: float) -> list[dict]:
+    """A row of a table: runs that stay at one accuracy, under some stresses at another."""
+    found = []
+    for name in STRESSES:
+        run = {"at": [0, 8, 16], "sampled": [other.get(name, value)] * 3, "thousands": [0, 1, 2]}
+        found.append({"method": method, "stress": name, "runs": [run | {"seed": 1, "acted": 0.1}]})
+    return found
 
 
 # What a stress does
@@ -99,33 +86,26 @@ class Sampler:
         return "rollout"
 
 
-@pytest.mark.parametrize(
-    ("name", "taken", "asked"),
-    [
-        ("none", [*range(40)], [1.0]),
-        ("old sampler", [0, 16, 32], [1.0]),
-        ("cold sampler", [*range(40)], [0.5]),
-        ("coarse sampler", [*range(40)], [1.0]),
-    ],
-)
-def test_a_strained_sampler(name, taken, asked):
+def test_a_strained_sampler():
     """An old one takes every 16th policy, a cold one keeps its caller in the dark, a coarse one has
     five values a row."""
-    engine = stress.strained(Sampler(), STRESSES[name])
+    engine = stress.strained(Sampler(), Stress(every=16, levels=2, cold=0.5))
     weight = engine.lm.layers[0].weight
-    before = weight.clone()
+    scale = weight.abs().amax(dim=1, keepdim=True) / 2
+    coarse = (weight / scale).round() * scale
     for policy in range(40):
         engine.sync(policy)
     assert engine.generate([], 8, 64, 1.0) == "rollout"
-    assert engine.taken == taken and engine.asked == pytest.approx(asked)
-    scale = before.abs().amax(dim=1, keepdim=True) / 2
-    coarse = (before / scale).round() * scale
-    assert torch.equal(weight, coarse if name == "coarse sampler" else before)
+    assert engine.taken == [0, 16, 32] and engine.asked == [0.5]
+    torch.testing.assert_close(weight, coarse)
 
 
 def test_a_judge_errs_by_rule():
     """A tenth, another tenth each time, the same for the same seed."""
-    right = lambda texts, answers: [1.0] * len(texts)  # noqa: E731
+
+    def right(texts: list[str], answers: list[str]) -> list[float]:
+        return [1.0] * len(texts)
+
     one, again, other = (stress.erring(right, 0.1, seed) for seed in (1, 1, 2))
     texts = ["x"] * 2000
     first = one(texts, texts)
@@ -153,9 +133,6 @@ def test_the_held_out_problems_stay_strict_and_the_same():
     for task in tasks.values():
         assert task.exam(texts, answers) == [1.0] * len(texts)
     assert 0 < tasks["wrong judge"].judge(texts, answers).count(0.0) < 80
-    prompts = [tasks["useless prompts"].train(i).prompt for i in range(200)]
-    terms = [len(re.findall(r"\d", prompt)) for prompt in prompts]
-    assert {2, 16} < set(terms) <= {2, 5, 6, 7, 16} and terms.count(2) > 100
 
 
 # What is kept
@@ -181,16 +158,6 @@ def test_a_race_goes_on_where_it_was_stopped(fake):
     assert sorted(began.read_text().splitlines()) == ["2 0.2 2 2", "2 0.2 2 8", "2 0.6 2 8"]
 
 
-@pytest.mark.slow
-def test_a_run_has_a_bound(fake, monkeypatch, capsys):
-    (fake.parent / "endless").touch()
-    monkeypatch.setattr(race, "LONGEST", 1.0)
-    path = fake.parent / "table.json"
-    assert race.run([(1, "fake", "none")], {"fake": race.Method(fake)}, path) == 1
-    assert "killed, it was still at work after" in capsys.readouterr().out
-    assert race.stored(path)["cells"] == []
-
-
 def ended(folder: Path, steps: list[int], said: str = "") -> Path:
     """What a run leaves."""
     (folder / "run").mkdir()
@@ -208,13 +175,8 @@ def test_a_run_that_stopped_itself_is_a_result(tmp_path):
 
 
 def test_a_refusal_is_a_result(tmp_path):
-    """And its cell is 0: no place is won by staying away."""
     (tmp_path / "said").write_text("mine.py: error: --group_size 2: too small")
-    refusal = stress.outcome(tmp_path, 2, "x")
-    assert refusal == {"refused": "--group_size 2: too small"}
-    table = made(a=everywhere(0.6, pairs=0.1))
-    race.runs_of(table, "a", "pairs")[:] = [refusal | {"seed": 1}]
-    assert race.worst(table, "a") == (0.0, "pairs")
+    assert stress.outcome(tmp_path, 2, "x") == {"refused": "--group_size 2: too small"}
 
 
 BROKEN = [(-9, [0, 40], ""), (1, [0], "ValueError: x"), (2, [0], "x: error: the disk is full")]
@@ -236,28 +198,22 @@ def test_the_score():
     assert found["reached"] == pytest.approx(15)
 
 
-def test_places_go_by_the_worst_cell_a_median_over_seeds():
-    row = everywhere(0.8) | {"pairs": [0.1, 0.7, 0.9]}
-    table = made(a=everywhere(0.9, pairs=0.2), b=row, c={"none": [0.99]})
-    assert race.worst(table, "a") == (0.2, "pairs") and race.worst(table, "b") == (0.7, "pairs")
+def test_places_go_by_the_worst_cell():
+    table = {"cells": cells("a", 0.9, pairs=0.2) + cells("b", 0.8) + cells("c", 1.0)[:1]}
+    assert race.worst(table, "a") == (0.2, "pairs") and race.worst(table, "b")[0] == 0.8
     assert race.worst(table, "c") is None  # has not run everywhere
-    mine = made(mine=everywhere(0.4))
+    mine = {"cells": cells("mine", 0.4)}
     assert race.place(mine, "mine", dict.fromkeys("abc", table)) == "place 2 of 3"
 
 
 @pytest.mark.slow
 def test_a_race_ends_with_a_place(fake, monkeypatch, capsys):
-    """And a file that ends the process that loads it is refused."""
     monkeypatch.setattr(race, "STRESSES", {"none": STRESSES["none"]})
-    shipped = fake.parent / "shipped.json"
-    empty = race.stored(fake.parent / "no.json")
-    shipped.write_text(json.dumps(empty | made(grpo=everywhere(0.1))))
-    monkeypatch.setattr(race, "TABLE", shipped)
-    ends = fake.with_name("ends.py")
-    ends.write_text("import os; os._exit(0)")
-    for file, code, told in ((fake, 0, "place 1 of 2"), (ends, 2, "ends the process that loads")):
-        words = ["race", str(file), "--seeds", "1", "--out", str(fake.parent / "out")]
-        monkeypatch.setattr("sys.argv", words)
-        with pytest.raises(SystemExit) as left:
-            race.main()
-        assert left.value.code == code and told in "".join(capsys.readouterr())
+    monkeypatch.setattr(race, "TABLE", fake.parent / "shipped.json")
+    empty = race.stored(race.TABLE)
+    race.TABLE.write_text(json.dumps(empty | {"cells": cells("grpo", 0.1)}))
+    words = ["race", str(fake), "--seeds", "1", "--out", str(fake.parent / "out")]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit) as left:
+        race.main()
+    assert left.value.code == 0 and "place 1 of 2" in capsys.readouterr().out

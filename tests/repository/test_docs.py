@@ -2,7 +2,6 @@
 explained."""
 
 import ast
-import fnmatch
 import importlib
 import importlib.util
 import math
@@ -19,7 +18,7 @@ from common.plumbing import launch
 from labs import blank, bug
 
 from checks.files import ALGORITHMS, MODULES, PATHS
-from tests.helpers import ROOT, module_of
+from tests.helpers import ROOT, metrics, module_of
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("labs/**/*.md")]
 PROGRAMS = [*PATHS.values(), *ROOT.glob("tools/*.py")]  # their headers print commands
@@ -115,14 +114,6 @@ def test_every_pointer_names_a_definition_that_exists(path):
         assert name in definitions((ROOT / file).read_text("utf-8")), (file, name)
 
 
-def test_the_table_of_methods_has_the_files_caps():
-    page = (ROOT / "docs/questions.md").read_text("utf-8")
-    rows = re.findall(r"^\| \[[\w+. ]+\]\(\.\./(?:variants/)?(\w+)\.py\) \| (.+)", page, re.M)
-    for name, row in rows:
-        cap = getattr(module_of(name).Args(), "is_cap", None)
-        assert cap is None or f", {cap:g})]`" in row and f"cap {cap:g}" in row, name
-
-
 def facts(page: Path) -> tuple[Counter, Counter]:
     """Its pieces of code and its numbers, without blocks of code and where links lead."""
     text = re.sub(r"```.*?```|\]\([^)]+\)", "", page.read_text("utf-8"), flags=re.DOTALL)
@@ -146,57 +137,12 @@ def test_a_chinese_page_has_the_code_and_the_numbers_of_the_english_one(page):
 # Metrics
 
 
-def logged_name(node: ast.expr) -> str:
-    """A name, with * where it is put together."""
-    parts = getattr(node, "values", [node])  # of an f-string
-    return "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in parts)
-
-
-def dict_keys(tree: ast.AST) -> list[ast.expr]:
-    """The keys of every dict display below."""
-    dicts = [node for node in ast.walk(tree) if isinstance(node, ast.Dict)]
-    return [key for one in dicts for key in one.keys if key]
-
-
-def metric_names(algorithm: str) -> set[str]:
-    """What a file logs: keywords of `means.add`; keys of `stats`, of `metrics` and of what a method
-    `statistics` or `step` returns."""
-    names, keys = set(), []
-    for node in ast.walk(ast.parse(PATHS[algorithm].read_text())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "means.add":
-            names.update(word.arg for word in node.keywords if word.arg)
-        elif isinstance(node, ast.Assign | ast.AugAssign):
-            target = node.target if isinstance(node, ast.AugAssign) else node.targets[0]
-            if ast.unparse(target).startswith(("stats", "metrics", "found")):
-                keys += dict_keys(node.value)
-                keys += [target.slice] if isinstance(target, ast.Subscript) else []
-        elif isinstance(node, ast.FunctionDef) and node.name in ("statistics", "step"):
-            for part in ast.walk(node):
-                keys += dict_keys(part) if isinstance(part, ast.Return) else []
-    return names | {logged_name(key) for key in keys}
-
-
-# What common logs
-SHARED = (
-    "greedy sampled sampler_kl sampler_gap sampler_gap_max tokens_per_s seconds seconds_rollout"
-)
-SHARED += " entropy entropy_good entropy_bad len_good len_bad reward zero_groups response_len"
-SHARED += " truncated tokens judge_killed reward_*"
-
-
-def test_the_metrics_that_are_logged_are_those_that_are_explained():
-    """Each has its row in docs/metrics.md, and no row is of none."""
+def test_every_metric_is_explained(finished):
+    """What a run logs, and what a file counts of its own mechanism, is in docs/metrics.md."""
     table = (ROOT / "docs/metrics.md").read_text("utf-8").splitlines()
     rows = [row.split("|")[1] for row in table if row.startswith("| `")]
     explained = set(re.findall(r"`([a-z_*0-9]+)`", " ".join(rows)))
-    logged = set(SHARED.split())
+    logged = {name for line in metrics(finished) for name in line} - {"step"}
     for algorithm in ALGORITHMS:
-        found = metric_names(algorithm)
-        assert {"distinct", "loss", "grad_norm", "skipped", "lr"} <= found, algorithm
-        logged |= found
-
-    def has(names: set[str], one: str) -> bool:
-        return any(fnmatch.fnmatch(one, name) or fnmatch.fnmatch(name, one) for name in names)
-
-    assert not [name for name in logged if not has(explained, name)]
-    assert not [name for name in explained if not has(logged, name)]
+        logged |= module_of(algorithm).ACTED.keys()
+    assert logged <= explained, logged - explained

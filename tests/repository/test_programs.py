@@ -105,6 +105,7 @@ labs.blank nope
 labs.fork --seeds 0
 tools.curves nope
 tools.evaluate nowhere
+tools.evaluate tiny --eval_task nosuchset
 tools.make_tiny tiny docs
 tools.memory --model tiny --gpus 12
 tools.page docs docs docs

@@ -47,37 +47,27 @@ def reports(folder: Path, *pages: tuple[Path, int]) -> list[dict]:
     return [json.loads(html.unescape(text)) for text in found]
 
 
-@pytest.fixture(scope="module")
-def run_page(tmp_path_factory) -> Path:
+def test_a_runs_page(tmp_path):
     """Of a run in which everything that anyone else writes is an attack."""
-    folder, rows = tmp_path_factory.mktemp("page"), []
+    rows = []
     for step, text in enumerate(HOSTILE[:3], 1):
         row = row_of(a_group(), step=step, prompt=text, answer=HOSTILE[1])
         for one in row["responses"]:
             one["text"] = one["given"] = text
-            one["tokens"] = [HOSTILE[(step + i) % len(HOSTILE)] for i in range(len(one["ids"]))]
+            one["tokens"] = [HOSTILE[i % len(HOSTILE)] for i in range(len(one["ids"]))]
         rows.append(row)
     flags = {"task": HOSTILE[1], "instruction": HOSTILE[0], "model": HOSTILE[4]}
-    page.main([with_samples(folder / "<b>&lt;run", rows, **flags)], folder / "page.html")
-    return folder / "page.html"
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_a_runs_page(theme, run_page, tmp_path):
     shown = tmp_path / "page.html"
-    text = run_page.read_text("utf-8")
-    shown.write_text(text.replace('<html lang="en">', f'<html lang="en" data-theme="{theme}">'))
+    page.main([with_samples(tmp_path / "<b>&lt;run", rows, **flags)], shown)
     for report in reports(tmp_path, (shown, 1400), (shown, 390)):
         assert report["problems"] == [] and report["fetched"] == [], report
         assert report["drawn"] > 20 and report["files"] == len(ALGORITHMS) - 1  # opd has no teacher
-        assert report["one"] == (report["width"] == 390)  # one column on a phone
 
 
 def test_the_readers_page(tmp_path):
     """In every pair equal lines face each other, and unmarked code never differs."""
-    reader.main([], tmp_path / "reader.html")
     shown = tmp_path / "reader.html"
+    reader.main([], shown)
     for report in reports(tmp_path, (shown, 1400), (shown, 390)):
         assert report["problems"] == [] and report["fetched"] == [], report
         assert report["pairs"] == len(ALGORITHMS) ** 2
-        assert report["one"] == (report["width"] == 390)
