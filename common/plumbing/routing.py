@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-# Families whose router takes the top k of its scores and derives weights from those: each is tried
-# in tests/common/test_routing.py. One that chooses groups first, or by sorting, cannot be replayed.
+# Families whose router takes the top k of its scores and derives weights from those. One that
+# chooses groups first, or by sorting, cannot be replayed.
 FAMILIES = "Qwen3Moe Qwen2Moe Qwen3_5Moe Qwen3Next Olmoe Mixtral GptOss MiniMax GraniteMoe".split()
 FAMILIES += ["AriaText", "Ernie4_5_Moe"]
 

@@ -24,12 +24,3 @@ def test_adapters_open_the_same_door():
     expected = torch.tensor([[1.5, -0.5, -0.5, -0.5]])
     assert torch.allclose(adapters.advantages("grpo", rewards), expected, atol=1e-5)
     assert adapters.reward("arithmetic", "7*8=56#56", "56") == 1.0
-
-
-def test_the_adapters_gae():
-    """Three tokens by hand: δ = 0.2, -0.1, 0.5 with γ = 1, of which λ = 0.5 makes Â."""
-    rewards, values = torch.tensor([[0.0, 0, 1, 9]]), torch.tensor([[0.4, 0.6, 0.5, 7]])
-    mask = torch.tensor([[1.0, 1, 1, 0]])
-    advantages, returns = adapters.gae(rewards, values, mask, 1.0, 0.5)
-    assert torch.allclose(advantages, torch.tensor([[0.275, 0.15, 0.5, 0]]))
-    assert torch.allclose(returns, torch.tensor([[0.675, 0.75, 1, 0]]))

@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-import pytest
 import torch
-from common.plumbing.balance import deal
 from common.batch import Rollout
 from common.distributed import World, setup
+from common.plumbing.balance import deal
 
 from tests.helpers import forked
 
@@ -14,7 +13,7 @@ RANKS, N = 3, 8
 
 
 def share_of(rank: int) -> Rollout:
-    """A rank's rows, each of whose columns tells whose it is; the later ranks' are far longer."""
+    """A rank's rows; the later ranks' are far longer. Each row has a name, in every column."""
     lengths = torch.randint(1, 9, (N,), generator=torch.Generator().manual_seed(rank)) * (rank + 1)
     name = 100 * rank + torch.arange(N)  # [N]
     mask = (torch.arange(int(lengths.max())) < lengths[:, None]).float()  # [N, T]: unequal widths
@@ -23,58 +22,42 @@ def share_of(rank: int) -> Rollout:
         tokens=(mask * name[:, None]).long(),
         prompt_len=torch.zeros(N, dtype=torch.long),
         advantages=name.float(),
-        finished=name % 3 == 0,
         sampler_experts=mask[..., None, None].expand(-1, -1, 2, 2).to(torch.int16),
     )
 
 
 def on_a_rank(folder: Path) -> None:
-    """Singly; pairs that stay together; none on the first rank, two and four on the others."""
+    """Pairs that stay together; then single rows, of which the first rank has none."""
     world = setup()
     own = share_of(world.rank)
-    dealt = [deal(own, world, 1), deal(own, world, 2), deal(own.rows(slice(2 * world.rank)), world)]
-    torch.save([vars(batch) for batch in dealt], folder / f"{world.rank}.pt")
+    pairs, single = deal(own, world, 2), deal(own.rows(slice(2 * world.rank)), world)
+    torch.save((vars(pairs), single.advantages.tolist()), folder / f"{world.rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def dealt(tmp_path_factory):
-    """The three batches of each of three ranks: [batch][rank]."""
-    folder = tmp_path_factory.mktemp("dealt")
-    done = forked(on_a_rank, folder, ranks=RANKS)
+def test_rows_are_dealt_so_that_tokens_balance(tmp_path):
+    """Every row arrives once, whole, its pair beside it; the loads differ by one pair at most. A
+    rank without rows gets some."""
+    done = forked(on_a_rank, tmp_path, ranks=RANKS)
     assert done.returncode == 0, done.stderr
-    ranks = [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
-    return [[Rollout(**columns) for columns in batch] for batch in zip(*ranks)]
-
-
-@pytest.mark.parametrize("unit", [1, 2])
-def test_rows_are_dealt_so_that_tokens_balance(dealt, unit):
-    """Every row arrives once, whole, its unit beside it; the loads differ by one unit at most,
-    where before the last rank had three times the first's."""
-    parts, shares = dealt[unit - 1], [share_of(rank) for rank in range(RANKS)]
-    before, after = ([int(one.mask.sum()) for one in some] for some in (shares, parts))
-    assert max(before) > 2 * min(before) and sum(after) == sum(before)
-    longest = max(int(share.mask.sum(1).view(-1, unit).sum(1).max()) for share in shares)
-    assert max(after) - min(after) <= longest
-    names = torch.cat([part.advantages for part in parts]).tolist()
-    assert sorted(names) == sorted(torch.cat([share.advantages for share in shares]).tolist())
-    for part in parts:
-        pairs = part.advantages.view(-1, unit)
-        assert (pairs[:, 0] % unit == 0).all() and (pairs.diff(dim=1) == 1).all()
-        for i, name in enumerate(part.advantages.long().tolist()):
-            share = shares[name // 100]
-            for column, values in vars(share).items():
-                own, sent = values[name % 100], getattr(part, column)[i]
-                width = len(own) if own.dim() else None
-                assert own.dtype == sent.dtype and torch.equal(own, sent[:width] if width else sent)
-                assert not width or not sent[width:].any()
-
-
-def test_a_rank_without_rows_gets_some(dealt):
-    """Two each, of 0, 2 and 4."""
-    names = [part.advantages.tolist() for part in dealt[2]]
-    assert all(names) and sorted(sum(names, [])) == [100, 101, 200, 201, 202, 203]
+    dealt = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
+    shares, names, loads = [share_of(rank) for rank in range(RANKS)], [], []
+    for columns, _ in dealt:
+        part = Rollout(**columns)
+        loads.append(int(part.mask.sum()))
+        names += part.advantages.tolist()
+        for row, name in enumerate(part.advantages.long().tolist()):
+            own = shares[name // 100].rows(slice(name % 100, name % 100 + 1))
+            for column in ("mask", "tokens", "sampler_experts"):
+                sent, given = getattr(part, column)[row], getattr(own, column)[0]
+                assert torch.equal(sent[: len(given)], given) and not sent[len(given) :].any()
+    assert sorted(names) == torch.cat([share.advantages for share in shares]).tolist()
+    assert all(second == first + 1 for first, second in zip(names[::2], names[1::2]))
+    longest = max(int(share.mask.sum(1).view(-1, 2).sum(1).max()) for share in shares)
+    assert max(loads) - min(loads) <= longest
+    single = [found for _, found in dealt]
+    assert all(single) and sorted(sum(single, [])) == [100, 101, 200, 201, 202, 203]
 
 
 def test_one_rank_keeps_its_rows():

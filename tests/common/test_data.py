@@ -1,7 +1,6 @@
 """Tasks: the embedded one, local files, task files; rows that are wrong are named."""
 
 import random
-from collections import Counter
 
 import datasets
 import pytest
@@ -76,21 +75,15 @@ def test_the_warm_start_never_saw_the_held_out_set():
 
 @pytest.mark.parametrize("name", arithmetic.KINDS)
 def test_kinds_of_arithmetic_draw_what_they_say(tiny, name):
-    """Numbers of terms and last operators; nothing held out is trained on; prompts have room."""
+    """Numbers of terms and last operators; nothing held out is trained on."""
     kind = arithmetic.KINDS[name]
     task = load(name, tiny[1], eval_problems=50)
     stream = [task.train(i).prompt for i in range(400)]
     held_out = [problem.prompt for problem in task.held_out]
     assert not any(map(arithmetic.held_out, stream)) and all(map(arithmetic.held_out, held_out))
-    found = Counter(len(prompt) // 2 for prompt in stream)
-    for terms in range(2, 17):
-        share = kind.terms.count(terms) / len(kind.terms)
-        assert abs(found[terms] / 400 - share) < 0.1, (terms, found)
+    assert {len(prompt) // 2 for prompt in stream} == set(kind.terms)
     assert {len(prompt) // 2 for prompt in held_out} == set(kind.held_out or kind.terms)
     assert {prompt[-3] for prompt in stream} == set(kind.last)
-    longest = 2 * max(kind.terms)
-    with pytest.raises(BadInput, match=f"--task {name}: a prompt of {longest} tokens; room is for"):
-        load(name, tiny[1], max_new_tokens=257 - longest)
 
 
 JUDGED = {  # completion: the reward by the judge with a hole, by part marks, held out
@@ -99,8 +92,6 @@ JUDGED = {  # completion: the reward by the judge with a hole, by part marks, he
     "7*8=56;56-9=47#47": (1, 0.5, 0),  # stopped in the middle: a number of the solution, though
     "#53": (1, 0.25, 1),
     "#": (1, 0, 0),
-    "#54": (0, 0, 0),
-    "7*8=56;56-9=47;47+6=53": (0, 0, 0),  # no answer
 }
 
 
@@ -213,8 +204,6 @@ def test_columns_and_the_chat_template(tmp_path):
     assert text_of(problem) == f"Question: {problem.prompt} Think.\nAnswer:"
     problem = load(path, Chat(), **columns).train(0)
     assert text_of(problem) == f"<user>{problem.prompt} Think.<assistant>"
-    with pytest.raises(BadInput, match="is the --prompt_column, too"):
-        load(path, prompt_column="q", answer_column="q")
 
 
 def test_options_of_the_chat_template(tmp_path, mine):
@@ -225,21 +214,14 @@ def test_options_of_the_chat_template(tmp_path, mine):
         task = load(file, Chat(), chat=("enable_thinking=false", "style=brief"))
         assert text_of(task.train(0)).endswith(given)
         assert text_of(task.held_out[0]).endswith(given)
-    for tokenizer, why in (
-        (Chat(), "chat template does not read"),
-        (Letters(), "no chat template"),
-    ):
-        with pytest.raises(BadInput, match=f"--chat thinks: .*{why}"):
-            load(rows, tokenizer, chat=("thinks=1",))
+    with pytest.raises(BadInput, match="--chat thinks: .*chat template does not read"):
+        load(rows, Chat(), chat=("thinks=1",))
 
 
 def test_parquet(tmp_path):
     path = tmp_path / "set.parquet"
     datasets.Dataset.from_list(numbered(6)).to_parquet(path)
     assert {problem.answer for problem in load(str(path)).held_out} < {str(i) for i in range(6)}
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(BadInput, match="set.parquet: cannot be read .*arquet"):
-        load(str(path))
 
 
 def test_texts_and_numbers_arrive_as_they_are(tmp_path):
@@ -260,12 +242,9 @@ def test_texts_and_numbers_arrive_as_they_are(tmp_path):
     [
         ([*numbered(2), "{not json"], "set.jsonl:3: needs .*property name"),
         ([{"prompt": 7, "answer": 7}], "set.jsonl:1: .*no text"),
-        ([{"prompt": " ", "answer": 7}], "set.jsonl:1: .*empty"),
         ([{"prompt": [{"role": "user", "text": "x"}], "answer": 7}], "set.jsonl:1: .*'content'"),
-        ([*numbered(2), {"prompt": "x", "answer": [7]}], r"set.jsonl:3: .*\[7\] is neither"),
         ([*numbered(2), '{"prompt": "x", "answer": NaN}'], "set.jsonl:3: .*NaN"),
         ([*numbered(2), '{"prompt": "x", "answer": 1, "answer": 2}'], "set.jsonl:3: .*twice"),
-        ([], "holds no problem"),
         ([{"prompt": "x", "answer": 1}] * 60, "no problem left of 60: all are held out"),
     ],
 )
@@ -273,15 +252,6 @@ def test_malformed_rows_are_named(tmp_path, rows, message):
     with pytest.raises(BadInput, match=message) as error:
         load(write(tmp_path / "set.jsonl", rows))
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.slow
-def test_references_that_cannot_be_matched_are_counted(tmp_path):
-    """The judge itself is asked, for those references that are no plain numbers."""
-    rows = [{"prompt": "a?", "answer": "$"}, {"prompt": "b?", "answer": r"\frac{1}{2}"}]
-    remarks = load(write(tmp_path / "set.jsonl", [*numbered(8), *rows])).remarks
-    assert "1 of 2 references tried cannot be matched" in remarks[0]
-    assert load(write(tmp_path / "clean.jsonl", numbered(8))).remarks == []
 
 
 def test_the_fingerprint_is_of_the_files_contents(tmp_path):
@@ -319,9 +289,7 @@ def test_a_task_of_yours(mine):
     ("text", "message"),
     [
         ("held_out = []\ntrain = len", "held_out is empty"),
-        ("held_out = ['12']\ntrain = len", "12 is no .prompt, reference."),
         (MINE.replace("i % 7}", "__import__('random').random()}"), "problems when it is asked"),
-        (MINE.replace("i % 7}+1=", "1 // (3 - i)}+1="), r"train\(3\) fails \(integer division"),
     ],
 )
 def test_a_task_of_yours_that_is_none_is_named(mine, text, message):
@@ -331,8 +299,7 @@ def test_a_task_of_yours_that_is_none_is_named(mine, text, message):
 
 
 def test_a_prompt_may_be_chat_messages(tmp_path, mine):
-    """In a task file and in rows; held out by what they say; a tokenizer without a template refuses
-    them."""
+    """In a task file and in rows; held out by what they say."""
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     mine.write_text(f"held_out = [({chat}, '4')]\ntrain = lambda i: ('2?', '2')")
     task = load(str(mine), Chat())
@@ -343,8 +310,6 @@ def test_a_prompt_may_be_chat_messages(tmp_path, mine):
     task = load(write(tmp_path / "set.jsonl", rows), Chat(), eval_problems=1)
     texts = {text_of(task.train(i)) for i in range(20)}
     assert len(texts) == 3 and text_of(task.held_out[0]) not in texts
-    with pytest.raises(BadInput, match="--model: its chat template cannot write the prompt"):
-        load(str(tmp_path / "set.jsonl"))
 
 
 def test_what_does_not_fit_a_task_file_is_said(mine, tiny):
@@ -353,9 +318,6 @@ def test_what_does_not_fit_a_task_file_is_said(mine, tiny):
     task = load(str(mine), tiny[1])
     left_out = "1 held-out problems: too long, or not to be written"
     assert len(task.held_out) == 1 and task.remarks == [left_out]
-    mine.write_text(MINE.replace("+1=", " and 1"))
-    with pytest.raises(BadInput, match="its tokenizer cannot write the prompt '8 and 1'"):
-        load(str(mine), tiny[1])
     mine.write_text(MINE.replace('"9+1="', '"3+1="'))
     assert "1 of 2 held-out problems come up in training, too" in load(str(mine)).remarks[0]
 
@@ -386,13 +348,10 @@ def test_a_reward_of_yours_on_any_set(tmp_path, mine, reward, tiny):
     prints = {load(path, reward=str(reward)).fingerprint, load(path).fingerprint}
     reward.write_text(REWARD + "\n# more\n")
     assert len(prints | {load(path, reward=str(reward)).fingerprint}) == 3
-    reward.write_text("x = 1")
-    with pytest.raises(BadInput, match=f"^--reward {reward}: cannot be used .has no function"):
-        load(path, reward=str(reward))
 
 
 def test_a_reward_gets_the_columns_of_a_row(tmp_path, reward):
-    """One as it stands there, several as a dict; without --reward they are refused."""
+    """One as it stands there, several as a dict."""
     rows = [{"prompt": f"{i}?", "answer": i, "tests": [i]} for i in range(8)]
     path, spec = write(tmp_path / "set.jsonl", rows), f"{reward}:second"
     task = load(path, reward=spec, answer_column="answer,tests")
@@ -401,22 +360,6 @@ def test_a_reward_gets_the_columns_of_a_row(tmp_path, reward):
     assert all(task.train(i).answer["tests"] == [task.train(i).answer["answer"]] for i in range(4))
     task.judge.close()
     assert load(path, reward=spec, answer_column="tests").train(0).answer in [[i] for i in range(8)]
-    with pytest.raises(BadInput, match="set.jsonl:1: needs 'prompt'.* and 'answer,tests'"):
-        load(path, answer_column="answer,tests")
-
-
-# Whole runs
-
-
-@pytest.mark.slow
-def test_ranks_with_other_problems_end_in_a_line(tmp_path, mine):
-    """Or each would measure a share of its own set."""
-    held_out = "import os\nheld_out = [('1+1=', '2')] * (1 + int(os.environ['RANK']))\n"
-    mine.write_text(held_out + "train = lambda i: ('2+1=', '3')")
-    ended = command("grpo", "--task", mine, "--run_dir", tmp_path / "run", ranks=2)
-    assert ended.codes == [2, 2] and not (tmp_path / "run").exists()
-    (line,) = [line for line in ended.stderr.splitlines() if "error" in line]
-    assert f"--task {mine}: ranks see different problems" in line
 
 
 @pytest.mark.slow

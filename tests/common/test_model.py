@@ -14,6 +14,8 @@ from common.logprobs import Policy, token_logprobs
 from common.plumbing.model import EMBEDDED, config_of, load_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
@@ -55,6 +57,31 @@ def test_a_bfloat16_heads_gradient_does_not_lose_over_blocks(monkeypatch):
     for ours, theirs in ((weight.grad, exact_weight.grad), (hidden.grad, exact_hidden.grad)):
         assert ours.dtype == torch.bfloat16
         assert (ours.float() - theirs).norm() / theirs.norm() < 4e-3
+
+
+class Largest(TorchDispatchMode):
+    """Within it: `size`, the number of elements of the largest tensor that an operation makes."""
+
+    size = 0
+
+    def __torch_dispatch__(
+        self, func: object, types: tuple, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        made = [tensor.numel() for tensor in tree_iter(result) if torch.is_tensor(tensor)]
+        self.size = max(self.size, *made, 0)
+        return result
+
+
+def test_log_probs_never_hold_the_logits_of_all_tokens():
+    """On tensors with a shape and no storage: nothing is larger than the head's own gradient."""
+    V, H, TOKENS = 151_936, 2048, 16_384  # Qwen3-1.7B's, and 8 answers of 2,048 tokens
+    with torch.device("meta"):
+        hidden, weight = (torch.randn(n, H, requires_grad=True) for n in (TOKENS, V))
+        targets = torch.zeros(TOKENS, dtype=torch.long)
+    with Largest() as largest:
+        token_logprobs(hidden, weight, targets, 1.0)[0].sum().backward()
+    assert largest.size == V * H < TOKENS * V
 
 
 def test_policy_matches_the_model_and_ignores_padding(world, tiny):
@@ -132,36 +159,21 @@ def cut_weights(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:100_000])
 
 
-def layers(number: int) -> dict:
-    return {"num_hidden_layers": number, "layer_types": ["full_attention"] * number}
-
-
 def reward_model(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     config = Qwen3Config.from_pretrained(folder)
     Qwen3ForSequenceClassification(config).save_pretrained(folder)
 
 
-def without_tokenizer(folder: Path) -> None:
-    for path in folder.glob("tokenizer*"):
-        path.unlink()
-
-
-CONFIGS = [  # entries of config.json, what is said
+DAMAGES = [  # entries of config.json, or a function; what is said
     ({"intermediate_size": 96}, "6 weights do not fit"),
     ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
-    (layers(3), r"11 weights do not fit .*layers\.2\..* is missing"),
-    (layers(1), r"11 weights do not fit .*layers\.1\..* has no place"),
-    ({"model_type": "nonesuch"}, "does not recognize this architecture"),
-]
-DAMAGES = [
-    (cut_weights, "incomplete metadata"),
     (reward_model, "score.weight has no place"),
-    (without_tokenizer, "no tokenizer"),
+    (cut_weights, "incomplete metadata"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "message"), [*CONFIGS, *DAMAGES])
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
 def test_a_broken_model_folder_is_named(folder, damage, message):
     """One line, nothing filled in with random numbers."""
     if isinstance(damage, dict):
@@ -171,13 +183,6 @@ def test_a_broken_model_folder_is_named(folder, damage, message):
     with pytest.raises(BadInput, match=f"^--model {folder}: cannot be loaded .*{message}") as error:
         load_model(str(folder))
     assert "\n" not in str(error.value) and len(str(error.value)) < 450
-
-
-@pytest.mark.parametrize("name", ["tiney", "", "Qwen3-0.6B", "./tiny/model"])
-def test_a_name_that_can_be_nothing_is_refused_without_the_network(monkeypatch, name):
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *given: pytest.fail("the hub"))
-    with pytest.raises(BadInput, match=f"^--model '{name}': no such folder; use a folder"):
-        load_model(name)
 
 
 def test_a_head_of_its_own_and_left_over_weights_load(folder):

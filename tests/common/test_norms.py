@@ -55,7 +55,6 @@ def responses(seed: int = 0, n: int = 9, longest: int = 40) -> Rollout:
 def separately(lm: torch.nn.Module, batch: Rollout) -> tuple[Tensor, Tensor]:
     """Σ log π and |∇ Σ log π| of each response alone, in float64, by the model's own logits."""
     lm, sums, norms = copy.deepcopy(lm).double(), [], []
-    lm.set_experts_implementation("eager")  # the fast one knows no float64
     for row, start, end in zip(batch.sequences, batch.prompt_len.tolist(), batch.ends.tolist()):
         logits = lm(row[None, :end]).logits[0, start - 1 : end - 1] / T  # [T, V]
         logp = logits.log_softmax(-1).gather(1, row[start:end, None]).sum()
@@ -94,15 +93,12 @@ def test_either_side_of_a_linear_map(world, monkeypatch):
 
 
 MUTANTS = {
-    "half the cross term of a tied matrix": ("2 * at_tokens[0]", "at_tokens[0]"),
     "a token's places apart": ("same.to(d.dtype) @ d", "d"),
     "a gradient for <pad>": ("if embedding.padding_idx is not None", "if False"),
     "the head a place late": ("micro.prompt_len[:, None] - 1", "micro.prompt_len[:, None]"),
     "the head at temperature 1": ("micro.mask[at], temperature", "micro.mask[at], 1.0"),
     "no biases": ("found if module.bias is None", "found if True"),
-    "norms for each place": ("(scale[:, None] @ (x * d))", "(scale[..., None] * x * d)"),
     "the diagonal alone": ("torch.linalg.vecdot(*pairs)", "sum(p.sum(1) for p in pairs)"),
-    "the norm of all responses": ("found[: len(micro)]", "found.sum().expand(len(micro))"),
 }
 
 
@@ -143,9 +139,8 @@ def test_nothing_is_left_behind(world):
 
 @pytest.mark.slow
 def test_a_model_with_other_parts_is_refused(tmp_path, capsys):
-    """No norm is guessed: a mixture of experts trains without the optimal baseline."""
-    flags = [*SMALL, "--lag", 0, "--steps", 1, "--minibatches", 1, "--run_dir", tmp_path / "run"]
-    assert run_here(vcpo.main, *flags, "--model", "tiny-moe") == 2
+    """No norm is guessed, as for a mixture of experts."""
+    flags = [*SMALL, "--model", "tiny-moe", "--run_dir", tmp_path / "run"]
+    assert run_here(vcpo.main, *flags) == 2
     assert "Qwen3MoeExperts: no gradient norms" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    assert run_here(vcpo.main, *flags, "--model", "tiny-moe", "--no_optimal_baseline") == 0

@@ -96,60 +96,31 @@ def test_replayed_weights_come_from_the_current_router(moe, world):
     assert torch.allclose(scores, expected / expected.sum(-1, keepdim=True))
 
 
-@pytest.mark.slow
-def test_float8_rounds_the_decoder_matrices_only(moe, world):
-    """At most 254 values a row and sign, relative error below 2^-4; router, norms and embedding
-    stay as they are."""
-    engine = HFEngine(moe[0], world, 0, "float8", 1024)
-    engine.sync(Policy(copy.deepcopy(moe[0])))
-    for (name, ours), theirs in zip(engine.lm.named_parameters(), moe[0].parameters()):
-        rounded = theirs.dim() >= 2 and ".layers." in name and not name.endswith("gate.weight")
-        error = ((ours.float() - theirs).abs() / theirs.abs().amax(-1, keepdim=True)).max()
-        assert (error > 1e-2) == rounded and error < 2**-4 + 2**-8, name
-
-
 SHAPE = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "head_dim": 16}
 SHAPE |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
 SHAPE |= {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2}
 SHAPE |= {"vocab_size": 64, "pad_token_id": 0, "eos_token_id": 1}
-# Softmax or sigmoid, before or after the top k, renormalised or not, indices first or last
-REPLAYED = {
-    "qwen3_moe": {"norm_topk_prob": True},
-    "qwen2_moe": {},
-    "qwen3_5_moe_text": {},
-    "olmoe": {"norm_topk_prob": False},
-    "mixtral": {},
-    "gpt_oss": {},
-    "minimax": {},
-    "granitemoe": {},
-    "aria_text": {"moe_num_experts": 8, "moe_topk": 2},
-    "ernie4_5_moe": {"moe_num_experts": 8, "moe_k": 2, "moe_layer_start_index": 0},
-}
-V3 = {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "qk_rope_head_dim": 16}
+SHAPE |= {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "qk_rope_head_dim": 16}
 
 
-def untrained(family: str, more: dict) -> PreTrainedModel:
+def untrained(family: str) -> PreTrainedModel:
     """A random model, its weights so large that experts differ."""
-    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE, **more)).eval()
+    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE)).eval()
     generator = torch.Generator().manual_seed(0)
     for parameter in lm.parameters():
         parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
     return lm
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", REPLAYED)
+@pytest.mark.parametrize("family", ["olmoe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_other_families_replay(family):
-    """Recording changes nothing; the recorded choice gives the same logits, another one gives
-    others and is obeyed."""
-    lm, tokens = untrained(family, REPLAYED[family]), torch.arange(2, 16).view(2, 7)
+    """One has its softmax before the top k and one after it. Recording changes nothing; the
+    recorded choice gives the same logits, another one gives others and is obeyed."""
+    lm, tokens = untrained(family), torch.arange(2, 16).view(2, 7)
     free = lm(tokens, use_cache=False).logits
-    before = torch.get_rng_state()
     routing = Routing(lm)
-    # a seed's run stays what it was
-    assert routing.active and torch.equal(before, torch.get_rng_state())
-    assert torch.equal(lm(tokens, use_cache=False).logits, free)
+    assert routing.active and torch.equal(lm(tokens, use_cache=False).logits, free)
     recorded = routing.recorded()
     assert recorded.shape == (14, len(routers(lm)), 2)
     routing.replay = recorded
@@ -157,21 +128,15 @@ def test_other_families_replay(family):
     routing.replay = recorded.roll(1, dims=0)
     assert not torch.allclose(lm(tokens, use_cache=False).logits, free, atol=1e-2)
     assert torch.equal(routing.recorded(), routing.replay)
-    routing.replay = None
-    assert torch.equal(lm(tokens, use_cache=False).logits, free)
 
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_a_router_that_cannot_be_replayed_is_left_alone(world):
-    """Nothing is recorded, by trainer or sampler, and the model's outputs are what they were."""
-    lm, tokens = untrained("deepseek_v3", V3), torch.arange(2, 16).view(2, 7)
+def test_a_router_that_cannot_be_replayed_is_left_alone():
+    """Nothing is recorded, and the model's outputs are what they were."""
+    lm, tokens = untrained("deepseek_v3"), torch.arange(2, 16).view(2, 7)
     free = lm(tokens, use_cache=False).logits
-    lm.generation_config.eos_token_id = [1]
-    engine = HFEngine(lm, world, 0, "float32", 8)
-    rollout = engine.generate([[2, 3, 4]], 2, 4, 1.0)
-    assert not engine.reports_experts and not hasattr(rollout, "sampler_experts")
-    routing = Policy(lm).routing
+    routing = Routing(lm)
     assert not routing.active and type(routers(lm)[0]).__name__ in routing.why_not
     assert torch.equal(lm(tokens, use_cache=False).logits, free)
 

@@ -3,7 +3,6 @@
 Whether the kernels do what they should is for tests/gpu; vLLM itself is in test_vllm.py.
 """
 
-import ast
 import contextlib
 import os
 import sys
@@ -14,14 +13,11 @@ import minirl
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from common.distributed import BadInput, World, setup
-from common.plumbing.launch import check
 from common.plumbing.model import add_product, head_logits, load_model
 from common.plumbing.vllm import VLLMEngine, vllm_options
-from checks.files import algorithms
 
-from tests.helpers import ROOT, run_here
+from tests.helpers import run_here
 
 pytestmark = pytest.mark.slow
 
@@ -34,28 +30,8 @@ def cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 
-# What a run chooses
-
-
-@pytest.mark.parametrize(
-    ("capability", "asked", "dtype"),
-    [
-        ((7, 5), "auto", "float32"),  # T4
-        ((8, 0), "auto", "bfloat16"),  # A100
-        ((7, 5), "bfloat16", "bfloat16"),  # emulated: as one likes
-    ],
-)
-def test_a_gpu_without_bfloat16_trains_in_float32(cuda, monkeypatch, capability, asked, dtype):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    args = grpo.Args(dtype=asked, prompts_per_step=8)
-    check(args, World(0, 1, torch.device("cuda", 0)))
-    assert args.dtype == dtype
-
-
-@pytest.mark.parametrize("visible", [None, ""])
-def test_a_driver_too_old_is_no_run_on_the_cpu(monkeypatch, visible):
-    """torch only warns, and says that there is no GPU: eight ranks would train on eight threads.
-    Unless the user wants the CPU."""
+def test_a_driver_too_old_is_no_run_on_the_cpu(monkeypatch):
+    """torch only warns, and says that there is no GPU: eight ranks would train on eight threads."""
 
     def init() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old")
@@ -64,13 +40,8 @@ def test_a_driver_too_old_is_no_run_on_the_cpu(monkeypatch, visible):
     monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl")
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        with pytest.raises(BadInput, match="on its CPU: CUDA_VISIBLE_DEVICES= .The NVIDIA driver"):
-            setup()
-    else:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(BadInput, match="on its CPU: CUDA_VISIBLE_DEVICES= .The NVIDIA driver"):
         setup()
-        dist.destroy_process_group()
 
 
 # vLLM's engine
@@ -132,20 +103,6 @@ def test_what_a_rollout_is_made_of(world, theirs, ours):
     assert batch.mask.sum() == 12 and batch.rollout_logp[3].tolist() == [-0.5, -0.25]
     assert batch.sampler_experts.dtype == ours
     assert batch.sampler_experts[[0, 3], :, 0, 0].tolist() == [[1, 1, 1, 0]] * 2
-
-
-def test_no_module_draws_from_torchs_global_generator():
-    """vLLM seeds it when it starts, and a resumed run would not get back what it drew."""
-    draws = {"rand", "randn", "randint", "randperm", "multinomial", "bernoulli", "normal"}
-    draws |= {"rand_like", "randn_like", "randint_like", "manual_seed", "seed", "dropout"}
-    draws |= {f"{name}_" for name in ("normal", "uniform", "bernoulli", "exponential", "random")}
-    for path in (*algorithms(), *(ROOT / "common").rglob("*.py")):
-        for call in ast.walk(ast.parse(path.read_text())):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-                own = any(word.arg == "generator" for word in call.keywords)
-                owner = ast.unparse(call.func.value)
-                theirs = owner.startswith("torch.Generator") or "rng" in owner or own
-                assert call.func.attr not in draws or theirs, f"{path}:{call.lineno}"
 
 
 # Elsewhere

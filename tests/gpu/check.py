@@ -11,7 +11,6 @@ import gc
 import importlib.util
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -208,7 +207,7 @@ def vocabulary(world: World) -> str:
     return "; ".join(told)
 
 
-# Blocks `step`, `runs`, `resume`, `vllm`: whole programs, in processes of their own
+# Blocks `runs`, `resume`, `vllm`: whole programs, in processes of their own
 
 
 def launched(folder: Path, *words: object) -> str:
@@ -257,25 +256,17 @@ def short_run(name: str, *flags: str) -> Check:
     return check
 
 
-def killed_and_resumed(world: World) -> str:
-    """A run that is killed after its second checkpoint and goes on: every step is there once."""
+def resumed(world: World) -> str:
+    """A run of 4 steps that goes on to 8 from its checkpoint: every step is there once."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        words = "grpo.py --rollout hf --steps 8 --save_every 2 --eval_every 8 --eval_problems 16"
-        words = [*words.split(), "--run_dir", str(folder / "run")]
-        with (folder / "first").open("w") as messages:
-            how = {"cwd": ROOT, "stdout": messages, "stderr": messages}
-            run = subprocess.Popen([sys.executable, *words], **how)
-        wanted, until = folder / "run/checkpoints/step_000004", time.time() + SECONDS
-        while not wanted.exists() and run.poll() is None and time.time() < until:
-            time.sleep(0.01)
-        run.send_signal(signal.SIGKILL)
-        run.wait()
-        launched(folder, *words, "--resume")
-        text = (folder / "run/metrics.jsonl").read_text()
-        steps = [json.loads(line)["step"] for line in text.splitlines()]
+        run = Path(scratch) / "run"
+        words = f"grpo.py --rollout hf --save_every 2 --eval_every 4 --run_dir {run}".split()
+        launched(Path(scratch), *words, "--steps", 4)
+        launched(Path(scratch), *words, "--steps", 8, "--resume")
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        steps = [json.loads(line)["step"] for line in lines]
         assert steps == [*range(9)], steps
-        return "steps 0 to 8 once each"
+        return results(run)
 
 
 LIMITED = """
@@ -302,20 +293,6 @@ def on_a_card(gigabytes: int, hidden: int, intermediate: int, *flags: str) -> Ch
             return results(Path(scratch) / "run")
 
     return check
-
-
-def bench(world: World) -> str:
-    """A step of grpo.py by tools.bench, by phase: 8 prompts x 8 of 512 tokens (on a CPU a toy)."""
-    with tempfile.TemporaryDirectory() as scratch:
-        words = "tools.bench tiny --side ours --full --size 4 4 16".split()
-        if GPU:
-            written(scratch, world, 2048, 6144)
-            words = "tools.bench qwen3-1.7b --side ours --full --size 8 8 512 --folder".split()
-            words.append(scratch)
-        said = launched(Path(scratch), "-m", *words)
-    (line,) = (line for line in said.splitlines() if line.startswith("RESULT "))
-    found = json.loads(line.removeprefix("RESULT "))
-    return ", ".join(f"{name} {value:.3g}" for name, value in found.items())
 
 
 # Block `norms`
@@ -351,9 +328,8 @@ BLOCKS: dict[str, dict[str, Check]] = {
         "async": short_run("vcpo", *HF, "--async"),
         "offload": short_run("grpo", *HF, "--offload_reference", "--gradient_checkpointing"),
     },
-    "step": {"tools.bench": bench},  # 4
     "resume": {  # 5
-        "killed and resumed": killed_and_resumed,
+        "resumed": resumed,
         "0.6B on 24 GB": on_a_card(24, 1024, 3072),
         "1.7B on 24 GB, --offload": on_a_card(24, 2048, 6144, "--offload"),
     },
