@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import TOKEN_MEAN, ZSCORE, ZSCORES, busy_batch, counts, loss_of, near, no_kl, number
-from . import response_tokens, terms, weighs, written_here
+from . import response_tokens, terms, written_here
 
 
 def kept_by_hand(squares: list[float], budget: float) -> set[int]:
@@ -60,18 +60,6 @@ def check_by_hand(module: ModuleType) -> None:
     near(batch["logp"].grad, -keeps * w * batch["advantages"][:, None] / 8, "∂ loss / ∂ log π")
     assert stats["masked_share"] == (2, 8)
     near(stats["weight_max"][0], torch.tensor(1.0).double().exp(), "the largest w, a masked one")
-
-
-def check_within_the_budget_nothing_goes(module: ModuleType) -> None:
-    """However far a token is outside a clip range: w Â, neither clipped nor capped."""
-    calm = [[0.001] * 200]
-    calm[0][7] = 2.0  # w = 7.4; the mean of squares is 4 / 200 = 0.02
-    batch = rows(calm, [[1.0] * 200], [1.0])
-    batch["logp"].requires_grad_()
-    loss_of(module, no_kl(module), **batch)[0].backward()
-    near(-batch["logp"].grad[0, 7] * 200, torch.tensor(2.0).double().exp(), "the weight of w = e²")
-    for advantage, mu in ((1.0, 0.9), (-1.0, 0.01)):  # they moved against their advantage
-        weighs(module, 0.5, advantage, 0.5 * advantage / mu, 1e-9, mu=mu)
 
 
 def check_is_exact_in_parts(module: ModuleType) -> None:
