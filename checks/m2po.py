@@ -42,8 +42,8 @@ def rows(log_w: list[list[float]], mask: list[list[float]], A: list[float]) -> d
 
 
 def by_hand() -> dict[str, Tensor]:
-    """Trust-region tokens have the squares .01, .04, 6.25, .09, .36: at τ = .05 three stay, whose mean
-    is .0467. Two tokens moved against their advantage, one has Â = 0, the last is padding."""
+    """Trust-region tokens have the squares .01, .04, 6.25, .09, .36: at τ = .05 three stay, of mean
+    .0467. Two tokens moved against their advantage, one has Â = 0, the last is padding."""
     log_w = [[0.1, 0.2, 2.5, -3.0], [-0.3, -0.6, 2.0, -9.0], [0.9, 0.0, 0.0, 0.0]]
     return rows(log_w, [[1, 1, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0]], [1.0, -2.0, 0.0])
 
