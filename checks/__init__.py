@@ -322,15 +322,6 @@ def check_parts_add_up(module: ModuleType) -> None:
     near(total / count, whole, "sums of the parts, divided once")
 
 
-def check_every_token_counts_the_same(module: ModuleType) -> None:
-    """In a long response as in a short one; padding does not."""
-    mask = torch.tensor([[1.0, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.float64)
-    logp = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
-    batch = {"old_logp": logp.detach().clone(), "advantages": one(1.0, 1.0)[0], "mask": mask}
-    loss_of(module, no_kl(module), logp=logp, **batch)[0].backward()
-    near(logp.grad, -mask / 5, "∂ loss / ∂ log π of responses of 4 tokens and of 1", 1e-6)
-
-
 def check_clip_statistics(module: ModuleType) -> None:
     """clip_share counts the response tokens from which the clip takes the gradient (Â > 0 and r >
     1 + clip_high, or Â < 0 and r < 1 - clip_low), clip_above the former, clip_below the latter, of

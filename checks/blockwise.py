@@ -41,16 +41,6 @@ def check_each_block_has_its_own(module: ModuleType) -> None:
     assert stats["advantages_apart"] == (1.5 + 9.25 + 1.0, 3)
 
 
-def check_clips_by_block(module: ModuleType) -> None:
-    """At ratio 1.5 a working with Â > 0 is clipped and an answer with Â < 0 is not."""
-    batch = two_blocks()
-    batch["logp"] = (batch["old_logp"] + torch.tensor(1.5).log()).requires_grad_()
-    loss, stats = loss_of(module, module.Args(), **batch)
-    loss.backward()
-    assert (batch["logp"].grad[0, :3] == 0).all() and (batch["logp"].grad[0, 3:] > 0).all()
-    assert stats["clip_above"] == (3 + 1, 12) and stats["clip_below"][0] == 0
-
-
 WORKING = torch.tensor([[0.4, 0.4, 0.4, 0.0, 0.0, 0.2]])
 ANSWER = torch.tensor([[1.0, 1.0, 0.0, 0.0, 1.0, 1.0]])
 EXPECTED = {"none": [1, 1, 0, 0, 1, 1], "group": [1 / 3, 1 / 3, -2 / 3, -2 / 3, 1 / 3, 1 / 3]}

@@ -44,20 +44,6 @@ def two_rows() -> dict[str, Tensor]:
     return batch | {"old_logp": batch["logp"].clone()}
 
 
-def check_trains_the_forks(module: ModuleType) -> None:
-    """The upper quarter of eight tokens is 2.0 and 1.0: a right response's and a wrong one's, each
-    with half the weight. Padding is in no quantile."""
-    batch = two_rows()
-    batch["logp"].requires_grad_()
-    loss, stats = loss_of(module, no_kl(module, top_entropy=0.25), **batch)
-    loss.backward()
-    expected = torch.zeros(2, 5, dtype=torch.float64)
-    expected[0, 1], expected[1, 1] = -0.5, 0.5
-    assert torch.allclose(batch["logp"].grad, expected)
-    assert stats["left_out"] == (6, 8)
-    assert stats["fork_entropy"] == (3.0, 2)
-
-
 def check_siblings_stay_together(module: ModuleType) -> None:
     """Equal entropies, but for rounding, are all kept or all left out."""
     batch = two_rows()
@@ -75,12 +61,6 @@ def check_is_exact_in_parts(module: ModuleType) -> None:
     assert torch.isclose(sum(s[0] for s in split), whole[0])
     assert sum(s[1] for s in split) == whole[1]
     assert sum(terms(module, args, **row)[1] for row in rows) != whole[1]
-
-
-def check_quantile_of_many(module: ModuleType) -> None:
-    """A mini-batch may have more tokens than torch.quantile takes."""
-    many = torch.arange(2**24 + 2).flip(0) / 2**24
-    assert abs(module.top_threshold(0.2, many) - 0.8) < 1e-4
 
 
 def surprised() -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""GMPO: outside numbers, the clip of each log-ratio, and that it stands before the mean."""
+"""GMPO: outside numbers, and that the clip of each log-ratio stands before the mean."""
 
 import math
 from types import ModuleType
@@ -7,7 +7,7 @@ import gspo
 import torch
 
 from . import ZSCORE, ZSCORES, busy_batch, check_parts_add_up, counts, loss_of, matches, no_kl, one
-from . import response_tokens, weighs, written_here
+from . import response_tokens, written_here
 
 
 def check_fixture(module: ModuleType) -> None:
@@ -15,16 +15,6 @@ def check_fixture(module: ModuleType) -> None:
     which is not the same on both sides."""
     matches(module, "gmpo_0.4")
     matches(module, "gmpo_0.1_0.2", clip_low=0.1, clip_high=0.2)
-
-
-def check_of_one_token(module: ModuleType) -> None:
-    """A response of one token: r Â, and nothing where log r is beyond ε in the direction of Â."""
-    for log_ratio in (-3.0, -0.41, -0.39, 0.0, 0.39, 0.41, 3.0):
-        r = math.exp(log_ratio)
-        weighs(module, r, 1.0, r if log_ratio < 0.4 else 0.0)
-        weighs(module, r, -1.0, -r if log_ratio > -0.4 else 0.0)
-    weighs(module, 1.15, 1.0, 0.0, clip_low=0.2, clip_high=0.1)
-    weighs(module, 0.85, -1.0, -0.85, clip_low=0.2, clip_high=0.1)
 
 
 def found(module: ModuleType, moved: tuple, advantage: float, **flags: float) -> torch.Tensor:

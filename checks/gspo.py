@@ -5,21 +5,13 @@ from types import ModuleType
 import torch
 
 from . import ZSCORE, ZSCORES, busy_batch, check_parts_add_up, counts, gradient, loss_of
-from . import matches, near, no_kl, one, toy_batch, two_responses, written_here
+from . import matches, no_kl, one, toy_batch, written_here
 
 
 def check_fixture(module: ModuleType) -> None:
     """Value and gradient agree with other implementations, at the paper's clip and at PPO's."""
     matches(module, "gspo_3e-4_4e-4")
     matches(module, "gspo_0.2_0.2", clip_low=0.2, clip_high=0.2)
-
-
-def check_by_hand(module: ModuleType) -> None:
-    """Two responses by hand: s = 1.068939 and .985112, both clipped, and all tokens with them."""
-    loss, stats = loss_of(module, module.Args(), **two_responses())
-    near(loss, (-1.0004 + 0.9997) / 2, "the loss of the two responses")
-    shares = [stats["clip_share"], stats["clip_share_of_tokens"]]
-    assert [float(total / count) for total, count in shares] == [1, 1]
 
 
 def check_clips_sequences_not_tokens(module: ModuleType) -> None:

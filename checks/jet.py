@@ -43,18 +43,6 @@ def check_what_is_rounded(module: ModuleType) -> None:
         assert all(torch.equal(own[name], rounded[name].bfloat16()) for name in own)
 
 
-def check_eight_bits(module: ModuleType) -> None:
-    """A row is a scale times numbers of e4m3, none of which is nearer to its master."""
-    policy, masters, _ = embedded(module)
-    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-    every = every[every.isfinite()].unique()  # [253]: the numbers that 8 bits can hold
-    name = "model.layers.1.mlp.down_proj.weight"
-    master, rounded = masters[name].double(), weights_of(policy)[name].double()
-    scale = master.abs().amax(1, keepdim=True) / 448  # [rows, 1]
-    near, exact = (((w / scale)[..., None] - every).abs().min(-1) for w in (master, rounded))
-    assert torch.equal(near.indices, exact.indices) and exact.values.max() < 1e-4 * 448
-
-
 def check_the_masters_take_the_step(module: ModuleType) -> None:
     """The gradient at the rounded weights is subtracted from the masters, as it is; what is not
     rounded takes its step as ever; then all is rounded anew."""

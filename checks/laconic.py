@@ -17,13 +17,6 @@ def budget(module: ModuleType, price: float = 0.0, **flags: object) -> object:
     return made
 
 
-def check_cost(module: ModuleType) -> None:
-    """c = (|y| - B) / B beyond the budget B, and 0 up to it."""
-    lengths = torch.tensor([1.0, 9, 10, 11, 15, 40])
-    expected = torch.tensor([0, 0, 0, 0.1, 0.5, 3])
-    assert torch.allclose(module.excess(lengths, 10), expected, rtol=0, atol=1e-6)
-
-
 def check_charge(module: ModuleType) -> None:
     """R - λ c at the price before its step; the judge's own rewards are left as they are."""
     rewards, lengths = torch.tensor([[1.0, 1, 0, 0]]), torch.tensor([[5.0, 20, 30, 10]])

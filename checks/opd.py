@@ -1,6 +1,5 @@
 """OPD: its gradient is that of the reverse KL, exactly; what w and the reward do; the teacher."""
 
-import math
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
@@ -13,41 +12,8 @@ from . import TOKEN_MEAN, ZSCORE, ZSCORES, busy_batch, check_parts_add_up, count
 from . import one, outcome, response_tokens, written_here
 
 
-def pushed(
-    module: ModuleType,
-    pi: float,
-    teacher: float,
-    mu: float,
-    advantage: float = 0.0,
-    **flags: object,
-) -> float:
-    """The gradient weight on ∇ log π of a one-token response."""
-    logp = one(pi).log().requires_grad_()
-    given = {"old_logp": one(0.3).log(), "rollout_logp": one(mu).log(), "mask": one(1.0)}
-    given |= {"ref_logp": one(teacher).log(), "advantages": one(advantage)[0]}
-    loss_of(module, replace(module.Args(), **flags), logp=logp, **given)[0].backward()
-    return -logp.grad.item()
-
-
-def check_weights(module: ModuleType) -> None:
-    """min(w, C) β log(π_T/π_θ): up where the teacher finds a token likelier, down where rarer, and
-    nothing where they agree. π_old plays no part."""
-    for pi, teacher, mu in ((0.2, 0.8, 0.2), (0.8, 0.2, 0.5), (0.5, 0.5, 0.1), (0.9, 0.1, 0.1)):
-        w, apart = pi / mu, math.log(teacher / pi)
-        where = f"π_θ = {pi}, π_T = {teacher}, μ = {mu}: weight"
-        near(pushed(module, pi, teacher, mu), min(w, 5) * apart, where)
-        near(pushed(module, pi, teacher, mu, is_cap=1.5), min(w, 1.5) * apart, f"C = 1.5, {where}")
-        near(pushed(module, pi, teacher, mu, weights="none"), apart, f"w = 1, {where}")
-        third = 0.3 * min(w, 5) * apart
-        near(pushed(module, pi, teacher, mu, beta=0.3), third, f"β = 0.3, {where}")
-
-
-def check_mix_with_the_reward(module: ModuleType) -> None:
-    """min(w, C) {β log(π_T/π_θ) + α Â}; by default the reward plays no part, and with β = 0 the
-    teacher none, who then need not be there."""
-    near(pushed(module, 0.2, 0.8, 0.1, -1.0), 2 * math.log(4), "α = 0: weight")
-    both = pushed(module, 0.2, 0.8, 0.1, -1.0, beta=0.5, reward_weight=0.3)
-    near(both, 2 * (0.5 * math.log(4) - 0.3), "β = 0.5, α = 0.3, Â = -1, w = 2: weight")
+def check_without_a_teacher(module: ModuleType) -> None:
+    """With β = 0 there need be none, and the reward alone counts: α Â."""
     logp = one(0.2).log().requires_grad_()
     given = {"old_logp": logp.detach(), "mask": one(1.0), "advantages": one(0.7)[0]}
     alone = replace(module.Args(), beta=0.0, reward_weight=1.0)
@@ -75,14 +41,15 @@ def mean_gradient(module: ModuleType, draws: Tensor, mu: Tensor, **flags: object
         rows = {"logp": logp, "old_logp": logp.detach(), "rollout_logp": mu[:, None]}
         rows |= {"ref_logp": teacher[:, None]}
         rows = {name: x[token : token + 1] for name, x in rows.items()}
-        loss, _ = loss_of(module, args, **rows, advantages=one(1.0)[0], mask=one(1.0))
+        loss, _ = loss_of(module, args, **rows, advantages=one(token)[0], mask=one(1.0))
         total = total + draws[token] * loss
     return torch.autograd.grad(total, theta)[0]
 
 
 def check_is_the_gradient_of_the_reverse_kl(module: ModuleType) -> None:
     """In the mean over the policy's own tokens: that of KL(π_θ ‖ π_T), derived by autograd. Over
-    another sampler's tokens too, by w; without w it is another."""
+    another sampler's tokens too, by w; without w it is another. By default the reward plays no
+    part."""
     theta, teacher, mu = distributions()
     theta.requires_grad_()
     pi = theta.log_softmax(0)

@@ -1,11 +1,10 @@
-"""PMD: the square, its optimum with every response enumerated, and what it does where a clip is
-silent."""
+"""PMD: its gradient weight, and its optimum with every response enumerated."""
 
 from types import ModuleType
 
 import torch
 
-from . import CENTRE, CENTRED, busy_batch, check_parts_add_up, counts, gradient_law, loss_of, near
+from . import CENTRE, CENTRED, busy_batch, check_parts_add_up, counts, loss_of, near
 from . import no_kl, toy_batch, two_responses, written_here
 
 
@@ -44,12 +43,6 @@ def check_optimum(module: ModuleType) -> None:
             sizes.append(torch.autograd.grad(loss, theta, retain_graph=True)[0].norm())
         assert sizes[0] < 1e-12, f"τ = {tau}: the gradient at the optimum is {sizes[0]:.3g}"
         assert sizes[1] > 1e-5
-
-
-def check_on_policy_is_the_policy_gradient(module: ModuleType) -> None:
-    """At π_θ = π_old τ plays no part: |∇J| is as p (1 - p), REINFORCE's with the group's mean."""
-    for tau in (0.01, 5.0):
-        gradient_law(module, 1.0, tau=tau, max_new_tokens=1)
 
 
 def check_statistics(module: ModuleType) -> None:

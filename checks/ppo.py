@@ -1,9 +1,6 @@
-"""PPO: GAE by hand and by another formula, a wrong critic in exact expectation, the value loss, and
-JustRL's checks of the token mean."""
+"""PPO: GAE by another formula, the value loss, and an advantage for each token."""
 
-import itertools
-from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import torch
 from common.batch import Rollout
@@ -12,17 +9,8 @@ from common.logprobs import response_logprobs
 from common.plumbing.model import load_model
 from torch import Tensor
 
-from . import SIDES, TOKEN_MEAN, busy_batch, clipped, counts, justrl, loss_of, near, no_kl, one
-from . import response_tokens, toy_batch, weighs, written_here
-
-
-def check_gae_by_hand(module: ModuleType) -> None:
-    """Â_t = δ_t + γλ Â_{t+1}, δ_t = r_t + γ V_{t+1} - V_t, and returns Â + V: three tokens with a
-    reward at the second and the last, γ = 0.9, λ = 0.5."""
-    rewards, values = one(0.0, -0.1, 1.0), one(0.5, 0.6, 0.8)
-    found, returns = module.advantages(rewards, values, torch.ones_like(values), 0.9, 0.5)
-    near(found, one(0.0895, 0.11, 0.2), "advantages")  # δ = 0.04, 0.02, 0.2
-    near(returns, one(0.5895, 0.71, 1.0), "returns")
+from . import SIDES, TOKEN_MEAN, busy_batch, check_parts_add_up, clipped, counts, loss_of
+from . import matches, near, no_kl, one, response_tokens, toy_batch, weighs, written_here
 
 
 def random_rows(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,43 +41,6 @@ def check_gae_is_a_mean_of_returns(module: ModuleType) -> None:
         found, returns = module.advantages(rewards, values, mask, gamma, lams)
         near(returns, expected, f"returns at γ = {gamma}")
         near(found, (expected - values) * mask, f"advantages at γ = {gamma}")
-
-
-def expected_gradient(module: ModuleType, V: Tensor, lam: float) -> tuple[Tensor, Tensor]:
-    """Exactly, over the eight responses of three binary tokens: E[Σ_t Â_t ∇ log π_t] and ∇ E[R],
-    by the logits `[7, 2]` of a policy that depends on the prefix; V `[7]` is of the prefixes."""
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(7, 2, generator=generator, dtype=torch.float64, requires_grad=True)
-    responses = torch.tensor(list(itertools.product((0, 1), repeat=3)))  # [8, 3]
-    nodes = torch.stack([0 * responses[:, 0], 1 + responses[:, 0], 3 + responses[:, :2] @ TWO], 1)
-    logp = logits.log_softmax(-1)[nodes, responses]  # [8, 3]
-    pi, R = logp.sum(1).exp(), torch.tensor([1.0, 0, 0, 1, 0, 1, 0, 0], dtype=torch.float64)
-    (true,) = torch.autograd.grad((pi * R).sum(), logits, retain_graph=True)
-    if V is None:  # the right one: the mean of R behind each prefix
-        V = torch.zeros(7, dtype=torch.float64)
-        for node in range(7):
-            here = (nodes == node).any(1)
-            V[node] = (pi * R)[here].sum() / pi[here].sum()
-    rewards = torch.zeros(8, 3, dtype=torch.float64)
-    rewards[:, -1] = R
-    A, _ = module.advantages(rewards, V[nodes], torch.ones_like(rewards), 1.0, lam)
-    surrogate = (pi.detach()[:, None] * A.detach() * logp).sum()
-    return torch.autograd.grad(surrogate, logits)[0], true
-
-
-TWO = torch.tensor([2, 1])
-
-
-def check_a_wrong_critic_is_harmless_at_lambda_1(module: ModuleType) -> None:
-    """In expectation over all responses the gradient is that of E[R]: with any critic at λ = 1,
-    with the right one at any λ, and with a wrong one at λ = 0 it is not."""
-    wrong = torch.tensor([3.0, -1, 2, 0.5, -4, 1, 7], dtype=torch.float64)
-    for V, lam in ((wrong, 1.0), (None, 1.0), (None, 0.5), (None, 0.0)):
-        found, true = expected_gradient(module, V, lam)
-        critic = "the right critic" if V is None else "a wrong critic"
-        near(found, true, f"E[Σ Â ∇ log π] with {critic} at λ = {lam}, against ∇ E[R]")
-    found, true = expected_gradient(module, wrong, 0.0)
-    assert (found - true).norm() > true.norm(), "a wrong critic at λ = 0 has to show"
 
 
 def a_batch(**columns: Tensor) -> Rollout:
@@ -172,6 +123,11 @@ def check_an_advantage_for_each_token(module: ModuleType) -> None:
     )
 
 
+def check_fixture(module: ModuleType) -> None:
+    """With DAPO's ε value and gradient agree with TRL, OpenRLHF and others."""
+    matches(module, "dapo_eps0.2_0.28_tokenmean", clip_high=0.28)
+
+
 def check_weights(module: ModuleType) -> None:
     """M r Â with ε 0.2 on both sides."""
     for ratio in (0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 4.0):
@@ -188,16 +144,7 @@ def check_clip_statistics(module: ModuleType) -> None:
     counts(stats, {f"clip_{name}": pair for name, pair in expected.items()})
 
 
-def check_token_mean(module: ModuleType) -> None:
-    """With JustRL's ε (0.2 / 0.28) JustRL's loss: outside numbers, every token counts the same."""
-    alone = SimpleNamespace(
-        **vars(module) | {"Args": partial(module.Args, clip_high=0.28, beta=0.0)}
-    )
-    for check in justrl.LOSS:
-        check(alone)
-
-
-CHECKS = written_here(globals())
+CHECKS = [*written_here(globals()), check_parts_add_up]
 SURPRISE = "surprise = rewards[:, t] + gamma * following - values[:, t]"
 FOLLOWING = "following = torch.where(here, values[:, t], following)"
 LOSS = "0.5 * (torch.maximum(free, held) * mask).sum()"
