@@ -125,6 +125,9 @@ def check_metrics(o: Oracle) -> None:
             expected |= {"distinct": distinct(fresh), "tokens": sampled}
             expected |= sampler_metrics(o, now)
             expected["lag"] = (0, M * (o.args["lag"] > 0))[step]
+        if o.args.get("branches"):
+            grown = [row for one in o.records for own in branch_groups(one, now) for row in own]
+            expected["tokens"] = sampled + sum(len(row.tokens) for row in grown)
         for name, value in expected.items():
             # A loss is a difference of good and bad tokens that may nearly cancel
             least = 1e-4 if name == "loss" else 1e-7
