@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,19 +25,18 @@ import common  # noqa: F401  (before torch)
 import pytest
 import torch
 from common.plumbing.launch import launch
+from common.plumbing.tracking import Run
 from torch.distributed import TCPStore
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from checks.files import ALGORITHMS, MODULES, VARIANTS
-from tests.driver import drive
+from checks.files import MODULES
 
 ROOT = Path(__file__).parent.parent
-# Long runs of the variants are CI's: `pytest -m variants`
-RUN = [pytest.param(n, marks=pytest.mark.variants) if n in VARIANTS else n for n in ALGORITHMS]
 SMALL = "--prompts_per_step 4 --minibatches 2 --group_size 4".split()
 SMALL += "--eval_problems 8 --eval_samples 1 --eval_every 2 --save_every 2".split()
 # What makes an algorithm act within 6 small steps
 MORE = {"vcpo": ["--lag", 1], "goldilocks": "--candidates 4 --teacher_batch 8 --window 20".split()}
+MORE["paced"] = MORE["goldilocks"]
 SECONDS = 240  # after which a process that does not end is killed
 
 
@@ -65,12 +64,6 @@ def run_here(main: Callable, *flags: object) -> int:
             signal.signal(number, handler)
 
 
-def no_curves(folder: Path) -> Path:
-    """In place of `draw_curves`, which takes longer than the rest of a small run."""
-    (folder / "curves.png").touch()
-    return folder / "curves.png"
-
-
 # In forked processes
 
 
@@ -88,46 +81,57 @@ class Ended:
         return next(filter(None, self.codes), 0)
 
 
-class Forked:
-    """Processes that call `job(*arguments)`, one per rank; `environment` is added to theirs."""
+def drive(algorithm: str, flags: Sequence, number: int = 0, step: int = 0) -> None:
+    """`python FILE FLAGS`, to whose last rank the signal of this number comes at the end of a step,
+    before its metrics are written."""
+    log, module = Run.log, module_of(algorithm)
 
-    def __init__(self, job: Callable, *arguments: object, ranks: int = 1, **environment: str):
-        context = multiprocessing.get_context("forkserver")
-        # A server that is warm: what a run imports late is imported here
-        late = "matplotlib.pyplot transformers.models.qwen3.modeling_qwen3 pyparsing.testing"
-        late += " transformers.models.qwen3_moe.modeling_qwen3_moe torch.distributed.checkpoint"
-        context.set_forkserver_preload(
-            ["common", *MODULES.values(), *late.split(), "tests.loop.oracle"]
-        )
-        self.said = tempfile.TemporaryDirectory()
-        if ranks > 1:
-            # As torchrun does: the ranks' store outlives each of them.
-            self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            environment |= {"MASTER_PORT": str(self.store.port)}
-            environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-        self.processes = []
+    def signal_and_log(self: Run, done: int, metrics: dict) -> None:
+        if number and done == step and self.world.rank == self.world.size - 1:
+            signal.raise_signal(number)
+        log(self, done, metrics)
+
+    Run.log = signal_and_log
+    sys.argv = [f"{algorithm}.py", *map(str, flags)]
+    launch(module.main, module.Args)
+
+
+def forked(job: Callable, *arguments: object, ranks: int = 1) -> Ended:
+    """Call a function of a module in a fresh process, or in each of several ranks."""
+    context = multiprocessing.get_context("forkserver")
+    # A server that is warm: what a run imports late is imported here
+    late = "matplotlib.pyplot transformers.models.qwen3.modeling_qwen3 pyparsing.testing"
+    late += " transformers.models.qwen3_moe.modeling_qwen3_moe torch.distributed.checkpoint"
+    preloaded = ["common", *MODULES.values(), *late.split(), "tests.loop.oracle"]
+    context.set_forkserver_preload(preloaded)
+    shared = {}
+    if ranks > 1:
+        # As torchrun does: the ranks' store outlives each of them.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared = {"WORLD_SIZE": str(ranks), "MASTER_PORT": str(store.port)}
+        shared["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    with tempfile.TemporaryDirectory() as said:
+        processes = []
         for rank in map(str, range(ranks)):
-            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(ranks)} if ranks > 1 else {}
-            call = (Path(self.said.name), environment | own, job, arguments)
-            self.processes.append(context.Process(target=child, args=call, daemon=True))
-            self.processes[-1].start()
+            own = shared | {"RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
+            given = (Path(said), own, job, arguments)
+            processes.append(context.Process(target=child, args=given, daemon=True))
+            processes[-1].start()
+        wait_for(processes)
+        texts = [Path(said, name).read_text() for name in ("stdout", "stderr")]
+    return Ended([process.exitcode for process in processes], *texts)
 
-    def wait(self) -> Ended:
-        """Until all have ended; where one fails the others have some seconds to notice."""
-        left, patience = list(self.processes), SECONDS
-        while left:
-            done = multiprocessing.connection.wait([p.sentinel for p in left], patience)
-            left = [p for p in left if p.sentinel not in done]
-            if any(p.exitcode for p in self.processes):
-                patience = 20
-            if not done:
-                for process in left:
-                    process.kill()
-        for process in self.processes:
-            process.join()
-        texts = [Path(self.said.name, name).read_text() for name in ("stdout", "stderr")]
-        self.said.cleanup()
-        return Ended([process.exitcode for process in self.processes], *texts)
+
+def wait_for(processes: list) -> None:
+    """Until all have ended; where one fails the others have some seconds to notice."""
+    patience = SECONDS
+    while left := [process for process in processes if process.exitcode is None]:
+        ended = multiprocessing.connection.wait([process.sentinel for process in left], patience)
+        if not ended:
+            for process in left:
+                process.kill()
+        if any(process.exitcode for process in processes):
+            patience = 20
 
 
 def child(said: Path, environment: dict[str, str], job: Callable, arguments: tuple) -> None:
@@ -137,23 +141,15 @@ def child(said: Path, environment: dict[str, str], job: Callable, arguments: tup
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(said / name, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
-    code = os.environ.get("PYTHONIOENCODING")
-    sys.stdout = open(1, "w", encoding=code, closefd=False)
-    sys.stderr = open(2, "w", encoding=code, errors="backslashreplace", closefd=False, buffering=1)
+    sys.stdout = open(1, "w", closefd=False)
+    sys.stderr = open(2, "w", errors="backslashreplace", closefd=False, buffering=1)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is inherited as ignored
     job(*arguments)
 
 
-def forked(job: Callable, *arguments: object, ranks: int = 1, **environment: str) -> Ended:
-    """Call a function of a module in a fresh process, or in each of several ranks."""
-    return Forked(job, *arguments, ranks=ranks, **environment).wait()
-
-
-def command(
-    algorithm: str, *flags: object, at: tuple = ("", 0), ranks: int = 1, **environment: str
-) -> Ended:
-    """`python FILE FLAGS`, or `torchrun` with several ranks. `at` is a moment of driver.py."""
-    return forked(drive, algorithm, flags, *at, ranks=ranks, **environment)
+def command(algorithm: str, *flags: object, at: tuple = (), ranks: int = 1) -> Ended:
+    """`python FILE FLAGS`, or `torchrun` with several ranks. `at`: (signal, step), for `drive`."""
+    return forked(drive, algorithm, flags, *at, ranks=ranks)
 
 
 def started(*words: object, **environment: str) -> subprocess.CompletedProcess:

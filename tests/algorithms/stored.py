@@ -9,7 +9,7 @@ from common.batch import Rollout
 from common.data import Problem, Task
 from common.distributed import World
 from common.plumbing.model import load_model
-from common.reward import arithmetic_reward
+from common.reward import arithmetic_reward, steps_reward
 from common.rollout import HFEngine
 from common.tiny import arithmetic
 
@@ -58,6 +58,8 @@ FLAGS = {
     "stapo": {"tau_p": 0.9, "entropy_quantile": 0.95},
     "vcpo": {"lag": 0},
     "goldilocks": {"candidates": 1},
+    "paced": {"candidates": 1},
+    "signs": {"outliers": 1.5},
 }
 
 
@@ -74,13 +76,18 @@ def gradients(
     is next to 0."""
     module = module_of(name)
     recompute, encode, seen = module.all_logprobs, load_model("tiny")[1], []
+    part_marks = name == "blockwise"
 
     def train(i: int) -> Problem:
         prompt = prompts[i % len(prompts)]
-        return Problem(prompt, arithmetic.work(prompt)[1], encode(prompt)["input_ids"], i)
+        steps, answer = arithmetic.work(prompt)
+        solution = ";".join(steps) + "#" + answer
+        own = solution if part_marks else answer
+        return Problem(prompt, own, encode(prompt)["input_ids"], i)
 
     def judge(completions: list[str], answers: list[str]) -> list[float]:
-        return list(map(formulas.of(name, "judge", arithmetic_reward), completions, answers))
+        marks = steps_reward if part_marks else arithmetic_reward
+        return list(map(marks, completions, answers))
 
     task = Task("stored", train, [train(0)], judge, tokenizer=encode)
 

@@ -10,8 +10,7 @@ from common.plumbing.model import load_model
 from common.rollout import HFEngine
 
 from checks import loss_of
-from tests.driver import drive
-from tests.helpers import SMALL, forked
+from tests.helpers import SMALL, drive, forked
 from tests.algorithms.stored import PROMPTS, gradients, stored_rollout
 
 

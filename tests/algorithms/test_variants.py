@@ -46,7 +46,7 @@ def test_jet_on_two_ranks_that_share_a_model(tmp_path):
     assert command("jet", *flags, "--run_dir", tmp_path / "whole", ranks=2).returncode == 0
     assert all(line["sampler_kl"] < 1e-11 for line in metrics(tmp_path / "whole")[1:])
     where = ["--run_dir", tmp_path / "parts"]
-    killed = command("jet", *flags, *where, at=("log", 3), ranks=2)
+    killed = command("jet", *flags, *where, at=(signal.SIGKILL, 3), ranks=2)
     assert -signal.SIGKILL in killed.codes
     assert command("jet", *flags, *where, "--resume", ranks=2).returncode == 0
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 4, tmp_path)

@@ -1,5 +1,9 @@
 """What one card asks for: shards in CPU memory."""
 
+import copy
+import signal
+
+import grpo
 import pytest
 
 from tests.helpers import SMALL, assert_same_run, command, metrics
@@ -13,7 +17,7 @@ def test_offloading_changes_no_number(tmp_path):
     flags = [*SMALL, "--steps", 4, "--shard_ranks", 2, "--run_dir"]
     assert command("grpo", *flags, tmp_path / "plain", ranks=2).returncode == 0
     parts = [*flags, tmp_path / "parts", "--offload"]
-    assert command("grpo", *parts, at=("log", 3), ranks=2).returncode
+    assert command("grpo", *parts, at=(signal.SIGKILL, 3), ranks=2).returncode
     assert [line["step"] for line in metrics(tmp_path / "parts")][-1] < 4
     ended = command("grpo", *parts, "--resume", ranks=2)
     assert ended.returncode == 0, ended.stderr

@@ -233,7 +233,6 @@ class Record:
     synced: list[list[Tensor]] = field(default_factory=list)
     pivots: list[dict] = field(default_factory=list)  # deep_grpo's choices
     metrics: list[dict] = field(default_factory=list)  # rank 0's log
-    samples: list[dict] = field(default_factory=list)  # and its samples.jsonl
 
     @property
     def training(self) -> list[dict]:
@@ -272,17 +271,14 @@ def loaded(name: str) -> tuple:
     return load_model(name)
 
 
-def task(marks: Callable[[str, str], float]) -> Task:
-    """Problems by number; `marks` judges in training, `reward` in evaluations."""
+def task() -> Task:
+    """Problems by number."""
 
     def problem(prompt: str, index: int = -1) -> Problem:
         ids = [VOCABULARY.index(c) for c in prompt]
         return Problem(prompt, right_answer(prompt), ids, index)
 
     def judge(texts: list[str], answers: list[str]) -> list[float]:
-        return list(map(marks, texts, answers))
-
-    def exam(texts: list[str], answers: list[str]) -> list[float]:
         return list(map(reward, texts, answers))
 
     return Task(
@@ -290,7 +286,6 @@ def task(marks: Callable[[str, str], float]) -> Task:
         lambda index: problem(TRAIN[index % len(TRAIN)], index),
         [problem(prompt) for prompt in HELD_OUT],
         judge,
-        exam=None if marks is reward else exam,
         final=lambda text: text.split("#")[-1],
         tokenizer=tokenizer(),
     )
@@ -307,7 +302,6 @@ def record(
     args = module.Args(**shape | flags)
     args.run_dir, args.eval_every, args.eval_samples = str(folder), 100, SAMPLES
     args.model, args.sampler_tolerance = model.replace("model", "tiny"), 1e9
-    problems = task(formulas.of(name, "judge", reward))
     engine, found = Stored(world, model), Record(world.rank, world.size, vars(args))
 
     class Watched(torch.optim.AdamW):
@@ -331,7 +325,7 @@ def record(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "load_model", lambda name, *flag: copy.deepcopy(loaded(name)))
-        patch.setattr(module, "load_task", lambda *arguments: problems)
+        patch.setattr(module, "load_task", lambda *arguments: task())
         patch.setattr(module, "make_engine", lambda *arguments: engine)
         patch.setattr(module, "save_checkpoint", lambda *arguments: None)
         patch.setattr("common.plumbing.tracking.draw_curves", lambda *arguments: "")
@@ -346,9 +340,8 @@ def record(
         CLOSING.pop()()
     found.calls, found.synced = engine.calls, engine.synced
     if world.rank == 0:
-        for name in ("metrics", "samples"):
-            lines = (folder / f"{name}.jsonl").read_text().splitlines()
-            setattr(found, name, list(map(json.loads, lines)))
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        found.metrics = list(map(json.loads, lines))
     return found
 
 
@@ -423,7 +416,7 @@ ROUNDS = {"goldilocks": as_recorded}
 
 def verdicts(o: Oracle, step: int, rows: list[Row]) -> list[float]:
     """What a group's advantages are made of: in most files the judge's rewards."""
-    return [o.reward(row) for row in rows]
+    return [row.reward for row in rows]
 
 
 def response_mean(x: Tensor, mask: Tensor) -> Tensor:
@@ -599,10 +592,6 @@ class Oracle:
         *backbone, weight, bias = self.records[0].lessons[step]["parameters"]
         return self.lm(backbone).model, [x.double().requires_grad_() for x in (weight, bias)]
 
-    def reward(self, row: Row) -> float:
-        """In training, where the judge may give part marks."""
-        return self.own("judge", reward)(row.text, right_answer(row.prompt))
-
     def lm(self, parameters: list[Tensor]) -> torch.nn.Module:
         lm = copy.deepcopy(untrained(self.model))
         with torch.no_grad():
@@ -646,8 +635,6 @@ class Oracle:
             return self.known[update]
         b = self.batch(update)
         J = self.own("objective", OBJECTIVES.get(self.name))(b)
-        # What the gradient has in front of ∇ log π_θ of each token
-        (b.weight,) = torch.autograd.grad(J, b.logp, retain_graph=True)  # [n, T]
         found = torch.autograd.grad(-J, list(b.lm.parameters()))
         # The graph is not needed any more
         b.J, b.logp, b.lm, b.before = float(J.detach()), b.logp.detach(), None, None
@@ -697,10 +684,10 @@ def flat(tensors: object) -> Tensor:
     return torch.cat([x.flatten() for x in tensors]).double()
 
 
-def teaches(lm: torch.nn.Module, head: list[Tensor], prompt: str, top: float = 0.5) -> Tensor:
-    """f(q) = top σ(w · mean h + b) of a teacher."""
+def teaches(lm: torch.nn.Module, head: list[Tensor], prompt: str) -> Tensor:
+    """f(q) = σ(w · mean h + b) / 2 of a teacher."""
     hidden = lm(torch.tensor([[VOCABULARY.index(c) for c in prompt]])).last_hidden_state[0]
-    return top / (1 + (-(hidden.mean(0) @ head[0][0] + head[1][0])).exp())
+    return 0.5 / (1 + (-(hidden.mean(0) @ head[0][0] + head[1][0])).exp())
 
 
 def routers(lm: torch.nn.Module) -> list[torch.nn.Module]:

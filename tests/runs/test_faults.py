@@ -11,8 +11,7 @@ import pytest
 import torch
 from common.plumbing.folder import checkpoints
 
-from tests.driver import drive
-from tests.helpers import SMALL, assert_same_run, command, forked, metrics, run_here, tensors
+from tests.helpers import SMALL, assert_same_run, command, drive, forked, metrics, run_here, tensors
 
 slow = pytest.mark.slow
 
@@ -29,21 +28,13 @@ def poisoned(monkeypatch, when) -> None:
     monkeypatch.setattr(grpo, "policy_loss", loss)
 
 
-def test_a_nan_is_skipped_and_counted(tmp_path, monkeypatch):
-    """Two of six updates are NaN: they are skipped, the rest go on, the weights stay finite."""
-    poisoned(monkeypatch, lambda number: number in (2, 5))
-    assert run_here(grpo.main, *SMALL, "--steps", 3, "--run_dir", tmp_path / "run") == 0
-    lines = metrics(tmp_path / "run")[1:]
-    assert [line["skipped"] for line in lines] == [1, 0, 1]
-    assert all(0 < line["grad_norm"] < 100 for line in lines)
-
-
 def test_a_skipped_update_changes_nothing(tmp_path, finished, monkeypatch):
     """All updates of a step NaN: weights and optimiser moments are those from before."""
     folder = Path(shutil.copytree(finished, tmp_path / "run"))
     poisoned(monkeypatch, lambda number: True)
     flags = [*SMALL, "--save_every", 1, "--steps", 5, "--run_dir", folder, "--resume"]
     assert run_here(grpo.main, *flags) == 0
+    assert metrics(folder)[-1]["skipped"] == 2
     before, after = (
         tensors(folder / f"checkpoints/step_00000{step}", tmp_path / "t.pt") for step in (4, 5)
     )

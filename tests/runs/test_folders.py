@@ -1,7 +1,6 @@
 """The run folder: one run at a time, nothing of others touched, damage named."""
 
 import json
-import multiprocessing
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +11,9 @@ import grpo
 import pytest
 from common.data import load_task
 from common.plumbing.folder import checkpoints, new_folder, read_lines, runs_called
+from common.plumbing.tracking import Run
 
-from tests.driver import drive
-from tests.helpers import SECONDS, SMALL, Forked, assert_same_run, command, metrics, run_here
-from tests.helpers import tree
+from tests.helpers import SMALL, assert_same_run, command, metrics, run_here, tree
 
 slow = pytest.mark.slow
 
@@ -49,23 +47,25 @@ def test_a_last_line_cut_short_is_dropped(tmp_path):
 
 
 @slow
-def test_a_run_goes_on_alone(tmp_path, capsys):
-    """While a process lives (halted at step 2) nobody else goes on with its run; another run makes
-    a folder beside it; once it is killed, --resume goes on."""
-    folder = tmp_path / "run"
-    flags = [*SMALL, "--steps", 4, "--run_dir", folder, "--save_every", 1]
-    halted = multiprocessing.get_context("forkserver").Event()
-    holder = Forked(drive, "grpo", flags, halted, 2)
-    assert halted.wait(SECONDS)
-    before = tree(folder)
-    assert run_here(grpo.main, *flags, "--resume") == 2
-    assert f"--resume: a run is under way in {folder}" in capsys.readouterr().err
-    assert run_here(grpo.main, *flags, "--steps", 1) == 0
-    assert (tmp_path / "run.2/summary.json").exists() and tree(folder) == before
-    shutil.rmtree(tmp_path / "run.2")
-    holder.processes[0].kill()
-    assert holder.wait().returncode == -signal.SIGKILL
-    assert run_here(grpo.main, *flags, "--resume") == 0
+def test_a_run_goes_on_alone(tmp_path, monkeypatch):
+    """In the middle of a run nobody else goes on with it, and another one makes a folder beside
+    it."""
+    folder, others = tmp_path / "run", []
+    flags, log = [*SMALL, "--run_dir", folder, "--steps"], Run.log
+
+    def log_and_try(self: Run, step: int, metrics: dict) -> None:
+        log(self, step, metrics)
+        if step == 3:  # a checkpoint is there
+            before = tree(folder)
+            others.append(command("grpo", *flags, 4, "--resume"))
+            others.append(command("grpo", *flags, 1))
+            assert tree(folder) == before
+
+    monkeypatch.setattr(Run, "log", log_and_try)
+    assert run_here(grpo.main, *flags, 4) == 0
+    refused, beside = others
+    assert refused.returncode == 2 and f"a run is under way in {folder}" in refused.stderr
+    assert beside.returncode == 0 and (tmp_path / "run.2/summary.json").exists()
     assert [line["step"] for line in metrics(folder)] == [0, 1, 2, 3, 4]
 
 
@@ -73,7 +73,7 @@ def test_a_run_goes_on_alone(tmp_path, capsys):
 def test_the_second_run_is_resumed_while_the_first_is_finished(run, capsys):
     """`--resume` goes on with run.2, and with run again if its folder is named and run.2 gone."""
     flags, second = [*SMALL, "--steps", 4, "--run_dir", run], run.with_name("run.2")
-    assert command("grpo", *flags, at=("log", 3)).returncode == -signal.SIGKILL
+    assert command("grpo", *flags, at=(signal.SIGKILL, 4)).returncode == -signal.SIGKILL
     before = tree(run)
     assert run_here(grpo.main, *flags, "--resume") == 0
     assert "steps 3 to 4" in capsys.readouterr().out

@@ -1,28 +1,37 @@
 """Killed, stopped by a signal, resumed: to the bit, and only where it is the same run."""
 
 import json
+import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import grpo
 import pytest
 from checks.files import ALGORITHMS, FIRST
+from common.plumbing import checkpoint
 from common.plumbing.folder import checkpoints
 
-from tests.helpers import MORE, SMALL, assert_same_run, command, metrics, module_of, run_here
-from tests.helpers import started, tree
+from tests.helpers import MORE, SMALL, assert_same_run, command, drive, forked, metrics, module_of
+from tests.helpers import run_here, started, tree
 from tests.loop import formulas
 
 slow = pytest.mark.slow
 TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node=2 --max_restarts=1".split()
+LOSE_A_RANK = """
+import os, signal, sys
+from tests.helpers import drive
+number = signal.SIGKILL if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0
+drive("grpo", sys.argv[1:], number, 4)
+"""
 
 
 def resumes_to_the_bit(algorithm: str, flags: list, whole: Path, scratch: Path) -> None:
-    """A SIGKILL after step 3 (checkpoint at 2), and on to step 4: weights, moments, metrics (the
-    lr, too) and samples are those of the run that nothing happened to."""
+    """A SIGKILL in step 4 (checkpoint at 2), and on to its end: weights, moments, metrics (the lr,
+    too) and samples are those of the run that nothing happened to."""
     flags = [*flags, "--steps", 4, "--run_dir", scratch / "parts"]
-    killed = command(algorithm, *flags, at=("log", 3))
+    killed = command(algorithm, *flags, at=(signal.SIGKILL, 4))
     assert killed.returncode == -signal.SIGKILL
     assert [line["step"] for line in metrics(scratch / "parts")] == [0, 1, 2, 3]
     assert run_here(module_of(algorithm).main, *flags, "--resume") == 0
@@ -45,13 +54,13 @@ def test_resume_of_the_others_is_bit_exact(algorithm, tmp_path):
 
 @slow
 def test_a_lost_rank_ends_the_other_and_torchrun_goes_on(tmp_path):
-    """One command, and rank 1 killed in the middle of step 4: rank 0 notices, torchrun starts both
-    again, they go on from step 2, and the end is that of a run that nothing happened to."""
+    """One command, and rank 1 killed in step 4: rank 0 notices, torchrun starts both again, they go
+    on from step 2, and the end is that of a run that nothing happened to."""
     flags = [*SMALL, "--steps", 5]
-    words = ["grpo", "lost", 7, *flags, "--resume", "auto", "--run_dir", tmp_path / "parts"]
-    run = started(*TORCHRUN, "tests/driver.py", *words)
+    words = [*flags, "--resume", "auto", "--run_dir", tmp_path / "parts"]
+    run = started(*TORCHRUN, "--no-python", sys.executable, "-c", LOSE_A_RANK, *words)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert "error: rank 0 lost contact to another rank in update" in run.stderr
+    assert "error: rank 0 lost contact to another rank in" in run.stderr
     assert "steps 1 to 5, each" in run.stdout and "steps 3 to 5, each" in run.stdout
     assert command("grpo", *flags, "--run_dir", tmp_path / "whole", ranks=2).returncode == 0
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 5, tmp_path)
@@ -72,36 +81,48 @@ def test_auto_goes_on_with_a_run_of_the_same_flags(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.2"]
 
 
+def killed_while_saving(*flags: object) -> None:
+    """A run that ends between the writing and the renaming of its second checkpoint."""
+    save, saves = checkpoint.dcp.save, []
+
+    def save_and_end(*arguments: object, **keywords: object) -> None:
+        save(*arguments, **keywords)
+        saves.append(1)
+        if len(saves) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoint.dcp.save = save_and_end
+    drive("grpo", flags)
+
+
 @slow
 def test_a_kill_during_the_save_leaves_the_checkpoint_before(tmp_path, finished):
-    """Killed between writing and renaming the second checkpoint: the first is loaded, the run ends
-    as if not killed."""
+    """The first checkpoint is loaded, and the run ends as if not killed."""
     flags = [*SMALL, "--steps", 4, "--run_dir", tmp_path / "parts"]
-    assert command("grpo", *flags, at=("save", 2)).returncode == -signal.SIGKILL
+    assert forked(killed_while_saving, *flags).returncode == -signal.SIGKILL
     assert [path.name for path in checkpoints(tmp_path / "parts")] == ["step_000002"]
     assert run_here(grpo.main, *flags, "--resume") == 0
     assert_same_run(finished, tmp_path / "parts", 4, tmp_path)
     assert not (tmp_path / "parts/checkpoints/partial").exists()
 
 
-@pytest.mark.parametrize("moment", ["term", *(pytest.param(m, marks=slow) for m in ("int", "hup"))])
-def test_signals_finish_the_step_save_and_exit_0(tmp_path, moment):
-    """Ctrl-C in a real `python`, where the handlers stand from its first imports on."""
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(n, marks=slow) for n in (signal.SIGINT, signal.SIGHUP))],
+)
+def test_signals_finish_the_step_save_and_exit_0(tmp_path, number):
     flags = [*SMALL, "--steps", 50, "--run_dir", tmp_path / "run"]
-    if moment == "int":
-        run = started("tests/driver.py", "grpo", moment, 3, *flags)
-    else:
-        run = command("grpo", *flags, at=(moment, 3))
+    run = command("grpo", *flags, at=(number, 3))
     assert run.returncode == 0, run.stderr[-2000:]
-    last = metrics(tmp_path / "run")[-1]["step"]
-    assert last <= 5 and (tmp_path / f"run/checkpoints/step_{last:06d}").exists()
+    assert metrics(tmp_path / "run")[-1]["step"] == 3
+    assert (tmp_path / "run/checkpoints/step_000003").exists()
 
 
 @slow
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path):
     """SIGTERM to the last of two: both save step 3 and leave; resume goes on."""
     flags = [*SMALL, "--run_dir", tmp_path / "run"]
-    ended = command("grpo", *flags, "--steps", 50, at=("term", 3), ranks=2)
+    ended = command("grpo", *flags, "--steps", 50, at=(signal.SIGTERM, 3), ranks=2)
     assert ended.codes == [0, 0], ended.stderr
     assert (tmp_path / "run/checkpoints/step_000003/rank1.pt").exists()
     assert command("grpo", *flags, "--steps", 4, "--resume", ranks=2).codes == [0, 0]

@@ -1,12 +1,10 @@
-"""What the variants with lines of their own in `main` should hand on, for the loop's oracle. (The
-others' `main` is their trunk's, and their losses have checks/NAME.py.) In NAME.py are
+"""What some variants with lines of their own in `main` should hand on, for the loop's oracle. (The
+others have checks/NAME.py alone.) In NAME.py are
 
 - `objective(b)`: J of a tests.loop.oracle.Batch;
 - `advantages(R)` of one group's rewards, where it is not grpo's z-score;
 - where they are not the judge's, `rewards(o, step, rows)`, of which advantages are made;
 - `rounds(o)`: for each step of a tests.loop.oracle.Oracle the rounds of sampling, slot -> prompt;
-- `teacher`, where it has goldilocks' with another range, merit or target (see test_loop.py);
-- `judge(text, answer)`, the reward in training, where it is not right or wrong;
 - `prepare(o, step, b)`, where `main` does more to a rollout than that: it changes the batch;
 - `FLAGS`, under which its mechanism acts on the oracle's stored answers, and `ALSO`, a list of
   others whose gradients are held, too;
