@@ -373,3 +373,14 @@ def test_a_reward_that_fails_on_every_answer_ends_the_run(tmp_path, mine):
     (line,) = [line for line in ended.stderr.splitlines() if "error: " in line]
     why = "(mine.py:4: NameError: name 'rewrad' is not defined)"
     assert line.endswith(f"{mine}: the reward fails on every answer {why}")
+
+
+@pytest.mark.slow
+def test_ranks_with_other_problems_end_in_a_line(tmp_path):
+    """Or each would measure a share of its own set."""
+    file = tmp_path / "mine.py"
+    held_out = "import os\nheld_out = [('1+1=', '2')] * (1 + int(os.environ['RANK']))\n"
+    file.write_text(held_out + "train = lambda i: ('2+1=', '3')")
+    ended = command("grpo", "--task", file, "--run_dir", tmp_path / "run", ranks=2)
+    assert ended.codes == [2, 2] and not (tmp_path / "run").exists()
+    assert f"--task {file}: ranks see different problems" in ended.stderr

@@ -177,3 +177,16 @@ def test_a_run_keeps_the_reward_that_it_began_with(tmp_path):
     judge.idle.put(worker)
     assert judge(["a"], ["b"]) == [0.25] and judge.killed == 0
     judge.close()
+
+
+def test_a_worker_imports_what_the_trainer_does(tmp_path, monkeypatch):
+    """Neither a `common` nor a json.py of the current folder, but what lies beside the reward's
+    file."""
+    (tmp_path / "here/common").mkdir(parents=True)
+    for name in ("common/__init__.py", "json.py", "socket.py"):
+        (tmp_path / "here" / name).write_text("raise ImportError('a stranger ran')")
+    (tmp_path / "helper.py").write_text("half = 0.5")
+    monkeypatch.chdir(tmp_path / "here")
+    judge = yours(tmp_path, "from helper import half\nreward = lambda *both: half")
+    assert judge(["a"], ["b"]) == [0.5]
+    judge.close()

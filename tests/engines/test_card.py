@@ -1,9 +1,7 @@
 """What one card asks for: shards in CPU memory."""
 
-import copy
 import signal
 
-import grpo
 import pytest
 
 from tests.helpers import SMALL, assert_same_run, command, metrics

@@ -217,3 +217,14 @@ def test_a_race_ends_with_a_place(fake, monkeypatch, capsys):
     with pytest.raises(SystemExit) as left:
         race.main()
     assert left.value.code == 0 and "place 1 of 2" in capsys.readouterr().out
+
+
+def test_a_run_has_a_bound(fake, monkeypatch, capsys):
+    """One that does not end is killed, its cell is not kept, and the table's lock is free."""
+    endless = FAKE.replace("    here = ", "    import signal; signal.pause()\n    here = ")
+    fake.write_text(endless)
+    monkeypatch.setattr(race, "LONGEST", 1.0)
+    rows, path = {"fake": race.Method(fake)}, fake.parent / "table.json"
+    assert race.run([(1, "fake", "none")], rows, path) == 1
+    race.run([], rows, path)
+    assert "still at work" in capsys.readouterr().out and not race.stored(path)["cells"]
