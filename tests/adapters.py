@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import common  # noqa: F401  (before torch)
 from common.reward import Judge, arithmetic_reward
-from checks.files import MODULES
+from checks.files import ALGORITHMS, MODULES, NINE, PATHS, VARIANTS  # noqa: F401  (offered, too)
 from torch import Tensor
 
 _math_judge: Judge | None = None
