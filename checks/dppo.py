@@ -104,6 +104,7 @@ def check_statistics(module: ModuleType) -> None:
     counts(loss_of(module, no_kl(module, **flags), **batch)[1], expected)
 
 
+READS = ("rollout_logp",)  # columns that the loss uses
 CHECKS = [*written_here(globals()), *CENTRED, check_parts_add_up]
 TV = "(p - mu).abs()"
 SIDES = "out_above, out_below = beyond & (p > mu), beyond & (p < mu)"

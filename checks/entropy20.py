@@ -144,6 +144,7 @@ def check_the_draw(module: ModuleType) -> None:
     assert 0.4 < band[: len(band) // 2].sum() / 600 < 0.6
 
 
+READS = ("old_logp", "entropy")  # columns that the loss uses
 CHECKS = [*written_here(globals()), *ZSCORES, check_clip_statistics]
 RETURN = "return -(objective * trained).sum(), kept.sum()"
 FORKS = "score >= top_threshold(share, pooled(score[on])) - 1e-5"

@@ -100,6 +100,7 @@ def check_statistics(module: ModuleType) -> None:
     counts(loss_of(module, no_kl(module, **flags, clip_high=0.28), **batch)[1], expected)
 
 
+READS = ("old_logp", "rollout_logp")  # columns that the loss uses
 CHECKS = [*written_here(globals()), *CENTRED, check_parts_add_up]
 W = "old_logp - rollout_logp) * mask"
 OBJECTIVE = "weight * torch.minimum(ratio * A, clipped * A)"

@@ -71,6 +71,7 @@ def check_distance(module: ModuleType) -> None:
     assert 0.015 < apart / size < 0.03
 
 
+READS = ("old_logp", "rollout_logp")  # columns that the loss uses
 CHECKS = [*minirl.CHECKS, *written_here(globals())]
 STEP = "with self.lifted():\n            optimizer.step()"
 MUTANTS = {

@@ -99,6 +99,7 @@ def check_statistics(module: ModuleType) -> None:
     counts(loss_of(module, args, **batch)[1], expected)
 
 
+READS = ("rollout_logp",)  # columns that the loss uses
 CHECKS = [*written_here(globals()), *ZSCORES]
 RETURN = "return -(objective * mask).sum(), mask.sum(), stats"
 SQUARES, OUTWARD = (

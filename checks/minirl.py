@@ -79,6 +79,7 @@ def check_first_order(module: ModuleType) -> None:
     assert gap(0.0, length_norm=True) > 0.1
 
 
+READS = ("old_logp", "rollout_logp")  # columns that the loss uses
 CHECKS = [*written_here(globals()), *CENTRED, check_parts_add_up]
 BEHAVIOUR = "rollout_logp if args.correct_mismatch else old_logp"
 RATIO = "ratio = (logp.detach() - old_logp).exp()"

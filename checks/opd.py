@@ -123,6 +123,7 @@ def check_teacher(module: ModuleType) -> None:
         assert refused != right, f"{told} is {'' if refused else 'not '}refused"
 
 
+READS = ("rollout_logp",)  # columns that the loss uses
 CHECKS = [*written_here(globals()), *ZSCORES, check_parts_add_up]
 APART = "ref_logp - logp.detach()"
 WEIGHT, CAPPED = "(logp.detach() - rollout_logp).exp()", "uncapped.clamp(max=args.is_cap)"

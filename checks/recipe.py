@@ -118,6 +118,7 @@ def check_parts_add_up(module: ModuleType) -> None:
         assert not torch.isclose(sum(p[0] for p in own) / sum(p[1] for p in own), whole, rtol=1e-4)
 
 
+READS = ("old_logp", "rollout_logp", "entropy")  # columns that the loss uses
 CHECKS = written_here(globals())
 RETURN = "return -(objective * kept * stream[:, None]).sum(), size @ (1 - branch), stats"
 BY_AGE = "log_w = log_weight(old_logp, rollout_logp, mask)"

@@ -100,6 +100,7 @@ def check_quantile_of_many(module: ModuleType) -> None:
     assert abs(module.entropy_threshold(module.Args(), many) - 0.8) < 1e-4
 
 
+READS = ("old_logp", "entropy")  # columns that the loss uses
 CHECKS = [*written_here(globals()), *ZSCORES, check_clip_statistics]
 RARE = "(advantages[:, None] > 0) & (logp.detach"
 SPURIOUS = "spurious_tokens(args, logp, entropy, advantages, mask, threshold)  # [n, T]"

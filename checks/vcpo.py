@@ -92,6 +92,7 @@ def check_statistics(module: ModuleType) -> None:
     counts(loss_of(module, replace(module.Args(), is_cap=1.5), **tensors)[1], expected)
 
 
+READS = ("rollout_logp",)  # columns that the loss uses
 CHECKS = [*written_here(globals()), check_equal_rewards]
 LOG_WEIGHT = "((logp.detach() - rollout_logp) * mask)"
 AVERAGE = "(logp * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)"
