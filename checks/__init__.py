@@ -7,7 +7,6 @@ at least one check must see; a third entry names the check that must see it. `RE
 columns that the loss may use beside log π, advantages and mask; without it, π_old's alone.
 """
 
-import ast
 import importlib
 import itertools
 import json
