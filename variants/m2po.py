@@ -32,13 +32,14 @@ Trunk: justrl.py. Differs from it in:
    staleness, as in minirl.py. It has no cap: Â < 0 and w > 1 is not a trust-region token.
 
 Differs from the paper in:
-1. Nothing that we know of in Algorithm 1. Its mask is taken once for each mini-batch, over all
-   ranks, which costs one more forward pass.
+1. The mask is chosen once for each mini-batch, over all ranks, before its gradient: one more
+   forward pass. We know of no other difference from Algorithm 1.
 
 Other code differs from Algorithm 1. The authors' own finds one bound b for which the mean of
 min((log w)², b) over the trust-region tokens is τ, and applies PPO's min and clip at exp(±√b), for
 each micro-batch: it drops more tokens (with log w normal of spread 0.3, 19% of all instead of 10%).
-AReaL pools and masks all tokens, also those whose gradient leads back to μ (19%, half are such).
+AReaL pools and masks all tokens. It drops 19% there, and the gradient of half of those leads back
+to μ.
 
 Confidence: the rule is in the authors' code and in an independent implementation of Algorithm 1
 (ms-swift), both read; τ = 0.04 is in the authors' scripts and on their project page; title and
