@@ -4,7 +4,8 @@ cut, and what an answer is compared with."""
 from types import ModuleType, SimpleNamespace
 
 import torch
-from common.distributed import BadInput, World
+from common.distributed import World
+from common.plumbing.errors import BadInput
 from torch import Tensor
 
 from . import CENTRED, SIDES, check_clip_statistics, check_parts_add_up, loss_of, matches, no_kl

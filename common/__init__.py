@@ -8,7 +8,7 @@ Who follows `grpo.py` through a step reads six rooms, in this order:
     logprobs      the trainer's log-probabilities of the same tokens, in micro-batches
     distributed   ranks: sharding, exact sums and means, clean stops
 Below, in `plumbing/`, is what need not be read to understand an algorithm:
-    launch, flags            command line to `main`; errors that are one line
+    launch, flags, errors    command line to `main`; errors that are one line
     tracking, folder         what a run leaves behind; files that are whole or not there
     metrics, curves          sums and counts -> metrics.jsonl -> curves.png
     checkpoint               saving and resuming to the bit

@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from common.distributed import BadInput, blame, everywhere
+from common.distributed import everywhere
+from common.plumbing.errors import BadInput, blame
 from common.plumbing.flags import key_values
 from common.plumbing.folder import checksum
 from common.plumbing.sets import HUB, Prompt, Row, as_row, judge_by_yours, local_file

@@ -1,6 +1,5 @@
 """Ranks: set-up from torchrun's environment, FSDP2 sharding, exact sums over ranks, clean stops."""
 
-import contextlib
 import os
 import signal
 import stat
@@ -11,45 +10,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
+from common.plumbing.errors import BadInput, blame
+
 # Of the collectives: between two of them ranks may sample, or judge, for very different times.
 TIMEOUT = timedelta(hours=4)
 CLOSING: list[Callable[[], None]] = []  # what must be shut down before the process group is
 SMALL = 10_000_000  # parameters, below which gathering shards takes longer than computing
-
-
-class BadInput(ValueError):
-    """Something the user gave is wrong: shown as one line, exit code 2, nothing written."""
-
-
-class RunStopped(RuntimeError):
-    """Going on would train on wrong numbers: shown as one line, exit code 1."""
-
-
-@contextlib.contextmanager
-def blame(what: str, kind: type = BadInput) -> Iterator[None]:
-    """Any error inside becomes one line for people: "`what` (its first line)".
-
-    For other people's code, which raises many kinds: file formats, tokenizers, hub clients.
-    """
-    try:
-        yield
-    except (BadInput, RunStopped):
-        raise
-    except (Exception, SystemExit, CheckpointException) as error:
-        raise kind(f"{what} ({first_line(error)})") from error
-
-
-def first_line(error: BaseException) -> str:
-    """An exception's message, or its first cause's, as far as it fits into a line."""
-    if isinstance(error, CheckpointException):
-        error, _ = next(iter(error.failures.values()))
-    return " ".join(str(error).split())[:240] or type(error).__name__
 
 
 @dataclass

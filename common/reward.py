@@ -27,6 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
+from common.plumbing.errors import RunStopped
+
 SECONDS, MEMORY = 5.0, 2 * 2**30  # bounds on one answer
 MOST = {"seconds": 86_400, "memory": 2**50, "workers": 1000}  # that a reward's `bounds` may name
 START = 120.0  # seconds, bound on the start of a worker: slow disks are slow, but a hang must end
@@ -208,8 +210,6 @@ class Worker:
             code = self.end()
             errors.seek(0)
             last = errors.read().splitlines()[-1:]
-        from common.distributed import RunStopped  # imports torch: a worker does without
-
         reason = said.strip() or printable(*last) or f"exit code {code}: is memory left?"
         raise RunStopped(f"the judge {spec or 'math-verify'} does not start ({reason})")
 

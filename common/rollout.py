@@ -15,7 +15,8 @@ from transformers import DynamicCache
 from transformers import PreTrainedModel as Model
 
 from common.batch import Rollout
-from common.distributed import RunStopped, World, full_parameters, receive
+from common.distributed import World, full_parameters, receive
+from common.plumbing.errors import RunStopped
 from common.plumbing.model import head_logits
 from common.plumbing.routing import Routing
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 
 import common  # noqa: F401  (before torch)
+from common.plumbing.errors import BadInput, first_line
 import numpy as np
-from common.distributed import BadInput, first_line
 from common.plumbing.folder import whole
 
 from labs import lab

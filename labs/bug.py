@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import common  # noqa: F401  (before torch)
-from common.distributed import BadInput, first_line
+from common.plumbing.errors import BadInput, first_line
 from common.plumbing.folder import read_lines, whole
 import checks
 from tools import compare

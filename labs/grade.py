@@ -33,9 +33,9 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 
 import common  # noqa: F401  (before torch)
+from common.plumbing.errors import BadInput, first_line
 import numpy
 import torch
-from common.distributed import BadInput, first_line
 import checks
 from checks.files import MODULES
 from torch import Tensor

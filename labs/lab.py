@@ -44,7 +44,7 @@ from types import ModuleType
 import common  # noqa: F401  (before torch)
 import numpy as np
 from common.plumbing.curves import series, smooth
-from common.distributed import BadInput, blame, first_line
+from common.plumbing.errors import BadInput, blame, first_line
 from common.plumbing.folder import read_lines, whole
 from checks import replaced
 from checks.files import ROOT

@@ -17,7 +17,7 @@ import os
 import re
 from pathlib import Path
 
-from common.distributed import BadInput, first_line
+from common.plumbing.errors import BadInput, first_line
 
 from labs.lab import survive_the_terminal
 

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import transformers
-from common.distributed import BadInput, blame, first_line
+from common.plumbing.errors import BadInput, blame, first_line
 from common.plumbing.folder import whole
 from checks.files import ROOT, algorithms, trunk_of
 from tools.marks import changes

@@ -25,8 +25,9 @@ from typing import NamedTuple
 
 import common  # noqa: F401  (before torch)
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401  (once, before the forks)
-from common.distributed import BadInput, World, blame
+from common.distributed import World
 from common.plumbing import launch
+from common.plumbing.errors import BadInput, blame
 from common.plumbing.folder import read_lines
 from common.plumbing.tracking import Run
 from common.tiny.arithmetic import KINDS

@@ -322,7 +322,7 @@ def main() -> None:
     size = SIZES.get(args.model, SIZES["other"])
     size = [*(args.size or size[:3]), size[3]]
     if args.side:
-        from common.distributed import BadInput
+        from common.plumbing.errors import BadInput
 
         side, folder = SIDES[args.side], args.folder or args.model
         try:

@@ -18,7 +18,7 @@ from statistics import fmean, stdev
 
 import numpy as np
 from common.plumbing.curves import PANELS, ROUNDING, series, sheet, smooth, telling
-from common.distributed import BadInput, blame, first_line
+from common.plumbing.errors import BadInput, blame, first_line
 from common.plumbing.folder import read_lines, saved_config, whole
 from tools import arguments
 

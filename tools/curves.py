@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from common.distributed import BadInput, first_line
 from common.plumbing.curves import draw_curves
+from common.plumbing.errors import BadInput, first_line
 
 from tools.compare import run_of
 

@@ -26,13 +26,13 @@ from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
 
 from common.data import HUB, Problem, chat_options, fitting, limits, load_task
 from common.data import read_set, remarks_on
-from common.distributed import BadInput, RunStopped, World
-from common.distributed import blame, first_line, global_sum, shard
+from common.distributed import World, global_sum, shard
 from common.plumbing.checkpoint import PICKLE
 from common.plumbing.flags import Count, Flags, broken_rule
 from common.plumbing.folder import as_lines, checkpoints, whole
 from common.plumbing.launch import launch, settle
 from common.logprobs import Policy
+from common.plumbing.errors import BadInput, RunStopped, blame, first_line
 from common.plumbing.model import load_model
 from common.reward import Judge, loaded
 from common.rollout import make_engine

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import common  # noqa: F401  (before torch)
-from common.distributed import BadInput
+from common.plumbing.errors import BadInput
 from common.plumbing.folder import whole
 from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String

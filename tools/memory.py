@@ -42,8 +42,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from common.distributed import BadInput, blame
 from common.logprobs import BLOCK_ELEMENTS
+from common.plumbing.errors import BadInput, blame
 from common.plumbing.flags import Count, Positive, broken_rule
 from tools import arguments
 from checks.files import ROOT, algorithms

@@ -29,9 +29,9 @@ from types import ModuleType
 from typing import NamedTuple
 
 import common  # noqa: F401  (before torch)
+from common.plumbing.errors import BadInput, blame, first_line
 import numpy
 import torch
-from common.distributed import BadInput, blame, first_line
 from common.plumbing.folder import read_lines
 from torch import Tensor
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from types import ModuleType
 
 import common  # noqa: F401  (before torch)
+from common.plumbing.errors import BadInput, first_line
 import torch
-from common.distributed import BadInput, first_line
 from torch import Tensor
 
 from tools.look import coloured, filled, module_of, short, write

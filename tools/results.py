@@ -8,7 +8,7 @@ python -m tools.results --ranges runs/*-arithmetic-s1
 from collections import defaultdict
 from pathlib import Path
 
-from common.distributed import BadInput, first_line
+from common.plumbing.errors import BadInput, first_line
 from tools import arguments
 from tools.compare import load
 

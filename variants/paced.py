@@ -66,11 +66,12 @@ from typing import Literal
 from common.batch import Rollout  # <own>
 from common.data import Problem, Task, encode, load_task  # <own>
 from common.distributed import World, clip_gradients, divide_gradients, shard
-from common.distributed import BadInput, gather  # <own>
+from common.distributed import gather  # <own>
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
 from common.logprobs import response_logprobs, sampler_gap
 from common.plumbing.balance import deal
 from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.plumbing.errors import BadInput  # <own>
 from common.plumbing.evaluation import evaluate
 from common.plumbing.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.plumbing.flags import Share  # <own>

@@ -1,18 +1,22 @@
 """Checkpoints that survive a kill at any moment, and the model in the Hugging Face format."""
 
+import contextlib
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from common.distributed import RunStopped, World, blame, full_parameters
+from common.distributed import World, full_parameters
+from common.plumbing.errors import RunStopped, blame
 from common.plumbing.folder import checkpoints, way_on
 
 KEEP_CHECKPOINTS = 3
@@ -41,7 +45,7 @@ def save_checkpoint(
     # Of a full disk torch's writers say "unexpected pos 704 vs 598".
     free = f"where {shutil.disk_usage(folder).free // 2**20} MB are free"
     what = f"cannot save {final}, {free}; {way_on(folder)} once that is fixed"
-    with blame(what, RunStopped):
+    with blame(what, RunStopped), first_failure():
         partial.mkdir(parents=True, exist_ok=True)
         dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=partial / "shards")
         share = {"generators": generators(world), "state": state, "ranks": world.size}
@@ -52,6 +56,16 @@ def save_checkpoint(
             partial.rename(final)
             for old in checkpoints(folder)[:-KEEP_CHECKPOINTS]:
                 shutil.rmtree(old)
+
+
+@contextlib.contextmanager
+def first_failure() -> Iterator[None]:
+    """torch's CheckpointException lists one failure for each rank: raise the first one instead."""
+    try:
+        yield
+    except CheckpointException as error:
+        failure, _ = next(iter(error.failures.values()))
+        raise failure from error
 
 
 def generators(world: World) -> dict:
@@ -74,7 +88,7 @@ def load_checkpoint(
         print(f"reading {checkpoint} {PICKLE}", flush=True)
     weights, moments = get_state_dict(policy, optimizer)
     what = f"--resume: {checkpoint} does not fit --model, or is damaged: then delete it, and the "
-    with blame(what + "one before it is taken"):
+    with blame(what + "one before it is taken"), first_failure():
         shards = dcp.FileSystemReader(checkpoint / "shards")
         shards.read_metadata()  # if it is damaged, dcp.load would log a page of traceback
         dcp.load({"policy": weights, "optimizer": moments}, storage_reader=shards)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.distributed import BadInput
+from common.plumbing.errors import BadInput
 from common.plumbing.folder import read_lines, saved_config, whole
 
 PANELS = {  # metric -> title of its panel; the algorithm's telling metrics stand before `entropy`

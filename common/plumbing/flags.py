@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, get_type_hints
 
-from common.distributed import BadInput
+from common.plumbing.errors import BadInput
 
 LARGEST = 2**31 - 1  # of a tensor's sizes; no other number here comes near
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-from common.distributed import BadInput, blame
+from common.plumbing.errors import BadInput, blame
 
 
 # What may change on resume: how long, where, how often, and what trades memory for time

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from common.distributed import ALONE, CLOSING, SMALL, BadInput, RunStopped, World
-from common.distributed import blame, first_line, setup
+from common.distributed import ALONE, CLOSING, SMALL, World
+from common.distributed import setup
+from common.plumbing.errors import BadInput, RunStopped, blame, first_line
 from common.plumbing.flags import broken_rule
 from common.plumbing.model import EMBEDDED, parameters_of
 from common.plumbing.tracking import Run

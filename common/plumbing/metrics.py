@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from common.batch import Rollout
-from common.distributed import BadInput, World, everywhere, global_sum
+from common.distributed import World, everywhere, global_sum
+from common.plumbing.errors import BadInput
 
 
 class Means:

@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from common.distributed import ALONE, BadInput, World, blame
+from common.distributed import ALONE, World
+from common.plumbing.errors import BadInput, blame
 
 logging.disable_progress_bar()  # the run has its own
 TINY = Path(__file__).parents[1] / "tiny"

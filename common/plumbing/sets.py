@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from common.distributed import BadInput, blame
+from common.plumbing.errors import BadInput, blame
 from common.plumbing.folder import checksum
 from common.reward import Judge, final_answer, loaded
 

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common.distributed import CLOSING, BadInput, RunStopped, StopFlag, World, blame
+from common.distributed import CLOSING, StopFlag, World
 from common.plumbing.curves import draw_curves
+from common.plumbing.errors import BadInput, RunStopped, blame
 from common.plumbing.folder import as_lines, checkpoints, lock, new_folder, other_flags
 from common.plumbing.folder import read_lines, runs_called, way_on, whole
 from common.plumbing.samples import Samples, as_table, before_and_after

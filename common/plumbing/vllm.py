@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.batch import Rollout
-from common.distributed import CLOSING, TIMEOUT, BadInput, RunStopped, World
-from common.distributed import blame, first_line, full_parameters
+from common.distributed import CLOSING, TIMEOUT, World
+from common.distributed import full_parameters
+from common.plumbing.errors import BadInput, RunStopped, blame, first_line
 from common.plumbing.flags import key_values
 from common.plumbing.model import EMBEDDED
 from common.plumbing.routing import why_not_replayed

@@ -4,7 +4,7 @@ import random
 
 import datasets
 import pytest
-from common.distributed import BadInput
+from common.plumbing.errors import BadInput
 from common.plumbing.evaluation import evaluate
 from common.rollout import HFEngine
 from common.tiny import arithmetic

@@ -9,8 +9,9 @@ import pytest
 import torch
 from common import logprobs as model_module
 from common.data import encode
-from common.distributed import BadInput, shard, whole_tensor
+from common.distributed import shard, whole_tensor
 from common.logprobs import Policy, token_logprobs
+from common.plumbing.errors import BadInput
 from common.plumbing.model import EMBEDDED, config_of, load_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor

@@ -4,7 +4,8 @@ import time
 from pathlib import Path
 
 import pytest
-from common.distributed import ALONE, RunStopped
+from common.distributed import ALONE
+from common.plumbing.errors import RunStopped
 from common.plumbing.metrics import Means, of_judge
 from common.reward import Judge, loaded
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from common import logprobs as rollout_module
 from common.batch import Rollout
-from common.distributed import RunStopped, World
+from common.distributed import World
 from common.logprobs import Policy, micro_batches, response_logprobs, sampler_gap
+from common.plumbing.errors import RunStopped
 from common.rollout import HFEngine
 from common.plumbing.tracking import Run
 from grpo import Args

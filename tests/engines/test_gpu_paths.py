@@ -13,7 +13,8 @@ import minirl
 import numpy as np
 import pytest
 import torch
-from common.distributed import BadInput, World, setup
+from common.distributed import World, setup
+from common.plumbing.errors import BadInput
 from common.plumbing.model import add_product, head_logits, load_model
 from common.plumbing.vllm import VLLMEngine, vllm_options
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from common.distributed import BadInput
+from common.plumbing.errors import BadInput
 from common.plumbing.flags import broken_rule
 from common.plumbing.folder import as_lines
 from common.plumbing.launch import parse

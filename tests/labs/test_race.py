@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from common.data import load_task
-from common.distributed import BadInput
+from common.plumbing.errors import BadInput
 from common.plumbing.model import load_model
 from common.tiny.arithmetic import KINDS
 from labs import race, stress

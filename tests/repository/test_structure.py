@@ -23,16 +23,16 @@ USUAL = (178, 34)
 BUDGET = {
     "minirl": (190, 46),
     "stapo": (215, 67),
-    "vcpo": (262, 141),
-    "deep_grpo": (286, 133),
+    "vcpo": (263, 142),
+    "deep_grpo": (287, 134),
     "goldilocks": (290, 136),
     "blockwise": (212, 66),  # where a response is cut, and two advantages
     "lp_reg": (232, 46),  # a column, a quantile over ranks, a term
     "entropy20": (229, 88),  # two rules by covariance; what stapo has and it has not
-    "dapo": (224, 75),  # rounds of sampling, and two more parts of the recipe
+    "dapo": (225, 76),  # rounds of sampling, and two more parts of the recipe
     "dppo": (210, 46),  # two flags more: prime-rl's mask and square
     "paced": (306, 46),  # without its trunk's KL term
-    "laconic": (198, 40),  # a price, and where it is paid
+    "laconic": (199, 41),  # a price, and where it is paid
     "jet": (230, 40),  # an object beside minirl's replay
     "baselines": (198, 42),  # six baselines
     "opd": (190, 49),  # a teacher, and what is known of it

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 from checks.files import ALGORITHMS
-from common.distributed import BadInput
+from common.plumbing.errors import BadInput
 from tools import look, page
 
 from tests.helpers import MORE, ROOT, SMALL, module_of, run_here

@@ -1,0 +1,31 @@
+"""Errors that are one line for people; `launch` shows them. Standard library only."""
+
+import contextlib
+from collections.abc import Iterator
+
+
+class BadInput(ValueError):
+    """The user gave something wrong: shown as one line, exit code 2, nothing written."""
+
+
+class RunStopped(RuntimeError):
+    """Going on would train on wrong numbers: shown as one line, exit code 1."""
+
+
+@contextlib.contextmanager
+def blame(what: str, kind: type = BadInput) -> Iterator[None]:
+    """Any error inside becomes one line for people: "`what` (its first line)".
+
+    For other people's code, which raises many kinds: file formats, tokenizers, hub clients.
+    """
+    try:
+        yield
+    except (BadInput, RunStopped):
+        raise
+    except (Exception, SystemExit) as error:
+        raise kind(f"{what} ({first_line(error)})") from error
+
+
+def first_line(error: BaseException) -> str:
+    """An exception's message, as far as it fits into a line."""
+    return " ".join(str(error).split())[:240] or type(error).__name__
