@@ -83,7 +83,7 @@ def responses(texts: tuple[str, ...]) -> SimpleNamespace:
 
 def check_cuts(module: ModuleType) -> None:
     """The working ends with the last marker; without one there is no answer; padding is neither.
-    The judge is shown the marker with both."""
+    The verifier is shown the marker with both."""
     rollout = responses(("a;b#12", "a#b#3", "#7", "a;b;c", "ab#"))
     rollout.working = module.working_mask(rollout, ord("#"))
     assert rollout.working.sum(1).tolist() == [4, 4, 1, 5, 3]

@@ -15,7 +15,7 @@ IDLE, MIXED = [1, 1], [0, 1]
 
 
 class Known:
-    """Sampler, tokenizer and judge in one. The answers to prompt n get the verdicts `groups[n]`;
+    """Sampler, tokenizer and verifier in one. The answers to prompt n get the verdicts `groups[n]`;
     (later ones [1, 1]); response j has n + j tokens: n, its verdict, and filler."""
 
     def __init__(self, groups: list[list[int]]):
@@ -147,8 +147,8 @@ MUTANTS = {
     "old rows under new rewards": (INDEX, "pass"),
     "order lost": (INDEX, "rows[:P] = torch.cat([rows[:P][~idle], rows[P:]])"),
     "judged by others' answers": (
-        "scores = self.task.judge(texts, [p.answer for p in problems for _ in range(G)])",
-        "scores = self.task.judge(texts, [p.answer for _ in range(G) for p in problems])",
+        "scores = self.task.verifier(texts, [p.answer for p in problems for _ in range(G)])",
+        "scores = self.task.verifier(texts, [p.answer for _ in range(G) for p in problems])",
     ),
     "everything counted as dropped": ("(self.tokens - used, used)", "(self.tokens, used)"),
 }

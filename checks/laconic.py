@@ -18,7 +18,7 @@ def budget(module: ModuleType, price: float = 0.0, **flags: object) -> object:
 
 
 def check_charge(module: ModuleType) -> None:
-    """R - λ c at the price before its step; the judge's own rewards are left as they are."""
+    """R - λ c at the price before its step; the verifier's own rewards are left as they are."""
     rewards, lengths = torch.tensor([[1.0, 1, 0, 0]]), torch.tensor([[5.0, 20, 30, 10]])
     made = budget(module, 0.2, price_lr=1.0, price_ceiling=9.0)
     charged = made.charge(rewards, lengths)
@@ -62,7 +62,10 @@ MUTANTS = {
     "cost not clipped": (".clamp(min=0)", ""),
     "all tokens cost": ("(lengths / budget - 1)", "(lengths / budget)"),
     "length earns": ("return rewards - self.paid", "return rewards + self.paid"),
-    "the judge's rewards changed": ("return rewards - self.paid", "return rewards.sub_(self.paid)"),
+    "the verifier's rewards changed": (
+        "return rewards - self.paid",
+        "return rewards.sub_(self.paid)",
+    ),
     "price falls where it should rise": (STEP, STEP.replace("+", "-")),
     "price of the clipped cost": (
         'slope = total["tokens"] / total["rows"] / args.length_budget - 1',

@@ -104,7 +104,7 @@ class Rollout:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def judged(self, problems: list, rewards: Tensor) -> None:
+    def record_rewards(self, problems: list, rewards: Tensor) -> None:
         """Columns `problem` and `rewards` `[N]`: the number of the training problem that each row
         answers, and what it got for that. samples.jsonl shows them; rewards as `[P, G]`."""
         numbers = torch.tensor([problem.index for problem in problems], dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Tasks: where prompts come from, how they become tokens, and which judge scores the responses.
+"""Tasks: where prompts come from, how they become tokens, and which verifier scores the responses.
 
 A task is a pure function of an index: `train(i)` is the i-th problem of this seed's endless stream.
 The data cursor is therefore one integer, the same for any number of ranks, and a resumed run sees
@@ -26,7 +26,7 @@ from common.plumbing.flags import key_values
 from common.plumbing.folder import checksum
 from common.plumbing.sets import HUB, Prompt, Row, as_row, judge_by_yours, local_file
 from common.plumbing.sets import read_set, remarks_on
-from common.reward import Judge, arithmetic_reward, final_answer, loaded
+from common.reward import Verifier, arithmetic_reward, final_answer, loaded
 from common.tiny import arithmetic
 
 MOST_HELD_OUT = 100_000  # arithmetic problems: to draw and to measure more would take hours
@@ -54,10 +54,12 @@ class Task:
     name: str
     train: Callable[[int], Problem]
     held_out: list[Problem]
-    judge: Callable[[list[str], list], list[float]]  # (completions, answers) -> rewards
+    verifier: Callable[[list[str], list], list[float]]  # (completions, answers) -> rewards
     fingerprint: str = ""  # of the local files it was read from: a resumed run must see the same
     remarks: list[str] = field(default_factory=list)  # on the data, for the user, a line each
-    exam: Callable | None = None  # the judge of the held-out problems, where it is another
+    held_out_verifier: Callable | None = (
+        None  # the verifier of the held-out problems, where it is another
+    )
     final: Callable[[str], str] = final_answer  # a response's answer, without its working
     tokenizer: Tokenizer | None = None  # that of the prompts
 
@@ -70,7 +72,9 @@ def load_task(args: object, tokenizer: Tokenizer) -> Task:
     """The task that `--task` names, with `--eval_problems` held-out problems."""
     file = args.task.partition(":")[0].endswith(".py")
     if args.eval_task and (file or args.task in arithmetic.KINDS):
-        raise BadInput(f"--eval_task: --task {args.task} has its own held-out problems and judge")
+        raise BadInput(
+            f"--eval_task: --task {args.task} has its own held-out problems and verifier"
+        )
     chat_options(args.chat, tokenizer)  # refuses wrong ones
     read = file_task if file else dataset_task
     task = (arithmetic_task if args.task in arithmetic.KINDS else read)(args, tokenizer)
@@ -119,10 +123,12 @@ def arithmetic_task(args: object, tokenizer: Tokenizer) -> Task:
     while len(chosen) < args.eval_problems:
         if arithmetic.held_out(prompt := arithmetic.draw(rng, test)) and prompt not in chosen:
             chosen[prompt] = problem(prompt)
-    exam = judged(arithmetic_reward) if kind.reward else None
-    judge, held_out = judged(kind.reward or arithmetic_reward), list(chosen.values())
+    held_out_verifier = judged(arithmetic_reward) if kind.reward else None
+    verifier, held_out = judged(kind.reward or arithmetic_reward), list(chosen.values())
     final = lambda text: text.rpartition("#")[2]  # noqa: E731
-    return Task(args.task, train, held_out, judge, exam=exam, final=final)
+    return Task(
+        args.task, train, held_out, verifier, held_out_verifier=held_out_verifier, final=final
+    )
 
 
 def file_task(args: object, tokenizer: Tokenizer) -> Task:
@@ -137,14 +143,14 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
     with blame(f"{flag}: cannot be used"):
         given = loaded(args.task)
         rows = list(islice(given.held_out, max(SEEN, args.eval_problems)))
-        judge = Judge.of(args.task, given) if hasattr(given, "reward") else Judge()
+        verifier = Verifier.of(args.task, given) if hasattr(given, "reward") else Verifier()
     first = (args.seed - 1) % 2**20 * 1_000_003  # where this seed begins
 
     def checked(row: object) -> Row:
         with blame(f"{flag}: {str(row)[:40]} is no (prompt, reference)"):
             if not isinstance(row, tuple | list) or len(row) != 2:  # a dict would give its keys
                 raise TypeError("neither a tuple nor a list of two")
-            return as_row(*row, bool(judge.spec or args.reward))
+            return as_row(*row, bool(verifier.spec or args.reward))
 
     def drawn(index: int) -> Row:
         with blame(f"{flag}: train({index}) fails"):
@@ -185,8 +191,8 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
     if known := sum(str(problem.prompt).strip() in trained for problem in held_out):
         what = "come up in training, too: the accuracies are not of unseen problems"
         remarks.append(f"{known} of {len(held_out)} held-out problems {what}")
-    exam = judge if judge.spec else None
-    return Task(args.task, train, held_out, judge, fingerprint, remarks, exam)
+    held_out_verifier = verifier if verifier.spec else None
+    return Task(args.task, train, held_out, verifier, fingerprint, remarks, held_out_verifier)
 
 
 def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
@@ -195,15 +201,15 @@ def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
     Without a test split, up to a quarter of it is held back. A prompt that is held out is never
     trained on, in whatever row it stands.
     """
-    rows, judge = read_set(args.task, args, "train"), Judge()
+    rows, verifier = read_set(args.task, args, "train"), Verifier()
     own_split = args.eval_task or (args.task in HUB and HUB[args.task].test)
     spec = args.eval_task or args.task
     files = [path for path in map(local_file, (args.task, args.eval_task)) if path]
     if len({path.resolve() for path in files}) < len(files):
         raise BadInput(f"--eval_task {spec}: is the training file, of which a part is held back")
     test = read_set(spec, args, "test", "--eval_task") if own_split else rows
-    remarks = remarks_on(args.task, rows, judge, args.reward)
-    remarks += remarks_on(spec, test, judge, args.reward) if args.eval_task else []
+    remarks = remarks_on(args.task, rows, verifier, args.reward)
+    remarks += remarks_on(spec, test, verifier, args.reward) if args.eval_task else []
     order, distinct = list(range(len(test))), {}
     random.Random("held-out").shuffle(order)  # the same for every seed
     for row in order:
@@ -239,7 +245,7 @@ def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
             row = rng.choice(kept)  # another row, by a rule of the index alone
         return found
 
-    return Task(args.task, train, held_out, judge, "".join(map(checksum, files)), remarks)
+    return Task(args.task, train, held_out, verifier, "".join(map(checksum, files)), remarks)
 
 
 # How a prompt becomes tokens

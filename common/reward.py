@@ -42,7 +42,7 @@ def arithmetic_reward(completion: str, answer: str) -> float:
 
 
 def mentioned_reward(completion: str, solution: str) -> float:
-    """A judge with a hole: what follows the last `#` need only stand somewhere in the solution.
+    """A verifier with a hole: what follows the last `#` need only stand somewhere in the solution.
 
     As if the reference solution were searched for the answer, in place of its last line.
     """
@@ -106,7 +106,7 @@ def loaded(spec: str, source: str = "") -> object:
         raise ImportError(in_words(error, spec)) from error
 
 
-class Judge:
+class Verifier:
     """Scores completions in worker processes, by math-verify or by a function of yours.
 
     `spec` is FILE.py, or FILE.py:NAME, that is or has a function `reward(completion, reference)`,
@@ -132,7 +132,7 @@ class Judge:
         self.threads = ThreadPoolExecutor(workers)
 
     @classmethod
-    def of(cls, spec: str, given: object) -> Judge:
+    def of(cls, spec: str, given: object) -> Verifier:
         """By what `loaded(spec)` gave; its dict `bounds` may set `seconds`, `memory`, `workers`."""
         if not callable(getattr(given, "reward", given)):
             raise TypeError("has no function `reward`")
@@ -201,7 +201,7 @@ class Worker:
                 stdin=theirs,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,  # until it is ready
-                start_new_session=True,  # Ctrl-C: the trainer finishes its step and needs its judge
+                start_new_session=True,  # Ctrl-C: the trainer finishes its step and needs it
             )
             theirs.close()  # the worker alone has it: its end is the channel's
             said = self.ask(source, START)
@@ -211,7 +211,7 @@ class Worker:
             errors.seek(0)
             last = errors.read().splitlines()[-1:]
         reason = said.strip() or printable(*last) or f"exit code {code}: is memory left?"
-        raise RunStopped(f"the judge {spec or 'math-verify'} does not start ({reason})")
+        raise RunStopped(f"the verifier {spec or 'math-verify'} does not start ({reason})")
 
     def ask(self, question: object, seconds: float) -> str:
         """The worker's next line; "" where none comes within `seconds`.

@@ -41,7 +41,7 @@ def sampled(seed: int, prompts: int) -> tuple[Policy, Rollout]:
     problems = [task.train(i) for i in range(prompts)]
     rollout = engine.generate([p.prompt_ids for p in problems], args.group_size, 64, 1.0)
     texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
-    scores = task.judge(texts, [p.answer for p in problems for _ in range(args.group_size)])
+    scores = task.verifier(texts, [p.answer for p in problems for _ in range(args.group_size)])
     rewards = torch.tensor(scores).view(prompts, args.group_size)  # [P, G]
     rollout.advantages = grpo.advantages(rewards).flatten()  # [N]
     return Policy(lm), rollout

@@ -76,7 +76,7 @@ LAYERS = {  # of the survey: where a method acts
     "exploration": "deep_grpo".split(),
     "system": "vcpo m2po".split(),
     "advantages": "baselines ppo dr_grpo justrl laconic".split(),
-    "judge": "blockwise opd".split(),
+    "verifier": "blockwise opd".split(),
     "all": "recipe".split(),
 }
 # grpo.py alone, before any other file was run, on a seed that the matrix does not use

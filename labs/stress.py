@@ -96,9 +96,9 @@ STRESSES = {
         "trainer's temperature, and reports the log-probs that it sampled with.",
         cold=0.5,
     ),
-    "wrong judge": Stress(
+    "wrong verifier": Stress(
         "Verifiers err, both ways. Here a tenth of the verdicts in training is turned (0.1), by a "
-        "rule of the seed and of how often the judge was asked.",
+        "rule of the seed and of how often the verifier was asked.",
         wrong=0.1,
     ),
     "useless prompts": Stress(
@@ -164,8 +164,8 @@ def strained(engine: object, stress: Stress) -> object:
     return engine
 
 
-def erring(judge: Callable, share: float, seed: int) -> Callable:
-    """A judge that turns each verdict with this probability, by a rule of the seed and of how often
+def erring(verifier: Callable, share: float, seed: int) -> Callable:
+    """A verifier that flips each verdict with this probability, by a rule of the seed and how often
     it was asked. Where it gives part marks, wrong becomes the best mark of the call."""
     asked = 0
 
@@ -173,7 +173,7 @@ def erring(judge: Callable, share: float, seed: int) -> Callable:
         nonlocal asked
         asked += 1
         rng = random.Random(f"verdicts/{seed}/{asked}")
-        marks = judge(completions, answers)
+        marks = verifier(completions, answers)
         best = max(marks, default=0.0) or 1.0
         return [best - v if rng.random() < share else v for v in marks]
 
@@ -192,13 +192,13 @@ def put_under(module: ModuleType, stress: Stress) -> None:
     def task_of(args: object, tokenizer: object) -> object:
         kind = KINDS[args.task]
         if stress.useless:  # in training: the held-out problems stay those of the control
-            exam = {"terms": USELESS, "held_out": kind.held_out or kind.terms}
-            KINDS[args.task] = kind._replace(**exam)
+            kinds = {"terms": USELESS, "held_out": kind.held_out or kind.terms}
+            KINDS[args.task] = kind._replace(**kinds)
         task = load_task(args, tokenizer)
         KINDS[args.task] = kind
-        exam = task.exam or task.judge
-        judge = erring(task.judge, stress.wrong, args.seed) if stress.wrong else task.judge
-        return replace(task, judge=judge, exam=exam)
+        held_out = task.held_out_verifier or task.verifier
+        verifier = erring(task.verifier, stress.wrong, args.seed) if stress.wrong else task.verifier
+        return replace(task, verifier=verifier, held_out_verifier=held_out)
 
     def evaluate(
         engine: object, task: object, tokenizer: object, args: object, world: World
@@ -211,7 +211,7 @@ def put_under(module: ModuleType, stress: Stress) -> None:
         examiner.load_state_dict(state)
         texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
         answers = [p.answer for p in task.held_out for _ in range(args.eval_samples)]
-        return {"sampled": sum(task.exam(texts, answers)) / len(answers)}
+        return {"sampled": sum(task.held_out_verifier(texts, answers)) / len(answers)}
 
     def stressed(args: object, world: World) -> None:
         for name, allowed in RULES.items():

@@ -1,7 +1,7 @@
-"""A judge that can be fooled: reward rises, the truth falls.
+"""A verifier that can be fooled: reward rises, the truth falls.
 
 `--task arithmetic:noisy` takes a response as right if what it gives as its answer stands anywhere
-in the worked solution, as a judge does that searches a reference text for the number. The held-out
+in the worked solution, as some verifiers do that search a reference text for the number. Held-out
 problems are judged strictly.
 
     python -m labs.verifier
@@ -11,11 +11,11 @@ import sys
 
 from labs import lab
 
-TITLE = "What the judge lets pass is what the policy learns"
+TITLE = "What the verifier lets pass is what the policy learns"
 FLAGS = "--steps 100 --beta 0 --eval_every 20 --save_every 1000"
 ARMS = {
-    "judge with a hole": f"grpo.py --task arithmetic:noisy {FLAGS}",
-    "strict judge": f"grpo.py {FLAGS}",
+    "verifier with a hole": f"grpo.py --task arithmetic:noisy {FLAGS}",
+    "strict verifier": f"grpo.py {FLAGS}",
 }
 COLUMNS = ("greedy", "sampled", "reward", "response_len", "entropy")
 COLOURS = dict(zip(ARMS, (lab.ORANGE, lab.BLUE)))
@@ -41,7 +41,7 @@ def rows(results: dict) -> list[list[str]]:
 
 
 def draw(results: dict) -> object:
-    words = "training reward (its judge's)", "held-out accuracy, greedy (strict)"
+    words = "training reward (its verifier's)", "held-out accuracy, greedy (strict)"
     figure, axes = lab.sheet(TITLE, *words)
     for axis, column, width in zip(axes, ("reward", "greedy"), (9, 1)):
         lab.curves(axis, results, column, COLOURS, width)

@@ -4,11 +4,11 @@ import importlib
 from dataclasses import replace
 
 import common  # noqa: F401  (before torch)
-from common.reward import Judge, arithmetic_reward
+from common.reward import Verifier, arithmetic_reward
 from checks.files import ALGORITHMS, MODULES, NINE, PATHS, VARIANTS  # noqa: F401  (offered, too)
 from torch import Tensor
 
-_math_judge: Judge | None = None
+_math_judge: Verifier | None = None
 
 
 def policy_loss(
@@ -70,5 +70,5 @@ def reward(task: str, completion: str, answer: str) -> float:
     if task != "math":
         raise ValueError(f"task {task!r}: use arithmetic or math")
     global _math_judge
-    _math_judge = _math_judge or Judge(workers=1)
+    _math_judge = _math_judge or Verifier(workers=1)
     return _math_judge([completion], [answer])[0]

@@ -103,10 +103,10 @@ def ours(model: str, folder: str, full: bool, size: list[int], minibatches: int)
                 engine.eos = torch.tensor([-1], device=world.device)
             return engine
 
-        def judge(texts: list[str], answers: list[str]) -> list[float]:
+        def verifier(texts: list[str], answers: list[str]) -> list[float]:
             return [reward(text) for text in texts]
 
-        task = Task("bench", lambda i: problems[i % P], [], judge, tokenizer=tokenizer)
+        task = Task("bench", lambda i: problems[i % P], [], verifier, tokenizer=tokenizer)
         grpo.load_task, grpo.make_engine = lambda *a: task, endless
         grpo.evaluate = lambda *a: {"greedy": 0.0, "sampled": 0.0}
         grpo.save_checkpoint = lambda *a: None

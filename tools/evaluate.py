@@ -34,7 +34,7 @@ from common.plumbing.launch import launch, settle
 from common.logprobs import Policy
 from common.plumbing.errors import BadInput, RunStopped, blame, first_line
 from common.plumbing.model import load_model
-from common.reward import Judge, loaded
+from common.reward import Verifier, loaded
 from common.rollout import make_engine
 from common.tiny import arithmetic
 from common.plumbing.tracking import Run
@@ -76,11 +76,11 @@ class Args(Flags):
 
 
 class Set(NamedTuple):
-    """Problems that share a name and a judge."""
+    """Problems that share a name and a verifier."""
 
     name: str
     problems: list[Problem]
-    judge: Callable[[list[str], list[str]], list[float]]
+    verifier: Callable[[list[str], list[str]], list[float]]
 
 
 class Responses:
@@ -158,16 +158,16 @@ def load_sets(
         changed = own and config.get("data", "") != task.fingerprint
         what = f"{args.task} or --reward" if args.reward else args.task
         warning = f"{what} changed since the run: it may have trained on these problems"
-        judge = task.exam or task.judge
-        return [Set(task.name, task.held_out, judge)], [*task.remarks, *[warning] * changed]
+        verifier = task.held_out_verifier or task.verifier
+        return [Set(task.name, task.held_out, verifier)], [*task.remarks, *[warning] * changed]
     chat_options(args.chat, tokenizer)  # refuses wrong ones
-    sets, remarks, math_verify = [], [], Judge()
+    sets, remarks, math_verify = [], [], Verifier()
     with blame(f"--reward {args.reward}: cannot be used"):
-        own = Judge.of(args.reward, loaded(args.reward)) if args.reward else math_verify
+        own = Verifier.of(args.reward, loaded(args.reward)) if args.reward else math_verify
     for spec in dict.fromkeys(args.eval_task.split(",")):
         if spec in arithmetic.KINDS or ".py" in spec:
             task = load_task(replace(args, task=spec, eval_task=""), tokenizer)
-            sets.append(Set(spec, task.held_out, task.exam or task.judge))
+            sets.append(Set(spec, task.held_out, task.held_out_verifier or task.verifier))
             continue
         rows = read_set(spec, args, "test", "--eval_task")
         tried = (
@@ -177,8 +177,8 @@ def load_sets(
         if not (found := [problem for problem in tried if problem]):
             left = f"no problem left of {len(rows)}; {limits(args, tokenizer)}"
             raise BadInput(f"--eval_task {spec}: {left}")
-        judge = math_verify if spec.partition(":")[0] in HUB else own
-        sets.append(Set(spec, found, judge))
+        verifier = math_verify if spec.partition(":")[0] in HUB else own
+        sets.append(Set(spec, found, verifier))
         remarks += remarks_on(spec, rows, math_verify, args.reward)
         if dropped := len(rows) - len(found):
             remarks.append(f"{spec}: {dropped} of {len(rows)} prompts too long, dropped")
@@ -243,10 +243,10 @@ def main(args: Args, world: World) -> None:
             say(line_of(rows, args.eval_samples))
             if responses:
                 responses.keep(rows)
-    judges = {id(one.judge): one.judge for one in sets}.values()
-    killed = {"killed": sum(getattr(judge, "killed", 0) for judge in judges)}
+    judges = {id(one.verifier): one.verifier for one in sets}.values()
+    killed = {"killed": sum(getattr(verifier, "killed", 0) for verifier in judges)}
     if killed := global_sum(killed, world)["killed"]:
-        say(f"{killed:.0f} answers broke the judge's bounds: scored 0")
+        say(f"{killed:.0f} answers broke the verifier's bounds: scored 0")
     Run.bar.close()
     if responses:
         say(responses.conclude())
@@ -275,7 +275,7 @@ def measure(
         prompts = [p.prompt_ids for _, p in mine]
         rollout = engine.generate(prompts, n, args.max_new_tokens, temperature, top_p=top_p)
         texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
-        scores = one.judge(texts, [p.answer for _, p in mine for _ in range(n)])
+        scores = one.verifier(texts, [p.answer for _, p in mine for _ in range(n)])
         lengths, finished = rollout.mask.sum(1).int().tolist(), rollout.finished.tolist()
         for i, (number, p) in enumerate(mine):
             own = slice(i * n, (i + 1) * n)

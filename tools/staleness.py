@@ -101,12 +101,12 @@ def delay(lag: int, against_sampler: bool) -> None:
 
     def task_of(*arguments: object) -> object:
         task = load_task(*arguments)
-        judge, stream["train"] = task.judge, task.train
+        verifier, stream["train"] = task.verifier, task.train
 
         def of_the_stale_batch(texts: list[str], answers: list[str]) -> list[float]:
-            return judge(texts, stream["answers"] if len(answers) == PROMPTS * 8 else answers)
+            return verifier(texts, stream["answers"] if len(answers) == PROMPTS * 8 else answers)
 
-        task.judge = of_the_stale_batch
+        task.verifier = of_the_stale_batch
         return task
 
     def old(policy: object, batch: object, *more: object) -> tuple:
@@ -114,7 +114,7 @@ def delay(lag: int, against_sampler: bool) -> None:
 
     grpo.make_engine, grpo.load_task, grpo.all_logprobs = engine_of, task_of, old
     # It would stop the run: that is the point.
-    grpo.Run.trusted = lambda run, sampler: sampler
+    grpo.Run.check_sampler = lambda run, sampler: sampler
 
 
 if __name__ == "__main__":

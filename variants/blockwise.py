@@ -30,10 +30,10 @@ same marks there is nothing to compare with, and the advantage is 0 (`alone`). A
 told what became of its answer: here it comes to take a step too many, which costs it nothing, and
 accuracy falls again (labs/credit.md).
 
-A block's reward comes from the task's own judge, which is shown that block alone: the working up to
-the marker, or the marker and the answer. With `arithmetic:steps` (part marks for every right step,
-and for the answer) the two add up to the reward of the whole. Where the judge never finds anything
-in a working (`arithmetic`), its reward is always 0 and nothing is learnt from it.
+A block's reward comes from the task's own verifier, which is shown that block alone: the working up
+to the marker, or the marker and the answer. With `arithmetic:steps` (part marks for every right
+step, and for the answer) the two add up to the reward of the whole. Where the verifier never finds
+anything in a working (`arithmetic`), its reward is always 0 and nothing is learnt from it.
 
 Trunk: grpo.py. Differs from it in:
 1. Rewards, advantages and token means by block; their sum.
@@ -68,7 +68,7 @@ from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import global_sum  # <own>
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
 from common.logprobs import response_logprobs, sampler_gap
-from common.plumbing.balance import deal
+from common.plumbing.balance import balance_tokens
 from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.plumbing.errors import BadInput, blame  # <own>
 from common.plumbing.evaluation import evaluate
@@ -126,7 +126,7 @@ class Args(Flags):
     clip_high: NonNegative = 0.2
     """ε above 1 (ours; DAPO and STAPO widen it to 0.28)."""
     task: str = "arithmetic:steps"  # <own>
-    """As in every file; here one whose judge has marks for the working."""
+    """As in every file; here one whose verifier has marks for the working."""
     marker: str = "#"  # <own>
     """Ends the working; one token, the last one in a response counts."""
     baseline: Literal["none", "batch", "group", "outcome"] = "outcome"  # <own>
@@ -277,13 +277,13 @@ def main(args: Args, world: World) -> None:
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
         run.clock("reward")
         texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
-        scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+        scores = task.verifier(texts, [p.answer for p in problems for _ in range(G)])
         rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
-        rollout.judged(problems, rewards)  # samples.jsonl: which row answers what
+        rollout.record_rewards(problems, rewards)  # samples.jsonl: which row answers what
         # <own>
         rollout.working = working_mask(rollout, marker)  # [N, T]
         solutions = [p.answer for p in problems for _ in range(G)]
-        own = [task.judge(block, solutions) for block in block_texts(rollout, marker, tokenizer)]
+        own = [task.verifier(block, solutions) for block in block_texts(rollout, marker, tokenizer)]
         working, answer = torch.tensor(own, device=world.device).view(2, P, G)  # [P, G], [P, G]
         rollout.working_advantages = advantages(working).flatten()  # [N]
         rollout.advantages = answer_advantages(args, answer, working, world).flatten()  # [N]
@@ -299,14 +299,14 @@ def main(args: Args, world: World) -> None:
         run.clock("old_logp")
         # Mini-batches of whole groups. In each the ranks exchange rows until their token
         # counts are about equal.
-        minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
+        minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
         # Divided into micro-batches as the update will be: its first ratios are then exactly 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:
                 minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
         # Stops the run where μ, the sampler's numbers, is far from π_old: ratios would be wrong.
-        sampler = run.trusted(sampler_gap(minibatches, world))
+        sampler = run.check_sampler(sampler_gap(minibatches, world))
 
         # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
         run.clock("update")
@@ -335,13 +335,9 @@ def main(args: Args, world: World) -> None:
                 means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
             divide_gradients(policy, denominator, world)  # by what all ranks have counted: the mean
             norm = clip_gradients(policy, args.grad_clip)
-            healthy = run.healthy(norm, minibatch)  # a NaN or infinity would ruin the weights
-            if healthy:
+            if run.gradient_is_finite(norm, minibatch, means):  # NaN would ruin the weights
                 optimizer.step()
             optimizer.zero_grad()
-            means.add(grad_norm=(norm if healthy else 0.0, healthy))
-            # A count of None: summed over the ranks, not averaged. Each adds its part of one.
-            means.add(skipped=((not healthy) / world.size, None))
 
         run.clock("sync")
         engine.sync(policy)

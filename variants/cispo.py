@@ -60,7 +60,7 @@ from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
 from common.logprobs import response_logprobs, sampler_gap
-from common.plumbing.balance import deal
+from common.plumbing.balance import balance_tokens
 from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.plumbing.evaluation import evaluate
 from common.plumbing.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
@@ -205,9 +205,9 @@ def main(args: Args, world: World) -> None:
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
         run.clock("reward")
         texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
-        scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+        scores = task.verifier(texts, [p.answer for p in problems for _ in range(G)])
         rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
-        rollout.judged(problems, rewards)  # samples.jsonl: which row answers what
+        rollout.record_rewards(problems, rewards)  # samples.jsonl: which row answers what
         rollout.advantages = advantages(rewards).flatten()  # [N]
         means.add(distinct=(task.distinct(texts, G), P))  # falls to 1: nothing left to compare
 
@@ -217,14 +217,14 @@ def main(args: Args, world: World) -> None:
         run.clock("old_logp")
         # Mini-batches of whole groups. In each the ranks exchange rows until their token
         # counts are about equal.
-        minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
+        minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
         # Divided into micro-batches as the update will be: its first ratios are then exactly 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:
                 minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
         # Stops the run where μ, the sampler's numbers, is far from π_old: ratios would be wrong.
-        sampler = run.trusted(sampler_gap(minibatches, world))
+        sampler = run.check_sampler(sampler_gap(minibatches, world))
 
         # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
         run.clock("update")
@@ -251,13 +251,9 @@ def main(args: Args, world: World) -> None:
                 means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
             divide_gradients(policy, denominator, world)  # by what all ranks have counted: the mean
             norm = clip_gradients(policy, args.grad_clip)
-            healthy = run.healthy(norm, minibatch)  # a NaN or infinity would ruin the weights
-            if healthy:
+            if run.gradient_is_finite(norm, minibatch, means):  # NaN would ruin the weights
                 optimizer.step()
             optimizer.zero_grad()
-            means.add(grad_norm=(norm if healthy else 0.0, healthy))
-            # A count of None: summed over the ranks, not averaged. Each adds its part of one.
-            means.add(skipped=((not healthy) / world.size, None))
 
         run.clock("sync")
         engine.sync(policy)

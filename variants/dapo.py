@@ -6,7 +6,7 @@ Scale", 2025, arXiv 2503.14476.
 Objective, over all tokens y_t of groups with right and wrong answers, r = π_θ(y_t) / π_old(y_t):
 
     J = 1/(Σ_i |y_i|) Σ_i Σ_t min(r Â_i, clip(r, 1-ε_low, 1+ε_high) Â_i)
-    Â_i = (R_i - mean R) / std R,     R_i = the judge's verdict - 1/2 o_i
+    Â_i = (R_i - mean R) / std R,     R_i = the verifier's verdict - 1/2 o_i
     o_i: from 0 to 1 over the last tokens before the length limit
 
 
@@ -63,7 +63,7 @@ from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather, global_sum  # <own>
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
 from common.logprobs import response_logprobs, sampler_gap
-from common.plumbing.balance import deal
+from common.plumbing.balance import balance_tokens
 from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.plumbing.errors import BadInput  # <own>
 from common.plumbing.evaluation import evaluate
@@ -195,9 +195,9 @@ class Draws:
             prompts = [problem.prompt_ids for problem in problems]
             fresh = self.engine.generate(prompts, G, args.max_new_tokens, args.temperature)
             texts = self.tokenizer.batch_decode(fresh.response_ids(), skip_special_tokens=True)
-            scores = self.task.judge(texts, [p.answer for p in problems for _ in range(G)])
+            scores = self.task.verifier(texts, [p.answer for p in problems for _ in range(G)])
             verdicts = rewards.new_tensor(scores).view(-1, G)  # [F, G]
-            fresh.judged(problems, verdicts)
+            fresh.record_rewards(problems, verdicts)
             rewards[idle] = verdicts
             # The same with the rows: joined behind, then read in the idle ones' places.
             rows = torch.arange(P * G + len(fresh), device=rewards.device).view(-1, G)  # [P + F, G]
@@ -299,9 +299,9 @@ def main(args: Args, world: World) -> None:
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
         run.clock("reward")
         texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
-        scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+        scores = task.verifier(texts, [p.answer for p in problems for _ in range(G)])
         rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
-        rollout.judged(problems, rewards)  # samples.jsonl: which row answers what
+        rollout.record_rewards(problems, rewards)  # samples.jsonl: which row answers what
         run.clock("redraw")  # <own>
         rollout, rewards = draws.refill(rollout, rewards)  # <own>
         run.clock("reward")  # <own>
@@ -315,14 +315,14 @@ def main(args: Args, world: World) -> None:
         run.clock("old_logp")
         # Mini-batches of whole groups. In each the ranks exchange rows until their token
         # counts are about equal.
-        minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
+        minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
         # Divided into micro-batches as the update will be: its first ratios are then exactly 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:
                 minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
         # Stops the run where μ, the sampler's numbers, is far from π_old: ratios would be wrong.
-        sampler = run.trusted(sampler_gap(minibatches, world))
+        sampler = run.check_sampler(sampler_gap(minibatches, world))
 
         # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
         run.clock("update")
@@ -349,13 +349,9 @@ def main(args: Args, world: World) -> None:
                 means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
             divide_gradients(policy, denominator, world)  # by what all ranks have counted: the mean
             norm = clip_gradients(policy, args.grad_clip)
-            healthy = run.healthy(norm, minibatch)  # a NaN or infinity would ruin the weights
-            if healthy:
+            if run.gradient_is_finite(norm, minibatch, means):  # NaN would ruin the weights
                 optimizer.step()
             optimizer.zero_grad()
-            means.add(grad_norm=(norm if healthy else 0.0, healthy))
-            # A count of None: summed over the ranks, not averaged. Each adds its part of one.
-            means.add(skipped=((not healthy) / world.size, None))
 
         run.clock("sync")
         engine.sync(policy)

@@ -18,7 +18,7 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
 No KL term, no entropy bonus, no dynamic sampling, no punishment for length, no stages, nothing
 scheduled. The authors train two models of 1.5B parameters for thousands of steps with one setting,
 and report that neither collapses and that two usual additions (DAPO's overlong punishment, a more
-lenient judge) make them worse. It is what every addition in this repository should be measured
+lenient verifier) make them worse. It is what every addition in this repository should be measured
 against.
 
 Two things it does take from DAPO. The token mean: every token counts the same, in a long response
@@ -53,7 +53,7 @@ from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
 from common.logprobs import response_logprobs, sampler_gap
-from common.plumbing.balance import deal
+from common.plumbing.balance import balance_tokens
 from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.plumbing.evaluation import evaluate
 from common.plumbing.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
@@ -193,9 +193,9 @@ def main(args: Args, world: World) -> None:
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
         run.clock("reward")
         texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
-        scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+        scores = task.verifier(texts, [p.answer for p in problems for _ in range(G)])
         rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
-        rollout.judged(problems, rewards)  # samples.jsonl: which row answers what
+        rollout.record_rewards(problems, rewards)  # samples.jsonl: which row answers what
         rollout.advantages = advantages(rewards).flatten()  # [N]
         means.add(distinct=(task.distinct(texts, G), P))  # falls to 1: nothing left to compare
 
@@ -205,14 +205,14 @@ def main(args: Args, world: World) -> None:
         run.clock("old_logp")
         # Mini-batches of whole groups. In each the ranks exchange rows until their token
         # counts are about equal.
-        minibatches = [deal(part, world) for part in rollout.split(args.minibatches)]
+        minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
         # Divided into micro-batches as the update will be: its first ratios are then exactly 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:
                 minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
         # Stops the run where μ, the sampler's numbers, is far from π_old: ratios would be wrong.
-        sampler = run.trusted(sampler_gap(minibatches, world))
+        sampler = run.check_sampler(sampler_gap(minibatches, world))
 
         # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
         run.clock("update")
@@ -239,13 +239,9 @@ def main(args: Args, world: World) -> None:
                 means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
             divide_gradients(policy, denominator, world)  # by what all ranks have counted: the mean
             norm = clip_gradients(policy, args.grad_clip)
-            healthy = run.healthy(norm, minibatch)  # a NaN or infinity would ruin the weights
-            if healthy:
+            if run.gradient_is_finite(norm, minibatch, means):  # NaN would ruin the weights
                 optimizer.step()
             optimizer.zero_grad()
-            means.add(grad_norm=(norm if healthy else 0.0, healthy))
-            # A count of None: summed over the ranks, not averaged. Each adds its part of one.
-            means.add(skipped=((not healthy) / world.size, None))
 
         run.clock("sync")
         engine.sync(policy)

@@ -72,7 +72,7 @@ from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import CLOSING, gather, global_sum  # <own>
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
 from common.logprobs import response_logprobs, sampler_gap
-from common.plumbing.balance import deal
+from common.plumbing.balance import balance_tokens
 from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.plumbing.errors import BadInput  # <own>
 from common.plumbing.evaluation import evaluate
@@ -487,9 +487,9 @@ class Branches:
         starts = [parent.prompt_ids for parent in parents]
         grown = self.engine.generate(starts, K, args.max_new_tokens, args.temperature, prefixes)
         texts = self.tokenizer.batch_decode(grown.response_ids(), skip_special_tokens=True)
-        scores = self.task.judge(texts, [parent.answer for parent in parents for _ in range(K)])
+        scores = self.task.verifier(texts, [parent.answer for parent in parents for _ in range(K)])
         outcome = torch.tensor(scores, device=world.device).view(len(failed), K)  # [F, K]
-        grown.judged(parents, outcome)
+        grown.record_rewards(parents, outcome)
         grown.advantages = advantages(outcome).flatten()  # [F·K]: over siblings, without the parent
         # Which main row a row is or grew from, and its stream
         rollout.origin = torch.arange(len(rollout), device=world.device)  # [N]
@@ -661,7 +661,9 @@ class Stale:
 def dealt(part: Rollout, world: World, G: int) -> Rollout:
     """`deal` for main rows in whole groups, as b needs them, and for branches row by row."""
     main = part.branch == 0  # [n]
-    return Rollout.join(deal(part.rows(main), world, G), deal(part.rows(~main), world))
+    return Rollout.join(
+        balance_tokens(part.rows(main), world, G), balance_tokens(part.rows(~main), world)
+    )
 
 
 def prepare(
@@ -833,9 +835,9 @@ def main(args: Args, world: World) -> None:
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
         run.clock("reward")
         texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
-        scores = task.judge(texts, [p.answer for p in problems for _ in range(G)])
+        scores = task.verifier(texts, [p.answer for p in problems for _ in range(G)])
         rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
-        rollout.judged(problems, rewards)  # samples.jsonl: which row answers what
+        rollout.record_rewards(problems, rewards)  # samples.jsonl: which row answers what
         rollout.advantages = advantages(rewards).flatten()  # [N]
         means.add(distinct=(task.distinct(texts, G), P))  # falls to 1: nothing left to compare
 
@@ -868,7 +870,11 @@ def main(args: Args, world: World) -> None:
             if reference:
                 minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
         # Stops the run where μ, the sampler's numbers, is far from π_old: ratios would be wrong.
-        sampler = {} if stale.was_ahead else run.trusted(sampler_gap(minibatches, world))  # <own>
+        # <own>
+        sampler = {}
+        if not stale.was_ahead:
+            sampler = run.check_sampler(sampler_gap(minibatches, world))
+        # </own>
 
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
         # fills there is none: the step trains on nothing and logs what it sampled.
@@ -932,13 +938,9 @@ def main(args: Args, world: World) -> None:
                 means.add(lr_damping=(1 - scale, args.ess_scaling))  # nothing where it is off
             # </own>
             norm = clip_gradients(policy, args.grad_clip)
-            healthy = run.healthy(norm, minibatch)  # a NaN or infinity would ruin the weights
-            if healthy:
+            if run.gradient_is_finite(norm, minibatch, means):  # NaN would ruin the weights
                 optimizer.step()
             optimizer.zero_grad()
-            means.add(grad_norm=(norm if healthy else 0.0, healthy))
-            # A count of None: summed over the ranks, not averaged. Each adds its part of one.
-            means.add(skipped=((not healthy) / world.size, None))
 
         run.clock("sync")
         stale.wait()  # <own>

@@ -8,7 +8,7 @@ from common.batch import Rollout
 from common.distributed import World
 
 
-def deal(batch: Rollout, world: World, unit: int = 1) -> Rollout:
+def balance_tokens(batch: Rollout, world: World, unit: int = 1) -> Rollout:
     """All ranks' rows dealt anew, so that each rank has about as many tokens; collective.
 
     In every pass all wait for the one with the most. Sums over all ranks stay what they are;

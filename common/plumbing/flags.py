@@ -45,7 +45,7 @@ class Flags:
     (gsm8k, math, dapo-math-17k, ...), or a .py file of your own (see docs/yours.md)."""
     reward: str = ""
     """FILE.py or FILE.py:NAME, a function of your own that judges the training in place of the
-    task's judge (see docs/yours.md)."""
+    task's verifier (see docs/yours.md)."""
     seed: Seed = 1
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     run_dir: str = ""

@@ -63,27 +63,27 @@ def of_rollout(rollout: Rollout, rewards: Tensor, task: object) -> dict[str, tup
         "response_len": (tokens, N),
         "truncated": ((~rollout.finished).sum(), N),
         "tokens": (tokens, None),
-    } | of_judge(task.judge)
+    } | of_verifier(task.verifier)
 
 
-def of_judge(judge: object) -> dict[str, tuple]:
-    """Since the last call: answers that broke the judge's bounds, or a reward of yours, and that
+def of_verifier(verifier: object) -> dict[str, tuple]:
+    """Since the last call: answers that broke the verifier's bounds, or a reward of yours, and that
     reward's parts, by whichever names a rank has met; all ranks together. Their prefix is theirs
     alone: `reward_drawn` could be an algorithm's metric."""
-    killed, parts = getattr(judge, "killed", 0), getattr(judge, "parts", {})
-    refuse_broken(judge)
-    judge.killed, judge.parts = 0, {}
-    names = everywhere(parts) if getattr(judge, "spec", "") else ()
+    killed, parts = getattr(verifier, "killed", 0), getattr(verifier, "parts", {})
+    refuse_broken(verifier)
+    verifier.killed, verifier.parts = 0, {}
+    names = everywhere(parts) if getattr(verifier, "spec", "") else ()
     found = {f"part_{name}": parts.get(name, (0.0, 0)) for name in names}
     return found | {"judge_killed": (killed, None)}
 
 
-def refuse_broken(judge: object) -> None:
+def refuse_broken(verifier: object) -> None:
     """End the run where a reward of yours has failed on every answer that any rank has judged: all
     rewards are 0, and nothing can be learned. All ranks together."""
-    if not getattr(judge, "spec", "") or not hasattr(judge, "works"):
+    if not getattr(verifier, "spec", "") or not hasattr(verifier, "works"):
         return
-    judged = judge.works or judge.failure  # a rank may have no held-out problem
-    outcomes = everywhere(["" if judge.works else judge.failure] if judged else [])
+    judged = verifier.works or verifier.failure  # a rank may have no held-out problem
+    outcomes = everywhere(["" if verifier.works else verifier.failure] if judged else [])
     if outcomes and "" not in outcomes:
-        raise BadInput(f"{judge.spec}: the reward fails on every answer ({outcomes[0]})")
+        raise BadInput(f"{verifier.spec}: the reward fails on every answer ({outcomes[0]})")

@@ -83,7 +83,7 @@ class Samples:
             listed = {name: column[:end] + column[-end:] for name, column in listed.items()}
         return found | listed
 
-    def take(self, step: int, example: dict | None) -> list[dict]:
+    def collect(self, step: int, example: dict | None) -> list[dict]:
         """The kept groups of all ranks and an evaluation's example, as rows; then they are gone."""
         if not self.args.sample_every:
             return []

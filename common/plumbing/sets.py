@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from common.plumbing.errors import BadInput, blame
 from common.plumbing.folder import checksum
-from common.reward import Judge, final_answer, loaded
+from common.reward import Verifier, final_answer, loaded
 
-CHECKED = 32  # references that the judge is tried on before the run
+CHECKED = 32  # references that the verifier is tried on before the run
 PLAIN_NUMBER = re.compile(r"-?\d{1,100}([./]\d{1,100})?")  # a reference that needs no trying
 Prompt = str | list[dict]  # a text, or chat messages
 Row = tuple[Prompt, object]  # prompt, reference answer: a text, but for a reward of yours
@@ -149,7 +149,7 @@ def as_text(answer: object) -> str:
     return str(int(answer) if whole else answer).strip()
 
 
-def remarks_on(spec: str, rows: list[Row], judge: Judge, yours: str = "") -> list[str]:
+def remarks_on(spec: str, rows: list[Row], verifier: Verifier, yours: str = "") -> list[str]:
     """What to say of prompts that come again, and of references that no response can match (what
     a reward of `yours` matches only it knows)."""
     remarks, prompts = [], {str(prompt).strip() for prompt, _ in rows}
@@ -160,8 +160,8 @@ def remarks_on(spec: str, rows: list[Row], judge: Judge, yours: str = "") -> lis
     odd = {} if yours else {one for _, one in rows if not PLAIN_NUMBER.fullmatch(one)}
     # All could take hours.
     tried = random.Random("tried").sample(sorted(odd), min(CHECKED, len(odd)))
-    scores = judge([rf"\boxed{{{answer}}}" for answer in tried], tried)
-    judge.killed = 0  # it counts the model's answers
+    scores = verifier([rf"\boxed{{{answer}}}" for answer in tried], tried)
+    verifier.killed = 0  # it counts the model's answers
     if wrong := [answer for answer, score in zip(tried, scores) if score < 1]:
         what = f"cannot be matched by any response, {wrong[0][:40]!r} for one"
         remarks.append(f"{spec}: {len(wrong)} of {len(tried)} references tried {what}")
@@ -169,12 +169,12 @@ def remarks_on(spec: str, rows: list[Row], judge: Judge, yours: str = "") -> lis
 
 
 def judge_by_yours(task: object, args: object) -> None:
-    """`--reward` judges the training. A set that has a judge of its own (arithmetic, those of the
+    """`--reward` scores training. A set that has a verifier of its own (arithmetic, those of the
     hub, a task file with a `reward`) keeps it for the held-out problems."""
     if (args.eval_task or args.task).partition(":")[0] in (*HUB, "arithmetic"):
-        task.exam = task.exam or task.judge
-    who = "the set's own judge" if task.exam else "it, too"
+        task.held_out_verifier = task.held_out_verifier or task.verifier
+    who = "the set's own verifier" if task.held_out_verifier else "it, too"
     task.remarks.append(f"{args.reward} judges; the held-out problems are judged by {who}")
     with blame(f"--reward {args.reward}: cannot be used"):
-        task.judge = Judge.of(args.reward, loaded(args.reward))
+        task.verifier = Verifier.of(args.reward, loaded(args.reward))
         task.fingerprint += checksum(Path(args.reward.partition(":")[0]))

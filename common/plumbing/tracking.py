@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from common.batch import Rollout
 from common.distributed import CLOSING, StopFlag, World
 from common.plumbing.curves import draw_curves
 from common.plumbing.errors import BadInput, RunStopped, blame
 from common.plumbing.folder import as_lines, checkpoints, lock, new_folder, other_flags
 from common.plumbing.folder import read_lines, runs_called, way_on, whole
+from common.plumbing.metrics import Means
 from common.plumbing.samples import Samples, as_table, before_and_after
 
 MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
@@ -171,7 +173,7 @@ class Run:
         """Append the step's line to metrics.jsonl and show it on the progress bar."""
         self.clock("log")
         example = metrics.pop("example", None)
-        self.note("samples.jsonl", shown := self.samples.take(step, example))
+        self.note("samples.jsonl", shown := self.samples.collect(step, example))
         seconds = sum(self.seconds.values())
         line = {"step": step} | metrics | self.seconds
         line |= {"tokens_per_s": metrics.get("tokens", 0) / seconds, "seconds": seconds}
@@ -192,19 +194,25 @@ class Run:
             with blame(what, RunStopped), (self.folder / name).open("a") as file:
                 file.write(as_lines(rows))
 
-    def healthy(self, norm: float, batch: object) -> bool:
-        """Whether the gradient is a number (its norm, the same on every rank), or to be skipped;
-        after MOST_SKIPPED in a row the run stops, and leaves the batch in its folder.
+    def gradient_is_finite(self, norm: float, batch: Rollout, means: Means) -> bool:
+        """Whether to apply the gradient, by its norm, which is the same on every rank.
+
+        Logs `grad_norm` (of applied gradients) and `skipped` (how many were not). After
+        MOST_SKIPPED in a row the run stops, and leaves the batch in its folder.
         """
-        self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
+        finite = math.isfinite(norm)
+        means.add(grad_norm=(norm if finite else 0.0, finite))
+        # A count of None: summed over the ranks, not averaged. Each rank adds its part of one.
+        means.add(skipped=((not finite) / self.world.size, None))
+        self.skipped = 0 if finite else self.skipped + 1
         if self.skipped == MOST_SKIPPED:
             torch.save(vars(batch), path := self.folder / f"bad_batch_rank{self.world.rank}.pt")
             wrong = f"{MOST_SKIPPED} gradients in a row were NaN or infinite, none was applied"
             causes = "a learning rate, weight or penalty far too large, a mask or length of 0"
             raise RunStopped(f"{wrong}; the last batch is in {path}. Usual causes: {causes}.")
-        return not self.skipped
+        return finite
 
-    def trusted(self, sampler: dict[str, float]) -> dict[str, float]:
+    def check_sampler(self, sampler: dict[str, float]) -> dict[str, float]:
         """The same metrics of the sampler; the run stops where its gap to the trainer is beyond the
         tolerance in MOST_APART steps in a row, or ten times beyond: every ratio would be wrong
         without a word.
@@ -250,7 +258,7 @@ class Run:
             f"seconds  {summary['seconds']:.0f}: {phases}",
         )
         if killed := sum(line.get("judge_killed", 0) for line in lines):
-            self.say(f"\n{killed:.0f} answers broke the judge's bounds, or your reward")
+            self.say(f"\n{killed:.0f} answers broke the verifier's bounds, or your reward")
         acted = [line[self.acted] for line in lines if self.acted in line]
         if acted and not any(acted):  # null, a NaN, is no deed either; without any it was off
             idle = f"{self.acted} was 0 at every step: what it measures never acted"

@@ -31,7 +31,7 @@ KINDS = {
     "arithmetic:mix": Kind(45 * (2,) + 12 * (16,) + (5, 6, 7), held_out=(5, 6, 7)),
     # Sums of one-digit numbers are easy, and then one product decides: failures come late.
     "arithmetic:deep": Kind((7,), operators="+", last="*"),
-    "arithmetic:noisy": Kind(reward=mentioned_reward),  # a judge with a hole in it
+    "arithmetic:noisy": Kind(reward=mentioned_reward),  # a verifier with a hole in it
     "arithmetic:steps": Kind(reward=steps_reward),  # part marks
 }
 

@@ -85,11 +85,11 @@ def gradients(
         own = solution if part_marks else answer
         return Problem(prompt, own, encode(prompt)["input_ids"], i)
 
-    def judge(completions: list[str], answers: list[str]) -> list[float]:
+    def verifier(completions: list[str], answers: list[str]) -> list[float]:
         marks = steps_reward if part_marks else arithmetic_reward
         return list(map(marks, completions, answers))
 
-    task = Task("stored", train, [train(0)], judge, tokenizer=encode)
+    task = Task("stored", train, [train(0)], verifier, tokenizer=encode)
 
     def spy(policy: torch.nn.Module, max_norm: float) -> float:
         parts = [getattr(p.grad, "full_tensor", p.grad.clone)() for p in policy.parameters()]

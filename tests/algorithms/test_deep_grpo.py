@@ -52,13 +52,13 @@ def test_without_weight_branches_change_nothing(world, tmp_path, monkeypatch):
 
 
 def second_rank_succeeds(*flags: object) -> None:
-    """A run whose judge passes everything on the second rank."""
+    """A run whose verifier passes everything on the second rank."""
     load = deep_grpo.load_task
 
     def lenient(*arguments: object) -> object:
         task = load(*arguments)
         if os.environ["RANK"] == "1":
-            task.judge = lambda completions, answers: [1.0] * len(answers)
+            task.verifier = lambda completions, answers: [1.0] * len(answers)
         return task
 
     deep_grpo.load_task = lenient

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from common.batch import Rollout
 from common.distributed import World, setup
-from common.plumbing.balance import deal
+from common.plumbing.balance import balance_tokens
 
 from tests.helpers import forked
 
@@ -30,7 +30,10 @@ def on_a_rank(folder: Path) -> None:
     """Pairs that stay together; then single rows, of which the first rank has none."""
     world = setup()
     own = share_of(world.rank)
-    pairs, single = deal(own, world, 2), deal(own.rows(slice(2 * world.rank)), world)
+    pairs, single = (
+        balance_tokens(own, world, 2),
+        balance_tokens(own.rows(slice(2 * world.rank)), world),
+    )
     torch.save((vars(pairs), single.advantages.tolist()), folder / f"{world.rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -62,4 +65,4 @@ def test_rows_are_dealt_so_that_tokens_balance(tmp_path):
 
 def test_one_rank_keeps_its_rows():
     batch = share_of(0)
-    assert deal(batch, World(0, 1, torch.device("cpu"))) is batch
+    assert balance_tokens(batch, World(0, 1, torch.device("cpu"))) is batch

@@ -63,7 +63,7 @@ def test_arithmetic_stream_is_seeded_and_disjoint_from_the_held_out_set(tiny):
     held_out = [problem.prompt for problem in task.held_out]
     assert held_out == [problem.prompt for problem in other.held_out] and len(set(held_out)) == 200
     assert not set(stream) & set(held_out)
-    assert all(task.judge([f"#{p.answer}"], [p.answer]) == [1.0] for p in task.held_out)
+    assert all(task.verifier([f"#{p.answer}"], [p.answer]) == [1.0] for p in task.held_out)
 
 
 def test_the_warm_start_never_saw_the_held_out_set():
@@ -86,7 +86,7 @@ def test_kinds_of_arithmetic_draw_what_they_say(tiny, name):
     assert {prompt[-3] for prompt in stream} == set(kind.last)
 
 
-JUDGED = {  # completion: the reward by the judge with a hole, by part marks, held out
+judgeD = {  # completion: the reward by the verifier with a hole, by part marks, held out
     "7*8=56;56-9=47;47+6=53#53": (1, 1, 1),
     "7*8=56;56-9=46;46+6=52#52": (0, 0.25, 0),
     "7*8=56;56-9=47#47": (1, 0.5, 0),  # stopped in the middle: a number of the solution, though
@@ -98,10 +98,10 @@ JUDGED = {  # completion: the reward by the judge with a hole, by part marks, he
 def test_judges_of_noisy_and_steps(tiny):
     """Training is judged by the kind, held-out problems strictly."""
     noisy, steps = (load(f"arithmetic:{name}", tiny[1]) for name in ("noisy", "steps"))
-    texts, solutions = list(JUDGED), ["7*8=56;56-9=47;47+6=53#53"] * len(JUDGED)
-    by_noisy, by_steps = noisy.judge(texts, solutions), steps.judge(texts, solutions)
-    strict = noisy.exam(texts, ["53"] * len(texts))
-    assert list(zip(by_noisy, by_steps, strict)) == list(JUDGED.values())
+    texts, solutions = list(judgeD), ["7*8=56;56-9=47;47+6=53#53"] * len(judgeD)
+    by_noisy, by_steps = noisy.verifier(texts, solutions), steps.verifier(texts, solutions)
+    strict = noisy.held_out_verifier(texts, ["53"] * len(texts))
+    assert list(zip(by_noisy, by_steps, strict)) == list(judgeD.values())
     for task in (noisy, steps):
         problem, held_out = task.train(0), task.held_out[0]
         worked, answer = arithmetic.work(problem.prompt)
@@ -109,16 +109,16 @@ def test_judges_of_noisy_and_steps(tiny):
         assert held_out.answer == arithmetic.work(held_out.prompt)[1]
 
 
-def test_evaluation_asks_the_exam(tiny, world):
-    """The held-out judge, where a task has one; else the training's."""
+def test_evaluation_asks_the_held_out_verifier(tiny, world):
+    """The held-out verifier, where a task has one; else the training's."""
     task = load("arithmetic:noisy", tiny[1])
-    task.judge = lambda texts, answers: [1.0] * len(texts)
-    task.exam = lambda texts, answers: [0.0] * len(texts)
+    task.verifier = lambda texts, answers: [1.0] * len(texts)
+    task.held_out_verifier = lambda texts, answers: [0.0] * len(texts)
     engine = HFEngine(tiny[0], world, 0, "float32", 64)
     for expected in (0, 1):
         found = evaluate(engine, task, tiny[1], Args(), world)
         assert found["greedy"] == found["sampled"] == found["example"]["reward"] == expected
-        task.exam = None
+        task.held_out_verifier = None
 
 
 # Files
@@ -276,11 +276,11 @@ def test_a_task_of_yours(mine):
     task = load(str(mine))
     assert [task.train(i).prompt for i in (0, 1, 7)] == ["0+1=", "1+1=", "0+1="]
     assert [(p.prompt, p.answer) for p in task.held_out] == [("8+1=", "9"), ("9+1=", "10")]
-    assert task.judge(["#9", "9", "8"], ["9"] * 3) == [1.0, 1.0, 0.0] and not task.remarks
-    task.judge.close()
+    assert task.verifier(["#9", "9", "8"], ["9"] * 3) == [1.0, 1.0, 0.0] and not task.remarks
+    task.verifier.close()
     assert load(str(mine), seed=2).train(0).prompt == "4+1="  # 1,000,003 further on
     other = load(f"{mine}:other")
-    assert other.train(5).answer == "2" and not other.judge.spec
+    assert other.train(5).answer == "2" and not other.verifier.spec
     assert task.fingerprint == load(str(mine), seed=2, eval_problems=1).fingerprint
     assert task.fingerprint != other.fingerprint
 
@@ -336,15 +336,17 @@ def reward(tmp_path):
 
 
 def test_a_reward_of_yours_on_any_set(tmp_path, mine, reward, tiny):
-    """It judges the training. Sets with a judge of their own keep it for the held-out problems,
+    """It judges the training. Sets with a verifier of their own keep it for the held-out problems,
     files of rows have none."""
     path = write(tmp_path / "set.jsonl", numbered(8))
-    for task, own_judge in (("arithmetic", True), (str(mine), True), (path, False)):
+    for task, own_verifier in (("arithmetic", True), (str(mine), True), (path, False)):
         tokenizer = tiny[1] if task == "arithmetic" else Letters()
         found = load(task, tokenizer, reward=str(reward))
-        assert found.judge(["x", "7"], ["x", "8"]) == [1.0, 0.0]
-        assert (found.exam is not None) == own_judge and found.exam is not found.judge
-        found.judge.close()
+        assert found.verifier(["x", "7"], ["x", "8"]) == [1.0, 0.0]
+        assert (
+            found.held_out_verifier is not None
+        ) == own_verifier and found.held_out_verifier is not found.verifier
+        found.verifier.close()
     prints = {load(path, reward=str(reward)).fingerprint, load(path).fingerprint}
     reward.write_text(REWARD + "\n# more\n")
     assert len(prints | {load(path, reward=str(reward)).fingerprint}) == 3
@@ -356,9 +358,9 @@ def test_a_reward_gets_the_columns_of_a_row(tmp_path, reward):
     path, spec = write(tmp_path / "set.jsonl", rows), f"{reward}:second"
     task = load(path, reward=spec, answer_column="answer,tests")
     both = [{"answer": 2, "tests": [2]}, {"answer": 3, "tests": [3]}]
-    assert task.judge(["a", "b"], both) == [0.5, 0.25]
+    assert task.verifier(["a", "b"], both) == [0.5, 0.25]
     assert all(task.train(i).answer["tests"] == [task.train(i).answer["answer"]] for i in range(4))
-    task.judge.close()
+    task.verifier.close()
     assert load(path, reward=spec, answer_column="tests").train(0).answer in [[i] for i in range(8)]
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from common.distributed import ALONE
 from common.plumbing.errors import RunStopped
-from common.plumbing.metrics import Means, of_judge
-from common.reward import Judge, loaded
+from common.plumbing.metrics import Means, of_verifier
+from common.reward import Verifier, loaded
 
 from tests import adapters
 
@@ -48,25 +48,25 @@ HOSTILE = {
 
 
 def test_math():
-    judge = Judge(workers=1)
+    verifier = Verifier(workers=1)
     completions, references = zip(*MATH)
-    assert judge(completions, references) == list(MATH.values())
-    assert judge.killed == 0
-    judge.close()
+    assert verifier(completions, references) == list(MATH.values())
+    assert verifier.killed == 0
+    verifier.close()
 
 
 def test_hostile_answers_cost_little_and_earn_nothing():
     """Each scores 0 in bounded time, the honest answers after it are judged as always, and what
     broke its bounds is counted."""
-    judge, start = Judge(workers=1, seconds=1.0, memory=2**29), time.perf_counter()
+    verifier, start = Verifier(workers=1, seconds=1.0, memory=2**29), time.perf_counter()
     given, scores = [], []
     for hostile in HOSTILE.values():
         given += [hostile, r"\boxed{7}"]
         scores += [0.0, 1.0]
-    assert judge(given, ["7"] * len(given)) == scores and judge.killed >= 1
+    assert verifier(given, ["7"] * len(given)) == scores and verifier.killed >= 1
     # The bound on each, and as much again for starting a worker on a busy machine
     assert time.perf_counter() - start < len(HOSTILE) * 10
-    judge.close()
+    verifier.close()
 
 
 @pytest.mark.slow
@@ -76,10 +76,10 @@ def test_a_judge_that_does_not_start_ends_the_run_in_one_line(tmp_path, monkeypa
     python.write_text("#!/bin/sh\necho 'first\nwhy it failed' >&2\nexit 1")
     python.chmod(0o700)
     monkeypatch.setattr("sys.executable", str(python))
-    judge = Judge(workers=1)
+    verifier = Verifier(workers=1)
     for _ in range(2):
         with pytest.raises(RunStopped, match="math-verify does not start .why it failed"):
-            judge([r"\boxed{7}"] * 3, ["7"] * 3)
+            verifier([r"\boxed{7}"] * 3, ["7"] * 3)
 
 
 # Rewards of yours
@@ -119,47 +119,47 @@ SLOW = {
 LATER = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW]
 
 
-def yours(folder: Path, text: str, name: str = "") -> Judge:
+def yours(folder: Path, text: str, name: str = "") -> Verifier:
     (folder / "mine.py").write_text(text)
     spec = f"{folder / 'mine.py'}{name}"
-    return Judge.of(spec, loaded(spec))
+    return Verifier.of(spec, loaded(spec))
 
 
 @pytest.fixture(scope="module")
-def judge(tmp_path_factory):
-    judge = yours(tmp_path_factory.mktemp("hostile"), REWARD)
-    yield judge
-    judge.close()
+def verifier(tmp_path_factory):
+    verifier = yours(tmp_path_factory.mktemp("hostile"), REWARD)
+    yield verifier
+    verifier.close()
 
 
 @pytest.mark.parametrize("how", [*FAILURES, *LATER])
-def test_a_reward_of_yours_costs_one_answer_at_most(how, judge, capfd):
+def test_a_reward_of_yours_costs_one_answer_at_most(how, verifier, capfd):
     """It is counted, and said once, with the line of the file; the answers after it get their own
     verdicts, also where a fork came back with a second one."""
-    judge.failure, judge.killed, expected = "", 0, (FAILURES | SLOW)[how]
-    assert judge([how, "7", "8", how, "7"], ["7"] * 5) == [0.0, 1.0, 0.0, 0.0, 1.0]
-    assert judge.killed == 2 * bool(expected)
+    verifier.failure, verifier.killed, expected = "", 0, (FAILURES | SLOW)[how]
+    assert verifier([how, "7", "8", how, "7"], ["7"] * 5) == [0.0, 1.0, 0.0, 0.0, 1.0]
+    assert verifier.killed == 2 * bool(expected)
     said = capfd.readouterr().err
     assert said.count("reward fails") == bool(expected) and expected in said
-    assert len(said) < 500 and not judge.parts
+    assert len(said) < 500 and not verifier.parts
 
 
-def test_parts_of_a_reward_are_means_over_the_answers_that_have_them(judge):
-    judge.killed = 0
-    assert judge(["parts", "7", "parts"], ["7"] * 3) == [0.5, 1.0, 0.5]
-    judge(["parts"], ["7"])  # a second call in the same step
-    found = Means().add(**of_judge(judge)).reduce(ALONE)
+def test_parts_of_a_reward_are_means_over_the_answers_that_have_them(verifier):
+    verifier.killed = 0
+    assert verifier(["parts", "7", "parts"], ["7"] * 3) == [0.5, 1.0, 0.5]
+    verifier(["parts"], ["7"])  # a second call in the same step
+    found = Means().add(**of_verifier(verifier)).reduce(ALONE)
     assert found == {"part_tests": 1.0, "part_length": 3.0, "judge_killed": 0.0}
-    assert of_judge(judge) == {"judge_killed": (0, None)}
+    assert of_verifier(verifier) == {"judge_killed": (0, None)}
 
 
 def test_one_file_may_hold_several_rewards(tmp_path):
     """A function by its name, an object with a function `reward`; what is neither is refused."""
     text = "half = lambda *both: 0.5\nclass A:\n    reward = staticmethod(half)\nx = 1\n"
     for name in (":half", ":A"):
-        judge = yours(tmp_path, text, name)
-        assert judge(["a"], ["b"]) == [0.5]
-        judge.close()
+        verifier = yours(tmp_path, text, name)
+        assert verifier(["a"], ["b"]) == [0.5]
+        verifier.close()
     for name in ("", ":x"):
         with pytest.raises(TypeError, match="no function `reward`"):
             yours(tmp_path, text, name)
@@ -169,15 +169,15 @@ def test_one_file_may_hold_several_rewards(tmp_path):
 def test_a_run_keeps_the_reward_that_it_began_with(tmp_path):
     """You may write at the file meanwhile, and the out-of-memory killer may end a worker: the one
     that takes its place runs the old text."""
-    judge = yours(tmp_path, "bounds = {'workers': 1}\ndef reward(a, b): return 0.25")
-    assert judge(["a"], ["b"]) == [0.25]
+    verifier = yours(tmp_path, "bounds = {'workers': 1}\ndef reward(a, b): return 0.25")
+    assert verifier(["a"], ["b"]) == [0.25]
     (tmp_path / "mine.py").write_text("def reward(a, b): return 1.0")
-    worker = judge.idle.get()
+    worker = verifier.idle.get()
     worker.process.kill()
     worker.process.wait()
-    judge.idle.put(worker)
-    assert judge(["a"], ["b"]) == [0.25] and judge.killed == 0
-    judge.close()
+    verifier.idle.put(worker)
+    assert verifier(["a"], ["b"]) == [0.25] and verifier.killed == 0
+    verifier.close()
 
 
 def test_a_worker_imports_what_the_trainer_does(tmp_path, monkeypatch):
@@ -188,6 +188,6 @@ def test_a_worker_imports_what_the_trainer_does(tmp_path, monkeypatch):
         (tmp_path / "here" / name).write_text("raise ImportError('a stranger ran')")
     (tmp_path / "helper.py").write_text("half = 0.5")
     monkeypatch.chdir(tmp_path / "here")
-    judge = yours(tmp_path, "from helper import half\nreward = lambda *both: half")
-    assert judge(["a"], ["b"]) == [0.5]
-    judge.close()
+    verifier = yours(tmp_path, "from helper import half\nreward = lambda *both: half")
+    assert verifier(["a"], ["b"]) == [0.5]
+    verifier.close()

@@ -118,10 +118,10 @@ def test_chunks_of_rows_give_one_rollout(tiny, world, prompts):
     assert torch.allclose(logp, rollout.rollout_logp, atol=1e-4)
 
 
-def judge(args: Args) -> Callable[[float], dict]:
-    """`Run.trusted` of a run that has just begun, as a function of the gap."""
+def verifier(args: Args) -> Callable[[float], dict]:
+    """`Run.check_sampler` of a run that has just begun, as a function of the gap."""
     run = SimpleNamespace(args=args, apart=0, say=print)
-    return lambda gap: Run.trusted(run, {"sampler_gap": gap})
+    return lambda gap: Run.check_sampler(run, {"sampler_gap": gap})
 
 
 def test_check_fires_when_the_sync_is_skipped(tiny, world, prompts):
@@ -132,7 +132,7 @@ def test_check_fires_when_the_sync_is_skipped(tiny, world, prompts):
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.01)
-    step = judge(Args(dtype="float32"))
+    step = verifier(Args(dtype="float32"))
 
     def measure() -> dict:
         rollout = engine.generate(prompts, 8, 64, 1.0)
@@ -150,7 +150,7 @@ def test_check_fires_when_the_sync_is_skipped(tiny, world, prompts):
 def test_check_fires_where_the_gap_stays(world):
     """One bad step of a healthy run (long degenerate answers) is forgiven, the third in a row is
     not, and ten times the tolerance never; nor is NaN."""
-    step = judge(Args(dtype="float32"))
+    step = verifier(Args(dtype="float32"))
     for gap in (2e-3, 2e-3, 1e-4, 2e-3, 2e-3):
         step(gap)
     with pytest.raises(RunStopped, match="--sampler_tolerance"):
@@ -159,7 +159,7 @@ def test_check_fires_where_the_gap_stays(world):
     batch = Rollout(old_logp=one * float("nan"), rollout_logp=-one, mask=one)
     for gap in (0.011, sampler_gap([batch], world)["sampler_gap"]):
         with pytest.raises(RunStopped):
-            judge(Args(dtype="float32"))(gap)
+            verifier(Args(dtype="float32"))(gap)
 
 
 def test_sampler_kl_is_the_k3_estimate(world):

@@ -76,10 +76,10 @@ def test_reasoning_gym_itself(name):
     assert int(problem.answer) < gym.SIZE // 2 < min(int(p.answer) for p in task.held_out)
     right = rows[int(problem.answer)]["answer"]
     given = [f"It is <answer>{right}</answer>.", f"<answer>{right}1</answer>", "", "9**9**9**9"]
-    scores = task.judge(given, [problem.answer] * 4)
+    scores = task.verifier(given, [problem.answer] * 4)
     assert scores[0] == 1.0 and max(scores[1:]) < 1.0
     assert problem.prompt.startswith(rows[int(problem.answer)]["question"])
-    task.judge.close()
+    task.verifier.close()
     for wrong, why in (("countdown", "would execute"), ("nothing", "not registered")):
         with pytest.raises(ValueError, match=f"--task tools/gym.py:{wrong}: .*{why}"):
             load(f"tools/gym.py:{wrong}")

@@ -59,7 +59,7 @@ def gap(
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     rollout = engine.generate(prompts, 4, 32, args.temperature, **how)
     rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)
-    Run.trusted(SimpleNamespace(args=args, apart=2), sampler_gap([rollout], world))
+    Run.check_sampler(SimpleNamespace(args=args, apart=2), sampler_gap([rollout], world))
     return ((rollout.old_logp - rollout.rollout_logp) * rollout.mask).abs().max().item()
 
 

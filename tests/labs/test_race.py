@@ -115,12 +115,12 @@ def test_a_judge_errs_by_rule():
 
 
 def test_the_held_out_problems_stay_strict_and_the_same():
-    """Neither an erring judge nor useless prompts reach them."""
+    """Neither an erring verifier nor useless prompts reach them."""
     _, tokenizer = load_model("tiny")
     args = SimpleNamespace(task="arithmetic", seed=1, eval_problems=16, eval_task="", reward="")
     vars(args).update(chat=(), max_prompt_tokens=1024, max_new_tokens=64)
     kinds, tasks = dict(KINDS), {}
-    for name in ("none", "wrong judge", "useless prompts"):
+    for name in ("none", "wrong verifier", "useless prompts"):
         module = SimpleNamespace(**dict.fromkeys(stress.FORM) | {"main": print})
         module.load_task = load_task
         stress.put_under(module, STRESSES[name])
@@ -131,8 +131,8 @@ def test_the_held_out_problems_stay_strict_and_the_same():
     answers = [problem.answer for problem in tasks["none"].held_out] * 20
     texts = [f"#{answer}" for answer in answers]
     for task in tasks.values():
-        assert task.exam(texts, answers) == [1.0] * len(texts)
-    assert 0 < tasks["wrong judge"].judge(texts, answers).count(0.0) < 80
+        assert task.held_out_verifier(texts, answers) == [1.0] * len(texts)
+    assert 0 < tasks["wrong verifier"].verifier(texts, answers).count(0.0) < 80
 
 
 # What is kept

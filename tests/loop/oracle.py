@@ -278,14 +278,14 @@ def task() -> Task:
         ids = [VOCABULARY.index(c) for c in prompt]
         return Problem(prompt, right_answer(prompt), ids, index)
 
-    def judge(texts: list[str], answers: list[str]) -> list[float]:
+    def verifier(texts: list[str], answers: list[str]) -> list[float]:
         return list(map(reward, texts, answers))
 
     return Task(
         "arithmetic",
         lambda index: problem(TRAIN[index % len(TRAIN)], index),
         [problem(prompt) for prompt in HELD_OUT],
-        judge,
+        verifier,
         final=lambda text: text.split("#")[-1],
         tokenizer=tokenizer(),
     )
@@ -415,7 +415,7 @@ ROUNDS = {"goldilocks": as_recorded}
 
 
 def verdicts(o: Oracle, step: int, rows: list[Row]) -> list[float]:
-    """What a group's advantages are made of: in most files the judge's rewards."""
+    """What a group's advantages are made of: in most files the verifier's rewards."""
     return [row.reward for row in rows]
 
 

@@ -23,8 +23,8 @@ USUAL = (178, 34)
 BUDGET = {
     "minirl": (190, 46),
     "stapo": (215, 67),
-    "vcpo": (263, 142),
-    "deep_grpo": (287, 134),
+    "vcpo": (264, 144),
+    "deep_grpo": (287, 135),
     "goldilocks": (290, 136),
     "blockwise": (212, 66),  # where a response is cut, and two advantages
     "lp_reg": (232, 46),  # a column, a quantile over ranks, a term
@@ -38,7 +38,7 @@ BUDGET = {
     "opd": (190, 49),  # a teacher, and what is known of it
     "icepop": (225, 50),  # a family of corrections
     "ppo": (270, 136),  # what GRPO removed: a second model, GAE, its loss
-    "recipe": (613, 356),  # the objects of six files, letter for letter
+    "recipe": (615, 359),  # the objects of six files, letter for letter
 }
 
 

@@ -32,7 +32,7 @@ def judge_server(files, monkeypatch):
     """The page's stand-in for a judge model, on the loopback address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), loaded("judge_server.py").Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("JUDGE", f"127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("verifier", f"127.0.0.1:{server.server_port}")
     yield
     server.shutdown()
     server.server_close()

@@ -3,7 +3,7 @@ others have checks/NAME.py alone.) In NAME.py are
 
 - `objective(b)`: J of a tests.loop.oracle.Batch;
 - `advantages(R)` of one group's rewards, where it is not grpo's z-score;
-- where they are not the judge's, `rewards(o, step, rows)`, of which advantages are made;
+- where they are not the verifier's, `rewards(o, step, rows)`, of which advantages are made;
 - `rounds(o)`: for each step of a tests.loop.oracle.Oracle the rounds of sampling, slot -> prompt;
 - `prepare(o, step, b)`, where `main` does more to a rollout than that: it changes the batch;
 - `FLAGS`, under which its mechanism acts on the oracle's stored answers, and `ALSO`, a list of
