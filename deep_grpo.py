@@ -36,8 +36,8 @@ Differs from grpo.py in:
 Differs from the paper in:
 1. Four optimiser steps per rollout where the released code takes one, so that the clip lives. No
    dual clip at 3.
-2. The released code drops all rows of zero advantage; here only branches, as main rows stay in the
-   trunk's average. It also drops a step's branches if fewer than 128 are left: `--min_branches`, 0
+2. The released code drops all rows of zero advantage; here only branches, as main rows stay in
+   GRPO's average. It also drops a step's branches if fewer than 128 are left: `--min_branches`, 0
    here, as batches are small.
 3. The regression (scikit-learn there) is 2-parameter Newton; the penalty is the same: u²/2, none on
    v. There it is kept once fitted; here it is fitted anew at each step, and P = 1 again if the

@@ -23,7 +23,7 @@ the gradient away from a token that has already moved by ε in the direction its
 what it could do before; its gradient is that of another KL (docs/questions.md, question 24), and
 with `--kl_ratio` its own.
 
-This file is the trunk: the others repeat it but for the lines that they mark.
+This file is the base file: the others repeat it but for the lines that they mark.
 
 Differs from the paper in:
 1. ε is not stated there; 0.2, PPO's value, is customary.

@@ -4,19 +4,19 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FIRST = "grpo"  # the trunk of trunks
+FIRST = "grpo"  # the base file of base files
 
 
 def algorithms() -> list[Path]:
-    """Every algorithm file, the first trunk first: what launches a `main` of its own."""
+    """Every algorithm file, the first base file first: what launches a `main` of its own."""
     files = [path for folder in (ROOT, ROOT / "variants") for path in sorted(folder.glob("*.py"))]
     own = [path for path in files if "launch(main, Args)" in path.read_text("utf-8")]
     return sorted(own, key=lambda path: (path.stem != FIRST, path.parent != ROOT, path.stem))
 
 
-def trunk_of(path: Path, source: str | None = None) -> Path | None:
-    """The file that this one departs from; None for the first trunk."""
-    named = re.search(r"^Trunk: (\w+)\.py", source or path.read_text("utf-8"), re.MULTILINE)
+def base_of(path: Path, source: str | None = None) -> Path | None:
+    """The file that this one departs from; None for the first base file."""
+    named = re.search(r"^Base file: (\w+)\.py", source or path.read_text("utf-8"), re.MULTILINE)
     if named:
         return next(
             p for p in (path.with_name(f"{named[1]}.py"), ROOT / f"{named[1]}.py") if p.exists()

@@ -5,7 +5,7 @@ the reward is a coin. *fork*: the first token alone decides; a wrong one is at 0
 at 0.001, two open tokens follow. *spark*: the first token takes one of two ways; the usual one, at
 0.94, is right by a coin; the other, at 0.05, needs a second token that is right in one of five and
 can be learned. Beside STAPO's mask the top 20% by entropy; at the spark Lp-Reg's spring under rare
-tokens of bad responses, with and without it, and its trunk.
+tokens of bad responses, with and without it, and its base file.
 
     python -m labs.junk
 """

@@ -33,7 +33,7 @@ import torch
 import transformers
 from common.plumbing.errors import BadInput, blame, first_line
 from common.plumbing.folder import whole
-from checks.files import ROOT, algorithms, trunk_of
+from checks.files import ROOT, algorithms, base_of
 from tools.marks import changes
 
 from labs import lab, stress
@@ -60,7 +60,7 @@ REPAIRS = {  # what a sceptic tries first; and no KL term, since most files have
     "grpo, clip 0.05": "--clip_low 0.05 --clip_high 0.05",
     "grpo, no KL": "--beta 0",
 }
-# Every row is compared with the trunk, its cheapest repair, and the trunk less what few files have
+# Every row is compared with grpo.py, its cheapest repair, and grpo.py without what few files have
 BASES = ("grpo", "grpo, lr/3", "grpo, no KL")
 # What isolates a reason: no rows, but a row with one flag changed, under the stress it is asked of
 ARMS = {
@@ -68,7 +68,7 @@ ARMS = {
     "signs, λ = 1": ("signs", "--positive_weight 1", "coarse sampler"),
 }
 LAYERS = {  # of the survey: where a method acts
-    "trunk": ("grpo", *REPAIRS),
+    "base": ("grpo", *REPAIRS),
     "tokens": "sapo stapo maspo cispo dppo entropy20 lp_reg pmd signs".split(),
     "sequences": "gspo gmpo vespo".split(),
     "gap": "minirl icepop jet".split(),
@@ -110,7 +110,7 @@ class Method(NamedTuple):
 
 
 def methods() -> dict[str, Method]:
-    """All rows, by name: the first trunk and its cheap repairs, the root, the variants; each part
+    """All rows, by name: grpo.py and its cheap repairs, the root, the variants; each part
     in the order of the layers."""
     files = {path.stem: path for path in algorithms()}
     order = [name for names in LAYERS.values() for name in names]
@@ -501,15 +501,15 @@ def parted_lines(table: dict) -> list[list[str]]:
     return told
 
 
-def trunk_lines(table: dict) -> list[list[str]]:
-    """The same of each file that has another trunk than grpo.py, against that trunk: the two
+def base_lines(table: dict) -> list[list[str]]:
+    """The same of each file whose base file is not grpo.py, against that base file: the two
     differ in what the file's head lists, and in nothing else."""
     told = []
     for layer, row in ((layer, row) for layer, rows in LAYERS.items() for row in rows):
-        trunk = trunk_of(methods()[row].file)
-        if trunk and trunk.stem != "grpo":
-            lists = [apart(table, row, sign, [trunk.stem]) for sign in "+-"]
-            told.append([layer, f"`{row}`", f"`{trunk.stem}`", *lists])
+        base = base_of(methods()[row].file)
+        if base and base.stem != "grpo":
+            lists = [apart(table, row, sign, [base.stem]) for sign in "+-"]
+            told.append([layer, f"`{row}`", f"`{base.stem}`", *lists])
     return told
 
 
@@ -555,7 +555,7 @@ def filled(page: str, table: dict, words: dict) -> str:
     shown = [[f"`{row[0]}`", *row[1:]] for row in told[1:] if row[0] in begun]
     head = [f"`{text}`" if text in STRESSES else text for text in told[0]]
     page = between(page, "matrix", lab.markdown([head, *shown]))
-    parts = {"pilot": pilot_lines, "parted": parted_lines, "trunks": trunk_lines}
+    parts = {"pilot": pilot_lines, "parted": parted_lines, "bases": base_lines}
     parts |= {"equal": equal_lines, "late": late_lines}
     for name, rows in ((name, of(table)) for name, of in parts.items()):
         if found := re.search(rf"<!--{name}-->\n(.*)\n", page):  # its head stays as it is
@@ -640,13 +640,13 @@ def redraw(table: dict) -> None:
 
 
 def difference(file: Path) -> str:
-    """How a file differs from its trunk, in a line."""
-    trunk = trunk_of(file)
-    if trunk is None:
-        return f"{file.name} is the first trunk"
-    loose, changed = changes(file, trunk)
+    """How a file differs from its base file, in a line."""
+    base = base_of(file)
+    if base is None:
+        return f"{file.name} is the first base file"
+    loose, changed = changes(file, base)
     marked = "all marked" if not loose else f"{len(loose)} lines without a mark"
-    return f"{file.name}: {changed} code lines differ from {trunk.name}, {marked}"
+    return f"{file.name}: {changed} code lines differ from {base.name}, {marked}"
 
 
 def try_to_load(file: Path, said: Connection) -> None:
@@ -679,7 +679,7 @@ def entered(words: argparse.Namespace) -> int:
         raise BadInput(f"{words.file}: no such file")
     survives(file)
     acted = stress.loaded(file).ACTED  # BadInput if it is none of ours
-    with blame(f"{file}: its marks or its trunk"):
+    with blame(f"{file}: its marks or its base file"):
         differs = difference(file)
     shipped = stored(TABLE)
     # Another text, other flags or another house are another method: their runs are not mixed.

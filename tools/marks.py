@@ -1,10 +1,10 @@
-"""What an algorithm file changes in its trunk, and the marks that show it: the one definition, for
+"""What an algorithm file changes in its base file, and the marks that show it: the definition for
 tests and tools.
 
-The lines that a file does not share with its trunk end in `# <own>`, or stand between a line
-`# <own>` and one `# </own>`; in the trunk they are those that other files may lack. Any file can be
-another's trunk: `Trunk: stapo.py` in its header names it; without that it is `grpo.py`. A file
-keeps the marks that its trunk has: together they are all that has left `grpo.py`.
+The lines that a file does not share with its base file end in `# <own>`, or stand between a line
+`# <own>` and one `# </own>`; in the base file they are those that other files may
+lack. Any file can be a base: `Base file: stapo.py` in a header names it; without that it is
+`grpo.py`. A file keeps its base file's marks: together they are all that differs from `grpo.py`.
 
     python -m tools.marks            changed code lines of every file, and those outside its marks
 """
@@ -16,7 +16,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-from checks.files import algorithms, trunk_of
+from checks.files import algorithms, base_of
 
 from tools import arguments
 
@@ -61,11 +61,11 @@ def marked_lines(source: str) -> set[int]:
     return marked
 
 
-def changes(path: Path, trunk: Path) -> tuple[list[str], int]:
-    """Changed code lines against `trunk` that lie outside the marks of either file, and how many
+def changes(path: Path, base: Path) -> tuple[list[str], int]:
+    """Changed code lines against `base` that lie outside the marks of either file, and how many
     changed in all."""
     (ours, own), (theirs, old) = (
-        (code_lines(s := p.read_text("utf-8")), marked_lines(s)) for p in (path, trunk)
+        (code_lines(s := p.read_text("utf-8")), marked_lines(s)) for p in (path, base)
     )
     loose, changed = [], 0
     matcher = difflib.SequenceMatcher(
@@ -77,18 +77,18 @@ def changes(path: Path, trunk: Path) -> tuple[list[str], int]:
             gone = (
                 theirs[a:b] if kind == "delete" else []
             )  # what was replaced is marked where it was replaced
-            for file, marks, lines in ((trunk, old, gone), (path, own, ours[c:d])):
+            for file, marks, lines in ((base, old, gone), (path, own, ours[c:d])):
                 loose += [f"{file.name}:{n}: {text}" for n, text in lines if n not in marks]
     return loose, changed
 
 
 def main() -> int:
-    """Print every file's distance from its trunk; returns how many changed lines no mark covers."""
+    """Print every file's distance from its base file; returns how many changes no mark covers."""
     unmarked = 0
     for path in algorithms():
-        if trunk := trunk_of(path):
-            loose, changed = changes(path, trunk)
-            print(f"{path.stem}: {changed} code lines from {trunk.name}", *loose, sep="\n    ")
+        if base := base_of(path):
+            loose, changed = changes(path, base)
+            print(f"{path.stem}: {changed} code lines from {base.name}", *loose, sep="\n    ")
             unmarked += len(loose)
     return unmarked
 

@@ -2,8 +2,8 @@
 
     python -m tools.reader [A [B]] [--out reader.html]
 
-A and B are the files that it opens with: with one name, that file beside its trunk; without, the
-first trunk and the file nearest to it. All others can be chosen in the page. It is made from the
+A and B are the files that it opens with: with one name, that file beside its base file; without,
+grpo.py and the file nearest to it. All others can be chosen in the page. It is made from the
 files as they are: their lines (coloured by pygments), the marks that show what each changes, the
 checks and mutants of checks, and the gradient weight of each file's own `policy_loss`.
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tools.look import coloured, filled, module_of, short, write
-from checks.files import ROOT, algorithms, trunk_of
+from checks.files import ROOT, algorithms, base_of
 from tools.marks import changes, marked_lines
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -180,7 +180,7 @@ def page_data(folder: Path) -> dict:
     known: dict[tuple, int] = {}
     files = []
     for path in algorithms():
-        source, trunk = path.read_text(), trunk_of(path)
+        source, base = path.read_text(), base_of(path)
         module = module_of(path)
         starts, formula = sections(source)
         files.append(
@@ -188,8 +188,8 @@ def page_data(folder: Path) -> dict:
                 "name": path.stem,
                 "title": source.splitlines()[0].strip('"').rstrip("."),
                 "path": path.relative_to(ROOT).as_posix(),
-                "trunk": trunk and trunk.stem,
-                "changed": changes(path, trunk)[1] if trunk else 0,
+                "base": base and base.stem,
+                "changed": changes(path, base)[1] if base else 0,
                 "lines": [known.setdefault(tuple(x), len(known)) for x in coloured(source)],
                 "own": sorted(marked_lines(source)),
                 "sections": starts,
@@ -219,11 +219,11 @@ def chosen(words: list[str]) -> tuple[str, str]:
     if len(names) > 2:
         raise BadInput(f"{len(names)} files: the page shows two")
     if not names:
-        far = {n: changes(p, t)[1] for n, p in files.items() if (t := trunk_of(p))}
+        far = {n: changes(p, t)[1] for n, p in files.items() if (t := base_of(p))}
         names = [min(far, key=far.get)]
     if len(names) == 1:
-        trunk = trunk_of(files[names[0]])
-        names.insert(0, trunk.stem if trunk else names[0])
+        base = base_of(files[names[0]])
+        names.insert(0, base.stem if base else names[0])
     return names[0], names[1]
 
 

@@ -1,13 +1,13 @@
-"""Carry a change of a trunk into every file that grows from it.
+"""Carry a change of a base file into every file that grows from it.
 
-    python -m tools.spread [COMMIT]        the change of each trunk since COMMIT (default: HEAD)
+    python -m tools.spread [COMMIT]        the change of each base file since COMMIT (default: HEAD)
     python -m tools.spread --dry [COMMIT]  only say what would be done
 
 Edit grpo.py, run this, read what it says. A hunk is placed where the file still has the lines that
 it replaces, or, for an insertion, where the two lines around it still stand next to each other;
-anything else would be a guess, and is printed for you to do by hand, and so is what the trunk marks
-as its own. Headers (the first docstring) are each file's own and are left alone. Exit code 1 if
-something is left to do.
+anything else would be a guess, and is printed for you to do by hand, and so is what the base file
+marks as its own. Headers (the first docstring) are each file's own and are left alone. Exit code 1
+if something is left to do.
 """
 
 import difflib
@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools import arguments
-from checks.files import ROOT, algorithms, trunk_of
+from checks.files import ROOT, algorithms, base_of
 
 MARK = r"# </?\w+>$"
 
 
 @dataclass
 class Spread:
-    """One file after its trunk's change: its new lines, how many hunks were placed, and those that
-    were not."""
+    """One file after its base file's change: its new lines, how many hunks were placed, and
+    those that were not."""
 
     lines: list[str]
     placed: int = 0
@@ -71,7 +71,7 @@ def spread(base: list[str], theirs: list[str], ours: list[str]) -> Spread:
     """Apply the line edits base -> theirs to ours, wherever the lines that they touch are the same
     in base and ours.
 
-    New lines that the trunk marks as its own are not inserted: they are what it does and the others
+    New lines that the base file marks as its own are not inserted: they are its own and the others
     may not.
     """
     at, there, result = same(base, ours), same(theirs, ours), Spread(list(ours))
@@ -113,18 +113,18 @@ def committed(path: Path, commit: str) -> str | None:
 
 
 def main(commit: str, dry: bool) -> int:
-    """Spread every trunk's change, trunks of trunks first; returns how many hunks were left."""
+    """Spread every base file's change, grpo.py's first; returns how many hunks were left."""
     left, waiting, done = 0, algorithms(), set()
     while waiting:
-        path = next(path for path in waiting if trunk_of(path) is None or trunk_of(path) in done)
+        path = next(path for path in waiting if base_of(path) is None or base_of(path) in done)
         waiting.remove(path)
         done.add(path)
-        trunk = trunk_of(path)
-        before = committed(trunk, commit) if trunk else None
-        if before is None or before == trunk.read_text("utf-8"):
+        base = base_of(path)
+        before = committed(base, commit) if base else None
+        if before is None or before == base.read_text("utf-8"):
             continue
         header, ours = body(path.read_text("utf-8"))
-        result = spread(body(before)[1], body(trunk.read_text("utf-8"))[1], ours)
+        result = spread(body(before)[1], body(base.read_text("utf-8"))[1], ours)
         if not dry:
             path.write_text("\n".join([*header, *result.lines]) + "\n", encoding="utf-8")
         print(

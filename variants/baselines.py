@@ -37,7 +37,7 @@ near 0 or 1 a larger weight; MaxRL's division gives hard prompts 1/p, which make
 of log p instead of p. ScaleRL's std is that of all R_i - group's mean in the batch. `none` and
 `batch` need no group: `--group_size 1` will do.
 
-Trunk: justrl.py. Differs from it in:
+Base file: justrl.py. Differs from it in:
 1. Advantages by `--baseline`; statistics of the batch are those of the rollout, over all ranks.
 
 Differs from the papers in:

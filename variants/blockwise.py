@@ -35,7 +35,7 @@ to the marker, or the marker and the answer. With `arithmetic:steps` (part marks
 step, and for the answer) the two add up to the reward of the whole. Where the verifier never finds
 anything in a working (`arithmetic`), its reward is always 0 and nothing is learnt from it.
 
-Trunk: grpo.py. Differs from it in:
+Base file: grpo.py. Differs from it in:
 1. Rewards, advantages and token means by block; their sum.
 2. Advantages without std. No KL term, no reference model.
 3. The default task.

@@ -32,7 +32,7 @@ side off at ε_low >= 1 (slime; verl's example, where ε 0.2 makes c = 1.2); and
 same two do if ε_low stays at the usual 0.2. That is another loss: a token that has become rare
 keeps the weight 0.8. M1 sets ε_low too large to act.
 
-Trunk: justrl.py. Differs from it in:
+Base file: justrl.py. Differs from it in:
 1. -log π with a detached, capped weight in place of min and clip; `--clip_low` and `--clip_high`
    only count what justrl.py would drop.
 

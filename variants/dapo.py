@@ -26,7 +26,7 @@ A response cut at the limit is judged wrong, good as its reasoning may be. The s
 notice: over the last `--overlong_buffer` tokens it grows to half of what a right answer earns.
 There shorter right answers beat longer ones, and a right one is never worse than a wrong one.
 
-Trunk: justrl.py, which has the token mean and clip-higher. Differs from it in:
+Base file: justrl.py, which has the token mean and clip-higher. Differs from it in:
 1. Dynamic sampling, at most `--max_draws` rounds a step; what is idle then stays, without gradient.
    How far the stream of prompts has been read no longer follows from the step, and is saved.
 2. The punishment, in the rewards that advantages are made of. Filter and advantages go by verdicts:

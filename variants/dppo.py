@@ -30,14 +30,14 @@ and trainer disagree, a token is that far from what was sampled before the first
 π_old, as in minirl.py, or without a region, as in cispo.py, the authors see the disagreement grow
 until the run collapses.
 
-Trunk: minirl.py. Differs from it in:
+Base file: minirl.py. Differs from it in:
 1. The mask: a divergence from μ in place of the ratio to π_old.
 2. Cap 20. Gone are the ablation without μ, which the mask needs; the length norm; and routing
    replay, without which the authors' mixture of experts stays stable.
 
 Differs from the paper in:
 1. The coin's divergence alone; there also one over the likeliest tokens.
-2. Advantages have no std, and tokens are summed, as in the trunk. So they are in verl's script,
+2. Advantages have no std, and tokens are summed, as in the base file. So they are in verl's script,
    which also divides the sums by a constant.
 3. The cap is 20, as in verl and TRL. The authors' own code has 10, and verl's script, which sets
    10,000, none in effect.

@@ -25,7 +25,7 @@ which nearly all or nearly no samples are right a larger weight: 1/sqrt(p(1-p)),
 much again as at 1/2. Take both away and the policy gradient is left, with a group's mean as its
 baseline (RLOO's, times (G-1)/G). The constant L only rescales lr, which Adam undoes.
 
-Trunk: grpo.py. Differs from it in:
+Base file: grpo.py. Differs from it in:
 1. Advantages without std.
 2. A sum over tokens divided by the constant `--max_new_tokens`.
 3. No KL term, no reference model.

@@ -37,7 +37,7 @@ contribute far more than the others:
                          clip leaves a gradient, lose it; their number still divides
     --tokens kl_cov      r Â - |log r| at the 0.2% of the largest c, r Â elsewhere: no clip
 
-Trunk: stapo.py. Differs from it in:
+Base file: stapo.py. Differs from it in:
 1. The mask I: by entropy alone, right and wrong responses. Or by covariance.
 2. No list of the tokens left out: it would be four fifths of all.
 

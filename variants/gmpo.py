@@ -25,7 +25,7 @@ most. That makes room for a bound much wider than PPO's: 0.67 to 1.49 where PPO 
 A token that moved against its advantage is not bounded, as under PPO's min: of Â < 0 one of r = 20
 still raises s. It is one of |y| there, too.
 
-Trunk: gspo.py. Differs from it in:
+Base file: gspo.py. Differs from it in:
 1. The clip stands before the mean, on each token's log r, and is 0.4 wide.
 2. No count of what GRPO would clip.
 

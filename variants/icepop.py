@@ -41,7 +41,7 @@ At the default band hardly a token of the embedded models is dropped (1 in 100,0
 the mixture of experts 1 in 10,000); between 0.8 and 1.25, 2 in 1,000. The authors later saw a fixed
 band drop fewer and fewer tokens while the gap widened (KPop, 2026).
 
-Trunk: minirl.py. Differs from it in:
+Base file: minirl.py. Differs from it in:
 1. PPO's min and clip on r, times a correction of w alone, in place of -log π with min(π_θ/μ, 5),
    which corrects for both at once.
 2. The mean over a response's tokens by default. Gone are the ablation without μ, here `--correction
@@ -49,7 +49,7 @@ Trunk: minirl.py. Differs from it in:
 
 Differs from the paper in:
 1. α and β are OpenRLHF's and verl's for IcePop; each other correction's own are in the flags.
-2. Advantages without std and ε are the trunk's; no KL term.
+2. Advantages without std and ε are the base file's; no KL term.
 
 Two other losses have the same name. prime-rl's has the band on π_θ/μ, which is also the weight, and
 neither min nor clip (its documentation; 0.2 to 5 there). "Online IcePop" (2025) takes one step per

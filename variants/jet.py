@@ -27,7 +27,7 @@ weights alone would never move; in the masters updates add up, until a weight fa
 8-bit number. The gradient is that of the rounded weights, which are what acted. Rounding itself has
 none (it is flat, or jumps), so it is taken to be the identity.
 
-Trunk: minirl.py. Differs from it in:
+Base file: minirl.py. Differs from it in:
 1. The passes use the rounded weights; the masters are put in for the optimiser's step and for
    checkpoints. (`--save_hf` writes the rounded ones.)
 2. The sampler gets the rounded weights and computes as the trainer does, with either engine.

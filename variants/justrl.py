@@ -25,7 +25,7 @@ Two things it does take from DAPO. The token mean: every token counts the same, 
 as in a short one. And ε_high > ε_low: a token at probability 0.01 may rise to 0.0128 and not just
 to 0.012 before its gradient is cut, and rare tokens are where new behaviour comes from.
 
-Trunk: grpo.py. Differs from it in:
+Base file: grpo.py. Differs from it in:
 1. The mean over all tokens of the mini-batch in place of the mean of response means.
 2. ε 0.2 / 0.28.
 3. No KL term, no reference model.

@@ -30,7 +30,7 @@ waves. On the embedded task a right answer needs its tokens: with the defaults Î
 length and accuracy stay GRPO's. In the second command the price outweighs answers: lengths swing
 between 8 and 25 tokens, and greedy accuracy is 0.47 after 60 steps, not 0.97 (one seed).
 
-Trunk: grpo.py. Differs from it in:
+Base file: grpo.py. Differs from it in:
 1. The rewards that advantages are made of (`reward` in the metrics stays the verifier's), and Î».
 
 Differs from the paper in:

@@ -30,7 +30,7 @@ clip would end the fall at 0.8; the authors' clip has no lower bound (ε_low = 1
 is all that holds. But a clip only stops pushing. A token that others drag down it lets go, and the
 spring pulls.
 
-Trunk: justrl.py. Differs from it in:
+Base file: justrl.py. Differs from it in:
 1. The term β I k3, by a column π_proxy that the pass for π_old reads off beside it.
 2. ε_low = 1, ε_high = 9: in effect r <= 10 where Â > 0, and no bound where Â < 0.
 3. One more forward pass per mini-batch: δ is a quantile of π_θ over all of it.

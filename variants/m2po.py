@@ -26,7 +26,7 @@ nothing is dropped while the mean holds; beyond it only the farthest tokens are 
 report stable training on samples 256 updates old, with 0.06% of the tokens masked where GRPO clips
 1.22%.
 
-Trunk: justrl.py. Differs from it in:
+Base file: justrl.py. Differs from it in:
 1. The mask of the mini-batch's second moment instead of min and clip.
 2. w against the sampler instead of r against π_old: one ratio corrects for its numerics and for
    staleness, as in minirl.py. It has no cap: Â < 0 and w > 1 is not a trust-region token.

@@ -29,7 +29,7 @@ log π_θ is that of now, not π_old's: as the student arrives, its advantage go
 There is no clip: a signal that ends at its target should need none, which we have not measured.
 C bounds the weight of a token that the sampler found rare.
 
-Trunk: grpo.py. Differs from it in:
+Base file: grpo.py. Differs from it in:
 1. The teacher's difference in place of the clipped ratio and of k3, which keeps a policy near π_ref
    and does not lead it anywhere. π_T is held and asked as π_ref is there (--offload_reference).
 2. The mean over all tokens of the mini-batch in place of the mean of response means.

@@ -29,7 +29,7 @@ At π_θ = π_old the gradient is the plain policy gradient with V as its baseli
 one that is all right still says that V was too low. As π_θ leaves π_old the second term pulls it
 back, where PPO's clip would cut.
 
-Trunk: goldilocks.py. Differs from it in:
+Base file: goldilocks.py. Differs from it in:
 1. The teacher predicts the mean reward in place of sqrt(p (1-p)); its choice is what is nearest to
    τ, not what is largest.
 2. The same number, as it was before the rollout, is log Z in the loss: trajectory balance in place

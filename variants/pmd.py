@@ -29,11 +29,11 @@ asks for 50, which no probability can do. Within a step the squares cannot becom
 brake and no target. paced.py learns the Z that fits; on what the mean does instead there is an
 analysis (arXiv 2602.05933: a mixture of KL and χ² that is stricter where rewards are low).
 
-Trunk: dr_grpo.py. Differs from it in:
+Base file: dr_grpo.py. Differs from it in:
 1. The square of the whole response's log ratio in place of ratio and clip.
 
 Differs from the paper in:
-1. 1/L is the trunk's. There the sum over tokens is not divided; OpenKimi divides by |y_i|.
+1. 1/L is the base file's. There the sum over tokens is not divided; OpenKimi divides by |y_i|.
 2. Four optimiser steps per rollout. There an iteration has many, on its samples and on older ones,
    and starts with a new optimiser.
 3. No punishment for length, no curriculum, no partial rollouts.
@@ -166,7 +166,7 @@ def policy_loss(
         "pull": (args.tau * log_ratio.abs().sum(), A.abs().sum()),
         "turned": ((live & (weight * A < 0)).sum(), live.sum()),
     }
-    # 1/L for all, as in the trunk: a matter of lr.
+    # 1/L for all, as in the base file: a matter of lr.
     return -objective.sum() / args.max_new_tokens, mask.new_tensor(len(mask)), stats
     # </own>
 

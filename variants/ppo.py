@@ -31,7 +31,7 @@ VAPO (arXiv 2504.05118) brought the critic back for long responses, whose reward
 the way (0.95^100 = 0.006): the critic learns from λ = 1 (`--lam_critic`), the policy's λ is
 1 - 1/(α|y|) (`--lam_length` is α), and the critic begins before the policy (`--critic_warmup`).
 
-Trunk: grpo.py. Differs from it in:
+Base file: grpo.py. Differs from it in:
 1. Advantages: by token, of a critic. KL in the reward. The mean over all tokens.
 2. The critic: a second model, with an optimiser of its own, sharded and saved like the policy. It
    starts as the policy's weights with an output of 0, and trains alone for some steps: the policy

@@ -35,7 +35,7 @@ the policy of 5 when they are due. STAPO's quantile is over main rows and branch
 of its own tokens, not of its prefix. b is for groups of main rows; a branch is compared with its
 siblings' plain mean.
 
-Trunk: goldilocks.py. Differs from it in:
+Base file: goldilocks.py. Differs from it in:
 1. Layers 1, 2, 4 and 5; no KL term, no reference model.
 2. The teacher can be left out.
 

@@ -34,7 +34,7 @@ and 94% of those were wrong: once most responses are right, to be wrong is to be
 takes away what the paper found worth most. Rewards are not filtered: the one right answer to a hard
 prompt is an outlier, too.
 
-Trunk: grpo.py. Differs from it in:
+Base file: grpo.py. Differs from it in:
 1. Positive advantages times λ.
 2. Outliers get the advantage 0. They stay in the baseline, in the mean and in the KL term.
 3. `--baseline none`, the paper's: Â = 1 for a right response and -1 for a wrong one.

@@ -27,7 +27,7 @@ there the signs differ. A good response is pulled most at W = 2/3, where other u
 less likely than it was, and let go as it rises: φ(2) = 0.20. A bad one is pushed most at W = 1.5,
 where it has become likelier, still at W = 2, φ = 1.08, and let go as it falls: φ(0.5) = 0.34.
 
-Trunk: justrl.py. Differs from it in:
+Base file: justrl.py. Differs from it in:
 1. -log π with the detached weight φ(W) of the whole response in place of min and clip.
 
 Differs from the paper in:

@@ -15,7 +15,7 @@ from labs.stress import STRESSES, Stress
 
 # A file in the house's form, whose training is to write down what it was given
 FAKE = '''
-"""Trunk: grpo.py"""
+"""Base file: grpo.py"""
 from dataclasses import dataclass
 from pathlib import Path
 from common.plumbing.flags import Flags

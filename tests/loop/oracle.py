@@ -451,7 +451,7 @@ def grpo(b: Batch) -> Tensor:
 
 
 def justrl(b: Batch) -> Tensor:
-    """The trunk of many variants."""
+    """The base file of many variants."""
     return token_mean(surrogate(b), tokens_of(b, b.mask))
 
 

@@ -1,4 +1,4 @@
-"""The structure of the repository: who imports whom, how far each file may depart from its trunk,
+"""The structure of the repository: who imports whom, how far each file may differ from its base,
 and that flags are declared where they are read."""
 
 import ast
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
-from checks.files import ALGORITHMS, NINE, PATHS, trunk_of
+from checks.files import ALGORITHMS, NINE, PATHS, base_of
 from common.plumbing.flags import Flags, Rule
 from tools.marks import changes, code_lines
 
@@ -17,7 +17,7 @@ from tests.helpers import ROOT, module_of
 
 COMMON = sorted((ROOT / "common").rglob("*.py"))
 LOSS_ONLY = [name for name in ("gspo", "sapo", "maspo", "gmpo", "pmd") if name in PATHS]
-# Code lines, and changed code lines against the trunk. stapo also finds its quantile over ranks
+# Code lines, and changed code lines against the base file. stapo also finds its quantile over ranks
 # and writes down what it silenced; the last three change more than the loss, each by one object.
 USUAL = (178, 34)
 BUDGET = {
@@ -31,7 +31,7 @@ BUDGET = {
     "entropy20": (229, 88),  # two rules by covariance; what stapo has and it has not
     "dapo": (225, 76),  # rounds of sampling, and two more parts of the recipe
     "dppo": (210, 46),  # two flags more: prime-rl's mask and square
-    "paced": (306, 46),  # without its trunk's KL term
+    "paced": (306, 46),  # without its base file's KL term
     "laconic": (199, 41),  # a price, and where it is paid
     "jet": (230, 40),  # an object beside minirl's replay
     "baselines": (198, 42),  # six baselines
@@ -43,10 +43,10 @@ BUDGET = {
 
 
 def budget(algorithm: str) -> tuple[int, int]:
-    """A variant is a small departure: its trunk's code lines and a few more."""
+    """A variant is a small departure: its base file's code lines and a few more."""
     if algorithm in BUDGET or algorithm in NINE:
         return BUDGET.get(algorithm, USUAL)
-    code, _ = budget(trunk_of(PATHS[algorithm]).stem)
+    code, _ = budget(base_of(PATHS[algorithm]).stem)
     return code + 20, 40
 
 
@@ -110,29 +110,29 @@ def test_common_knows_no_algorithm():
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_differences_lie_inside_the_marks(algorithm):
-    """The diff against its trunk shows the algorithm and nothing else, within its budget."""
+    """The diff against its base file shows the algorithm and nothing else, within its budget."""
     path, (most, most_changed) = PATHS[algorithm], budget(algorithm)
     assert len(code_lines(path.read_text())) <= most
-    if trunk_of(path):
-        loose, changed = changes(path, trunk_of(path))
+    if base_of(path):
+        loose, changed = changes(path, base_of(path))
         assert not loose, "\n".join(loose)
         assert 0 < changed <= most_changed
 
 
 def test_an_unmarked_difference_is_found(tmp_path):
-    trunk, other = tmp_path / "grpo.py", tmp_path / "other.py"
-    trunk.write_text("a = 1\nb = 2  # <own>\nc = 3\n")
+    base, other = tmp_path / "grpo.py", tmp_path / "other.py"
+    base.write_text("a = 1\nb = 2  # <own>\nc = 3\n")
     other.write_text("a = 1  # a comment\nc = 3\nd = 4  # <own>\n")
-    assert changes(other, trunk) == ([], 2)
+    assert changes(other, base) == ([], 2)
     other.write_text("a = 1\nc = 4\n")
-    assert changes(other, trunk)[0] == ["other.py:2: c = 4"]
+    assert changes(other, base)[0] == ["other.py:2: c = 4"]
 
 
 @pytest.mark.parametrize("algorithm", LOSS_ONLY)
-def test_a_loss_only_file_has_its_trunks_main(algorithm):
+def test_a_loss_only_file_has_its_base_files_main(algorithm):
     path = PATHS[algorithm]
     mine = path.read_text().partition("\ndef main(")[2]
-    assert mine and mine == trunk_of(path).read_text().partition("\ndef main(")[2]
+    assert mine and mine == base_of(path).read_text().partition("\ndef main(")[2]
 
 
 # Flags
