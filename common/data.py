@@ -26,7 +26,7 @@ from common.plumbing.flags import key_values
 from common.plumbing.folder import checksum
 from common.plumbing.sets import HUB, Prompt, Row, as_row, judge_by_yours, local_file
 from common.plumbing.sets import read_set, remarks_on
-from common.reward import Verifier, arithmetic_reward, final_answer, loaded
+from common.reward import Verifier, final_answer, loaded
 from common.tiny import arithmetic
 
 MOST_HELD_OUT = 100_000  # arithmetic problems: to draw and to measure more would take hours
@@ -123,8 +123,8 @@ def arithmetic_task(args: object, tokenizer: Tokenizer) -> Task:
     while len(chosen) < args.eval_problems:
         if arithmetic.held_out(prompt := arithmetic.draw(rng, test)) and prompt not in chosen:
             chosen[prompt] = problem(prompt)
-    held_out_verifier = judged(arithmetic_reward) if kind.reward else None
-    verifier, held_out = judged(kind.reward or arithmetic_reward), list(chosen.values())
+    held_out_verifier = judged(arithmetic.arithmetic_reward) if kind.reward else None
+    verifier, held_out = judged(kind.reward or arithmetic.arithmetic_reward), list(chosen.values())
     final = lambda text: text.rpartition("#")[2]  # noqa: E731
     return Task(
         args.task, train, held_out, verifier, held_out_verifier=held_out_verifier, final=final

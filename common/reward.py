@@ -35,28 +35,6 @@ START = 120.0  # seconds, bound on the start of a worker: slow disks are slow, b
 TAIL = 2000  # characters searched for an answer that is not boxed
 
 
-def arithmetic_reward(completion: str, answer: str) -> float:
-    """1.0 if what follows the last `#` is exactly the answer; a substring is not enough."""
-    _, mark, final = completion.rpartition("#")
-    return float(mark == "#" and final == answer)
-
-
-def mentioned_reward(completion: str, solution: str) -> float:
-    """A verifier with a hole: what follows the last `#` need only stand somewhere in the solution.
-
-    As if the reference solution were searched for the answer, in place of its last line.
-    """
-    _, mark, final = completion.rpartition("#")
-    return float(mark == "#" and final in solution)
-
-
-def steps_reward(completion: str, solution: str) -> float:
-    """Part marks: the share of the solution's steps, its answer among them, that are right."""
-    (given, _, final), (steps, _, answer) = completion.rpartition("#"), solution.rpartition("#")
-    pairs = [*zip(given.split(";"), steps.split(";")), (final, answer)]
-    return sum(one == other for one, other in pairs) / (steps.count(";") + 2)
-
-
 def final_answer(completion: str) -> str:
     """The last \\boxed{...}, braces balanced, or "" if it never closes; without a box, the end.
 
