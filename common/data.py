@@ -24,7 +24,7 @@ from common.distributed import everywhere
 from common.plumbing.errors import BadInput, blame
 from common.plumbing.flags import key_values
 from common.plumbing.folder import checksum
-from common.plumbing.sets import HUB, Prompt, Row, as_row, judge_by_yours, local_file
+from common.plumbing.sets import HUB, Prompt, Row, as_row, as_text, local_file
 from common.plumbing.sets import read_set, remarks_on
 from common.reward import Verifier, final_answer, loaded
 from common.tiny import arithmetic
@@ -78,8 +78,6 @@ def load_task(args: object, tokenizer: Tokenizer) -> Task:
     chat_options(args.chat, tokenizer)  # refuses wrong ones
     read = file_task if file else dataset_task
     task = (arithmetic_task if args.task in arithmetic.KINDS else read)(args, tokenizer)
-    if args.reward:
-        judge_by_yours(task, args)
     # Each rank measures its share of the held-out problems: they have to be the same ones.
     held_out = digest([(problem.prompt, problem.answer) for problem in task.held_out])
     if len(everywhere([task.fingerprint + held_out])) > 1:
@@ -150,7 +148,10 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
         with blame(f"{flag}: {str(row)[:40]} is no (prompt, reference)"):
             if not isinstance(row, tuple | list) or len(row) != 2:  # a dict would give its keys
                 raise TypeError("neither a tuple nor a list of two")
-            return as_row(*row, bool(verifier.spec or args.reward))
+            prompt, reference = row
+            # Workers read references as JSON: the run should hold what the reward will be given.
+            as_given = json.loads(json.dumps(reference)) if verifier.spec else as_text(reference)
+            return as_row(prompt, as_given)
 
     def drawn(index: int) -> Row:
         with blame(f"{flag}: train({index}) fails"):
@@ -191,8 +192,7 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
     if known := sum(str(problem.prompt).strip() in trained for problem in held_out):
         what = "come up in training, too: the accuracies are not of unseen problems"
         remarks.append(f"{known} of {len(held_out)} held-out problems {what}")
-    held_out_verifier = verifier if verifier.spec else None
-    return Task(args.task, train, held_out, verifier, fingerprint, remarks, held_out_verifier)
+    return Task(args.task, train, held_out, verifier, fingerprint, remarks)
 
 
 def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
@@ -208,8 +208,8 @@ def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
     if len({path.resolve() for path in files}) < len(files):
         raise BadInput(f"--eval_task {spec}: is the training file, of which a part is held back")
     test = read_set(spec, args, "test", "--eval_task") if own_split else rows
-    remarks = remarks_on(args.task, rows, verifier, args.reward)
-    remarks += remarks_on(spec, test, verifier, args.reward) if args.eval_task else []
+    remarks = remarks_on(args.task, rows, verifier)
+    remarks += remarks_on(spec, test, verifier) if args.eval_task else []
     order, distinct = list(range(len(test))), {}
     random.Random("held-out").shuffle(order)  # the same for every seed
     for row in order:

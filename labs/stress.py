@@ -41,8 +41,7 @@ COUNT = STEPS // EVERY + 1  # measurements, with the one before training
 BUDGET = f"--prompts_per_step 16 --group_size 8 --eval_every {EVERY} --eval_problems 256"
 BUDGET += " --eval_samples 2 --sampler_tolerance 1e6"
 # What no method may change; the second task has the first one's problems, and marks for steps
-RULES = {"model": ("tiny",), "task": ("arithmetic", "arithmetic:steps")}
-RULES |= {"max_new_tokens": (64,), "reward": ("",)}
+RULES = {"model": ("tiny",), "task": ("arithmetic", "arithmetic:steps"), "max_new_tokens": (64,)}
 # What a run was like in its last 16 steps: without it a score has no reason
 LATE, DIARY = 16, ("entropy", "zero_groups", "sampler_gap", "response_len", "grad_norm")
 USELESS = KINDS["arithmetic:mix"].terms

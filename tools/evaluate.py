@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
 
-from common.data import HUB, Problem, chat_options, fitting, limits, load_task
+from common.data import Problem, chat_options, fitting, limits, load_task
 from common.data import read_set, remarks_on
 from common.distributed import World, global_sum, shard
 from common.plumbing.checkpoint import PICKLE
@@ -34,7 +34,7 @@ from common.plumbing.launch import launch, settle
 from common.logprobs import Policy
 from common.plumbing.errors import BadInput, RunStopped, blame, first_line
 from common.plumbing.model import load_model
-from common.reward import Verifier, loaded
+from common.reward import Verifier
 from common.rollout import make_engine
 from common.tiny import arithmetic
 from common.plumbing.tracking import Run
@@ -50,7 +50,7 @@ from transformers import PreTrainedTokenizerBase
 
 SETTINGS = ((0.0, 1.0), (1.0, 1.0), (0.7, 0.9))  # (temperature, top-p); 0 is greedy, one response
 RESAMPLES = 2000
-OF_THE_RUN = "task reward eval_problems eval_samples max_new_tokens max_prompt_tokens instruction "
+OF_THE_RUN = "task eval_problems eval_samples max_new_tokens max_prompt_tokens instruction "
 OF_THE_RUN += "prompt_column answer_column chat rollout_dtype"  # flags that a run is asked for
 
 
@@ -61,8 +61,8 @@ class Args(Flags):
     task: str = "arithmetic"
     """Without --eval_task: the held-out problems of this task are measured (a run: of its own)."""
     eval_task: str = ""
-    """Sets to measure whole, comma-separated: hub sets, .jsonl or .parquet files (judged by
-    --reward, if given), arithmetic, a task file FILE.py."""
+    """Sets to measure whole, comma-separated: hub sets, .jsonl or .parquet files, arithmetic,
+    a task file FILE.py."""
     eval_samples: Count = 4
     """n: responses to each problem, at both settings but the greedy one (ours)."""
     rollout_rows: Count = 1024
@@ -156,14 +156,11 @@ def load_sets(
         spec = config.get("eval_task", "") if own else ""
         task = load_task(replace(args, eval_task=spec), tokenizer)
         changed = own and config.get("data", "") != task.fingerprint
-        what = f"{args.task} or --reward" if args.reward else args.task
-        warning = f"{what} changed since the run: it may have trained on these problems"
+        warning = f"{args.task} changed since the run: it may have trained on these problems"
         verifier = task.held_out_verifier or task.verifier
         return [Set(task.name, task.held_out, verifier)], [*task.remarks, *[warning] * changed]
     chat_options(args.chat, tokenizer)  # refuses wrong ones
     sets, remarks, math_verify = [], [], Verifier()
-    with blame(f"--reward {args.reward}: cannot be used"):
-        own = Verifier.of(args.reward, loaded(args.reward)) if args.reward else math_verify
     for spec in dict.fromkeys(args.eval_task.split(",")):
         if spec in arithmetic.KINDS or ".py" in spec:
             task = load_task(replace(args, task=spec, eval_task=""), tokenizer)
@@ -177,9 +174,8 @@ def load_sets(
         if not (found := [problem for problem in tried if problem]):
             left = f"no problem left of {len(rows)}; {limits(args, tokenizer)}"
             raise BadInput(f"--eval_task {spec}: {left}")
-        verifier = math_verify if spec.partition(":")[0] in HUB else own
-        sets.append(Set(spec, found, verifier))
-        remarks += remarks_on(spec, rows, math_verify, args.reward)
+        sets.append(Set(spec, found, math_verify))
+        remarks += remarks_on(spec, rows, math_verify)
         if dropped := len(rows) - len(found):
             remarks.append(f"{spec}: {dropped} of {len(rows)} prompts too long, dropped")
     return sets, remarks
@@ -214,9 +210,8 @@ def main(args: Args, world: World) -> None:
             for line in lines if world.rank == 0 else ():
                 print(line, flush=True)
 
-    flags = ("reward",) if args.eval_task else ("task", "reward")
-    files = [getattr(args, flag) for flag in flags if getattr(args, flag) == config.get(flag)]
-    say(*[f"running {file}, which {run}/config.json names" for file in files if ".py" in file])
+    if ".py" in args.task and args.task == config.get("task") and not args.eval_task:
+        say(f"running {args.task}, which {run}/config.json names")
     lm, tokenizer = load_model(args.model, world, "MODEL")
     sets, remarks = load_sets(args, config, tokenizer)
     engine, step = make_engine(args, lm, world), 0

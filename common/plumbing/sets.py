@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.plumbing.errors import BadInput, blame
-from common.plumbing.folder import checksum
-from common.reward import Verifier, final_answer, loaded
+from common.reward import Verifier, final_answer
 
 CHECKED = 32  # references that the verifier is tried on before the run
 PLAIN_NUMBER = re.compile(r"-?\d{1,100}([./]\d{1,100})?")  # a reference that needs no trying
@@ -80,7 +79,7 @@ def read_set(spec: str, args: object, split: str, flag: str = "--task") -> list[
     # Offline, renamed, gated, no parquet: libraries and HTTP clients raise many kinds.
     with blame(f"{flag} {spec}: cannot be read"):
         given = source(path, columns, split)
-        rows = list(pairs(given, columns, str(path or name), bool(args.reward)))
+        rows = list(pairs(given, columns, str(path or name)))
     if not rows:
         raise BadInput(f"{flag} {spec}: holds no problem")
     return rows
@@ -109,12 +108,8 @@ def once(pairs: list[tuple[str, object]]) -> dict:
     return row
 
 
-def pairs(rows: Iterable[bytes | dict], columns: Columns, where: str, yours: bool) -> Iterator[Row]:
-    """Prompt and reference answer of each row; the first that has none is named.
-
-    For a reward of `yours` the answer of several columns is a dict.
-    """
-    names = columns.answer.split(",")
+def pairs(rows: Iterable[bytes | dict], columns: Columns, where: str) -> Iterator[Row]:
+    """Prompt and reference answer of each row; the first that has none is named."""
     for number, row in enumerate(rows, 1):
         if isinstance(row, bytes) and not row.strip():
             continue
@@ -123,19 +118,17 @@ def pairs(rows: Iterable[bytes | dict], columns: Columns, where: str, yours: boo
         with blame(f"{where}:{number}: {wanted}"):
             if isinstance(row, bytes):
                 row = json.loads(row.decode("utf-8-sig"), object_pairs_hook=once)
-            several = yours and names[1:] and {name: row[name] for name in names}
-            answer = several or EXTRACT[columns.extract](row[columns.answer])
-            row = as_row(row[columns.prompt], answer, yours)
+            answer = EXTRACT[columns.extract](row[columns.answer])
+            row = as_row(row[columns.prompt], as_text(answer))
         yield row
 
 
-def as_row(prompt: object, reference: object, yours: bool) -> Row:
-    """A prompt, a text or chat messages ({"role": ..., "content": ...}), and a reference: as text
-    or, for a reward of `yours`, as JSON gives it back."""
+def as_row(prompt: object, reference: object) -> Row:
+    """A prompt, a text or chat messages ({"role": ..., "content": ...}), and its reference, after
+    a check that neither is empty."""
     turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     if not all(isinstance(turn[key], str) for turn in turns for key in ("role", "content")):
         raise TypeError("no text, and no chat messages")
-    reference = json.loads(json.dumps(reference)) if yours else as_text(reference)
     if not "".join(turn["content"] for turn in turns).strip() or reference == "":
         raise ValueError("empty")
     return prompt, reference
@@ -149,15 +142,14 @@ def as_text(answer: object) -> str:
     return str(int(answer) if whole else answer).strip()
 
 
-def remarks_on(spec: str, rows: list[Row], verifier: Verifier, yours: str = "") -> list[str]:
-    """What to say of prompts that come again, and of references that no response can match (what
-    a reward of `yours` matches only it knows)."""
+def remarks_on(spec: str, rows: list[Row], verifier: Verifier) -> list[str]:
+    """What to say of prompts that come again, and of references that no response can match."""
     remarks, prompts = [], {str(prompt).strip() for prompt, _ in rows}
     if again := len(rows) - len(prompts):
         other = len({(str(prompt).strip(), str(answer)) for prompt, answer in rows}) - len(prompts)
         how = f"{again} of {len(rows)} rows repeat a prompt, {other} with another answer"
         remarks.append(f"{spec}: {how}")
-    odd = {} if yours else {one for _, one in rows if not PLAIN_NUMBER.fullmatch(one)}
+    odd = {one for _, one in rows if not PLAIN_NUMBER.fullmatch(one)}
     # All could take hours.
     tried = random.Random("tried").sample(sorted(odd), min(CHECKED, len(odd)))
     scores = verifier([rf"\boxed{{{answer}}}" for answer in tried], tried)
@@ -166,15 +158,3 @@ def remarks_on(spec: str, rows: list[Row], verifier: Verifier, yours: str = "") 
         what = f"cannot be matched by any response, {wrong[0][:40]!r} for one"
         remarks.append(f"{spec}: {len(wrong)} of {len(tried)} references tried {what}")
     return remarks
-
-
-def judge_by_yours(task: object, args: object) -> None:
-    """`--reward` scores training. A set that has a verifier of its own (arithmetic, those of the
-    hub, a task file with a `reward`) keeps it for the held-out problems."""
-    if (args.eval_task or args.task).partition(":")[0] in (*HUB, "arithmetic"):
-        task.held_out_verifier = task.held_out_verifier or task.verifier
-    who = "the set's own verifier" if task.held_out_verifier else "it, too"
-    task.remarks.append(f"{args.reward} judges; the held-out problems are judged by {who}")
-    with blame(f"--reward {args.reward}: cannot be used"):
-        task.verifier = Verifier.of(args.reward, loaded(args.reward))
-        task.fingerprint += checksum(Path(args.reward.partition(":")[0]))

@@ -322,48 +322,6 @@ def test_what_does_not_fit_a_task_file_is_said(mine, tiny):
     assert "1 of 2 held-out problems come up in training, too" in load(str(mine)).remarks[0]
 
 
-REWARD = """
-def reward(response, reference): return float(response == str(reference))
-def second(response, reference): return 0.5 if reference == {"answer": 2, "tests": [2]} else 0.25
-"""
-
-
-@pytest.fixture
-def reward(tmp_path):
-    """A file with rewards of yours, for --reward."""
-    (tmp_path / "reward.py").write_text(REWARD)
-    return tmp_path / "reward.py"
-
-
-def test_a_reward_of_yours_on_any_set(tmp_path, mine, reward, tiny):
-    """It judges the training. Sets with a verifier of their own keep it for the held-out problems,
-    files of rows have none."""
-    path = write(tmp_path / "set.jsonl", numbered(8))
-    for task, own_verifier in (("arithmetic", True), (str(mine), True), (path, False)):
-        tokenizer = tiny[1] if task == "arithmetic" else Letters()
-        found = load(task, tokenizer, reward=str(reward))
-        assert found.verifier(["x", "7"], ["x", "8"]) == [1.0, 0.0]
-        assert (
-            found.held_out_verifier is not None
-        ) == own_verifier and found.held_out_verifier is not found.verifier
-        found.verifier.close()
-    prints = {load(path, reward=str(reward)).fingerprint, load(path).fingerprint}
-    reward.write_text(REWARD + "\n# more\n")
-    assert len(prints | {load(path, reward=str(reward)).fingerprint}) == 3
-
-
-def test_a_reward_gets_the_columns_of_a_row(tmp_path, reward):
-    """One as it stands there, several as a dict."""
-    rows = [{"prompt": f"{i}?", "answer": i, "tests": [i]} for i in range(8)]
-    path, spec = write(tmp_path / "set.jsonl", rows), f"{reward}:second"
-    task = load(path, reward=spec, answer_column="answer,tests")
-    both = [{"answer": 2, "tests": [2]}, {"answer": 3, "tests": [3]}]
-    assert task.verifier(["a", "b"], both) == [0.5, 0.25]
-    assert all(task.train(i).answer["tests"] == [task.train(i).answer["answer"]] for i in range(4))
-    task.verifier.close()
-    assert load(path, reward=spec, answer_column="tests").train(0).answer in [[i] for i in range(8)]
-
-
 @pytest.mark.slow
 def test_a_reward_that_fails_on_every_answer_ends_the_run(tmp_path, mine):
     """Before the first step; also where one rank has no held-out problem to judge."""

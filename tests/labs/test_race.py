@@ -117,7 +117,7 @@ def test_a_judge_errs_by_rule():
 def test_the_held_out_problems_stay_strict_and_the_same():
     """Neither an erring verifier nor useless prompts reach them."""
     _, tokenizer = load_model("tiny")
-    args = SimpleNamespace(task="arithmetic", seed=1, eval_problems=16, eval_task="", reward="")
+    args = SimpleNamespace(task="arithmetic", seed=1, eval_problems=16, eval_task="")
     vars(args).update(chat=(), max_prompt_tokens=1024, max_new_tokens=64)
     kinds, tasks = dict(KINDS), {}
     for name in ("none", "wrong verifier", "useless prompts"):
