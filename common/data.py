@@ -26,7 +26,7 @@ from common.plumbing.flags import key_values
 from common.plumbing.folder import checksum
 from common.plumbing.sets import HUB, Prompt, Row, as_row, as_text, local_file
 from common.plumbing.sets import read_set, remarks_on
-from common.reward import Verifier, final_answer, loaded
+from common.reward import Verifier, final_answer, load_task_file
 from common.tiny import arithmetic
 
 MOST_HELD_OUT = 100_000  # arithmetic problems: to draw and to measure more would take hours
@@ -139,9 +139,11 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
     """
     flag, plain = f"--task {args.task}", None if not tokenizer.chat_template else ""
     with blame(f"{flag}: cannot be used"):
-        given = loaded(args.task)
+        given = load_task_file(args.task)
         rows = list(islice(given.held_out, max(SEEN, args.eval_problems)))
-        verifier = Verifier.of(args.task, given) if hasattr(given, "reward") else Verifier()
+        verifier = Verifier()
+        if hasattr(given, "reward"):
+            verifier = Verifier(args.task, **getattr(given, "bounds", {}))
     first = (args.seed - 1) % 2**20 * 1_000_003  # where this seed begins
 
     def checked(row: object) -> Row:

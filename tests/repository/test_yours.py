@@ -7,7 +7,7 @@ from pathlib import Path
 
 import grpo
 import pytest
-from common.reward import loaded
+from common.reward import load_task_file
 
 from tests.helpers import ROOT, metrics, run_here
 from tests.repository.test_docs import commands
@@ -30,7 +30,7 @@ def files(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def judge_server(files, monkeypatch):
     """The page's stand-in for a judge model, on the loopback address."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), loaded("judge_server.py").Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), load_task_file("judge_server.py").Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("verifier", f"127.0.0.1:{server.server_port}")
     yield
