@@ -19,9 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-import tokenize
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -64,12 +62,8 @@ def reward(completion: str, reference: str) -> float:
 
 
 def source_of(spec: str) -> str:
-    """The text of FILE.py or FILE.py:NAME, in the encoding that the file declares."""
-    file = spec.partition(":")[0]
-    if not Path(file).is_file():  # reading a pipe could wait for ever
-        raise FileNotFoundError(f"No such file: {file}")
-    with tokenize.open(file) as opened:
-        return opened.read()
+    """The text of the task file FILE.py or FILE.py:NAME."""
+    return Path(spec.partition(":")[0]).read_text("utf-8-sig")
 
 
 def load_task_file(spec: str, source: str = "") -> object:
@@ -84,7 +78,7 @@ def load_task_file(spec: str, source: str = "") -> object:
         module = ModuleType(f"task file {file}")
         sys.modules[module.__name__] = module  # dataclasses and pickle look for it there
         module.__file__ = file
-        exec(compile(source or source_of(file), file, "exec", dont_inherit=True), vars(module))
+        exec(compile(source or source_of(spec), file, "exec", dont_inherit=True), vars(module))
         return getattr(module, name) if name else module
     except BaseException as error:  # SystemExit and KeyboardInterrupt included
         raise ImportError(describe(error, spec)) from error
@@ -147,42 +141,28 @@ class Verifier:
         finally:
             self.idle.put(worker)
 
-    def close(self) -> None:
-        """End the workers."""
-        self.threads.shutdown()
-        while not self.idle.empty():
-            if worker := self.idle.get():
-                worker.end()
-
 
 class Worker:
     """A process that scores answers, and a socket to it: one line there, one line back."""
 
     def __init__(self, spec: str, source: str, seconds: float, memory: int):
-        # -P: the current folder may hold a json.py, or another `common`.
+        # -P: without the current folder, which may hold a json.py or another `common`.
         words = [sys.executable, "-P", "-m", "common.reward", spec, str(seconds), str(int(memory))]
-        paths = [str(Path(__file__).parents[1])]
-        if "PYTHONPATH" in os.environ:
-            paths.append(os.environ["PYTHONPATH"])
         self.channel, workers_end = socket.socketpair()
-        with tempfile.TemporaryFile("w+", errors="replace") as errors:
-            self.process = subprocess.Popen(
-                words,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-                stdin=workers_end,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,  # until the worker is ready
-                start_new_session=True,  # Ctrl-C is the trainer's: it finishes its step first
-            )
-            workers_end.close()  # the channel closes when the worker ends
-            line = self.ask(source, START)
-            if line == "ready\n":
-                return
+        self.process = subprocess.Popen(
+            words,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdin=workers_end,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is the trainer's: it finishes its step first
+        )
+        workers_end.close()  # the channel closes when the worker ends
+        line = self.ask(source, START)
+        if line != "ready\n":
             code = self.end()
-            errors.seek(0)
-            last_lines = errors.read().splitlines()[-1:]
-        reason = line.strip() or printable(*last_lines) or f"exit code {code}: is memory left?"
-        raise RunStopped(f"the verifier {spec or 'math-verify'} does not start ({reason})")
+            reason = line.strip() or f"exit code {code}: is memory left?"
+            raise RunStopped(f"the verifier {spec or 'math-verify'} does not start ({reason})")
 
     def ask(self, question: object, seconds: float) -> str:
         """The worker's next line, or "" if none comes within `seconds`.
@@ -213,8 +193,7 @@ def work(spec: str, seconds: str, memory: str) -> None:
     """The worker: answers each line [number, completion, reference] with [number, score, failure],
     until the channel, which is its stdin, closes."""
     questions, verdicts = os.fdopen(os.dup(0)), os.fdopen(os.dup(0), "w")
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)  # a reward function must not read the questions
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a reward function must not read the questions
     source = json.loads(questions.readline())
     try:
         score = load_task_file(spec, source).reward if spec else reward
@@ -224,7 +203,6 @@ def work(spec: str, seconds: str, memory: str) -> None:
         print(describe(error), file=verdicts, flush=True)
         return
     bound_memory(int(memory))
-    os.dup2(nowhere, 2)
     print("ready", file=verdicts, flush=True)
     own_process = os.getpid()
     for line in questions:
@@ -265,14 +243,10 @@ def describe(error: BaseException, spec: str = "") -> str:
     where = f"{Path(file).name}:{lines[-1]}: " if lines else ""
     message = ""
     with contextlib.suppress(BaseException):  # the error's own __str__ may fail
-        message = str(error)
-    return where + printable(f"{type(error).__name__}: {message}").removesuffix(":")
-
-
-def printable(text: str = "") -> str:
-    """Its first line, up to 240 characters, without control characters for a terminal."""
-    first = text.strip().partition("\n")[0][:240]
-    return "".join(one if one.isprintable() else "?" for one in first)
+        message = str(error).strip()
+    line = f"{type(error).__name__}: {message}".partition("\n")[0][:240]
+    # A control character could steer the terminal on which this is printed.
+    return where + "".join(one if one.isprintable() else "?" for one in line).removesuffix(": ")
 
 
 if __name__ == "__main__":

@@ -24,8 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
 
-from common.data import Problem, chat_options, fitting, limits, load_task
-from common.data import read_set, remarks_on
+from common.data import Problem, as_problem, chat_options, fits, load_task
 from common.distributed import World, global_sum, shard
 from common.plumbing.checkpoint import PICKLE
 from common.plumbing.flags import Count, Flags, broken_rule
@@ -34,6 +33,7 @@ from common.plumbing.launch import launch, settle
 from common.logprobs import Policy
 from common.plumbing.errors import BadInput, RunStopped, blame, first_line
 from common.plumbing.model import load_model
+from common.plumbing.sets import rows_of
 from common.reward import Verifier
 from common.rollout import make_engine
 from common.tiny import arithmetic
@@ -158,7 +158,7 @@ def load_sets(
         changed = own and config.get("data", "") != task.fingerprint
         warning = f"{args.task} changed since the run: it may have trained on these problems"
         verifier = task.held_out_verifier or task.verifier
-        return [Set(task.name, task.held_out, verifier)], [*task.remarks, *[warning] * changed]
+        return [Set(task.name, task.held_out, verifier)], [warning] if changed else []
     chat_options(args.chat, tokenizer)  # refuses wrong ones
     sets, remarks, math_verify = [], [], Verifier()
     for spec in dict.fromkeys(args.eval_task.split(",")):
@@ -166,16 +166,14 @@ def load_sets(
             task = load_task(replace(args, task=spec, eval_task=""), tokenizer)
             sets.append(Set(spec, task.held_out, task.held_out_verifier or task.verifier))
             continue
-        rows = read_set(spec, args, "test", "--eval_task")
-        tried = (
-            fitting(row, args.instruction, args, tokenizer)
-            for row in tqdm(rows, "tokenising", leave=False, delay=3)
-        )
-        if not (found := [problem for problem in tried if problem]):
-            left = f"no problem left of {len(rows)}; {limits(args, tokenizer)}"
-            raise BadInput(f"--eval_task {spec}: {left}")
+        rows, found = rows_of(spec, "test", args.prompt_column, args.answer_column), []
+        for row in tqdm(rows, "tokenising", leave=False, delay=3):
+            problem = as_problem(row, args.instruction, args, tokenizer)
+            if problem:
+                found.append(problem)
+        if not found:
+            raise BadInput(f"--eval_task {spec}: no prompt {fits(args, tokenizer)}")
         sets.append(Set(spec, found, math_verify))
-        remarks += remarks_on(spec, rows, math_verify)
         if dropped := len(rows) - len(found):
             remarks.append(f"{spec}: {dropped} of {len(rows)} prompts too long, dropped")
     return sets, remarks

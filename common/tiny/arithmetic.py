@@ -13,6 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
+def final_number(completion: str) -> str:
+    """What follows the last `#`; without one the whole text."""
+    return completion.rpartition("#")[2]
+
+
 def arithmetic_reward(completion: str, answer: str) -> float:
     """1.0 if what follows the last `#` is exactly the answer; a substring is not enough."""
     _, mark, final = completion.rpartition("#")

@@ -7,7 +7,7 @@ import math
 import datasets
 import grpo
 import pytest
-from common.plumbing.sets import HUB, read_set
+from common.plumbing.sets import HUB, rows_of
 
 from tests.helpers import SMALL, metrics, run_here
 from tests.common.rows import ROWS, Letters, load
@@ -79,7 +79,6 @@ def test_reasoning_gym_itself(name):
     scores = task.verifier(given, [problem.answer] * 4)
     assert scores[0] == 1.0 and max(scores[1:]) < 1.0
     assert problem.prompt.startswith(rows[int(problem.answer)]["question"])
-    task.verifier.close()
     for wrong, why in (("countdown", "would execute"), ("nothing", "not registered")):
         with pytest.raises(ValueError, match=f"--task tools/gym.py:{wrong}: .*{why}"):
             load(f"tools/gym.py:{wrong}")
@@ -113,7 +112,7 @@ def test_hub_sets_through_datasets_itself(name, tmp_path, monkeypatch):
         assert all(
             p.prompt.startswith("test " if columns.test else "train ") for p in task.held_out
         )
-    measured = read_set(name, grpo.Args(), "test", "--eval_task")
+    measured = rows_of(name, "test")
     assert [found for _, found in measured] == [answer] * 5
     assert {entry[:2] for entry in asked} == {(columns.path, columns.config)}
     assert {entry[2] for entry in asked} == {columns.train, columns.test} - {""}
