@@ -35,7 +35,7 @@ class other:
 
 @pytest.fixture
 def mine(tmp_path):
-    """A file for a task of yours, which holds MINE."""
+    """A task file, which holds MINE."""
     (tmp_path / "mine.py").write_text(MINE)
     return tmp_path / "mine.py"
 
@@ -86,7 +86,7 @@ def test_kinds_of_arithmetic_draw_what_they_say(tiny, name):
     assert {prompt[-3] for prompt in stream} == set(kind.last)
 
 
-judgeD = {  # completion: the reward by the verifier with a hole, by part marks, held out
+REWARDS = {  # completion: the noisy verifier's reward, partial credit, the held-out reward
     "7*8=56;56-9=47;47+6=53#53": (1, 1, 1),
     "7*8=56;56-9=46;46+6=52#52": (0, 0.25, 0),
     "7*8=56;56-9=47#47": (1, 0.5, 0),  # stopped in the middle: a number of the solution, though
@@ -95,13 +95,13 @@ judgeD = {  # completion: the reward by the verifier with a hole, by part marks,
 }
 
 
-def test_judges_of_noisy_and_steps(tiny):
-    """Training is judged by the kind, held-out problems strictly."""
+def test_verifiers_of_noisy_and_steps(tiny):
+    """Training is scored by the kind's own reward, held-out problems strictly."""
     noisy, steps = (load(f"arithmetic:{name}", tiny[1]) for name in ("noisy", "steps"))
-    texts, solutions = list(judgeD), ["7*8=56;56-9=47;47+6=53#53"] * len(judgeD)
+    texts, solutions = list(REWARDS), ["7*8=56;56-9=47;47+6=53#53"] * len(REWARDS)
     by_noisy, by_steps = noisy.verifier(texts, solutions), steps.verifier(texts, solutions)
     strict = noisy.held_out_verifier(texts, ["53"] * len(texts))
-    assert list(zip(by_noisy, by_steps, strict)) == list(judgeD.values())
+    assert list(zip(by_noisy, by_steps, strict)) == list(REWARDS.values())
     for task in (noisy, steps):
         problem, held_out = task.train(0), task.held_out[0]
         worked, answer = arithmetic.work(problem.prompt)
@@ -169,7 +169,7 @@ def test_a_row_that_is_too_long_is_replaced_by_a_rule_of_the_index_alone(tmp_pat
 
 
 def test_a_prompt_and_its_response_fit_into_the_model(tmp_path):
-    """Room for a prompt: --max_prompt_tokens, but no more than the positions less
+    """A prompt may have --max_prompt_tokens, but no more than the model's positions less
     --max_new_tokens."""
     tokenizer = Letters()
     tokenizer.model_max_length = 100
@@ -264,7 +264,7 @@ def test_the_fingerprint_is_of_the_files_contents(tmp_path):
 # Task files
 
 
-def test_a_task_of_yours(mine):
+def test_a_custom_task(mine):
     """Its problems in order, its held-out ones, its reward in a bounded worker; another seed begins
     elsewhere; a file may hold several, and one without a reward is math-verify's."""
     task = load(str(mine))
@@ -285,7 +285,7 @@ def test_a_task_of_yours(mine):
         (MINE.replace("i % 7}", "__import__('random').random()}"), "problems when it is asked"),
     ],
 )
-def test_a_task_of_yours_that_is_none_is_named(mine, text, message):
+def test_an_error_in_a_custom_task_is_named(mine, text, message):
     mine.write_text(text)
     with pytest.raises(BadInput, match=message):
         load(str(mine))
@@ -319,7 +319,7 @@ def test_prompts_that_the_model_cannot_read(mine, tiny):
 
 @pytest.mark.slow
 def test_a_reward_that_fails_on_every_answer_ends_the_run(tmp_path, mine):
-    """Before the first step; also where one rank has no held-out problem to judge."""
+    """Before the first step; also where one rank has no held-out problem."""
     held_out = 'held_out = [("8+1=", "9")]\ndef reward(response, answer): return rewrad\n'
     mine.write_text(MINE.partition("held_out")[0] + held_out)
     flags = ["--task", mine, "--run_dir", tmp_path / "run", *SMALL, "--steps", 1]

@@ -1,4 +1,4 @@
-"""The judges: right answers earn, nothing else does, and no answer can hang or break the run."""
+"""The verifiers: right answers earn, nothing else does, and no answer can hang or break the run."""
 
 import time
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_hostile_answers_cost_little_and_earn_nothing():
 
 
 @pytest.mark.slow
-def test_a_judge_that_does_not_start_ends_the_run_in_one_line(tmp_path, monkeypatch):
+def test_a_verifier_that_does_not_start_ends_the_run_in_one_line(tmp_path, monkeypatch):
     """No thread waits for ever for another worker."""
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexit 7")
@@ -78,7 +78,7 @@ def test_a_judge_that_does_not_start_ends_the_run_in_one_line(tmp_path, monkeypa
             verifier([r"\boxed{7}"] * 3, ["7"] * 3)
 
 
-# Rewards of yours
+# Rewards of task files
 
 REWARD = """
 import os, sys, time
@@ -114,7 +114,7 @@ SLOW = {
 LATER = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW]
 
 
-def yours(folder: Path, text: str, name: str = "") -> Verifier:
+def verifier_of(folder: Path, text: str, name: str = "") -> Verifier:
     (folder / "mine.py").write_text(text)
     spec = f"{folder / 'mine.py'}{name}"
     return Verifier(spec, **getattr(load_task_file(spec), "bounds", {}))
@@ -122,11 +122,11 @@ def yours(folder: Path, text: str, name: str = "") -> Verifier:
 
 @pytest.fixture(scope="module")
 def verifier(tmp_path_factory):
-    return yours(tmp_path_factory.mktemp("hostile"), REWARD)
+    return verifier_of(tmp_path_factory.mktemp("hostile"), REWARD)
 
 
 @pytest.mark.parametrize("how", [*FAILURES, *LATER])
-def test_a_reward_of_yours_costs_one_answer_at_most(how, verifier, capfd):
+def test_a_reward_that_fails_costs_one_answer_at_most(how, verifier, capfd):
     """It is counted, and said once, with the line of the file; the answers after it get their own
     verdicts, also where a fork came back with a second one."""
     verifier.failure, verifier.killed, expected = "", 0, (FAILURES | SLOW)[how]
@@ -141,7 +141,7 @@ def test_one_file_may_hold_several_tasks(tmp_path):
     """Each an object with a `reward`; one that is no function fails on every answer."""
     text = "class A:\n    reward = staticmethod(lambda *both: 0.5)\nclass B: reward = 1\n"
     for name, score, failed in ((":A", 0.5, 0), (":B", 0.0, 1)):
-        verifier = yours(tmp_path, text, name)
+        verifier = verifier_of(tmp_path, text, name)
         assert verifier(["a"], ["b"]) == [score] and verifier.killed == failed
         assert verifier.works != failed
 
@@ -150,7 +150,7 @@ def test_one_file_may_hold_several_tasks(tmp_path):
 def test_a_run_keeps_the_reward_that_it_began_with(tmp_path):
     """You may write at the file meanwhile, and the out-of-memory killer may end a worker: the one
     that takes its place runs the old text."""
-    verifier = yours(tmp_path, "bounds = {'workers': 1}\ndef reward(a, b): return 0.25")
+    verifier = verifier_of(tmp_path, "bounds = {'workers': 1}\ndef reward(a, b): return 0.25")
     assert verifier(["a"], ["b"]) == [0.25]
     (tmp_path / "mine.py").write_text("def reward(a, b): return 1.0")
     worker = verifier.idle.get()
@@ -168,5 +168,5 @@ def test_a_worker_imports_what_the_trainer_does(tmp_path, monkeypatch):
         (tmp_path / "here" / name).write_text("raise ImportError('a stranger ran')")
     (tmp_path / "helper.py").write_text("half = 0.5")
     monkeypatch.chdir(tmp_path / "here")
-    verifier = yours(tmp_path, "from helper import half\nreward = lambda *both: half")
+    verifier = verifier_of(tmp_path, "from helper import half\nreward = lambda *both: half")
     assert verifier(["a"], ["b"]) == [0.5]
