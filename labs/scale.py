@@ -1,9 +1,9 @@
 """Three sizes of one model: rare tokens among the sure ones, the step size and the age that kill.
 
 The embedded model (124k parameters) beside a narrower and a wider one, made by the same script from
-the same demonstrations (`python -m tools.make_tiny tiny-30k`). stapo.py at growing step sizes, with
-flags under which it counts enough of what it calls spurious; vcpo.py without its two controls at
-growing lags, at its own step size.
+the same demonstrations (`python -m tools.maintain.make_tiny tiny-30k`). stapo.py at growing step
+sizes, with flags under which it counts enough of what it calls spurious; vcpo.py without its two
+controls at growing lags, at its own step size.
 
     python -m labs.scale
 """

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tools.look import coloured, filled, module_of, short, write
 from checks.files import ROOT, algorithms, base_of
-from tools.marks import changes, marked_lines
+from tools.maintain.marks import changes, marked_lines
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 # Tokens that a loss may weigh differently: π_old, and the entropy where the token was drawn. One

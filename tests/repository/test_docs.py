@@ -21,7 +21,7 @@ from checks.files import ALGORITHMS, MODULES, PATHS
 from tests.helpers import ROOT, metrics, module_of
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("labs/**/*.md")]
-PROGRAMS = [*PATHS.values(), *ROOT.glob("tools/*.py")]  # their headers print commands
+PROGRAMS = [*PATHS.values(), *ROOT.glob("tools/**/*.py")]  # their headers print commands
 
 
 def name_of_path(path: Path) -> str:
@@ -65,7 +65,7 @@ def test_every_printed_command_would_start(path, monkeypatch):
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of_path)
 def test_every_program_of_a_page_exists(path):
-    for program, word in re.findall(r"-m ((?:tools|labs)\.\w+)(?: (\w+))?", path.read_text()):
+    for program, word in re.findall(r"-m ((?:tools|labs)[.\w]+)(?: (\w+))?", path.read_text()):
         if program.endswith(".NAME"):
             continue
         assert importlib.util.find_spec(program), program

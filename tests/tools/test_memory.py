@@ -6,7 +6,7 @@ import pytest
 import torch
 from checks.files import ALGORITHMS, NINE
 from tools import memory
-from tools.shapes import qwen3_1_7b
+from tools.maintain.shapes import qwen3_1_7b
 
 from tests.helpers import ROOT
 

@@ -6,7 +6,7 @@ The lines that a file does not share with its base file end in `# <own>`, or sta
 lack. Any file can be a base: `Base file: stapo.py` in a header names it; without that it is
 `grpo.py`. A file keeps its base file's marks: together they are all that differs from `grpo.py`.
 
-    python -m tools.marks            changed code lines of every file, and those outside its marks
+    python -m tools.maintain.marks     changed code lines of every file, and those outside its marks
 """
 
 import ast

@@ -1,7 +1,7 @@
 """Carry a change of a base file into every file that grows from it.
 
-    python -m tools.spread [COMMIT]        the change of each base file since COMMIT (default: HEAD)
-    python -m tools.spread --dry [COMMIT]  only say what would be done
+    python -m tools.maintain.spread [COMMIT]        the changes since COMMIT (default: HEAD)
+    python -m tools.maintain.spread --dry [COMMIT]  only say what would be done
 
 Edit grpo.py, run this, read what it says. A hunk is placed where the file still has the lines that
 it replaces, or, for an insertion, where the two lines around it still stand next to each other;

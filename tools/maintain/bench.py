@@ -1,7 +1,7 @@
 """One rollout-and-update step of grpo.py and of TRL's GRPOTrainer, in turn.
 
-    python -m tools.bench MODEL [--full]
-    python -m tools.bench MODEL --profile     what limits each phase of ours, in CPU seconds
+    python -m tools.maintain.bench MODEL [--full]
+    python -m tools.maintain.bench MODEL --profile   what limits each phase of ours (CPU seconds)
 
 MODEL is tiny, a folder, or qwen3-1.7b (its shape, random weights). The same model, prompts, group
 size, length limit (`--size P G T`), reward, KL term, precision and optimiser steps per rollout
@@ -57,7 +57,7 @@ def folder_of(model: str, scratch: str) -> str:
         return str(EMBEDDED.get(model, model))
     import torch
 
-    from tools.shapes import byte_tokenizer, qwen3_1_7b
+    from tools.maintain.shapes import byte_tokenizer, qwen3_1_7b
 
     torch.manual_seed(0)
     qwen3_1_7b().save_pretrained(scratch)
@@ -247,7 +247,7 @@ def trl(model: str, folder: str, full: bool, size: list[int], minibatches: int) 
 def measure(side: str, args: argparse.Namespace, size: list[int], folder: str) -> dict:
     """What one side measures, in a process of its own."""
     env = {"HF_HUB_OFFLINE": "1"} | os.environ
-    words = [sys.executable, "-m", "tools.bench", args.model, "--side", side]
+    words = [sys.executable, "-m", "tools.maintain.bench", args.model, "--side", side]
     words += ["--size", *map(str, size[:3]), "--minibatches", str(args.minibatches)]
     words += ["--folder", folder, *["--full"] * args.full]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, encoding="utf-8", env=env)

@@ -1,7 +1,7 @@
 """The gradient weight on ∇ log π against the ratio, for every objective and both signs of the
 advantage.
 
-    python -m tools.weights        writes docs/weights.png
+    python -m tools.maintain.weights        writes docs/weights.png
 
 Nothing is drawn from a formula: each curve is the autograd gradient of that file's own
 `policy_loss` on one-token responses, so that a response's ratio is its token's. goldilocks.py and

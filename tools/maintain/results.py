@@ -1,8 +1,8 @@
 """The table of docs/results.md, from finished runs; or the ranges of docs/metrics.md. All numbers
 are those of metrics.jsonl: a run is finished where its last line is that of its last step.
 
-python -m tools.results runs/grpo-arithmetic-s1 runs/grpo-arithmetic-s2 ...
-python -m tools.results --ranges runs/*-arithmetic-s1
+python -m tools.maintain.results runs/grpo-arithmetic-s1 runs/grpo-arithmetic-s2 ...
+python -m tools.maintain.results --ranges runs/*-arithmetic-s1
 """
 
 from collections import defaultdict
