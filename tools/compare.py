@@ -305,7 +305,7 @@ def target(out: str) -> tuple[Path, Path]:
     ours = text.is_file() and text.read_bytes().startswith(OURS.encode())
     for path in (picture, text):
         if path.exists() and not ours:
-            raise BadInput(f"--out {out}: {path} is there, and not from here: give another name")
+            raise BadInput(f"--out {out}: {path} is another file: give another name")
     return picture, text
 
 

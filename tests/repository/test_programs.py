@@ -25,7 +25,8 @@ labs.race --redraw
 tools.maintain.bench tiny --profile --size 4 2 8
 tools.maintain.bench tiny --side profile --size 4 2 8
 tools.compare runs/a runs/b
-tools.curves runs/a
+tools.compare --curves runs/a
+tools.compare --sheet sheet.png runs/a runs/b
 tools.evaluate runs/a --eval_problems 4 --eval_samples 1
 tools.maintain.make_tiny tiny-30k tiny-new --steps 1
 tools.maintain.marks
@@ -100,7 +101,7 @@ def test_a_program_ends_and_finds_no_page_to_change(command, copy):
 WRONG_CALLS = """
 labs.blank nope
 labs.fork --seeds 0
-tools.curves nope
+tools.compare --curves nope
 tools.evaluate nowhere
 tools.evaluate tiny --eval_task nosuchset
 tools.maintain.make_tiny tiny docs
