@@ -4,8 +4,8 @@
 
 The page opens with A and B. With one name it shows that file beside its base file; without a name
 it shows grpo.py and the file nearest to it. Every other file can be chosen in the page. The page is
-made from the files as they are: their lines (coloured by pygments), the marks of the lines that each
-file changes, its checks and mutants, and the gradient weight of its own `policy_loss`.
+made from the files as they are: their lines (coloured by pygments), the marks of the lines that
+each file changes, its checks and mutants, and the gradient weight of its own `policy_loss`.
 
 The page's form and its program are in tools/reader.html; tools/look.* is shared with tools.page.
 Opened as reader.html#check, the page tests itself.
