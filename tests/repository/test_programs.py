@@ -22,8 +22,7 @@ labs.bug 1 --reveal
 labs.grade grpo.py
 labs.notebook
 labs.race --redraw
-tools.maintain.bench tiny --profile --size 4 2 8
-tools.maintain.bench tiny --side profile --size 4 2 8
+tools.maintain.bench tiny --side ours --size 4 2 8
 tools.compare runs/a runs/b
 tools.compare --curves runs/a
 tools.compare --sheet sheet.png runs/a runs/b
