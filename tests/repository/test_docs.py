@@ -21,6 +21,7 @@ from checks.files import ALGORITHMS, MODULES, PATHS
 from tests.helpers import ROOT, metrics, module_of
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("labs/**/*.md")]
+PAGES += ROOT.glob("variants/*.md")
 PROGRAMS = [*PATHS.values(), *ROOT.glob("tools/**/*.py")]  # their headers print commands
 
 
@@ -138,8 +139,10 @@ def test_a_chinese_page_has_the_code_and_the_numbers_of_the_english_one(page):
 
 
 def test_every_metric_is_explained(finished):
-    """What a run logs, and what a file counts of its own mechanism, is in docs/metrics.md."""
-    table = (ROOT / "docs/metrics.md").read_text("utf-8").splitlines()
+    """What a run logs, and what a file counts of its own mechanism, is in docs/metrics.md, or for a
+    variant in variants/README.md."""
+    pages = [ROOT / "docs/metrics.md", ROOT / "variants/README.md"]
+    table = "\n".join(page.read_text("utf-8") for page in pages).splitlines()
     rows = [row.split("|")[1] for row in table if row.startswith("| `")]
     explained = set(re.findall(r"`([a-z_*0-9]+)`", " ".join(rows)))
     logged = {name for line in metrics(finished) for name in line} - {"step"}
