@@ -3,12 +3,12 @@
     python -m tools.make_tiny tiny|tiny-teacher|tiny-moe FOLDER
 
 A Qwen3 of 124k parameters (or a Qwen3-MoE of 248k: 8 experts, 2 for each token) learns, by plain
-supervised training, to imitate a sloppy teacher: 55% of its demonstrations guess the answer without working, 3% of worked steps are wrong. The result
-guesses when greedy and works nearly half the time when sampled: a habit that pays and that
-reinforcement learning can make the rule. 6 to 11 minutes on one thread, three times that for the
-mixture of experts. tiny-teacher (variants/opd.py) is tiny after 2,000 steps
-more, on demonstrations that neither guess nor slip. FOLDER must be new or empty: to replace a model
-that is embedded, delete it first.
+supervised training, to imitate a sloppy teacher: 55% of its demonstrations guess the answer without
+working, 3% of worked steps are wrong. The result guesses when greedy and works nearly half the time
+when sampled: a habit that pays and that reinforcement learning can make the rule. 6 to 11 minutes
+on one thread, three times that for the mixture of experts. tiny-teacher (variants/opd.py) is tiny
+after 2,000 steps more, on demonstrations that neither guess nor slip. FOLDER must be new or empty:
+to replace a model that is embedded, delete it first.
 """
 
 import math
