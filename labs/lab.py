@@ -58,7 +58,7 @@ from tqdm import tqdm
 HERE = Path(__file__).parent
 SEEDS, QUICK = 20, 3  # of a full run; of a quick toy, which shows what the full one does
 SHORT = "--steps 4 --eval_every 2 --eval_problems 16"  # of training runs, in a smoke test
-SMOKE = "Smoke test: shows nothing"  # in place of their finding
+SMOKE = "Smoke test: shows nothing"  # instead of a finding
 # Told apart by the colour-blind, too (Okabe and Ito)
 BLACK, GREY, BLUE, ORANGE, GREEN, PINK = "#222222 #888888 #0072B2 #D55E00 #009E73 #CC79A7".split()
 CHILDREN: set[subprocess.Popen] = set()  # training runs under way

@@ -1,10 +1,10 @@
-"""What to subtract from a reward: the group's mean, the batch's, or nothing?
+"""What to subtract from a reward: the group's mean, the batch's mean, or nothing?
 
-A prompt is a table of 10 answers with one right: its chance is 0.9 (easy), 0.3 (middle) or 0.02
+A prompt is a table of 10 answers. One is right, with chance 0.9 (easy), 0.3 (middle) or 0.02
 (hard). The batch holds 8 prompts of each kind, or 8 of one kind alone, and a rollout 8 answers to
-each. Then one gradient step, of the same length for everybody, since Adam undoes an advantage's
-scale: compared is where the steps go. Advantages are those of variants/baselines.py, by its flag,
-and grpo.py's; the loss is variants/justrl.py's.
+each. Then one gradient step follows. It has the same length for every method, because Adam undoes
+an advantage's scale: what is compared is where the steps go. Advantages are those of
+variants/baselines.py, by its flag, and of grpo.py; the loss is that of variants/justrl.py.
 
     python -m labs.baseline
 """

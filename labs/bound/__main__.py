@@ -1,9 +1,8 @@
-"""How noisy is each estimator of the gradient, and which baseline or critic would make it quiet?
+"""How noisy is each estimator of the gradient, and which baseline or critic would reduce the noise?
 
-Responses of three tokens of two kinds: 8 of them, under a policy that depends on the prefix, 14
-logits. All 4096 groups of four are enumerated, with their chances; each file's own `advantages` and
-`policy_loss` weigh the tokens. No sampling takes part; a seed is a policy, and which 3 of the 8 are
-right. *Stale*: the group was sampled by older weights, by a random step of 0.7 in every logit.
+The tree of labs/bound/tree.py: 8 possible responses of three tokens. All 4096 groups of four are
+enumerated with their chances; each file's own `advantages` and `policy_loss` weigh the tokens.
+*Stale*: the group was sampled by older weights, a random step of 0.7 in every logit away.
 
 Beside the files stand estimators that know the policy: constants, and what a perfect critic makes
 of V(s), the chance of a right answer after the prefix s, and of Q(s, a), that after one more token.
@@ -20,7 +19,7 @@ import checks
 from labs import lab, toy
 from labs.bound import critic, tree
 
-TITLE = "A perfect V(s) is as good a baseline as one constant; what pays is Q(s, a)"
+TITLE = "A perfect V(s) is only as good a baseline as one constant; Q(s, a) is far better"
 SEEDS = 40
 FILES = toy.given(
     {

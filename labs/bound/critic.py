@@ -1,18 +1,17 @@
 """What is a critic worth, at which λ, and what does a wrong one cost?
 
-The tree of *bound*: responses of three tokens of two kinds, a policy that depends on the prefix,
-14 logits; a seed is a policy and which 3 of the 8 responses are right. Every response is
-enumerated with its chance, so that no sampling takes part. variants/ppo.py's own `advantages` (GAE,
-γ = 1, not whitened) and `policy_loss` weigh the tokens, with one of four critics:
+The tree of labs/bound/tree.py. Every response is enumerated with its chance, so no sampling takes
+part. variants/ppo.py's own `advantages` (GAE, γ = 1, not whitened) and `policy_loss` weigh the
+tokens, with one of four critics:
 
     right       V(s), the chance of a right answer after the prefix s under the present policy
-    late        the same of other weights, by a random step of 0.7 in every logit
+    late        the same of other weights, a random step of 0.7 in every logit away
     wrong       V(s) and normal noise of 0.3 for each prefix
     untrained   0 everywhere, as ppo.py's begins
 
 *Stale*: responses were sampled by those other weights, and each token has the ratio π_θ/π_old, with
-PPO's clip of 0.2 or without. Then it is the late critic that the samples teach. Beside them stand
-*bound*'s exact estimators.
+PPO's clip of 0.2 or without. The samples then teach the late critic. Beside them stand the exact
+estimators of the lab.
 
     python -m labs.bound --part critic
 """
@@ -25,7 +24,7 @@ from labs import lab, toy
 from labs.bound import tree
 
 TITLE = (
-    "Below λ = 1 a wrong critic turns the gradient; at 1 it is noise, until a clip asks Â's sign"
+    "A wrong critic turns the gradient below λ = 1; at λ = 1 it adds noise only, unless a clip acts"
 )
 SEEDS = 40
 LAMBDAS, SIZES = (0.0, 0.5, 0.8, 0.95, 1.0), (4, 512)

@@ -1,13 +1,13 @@
-"""What the clip holds, and when: none, PPO's, and one without min; 1, 4 and 16 mini-batches.
+"""What does the clip hold, and when? None, PPO's, and one without min; 1, 4 and 16 mini-batches.
 
 grpo.py at three times its step size, where it matters. `--clip_low 1e9 --clip_high 1e9` is no clip
 at all. A clip *without* the min is not one of the file's flags: it is a bug, put in on purpose
 (with one mini-batch r is 1, and it would be the same run).
 
-Mini-batches change two things at once: r leaves 1, and an Adam step sees fewer responses. The
-*on-policy* arms change the second alone: they sample 8, 32 or 128 responses anew for each step, so
-that r is 1 and every clip idle. As many steps, as much warm-up, evaluated after as many steps; and
-as many responses in all as the arm of the same batch (with 128: four times as many).
+More mini-batches change two things at once: r leaves 1, and an Adam step sees fewer responses. The
+*on-policy* arms change only the second: they sample 8, 32 or 128 new responses for each step, so r
+is 1 and no clip acts. They take as many steps, with as much warm-up, and as many responses in all
+as the arm of the same batch size (with 128: four times as many).
 
     python -m labs.clip
 """
@@ -18,7 +18,7 @@ import numpy as np
 
 from labs import lab
 
-TITLE = "Runs fall where an Adam step sees few responses, reused or not; the clip slows it a little"
+TITLE = "Runs decay when an Adam step sees few responses, reused or not; the clip slows it a little"
 RUN = "grpo.py --lr 1e-3 --steps 60 --eval_every 10 --eval_samples 2 --save_every 1000"
 FREE = "--clip_low 1e9 --clip_high 1e9"
 ARMS = {

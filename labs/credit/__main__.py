@@ -1,11 +1,10 @@
-"""Who did it? Part marks for every worked step, against one reward for the answer.
+"""Credit: a reward for every worked step, or one reward for the answer?
 
 grpo.py on `--task arithmetic:steps` (the reward is the share of the right solution's steps that
-stand in the response) and on `--task arithmetic` (right or wrong). Beside it two ways of finding
-out which tokens earned a reward for the outcome, and what they still add to part marks: stapo.py's
-mask, with flags under which it acts, and deep_grpo.py's branches; and variants/blockwise.py, with
-an advantage for the working and one for the answer. Held-out answers are judged right or wrong in
-all arms.
+stand in the response) and on `--task arithmetic` (right or wrong). Beside it three methods that
+find out which tokens earned a reward: stapo.py's mask, with flags under which it acts,
+deep_grpo.py's branches, and variants/blockwise.py, with one advantage for the working and one for
+the answer. Held-out answers are scored right or wrong in all arms.
 
     python -m labs.credit
     python -m labs.credit --part blocks
@@ -18,7 +17,7 @@ import numpy as np
 from labs import lab
 from labs.credit import blocks
 
-TITLE = "Part marks: fewer idle groups, no higher end; each block by itself: a lower one"
+TITLE = "Part marks: fewer zero-variance groups, the same end; an advantage for each block: worse"
 FLAGS = "--steps 60 --eval_every 10 --save_every 1000"
 FILES = {
     "GRPO": "grpo.py --beta 0",
@@ -46,7 +45,7 @@ def at(run: dict, step: int) -> float:
 def rows(results: dict) -> list[list[str]]:
     """What does not exist in an arm's file is told as –."""
     early = [f"sampled, step {step}" for step in EARLY]
-    head = ["arm", *early, "sampled at the end", "greedy at the end", "groups without gradient"]
+    head = ["arm", *early, "sampled at the end", "greedy at the end", "zero-variance groups"]
     table = [[*head, "tokens, thousands", "silenced"]]
     for arm, runs in results.items():
         ended = [
@@ -54,13 +53,13 @@ def rows(results: dict) -> list[list[str]]:
                 **{name: at(run, step) for name, step in zip(early, EARLY)},
                 "sampled": run["sampled"][-1],
                 "greedy": run["greedy"][-1],
-                "idle": np.mean(run["zero_groups"]),
+                "zero": np.mean(run["zero_groups"]),
                 "tokens": sum(run["tokens"]) / 1000,
                 "silenced": sum(run["silenced"]),
             }
             for run in runs
         ]
-        cells = [lab.cell(ended, name) for name in (*early, "sampled", "greedy", "idle")]
+        cells = [lab.cell(ended, name) for name in (*early, "sampled", "greedy", "zero")]
         masked = lab.cell(ended, "silenced", ".0f") if "STAPO" in arm else "–"
         table.append([arm, *cells, lab.cell(ended, "tokens", ".0f"), masked])
     return table

@@ -1,12 +1,11 @@
-"""Two blocks, two rewards, and neither hangs on the other: is one advantage for both enough?
+"""Two independent blocks with a reward each: is one advantage enough for both?
 
 Block 1 is four tokens, each right with chance 0.8 at first; block 2 is one of 20, at 0.01 or 0.001.
-Each block has its own reward, 1 where all of it is right. As a control block 1 is sure from the
+Each block has its own reward, 1 where all of it is right. As a control block 1 is certain from the
 start. 4 prompts, 8 responses each, one Adam step a rollout. grpo.py and variants/dr_grpo.py get one
 reward, the sum or the product; variants/blockwise.py gets both, and compares block 2 as its paper
 does, with siblings whose block 1 has the same reward, or with the whole group (`--baseline group`).
-Adam, as the losses divide a block by different lengths: with plain steps the comparison would show
-the step size.
+The losses divide a block by different lengths, so plain steps would compare step sizes: hence Adam.
 
     python -m labs.credit --part blocks
 """

@@ -1,11 +1,11 @@
-"""Five in a hundred log-probs are wrong by e^4: whose weights stay bounded, and at what price?
+"""Five in a hundred log-probs are wrong by e^4: which weights stay bounded, and at what price?
 
-Responses of 40 tokens, the reward asks for the first 4 alone. What a router flip, a stale weight or
-another precision does to single tokens is done here by hand: 5% of the log-probs ± 4, either in
-π_old (what the trainer computed), or in μ (what the sampler reported), or in both alike, as where a
-trainer takes the sampler's word for π_old. Four plain gradient steps on each of 40 rollouts of 16
-groups of 8. DPPO sums over tokens where the others take means: its step is divided by their number.
-All losses are given grpo.py's advantages.
+Responses of 40 tokens; only the first 4 count for the reward. What a router flip, a stale weight or
+another precision does to single tokens is done here by hand: 5% of the log-probs are off by ± 4,
+either in π_old (what the trainer computed), or in μ (what the sampler reported), or in both alike,
+as where a trainer takes the sampler's numbers for π_old. Four plain gradient steps on each of 40
+rollouts of 16 groups of 8. DPPO sums over tokens where the others take means, so its step is
+divided by their number. All losses are given grpo.py's advantages.
 
     python -m labs.flips
 """
@@ -17,7 +17,7 @@ import torch
 
 from labs import lab, toy
 
-TITLE = "Wrong ratios cost entropy, unless the weight is bounded or π_old is held against μ"
+TITLE = "Wrong ratios cost entropy, unless the weight is bounded or π_old is compared with μ"
 GSPO = "GSPO, ε 0.05"
 FILES = {
     "GRPO": ("grpo", {}),

@@ -1,7 +1,7 @@
 """A rare right token: how fast may it grow? And how far may a common one move?
 
 One prompt, ten possible answers of one token, the right one at probability 0.001. A rollout is 32
-groups of 16 and serves 16 plain gradient steps, as many as make a clip matter. Then, from other
+groups of 16 and serves 16 plain gradient steps, enough for a clip to matter. Then, from other
 probabilities: what one rollout adds at this step size, at twice and at five times as much. All
 losses are given grpo.py's advantages (DPPO's own have no std, which is another question).
 
@@ -15,7 +15,7 @@ import torch
 
 from labs import lab, toy
 
-TITLE = "The clip holds a rare token back at every step size, a common one at small ones"
+TITLE = "The clip holds a rare token back at every step size, a common one only at small steps"
 ARMS = toy.given(
     {
         "GRPO": ("grpo", {}),

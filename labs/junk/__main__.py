@@ -1,4 +1,4 @@
-"""Positions that do not matter to the reward: what masks do to them, and to a discovery.
+"""Tokens that do not matter to the reward: what do masks do to them, and to a discovery?
 
 *junk*: responses of 20 tokens of which one is at 0.99 (a junk token otherwise) and 8 that are open;
 the reward is a coin. *fork*: the first token alone decides; a wrong one is at 0.98, the right one
@@ -52,7 +52,7 @@ def tables(task: str) -> Tensor:
     return torch.stack([fork.log(), toy.start(0.2, V)])
 
 
-def judged(task: str, tokens: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def outcome(task: str, tokens: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Right or wrong `[N]`, and the mask `[N, T]`: after the usual way there is no second token."""
     coin = torch.rand(P, G, generator=generator, dtype=torch.float64).flatten() < 0.5  # [N]
     mask, first = torch.ones(tokens.shape, dtype=torch.float64), tokens[:, 0]
@@ -74,7 +74,7 @@ def measure(arm: str, seed: int, quick: bool) -> dict:
         p = (1 - chances[:20, 0]).mean() if task == "junk" else chances[0, 0]
         curve.append(p.item())
         tokens = toy.sample(logits, P * G, generator)  # [N, T]
-        right, mask = judged(task, tokens, generator)
+        right, mask = outcome(task, tokens, generator)
         old_logp = toy.logprobs(logits, tokens)  # [N, T]
         entropy = -(chances * logits.log_softmax(-1)).sum(-1).expand_as(old_logp)  # [N, T]
         advantages = module.advantages(right.double().view(P, G)).flatten()  # [N]

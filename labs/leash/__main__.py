@@ -16,7 +16,7 @@ import numpy as np
 
 from labs import lab
 
-TITLE = "k1 in the loss is no leash, and under a sharper sampler it makes the policy uniform"
+TITLE = "k1 in the loss holds nothing, and under a sharper sampler it makes the policy uniform"
 TERMS = ("k1", "k2", "k3", "r·k3", "k1 in the reward")
 ARMS = {f"{term}, {how}": how for how in ("own samples", "sharper sampler") for term in TERMS}
 OPTIMISERS = ("SGD", "SGD, clipped", "Adam", "Adam, clipped")

@@ -1,10 +1,10 @@
-"""The reward does not care for length. Who makes wrong answers long all the same?
+"""The reward ignores length. Which losses make wrong answers long all the same?
 
 A response is right or wrong by the toss of a coin; its length is how long it goes on: after every
 token it stops with a chance of 0.1 at first, one chance for right responses and one for wrong ones.
 16 groups of 8, one plain gradient step each. dr_grpo.py, with the group's mean alone and a constant
-for the length, has a step size with which all begin alike. laconic.py has grpo.py's average, and
-takes a price for what is beyond a budget of 10 tokens off the reward.
+for the length, has a step size with which all begin alike. laconic.py averages as grpo.py does, and
+takes a price for tokens beyond a budget of 10 off the reward.
 
     python -m labs.length
 """
@@ -18,7 +18,7 @@ from common.distributed import World
 
 from labs import lab, toy
 
-TITLE = "1/|y| makes wrong answers long and right ones short, for nothing"
+TITLE = "1/|y| makes wrong answers long and right ones short, without any benefit"
 ARMS = {
     "1/|y| (grpo)": ("grpo", {}, 1.0),
     "1/|y|, a budget (laconic)": ("laconic", {"length_budget": 10}, 1.0),

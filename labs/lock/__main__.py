@@ -1,10 +1,10 @@
 """Thirty easy tokens, then one hard decision: what does a branch near the end cost, and save?
 
-Each of the 30 is right with chance 0.97, the last one, of 20, with 0.03, 0.001 or 0.0002; the
-reward wants all. 4 prompts, 8 responses each. DEEP-GRPO cuts a failed response at a multiple of
-five tokens, chosen by its own `choose_pivot`, and grows 8 new ends. *Same tokens* is no branches
-and three times the responses. Adam, at two step sizes: with plain steps whoever averages over fewer
-tokens, as a branch does, would simply take longer ones.
+Each of the 30 is right with chance 0.97; the last one, of 20, with 0.03, 0.001 or 0.0002. All must
+be right for a reward. 4 prompts, 8 responses each. DEEP-GRPO cuts a failed response at a multiple
+of five tokens, chosen by its own `choose_pivot`, and grows 8 new ends. *Same tokens* is no branches
+and three times the responses. Adam, at two step sizes: with plain steps a method that averages over
+fewer tokens, as a branch does, would simply take longer ones.
 
     python -m labs.lock
     python -m labs.lock --part branch
@@ -20,7 +20,7 @@ import torch
 from labs import lab, toy
 from labs.lock import branch
 
-TITLE = "Branches find a rare lock sooner, and climb from there more slowly"
+TITLE = "Branches find a rare lock sooner, then learn it more slowly"
 SEEDS = 40  # the rarest lock is found by luck: twenty seeds and twenty others disagree
 WAYS = {"no branches": 8, "no branches, same tokens": 24, "DEEP-GRPO": 8}  # -> responses
 ARMS = {

@@ -1,15 +1,15 @@
 """New endings for failed responses, against no branches and against as many more samples.
 
-deep_grpo.py on problems with one hard late step (`--task arithmetic:deep`), beside itself with
-`--branch_weight 0` (the branches are sampled and not learned from: the same main stream), and
-beside that with twice the responses per prompt, which costs about as many tokens.
+deep_grpo.py on problems with one hard late step (`--task arithmetic:deep`); the same with
+`--branch_weight 0` (the branches are sampled and not learned from: the same main stream); and that
+with twice the responses per prompt, which costs about as many tokens.
 
     python -m labs.lock --part branch
 """
 
 from labs import lab
 
-TITLE = "Branches from failed responses: here neither a step nor a token is worth more"
+TITLE = "Branches from failed responses: no better here, by the step or by the token"
 FLAGS = "--task arithmetic:deep --steps 60 --beta 0 --eval_every 10 --save_every 1000"
 ARMS = {
     "branches": f"deep_grpo.py {FLAGS}",

@@ -2,13 +2,13 @@
 
 minirl.py on the embedded mixture of experts, at three times the usual step size. The sampler rounds
 weights to 8 bits, and its router then chooses other experts: the gap between μ and π_old grows as
-training goes on. The weight π/μ (`--correct_mismatch`) corrects for it; routing replay (r3) takes a
-part of the gap away; with `--rollout_dtype float32` there is none. And a gap that is a plain bug,
-met in public code: a sampler at another temperature than the trainer's. Three neighbours under
+training goes on. The weight π/μ (`--correct_mismatch`) corrects for it; routing replay (r3) removes
+a part of the gap; with `--rollout_dtype float32` there is none. A gap that is a plain bug, met in
+public code: a temperature-mismatched sampler, at 0.8 under a trainer at 1. Three neighbours under
 eight bits: icepop.py, dppo.py, and jet.py, whose trainer computes with the sampler's rounded
 weights.
 
-Last a gap a hundred times as wide, at the usual step size: a sampler of three bits (coarse.py),
+Last a gap a hundred times as wide, at the usual step size: a sampler of three bits (quantised.py),
 with the weight and without, where held-out problems are answered by the sampler and by the policy.
 
     python -m labs.mismatch
@@ -20,7 +20,7 @@ import numpy as np
 
 from labs import lab
 
-TITLE = "Without a gap runs fall, too; at three bits the weight decides how well the sampler learns"
+TITLE = "Runs decay without a gap, too; at three bits the weight decides what is trained"
 FLAGS = "--model tiny-moe --lr 1e-3 --steps 80 --eval_every 20 --save_every 1000"
 FLAGS += " --sampler_tolerance 10"
 RUN = f"minirl.py {FLAGS}"
@@ -31,20 +31,20 @@ ARMS = {
     "weight and replay r3": f"{RUN} --routing_replay r3",
     "replay r3 alone": f"{RUN} --routing_replay r3{NO_WEIGHT}",
 }
-COLD = "args.max_new_tokens, args.temperature)", "args.max_new_tokens, 0.8)"
-ARMS["cold, weight π/μ"] = f"{RUN} --rollout_dtype float32"
-ARMS["cold, no weight"] = f"{RUN} --rollout_dtype float32{NO_WEIGHT}"
-DAMAGE = {arm: COLD for arm in ARMS if arm.startswith("cold")}  # the sampler at temperature 0.8
+TEMPERATURE = "args.max_new_tokens, args.temperature)", "args.max_new_tokens, 0.8)"
+ARMS["temperature 0.8, weight π/μ"] = f"{RUN} --rollout_dtype float32"
+ARMS["temperature 0.8, no weight"] = f"{RUN} --rollout_dtype float32{NO_WEIGHT}"
+DAMAGE = {arm: TEMPERATURE for arm in ARMS if arm.startswith("temperature")}
 ARMS |= {name: f"-m variants.{name.lower()} {FLAGS}" for name in ("IcePop", "DPPO", "Jet")}
 ARMS["exact sampler"] = f"{RUN} --rollout_dtype float32"
 SMALL = f"{RUN.replace('1e-3', '3e-4').replace('80', '60')} --rollout_dtype float32"
 WIDE = {"3 bits, weight π/μ": SMALL, "3 bits, no weight": SMALL + NO_WEIGHT}
 ARMS |= WIDE
-COARSE = (
+QUANTISED = (
     "from common.rollout import make_engine",
-    "from labs.mismatch.coarse import evaluate, make_engine",
+    "from labs.mismatch.quantised import evaluate, make_engine",
 )
-DAMAGE |= dict.fromkeys(WIDE, COARSE)
+DAMAGE |= dict.fromkeys(WIDE, QUANTISED)
 COLUMNS = ("greedy", "sampled", "sampler_kl", "weight_max", "response_len")
 COLUMNS += ("policy_greedy", "policy_sampled")  # of the three bits alone
 COLOURS = {"weight π/μ": lab.BLUE, "no weight": lab.ORANGE, "weight and replay r3": lab.GREEN}
@@ -78,7 +78,7 @@ def rows(results: dict) -> list[list[str]]:
 
 
 def draw(results: dict) -> object:
-    """The cold arms, another lab in themselves, are in the table alone."""
+    """The temperature-mismatched arms stand in the table alone."""
     words = "three times the step size: greedy at the end", "8 bits: KL(μ ‖ π_old), nats per token"
     words = *words, "3 bits, usual step size, sampled by"
     figure, axes = lab.sheet(TITLE, *words, width=13)

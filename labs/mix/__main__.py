@@ -3,8 +3,8 @@
 `--task arithmetic:mix` trains on 75% of two terms, 20% of 16 terms (which no response of 64 tokens
 can finish) and 5% of 5 to 7 terms; held out are problems of 5 to 7 terms alone. grpo.py draws
 prompts as they come, goldilocks.py picks them by what its teacher expects them to teach. Two
-neighbours: variants/paced.py picks them by its partition function, variants/dapo.py draws groups
-without gradient again, and pays for it in tokens.
+neighbours: variants/paced.py picks them by its partition function; variants/dapo.py replaces
+zero-variance groups by new samples, and pays for it in tokens.
 
     python -m labs.mix
 """
@@ -16,7 +16,7 @@ import numpy as np
 from labs import lab
 
 TITLE = (
-    "A teacher that picks prompts learns the middle; drawing again does, at three times its tokens"
+    "A teacher that picks prompts learns the middle; resampling does too, at three times the tokens"
 )
 FLAGS = "--task arithmetic:mix --steps 120 --eval_every 20 --save_every 1000"
 FILES = {
@@ -36,7 +36,7 @@ def rows(results: dict) -> list[list[str]]:
     least ends."""
     least = min(lab.spent(run)[-1] for runs in results.values() for run in runs)
     head = ["arm", "runs", "highest greedy", "greedy at the end", "sampled at the end"]
-    head += ["groups without gradient", "tokens, thousands"]
+    head += ["zero-variance groups", "tokens, thousands"]
     table = [[*head, "sampled at equal tokens"]]
     for arm, runs in results.items():
         ended = [
@@ -44,20 +44,20 @@ def rows(results: dict) -> list[list[str]]:
                 "high": max(run["greedy"]),
                 "greedy": run["greedy"][-1],
                 "sampled": run["sampled"][-1],
-                "idle": np.mean(run["zero_groups"]),
+                "zero": np.mean(run["zero_groups"]),
                 "tokens": lab.spent(run)[-1],
                 "equal": lab.at_tokens(run, least),
             }
             for run in runs
         ]
-        cells = [lab.cell(ended, name) for name in ("high", "greedy", "sampled", "idle")]
+        cells = [lab.cell(ended, name) for name in ("high", "greedy", "sampled", "zero")]
         cells += [lab.cell(ended, "tokens", ".0f"), lab.cell(ended, "equal")]
         table.append([arm, str(len(runs)), *cells])
     return table
 
 
 def draw(results: dict) -> object:
-    words = "the middle, sampled accuracy", "the middle, greedy", "groups without gradient (share)"
+    words = "the middle, sampled accuracy", "the middle, greedy", "zero-variance groups (share)"
     figure, axes = lab.sheet(TITLE, *words, width=11)
     for axis, column, width in zip(axes, ("sampled", "greedy", "zero_groups"), (1, 1, 9)):
         for arm, colour in COLOURS.items():

@@ -2,7 +2,7 @@
 
 The embedded model, one real rollout, grpo.py's loss and AdamW, four optimiser steps. The weights
 are float32 throughout; or bfloat16 themselves, optimiser state too; or, as common/distributed.py
-keeps them, a float32 master of which the passes use a bfloat16 copy.
+keeps them, a float32 master with a bfloat16 copy for the forward and backward passes.
 
     python -m labs.precision
 """

@@ -1,7 +1,7 @@
 """Learning from right answers only, from wrong ones only, or both: what is found, what is kept?
 
 One prompt, 20 possible answers of one token. *Easy*: four are right, at 0.05 each at first; *rare*:
-one is, at 0.002; *uneven*: four are, the likeliest at 0.08, the others at 0.04. 16 groups of 8,
+one is, at 0.002; *uneven*: four are, the most likely at 0.08, the others at 0.04. 16 groups of 8,
 four plain gradient steps on each rollout, PPO's clip at 0.2; the arms differ in their advantages.
 
 Three are 2506.01347's, which has no baseline: PSR is R, NSR is R - 1, W-REINFORCE 0.1 for a right
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from labs import lab, toy
 
-TITLE = "Half of a z-score finds nothing rare; the paper's negatives do"
+TITLE = "Half of a z-score never finds a rare answer; the paper's negatives do"
 grpo = toy.load("grpo")
 
 

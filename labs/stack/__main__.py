@@ -1,11 +1,11 @@
-"""Five layers on one another: what each adds alone, what is lost without it, and at what price.
+"""Five layers combined: what each adds alone, what is lost without it, and at what price?
 
-variants/recipe.py with none of its layers (grpo.py without its KL term), with all, with all but
+variants/recipe.py with none of its layers (grpo.py without its KL term), with all, with all except
 one, with one alone (the clip and the average alone are justrl.py), and with a pair of which one may
 hurt the other: stale batches suffer from the variance of their weights, and a curriculum prefers
-prompts that are solved half of the time, where the rewards vary most. ESS/B tells whether the one
-feeds the other. All at the usual step size, and at three times it, where runs decay. (STAPO's mask
-has flags under which it acts here; a stale batch is 16 updates old.)
+prompts that are solved half of the time, where the rewards vary most. ESS/B shows whether one
+worsens the other. All at the usual step size, and at three times it, where runs decay. (STAPO's
+mask has flags under which it acts here; a stale batch is 16 updates old.)
 
     python -m labs.stack
 """
@@ -19,7 +19,7 @@ from common.plumbing.curves import smooth
 from labs import lab
 
 TITLE = (
-    "Five layers, three times the step size: all hold what none holds alone; two, nearly all of it"
+    "At three times the step size five layers beat each one alone; two of them do nearly as well"
 )
 RUN = "-m variants.recipe --steps 60 --eval_every 5 --eval_samples 2 --save_every 1000"
 RUN += " --tau_p 0.05 --entropy_quantile 0.95 --lag 4"

@@ -1,10 +1,9 @@
-"""Training on answers that are eight batches old: what collapses, and what holds it.
+"""Training on answers that are eight batches old: what collapses, and what prevents it?
 
 vcpo.py at three times its step size, with and without its two controls: the step shortened by the
-effective sample size (`--ess_scaling`), and the baseline that is of least variance for the plain
-estimate (`--optimal_baseline`). And without them at lr 8e-4, which is what the controls make of
-1e-3 on average: would a smaller step for all batches do as well? All arms cap a response's weight
-at 8.
+effective sample size (`--ess_scaling`), and the baseline of least variance for the plain estimate
+(`--optimal_baseline`). And without them at lr 8e-4, which is what the controls make of 1e-3 on
+average: would a smaller step for all batches do as well? All arms cap a response's weight at 8.
 
     python -m labs.stale
 """

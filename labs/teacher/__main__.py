@@ -1,15 +1,15 @@
-"""A teacher's word on every token: which teacher, and would a constant do as well?
+"""A teacher's verdict on every token: which teacher, and would a constant do as well?
 
-Responses of 12 tokens. While all is well the right token is 0; any other leaves the track, and
-there only token 1 leads back. The reward is 1 where the last token ends on the track. The policy is
-a table of logits for each place, on and off the track, and starts in one of two ways: its likeliest
-token is the right one, but samples slip (as a model's whose greedy answers beat its samples), or
-its likeliest is a decoy. variants/opd.py learns from teachers that are tables as well: a true one;
-the true one with three in ten verdicts of the wrong sign; one that knows the way only on the track,
-where its own responses stay, and off it prefers the decoy, asked everywhere or no further than the
-first token that it finds foreign; one for whom the decoy is right everywhere. And from teachers
-that are none: each token is found 0.5 nats too likely, or of all tokens the fifth that is least
-likely. grpo.py has the reward. One plain gradient step on each of 60 rollouts of 16 groups of 8.
+Responses of 12 tokens. On the track the right token is 0; any other leaves the track, and there
+only token 1 leads back. The reward is 1 where the last token ends on the track. The policy is a
+table of logits for each place, on and off the track. It starts in one of two ways: its most likely
+token is the right one, but samples slip; or its most likely token is a decoy. variants/opd.py
+learns from teachers that are tables as well: a true one; the true one with three in ten verdicts of
+the wrong sign; one that knows the way only on the track, where its own responses stay, and prefers
+the decoy off it, asked everywhere or no further than the first token that it finds foreign; a wrong
+one, which prefers the decoy everywhere. Two constants stand in for a teacher: -0.5 for each token,
+or for the fifth of all tokens that is least likely. grpo.py has the reward. One plain gradient step
+on each of 60 rollouts of 16 groups of 8.
 
     python -m labs.teacher
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from labs import lab, toy
 
-TITLE = "A constant sharpens: it does what greedy does, right or wrong; a teacher knows which"
+TITLE = "A constant sharpens the policy, right or wrong; a teacher corrects it"
 T, V, P, G, ROLLOUTS, LR = 12, 8, 16, 8, 60, 20.0
 RIGHT, DECOY = (0, 1), 2  # the right token on and off the track; what looks right
 # Chance of the right token and of the decoy, on the track; off it

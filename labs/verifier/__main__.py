@@ -1,8 +1,8 @@
-"""A verifier that can be fooled: reward rises, the truth falls.
+"""A verifier that can be exploited: reward rises, accuracy falls.
 
-`--task arithmetic:noisy` takes a response as right if what it gives as its answer stands anywhere
-in the worked solution, as some verifiers do that search a reference text for the number. Held-out
-problems are judged strictly.
+`--task arithmetic:noisy` accepts a response if its answer stands anywhere in the worked solution,
+as some verifiers do that search a reference text for the number. Held-out problems are scored by
+the strict verifier.
 
     python -m labs.verifier
 """

@@ -1,10 +1,9 @@
-"""A sampler of three bits, and a run that is judged twice (for the lab mismatch).
+"""A sampler of three bits, and an evaluation of both sampler and policy (for the lab mismatch).
 
-Put into a copy of minirl.py in place of its own `make_engine` and `evaluate`. The weights of every
-layer are whole numbers from -3 to 3 times their row's scale (routers stay as they are, as under
-`--rollout_dtype float8`); with `--rollout_dtype float32` that is the whole gap. Held-out problems
-are answered by this sampler (`greedy`, `sampled`) and by the policy (`policy_greedy`,
-`policy_sampled`).
+Replaces `make_engine` and `evaluate` in a copy of minirl.py. The weights of every layer are whole
+numbers from -3 to 3 times their row's scale (routers stay as they are, as under `--rollout_dtype
+float8`); with `--rollout_dtype float32` that is the whole gap. Held-out problems are answered by
+this sampler (`greedy`, `sampled`) and by the policy (`policy_greedy`, `policy_sampled`).
 """
 
 from common import rollout
