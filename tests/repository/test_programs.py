@@ -12,22 +12,19 @@ import pytest
 
 from tests.helpers import ROOT, forked, refused
 
-LABS = sorted(path.stem for path in (ROOT / "labs/tables").glob("*.json"))
-LABS.remove("stability")  # the race's
+LABS = sorted(path.parent.name for path in ROOT.glob("labs/*/figure.png"))
 # With the smallest input, for a copy of the repository that has finished runs
 COMMANDS = """
-labs.answers
 labs.blank grpo
 labs.bug 1 --reveal
 labs.grade grpo.py
-labs.notebook
 labs.race --redraw
 tools.maintain.bench tiny --side ours --size 4 2 8
 tools.compare runs/a runs/b
 tools.compare --curves runs/a
 tools.compare --sheet sheet.png runs/a runs/b
 tools.evaluate runs/a --eval_problems 4 --eval_samples 1
-tools.maintain.make_tiny tiny-30k tiny-new --steps 1
+tools.maintain.make_tiny tiny tiny-new --steps 1
 tools.maintain.marks
 tools.memory grpo
 tools.page runs/a
@@ -39,7 +36,12 @@ tools.maintain.walk
 tools.maintain.weights
 """.split("\n")[1:-1]
 COMMANDS += [f"labs.{name} --redraw --out labs" for name in LABS]
-NOT_HERE = {"tools.maintain.make_smollm2": "a model from the network"}
+COMMANDS += """
+labs.bound --redraw --out labs --part critic
+labs.credit --redraw --out labs --part blocks
+labs.lock --redraw --out labs --part branch
+""".split("\n")[1:-1]
+NOT_HERE = {"tools.make_smollm2": "a model from the network"}
 NUMBER = r"-?\d+\.\d+"
 
 
@@ -48,6 +50,7 @@ def test_every_program_has_its_line():
     for path in [*ROOT.glob("tools/**/*.py"), *ROOT.glob("labs/*.py")]:
         if '__name__ == "__main__"' in path.read_text("utf-8"):
             programs.add(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    programs |= {f"labs.{path.parent.name}" for path in ROOT.glob("labs/*/__main__.py")}
     assert programs == {command.split()[0] for command in COMMANDS} | NOT_HERE.keys()
 
 

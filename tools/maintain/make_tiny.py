@@ -1,15 +1,14 @@
 """Makes the embedded models and their tokenizer.
 
-    python -m tools.maintain.make_tiny tiny|tiny-teacher|tiny-moe|tiny-30k|tiny-500k FOLDER
+    python -m tools.maintain.make_tiny tiny|tiny-teacher|tiny-moe FOLDER
 
-A Qwen3 of 124k parameters (or a Qwen3-MoE of 248k: 8 experts, 2 for each token; or, for labs.scale,
-a narrower or a wider Qwen3) learns, by plain supervised training, to imitate a sloppy teacher: 55%
-of its demonstrations guess the answer without working, 3% of worked steps are wrong. The result
-guesses when greedy and works nearly half the time when sampled: a habit that pays and that
-reinforcement learning can make the rule. 6 to 11 minutes on one thread, three times that for the
-mixture of experts and for 500k parameters. tiny-teacher (variants/opd.py) is tiny after 2,000 steps
-more, on demonstrations that neither guess nor slip. FOLDER must be new or empty: to replace a model
-that is embedded, delete it first.
+A Qwen3 of 124k parameters (or a Qwen3-MoE of 248k: 8 experts, 2 for each token) learns, by plain
+supervised training, to imitate a sloppy teacher: 55% of its demonstrations guess the answer without
+working, 3% of worked steps are wrong. The result guesses when greedy and works nearly half the time
+when sampled: a habit that pays and that reinforcement learning can make the rule. 6 to 11 minutes
+on one thread, three times that for the mixture of experts. tiny-teacher (variants/opd.py) is tiny
+after 2,000 steps more, on demonstrations that neither guess nor slip. FOLDER must be new or empty:
+to replace a model that is embedded, delete it first.
 """
 
 import math
@@ -54,10 +53,8 @@ def untrained(kind: str) -> PreTrainedModel:
     if kind == "tiny-teacher":
         return load_model("tiny")[0].train()
     shape = {"vocab_size": len(VOCABULARY), "max_position_embeddings": 256}
-    width = {"tiny-30k": 32, "tiny-500k": 128}.get(kind, 64)
-    shape |= {"hidden_size": width, "num_hidden_layers": 2, "intermediate_size": 3 * width}
-    heads = width // 16
-    shape |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2, "head_dim": 32}
+    shape |= {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 192}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     shape |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     shape |= {"tie_word_embeddings": True}
     if kind != "tiny-moe":
