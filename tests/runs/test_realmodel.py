@@ -1,5 +1,5 @@
 """A real model through the whole loop: opt-in, `REALMODEL=folder pytest -m realmodel` (see
-tools/maintain/make_smollm2.py)."""
+tools/make_smollm2.py)."""
 
 import json
 import os
@@ -14,7 +14,7 @@ FOLDER = os.environ.get("REALMODEL", "")
 
 
 @pytest.mark.realmodel
-@pytest.mark.skipif(not FOLDER, reason="set REALMODEL to a folder made by tools.maintain.make_smollm2")
+@pytest.mark.skipif(not FOLDER, reason="set REALMODEL to a folder made by tools.make_smollm2")
 def test_a_real_model_learns_and_resumes(tmp_path, monkeypatch):
     """SmolLM2-135M on one-digit sums: chat template, text reward, sampler check; 8 steps, then 2
     after a resume."""

