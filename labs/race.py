@@ -34,7 +34,7 @@ import transformers
 from common.plumbing.errors import BadInput, blame, first_line
 from common.plumbing.folder import whole
 from checks.files import ROOT, algorithms, base_of
-from tools.marks import changes
+from tools.maintain.marks import changes
 
 from labs import lab, stress
 from labs.stress import STRESSES, Stress

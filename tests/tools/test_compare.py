@@ -1,5 +1,5 @@
-"""Several runs in one figure and one table (tools.compare), and the tables of tools.results: which
-runs are of a kind, and what their numbers are."""
+"""Several runs in one figure and one table (tools.compare), and the tables of
+tools.maintain.results: which runs are of a kind, and what their numbers are."""
 
 from pathlib import Path
 
@@ -68,6 +68,6 @@ def test_a_folder_without_a_run_is_one_line(damage, tmp_path, monkeypatch, capsy
     run = run_of(tmp_path / "1", 1)
     name, text = DAMAGES[damage]
     (run / name).write_text(text)
-    for words in (["tools.compare", run, "--out", tmp_path], ["tools.results", run]):
+    for words in (["tools.compare", run, "--out", tmp_path], ["tools.maintain.results", run]):
         assert str(run) in refused(monkeypatch, capsys, *words)
     assert [*tmp_path.iterdir()] == [run]

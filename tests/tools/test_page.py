@@ -46,7 +46,8 @@ def under(data: dict, name: str) -> tuple[list[float], str, dict]:
 
 def words_of(data: dict, name: str) -> str:
     """What is said of a file."""
-    return " ".join(data["runs"][0]["rows"][0]["under"][name]["said"])
+    said = data["runs"][0]["rows"][0]["under"][name]["said"]
+    return " ".join(data["table"][place] for place in said)
 
 
 def weights(name: str, batch: dict, **flags: object) -> torch.Tensor:
@@ -67,7 +68,7 @@ def group():
 def data(group, tmp_path_factory):
     """The page of a grpo run with this one group."""
     run = with_samples(tmp_path_factory.mktemp("runs") / "one", [row_of(group)])
-    return page.page_data([run], ROOT)
+    return page.page_data([run], ROOT, variants=True)
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "opd"])  # has a teacher
@@ -105,7 +106,9 @@ def test_another_files_divisor_is_the_mini_batchs(name, own, group, tmp_path):
     sizes = {"rows": len(whole["mask"]), "tokens": int(whole["mask"].sum())}
     counted, theirs = ("rows", "tokens") if name == "grpo" else ("tokens", "rows")
     row = row_of(group, **sizes | {"count": float(sizes[theirs])})
-    found, _, told = under(page.page_data([with_samples(tmp_path, [row], own)], ROOT), name)
+    found, _, told = under(
+        page.page_data([with_samples(tmp_path, [row], own)], ROOT, variants=True), name
+    )
     due = weights(name, whole)[:4, :7][group["mask"] > 0]
     assert told["count"] == sizes[counted]
     assert found == pytest.approx(due.tolist(), rel=1e-5, abs=1e-9)
