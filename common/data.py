@@ -57,7 +57,8 @@ class Task:
 
     def distinct(self, texts: list[str], group: int) -> int:
         """How many different answers, added up over groups of `group` responses."""
-        return len({(i // group, self.final(text)) for i, text in enumerate(texts)})
+        answers = [(i // group, self.final(text)) for i, text in enumerate(texts)]
+        return len(set(answers))
 
 
 def load_task(args: object, tokenizer: Tokenizer) -> Task:
@@ -148,7 +149,7 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
     first = [train(index) for index in range(SEEN)]
     if first != [train(index) for index in range(SEEN)]:
         raise BadInput(f"{flag}: train(i) gives other problems when it is asked again; {PURE}")
-    begin = (args.seed - 1) % 2**20 * 1_000_003
+    begin = ((args.seed - 1) % 2**20) * 1_000_003  # where this seed's stream starts
     instruction = "" if tokenizer.chat_template else None
     task = tokenised(
         lambda index: train(begin + index), held_out, verifier, instruction, args, tokenizer
