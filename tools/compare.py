@@ -311,7 +311,8 @@ def target(out: str) -> tuple[Path, Path]:
 
 def draw_sheet(runs: list[Run]) -> object:
     """A figure with four small panels for each run: reward, held-out accuracy, response length and
-    the first metric that shows the algorithm acting. The first run is grey in the other rows."""
+    the first metric that shows the algorithm acting. The first run is grey in the other rows. All
+    rows end with the shortest run."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 1.35 * len(runs) + 0.7), layout="constrained")
@@ -329,8 +330,10 @@ def draw_sheet(runs: list[Run]) -> object:
         axes[3].set_title(textwrap.fill(telling(run.config)[own], 32), fontsize=9, color=ORANGE)
     for axis, title in zip(rows[0], ("reward", "held-out accuracy", "response length (tokens)")):
         axis.set_title(title, fontsize=11)
+    shortest = min(run.lines[-1]["step"] for run in runs)
     for axis in rows[-1]:
         axis.set_xlabel("step", fontsize=10)
+        axis.set_xlim(-0.03 * shortest, 1.03 * shortest)
     return figure
 
 
