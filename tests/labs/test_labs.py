@@ -23,7 +23,6 @@ from tests.helpers import ROOT, module_of
 pytestmark = pytest.mark.slow
 
 NAMES = [path.stem for path in sorted((ROOT / "labs/tables").glob("*.json"))]
-NAMES.remove("stability")  # the race's
 
 
 def load(name: str) -> ModuleType:
