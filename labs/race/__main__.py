@@ -138,7 +138,7 @@ def run_row(name: str, file: Path, path: Path, budget: str, words: argparse.Name
 
 def score(run: dict) -> float:
     """The mean accuracy of the last three measurements."""
-    return float(np.mean(run["sampled"][-LAST:]))
+    return round(float(np.mean(run["sampled"][-LAST:])), 6)
 
 
 def scores(table: dict, method: str, stress: str) -> list[float]:
