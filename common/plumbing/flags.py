@@ -43,9 +43,6 @@ class Flags:
     task: str = "arithmetic"
     """`arithmetic` (or arithmetic:mix, :deep, :noisy, :steps), a .jsonl or .parquet file, a hub set
     (gsm8k, math, dapo-math-17k, ...), or a .py file of your own (see docs/yours.md)."""
-    reward: str = ""
-    """FILE.py or FILE.py:NAME, a function of your own that judges the training in place of the
-    task's verifier (see docs/yours.md)."""
     seed: Seed = 1
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     run_dir: str = ""
@@ -86,7 +83,7 @@ class Flags:
     prompt_column: str = "prompt"
     """Column of a local file that holds the prompt."""
     answer_column: str = "answer"
-    """Column of a local file that holds the reference answer; with --reward several, by commas."""
+    """Column of a local file that holds the reference answer."""
     wandb: str = ""
     """Weights & Biases project to log to as well (needs the package)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -108,7 +108,7 @@ class Run:
         plan += f"responses in {a.minibatches} mini-batch(es); results in {self.folder}"
         idle = f"all {done} steps are done: to go on, give more --steps"
         self.say(f"{self.config['algorithm']}: {a.model} on {a.task}; {ranks}")
-        self.say(plan if done < a.steps else idle, *self.task.remarks)
+        self.say(plan if done < a.steps else idle)
 
     def _open(self) -> None:
         """A folder of its own; or, with --resume, forget what was done after the checkpoint."""
