@@ -89,10 +89,6 @@ def shard(policy: nn.Module, args: object, world: World, offload: bool = False) 
     """
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
-    if args.compile and getattr(policy, "routing", None) and policy.routing.active:
-        raise BadInput("--compile: not with experts, whose choice is recorded as it is made")
-    for layer in policy.lm.base_model.layers if args.compile else ():
-        layer.forward = torch.compile(layer.forward, dynamic=True)  # of any rows and lengths
     offload = offload or args.offload
     small = sum(parameter.numel() for parameter in policy.parameters()) < SMALL
     sharing = args.shard_ranks or (1 if small else world.size)  # ranks

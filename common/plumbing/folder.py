@@ -19,7 +19,7 @@ FREE_ON_RESUME = set(
     """acted steps run_dir resume save_every save_hf eval_every eval_samples sample_every
     wandb
     ranks shard_ranks micro_tokens rollout_rows sampler_tolerance gradient_checkpointing
-    compile offload offload_reference vllm_memory vllm_sleep""".split()
+    offload offload_reference vllm_memory vllm_sleep""".split()
 )
 
 
