@@ -86,7 +86,7 @@ class Run:
         if not saved:
             raise BadInput(f"--resume: no checkpoint in {folder}")
         self.folder = folder
-        CLOSING.append(partial(os.close, lock(folder, 180 * (self.args.resume == "auto"))))
+        CLOSING.append(partial(os.close, lock(folder)))
         return True
 
     def start(self, done: int) -> None:
