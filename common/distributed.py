@@ -2,7 +2,6 @@
 
 import os
 import signal
-import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -209,20 +208,16 @@ def clip_gradients(policy: nn.Module, max_norm: float) -> float:
 
 
 class StopFlag:
-    """SIGINT, SIGTERM and SIGHUP finish the current step; a second one kills as usual."""
+    """SIGINT (Ctrl-C) and SIGTERM finish the current step; a second one kills as usual."""
 
     def __init__(self):
         self.raised = False
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup: the user said to go on
-                signal.signal(number, self._raise)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._raise)
 
     def _raise(self, number: int, frame: object) -> None:
         self.raised = True
         signal.signal(number, signal.SIG_DFL)
-        for output in (1, 2) if number == signal.SIGHUP else ():
-            if stat.S_ISCHR(os.fstat(output).st_mode):  # the terminal is gone: writing would fail
-                os.dup2(os.open(os.devnull, os.O_WRONLY), output)
 
     def anywhere(self, world: World) -> bool:
         """True on all ranks once one was signalled: they must leave the loop at the same step."""
