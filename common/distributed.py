@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
-from common.plumbing.errors import BadInput, blame
+from common.plumbing.errors import BadInput
 
 # Of the collectives: between two of them ranks may sample, or judge, for very different times.
 TIMEOUT = timedelta(hours=4)
@@ -48,11 +48,6 @@ def setup() -> World:
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     if gpu and local >= (found := torch.cuda.device_count()):
         raise BadInput(f"{local + 1} ranks on {found} GPU(s): --nproc_per_node {found}")
-    wanted = torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
-    if wanted and not gpu and os.path.exists("/dev/nvidiactl"):
-        # A driver too old: without this, eight ranks would train on eight threads.
-        with blame("this machine's GPU cannot be used; on its CPU: CUDA_VISIBLE_DEVICES="):
-            torch.cuda.init()
     if gpu:
         torch.cuda.set_device(device)
         # It would build a plan, 0.03 to 1 s, for every new shape: hundreds a step.
