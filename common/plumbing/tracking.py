@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -117,23 +116,12 @@ class Run:
                 raise BadInput(f"--steps {self.args.steps}: {self.folder} is at step {self.done}")
             for path in filter(Path.exists, (self.folder / name for name in ROWS)):
                 rows = [row for row in read_lines(path) if row["step"] <= self.done]
-                if path.name == "metrics.jsonl":
-                    self._keep_damaged(path, {row["step"] for row in rows})
                 self._write(path.name, as_lines(rows))
             (self.folder / "summary.json").unlink(missing_ok=True)  # of fewer steps
         else:
             self.folder = new_folder(self.folder)
             CLOSING.append(partial(os.close, lock(self.folder)))
         self._write("config.json", json.dumps(self.config, indent=2) + "\n")
-
-    def _keep_damaged(self, path: Path, steps: set[int]) -> None:
-        """Say which steps are missing, as after a power loss, and keep a copy of the file."""
-        lost = [str(step) for step in range(self.done + 1) if step not in steps]
-        if lost:
-            kept = path.with_name("metrics.jsonl.damaged")
-            if not kept.exists():
-                shutil.copy(path, kept)
-            self.say(f"{path} lacks step {', '.join(lost)} for good; the file as it was is {kept}")
 
     def _write(self, name: str, text: str) -> None:
         with whole(self.folder / name) as path:
