@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import numpy as np
-from common.plumbing.curves import PANELS, ROUNDING, series, sheet, smooth, telling
+from common.plumbing.curves import PANELS, ROUNDING, series, sheet, smooth
 from common.plumbing.errors import BadInput, blame, first_line
 from common.plumbing.folder import read_lines, saved_config, whole
 from tools import arguments
@@ -165,7 +165,7 @@ def shared(among: list[Kind]) -> dict[str, str]:
     different meanings."""
     words: dict[str, set] = {}
     for kind in among:
-        for name, text in telling(kind.config).items():
+        for name, text in kind.config["acted"].items():
             words.setdefault(name, set()).add(text)
     runs = [run for kind in among for run in kind.runs]
     return {
