@@ -95,12 +95,6 @@ class Rollout:
         parts = [vars(part) for part in parts if len(part)]  # without rows a batch may lack columns
         return cls(**{name: joined([part[name] for part in parts]) for name in parts[0]})
 
-    def to(self, device: object) -> Rollout:
-        """The same batch on that device (but for columns of experts)."""
-        columns = vars(self).items()
-        moved = {name: c if name.endswith("_experts") else c.to(device) for name, c in columns}
-        return Rollout(**moved)
-
     def __len__(self) -> int:
         return len(self.tokens)
 

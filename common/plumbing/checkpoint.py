@@ -36,12 +36,7 @@ def save_checkpoint(
     if world.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier()
-    # get_state_dict lets an optimiser that never stepped take an empty step: undo its count.
-    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-    unused = [one for one in optimizers if not one.state]
     weights, moments = get_state_dict(policy, optimizer)
-    for values in (values for one in unused for values in one.state.values()):
-        values["step"].zero_()
     # Of a full disk torch's writers say "unexpected pos 704 vs 598".
     free = f"where {shutil.disk_usage(folder).free // 2**20} MB are free"
     what = f"cannot save {final}, {free}; {way_on(folder)} once that is fixed"

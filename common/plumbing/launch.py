@@ -72,13 +72,9 @@ def report(error: Exception, world: World) -> None:
         with contextlib.suppress(Exception):  # the store may be gone with a lost rank
             if world.store.add(f"failures of start {start}", 1) > 1:
                 return
-    cause = error.__cause__ or error
     if isinstance(error, torch.OutOfMemoryError):
         lower = "--micro_tokens, or of the sampler --rollout_rows or --vllm_memory"
         message = f"out of memory in {Run.phase or 'set-up'} ({first_line(error)}): lower {lower}"
-    elif isinstance(cause, dist.DistError) or is_gloo_error(cause, world):
-        message = f"rank {world.rank} lost contact to another rank in {Run.phase}"
-        message += f" ({first_line(error)}): go on with --resume"
     elif isinstance(error, BadInput | RunStopped):
         message = " ".join(str(error).splitlines())
     else:
@@ -87,11 +83,6 @@ def report(error: Exception, world: World) -> None:
     if world.rank > 0 and Run.phase:
         print(file=sys.stderr)  # ends the first rank's progress bar
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
-
-
-def is_gloo_error(error: BaseException, world: World) -> bool:
-    """Whether gloo, the CPU's backend, failed: it raises a plain RuntimeError."""
-    return world.size > 1 and type(error) is RuntimeError and "gloo" in str(error)
 
 
 def parse(Args: type) -> object:

@@ -60,7 +60,6 @@ def test_a_lost_rank_ends_the_other_and_torchrun_goes_on(tmp_path):
     words = [*flags, "--resume", "auto", "--run_dir", tmp_path / "parts"]
     run = started(*TORCHRUN, "--no-python", sys.executable, "-c", LOSE_A_RANK, *words)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert "error: rank 0 lost contact to another rank in" in run.stderr
     assert "steps 1 to 5, each" in run.stdout and "steps 3 to 5, each" in run.stdout
     assert command("grpo", *flags, "--run_dir", tmp_path / "whole", ranks=2).returncode == 0
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 5, tmp_path)
