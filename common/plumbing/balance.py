@@ -8,31 +8,31 @@ from common.batch import Rollout
 from common.distributed import World
 
 
-def balance_tokens(batch: Rollout, world: World) -> Rollout:
+def balance_tokens(batch: Rollout, world: World, unit: int = 1) -> Rollout:
     """Exchange rows until all ranks have about as many tokens; all ranks call it together.
 
     In every pass all ranks wait for the one with the most tokens. Sums over all ranks stay the
-    same. A rank may bring no rows.
+    same. Every `unit` neighbouring rows stay together. A rank may bring no rows.
     """
     if world.size == 1:
         return batch
-    lengths = batch.ends.tolist()
+    lengths = batch.ends.view(-1, unit).sum(dim=1).tolist()  # tokens of each unit
     widths = {name: column.shape[1] for name, column in vars(batch).items() if column.dim() > 1}
     shares = [None] * world.size
     dist.all_gather_object(shares, (lengths, widths))
-    rows = []  # (tokens, rank, place on that rank)
+    units = []  # (tokens, rank, place on that rank)
     for rank, (rank_lengths, _) in enumerate(shares):
-        rows += [(tokens, rank, place) for place, tokens in enumerate(rank_lengths)]
+        units += [(tokens, rank, place) for place, tokens in enumerate(rank_lengths)]
     load = [0] * world.size  # tokens that each rank will have
     target = [[0] * len(rank_lengths) for rank_lengths, _ in shares]  # target[rank][place]: a rank
-    for tokens, rank, place in sorted(rows, key=lambda row: -row[0]):
-        least = load.index(min(load))  # the longest row first, to the rank with the fewest tokens
+    for tokens, rank, place in sorted(units, key=lambda one: -one[0]):
+        least = load.index(min(load))  # the longest unit first, to the rank with the fewest tokens
         target[rank][place] = least
         load[least] += tokens
-    own = torch.tensor(target[world.rank], dtype=torch.long)  # [n]
+    own = torch.tensor(target[world.rank], dtype=torch.long).repeat_interleave(unit)  # [n]
     order = own.argsort(stable=True)  # [n]: this rank's rows by the rank they go to
     sent = own.bincount(minlength=world.size).tolist()  # rows to each rank
-    received = [places.count(world.rank) for places in target]  # rows from each rank
+    received = [places.count(world.rank) * unit for places in target]  # rows from each rank
 
     def exchange(name: str, column: Tensor) -> Tensor:
         column = column[order.to(column.device)]

@@ -27,19 +27,21 @@ def share_of(rank: int) -> Rollout:
 
 
 def on_a_rank(folder: Path) -> None:
-    """As many rows on each rank; then few rows, of which the first rank has none."""
+    """Pairs that stay together; then single rows, of which the first rank has none."""
     world = setup()
     own = share_of(world.rank)
-    many = balance_tokens(own, world)
-    few = balance_tokens(own.rows(slice(2 * world.rank)), world)
-    torch.save((vars(many), few.advantages.tolist()), folder / f"{world.rank}.pt")
+    pairs, single = (
+        balance_tokens(own, world, 2),
+        balance_tokens(own.rows(slice(2 * world.rank)), world),
+    )
+    torch.save((vars(pairs), single.advantages.tolist()), folder / f"{world.rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
 def test_rows_are_dealt_so_that_tokens_balance(tmp_path):
-    """Every row arrives once and whole; the loads differ by one row at most. A rank without rows
-    gets some."""
+    """Every row arrives once, whole, its pair beside it; the loads differ by one pair at most. A
+    rank without rows gets some."""
     done = forked(on_a_rank, tmp_path, ranks=RANKS)
     assert done.returncode == 0, done.stderr
     dealt = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
@@ -54,10 +56,11 @@ def test_rows_are_dealt_so_that_tokens_balance(tmp_path):
                 sent, given = getattr(part, column)[row], getattr(own, column)[0]
                 assert torch.equal(sent[: len(given)], given) and not sent[len(given) :].any()
     assert sorted(names) == torch.cat([share.advantages for share in shares]).tolist()
-    longest = max(int(share.mask.sum(1).max()) for share in shares)
+    assert all(second == first + 1 for first, second in zip(names[::2], names[1::2]))
+    longest = max(int(share.mask.sum(1).view(-1, 2).sum(1).max()) for share in shares)
     assert max(loads) - min(loads) <= longest
-    few = [found for _, found in dealt]
-    assert all(few) and sorted(sum(few, [])) == [100, 101, 200, 201, 202, 203]
+    single = [found for _, found in dealt]
+    assert all(single) and sorted(sum(single, [])) == [100, 101, 200, 201, 202, 203]
 
 
 def test_one_rank_keeps_its_rows():
