@@ -181,7 +181,7 @@ def shared(among: list[Kind]) -> dict[str, str]:
     different meanings."""
     words: dict[str, set] = {}
     for kind in among:
-        for name, text in telling(kind.config).items():
+        for name, text in kind.config["acted"].items():
             words.setdefault(name, set()).add(text)
     runs = [run for kind in among for run in kind.runs]
     return {
