@@ -59,7 +59,7 @@ def setup() -> World:
         store = dist.HashStore()
     else:
         # torchrun's store survives a restart and still holds the dead ranks' addresses: a new
-        # prefix each time. Nodes count restarts separately: for them docs/cluster.md names a variable.
+        # prefix each time. Several nodes count restarts separately: see docs/cluster.md.
         one_node = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") if one_node else None
         meeting = next(rendezvous("env://", timeout=TIMEOUT))[0]

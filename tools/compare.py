@@ -32,7 +32,6 @@ from common.plumbing.curves import (
     series,
     sheet,
     smooth,
-    telling,
 )
 from common.plumbing.errors import BadInput, blame, first_line
 from common.plumbing.folder import read_lines, saved_config, whole
@@ -323,11 +322,11 @@ def draw_sheet(runs: list[Run]) -> object:
     )
     rows = figure.subplots(len(runs), 4, sharex=True, squeeze=False)
     for run, axes in zip(runs, rows):
-        own = next(iter(telling(run.config)))
+        own = next(iter(run.config["acted"]))
         for shown, grey in ((runs[0], True), (run, False)):
             draw_row(axes, shown, own, grey)
         axes[0].set_ylabel(run.config["algorithm"], fontsize=11, fontweight="bold")
-        axes[3].set_title(textwrap.fill(telling(run.config)[own], 32), fontsize=9, color=ORANGE)
+        axes[3].set_title(textwrap.fill(run.config["acted"][own], 32), fontsize=9, color=ORANGE)
     for axis, title in zip(rows[0], ("reward", "held-out accuracy", "response length (tokens)")):
         axis.set_title(title, fontsize=11)
     shortest = min(run.lines[-1]["step"] for run in runs)
