@@ -32,7 +32,6 @@ from common.plumbing.curves import (
     series,
     sheet,
     smooth,
-    telling,
 )
 from common.plumbing.errors import BadInput, blame, first_line
 from common.plumbing.folder import read_lines, saved_config, whole
@@ -181,7 +180,7 @@ def shared(among: list[Kind]) -> dict[str, str]:
     different meanings."""
     words: dict[str, set] = {}
     for kind in among:
-        for name, text in telling(kind.config).items():
+        for name, text in kind.config["acted"].items():
             words.setdefault(name, set()).add(text)
     runs = [run for kind in among for run in kind.runs]
     return {
@@ -311,7 +310,8 @@ def target(out: str) -> tuple[Path, Path]:
 
 def draw_sheet(runs: list[Run]) -> object:
     """A figure with four small panels for each run: reward, held-out accuracy, response length and
-    the first metric that shows the algorithm acting. The first run is grey in the other rows."""
+    the first metric that shows the algorithm acting. The first run is grey in the other rows. All
+    rows end with the shortest run."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 1.35 * len(runs) + 0.7), layout="constrained")
@@ -322,15 +322,17 @@ def draw_sheet(runs: list[Run]) -> object:
     )
     rows = figure.subplots(len(runs), 4, sharex=True, squeeze=False)
     for run, axes in zip(runs, rows):
-        own = next(iter(telling(run.config)))
+        own = next(iter(run.config["acted"]))
         for shown, grey in ((runs[0], True), (run, False)):
             draw_row(axes, shown, own, grey)
         axes[0].set_ylabel(run.config["algorithm"], fontsize=11, fontweight="bold")
-        axes[3].set_title(textwrap.fill(telling(run.config)[own], 40), fontsize=9, color=ORANGE)
+        axes[3].set_title(textwrap.fill(run.config["acted"][own], 32), fontsize=9, color=ORANGE)
     for axis, title in zip(rows[0], ("reward", "held-out accuracy", "response length (tokens)")):
         axis.set_title(title, fontsize=11)
+    shortest = min(run.lines[-1]["step"] for run in runs)
     for axis in rows[-1]:
         axis.set_xlabel("step", fontsize=10)
+        axis.set_xlim(-0.03 * shortest, 1.03 * shortest)
     return figure
 
 
@@ -341,6 +343,7 @@ def draw_row(axes: np.ndarray, run: Run, own: str, grey: bool) -> None:
         axis.tick_params(labelsize=9)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.3)
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:.5g}")
         if name == own and grey:
             continue
         steps, values = series(run.lines, name)

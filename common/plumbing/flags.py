@@ -94,9 +94,6 @@ class Flags:
     shard_ranks: Whole = 0
     """Neighbouring ranks that share one model's weights, and others hold replicas: a node's GPUs,
     where nodes are linked slowly (0: all ranks; below 10M parameters each has its own)."""
-    compile: bool = False
-    """Let torch.compile fuse each layer's small kernels: minutes at the start, then faster passes
-    on a GPU (dense models only)."""
     offload: bool = False
     """Keep every shard (policy, gradient, AdamW's moments, π_ref) in CPU memory and step there:
     1.7B on 24 GB, but slower."""

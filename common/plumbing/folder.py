@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -19,7 +18,7 @@ FREE_ON_RESUME = set(
     """acted steps run_dir resume save_every save_hf eval_every eval_samples sample_every
     wandb
     ranks shard_ranks micro_tokens rollout_rows sampler_tolerance gradient_checkpointing
-    compile offload offload_reference vllm_memory vllm_sleep""".split()
+    offload offload_reference vllm_memory vllm_sleep""".split()
 )
 
 
@@ -58,22 +57,15 @@ def way_on(folder: Path) -> str:
     return "go on with --resume" if checkpoints(folder) else "nothing is saved yet: start again"
 
 
-def lock(folder: Path, patience: int = 0) -> int:
-    """Keep other runs out of `folder` as long as this process has the descriptor returned.
-
-    `patience`: seconds to wait for another's lock. NFS gives up a dead node's after some 90.
-    """
+def lock(folder: Path) -> int:
+    """Keep other runs out of `folder` until the descriptor returned is closed."""
     descriptor = os.open(folder, os.O_RDONLY)
-    for left in range(patience, -1, -5):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if left < 5:
-                raise BadInput(f"--resume: a run is under way in {folder}") from None
-            time.sleep(5)
-        except OSError:  # a file system without locks
-            break
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BadInput(f"--resume: a run is under way in {folder}") from None
+    except OSError:
+        pass  # some network file systems have no locks
     return descriptor
 
 

@@ -34,8 +34,6 @@ def gradient_norms(
 
 def strange_part(policy: nn.Module) -> str:
     """The kind of the first module whose parameters `in_one_pass` does not know; "" if none is."""
-    if any("forward" in vars(layer) for layer in policy.lm.base_model.layers):
-        return "--compile"  # what is compiled calls no hooks, and Tap hangs on them
     embedding = policy.lm.get_input_embeddings()
     known = {embedding} if type(embedding) is nn.Embedding else set()
     for module in policy.modules():

@@ -26,14 +26,14 @@ class VLLMEngine:
     """
 
     def __init__(self, args: object, lm: PreTrainedModel, world: World):
-        cpu, ranks = world.device.type == "cpu", args.tensor_parallel
+        ranks, gpu = args.tensor_parallel, world.device.type == "cuda"
         options = vllm_options(args, lm, world)
         # In this process, where weights are handed over without a copy.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         with blame("--rollout vllm: pip install -r requirements.txt, or use --rollout hf"):
             import vllm
-        self.SamplingParams, self.world, self.cpu, self.calls = vllm.SamplingParams, world, cpu, 0
+        self.SamplingParams, self.world, self.calls = vllm.SamplingParams, world, 0
         self.eos, self.sleeps = lm.generation_config.eos_token_id, args.vllm_sleep
         self.reports_experts = "enable_return_routed_experts" in options
         # Neighbouring ranks share an engine, as vLLM groups them; each engine has another seed.
@@ -41,7 +41,7 @@ class VLLMEngine:
         groups = torch.arange(world.size).view(-1, ranks).tolist()
         groups = [dist.new_group(group, TIMEOUT, backend="gloo") for group in groups]
         self.group = groups[world.rank // ranks]
-        options |= passed_through(args.vllm, options) | (for_a_cpu() if cpu else {})
+        options |= passed_through(args.vllm, options)
         why = "vLLM does not start: another --vllm_memory, or a lower --max_new_tokens"
         why = f"--vllm {' '.join(args.vllm)}: vLLM refuses that" if args.vllm else why
         try:
@@ -49,7 +49,7 @@ class VLLMEngine:
         except (TypeError, ValueError) as error:  # also vLLM's word for too little memory
             raise BadInput(f"{why} ({first_line(error)})") from error
         # vLLM keeps to this stream, so we must.
-        self.stream = None if cpu else torch.cuda.current_stream(world.device)
+        self.stream = torch.cuda.current_stream(world.device) if gpu else None
         CLOSING.append(self.llm.llm_engine.engine_core.shutdown)
         self.awake = {"weights", "kv_cache"}
         self._sleep()
@@ -86,8 +86,6 @@ class VLLMEngine:
         weights = {"weights_iterator": checkpoint_parameters(policy, self.dtype)}
         with self._awake("weights"):
             self.llm.collective_rpc("reload_weights", kwargs=weights)
-            if self.cpu:
-                self.llm.apply_model(repack_experts)
             if not self.llm.reset_prefix_cache():
                 raise RunStopped("vLLM kept its prefix cache: keys and values of old weights")
 
@@ -164,10 +162,8 @@ def vllm_options(args: object, lm: PreTrainedModel, world: World) -> dict:
         "generation_config": "vllm",  # no top-p, top-k or penalty out of the model's own
     }
     gpu = world.device.type == "cuda"
-    if not gpu and (precision == "float8" or args.vllm_sleep):
-        raise BadInput("--rollout vllm: --rollout_dtype float8 and --vllm_sleep need a GPU")
     if precision == "float8":
-        if torch.cuda.get_device_capability(world.device) < (8, 9):
+        if not gpu or torch.cuda.get_device_capability(world.device) < (8, 9):
             needs = "needs a GPU of compute capability 8.9 (H100, L40, RTX 40) or newer"
             raise BadInput(f"--rollout_dtype float8: {needs}: use auto")
         # Triton's experts, as others leave CUDA graphs stale after a push; not the router.
@@ -195,18 +191,6 @@ def passed_through(words: tuple[str, ...], own: dict) -> dict:
     return given
 
 
-def for_a_cpu() -> dict:
-    """What the CPU build needs, on which this file is tested without a GPU."""
-    from vllm import _custom_ops as kernels
-
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or all ranks share one core
-    # By default linear weights are packed at load, and a later push misses what is tied to them
-    # (the head).
-    assert hasattr(kernels, "_supports_onednn"), "vLLM packs its CPU weights in another way"
-    kernels._supports_onednn = False
-    return {"kv_cache_memory_bytes": 2**28, "enforce_eager": True}
-
-
 def checkpoint_parameters(
     policy: torch.nn.Module, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
@@ -226,11 +210,3 @@ def experts_apart(name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield name.replace("down_proj", f"{i}.down_proj.weight"), down
     else:
         yield name, full
-
-
-def repack_experts(model: torch.nn.Module) -> None:
-    """On a CPU vLLM packs experts' weights at the first load alone: pushed ones need it again."""
-    for layer in model.modules():
-        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-        if kernel is not None:
-            kernel.fused_experts.process_weights_after_loading(layer)

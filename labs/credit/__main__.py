@@ -17,7 +17,7 @@ import numpy as np
 from labs import lab
 from labs.credit import blocks
 
-TITLE = "Part marks: fewer zero-variance groups, the same end; an advantage for each block: worse"
+TITLE = "Step rewards: fewer zero-variance groups, and no higher end"
 FLAGS = "--steps 60 --eval_every 10 --save_every 1000"
 FILES = {
     "GRPO": "grpo.py --beta 0",

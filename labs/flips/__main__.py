@@ -17,7 +17,7 @@ import torch
 
 from labs import lab, toy
 
-TITLE = "Wrong ratios cost entropy, unless the weight is bounded or π_old is compared with μ"
+TITLE = "Wrong ratios cost entropy, unless the weight is bounded or π_old and μ are kept apart"
 GSPO = "GSPO, ε 0.05"
 FILES = {
     "GRPO": ("grpo", {}),

@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from checks.files import ALGORITHMS
+from checks.files import ALGORITHMS, NINE
 from common.plumbing.errors import BadInput
 from tools import look, page
 
@@ -124,6 +124,15 @@ def test_a_teacher_is_no_reference(group, data, tmp_path):
     assert "KL" not in words_of(data, "grpo")
     taught_here = data["runs"][0]["rows"][0]["under"]["opd"]
     assert "weight" not in taught_here and "needs a teacher" in words_of(data, "opd")
+
+
+def test_every_chooses_steps_and_variants_chooses_files(group, tmp_path):
+    """The first and the last stored step are always shown; the run's own file always is, too."""
+    rows = [row_of(group, step=step) for step in (1, 10, 20, 25, 30, 33)]
+    run = with_samples(tmp_path, rows, "dapo")
+    (shown,) = page.page_data([run], ROOT, every=10)["runs"]
+    assert [row["step"] for row in shown["rows"]] == [1, 10, 20, 30, 33] and shown["stored"] == 6
+    assert shown["rows"][0]["under"].keys() == {*NINE, "dapo"}
 
 
 def test_hostile_text_stays_text_and_nothing_is_fetched(group, tmp_path):
