@@ -1,5 +1,5 @@
-"""What the pages promise: commands would start, links and pointers lead somewhere, every metric is
-explained."""
+"""The promises of the pages: commands would start, links and pointers lead somewhere, every metric
+is explained."""
 
 import ast
 import importlib
@@ -138,7 +138,7 @@ def test_a_chinese_page_has_the_code_and_the_numbers_of_the_english_one(page):
 
 
 def test_every_metric_is_explained(finished):
-    """What a run logs, and what a file counts of its own mechanism, is in docs/metrics.md."""
+    """Each metric of a run, and those of a file's own mechanism, are in docs/metrics.md."""
     table = (ROOT / "docs/metrics.md").read_text("utf-8").splitlines()
     rows = [row.split("|")[1] for row in table if row.startswith("| `")]
     explained = set(re.findall(r"`([a-z_*0-9]+)`", " ".join(rows)))

@@ -32,7 +32,7 @@ def test_what_fits_grows_with_the_card_and_the_cards():
 
 
 def test_every_command_on_a_real_model_fits_80_gb():
-    """And what is turned on to save memory saves it in the estimate."""
+    """And a flag that saves memory saves it in the estimate, too."""
     for name in ALGORITHMS:
         assert memory.commands(name), name
         for words in memory.commands(name):
@@ -48,7 +48,7 @@ def test_every_command_on_a_real_model_fits_80_gb():
 
 
 def test_the_tables_of_the_page_are_the_tools(capsys):
-    """docs/gpu.md: what each file needs, and what one card holds."""
+    """docs/gpu.md: the memory of each file, and the largest model for one card."""
     page = (ROOT / "docs/gpu.md").read_text("utf-8")
     memory.main(NINE)
     needs = re.search(r"\| file \| model \| parameters \|.*?\n\n", page, re.DOTALL)[0]
