@@ -363,9 +363,13 @@ def save_sheet(folders: list[Path], picture: Path) -> None:
     """Draw the sheet of these runs into `picture`."""
     if picture.suffix != ".png" or not picture.parent.is_dir():
         raise BadInput(f"--sheet {picture}: must be a .png file in a folder that exists")
+    from PIL import Image  # a dependency of matplotlib
+
     figure = draw_sheet([load(folder) for folder in folders])
     with whole(picture) as partial:
         figure.savefig(partial, dpi=100, format="png")
+        few_colours = Image.open(partial).convert("RGB").quantize(64)  # a third of the bytes
+        few_colours.save(partial, format="png", optimize=True)
     print(picture)
 
 
