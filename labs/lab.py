@@ -1,29 +1,34 @@
 """What every lab shares: its command line, its seeds, its table, its figure, its page.
 
-A lab is a module with
-    TITLE            the finding, over the figure
+A lab is a folder with `__main__.py`, README.md, table.json and figure.png. A second experiment on
+the same subject is a *part*: PART.py, PART.json and PART.png, run by `--part PART`. Each of the two
+kinds of module has
+    TITLE            the finding, which stands above the figure
     ARMS             arm -> what it is: for a toy anything, else a command line: `grpo.py FLAGS`,
                      `-m variants.dapo FLAGS`
-    measure(arm, seed, quick)   one run -> numbers and short series; `quick` is False: a quick toy
-                     is a full one of few seeds. Not for command lines, whose
-    COLUMNS          are the columns of metrics.jsonl that are kept instead
+    measure(arm, seed, quick)   one run -> numbers and short series; `quick` is always False. Not
+                     for command lines; those have
+    COLUMNS          the columns of metrics.jsonl that are kept
     SHORT            more flags for them in a smoke test, which shows nothing
     DAMAGE           arm -> (what stands in its file once, what it becomes): a bug, on purpose
-    SEEDS            runs of each arm, where it is not 20
+    SEEDS            runs of each arm, if it is not 20
     rows(results)    the table: a list of rows of cells, the head first
     draw(results)    the figure
 `results` is {arm: [one run's numbers, ...]}, a run for each seed, from the table's first seed on,
-so that the n-th runs of two arms are a pair. The page NAME.md quotes medians of the table as
-`0.97<!--row/column-->`; between `<!--table-->` and `<!--/table-->` it stands whole.
+so that the n-th runs of two arms are a pair. README.md quotes cells of the table as
+`0.97<!--row/column-->`, of a part's as `0.97<!--PART# row/column-->`. Between `<!--table-->` and
+`<!--/table-->` stands the table, with `<!--table PART: 1 3-->` that of a part with two of its
+columns. `--out labs` fills all of them in again.
 
-What a lab may say:
-- An arm that is named after a paper is that paper's method, or its name says what it is not.
+Rules for what a lab may say:
+- An arm that is named after a paper is that paper's method, or its name says what differs.
 - A sentence with "because" is measured, by an arm or a number of the table, or it is labelled as a
   guess ("we think").
-- A difference within the spread of the control's seeds is called that, and not an effect.
-- Where the ranges of two arms overlap, their seeds are compared in pairs: "19 of 20 seeds" (`wins`)
-  and not two medians.
-- "Replicated" is what was run again with seeds that its author had not seen (`--first_seed`).
+- A difference within the spread of the control's seeds is reported as that, and not as an effect.
+- Where the ranges of two arms overlap, their seeds are compared in pairs ("19 of 20 seeds", by
+  `wins`), and not by two medians.
+- "Replicated" means that it was run again with seeds that its author had not seen
+  (`--first_seed`).
 """
 
 import argparse
@@ -53,35 +58,41 @@ from tqdm import tqdm
 HERE = Path(__file__).parent
 SEEDS, QUICK = 20, 3  # of a full run; of a quick toy, which shows what the full one does
 SHORT = "--steps 4 --eval_every 2 --eval_problems 16"  # of training runs, in a smoke test
-SMOKE = "Smoke test: shows nothing"  # in place of their finding
+SMOKE = "Smoke test: shows nothing"  # instead of a finding
 # Told apart by the colour-blind, too (Okabe and Ito)
 BLACK, GREY, BLUE, ORANGE, GREEN, PINK = "#222222 #888888 #0072B2 #D55E00 #009E73 #CC79A7".split()
 CHILDREN: set[subprocess.Popen] = set()  # training runs under way
 
 
-def main(lab: ModuleType) -> None:
-    """`python -m labs.NAME`: measure, write the table and the figure, print the table."""
+def main(lab: ModuleType, **parts: ModuleType) -> None:
+    """`python -m labs.NAME [--part PART]`: measure, write the table and the figure, print the
+    table."""
     survive_the_terminal()
-    name = lab.__spec__.name.split(".")[-1]
-    runs, own = hasattr(lab, "COLUMNS"), getattr(lab, "SEEDS", SEEDS)
+    program = lab.__spec__.parent
     parser = argparse.ArgumentParser(
-        prog=f"labs.{name}",
+        prog=program,
         usage=argparse.SUPPRESS,  # an error is one line
         description=lab.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seeds", type=int, help=f"runs of each arm (default: {own})")
+    if parts:
+        parser.add_argument("--part", choices=parts, help="a second experiment on the subject")
+    parser.add_argument("--seeds", type=int, help="runs of each arm (default: the page's)")
     parser.add_argument("--first_seed", type=int, default=1, help="the others follow (default: 1)")
-    # A toy of few seeds shows its finding; a short training run does not, and has another name
-    flag, told = "quick", f"{QUICK} seeds, at full length"
-    if runs:
-        flag, told = "smoke", "one short run of each arm, to try the machine: shows nothing"
-    parser.add_argument(f"--{flag}", dest="few", action="store_const", const=flag, help=told)
+    # A toy with few seeds shows its finding; a short training run does not, and has another name
+    few = parser.add_mutually_exclusive_group()
+    for flag, told in (
+        ("quick", f"of a toy: {QUICK} seeds, at full length"),
+        ("smoke", "of training runs: one short run of each arm, to try the machine: shows nothing"),
+    ):
+        few.add_argument(f"--{flag}", dest="few", action="store_const", const=flag, help=told)
     parser.add_argument("--redraw", action="store_true", help="only draw the table that is there")
     parser.add_argument("--out", type=Path, default=Path("runs/labs"), help="default: runs/labs")
     words = parser.parse_args()
+    lab = parts.get(getattr(words, "part", None), lab)
+    runs = hasattr(lab, "COLUMNS")
     try:
-        make(lab, name, words)
+        make(lab, words)
     except (BadInput, OSError) as error:
         parser.error(first_line(error))
     except KeyboardInterrupt:
@@ -91,26 +102,36 @@ def main(lab: ModuleType) -> None:
         sys.exit(130)
 
 
-def make(lab: ModuleType, name: str, words: argparse.Namespace) -> None:
-    """What was asked for, of the lab `name`."""
+def part_of(lab: ModuleType) -> str:
+    """The name of a lab's part; "" for the lab itself."""
+    name = lab.__spec__.name.rpartition(".")[2]
+    return "" if name == "__main__" else name
+
+
+def make(lab: ModuleType, words: argparse.Namespace) -> None:
+    """Do what the command line asks for."""
     for flag, least in (("seeds", 1), ("first_seed", 0)):
         if (value := getattr(words, flag)) is not None and value < least:
             raise BadInput(f"--{flag} {value}: must be {least} or more")
-    # Seeds that are not the page's, and quick or short runs, have tables of their own.
+    runs, own = hasattr(lab, "COLUMNS"), getattr(lab, "SEEDS", SEEDS)
+    right = "smoke" if runs else "quick"
+    if words.few not in (None, right):
+        kind = "training runs" if runs else "a toy"
+        raise BadInput(f"--{words.few}: this lab is {kind}, and has --{right}")
+    # Other seeds than the page's, and quick or short runs, have tables of their own.
     kind = f".from{words.first_seed}" if words.first_seed != 1 else ""
     kind += f".{words.few}" if words.few else ""
-    table = words.out / "tables" / f"{name}{kind}.json"
-    figure = words.out / "figures" / f"{name}{kind}.png"
+    part = part_of(lab)
+    folder = words.out / lab.__spec__.parent.rpartition(".")[2]
+    table = folder / f"{part or 'table'}{kind}.json"
+    figure = folder / f"{part or 'figure'}{kind}.png"
     if words.redraw and not table.exists():
         raise BadInput(f"--redraw: no {table}; the one that we ship is drawn with --out labs")
-    for path in (table, figure):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    runs, own = hasattr(lab, "COLUMNS"), getattr(lab, "SEEDS", SEEDS)
+    folder.mkdir(parents=True, exist_ok=True)
     if not words.redraw:
+        if not runs:  # a toy is measured anew
+            own = max(own, count(stored(table).get("results", {})))
         some = 1 if runs else QUICK
-        own = (
-            own if runs else max(own, count(stored(table).get("results", {})))
-        )  # a toy is measured anew
         seeds = words.seeds or (some if words.few else own)
         run(lab, table, seeds, words.few, words.first_seed)
     results, smoke = stored(table)["results"], words.few == "smoke"
@@ -125,14 +146,14 @@ def make(lab: ModuleType, name: str, words: argparse.Namespace) -> None:
         drawn.text(0.5, 0.5, SMOKE, fontsize=30, color=GREY, alpha=0.7, ha="center", va="center")
     with whole(figure) as partial:
         drawn.savefig(partial, dpi=150, format="png")
-    page = HERE / f"{name}.md"
+    page = folder / "README.md"
     if words.out.resolve() == HERE and not kind and page.exists():
-        page.write_text(filled(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
+        page.write_text(filled(page.read_text(encoding="utf-8"), rows, part), encoding="utf-8")
     print(*[SMOKE, ""] * smoke, text(rows), "", table, figure, sep="\n")
 
 
 def survive_the_terminal() -> None:
-    """One that cannot show an arrow or a Greek letter is no reason to stop."""
+    """A terminal that cannot show an arrow or a Greek letter is no reason to stop."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(errors="backslashreplace")
@@ -179,8 +200,10 @@ def run(lab: ModuleType, table: Path, seeds: int, few: str | None = None, first:
     options = [f"--seeds {most}"]
     options += [f"--first_seed {first}"] if first != 1 else []
     options += [f"--{few}"] if few else []
+    part = part_of(lab)
+    options = [f"--part {part}", *options] if part else options
     head = {
-        "command": " ".join(["python -m", lab.__spec__.name, *options]),
+        "command": " ".join(["python -m", lab.__spec__.parent, *options]),
         "seeds": most,
         "first_seed": first,
         "quick": bool(few),
@@ -200,8 +223,8 @@ def run(lab: ModuleType, table: Path, seeds: int, few: str | None = None, first:
     start, spent = time.time(), old.get("seconds", 0) if any(known.values()) else 0
     with ThreadPoolExecutor(2) as pool, stopping(pool):
         done = pool.map(one, todo) if runs else map(one, todo)
-        bar = {"desc": lab.__spec__.name, "total": len(todo), "leave": False}
-        # disable=None: no bar where nobody watches, in a notebook or a file
+        bar = {"desc": lab.__spec__.parent, "total": len(todo), "leave": False}
+        # disable=None: no bar where nobody watches, as in a file
         for (_, arm), found in zip(todo, tqdm(done, disable=None, **bar)):
             known[arm].append({key: plain(value) for key, value in found.items()})
             if runs or min(map(len, known.values())) == seeds:
@@ -281,18 +304,29 @@ def markdown(rows: list[list[str]]) -> str:
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
 
 
-def filled(page: str, rows: list[list[str]]) -> str:
-    """The page with the table and every number that it quotes as the table has them."""
-    page = re.sub(
-        r"(<!--table-->\n).*?(<!--/table-->)",
-        lambda found: f"{found[1]}{markdown(rows)}\n{found[2]}",
-        page,
-        flags=re.DOTALL,
-    )
+def filled(page: str, rows: list[list[str]], part: str = "") -> str:
+    """The page with the table and the quoted numbers of a part ("": the lab itself) as `rows` has
+    them; what it quotes of other parts stays."""
     cells = {f"{row[0]}/{head}": cell for row in rows[1:] for head, cell in zip(rows[0], row)}
-    return re.sub(
-        r"[^\s(]+<!--(.+?/.+?)-->", lambda m: f"{cells[m[1]].split()[0]}<!--{m[1]}-->", page
+
+    def table(found: re.Match) -> str:
+        start, of, columns = found[1], found[2], found[3]
+        if (of or "") != part:
+            return found[0]
+        places = [0, *map(int, columns.split())] if columns else range(len(rows[0]))
+        shown = [[row[place] for place in places] for row in rows]
+        return f"{start}{markdown(shown)}\n<!--/table-->"
+
+    def quoted(found: re.Match) -> str:
+        of, cell = found[1], found[2]
+        if (of or "") != part:
+            return found[0]
+        return f"{cells[cell].split()[0]}<!--{part + '# ' * bool(part)}{cell}-->"
+
+    page = re.sub(
+        r"(<!--table(?: (\w+))?(?:: ([\d ]+))?-->\n).*?<!--/table-->", table, page, flags=re.DOTALL
     )
+    return re.sub(r"[^\s(]+<!--(?:(\w+)# )?(.+?/.+?)-->", quoted, page)
 
 
 # Over seeds
@@ -383,6 +417,23 @@ def key(axis: object, colours: dict[str, str]) -> None:
     """Each arm's name in its colour, where lines cross too often for labels."""
     for place, (name, colour) in enumerate(colours.items()):
         label(axis, 0.02, 0.05 + 0.065 * place, name, colour, xycoords="axes fraction")
+
+
+def key_down(axis: object, colours: dict[str, str], x: float, y: float) -> None:
+    """The same, downwards from a given place."""
+    for place, (name, colour) in enumerate(colours.items()):
+        label(axis, x, y - 0.065 * place, name, colour, xycoords="axes fraction")
+
+
+def bands(axis: object, runs: list[dict], column: str, colour: str, **style: object) -> None:
+    """The median of a column over its steps as a line, and the middle 80% of the seeds (of five:
+    all) as a band, as far as all runs go. `width`: how many steps each run is averaged over."""
+    width = style.pop("width", 1)
+    length = min(len(run[column]) for run in runs)
+    steps = np.array(runs[0][f"{column}@"][:length])
+    smoothed = [{column: smooth(run[column], width)[:length]} for run in runs]
+    line(axis, steps, smoothed, column, colour, **style)
+    axis.set_xlabel("step")
 
 
 def curves(axis: object, results: dict, column: str, colours: dict, width: int = 1) -> None:

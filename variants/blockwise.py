@@ -28,7 +28,7 @@ which would take samples from there. The outcome-conditioned baseline makes do w
 compares an answer with those that followed a working of the same marks. Where no sibling has the
 same marks there is nothing to compare with, and the advantage is 0 (`alone`). And a working is not
 told what became of its answer: here it comes to take a step too many, which costs it nothing, and
-accuracy falls again (labs/credit.md).
+accuracy falls again (labs/credit).
 
 A block's reward comes from the task's own verifier, which is shown that block alone: the working up
 to the marker, or the marker and the answer. With `arithmetic:steps` (part marks for every right

@@ -22,7 +22,7 @@ A token that the teacher finds likelier than the student is pushed up by as much
 the mean over what π_θ would draw next that is the gradient of -KL(π_θ ‖ π_T) at this prefix, w
 standing for tokens that were drawn by μ. What a token does to the prefixes after it is left out:
 the gradient of the KL of whole responses has the sum of all later differences, too. What the
-teacher says of a prefix that it would never have written may be worth little (labs/teacher.md);
+teacher says of a prefix that it would never have written may be worth little (labs/teacher);
 `strayed` is the share of tokens behind one that it finds foreign.
 
 log π_θ is that of now, not π_old's: as the student arrives, its advantage goes to 0 by itself.

@@ -20,7 +20,7 @@ one number for an output: what is still to come from s_t on. Each token is judge
 changed: δ_t, how much better things look behind y_t than before it. With λ = 1 these add up to
 R - V(s_t) and the critic is a baseline, whose mistakes move no mean until the clip asks for the
 sign of Â; with λ = 0 there is δ_t alone, which is quiet, and as wrong as V is. λ between them
-weighs noise against the critic's mistakes (labs/critic.md has both, exactly).
+weighs noise against the critic's mistakes (labs/bound has both, exactly).
 
 What GRPO removed, as `diff variants/ppo.py grpo.py` shows it: the critic, a model to train, save
 and keep in memory beside the policy; GAE; its seven flags, its warm-up, its loss. What it put in:

@@ -15,8 +15,11 @@ from common.plumbing.errors import BadInput, blame
 logging.disable_progress_bar()  # the run has its own
 TINY = Path(__file__).parents[1] / "tiny"
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
-EMBEDDED = {"tiny": TINY / "model", "tiny-moe": TINY / "model-moe"}
-EMBEDDED |= {f"tiny-{size}": TINY / f"model-{size}" for size in ("30k", "500k", "teacher")}
+EMBEDDED = {
+    "tiny": TINY / "model",
+    "tiny-moe": TINY / "model-moe",
+    "tiny-teacher": TINY / "model-teacher",
+}
 
 
 SAFE = {"trust_remote_code": False}  # a model folder's own code never runs

@@ -22,20 +22,28 @@ from tests.helpers import ROOT, module_of
 
 pytestmark = pytest.mark.slow
 
-NAMES = [path.stem for path in sorted((ROOT / "labs/tables").glob("*.json"))]
+PARTS = {"critic": "bound", "branch": "lock", "blocks": "credit"}  # part -> its lab
+NAMES = sorted(path.parent.name for path in ROOT.glob("labs/*/figure.png")) + list(PARTS)
 
 
 def load(name: str) -> ModuleType:
-    return importlib.import_module(f"labs.{name}")
+    """The module of a lab, or of a part."""
+    if name in PARTS:
+        return importlib.import_module(f"labs.{PARTS[name]}.{name}")
+    return importlib.import_module(f"labs.{name}.__main__")
 
 
 RUNS = [name for name in NAMES if hasattr(load(name), "COLUMNS")]  # of whole training runs
 TOYS = [name for name in NAMES if name not in RUNS]
 
 
-def results(name: str, folder: Path) -> dict:
+def results(name: str, folder: Path, kind: str = "") -> dict:
     """The runs of a table."""
-    return json.loads((folder / "tables" / f"{name}.json").read_text())["results"]
+    if name in PARTS:
+        table = folder / PARTS[name] / f"{name}{kind}.json"
+    else:
+        table = folder / name / f"table{kind}.json"
+    return json.loads(table.read_text())["results"]
 
 
 # Of each toy a number (of a series the last one), and arms in which it rises
@@ -74,13 +82,30 @@ def goes_its_way(name: str, found: dict) -> None:
 def test_a_toy_goes_the_way_of_its_page(name, tmp_path, monkeypatch, capsys):
     """In the shipped table, and in one seed at full length."""
     goes_its_way(name, results(name, ROOT / "labs"))
-    monkeypatch.setattr(sys, "argv", ["lab", "--out", str(tmp_path), "--quick", "--seeds", "1"])
-    monkeypatch.delitem(sys.modules, f"labs.{name}", raising=False)
-    runpy.run_module(f"labs.{name}", run_name="__main__", alter_sys=True)
-    found = results(f"{name}.quick", tmp_path)
+    words = ["--out", str(tmp_path), "--quick", "--seeds", "1"]
+    words += ["--part", name] if name in PARTS else []
+    monkeypatch.setattr(sys, "argv", ["lab", *words])
+    module = f"labs.{PARTS.get(name, name)}.__main__"
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    found = results(name, tmp_path, ".quick")
     assert list(found) == list(load(name).ARMS)
     goes_its_way(name, found)
     assert lab.text(load(name).rows(found)) in capsys.readouterr().out
+
+
+def test_a_page_is_filled_from_the_table_of_its_part():
+    """Numbers and tables of another part stay; a part's table may have some of the columns."""
+    rows = [["arm", "a", "b"], ["x", "1.5 (1.0–2.0)", "2.5"]]
+    page = (
+        "0<!--x/a--> 0<!--p# x/b-->\n<!--table-->\n<!--/table-->\n<!--table p: 2-->\n<!--/table-->"
+    )
+    filled = lab.filled(page, rows)
+    assert filled.startswith("1.5<!--x/a--> 0<!--p# x/b-->\n<!--table-->\n| arm | a | b |\n")
+    assert filled.endswith("<!--table p: 2-->\n<!--/table-->")
+    filled = lab.filled(page, rows, "p")
+    assert filled.startswith("0<!--x/a--> 2.5<!--p# x/b-->\n<!--table-->\n<!--/table-->")
+    assert filled.endswith("| arm | b |\n|---|---|\n| x | 2.5 |\n<!--/table-->")
 
 
 # Labs of training runs
@@ -111,8 +136,8 @@ class Runs(ModuleType):
 def test_a_lab_of_runs_goes_on_where_its_table_ends(tmp_path, monkeypatch):
     """What is in the table of the same command line is not run again, nor replaced by fewer seeds
     or by others."""
-    made, table, module = [], tmp_path / "t.json", Runs("labs.runs")
-    module.__spec__ = importlib.machinery.ModuleSpec("labs.runs", None)
+    made, table, module = [], tmp_path / "t.json", Runs("labs.runs.__main__")
+    module.__spec__ = importlib.machinery.ModuleSpec("labs.runs.__main__", None)
 
     def trained(command: str, seed: int, columns: tuple, damage: tuple | None) -> dict:
         made.append((command.strip(), seed))

@@ -1,0 +1,128 @@
+"""Five in a hundred log-probs are wrong by e^4: which weights stay bounded, and at what price?
+
+Responses of 40 tokens; only the first 4 count for the reward. What a router flip, a stale weight or
+another precision does to single tokens is done here by hand: 5% of the log-probs are off by ± 4,
+either in π_old (what the trainer computed), or in μ (what the sampler reported), or in both alike,
+as where a trainer takes the sampler's numbers for π_old. Four plain gradient steps on each of 40
+rollouts of 16 groups of 8. DPPO sums over tokens where the others take means, so its step is
+divided by their number. All losses are given grpo.py's advantages.
+
+    python -m labs.flips
+"""
+
+import sys
+
+import numpy as np
+import torch
+
+from labs import lab, toy
+
+TITLE = "Wrong ratios cost entropy, unless the weight is bounded or π_old and μ are kept apart"
+GSPO = "GSPO, ε 0.05"
+FILES = {
+    "GRPO": ("grpo", {}),
+    "MASPO": ("maspo", {}),
+    "SAPO": ("sapo", {}),
+    "CISPO": ("cispo", {}),
+    GSPO: ("gspo", {"clip_low": 0.05, "clip_high": 0.05}),
+    "VESPO": ("vespo", {}),
+    "MiniRL": ("minirl", {"length_norm": True}),
+    "DPPO": ("dppo", {}),
+    "IcePop": ("icepop", {}),
+}
+FILES = toy.given(FILES)
+READ_MU = ("MiniRL", "DPPO", "IcePop")  # to the others a wrong μ is none
+ARMS = {f"{name}, {how}": name for how in ("clean", "wrong π_old") for name in FILES}
+ARMS |= {f"{name}, {how}": name for how in ("wrong μ", "both wrong") for name in READ_MU}
+T, V, DECIDE, P, G, STEPS, LR, ROLLOUTS = 40, 6, 4, 16, 8, 4, 120.0, 40
+
+
+def measure(arm: str, seed: int, quick: bool) -> dict:
+    """Chance that the first 4 are right, and mean entropy of the other 36, after each rollout."""
+    (stem, flags), generator = FILES[ARMS[arm]], torch.Generator().manual_seed(seed)
+    module, logits = toy.load(stem), torch.zeros(T, V, dtype=torch.float64)
+    logits[:DECIDE, 0] = 0.5
+    success, entropy = [], []
+    for _ in range(ROLLOUTS):
+        chances = logits.softmax(-1)  # [T, V]
+        success.append(chances[:DECIDE, 0].prod().item())
+        entropy.append(-(chances * chances.log())[DECIDE:].sum(-1).mean().item())
+        tokens = toy.sample(logits, P * G, generator)  # [N, T]
+        rewards = (tokens[:, :DECIDE] == 0).all(dim=1).double().view(P, G)  # [P, G]
+        noise = torch.rand(2, *tokens.shape, generator=generator)  # [2, N, T]
+        flips = 4.0 * (noise[0] < 0.05) * (noise[1] - 0.5).sign()  # [N, T]
+        true = toy.logprobs(logits, tokens)  # [N, T]
+        held = {"advantages": toy.load("grpo").advantages(rewards).flatten()}  # [N]
+        held["old_logp"] = true + flips * arm.endswith(("wrong π_old", "both wrong"))
+        held["rollout_logp"] = true + flips * arm.endswith(("wrong μ", "both wrong"))
+        for _ in range(STEPS):
+            step = LR / T if stem == "dppo" else LR
+            logits = logits - step * toy.gradient(module, flags, logits, tokens, **held)
+    return {"success": success, "entropy": entropy}
+
+
+def ends(results: dict) -> dict[str, list[dict]]:
+    """Of each run what the table has, against the clean run of the same loss and seed."""
+    found = {}
+    for arm, runs in results.items():
+        found[arm] = []
+        for run, clean in zip(runs, results[f"{ARMS[arm]}, clean"]):
+            until, its = (when(one["success"]) for one in (run, clean))
+            entropy, left = run["entropy"][-1], clean["entropy"][-1]
+            found[arm].append({"until": until, "later": until > its, "end": run["success"][-1]})
+            found[arm][-1] |= {"entropy": entropy, "lost": left - entropy}
+    return found
+
+
+def when(success: list[float]) -> float:
+    return next((i for i, p in enumerate(success) if p > 0.5), np.inf)
+
+
+def rows(results: dict) -> list[list[str]]:
+    head = "rollouts until success > 1/2", "later than clean", "success at the end"
+    table = [["arm", *head, "entropy at the end", "entropy lost to clean"]]
+    for arm, runs in ends(results).items():
+        clean = arm.endswith("clean")
+        later = "–" if clean else f"{sum(run['later'] for run in runs)} of {len(runs)}"
+        until, end, entropy = (
+            lab.cell(runs, name, form)
+            for name, form in (("until", ".0f"), ("end", ".2f"), ("entropy", ".2f"))
+        )
+        table.append([arm, until, later, end, entropy])
+        table[-1].append("–" if clean else lab.cell(runs, "lost").replace("-0.00", "0.00"))
+    return table
+
+
+COLOURS = {"clean": lab.GREY, "wrong π_old": lab.BLACK}
+COLOURS |= {"wrong μ": lab.BLUE, "both wrong": lab.ORANGE}
+
+
+def draw(results: dict) -> object:
+    words = ("rollouts until success > 1/2", "entropy at the end of the 36 other tokens")
+    figure, axes = lab.sheet(TITLE, *words, width=10, height=5)
+    found, names = ends(results), list(FILES)
+    for axis, column in zip(axes, ("until", "entropy")):
+        for place, (how, colour) in enumerate(COLOURS.items()):
+            for row, name in enumerate(names):
+                if f"{name}, {how}" not in found:
+                    continue
+                values = lab.over(found[f"{name}, {how}"], column)
+                middle, low, high = np.minimum(values, ROLLOUTS)  # never: at the edge
+                y = row + 0.18 * (place - 1.5)
+                axis.plot((low, high), (y, y), color=colour, linewidth=1.5, alpha=0.6)
+                shape = ">" if values[0] > ROLLOUTS else "o"
+                filled = "white" if how == "clean" else colour
+                axis.plot(middle, y, shape, color=colour, markerfacecolor=filled, clip_on=False)
+                if values[0] > ROLLOUTS:
+                    lab.label(axis, middle - 1.5, y, "never", colour, ha="right")
+        axis.set_yticks(range(len(names)), labels=names)
+        axis.set(ylim=(len(names) - 0.4, -0.6))
+        axis.grid(visible=False, axis="y")
+    axes[0].set_xlim(0, ROLLOUTS)
+    for place, (how, colour) in enumerate(COLOURS.items()):
+        lab.label(axes[0], 0.62, 0.28 - 0.06 * place, how, colour, xycoords="axes fraction")
+    return figure
+
+
+if __name__ == "__main__":
+    lab.main(sys.modules[__name__])

@@ -1,0 +1,118 @@
+"""A rare right token: how fast may it grow? And how far may a common one move?
+
+One prompt, ten possible answers of one token, the right one at probability 0.001. A rollout is 32
+groups of 16 and serves 16 plain gradient steps, enough for a clip to matter. Then, from other
+probabilities: what one rollout adds at this step size, at twice and at five times as much. All
+losses are given grpo.py's advantages (DPPO's own have no std, which is another question).
+
+    python -m labs.fork
+"""
+
+import sys
+
+import numpy as np
+import torch
+
+from labs import lab, toy
+
+TITLE = "The clip holds a rare token back at every step size, a common one only at small steps"
+ARMS = toy.given(
+    {
+        "GRPO": ("grpo", {}),
+        "clip-higher": ("grpo", {"clip_high": 0.28}),
+        "MASPO": ("maspo", {}),
+        "SAPO": ("sapo", {}),
+        "CISPO": ("cispo", {}),
+        "DPPO": ("dppo", {}),
+    }
+)
+LOOKS = {  # arm -> colour and dashes
+    "GRPO": (lab.BLACK, "-"),
+    "clip-higher": (lab.BLACK, "--"),
+    "MASPO": (lab.ORANGE, "-"),
+    "SAPO": (lab.BLUE, "-"),
+    "CISPO": (lab.GREEN, "-"),
+    "DPPO": (lab.PINK, ":"),
+}
+ANSWERS, P, G, STEPS, LR = 10, 32, 16, 16, 1.0
+TIMES = (1, 2, 5)  # the step size
+STARTS = (0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7, 0.9)
+LONGEST = 40
+
+
+def rollout(arm: str, logits: torch.Tensor, lr: float, generator: torch.Generator) -> torch.Tensor:
+    """The logits `[1, V]` after one rollout and its gradient steps."""
+    stem, flags = ARMS[arm]
+    module = toy.load(stem)
+    tokens = toy.sample(logits, P * G, generator)  # [N, 1]
+    rewards = (tokens == 0).double().view(P, G)  # [P, G]
+    held = {"old_logp": toy.logprobs(logits, tokens)}  # [N, 1]
+    held["advantages"] = toy.load("grpo").advantages(rewards).flatten()  # [N]
+    for _ in range(STEPS):
+        logits = logits - lr * toy.gradient(module, flags, logits, tokens, **held)
+    return logits
+
+
+def measure(arm: str, seed: int, quick: bool) -> dict:
+    """p(right) after each rollout; rollouts until it passes 1/2; and what one rollout adds to
+    p(right), by what it was before, at each of TIMES the step size."""
+    generator = torch.Generator().manual_seed(seed)
+    logits, curve = toy.start(0.001, ANSWERS)[None], []  # [1, V]
+    for _ in range(LONGEST):
+        curve.append(logits.softmax(-1)[0, 0].item())
+        logits = rollout(arm, logits, LR, generator)
+    until = next((i for i, p in enumerate(curve) if p > 0.5), np.nan)
+    found = {"p": curve, "rollouts": until}
+    for times in TIMES:
+        found[f"added {times}"] = added = []
+        for p in STARTS:
+            before = toy.start(p, ANSWERS)[None]  # [1, V]
+            after = rollout(arm, before, times * LR, generator)
+            added.append(after.softmax(-1)[0, 0].item() - p)
+    return found
+
+
+def rows(results: dict) -> list[list[str]]:
+    asked = [(p, times) for p in (0.01, 0.5) for times in TIMES]
+    table = [["arm", "rollouts until p > 1/2", *(f"added to {p}, step ×{t}" for p, t in asked)]]
+    for arm, runs in results.items():
+        cells = [lab.cell(runs, "rollouts", ".0f")]
+        for p, times in asked:
+            added = [{"p": run[f"added {times}"][STARTS.index(p)]} for run in runs]
+            cells.append(lab.cell(added, "p", ".3f"))
+        table.append([arm, *cells])
+    return table
+
+
+def draw(results: dict) -> object:
+    words = "the right answer, at 0.001 at first", "what one rollout adds", "at five times the step"
+    figure, (left, *others) = lab.sheet(TITLE, *words, width=12)
+    for arm, (colour, dashes) in LOOKS.items():
+        if arm in ("GRPO", "MASPO"):  # the others' bands lie on these two
+            lab.line(left, np.arange(LONGEST), results[arm], "p", colour, linestyle=dashes)
+        else:
+            middle = lab.over(results[arm], "p")[0]
+            left.plot(middle, color=colour, linewidth=2, linestyle=dashes)
+        for axis, times in zip(others, (1, 5)):
+            lab.line(axis, STARTS, results[arm], f"added {times}", colour, linestyle=dashes)
+    lab.label(left, 31, 0.13, "GRPO", lab.BLACK)
+    lab.label(left, 17.5, 0.6, "clip-\nhigher", lab.BLACK)
+    lab.label(others[0], 0.09, 0.055, "GRPO", lab.BLACK)
+    lab.label(others[0], 0.07, 0.24, "clip-higher", lab.BLACK)
+    lab.label(others[1], 0.1, 0.12, "GRPO and\nclip-higher", lab.BLACK)
+    for axis, x in ((left, 0.03), (others[0], 0.03)):
+        for place, arm in enumerate(("CISPO", "MASPO", "SAPO", "DPPO")):
+            words = "DPPO (dotted)" if arm == "DPPO" else arm
+            where = {"xycoords": "axes fraction"}
+            lab.label(axis, x, 0.93 - 0.065 * place, words, LOOKS[arm][0], **where)
+    left.set(xlabel="rollouts", ylabel="p(right)")
+    lab.plain_ticks(left, "y", (0.001, 0.01, 0.1, 1))
+    for axis in others:
+        axis.set(xlabel="p(right) before", ylim=(-0.03, 1))
+        lab.plain_ticks(axis, "x", [start for start in STARTS if start != 0.7])
+    others[0].set_ylabel("added to p(right)")
+    return figure
+
+
+if __name__ == "__main__":
+    lab.main(sys.modules[__name__])

@@ -1,0 +1,152 @@
+"""Tokens that do not matter to the reward: what do masks do to them, and to a discovery?
+
+*junk*: responses of 20 tokens of which one is at 0.99 (a junk token otherwise) and 8 that are open;
+the reward is a coin. *fork*: the first token alone decides; a wrong one is at 0.98, the right one
+at 0.001, two open tokens follow. *spark*: the first token takes one of two ways; the usual one, at
+0.94, is right by a coin; the other, at 0.05, needs a second token that is right in one of five and
+can be learned. Beside STAPO's mask the top 20% by entropy; at the spark Lp-Reg's spring under rare
+tokens of bad responses, with and without it, and its base file.
+
+    python -m labs.junk
+"""
+
+import sys
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from labs import lab, toy
+
+TITLE = "STAPO's mask cannot tell a slip from a discovery: it removes both"
+MASKS = {"GRPO": ("grpo", {}), "STAPO": ("stapo", {}), "top 20%": ("entropy20", {})}
+SPRINGS = {"GRPO": ("grpo", {}), "JustRL": ("justrl", {}), "Lp-Reg": ("lp_reg", {})}
+SPRINGS["Lp-Reg, spring off"] = ("lp_reg", {"proxy_weight": 0.0})
+TASKS = {"junk": MASKS, "fork": MASKS, "spark": SPRINGS}
+ARMS = {
+    f"{task}, {name}": (task, *way) for task, ways in TASKS.items() for name, way in ways.items()
+}
+COLOURS = dict(zip([*MASKS, *SPRINGS], (lab.BLACK, lab.ORANGE, lab.GREEN, lab.BLACK, lab.BLUE)))
+COLOURS |= {"Lp-Reg": lab.PINK, "Lp-Reg, spring off": lab.GREY}
+P, G, V = 16, 8, 20
+LR = {"junk": 4.0, "fork": 6.0, "spark": 4.0}  # times the tokens of a response, but for the spark
+STEPS = {
+    "junk": 1,
+    "fork": 1,
+    "spark": 4,
+}  # gradient steps a rollout; at r = 1 a spring hardly pulls
+EVERY, ROLLOUTS = 2, {"junk": 200, "fork": 150, "spark": 200}
+
+
+def tables(task: str) -> Tensor:
+    """The policy at first: logits `[T, V]`."""
+    if task == "junk":
+        sure, free = toy.start(0.99, V).expand(20, V), torch.zeros(8, V, dtype=torch.float64)
+        return torch.cat([sure, free])
+    # The right token is 0, the usual one 1
+    right, usual = (0.001, 0.98) if task == "fork" else (0.05, 0.94)
+    fork = torch.full((V,), (1 - right - usual) / (V - 2), dtype=torch.float64)
+    fork[0], fork[1] = right, usual
+    if task == "fork":
+        return torch.stack([fork.log(), *torch.zeros(2, V, dtype=torch.float64)])
+    return torch.stack([fork.log(), toy.start(0.2, V)])
+
+
+def outcome(task: str, tokens: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Right or wrong `[N]`, and the mask `[N, T]`: after the usual way there is no second token."""
+    coin = torch.rand(P, G, generator=generator, dtype=torch.float64).flatten() < 0.5  # [N]
+    mask, first = torch.ones(tokens.shape, dtype=torch.float64), tokens[:, 0]
+    if task == "junk":
+        return coin, mask
+    if task == "fork":
+        return first == 0, mask
+    mask[:, 1] = first == 0
+    return ((first == 1) & coin) | ((tokens == 0).all(dim=1)), mask
+
+
+def measure(arm: str, seed: int, quick: bool) -> dict:
+    """The mean chance of a junk token, or that of the right first one, after each rollout."""
+    (task, stem, flags), generator = ARMS[arm], torch.Generator().manual_seed(seed)
+    module, logits, curve = toy.load(stem), tables(task), []
+    lr = LR[task] * (1 if task == "spark" else len(logits))
+    for _ in range(ROLLOUTS[task]):
+        chances = logits.softmax(-1)  # [T, V]
+        p = (1 - chances[:20, 0]).mean() if task == "junk" else chances[0, 0]
+        curve.append(p.item())
+        tokens = toy.sample(logits, P * G, generator)  # [N, T]
+        right, mask = outcome(task, tokens, generator)
+        old_logp = toy.logprobs(logits, tokens)  # [N, T]
+        entropy = -(chances * logits.log_softmax(-1)).sum(-1).expand_as(old_logp)  # [N, T]
+        advantages = module.advantages(right.double().view(P, G)).flatten()  # [N]
+        held = {"advantages": advantages, "entropy": entropy, "mask": mask, "old_logp": old_logp}
+        if stem == "lp_reg":
+            every = logits.log_softmax(-1).repeat(P * G, 1)  # [N·T, V]
+            proxy = module.proxy_logprobs(every, tokens.flatten(), module.Args().kappa)
+            held["proxy_logp"] = proxy.view(tokens.shape)
+        for _ in range(STEPS[task]):
+            logits = logits - lr * toy.gradient(module, flags, logits, tokens, **held)
+    found = next((i for i, p in enumerate(curve) if p > 0.5), np.inf)
+    lowest = {"lowest": min(curve)} if task == "spark" else {}
+    return {"p": curve[::EVERY], "start": curve[0], "end": curve[-1], "found": found} | lowest
+
+
+def rows(results: dict) -> list[list[str]]:
+    head = ["arm", "p at the end", "rose in", "found by", "rollouts until found", "lowest p"]
+    table = [head]
+    for arm, runs in results.items():
+        of = f" of {len(runs)}"
+        if "junk" in arm:
+            rose = sum(run["end"] > run["start"] for run in runs)
+            table.append([arm, lab.cell(runs, "end", ".4f"), f"{rose}{of}", "–", "–", "–"])
+            continue
+        found = f"{sum(np.isfinite(run['found']) for run in runs)}{of}"
+        end = lab.cell(runs, "end", ".4f") if "fork" in arm else "–"
+        lowest = lab.cell(runs, "lowest", ".4f") if "spark" in arm else "–"
+        table.append([arm, end, "–", found, lab.cell(runs, "found", ".0f"), lowest])
+    return table
+
+
+LABELS = {  # panel -> x, y and words of each arm's label
+    "junk": {
+        "GRPO": (203, 0.0104, "GRPO"),
+        "STAPO": (203, 0.0022, "STAPO"),
+        "top 20%": (203, 0.0135, "top 20%"),
+    },
+    "fork": {
+        "GRPO": (70, 0.5, "GRPO"),
+        "STAPO": (58, 0.00135, "STAPO, top 20% (dashed)"),
+        "top 20%": (0, 1, ""),
+    },
+    "spark": {
+        "GRPO": (120, 0.36, "GRPO"),
+        "JustRL": (118, 0.94, "JustRL"),
+        "Lp-Reg": (145, 0.81, "Lp-Reg"),
+        "Lp-Reg, spring off": (132, 0.61, "Lp-Reg, spring off"),
+    },
+}
+
+
+def draw(results: dict) -> object:
+    words = "a junk token's chance; the reward is a coin", "fork: the right token's chance"
+    figure, axes = lab.sheet(TITLE, *words, "spark: share of seeds that found it", width=12)
+    for axis, (task, labels) in zip(axes, LABELS.items()):
+        for name, (x, y, text) in labels.items():
+            runs = results[f"{task}, {name}"]
+            at = EVERY * np.arange(len(runs[0]["p"]))
+            colour, dashed = COLOURS[name], "--" if (task, name) == ("fork", "top 20%") else "-"
+            if task == "spark":
+                share = [np.mean([run["found"] <= rollout for run in runs]) for rollout in at]
+                axis.step(at, share, color=colour, linewidth=2, where="post")
+            else:
+                lab.line(axis, at, runs, "p", colour, linestyle=dashed)
+            lab.label(axis, x, y, text, colour)
+        axis.set(xlabel="rollouts")
+    axes[2].set(ylim=(-0.02, 1.02))
+    axes[0].set(xlim=(0, 265), xticks=(0, 50, 100, 150, 200))
+    lab.plain_ticks(axes[0], "y", (0.002, 0.005, 0.01, 0.02, 0.05))
+    lab.plain_ticks(axes[1], "y", (0.001, 0.01, 0.1, 1))
+    return figure
+
+
+if __name__ == "__main__":
+    lab.main(sys.modules[__name__])

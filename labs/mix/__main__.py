@@ -1,0 +1,74 @@
+"""Most prompts teach nothing: three quarters too easy, a fifth impossible, one in twenty between.
+
+`--task arithmetic:mix` trains on 75% of two terms, 20% of 16 terms (which no response of 64 tokens
+can finish) and 5% of 5 to 7 terms; held out are problems of 5 to 7 terms alone. grpo.py draws
+prompts as they come, goldilocks.py picks them by what its teacher expects them to teach. Two
+neighbours: variants/paced.py picks them by its partition function; variants/dapo.py replaces
+zero-variance groups by new samples, and pays for it in tokens.
+
+    python -m labs.mix
+"""
+
+import sys
+
+import numpy as np
+
+from labs import lab
+
+TITLE = (
+    "A teacher that picks prompts learns the middle; resampling does too, at three times the tokens"
+)
+FLAGS = "--task arithmetic:mix --steps 120 --eval_every 20 --save_every 1000"
+FILES = {
+    "uniform": "grpo.py --beta 0",
+    "Goldilocks": "goldilocks.py --beta 0",
+    "PACED": "-m variants.paced",
+    "DAPO": "-m variants.dapo",
+}
+ARMS = {arm: f"{file} {FLAGS}" for arm, file in FILES.items()}
+COLUMNS = ("greedy", "sampled", "zero_groups", "response_len", "tokens")
+COLOURS = dict(zip(ARMS, (lab.ORANGE, lab.BLUE, lab.GREEN, lab.BLACK)))
+SEEDS = 5
+
+
+def rows(results: dict) -> list[list[str]]:
+    """Tokens are counted with those that DAPO drops; at equal ones: where the run that sampled
+    least ends."""
+    least = min(lab.spent(run)[-1] for runs in results.values() for run in runs)
+    head = ["arm", "runs", "highest greedy", "greedy at the end", "sampled at the end"]
+    head += ["zero-variance groups", "tokens, thousands"]
+    table = [[*head, "sampled at equal tokens"]]
+    for arm, runs in results.items():
+        ended = [
+            {
+                "high": max(run["greedy"]),
+                "greedy": run["greedy"][-1],
+                "sampled": run["sampled"][-1],
+                "zero": np.mean(run["zero_groups"]),
+                "tokens": lab.spent(run)[-1],
+                "equal": lab.at_tokens(run, least),
+            }
+            for run in runs
+        ]
+        cells = [lab.cell(ended, name) for name in ("high", "greedy", "sampled", "zero")]
+        cells += [lab.cell(ended, "tokens", ".0f"), lab.cell(ended, "equal")]
+        table.append([arm, str(len(runs)), *cells])
+    return table
+
+
+def draw(results: dict) -> object:
+    words = "the middle, sampled accuracy", "the middle, greedy", "zero-variance groups (share)"
+    figure, axes = lab.sheet(TITLE, *words, width=11)
+    for axis, column, width in zip(axes, ("sampled", "greedy", "zero_groups"), (1, 1, 9)):
+        for arm, colour in COLOURS.items():
+            style = {"linestyle": "--" if arm == "PACED" else "-", "width": width}
+            lab.bands(axis, results[arm], column, colour, **style)
+        axis.set_ylim(0, 1.02)
+        lab.key_down(
+            axis, COLOURS, {"sampled": 0.02, "greedy": 0.25, "zero_groups": 0.6}[column], 0.27
+        )
+    return figure
+
+
+if __name__ == "__main__":
+    lab.main(sys.modules[__name__])

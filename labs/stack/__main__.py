@@ -1,0 +1,128 @@
+"""Five layers combined: what each adds alone, what is lost without it, and at what price?
+
+variants/recipe.py with none of its layers (grpo.py without its KL term), with all, with all except
+one, with one alone (the clip and the average alone are justrl.py), and with a pair of which one may
+hurt the other: stale batches suffer from the variance of their weights, and a curriculum prefers
+prompts that are solved half of the time, where the rewards vary most. ESS/B shows whether one
+worsens the other. All at the usual step size, and at three times it, where runs decay. (STAPO's
+mask has flags under which it acts here; a stale batch is 16 updates old.)
+
+    python -m labs.stack
+"""
+
+import sys
+
+import common  # noqa: F401  (before torch)
+import numpy as np
+from common.plumbing.curves import smooth
+
+from labs import lab
+
+TITLE = (
+    "At three times the step size five layers beat each one alone; two of them do nearly as well"
+)
+RUN = "-m variants.recipe --steps 60 --eval_every 5 --eval_samples 2 --save_every 1000"
+RUN += " --tau_p 0.05 --entropy_quantile 0.95 --lag 4"
+OFF = {
+    "clip": "--clip_high 0.2 --no_token_mean",
+    "tokens": "--tokens none",
+    "curriculum": "--no_curriculum",
+    "branches": "--branches 0",
+    "stale": "--lag 0",
+}
+LAYERS = {"nothing": (), "all five": tuple(OFF)}
+LAYERS |= {f"without {name}": tuple(other for other in OFF if other != name) for name in OFF}
+LAYERS |= {f"{name} alone": (name,) for name in OFF}
+LAYERS["stale, curriculum"] = ("stale", "curriculum")
+RATES = {"": "", ", lr 1e-3": " --lr 1e-3"}
+ARMS = {
+    arm + rate: " ".join(
+        [RUN + flag, *(flags for name, flags in OFF.items() if name not in layers)]
+    )
+    for rate, flag in RATES.items()
+    for arm, layers in LAYERS.items()
+}
+COLUMNS = ("greedy", "sampled", "tokens", "ess_ratio", "lr_scale", "silenced")
+SHORT = "--steps 6"  # one more than the queue holds
+COLOURS = {"stale alone": lab.ORANGE, "stale, curriculum": lab.GREEN, "all five": lab.BLACK}
+SEEDS = 5
+
+
+def against(layers: str) -> str | None:
+    """The arm that a row is compared with, seed by seed."""
+    if layers == "nothing":
+        return None
+    return {"stale, curriculum": "stale alone"}.get(
+        layers, "all five" if layers.startswith("without") else "nothing"
+    )
+
+
+def ended(run: dict, other: dict | None, least: float) -> dict:
+    """What the table says of a run, and of the `other` of its seed; `least`: thousands of tokens at
+    which all are compared."""
+    found = {
+        "late": lab.tail(run["sampled"], 3),
+        "tokens": lab.spent(run)[-1],
+        "equal": lab.at_tokens(run, least),
+        "ess": np.mean(run["ess_ratio"]) if run["ess_ratio"] else np.nan,
+    }
+    if other:
+        found["gain"] = found["late"] - lab.tail(other["sampled"], 3)
+        found["pace"] = np.mean(run["sampled"]) - np.mean(other["sampled"])
+    return found
+
+
+def rows(results: dict) -> list[list[str]]:
+    """At equal tokens: where the run that sampled least ends, of one step size."""
+    titles = {
+        "late": "sampled, last three",
+        "gain": "less its reference's",
+        "tokens": "thousand tokens",
+    }
+    titles |= {"pace": "mean of all, less its reference's", "equal": "sampled at equal tokens"}
+    titles["ess"] = "ESS/B"
+    shown = {"": tuple(titles), ", lr 1e-3": ("late", "gain", "tokens", "equal", "ess")}
+    forms = {"gain": "+.3f", "pace": "+.3f", "tokens": ".0f"}
+    table = [["layers"]]
+    for rate, names in shown.items():
+        table[0] += [rate.lstrip(", ") + ": " * bool(rate) + titles[name] for name in names]
+    for layers in LAYERS:
+        cells, other = [], against(layers)
+        for rate, names in shown.items():
+            least = min(lab.spent(run)[-1] for arm in LAYERS for run in results[arm + rate])
+            runs = results[layers + rate]
+            pairs = zip(runs, results[other + rate] if other else [None] * len(runs))
+            told = [ended(run, beside, least) for run, beside in pairs]
+            for name in names:
+                known = "stale" in LAYERS[layers] if name == "ess" else name in told[0]
+                cells.append(lab.cell(told, name, forms.get(name, ".2f")) if known else "–")
+        table.append([layers, *cells])
+    return table
+
+
+def draw(results: dict) -> object:
+    words = "sampled, last three evaluations, lr 3e-4", "lr 1e-3: here 0.1 is as wide as 0.01 there"
+    words = *words, "ESS/B of stale batches"
+    figure, axes = lab.sheet(TITLE, *words, width=12)
+    places = {layers: -y - (y > 1) - (y > 6) - (y > 11) for y, layers in enumerate(LAYERS)}
+    for axis, rate in zip(axes, RATES):
+        for layers, y in places.items():
+            values = [lab.tail(run["sampled"], 3) for run in results[layers + rate]]
+            colour = COLOURS.get(layers, lab.BLUE)
+            axis.scatter(values, np.full(len(values), y), s=16, color=colour, alpha=0.4)
+            axis.plot(np.median(values), y, "|", color=colour, markersize=14, markeredgewidth=3)
+        axis.set_yticks([*places.values()], labels=[""] * len(places))
+    axes[0].set_yticks([*places.values()], labels=[*places])
+    for rate, style in zip(RATES, ("-", ":")):
+        for layers, colour in COLOURS.items():
+            runs = results[layers + rate]
+            steps = np.array(runs[0]["ess_ratio@"])
+            smoothed = [{"ess": smooth(run["ess_ratio"], 9)} for run in runs]
+            lab.line(axes[2], steps, smoothed, "ess", colour, linestyle=style)
+    axes[2].set(xlabel="step (dotted: lr 1e-3)", ylim=(0, 1.02))
+    lab.key(axes[2], COLOURS)
+    return figure
+
+
+if __name__ == "__main__":
+    lab.main(sys.modules[__name__])

@@ -1,0 +1,60 @@
+"""Training on answers that are eight batches old: what collapses, and what prevents it?
+
+vcpo.py at three times its step size, with and without its two controls: the step shortened by the
+effective sample size (`--ess_scaling`), and the baseline of least variance for the plain estimate
+(`--optimal_baseline`). And without them at lr 8e-4, which is what the controls make of 1e-3 on
+average: would a smaller step for all batches do as well? All arms cap a response's weight at 8.
+
+    python -m labs.stale
+"""
+
+import sys
+
+import numpy as np
+
+from labs import lab
+
+TITLE = "Stale answers at three times the step size: without variance control runs collapse"
+RUN = "vcpo.py --lr 1e-3 --steps 100 --eval_every 20 --save_every 1000"
+BARE = "--no_ess_scaling --no_optimal_baseline"
+ARMS = {"both controls": RUN, "neither": f"{RUN} {BARE}"}
+ARMS["neither, lr 8e-4"] = f"{RUN.replace(' --lr 1e-3', '')} {BARE} --lr 8e-4"
+COLUMNS = ("greedy", "sampled", "ess_ratio", "response_len", "entropy")
+COLOURS = {"both controls": lab.BLUE, "neither": lab.ORANGE}
+SHORT = "--lag 2"
+SEEDS, LOW = 5, 0.5  # runs of each arm; greedy accuracy below which a run has collapsed
+
+
+def rows(results: dict) -> list[list[str]]:
+    head = ["arm", "greedy at the end", "lowest after step 0", "collapsed"]
+    table = [[*head, "ESS/B, last 20 steps", "√(ESS/B), mean"]]
+    for arm, runs in results.items():
+        ended = [
+            {
+                "end": run["greedy"][-1],
+                "low": min(run["greedy"][1:]),
+                "ess": lab.tail(run["ess_ratio"]),
+                "root": np.mean(np.sqrt(run["ess_ratio"])),
+            }
+            for run in runs
+        ]
+        lost = sum(run["end"] < LOW for run in ended)
+        cells = (lab.cell(ended, name) for name in ("end", "low"))
+        worth = (lab.cell(ended, name) for name in ("ess", "root"))
+        table.append([arm, *cells, f"{lost} of {len(runs)}", *worth])
+    return table
+
+
+def draw(results: dict) -> object:
+    words = "held-out accuracy, greedy", "effective sample size (share of the batch)"
+    figure, axes = lab.sheet(TITLE, *words)
+    lab.curves(axes[0], results, "greedy", COLOURS)
+    lab.curves(axes[1], results, "ess_ratio", COLOURS, 9)
+    lab.key(axes[0], COLOURS)
+    for axis in axes:
+        axis.set_ylim(0, 1.02)
+    return figure
+
+
+if __name__ == "__main__":
+    lab.main(sys.modules[__name__])

@@ -1,0 +1,54 @@
+"""A verifier that can be exploited: reward rises, accuracy falls.
+
+`--task arithmetic:noisy` accepts a response if its answer stands anywhere in the worked solution,
+as some verifiers do that search a reference text for the number. Held-out problems are scored by
+the strict verifier.
+
+    python -m labs.verifier
+"""
+
+import sys
+
+from labs import lab
+
+TITLE = "What the verifier lets pass is what the policy learns"
+FLAGS = "--steps 100 --beta 0 --eval_every 20 --save_every 1000"
+ARMS = {
+    "verifier with a hole": f"grpo.py --task arithmetic:noisy {FLAGS}",
+    "strict verifier": f"grpo.py {FLAGS}",
+}
+COLUMNS = ("greedy", "sampled", "reward", "response_len", "entropy")
+COLOURS = dict(zip(ARMS, (lab.ORANGE, lab.BLUE)))
+SEEDS = 5
+
+
+def rows(results: dict) -> list[list[str]]:
+    head = ["arm", "training reward", "held-out greedy", "highest before", "tokens per response"]
+    table = [head]
+    for arm, runs in results.items():
+        ended = [
+            {
+                "reward": lab.tail(run["reward"]),
+                "end": run["greedy"][-1],
+                "high": max(run["greedy"]),
+                "tokens": lab.tail(run["response_len"]),
+            }
+            for run in runs
+        ]
+        cells = (lab.cell(ended, name) for name in ("reward", "end", "high"))
+        table.append([arm, *cells, lab.cell(ended, "tokens", ".0f")])
+    return table
+
+
+def draw(results: dict) -> object:
+    words = "training reward (its verifier's)", "held-out accuracy, greedy (strict)"
+    figure, axes = lab.sheet(TITLE, *words)
+    for axis, column, width in zip(axes, ("reward", "greedy"), (9, 1)):
+        lab.curves(axis, results, column, COLOURS, width)
+        axis.set_ylim(0, 1.02)
+    lab.key(axes[0], COLOURS)
+    return figure
+
+
+if __name__ == "__main__":
+    lab.main(sys.modules[__name__])

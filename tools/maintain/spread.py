@@ -1,0 +1,136 @@
+"""Carry a change of a base file into every file that grows from it.
+
+    python -m tools.maintain.spread [COMMIT]        the changes since COMMIT (default: HEAD)
+    python -m tools.maintain.spread --dry [COMMIT]  only say what would be done
+
+Edit grpo.py, run this, and read the output. A hunk is placed where the file still has the lines
+that it replaces. An insertion is placed where the two lines around it still follow each other. All
+other hunks are printed, to be done by hand, and so are new lines that the base file marks as its
+own. Headers (the first docstring) are not touched. Exit code 1 if hunks are left to do.
+"""
+
+import difflib
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tools import arguments
+from checks.files import ROOT, algorithms, base_of
+
+MARK = r"# </?\w+>$"
+
+
+@dataclass
+class Spread:
+    """One file after its base file's change: its new lines, how many hunks were placed, and
+    those that were not."""
+
+    lines: list[str]
+    placed: int = 0
+    left: list[str] = field(default_factory=list)
+
+
+def body(source: str) -> tuple[list[str], list[str]]:
+    """(header, rest): the lines of the module's docstring, and all after it."""
+    lines = source.splitlines()
+    end = lines.index('"""', 1) + 1
+    return lines[:end], lines[end:]
+
+
+def unmarked(lines: list[str]) -> list[str]:
+    """The lines without their marks, and without lines that are only a mark."""
+    bare = [re.sub(rf"(^\s*|  ){MARK}", "", line.rstrip()) for line in lines]
+    return [line for line in bare if line]
+
+
+def same(one: list[str], other: list[str]) -> dict[int, int]:
+    """Line of one -> the same line of the other. Their ends (-1 and their lengths) count as the
+    same line."""
+    found = {-1: -1, len(one): len(other)}
+    matcher = difflib.SequenceMatcher(None, one, other, autojunk=False)
+    for a, b, size in matcher.get_matching_blocks():
+        for i in range(size):
+            found[a + i] = b + i
+    return found
+
+
+def stand_together(places: list[int | None]) -> bool:
+    """Whether lines follow each other, together with the neighbour before them (the first place) or
+    the one behind them (the last). If there are no lines, both neighbours must follow each other.
+    """
+    links = [x is not None and y == x + 1 for x, y in zip(places, places[1:])]
+    return all(links[1:-1]) and (links[0] or links[-1])
+
+
+def spread(base: list[str], theirs: list[str], ours: list[str]) -> Spread:
+    """Apply the line edits base -> theirs to ours, wherever the lines that they touch are the same
+    in base and ours. New lines that the base file marks as its own are not inserted.
+    """
+    at, there = same(base, ours), same(theirs, ours)
+    result = Spread(list(ours))
+    edits = difflib.SequenceMatcher(None, base, theirs, autojunk=False).get_opcodes()
+    for kind, a, b, c, d in reversed(edits):  # from the last: the places before it stay valid
+        old, new = base[a:b], theirs[c:d]
+        if kind == "equal" or unmarked(old) == unmarked(new):
+            continue
+        if stand_together([there.get(i) for i in range(c - 1, d + 1)]):
+            continue  # an earlier run has carried it over
+        places = [at.get(i) for i in range(a - 1, b + 1)]
+        own = not old and any(re.search(MARK, line.rstrip()) for line in new)
+        if not own and stand_together(places):
+            start = places[1]  # of the first old line, or of the line behind an insertion
+            result.lines[start : start + len(old)] = new
+            result.placed += 1
+            continue
+        told = [f"  after: {base[a - 1].strip() if a else '(top)'}"]
+        told += [f"    - {line}" for line in old]
+        told += [f"    + {line}" for line in new]
+        result.left.insert(0, "\n".join(told))
+    return result
+
+
+def git(*words: str) -> subprocess.CompletedProcess:
+    """`git WORDS` in the repository."""
+    how = {"cwd": ROOT, "capture_output": True, "encoding": "utf-8"}
+    return subprocess.run(["git", *words], **how)
+
+
+def committed(path: Path, commit: str) -> str | None:
+    """The file's text in that commit, if it was there."""
+    name = f"{commit}:{path.relative_to(ROOT).as_posix()}"
+    shown = git("show", name)
+    return shown.stdout if shown.returncode == 0 else None
+
+
+def main(commit: str, dry: bool) -> int:
+    """Spread every base file's change, grpo.py's first; returns how many hunks were left."""
+    left, waiting, done = 0, algorithms(), set()
+    while waiting:
+        path = next(path for path in waiting if base_of(path) is None or base_of(path) in done)
+        waiting.remove(path)
+        done.add(path)
+        base = base_of(path)
+        before = committed(base, commit) if base else None
+        if before is None or before == base.read_text("utf-8"):
+            continue
+        header, ours = body(path.read_text("utf-8"))
+        result = spread(body(before)[1], body(base.read_text("utf-8"))[1], ours)
+        if not dry:
+            path.write_text("\n".join([*header, *result.lines]) + "\n", encoding="utf-8")
+        print(f"{path.stem}: {result.placed} placed, {len(result.left)} left to you")
+        for hunk in result.left:
+            print(hunk)
+        left += len(result.left)
+    return left
+
+
+if __name__ == "__main__":
+    parser = arguments(__doc__)
+    parser.add_argument("--dry", action="store_true", help="write nothing")
+    parser.add_argument("commit", nargs="?", default="HEAD", metavar="COMMIT")
+    words = parser.parse_args()
+    if git("rev-parse", "--verify", "--quiet", f"{words.commit}^{{commit}}").returncode:
+        parser.error(f"COMMIT {words.commit}: this repository has none of that name")
+    sys.exit(1 if main(words.commit, words.dry) else 0)
