@@ -104,7 +104,7 @@ def test_every_damaged_exercise_fails_and_the_hint_names_the_damage(name):
 DEF = "def pass_at_k(n, c, k):\n"
 ACCIDENTS = {
     "a syntax error": (DEF + "    return (", "not Python"),
-    "an end": (DEF + "    import os; os._exit(3)\n", "ended the process with exit code 3"),
+    "an end": (DEF + "    import os; os._exit(3)\n", "it ended its process"),
     "no end": (DEF + "    while True: pass\n", "endless loop"),
     "too much memory": (DEF + "    return bytearray(1 << 50)[0]\n", "MemoryError at line 2"),
     "another function": ("def passes(n, c, k): pass\n", "no function pass_at_k"),
