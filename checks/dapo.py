@@ -38,7 +38,7 @@ class Known:
     def batch_decode(self, rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
         return [f"{row[0]}:{row[1]}" for row in rows]
 
-    def judge(self, texts: list[str], answers: list[str]) -> list[float]:
+    def verifier(self, texts: list[str], answers: list[str]) -> list[float]:
         assert [text.split(":")[0] for text in texts] == answers  # each by its own prompt's answer
         return [float(text.split(":")[1]) for text in texts]
 

@@ -16,6 +16,7 @@ import textwrap
 from pathlib import Path
 
 from checks.files import algorithms
+from common.plumbing.errors import BadInput
 
 EXERCISES = Path(__file__).parent / "exercises.py"
 TAKEN = ("advantages", "policy_loss")
@@ -94,14 +95,10 @@ OWN = {
 }
 
 
-class NoExercise(ValueError):
-    """There is none of this name."""
-
-
-def single() -> list[str]:
+def single() -> dict[str, ast.FunctionDef]:
     """The exercises that are one function each."""
     tree = ast.parse(EXERCISES.read_text(encoding="utf-8"))
-    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 def statistics(function: ast.FunctionDef) -> list[str]:
@@ -149,7 +146,8 @@ def emptied(source: str, taken: tuple[str, ...], file: str = "") -> str:
         start, end = node.body[0].end_lineno, node.end_lineno
         marks = [line.strip() for line in lines[start:end]]
         opened = marks.count("# <own>") > marks.count("# </own>")
-        if closed := opened and lines[end : end + 1] == ["    # </own>"]:
+        closed = opened and lines[end : end + 1] == ["    # </own>"]
+        if closed:
             end += 1
         todo = [*flags(node), *explained(file, statistics(node)), TODO.format(name=node.name)]
         if opened and not closed:  # its end stands further down
@@ -159,41 +157,29 @@ def emptied(source: str, taken: tuple[str, ...], file: str = "") -> str:
 
 
 def blank(name: str) -> str:
-    """The text of an exercise. NoExercise for a name that is none."""
+    """The text of an exercise. BadInput for another name."""
     files = {path.stem: path for path in algorithms()}
     if name in files:
         text = emptied(files[name].read_text(encoding="utf-8"), TAKEN, name)
         return f"{HEAD.format(name=name)}\n{text}"
     if name not in single():
-        raise NoExercise(f"{name}: no exercise; there are {', '.join([*files, *single()])}")
-    source = EXERCISES.read_text(encoding="utf-8")
-    nodes = {node.name: node for node in ast.parse(source).body if hasattr(node, "name")}
-    node, used = nodes[name], ast.unparse(nodes[name])
+        raise BadInput(f"{name}: not an exercise; there are {', '.join([*files, *single()])}")
+    source, node = EXERCISES.read_text(encoding="utf-8"), single()[name]
+    used = ast.unparse(node)
     imports = [n for n in ast.parse(source).body if isinstance(n, ast.Import | ast.ImportFrom)]
-    needed = [n for n in imports if any(f"{alias.name}" in used for alias in n.names)]
+    needed = [n for n in imports if any(alias.name in used for alias in n.names)]
     body = "\n".join(source.splitlines()[node.lineno - 1 : node.end_lineno])
-    parts = [
-        HEAD.format(name=name),
-        "\n".join(map(ast.unparse, needed)),
-        "",
-        emptied(body, (name,)),
-    ]
-    return "\n\n".join(part for part in parts if part).replace("\n\n\n\n", "\n\n\n")
+    head = "\n\n".join([HEAD.format(name=name), "\n".join(map(ast.unparse, needed))]).rstrip()
+    return f"{head}\n\n{emptied(body, (name,))}"
 
 
 def listed() -> str:
-    """Every exercise with its difficulty and one line: the title of the file, or what the function
-    is."""
-    tree = ast.parse(EXERCISES.read_text(encoding="utf-8"))
-    told = {n.name: ast.get_docstring(n) for n in tree.body if isinstance(n, ast.FunctionDef)}
-    titles = {
-        path.stem: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))).split("\n\n")[0]
-        for path in algorithms()
-    }
+    """Every exercise with its difficulty and its title."""
+    told = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in algorithms()}
     rows = []
-    for name, words in (titles | told).items():
+    for name, node in (told | single()).items():
         stars = "*" if name in EASY.split() else "***" if name in HARD.split() else "**"
-        first = " ".join(words.split("\n\n")[0].split())
+        first = " ".join(ast.get_docstring(node).split("\n\n")[0].split())
         rows.append(f"{name:17}{stars:4} {textwrap.shorten(first, 78, placeholder=' ...')}")
     return "\n".join(rows) + "\n"
 
@@ -211,7 +197,9 @@ def main() -> None:
         sys.stdout.reconfigure(encoding="utf-8")
     try:
         sys.stdout.write(blank(name) if name else listed())
-    except (NoExercise, OSError) as error:
+        if name and sys.stdout.isatty():
+            print(f"python -m labs.blank {name} > mine/{name}.py  writes it to a file")
+    except (BadInput, OSError) as error:
         parser.error(str(error))
 
 

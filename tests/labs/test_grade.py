@@ -1,12 +1,10 @@
-"""The grader, its exercises and the bug hunt: the true file passes, a blank or a damaged one fails
-with a name, and no file ends, blocks or deceives the grader."""
+"""The grader, its exercises and the bug hunt: right answers pass, wrong ones fail with a name and a
+hint, and no file ends or blocks the grader."""
 
-import ast
 import importlib
 import os
 import subprocess
 import sys
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -27,70 +25,97 @@ def solution(name: str) -> str:
     """The true file; of one function of exercises.py its blank, filled in."""
     if name in PATHS:
         return PATHS[name].read_text()
-    lines = blank.EXERCISES.read_text().splitlines()
-    tree = ast.parse("\n".join(lines))
-    (node,) = [node for node in tree.body if getattr(node, "name", "") == name]
+    lines, node = blank.EXERCISES.read_text().splitlines(), blank.single()[name]
     body = "\n".join(lines[node.body[1].lineno - 1 : node.end_lineno])
     return blank.blank(name).replace(blank.TODO.format(name=name), body)
 
 
-def graded(name: str, source: str, most: int | None = None) -> list[tuple]:
-    """What the grader finds wrong, or the first of it; in this process."""
-    every = grade.verdicts(name, Path("/handed/in/any.py"), source)
-    return list(islice((verdict for verdict in every if verdict[1]), most))
+def graded(name: str, source: str) -> tuple[dict, int]:
+    return grade.grade(name, Path("/handed/in/any.py"), source)
 
 
 @pytest.mark.parametrize("name", BY_TIME)
 def test_the_true_file_passes_and_its_blank_does_not(name):
-    assert graded(name, solution(name)) == []
-    empty = blank.blank(name)
-    found = graded(name, empty, 1)
-    assert found and all("TODO: " in reason for _, reason in found)
-    assert grade.hint(name, found)
+    assert graded(name, solution(name)) == ({}, len(grade.checks_of(name)))
+    found, _ = graded(name, blank.blank(name))
+    assert found and grade.hint(name, found)
+    assert any("TODO: " in reason for reason in found.values())
 
 
-def hint(name: str, source: str) -> str:
-    return " ".join(grade.hint(name, graded(name, source)).split())
+def wrong(*pairs: tuple[str, str]) -> str:
+    """grpo.py with these pieces of its text replaced."""
+    source = PATHS["grpo"].read_text()
+    for old, new in pairs:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    return source
 
 
-def test_a_damage_is_found_and_the_hint_names_it():
-    old, new, *_ = checks.of("grpo")[1]["KL rewarded"]
-    found = hint("grpo", checks.replaced(PATHS["grpo"], old, new))
-    assert found == "'KL rewarded' has just this effect."
+CENTRE = "    rewards = rewards - rewards[:, :1]  # [P, G]\n"
+ZSCORE = "    return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)"
+RATIO = "        k3 = ratio * k3 if args.kl_ratio else k3  # [n, T]: with the gradient through r\n"
+MEAN = " / mask.sum(dim=1).clamp(min=1)"
+RETURN = "-per_response.sum(), mask.new_tensor(len(mask)), stats"
+STD = "rewards.std(dim=1, keepdim=True)"
+# Answers that students give -> how many of the 13 checks hold, and what the hint says
+ANSWERS = {
+    "own wording": (
+        [
+            (CENTRE, "    same = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)\n"),
+            (ZSCORE, f"    z = centred / ({STD} + 1e-6)\n    return torch.where(same, 0.0, z)"),
+        ],
+        13,
+        "",
+    ),
+    "textbook": ([(CENTRE, ""), (RATIO, "")], 11, "equal rewards not made 0"),
+    "k3 reversed": ([("= ref_logp - logp", "= logp - ref_logp")], 9, "KL direction"),
+    "population std": ([(STD, STD.replace(")", ", correction=0)"))], 12, "population std"),
+    "no min": ([("torch.minimum(ratio * A, clipped * A)", "clipped * A")], 11, "clip without min"),
+    "token mean": (
+        [(MEAN, ""), (RETURN, "-per_response.sum(), mask.sum(), stats")],
+        10,
+        "token-mean",
+    ),
+    "mean": (
+        [(RETURN, "-per_response.mean(), mask.new_tensor(1.0), stats")],
+        12,
+        "mean of the part",
+    ),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_answers_that_students_give(answer):
+    pairs, holding, told = ANSWERS[answer]
+    found, held = graded("grpo", wrong(*pairs))
+    assert held == holding == 13 - len(found)
+    if found:
+        assert f"'{told}'" in grade.hint("grpo", found)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", blank.single())
 def test_every_damaged_exercise_fails_and_the_hint_names_the_damage(name):
     for damage, (old, new) in exercise_checks.MUTANTS[name].items():
-        found = hint(name, checks.replaced(blank.EXERCISES, old, new))
-        assert f"'{damage}' has just this effect" in found, damage
+        found, _ = graded(name, checks.replaced(blank.EXERCISES, old, new))
+        assert f"'{damage}' has just this effect" in grade.hint(name, found), damage
 
 
 DEF = "def pass_at_k(n, c, k):\n"
-WRONG = {
-    "a syntax error": (DEF + "    return (", "no Python"),
-    "an end": (DEF + "    import os; os._exit(0)\n", "it ended the process, with code 0"),
-    "no end": ("import signal; signal.alarm(0)\n" + DEF + "    while True: pass\n", "without end"),
-    "too much memory": (DEF + "    return bytearray(1 << 50)[0]\n", "MemoryError"),
-    "another near": (
-        "from labs import exercise_checks\nexercise_checks.near = print\n" + DEF + "    return 1\n",
-        "changes what it is judged by",
-    ),
-    "a verdict of its own": (
-        'import os\nfor n in range(3, 99):\n    try: os.write(n, b\'{"reason": ""}\\n\')\n'
-        "    except OSError: pass\n" + DEF + "    return 1\n",
-        "speaks in the channel",
-    ),
+ACCIDENTS = {
+    "a syntax error": (DEF + "    return (", "not Python"),
+    "an end": (DEF + "    import os; os._exit(3)\n", "it ended its process"),
+    "no end": (DEF + "    while True: pass\n", "endless loop"),
+    "too much memory": (DEF + "    return bytearray(1 << 50)[0]\n", "MemoryError at line 2"),
+    "another function": ("def passes(n, c, k): pass\n", "no function pass_at_k"),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_answer_is_told_in_words(case, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("case", ACCIDENTS)
+def test_an_accident_is_told_in_words(case, tmp_path, monkeypatch, capsys):
     """Exit code 1, no traceback; what the file prints is not in the verdict."""
-    source, words = WRONG[case]
-    monkeypatch.setattr(grade, "SECONDS", 1)
+    source, words = ACCIDENTS[case]
+    monkeypatch.setattr(grade, "SECONDS", 2)
     path = tmp_path / "pass_at_k.py"
     path.write_text(source + "\nprint('noise')\n")
     monkeypatch.setattr(sys, "argv", ["grade", str(path), "--hint"])
@@ -100,11 +125,11 @@ def test_a_wrong_answer_is_told_in_words(case, tmp_path, monkeypatch, capsys):
     assert "Traceback" not in said.out and "noise" not in said.out and not said.err
 
 
-def test_what_is_no_file_is_refused(tmp_path, monkeypatch, capsys):
+def test_what_is_no_exercise_is_refused(tmp_path, monkeypatch, capsys):
     """A pipe would be read for ever; a name that is no exercise's needs --exercise."""
     os.mkfifo(tmp_path / "grpo.py")
     (tmp_path / "nope.py").write_text("x = 1\n")
-    for name, words in (("grpo", "is no file"), ("nope", "Give --exercise NAME, one of grpo")):
+    for name, words in (("grpo", "not a file"), ("nope", "Give --exercise NAME, one of grpo")):
         assert words in refused(monkeypatch, capsys, "labs.grade", tmp_path / f"{name}.py")
 
 
