@@ -64,7 +64,7 @@ def setup() -> World:
         store = dist.HashStore()
     else:
         # torchrun's store outlives a restart, with the addresses of the dead in it: a new name each
-        # time. Several nodes count their restarts apart: for them docs/gpu.md names a variable.
+        # time. Several nodes count their restarts apart: for them docs/cluster.md names a variable.
         one_node = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") if one_node else None
         meeting = next(rendezvous("env://", timeout=TIMEOUT))[0]

@@ -16,7 +16,7 @@ from common.distributed import setup
 from common.plumbing.model import load_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tools.shapes import byte_tokenizer
+from tools.maintain.shapes import byte_tokenizer
 from tests.helpers import SMALL, run_here
 
 torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Every program beside training: docs/common.md has a line for each."""
+"""Every program beside training: docs/development.md has a line for each."""
 
 import argparse
 import sys

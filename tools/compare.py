@@ -1,11 +1,17 @@
-"""Several runs in one figure and one table.
+"""Several runs in one figure and one table, or the curves of each run.
 
     python -m tools.compare RUN_FOLDER ... [--out NAME]
+    python -m tools.compare --curves RUN_FOLDER ...
+    python -m tools.compare --sheet FILE.png RUN_FOLDER ...
 
-It writes NAME.png and NAME.md (default: compare.png and compare.md) and prints the table. Runs that
-differ in their seed alone are of one kind: their mean is a line, from the lowest to the highest
-seed goes a band; in the table stands their mean ± their standard deviation. A kind is called by its
-algorithm and by the flags in which it differs from another.
+The first command writes NAME.png and NAME.md (default: compare.png and compare.md) and prints the
+table. Runs that differ only in their seed are of one kind. The figure shows their mean as a line
+and the range from the lowest to the highest seed as a band; the table shows their mean ± their
+standard deviation. A kind is called by its algorithm and by the flags in which it differs from
+another kind.
+
+--curves draws the curves.png of each run again, also while the run is under way. --sheet draws one
+picture with a row of four small panels for each run; the first run is repeated in grey in all rows.
 """
 
 import json
@@ -17,7 +23,17 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import numpy as np
-from common.plumbing.curves import PANELS, ROUNDING, series, sheet, smooth, telling
+from common.plumbing.curves import (
+    BLUE,
+    ORANGE,
+    PANELS,
+    ROUNDING,
+    draw_curves,
+    series,
+    sheet,
+    smooth,
+    telling,
+)
 from common.plumbing.errors import BadInput, blame, first_line
 from common.plumbing.folder import read_lines, saved_config, whole
 from tools import arguments
@@ -289,8 +305,68 @@ def target(out: str) -> tuple[Path, Path]:
     ours = text.is_file() and text.read_bytes().startswith(OURS.encode())
     for path in (picture, text):
         if path.exists() and not ours:
-            raise BadInput(f"--out {out}: {path} is there, and not from here: give another name")
+            raise BadInput(f"--out {out}: {path} is another file: give another name")
     return picture, text
+
+
+def draw_sheet(runs: list[Run]) -> object:
+    """A figure with four small panels for each run: reward, held-out accuracy, response length and
+    the first metric that shows the algorithm acting. The first run is grey in the other rows. All
+    rows end with the shortest run."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 1.35 * len(runs) + 0.7), layout="constrained")
+    figure.suptitle(
+        "line: mean of 9 steps; held-out accuracy: circles greedy, squares sampled; "
+        f"grey: {runs[0].config['algorithm']}",
+        fontsize=11,
+    )
+    rows = figure.subplots(len(runs), 4, sharex=True, squeeze=False)
+    for run, axes in zip(runs, rows):
+        own = next(iter(telling(run.config)))
+        for shown, grey in ((runs[0], True), (run, False)):
+            draw_row(axes, shown, own, grey)
+        axes[0].set_ylabel(run.config["algorithm"], fontsize=11, fontweight="bold")
+        axes[3].set_title(textwrap.fill(telling(run.config)[own], 32), fontsize=9, color=ORANGE)
+    for axis, title in zip(rows[0], ("reward", "held-out accuracy", "response length (tokens)")):
+        axis.set_title(title, fontsize=11)
+    shortest = min(run.lines[-1]["step"] for run in runs)
+    for axis in rows[-1]:
+        axis.set_xlabel("step", fontsize=10)
+        axis.set_xlim(-0.03 * shortest, 1.03 * shortest)
+    return figure
+
+
+def draw_row(axes: np.ndarray, run: Run, own: str, grey: bool) -> None:
+    """One run's curves in the four panels of a row; in grey without its own metric."""
+    blue, orange = ("0.75", "0.75") if grey else (BLUE, ORANGE)
+    for axis, name in zip(axes, ("reward", "greedy", "response_len", own)):
+        axis.tick_params(labelsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.3)
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:.5g}")
+        if name == own and grey:
+            continue
+        steps, values = series(run.lines, name)
+        if name == "greedy":
+            axis.plot(steps, values, "o-", markersize=3, color=blue)
+            axis.plot(*series(run.lines, "sampled"), "s--", markersize=3, color=orange)
+            axis.set_ylim(-0.03, 1.03)
+        elif 2 * len(steps) < len(run.lines):  # rare events are dots
+            axis.plot(steps, values, "o", markersize=3, color=orange)
+        else:
+            axis.plot(steps, smooth(values, 9), color=orange if name == own else blue)
+    axes[0].set_ylim(-0.03, 1.03)
+
+
+def save_sheet(folders: list[Path], picture: Path) -> None:
+    """Draw the sheet of these runs into `picture`."""
+    if picture.suffix != ".png" or not picture.parent.is_dir():
+        raise BadInput(f"--sheet {picture}: must be a .png file in a folder that exists")
+    figure = draw_sheet([load(folder) for folder in folders])
+    with whole(picture) as partial:
+        figure.savefig(partial, dpi=100, format="png")
+    print(picture)
 
 
 def main(folders: list[Path], out: str) -> None:
@@ -311,8 +387,17 @@ if __name__ == "__main__":
     parser = arguments(__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER")
     parser.add_argument("--out", default="compare", help="a name or a folder (default: compare)")
+    parser.add_argument("--curves", action="store_true", help="draw the curves.png of each run")
+    parser.add_argument("--sheet", type=Path, metavar="FILE.png", help="a row for each run")
     words = parser.parse_args()
     try:
-        main(words.folders, words.out)
+        if words.curves:
+            for folder in words.folders:
+                run_of(folder)  # BadInput where there is no run
+                print(draw_curves(folder))
+        elif words.sheet:
+            save_sheet(words.folders, words.sheet)
+        else:
+            main(words.folders, words.out)
     except (BadInput, OSError) as error:
         parser.error(first_line(error))

@@ -1,6 +1,5 @@
-"""What the pages of tools.reader and tools.page share: one look, one set of keys (look.html,
-look.js), how data and code are put in, and where a page may be written.
-"""
+"""Shared by the pages of tools.reader and tools.page: their look and keys (look.html, look.js), the
+way data and code are put in, and where a page may be written."""
 
 import importlib
 import json
@@ -18,7 +17,7 @@ from pygments.token import Comment, Keyword, Name, Number, Operator, String
 
 from checks.files import ROOT
 
-COLOURS = [  # the first that a token belongs to; what belongs to none is plain
+COLOURS = [  # the first class that a token belongs to; a token of no class is plain
     (String.Doc, "d"),
     (String, "s"),
     (Comment, "c"),
@@ -36,8 +35,8 @@ MARK = re.compile(r"\s*# </?own>$")
 
 @cache
 def coloured(source: str) -> list[list[str]]:
-    """Every line as [colour, text, colour, text, ...]; without its mark, unless it is nothing
-    else: then its colour is "o"."""
+    """Every line as [colour, text, colour, text, ...], without its mark. A line that is only a mark
+    has the colour "o"."""
     lines: list[list[str]] = [[]]
     for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(source):
         colour = next((letter for group, letter in COLOURS if kind in group), "")
@@ -100,16 +99,16 @@ def filled(template: Path, data: dict) -> str:
 
 
 def opening(template: Path) -> str:
-    """How a page of ours begins: such a one may be written over."""
+    """The beginning of a page that this program wrote, and may write over."""
     return f"<!doctype html><!-- tools.{template.stem} -->"
 
 
 def write(template: Path, out: Path, page: Callable[[], str]) -> None:
-    """Write a page and print where it is; never over another's file."""
+    """Write a page and print its path; BadInput where another program's file has that name."""
     if not out.parent.is_dir():
         raise BadInput(f"--out {out}: no folder {out.parent}")
     if out.is_dir() or out.exists() and not out.read_bytes().startswith(opening(template).encode()):
-        raise BadInput(f"--out {out}: is there, and not from here: give another name")
+        raise BadInput(f"--out {out}: is another file: give another name")
     text = page()
     with whole(out) as partial:
         partial.write_text(text, encoding="utf-8")

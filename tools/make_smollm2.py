@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from tools import arguments
-from tools.make_tiny import emptied
+from tools.maintain.make_tiny import emptied
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 ASK = ["What is {a} + {b}?", "What is the sum of {a} and {b}?"]

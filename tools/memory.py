@@ -1,14 +1,14 @@
-"""Memory per GPU, estimated, in GB: what fits a card, or what the files' headers ask for.
+"""Estimated memory per GPU in GB: which model fits a card, or what the files' headers need.
 
     python -m tools.memory --model MODEL [--gpus N] [--gpu_memory GB] [--max_new_tokens T]
         [--task TASK] [FILE]
     python -m tools.memory --cards      the largest Qwen3 for one card of 16, 24, 48, 80, 141 GB
     python -m tools.memory [FILE ...]   of the commands in the headers, on cards of 80 GB
 
-MODEL is a folder or a hub name, of which config.json is read. The first prints the fastest command
-of FILE (default: grpo) that fits, and what it leaves room for.
+MODEL is a folder or a hub name; its config.json is read. The first command prints the fastest
+command of FILE (default: grpo) that fits, its peak, and how many responses the cache holds.
 
-What is counted, with N parameters over R ranks (or --shard_ranks):
+The parts, with N parameters over R ranks (or --shard_ranks):
     states       float32 master copy, AdamW's two moments, float32 gradient: 16 N / R bytes
                  (goldilocks, recipe, ppo: and as much for the teacher or critic, the same model
                  without its head; jet: and the 8-bit numbers as float32, 4 N / R)
@@ -55,7 +55,7 @@ EXAMPLE = "Qwen/Qwen3-1.7B-Base"  # the model of most commands
 VLLM_WORK = 5e9  # bytes of vLLM's activations and CUDA graphs
 GRAPHS = 2e9  # of these the graphs
 ENOUGH = 16  # responses that vLLM samples at once: with fewer it waits for memory, not for the GPU
-# What saves memory, from what costs nothing to what costs most time
+# Flags that save memory, from those that cost no time to those that cost most
 SAVINGS = ["", "--vllm_sleep", "--vllm_sleep --micro_tokens 8192"]
 SAVINGS += [f"--gradient_checkpointing {more}".strip() for more in SAVINGS]
 SAVINGS += ["--gradient_checkpointing --vllm_sleep --micro_tokens 4096 --offload_reference"]
@@ -175,75 +175,107 @@ def estimate(
     name: str, words: list[str], gpu: float = GPU, shape: Shape | None = None
 ) -> dict[str, float]:
     """GB per GPU of `gpu` GB, by part, and on the host, for a command of file `name`."""
-    flags = dict(zip(words, [*words[1:], ""])) | dict(w.split("=") for w in words if "=" in w)
-    local, nodes = int(flags["--nproc_per_node"]), int(flags.get("--nnodes", 1))
-    args, ranks = importlib.import_module(FILES[name]).Args(), local * nodes
+    flags = dict(zip(words, [*words[1:], ""]))
+    for word in words:
+        if "=" in word:
+            flag, value = word.split("=")
+            flags[flag] = value
+    args = importlib.import_module(FILES[name]).Args()
 
     def number(field: str) -> float:
         return float(flags.get(f"--{field}", getattr(args, field, 0)))
 
-    shape, sharing = shape or SHAPES[flags["--model"]], int(number("shard_ranks")) or ranks
+    local = int(flags["--nproc_per_node"])
+    nodes = int(flags.get("--nnodes", 1))
+    ranks = local * nodes
+    sharing = int(number("shard_ranks")) or ranks
+    away = "--offload" in flags
+    offloads_reference = away or "--offload_reference" in flags
+    sleeps = "--vllm_sleep" in flags
+    refers = number("beta") > 0
+    shape = shape or SHAPES[flags["--model"]]
+    n, root, layer = shape.parameters(), shape.root(), shape.layer()
+
+    # The trainer. A teacher or a critic is trained, too: the same model without its head
+    trained = n
+    learns = hasattr(args, "teacher_lr") or hasattr(args, "critic_lr")
+    if getattr(args, "curriculum", learns):
+        trained += n if shape.tied else n - shape.head()
+    states = 16 * trained / sharing
+    if name == "jet":
+        states += 4 * n / sharing
     response = number("max_new_tokens") + PROMPT
     tokens = max(number("micro_tokens"), response)  # the longest response is never split
-    n, root, layer = shape.parameters(), shape.root(), shape.layer()
-    learns = hasattr(args, "teacher_lr") or hasattr(args, "critic_lr")
-    second = getattr(args, "curriculum", learns)
-    trained = n + second * (n - shape.head() * (not shape.tied))
     kept = shape.kept() * tokens  # of one layer
-    inputs = 2 * shape.hidden * tokens * shape.layers
-    held = inputs + kept if "--gradient_checkpointing" in flags else kept * shape.layers
+    if "--gradient_checkpointing" in flags:
+        held = 2 * shape.hidden * tokens * shape.layers + kept
+    else:
+        held = kept * shape.layers
     frozen = SHAPES[flags["--teacher"]].parameters() if "--teacher" in flags else n
-    refers, away = number("beta") > 0, "--offload" in flags
-    offloads = away or "--offload_reference" in flags
-    sleeps, width = "--vllm_sleep" in flags, 1 if args.rollout_dtype == "float8" else 2
-    whole_gradient = 4 * shape.head() if hasattr(args, "optimal_baseline") else 0
-    states = (16 * trained + 4 * n * (name == "jet")) / sharing
+    reference = 4 * frozen if refers else 0  # on all ranks together
+    gathered = 2 * (root + 2 * layer) + 6 * (root + layer)
+    if hasattr(args, "optimal_baseline"):
+        gathered += 4 * shape.head()
+    width = 1 if args.rollout_dtype == "float8" else 2
     parts = {
         "states": 4 * (root + 2 * layer) / sharing if away else states,
-        "reference": 4 * frozen / sharing if refers and not offloads else 0,
-        "gathered": 2 * (root + 2 * layer) + 6 * (root + layer) + whole_gradient,
+        "reference": 0 if offloads_reference else reference / sharing,
+        "gathered": gathered,
         "activations": held + 3 * 4 * BLOCK_ELEMENTS,
-        "vLLM weights": width * n / number("tensor_parallel"),
     }
-    share, vllm = number("vllm_memory") * gpu * 1e9, parts["vLLM weights"]
-    gradient = 0 if away else 4 * trained / sharing  # there is none while the engine works
-    trainer, resident = sum(parts.values()) - vllm, parts["states"] + parts["reference"] - gradient
-    pushed = 2 * 2 * max(shape.head(), *shape.matrices())
+    trainer = sum(parts.values())
+
+    # vLLM, and the three phases of a step
+    vllm = width * n / number("tensor_parallel")
+    share = number("vllm_memory") * gpu * 1e9
+    parts["vLLM weights"] = vllm
     parts["KV cache"] = max(0.0, share - vllm - VLLM_WORK)
+    gradient = 0 if away else 4 * trained / sharing  # there is none while the engine works
+    resident = parts["states"] + parts["reference"] - gradient
+    pushed = 2 * 2 * max(shape.head(), *shape.matrices())
+    updating = trainer + (GRAPHS if sleeps else share)
+    sampling = resident + share
     pushing = resident + pushed + (vllm + GRAPHS if sleeps else share)
-    parts["peak"] = max(trainer + (GRAPHS if sleeps else share), resident + share, pushing)
-    sleeping = [*shape.matrices() * shape.layers, *[shape.head()] * (1 if shape.tied else 2)]
-    blocks = [
-        2 ** math.ceil(math.log2(width * m / number("tensor_parallel"))) for m in sleeping if m
-    ]
-    columns = 2 * shape.layers * shape.active * response if shape.experts > 1 else 0
-    rows = number("prompts_per_step") * number("group_size") / nodes
-    later = 4 * frozen / nodes if refers and offloads else 0
-    later += (name == "minirl") * rows * columns + (states * local if away else 0)
-    parts["host"] = sleeps * local * sum(blocks) + max(4 * (n + refers * frozen), later)
+    parts["peak"] = max(updating, sampling, pushing)
+
+    # The host: at the start rank 0's float32 weights, later whatever was moved there
+    asleep = 0
+    if sleeps:
+        tensors = shape.matrices() * shape.layers + [shape.head()] * (1 if shape.tied else 2)
+        for size in tensors:
+            if size:
+                bytes_of = width * size / number("tensor_parallel")
+                asleep += local * 2 ** math.ceil(math.log2(bytes_of))
+    later = reference / nodes if offloads_reference else 0
+    if name == "minirl" and shape.experts > 1:
+        rows = number("prompts_per_step") * number("group_size") / nodes
+        later += rows * 2 * shape.layers * shape.active * response
+    if away:
+        later += states * local
+    parts["host"] = asleep + max(4 * n + reference, later)
+
     cached = parts["KV cache"] * number("tensor_parallel") / shape.cache()  # tokens
-    parts = {part: size / 1e9 for part, size in parts.items()}
-    return parts | {"parameters": n / 1e9, "ranks": ranks, "responses in cache": cached / response}
+    found = {part: size / 1e9 for part, size in parts.items()}
+    return found | {"parameters": n / 1e9, "ranks": ranks, "responses in cache": cached / response}
 
 
 def fit(
     name: str, model: str, shape: Shape, gpus: int, gpu: float, response: int, task: str = "gsm8k"
 ) -> tuple[list[str], dict[str, float]] | None:
     """The fastest command of file `name` that fits on `gpus` cards of `gpu` GB, and its estimate;
-    None where none does. First of all vLLM shall have room for ENOUGH responses, then for two."""
+    None where none does. vLLM's cache must hold ENOUGH responses, or if no command allows that,
+    two."""
     nodes, local = (gpus // 8, 8) if gpus > 8 else (1, gpus)
-    words = [f"--nnodes={nodes}"] * (nodes > 1) + [f"--nproc_per_node={local}", f"{name}.py"]
-    words += [
-        "--model",
-        model,
-        "--task",
-        task,
-        *"--lr 1e-6 --minibatches 1 --save_every 10".split(),
-    ]
-    words += f"--prompts_per_step {-(-64 // gpus) * gpus} --max_new_tokens {response}".split()
+    prompts = math.ceil(64 / gpus) * gpus  # a multiple of the ranks
+    words = [f"--nnodes={nodes}"] if nodes > 1 else []
+    words += [f"--nproc_per_node={local}", f"{name}.py", "--model", model, "--task", task]
+    words += "--lr 1e-6 --minibatches 1 --save_every 10".split()
+    words += f"--prompts_per_step {prompts} --max_new_tokens {response}".split()
     engines = [ranks for ranks in (1, 2, 4, 8) if local % ranks == 0]
     for wanted, ranks, saving in itertools.product((ENOUGH, 2), engines, SAVINGS):
-        more = [*saving.split(), *["--tensor_parallel", f"{ranks}"] * (ranks > 1)]
+        more = saving.split()
+        if ranks > 1:
+            more += ["--tensor_parallel", f"{ranks}"]
         for share in range(90, 14, -5):  # from the largest down: a larger cache samples faster
             last = [*words, *more, "--vllm_memory", f"{share / 100:.2f}"]
             found = estimate(name, last, gpu, shape)
@@ -265,14 +297,15 @@ def answer(name: str, model: str, gpus: int, gpu: float, response: int, task: st
         lines += [f"    peak {found['peak']:.1f} GB per GPU, {room}"]
         lines += [f"    needs {found['host']:.0f} GB of host memory"]
         return "\n".join(lines)
-    for more in (gpus * 2**i for i in range(1, 8)):
-        if (
-            more <= 128
-            and (more <= 8 or more % 8 == 0)
-            and fit(name, model, shape, more, gpu, response)
-        ):
-            return "\n".join([*lines, f"{cards}: does not fit; {more} would do"])
-    return "\n".join([*lines, f"{cards}: does not fit, nor do more of them"])
+    more = 2 * gpus
+    while more <= 128:
+        whole_nodes = more <= 8 or more % 8 == 0
+        if whole_nodes and fit(name, model, shape, more, gpu, response):
+            lines.append(f"{cards}: does not fit; {more} would do")
+            return "\n".join(lines)
+        more *= 2
+    lines.append(f"{cards}: does not fit, nor do more of them")
+    return "\n".join(lines)
 
 
 def cards() -> list[str]:

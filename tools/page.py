@@ -1,15 +1,16 @@
-"""What a run wrote, token by token, and how hard each token was pushed: one HTML page, which opens
-from disk and fetches nothing.
+"""The responses of a run, token by token, with each token's weight in the update: one HTML page,
+which opens from disk and fetches nothing.
 
-    python -m tools.page RUN [OTHER] [--out FILE]
+    python -m tools.page RUN [OTHER] [--every N] [--variants] [--out FILE]
 
-RUN and OTHER are run folders with a samples.jsonl (`--sample_every`); two stand beside each other.
-The page shows the groups of each step that the run kept: prompt, responses, reward, Â, and every
-token coloured by the factor on its ∇ log π in the update that trained it, as the run stored it. The
-same tokens are put through every other file's `policy_loss` when the page is written: the weight
-that it would have given them. What stopped a token, and in which line, is read off the file's own
-function, and which column it takes for which parameter off the file's loop: nothing here knows any
-file's formula.
+RUN and OTHER are run folders with a samples.jsonl (`--sample_every`); the page shows two runs side
+by side. It shows the groups of each step that the run stored: prompt, responses, reward, Â, and
+every token, coloured by the factor on its ∇ log π in the update that trained it. When the page is
+written, the same tokens are put through the `policy_loss` of each of the nine files (`--variants`:
+of the variants as well), so the page also shows the weight that another file would have given them.
+Which variable clipped or masked a token, and in which line, is found by running the file's own
+function; which column it takes for which parameter is read from the file's loop. No formula of any
+file is repeated here.
 
 The page's form and its program are tools/page.html and tools/look.*; opened as page.html#check it
 tests itself.
@@ -35,7 +36,7 @@ import torch
 from common.plumbing.folder import read_lines
 from torch import Tensor
 
-from tools.compare import NUMBER, fit, run_of
+from tools.compare import NUMBER, config_of, fit, run_of
 from tools.look import coloured, filled, module_of, short, write
 from checks.files import ROOT, algorithms
 
@@ -43,7 +44,7 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 LARGEST = 1_450_000  # bytes of a page; a run with more samples loses steps in between
 # The columns that the page shows. Of ref_logp and teacher_logp a run has one, or neither.
 COLUMNS = ("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp", "entropy")
-# Of another file's flags those that describe the batch are the run's
+# Another file runs with its own defaults, except for these flags, which describe the run's batch
 OF_THE_BATCH = {"max_new_tokens", "temperature", "group_size", "prompts_per_step", "minibatches"}
 CURVES = "reward greedy entropy grad_norm response_len sampler_kl ess_ratio".split()
 POINTS = 400  # of a curve
@@ -54,10 +55,10 @@ HANDED = {
     "chosen": "chosen in the whole mini-batch, here in this group alone",
     "bound": "of the whole mini-batch, here of this group alone",
     "balance": "of the whole mini-batch, here of this group alone",
-    "branch": "which responses are branches; here none is",
+    "branch": "which responses are branches; here no response is one",
     "proxy_logp": "π_old without its noise, here π_old itself",
-    "working": "which tokens are working; here none is, all count as answer",
-    "working_advantages": "of the working; here none is",
+    "working": "which tokens are working; here all tokens count as answer",
+    "working_advantages": "of the working; here no token is working",
 }
 # What a row of samples.jsonl has, and as what; JSON has null for what is no number
 VALUE = NUMBER | None
@@ -268,7 +269,7 @@ class File:
         """Its name, how it is reached from `folder`, and the lines that the page shows: of the
         objective, and of each reason."""
         of = [self.assigned.get(self.objective, [])]
-        if self.objective != "objective":  # the advantage comes in where it returns
+        if self.objective != "objective":  # the advantage enters in the line that returns
             of = [of[0] + self.returns]
         of += [self.assigned[name][-1:] for name, _ in self.reasons]
         return {
@@ -297,8 +298,8 @@ class Table:
         return self.known.setdefault(text, len(self.known))
 
     def numbers(self, values: Tensor) -> int:
-        """24 bits each, four letters of base64: a sign, seven of the exponent of 2 (from -62 to 63,
-        what is smaller but not 0 becomes the smallest) and 16 behind the leading 1: five digits."""
+        """Base64 of 24 bits for each number (four letters, five digits): a sign, seven bits of
+        exponent (2^-62 to 2^63; a smaller number becomes the smallest) and 16 bits of fraction."""
         x = values.detach().double().numpy().reshape(-1)
         size = numpy.where(numpy.isfinite(x), numpy.abs(x), 1.0)
         part, exponent = numpy.frexp(size)  # part from a half to below 1
@@ -312,7 +313,7 @@ class Table:
 
 
 class Told(NamedTuple):
-    """A run: what its page says of it, its groups, and what every file does to each."""
+    """A run: what its page says about it, its groups, and the weights of every file on each."""
 
     about: dict
     own: File | None
@@ -323,21 +324,24 @@ class Told(NamedTuple):
     units: dict[str, str]  # file -> what its weights are divided by: a name in a row, or ""
 
 
-def told(folder: Path, files: dict[str, File]) -> Told:
-    """Read a run, and put each of its groups through every file's loss."""
+def told(folder: Path, files: dict[str, File], every: int) -> Told:
+    """Read a run, and put the groups of its first step, of its last step and of each step divisible
+    by `every` through every file's loss."""
     config, metrics = run_of(folder)
     rows = samples(folder)
+    stored = sorted({row["step"] for row in rows if "responses" in row})
+    shown = {step for step in stored if step % every == 0} | {stored[0], stored[-1]}
     own = files.get(config["algorithm"])
     with blame(f"{folder}/config.json: are no flags of {config['algorithm']}"):
         args = {name: flags_of(one.module, config, one is own) for name, one in files.items()}
     names = [name for name in dict.fromkeys([*CURVES, *config["acted"]])]
     names = [name for name in names if any(row.get(name) is not None for row in metrics)]
-    every = max(1, math.ceil(len(metrics) / POINTS))
+    thin = max(1, math.ceil(len(metrics) / POINTS))
     curves = {
         name: [
             [row["step"], short(row[name], 4)]
             for i, row in enumerate(metrics)
-            if row.get(name) is not None and (i % every == 0 or "greedy" in row)
+            if row.get(name) is not None and (i % thin == 0 or "greedy" in row)
         ]
         for name in names
     }
@@ -347,8 +351,9 @@ def told(folder: Path, files: dict[str, File]) -> Told:
         "flags": changed_flags(own, config),
         "curves": curves,
         "examples": [[row["step"], row["example"]] for row in rows if "example" in row],
+        "stored": len(stored),
     }
-    groups = [row for row in rows if "responses" in row]
+    groups = [row for row in rows if "responses" in row and row["step"] in shown]
     batches = [group_of(row) for row in groups]
     did = [
         {name: file.push(batch, args[name], file is own) for name, file in files.items()}
@@ -432,15 +437,15 @@ def same(value: object, default: object) -> bool:
 
 
 def drawn(run: Told, files: dict[str, File], table: Table, thin: int, others: bool) -> dict:
-    """A run's data. Of the steps between its first and its last it takes one in `thin`; without
-    `others` the weights of no file but its own."""
+    """A run's data: one in `thin` of its steps and the last one; without `others` only the weights
+    of its own file."""
     steps = sorted({row["step"] for row in run.rows})
     chosen, rows = {*steps[::thin], *steps[-1:]}, []
     for row, batch, did in zip(run.rows, run.batches, run.did):
         if row["step"] in chosen:
             used = {n: one for n, one in did.items() if others or files[n] is run.own}
             rows.append(drawn_group(run, row, batch, used, files, table))
-    return run.about | {"rows": rows, "left_out": len(steps) - len(chosen), "others": others}
+    return run.about | {"rows": rows}
 
 
 def drawn_group(
@@ -486,7 +491,7 @@ def under(
     """One file's weights on a group: divided by what it would have been divided by in this
     mini-batch."""
     if found is None:
-        return {"said": said}
+        return {"said": [table.add(text) for text in said]}
     if unit:
         divisor = row[unit]
     else:
@@ -501,7 +506,7 @@ def under(
         "weight": table.numbers(weight[there]),
         "why": table.add(letters if letters.strip(".") else ""),
         "count": short(divisor, 7),
-        "said": said,
+        "said": [table.add(text) for text in said],
     }
 
 
@@ -537,10 +542,12 @@ def response(one: dict) -> dict:
     return kept
 
 
-def page_data(runs: list[Path], folder: Path) -> dict:
-    """All that the page knows, within LARGEST; links lead from `folder`."""
-    files = {path.stem: File(path) for path in algorithms()}
-    read = [told(run, files) for run in runs]
+def page_data(runs: list[Path], folder: Path, every: int = 1, variants: bool = False) -> dict:
+    """All that the page shows, within LARGEST; links lead from `folder`."""
+    own = {config_of(run).get("algorithm") for run in runs}
+    shown = [path for path in algorithms() if variants or path.parent == ROOT or path.stem in own]
+    files = {path.stem: File(path) for path in shown}
+    read = [told(run, files, every) for run in runs]
     for name, file in files.items():
         seen = [did[name][0] for run in read for did in run.did]
         file.explain([found for found in seen if found])
@@ -557,11 +564,14 @@ def page_data(runs: list[Path], folder: Path) -> dict:
     raise BadInput(f"no step of {runs[0]} fits into a page of {LARGEST} bytes")
 
 
-def main(runs: list[Path], out: Path) -> None:
+def main(runs: list[Path], out: Path, every: int = 1, variants: bool = False) -> None:
     """Write the page and print where it is."""
     if len(runs) > 2:
         raise BadInput(f"{len(runs)} runs: the page shows two")
-    write(TEMPLATE, out, lambda: filled(TEMPLATE, page_data(runs, out.parent.resolve())))
+    if every < 1:
+        raise BadInput(f"--every {every}: must be 1 or more")
+    folder = out.parent.resolve()
+    write(TEMPLATE, out, lambda: filled(TEMPLATE, page_data(runs, folder, every, variants)))
 
 
 if __name__ == "__main__":
@@ -574,8 +584,12 @@ if __name__ == "__main__":
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, or two")
     parser.add_argument("--out", type=Path, help="the page to write (default: RUN/page.html)")
+    steps = "show the first step, the last step and those divisible by N (default: all stored)"
+    parser.add_argument("--every", type=int, default=1, metavar="N", help=steps)
+    parser.add_argument("--variants", action="store_true", help="also compare with the variants")
     given = parser.parse_args()
     try:
-        main(given.runs, given.out or given.runs[0] / "page.html")
+        out = given.out or given.runs[0] / "page.html"
+        main(given.runs, out, given.every, given.variants)
     except (BadInput, OSError) as error:
         parser.error(first_line(error))

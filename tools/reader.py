@@ -2,13 +2,13 @@
 
     python -m tools.reader [A [B]] [--out reader.html]
 
-A and B are the files that it opens with: with one name, that file beside its base file; without,
-grpo.py and the file nearest to it. All others can be chosen in the page. It is made from the
-files as they are: their lines (coloured by pygments), the marks that show what each changes, the
-checks and mutants of checks, and the gradient weight of each file's own `policy_loss`.
+The page opens with A and B. With one name it shows that file beside its base file; without a name
+it shows grpo.py and the file nearest to it. Every other file can be chosen in the page. The page is
+made from the files as they are: their lines (coloured by pygments), the marks of the lines that
+each file changes, its checks and mutants, and the gradient weight of its own `policy_loss`.
 
-The page's form and its program are tools/reader.html, and what it shares with that of tools.page,
-tools/look.*; opened as reader.html#check it tests itself.
+The page's form and its program are in tools/reader.html; tools/look.* is shared with tools.page.
+Opened as reader.html#check, the page tests itself.
 """
 
 import argparse
@@ -21,13 +21,15 @@ from pathlib import Path
 from types import ModuleType
 
 import common  # noqa: F401  (before torch)
-from common.plumbing.errors import BadInput, first_line
 import torch
+from checks import of as checks_of
+from checks import replaced
+from checks.files import ROOT, algorithms, base_of
+from common.plumbing.errors import BadInput, first_line
 from torch import Tensor
 
 from tools.look import coloured, filled, module_of, short, write
-from checks.files import ROOT, algorithms, base_of
-from tools.marks import changes, marked_lines
+from tools.maintain.marks import changes, marked_lines
 
 TEMPLATE = Path(__file__).with_suffix(".html")
 # Tokens that a loss may weigh differently: π_old, and the entropy where the token was drawn. One
@@ -46,8 +48,8 @@ LOWEST, HIGHEST, NEAR = 0.02, 50.0, 1e-3  # ratios shown; half the width of the 
 
 
 def sections(source: str) -> tuple[dict[str, int], list[str]]:
-    """The first line of each part of a file, in the order in which they stand, and the header's
-    lines of the gradient weight."""
+    """The first line of each part of a file, in the file's order, and the lines of the header that
+    give the gradient weight."""
     lines, tree = source.splitlines(), ast.parse(source)
     named = {node.name: node for node in tree.body if hasattr(node, "name")}
     first = {n: min([d.lineno, *(x.lineno for x in d.decorator_list)]) for n, d in named.items()}
@@ -70,8 +72,8 @@ def sections(source: str) -> tuple[dict[str, int], list[str]]:
 
 
 def weights(module: ModuleType, ratios: Tensor) -> Tensor:
-    """`weights_together`, ratio by ratio where a file's loss looks from one row to another (lp_reg:
-    at the rarest ones; m2po: at a mean, within whose budget 1.24 is only beside a calm token)."""
+    """`weights_together`, but ratio by ratio where one row's loss depends on other rows (lp_reg
+    on the rarest tokens; m2po on a mean, whose budget 1.24 exceeds alone but not in the batch)."""
     probe = torch.tensor([0.5, 0.7, 1.1, 1.24], dtype=torch.float64)
     apart = [weights_together(module, ratio[None]) for ratio in probe]
     if torch.cat(apart, -1).allclose(weights_together(module, probe)):
@@ -113,7 +115,7 @@ def curves(module: ModuleType) -> dict:
     """A file's weights on a grid of ratios, close where they bend or jump.
 
     `scale` is the largest of them at r = 1, which the others are divided by. `of` holds [Â = 1,
-    Â = -1] of the first kind, and of every other kind whose curve is another.
+    Â = -1] of the first kind, and of every other kind whose curve differs.
     """
     ratios = torch.cat(
         [
@@ -144,16 +146,11 @@ def curves(module: ModuleType) -> dict:
 
 
 def tests_of(path: Path, source: str) -> dict:
-    """Its checks, [name, what it holds], and mutants, [name, what stands there, what it becomes,
-    line]; none where the tests were deleted."""
-    try:
-        import checks
-    except ModuleNotFoundError:
-        return {"checks": [], "mutants": []}
-    every, mutants = checks.of(path.stem)
+    """Its checks, [name, the property checked], and mutants, [name, code, damaged code, line]."""
+    every, mutants = checks_of(path.stem)
     lines, damages = source.splitlines(), []
     for name, (old, new, *_) in mutants.items():
-        damaged = checks.replaced(path, old, new).splitlines()
+        damaged = replaced(path, old, new).splitlines()
         line = next((n for n, (a, b) in enumerate(zip(lines, damaged), 1) if a != b), 0)
         damages.append([name, old.strip(), new.strip(), line])
     held = [
@@ -167,7 +164,7 @@ def tests_of(path: Path, source: str) -> dict:
 
 
 def links(path: Path, folder: Path) -> dict[str, str]:
-    """The file and its checks, by their names from the root: how they are reached from `folder`."""
+    """The links from `folder` to the file and to its checks, by their paths from the root."""
     return {
         one.relative_to(ROOT).as_posix(): Path(os.path.relpath(one, folder)).as_posix()
         for one in (path, ROOT / "checks" / path.name)
@@ -175,8 +172,8 @@ def links(path: Path, folder: Path) -> dict[str, str]:
 
 
 def page_data(folder: Path) -> dict:
-    """All that the page knows; links lead from `folder`. A line that several files share is stored
-    once, `lines`, and the files have its number."""
+    """All data of the page; links lead from `folder`. A line that several files share is stored
+    once, in `lines`; each file lists the numbers of its lines."""
     known: dict[tuple, int] = {}
     files = []
     for path in algorithms():

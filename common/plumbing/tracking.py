@@ -266,7 +266,7 @@ class Run:
         idle = [line["zero_groups"] for line in lines if "zero_groups" in line]
         if self.args.compares() and idle and sum(idle) > MOST_IDLE * len(idle):
             share = f"in {sum(idle) / len(idle):.0%} of the groups all rewards were equal"
-            self.say(f"\nWARNING: {share}, and such a group teaches nothing (docs/diagnose.md).")
+            self.say(f"\nWARNING: {share}: they teach nothing (docs/troubleshooting.md).")
         if min(last[how] - first[how] for how in both) < 0:
             self.say("\nWARNING: held-out accuracy ended below its start.")
         if samples.is_file():

@@ -67,7 +67,7 @@ def test_arithmetic_stream_is_seeded_and_disjoint_from_the_held_out_set(tiny):
 
 
 def test_the_warm_start_never_saw_the_held_out_set():
-    from tools.make_tiny import demonstration
+    from tools.maintain.make_tiny import demonstration
 
     rng = random.Random(1)
     assert not any(arithmetic.held_out(demonstration(rng, 0.5, 0.1)[0]) for _ in range(300))

@@ -1,5 +1,5 @@
-"""The vllm engine against the real vLLM on a CPU (see docs/tests.md). Skipped where the package is
-missing."""
+"""The vllm engine against the real vLLM on a CPU (see docs/development.md). Skipped without the
+package."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from common.plumbing.tracking import Run
 
 from tests.helpers import SMALL, metrics, started
 
-pytest.importorskip("vllm", reason="needs vLLM (docs/tests.md)")
+pytest.importorskip("vllm", reason="needs vLLM (docs/development.md#tests)")
 PROMPTS = ["7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9="]
 
 

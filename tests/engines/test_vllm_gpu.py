@@ -23,7 +23,7 @@ from common.plumbing.vllm import passed_through, vllm_options
 from tests.helpers import started
 
 needs_vllm = pytest.mark.skipif(
-    not importlib.util.find_spec("vllm"), reason="needs vLLM (docs/tests.md)"
+    not importlib.util.find_spec("vllm"), reason="needs vLLM (docs/development.md#tests)"
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.bfloat16}
 MORE = ("kv_cache_dtype=fp8", "enforce_eager=true", "max_num_batched_tokens=4096")

@@ -36,7 +36,7 @@ from common.logprobs import response_logprobs, token_logprobs  # noqa: E402
 from common.plumbing.model import head_logits, load_model  # noqa: E402
 from common.plumbing.norms import in_one_pass  # noqa: E402
 from common.rollout import HFEngine  # noqa: E402
-from tools.shapes import byte_tokenizer, qwen3  # noqa: E402
+from tools.maintain.shapes import byte_tokenizer, qwen3  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 Check = Callable[[World], str]  # what was seen; an AssertionError: what is wrong

@@ -1,5 +1,6 @@
-"""The race: what a stress does to a run, what is kept of it, and how runs become places."""
+"""The race: what a stress does to a run, what is stored of it, and how runs become places."""
 
+import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,16 +11,17 @@ from common.data import load_task
 from common.plumbing.errors import BadInput
 from common.plumbing.model import load_model
 from common.tiny.arithmetic import KINDS
-from labs import race, stress
-from labs.stress import STRESSES, Stress
+from labs.race import stresses
+from labs.race.stresses import STRESSES, Stress
 
-# A file in the house's form, whose training is to write down what it was given
-FAKE = '''
-"""Base file: grpo.py"""
+race = importlib.import_module("labs.race.__main__")
+
+# A file in the form of grpo.py that writes down what it was given instead of training
+FAKE = '''"""Base file: grpo.py"""
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from common.plumbing.flags import Flags
-from common.plumbing.folder import as_lines
 
 @dataclass
 class Args(Flags):
@@ -33,37 +35,29 @@ class Args(Flags):
     max_new_tokens: int = 64
     gradient_checkpointing: bool = False
 
-ACTED = {"clip_share": "tokens clipped"}
 load_task = make_engine = evaluate = save_checkpoint = None
 
 def main(args, world):
     here = Path(__file__).parent
     with (here / "began").open("a") as log:
-        log.write(f"{args.seed} {args.lr:.1f} {args.minibatches} {args.group_size}\\n")
+        batch = f"{args.minibatches} {args.prompts_per_step} {args.group_size}"
+        log.write(f"{args.seed} {args.lr:.1f} {batch}\\n")
     if (here / "broken").exists() and args.seed == 2:
         raise ZeroDivisionError("on purpose")
-    Path(args.run_dir).mkdir()
+    folder = Path(args.run_dir)
+    folder.mkdir()
     rows = [{"step": 0, "sampled": 0.5}]
     rows += [{"step": args.steps, "sampled": args.lr, "tokens": 2000, "clip_share": 0.0}]
-    (Path(args.run_dir) / "metrics.jsonl").write_text(as_lines(rows))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+    (folder / "config.json").write_text('{"acted": {"clip_share": "tokens clipped"}}')
 '''
 
 
 @pytest.fixture
 def fake(tmp_path: Path) -> Path:
-    stress.loaded.cache_clear()
     path = tmp_path / "fake.py"
     path.write_text(FAKE)
     return path
-
-
-def cells(method: str, value: float, **other: float) -> list[dict]:
-    """A row of a table: runs that stay at one accuracy, under some stresses at another."""
-    found = []
-    for name in STRESSES:
-        run = {"at": [0, 8, 16], "sampled": [other.get(name, value)] * 3, "thousands": [0, 1, 2]}
-        found.append({"method": method, "stress": name, "runs": [run | {"seed": 1, "acted": 0.1}]})
-    return found
 
 
 # What a stress does
@@ -73,40 +67,41 @@ class Sampler:
     """An engine that counts."""
 
     def __init__(self):
-        self.lm, self.taken, self.asked = torch.nn.Module(), [], []
+        self.lm, self.synced, self.temperatures = torch.nn.Module(), [], []
         self.lm.layers = torch.nn.ModuleList([torch.nn.Linear(3, 2)])
-        self.lm.requires_grad_(False)
         self.lm.named_parameters = lambda: [("model.layers.0.weight", self.lm.layers[0].weight)]
 
     def sync(self, policy: object) -> None:
-        self.taken.append(policy)
+        self.synced.append(policy)
 
     def generate(self, prompts: list, n: int, limit: int, temperature: float) -> str:
-        self.asked.append(temperature)
+        self.temperatures.append(temperature)
         return "rollout"
 
 
-def test_a_strained_sampler():
-    """An old one takes every 16th policy, a cold one keeps its caller in the dark, a coarse one has
-    five values a row."""
-    engine = stress.strained(Sampler(), Stress(every=16, levels=2, cold=0.5))
+def test_a_stressed_sampler():
+    """A stale one syncs at every 16th step, a quantised one has five values a row, and another
+    temperature reaches it without its caller's knowledge."""
+    engine = Sampler()
+    stresses.stress_sampler(engine, Stress(sync_every=16, levels=2, temperature=0.5))
     weight = engine.lm.layers[0].weight
-    scale = weight.abs().amax(dim=1, keepdim=True) / 2
-    coarse = (weight / scale).round() * scale
+    scale = weight.detach().abs().amax(dim=1, keepdim=True) / 2
+    quantised = (weight.detach() / scale).round() * scale
     for policy in range(40):
         engine.sync(policy)
     assert engine.generate([], 8, 64, 1.0) == "rollout"
-    assert engine.taken == [0, 16, 32] and engine.asked == [0.5]
-    torch.testing.assert_close(weight, coarse)
+    assert engine.synced == [0, 16, 32] and engine.temperatures == [0.5]
+    assert engine.policy == 39
+    torch.testing.assert_close(weight.detach(), quantised)
 
 
-def test_a_judge_errs_by_rule():
-    """A tenth, another tenth each time, the same for the same seed."""
+def test_a_noisy_verifier_follows_its_seed():
+    """A tenth of the verdicts, others at each call, the same for the same seed."""
 
     def right(texts: list[str], answers: list[str]) -> list[float]:
         return [1.0] * len(texts)
 
-    one, again, other = (stress.erring(right, 0.1, seed) for seed in (1, 1, 2))
+    one, again, other = (stresses.flip(right, 0.1, seed) for seed in (1, 1, 2))
     texts = ["x"] * 2000
     first = one(texts, texts)
     assert 140 < first.count(0.0) < 260
@@ -114,117 +109,122 @@ def test_a_judge_errs_by_rule():
     assert other(texts, texts) != first
 
 
-def test_the_held_out_problems_stay_strict_and_the_same():
-    """Neither an erring verifier nor useless prompts reach them."""
+def test_the_held_out_problems_stay_the_same():
+    """Neither a noisy verifier nor uninformative prompts reach them."""
     _, tokenizer = load_model("tiny")
     args = SimpleNamespace(task="arithmetic", seed=1, eval_problems=16, eval_task="", reward="")
     vars(args).update(chat=(), max_prompt_tokens=1024, max_new_tokens=64)
     kinds, tasks = dict(KINDS), {}
-    for name in ("none", "wrong verifier", "useless prompts"):
-        module = SimpleNamespace(**dict.fromkeys(stress.FORM) | {"main": print})
-        module.load_task = load_task
-        stress.put_under(module, STRESSES[name])
+    for name in ("none", "noisy verifier", "uninformative prompts"):
+        names = ("main", "make_engine", "evaluate", "save_checkpoint")
+        module = SimpleNamespace(**dict.fromkeys(names), load_task=load_task)
+        stresses.put_under(module, STRESSES[name])
         tasks[name] = module.load_task(args, tokenizer)
-        assert KINDS == kinds  # the next run of this process finds them as they were
+        assert KINDS == kinds  # other tasks of this process find them as they were
     held = [[problem.prompt for problem in task.held_out] for task in tasks.values()]
     assert held[0] == held[1] == held[2]
+    drawn = [tasks["uninformative prompts"].train(i).prompt for i in range(20)]
+    terms = [len(prompt) // 2 for prompt in drawn]
+    assert terms.count(2) > 10 and 16 in terms
     answers = [problem.answer for problem in tasks["none"].held_out] * 20
     texts = [f"#{answer}" for answer in answers]
     for task in tasks.values():
         assert task.held_out_verifier(texts, answers) == [1.0] * len(texts)
-    assert 0 < tasks["wrong verifier"].verifier(texts, answers).count(0.0) < 80
+    assert 0 < tasks["noisy verifier"].verifier(texts, answers).count(0.0) < 80
 
 
-# What is kept
+# Run and store
 
 
 @pytest.mark.slow
-def test_a_race_goes_on_where_it_was_stopped(fake):
-    """A run that broke is none, the others are kept; the same command runs what is missing. A
-    stress has the last word on the flags, and the budget the one before."""
-    jobs = [(seed, "fake", name) for seed in (1, 2) for name in ("none", "lr x3", "pairs")]
-    flags = "--minibatches 2 --group_size 4"
-    rows, path = {"fake": race.Method(fake, flags)}, fake.parent / "table.json"
-    began, broken = fake.parent / "began", fake.parent / "broken"
+def test_a_race_continues_where_it_stopped(fake, monkeypatch):
+    """A run that broke is not stored, the others are; the same command runs what is missing. Flags
+    that we do not know reach every run; a stress has the last word on the flags it sets."""
+    names = ("none", "lr x3", "groups of two")
+    monkeypatch.setattr(race, "STRESSES", {name: STRESSES[name] for name in names})
+    path, began, broken = (fake.parent / name for name in ("table.json", "began", "broken"))
+    words = ["race", str(fake), "--flags=--minibatches 2", "--seeds", "2", "--out", str(path)]
+    monkeypatch.setattr("sys.argv", [*words, "--prompts_per_step=32", "--steps", "16"])
     broken.touch()
-    assert race.run(jobs, rows, path) == 3
-    assert sorted(began.read_text().splitlines())[:3] == ["1 0.2 2 2", "1 0.2 2 8", "1 0.6 2 8"]
-    table = race.stored(path)
-    assert [run["seed"] for run in race.runs_of(table, "fake", "none")] == [1]
-    assert [run["sampled"] for run in race.runs_of(table, "fake", "lr x3")] == [[0.5, 0.6]]
+    with pytest.raises(SystemExit) as left:
+        race.main()
+    assert left.value.code == 1
+    both = ["0.2 2 128 2", "0.2 2 32 8", "0.6 2 32 8"]
+    assert sorted(began.read_text().splitlines()) == [f"{s} {b}" for s in (1, 2) for b in both]
     broken.unlink()
     began.unlink()
-    assert race.run(jobs, rows, path) == 0 and race.run(jobs, rows, path) == 0
-    assert sorted(began.read_text().splitlines()) == ["2 0.2 2 2", "2 0.2 2 8", "2 0.6 2 8"]
+    race.main()
+    assert sorted(began.read_text().splitlines()) == [f"2 {b}" for b in both]
+    table = json.loads(path.read_text())
+    assert path.with_suffix(".png").exists()
+    found = [run["sampled"] for run in race.runs_of(table, "fake --minibatches 2", "lr x3")]
+    assert found == [[0.5, 0.6], [0.5, 0.6]]
+    monkeypatch.setattr("sys.argv", [*words, "--steps", "8"])
+    with pytest.raises(SystemExit) as left:  # another race needs a table of its own
+        race.main()
+    assert left.value.code == 2
 
 
-def ended(folder: Path, steps: list[int], said: str = "") -> Path:
+def ended(folder: Path, steps: list[int]) -> Path:
     """What a run leaves."""
-    (folder / "run").mkdir()
     rows = [{"step": step, "sampled": 0.5, "tokens": 1000, "x": None} for step in steps]
-    rows[0]["x"] = 0.0
-    (folder / "run/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "said").write_text(said)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "config.json").write_text('{"acted": {"x": "tokens clipped"}}')
     return folder
 
 
-def test_a_run_that_stopped_itself_is_a_result(tmp_path):
-    found = stress.outcome(ended(tmp_path, [0, 8], "bar\ngrpo.py: error: NaN"), 1, "x")
-    assert found["stopped"] == "NaN" and found["at"] == [0, 8] and found["acted"] == 0.0
-    assert race.score(found)["end"] == 0.0  # two of six measurements: the last three are lost
+def test_what_is_stored_of_a_run(tmp_path):
+    found = race.outcome(ended(tmp_path, [0, 8, 40]), 0, "", race.BUDGET)
+    assert found["at"] == [0, 8, 40] and found["thousands"] == [1, 2, 3]
+    assert found["sampled"] == [0.5] * 3 and found["acted"] == 0.0
 
 
-def test_a_refusal_is_a_result(tmp_path):
-    (tmp_path / "said").write_text("mine.py: error: --group_size 2: too small")
-    assert stress.outcome(tmp_path, 2, "x") == {"refused": "--group_size 2: too small"}
+@pytest.mark.parametrize("code, steps", [(-9, [0, 40]), (1, [0]), (0, [0, 8])])
+def test_an_unfinished_run_is_not_stored(tmp_path, code, steps):
+    assert "broke" in race.outcome(ended(tmp_path, steps), code, "why", race.BUDGET)
 
 
-BROKEN = [(-9, [0, 40], ""), (1, [0], "ValueError: x"), (2, [0], "x: error: the disk is full")]
-
-
-@pytest.mark.parametrize("code, steps, said", [*BROKEN, (0, [0, 8, 16], "")])
-def test_a_run_that_somebody_ended_is_none(tmp_path, code, steps, said):
-    with pytest.raises(BadInput, match="exit code"):
-        stress.outcome(ended(tmp_path, steps, said), code, "x")
-
-
-# Scores and places
-
-
-def test_the_score():
-    run = {"sampled": [0.5, 0.7, 0.9, 0.9, 0.6, 0.3], "thousands": [0, 10, 20, 30, 40, 50]}
-    found = race.score(run)
-    assert found["end"] == pytest.approx(0.6) and found["fall"] == pytest.approx(2.5 / 3 - 0.6)
-    assert found["reached"] == pytest.approx(15)
-
-
-def test_places_go_by_the_worst_cell():
-    table = {"cells": cells("a", 0.9, pairs=0.2) + cells("b", 0.8) + cells("c", 1.0)[:1]}
-    assert race.worst(table, "a") == (0.2, "pairs") and race.worst(table, "b")[0] == 0.8
-    assert race.worst(table, "c") is None  # has not run everywhere
-    mine = {"cells": cells("mine", 0.4)}
-    assert race.place(mine, "mine", dict.fromkeys("abc", table)) == "place 2 of 3"
-
-
-@pytest.mark.slow
-def test_a_race_ends_with_a_place(fake, monkeypatch, capsys):
-    monkeypatch.setattr(race, "STRESSES", {"none": STRESSES["none"]})
-    monkeypatch.setattr(race, "TABLE", fake.parent / "shipped.json")
-    empty = race.stored(race.TABLE)
-    race.TABLE.write_text(json.dumps(empty | {"cells": cells("grpo", 0.1)}))
-    words = ["race", str(fake), "--seeds", "1", "--out", str(fake.parent / "out")]
-    monkeypatch.setattr("sys.argv", words)
+def test_a_file_of_another_form_is_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "other.py").write_text("x = 1\n")
+    monkeypatch.setattr("sys.argv", ["race", str(tmp_path / "other.py")])
     with pytest.raises(SystemExit) as left:
         race.main()
-    assert left.value.code == 0 and "place 1 of 2" in capsys.readouterr().out
+    assert left.value.code == 2 and "not a file in the form" in capsys.readouterr().err
 
 
-def test_a_run_has_a_bound(fake, monkeypatch, capsys):
-    """One that does not end is killed, its cell is not kept, and the table's lock is free."""
-    endless = FAKE.replace("    here = ", "    import signal; signal.pause()\n    here = ")
-    fake.write_text(endless)
-    monkeypatch.setattr(race, "LONGEST", 1.0)
-    rows, path = {"fake": race.Method(fake)}, fake.parent / "table.json"
-    assert race.run([(1, "fake", "none")], rows, path) == 1
-    race.run([], rows, path)
-    assert "still at work" in capsys.readouterr().out and not race.stored(path)["cells"]
+# Rank
+
+
+def cells(method: str, seeds: int, value: float, **other: float) -> list[dict]:
+    """A row of a table whose runs stay at one accuracy, under some stresses at another."""
+    found = []
+    for name in STRESSES:
+        level = other.get(name.replace(" ", "_"), value)
+        runs = [{"seed": seed, "sampled": [0, level, level, level]} for seed in range(seeds)]
+        found.append({"method": method, "stress": name, "runs": runs})
+    return found
+
+
+def test_scores_places_and_signs():
+    assert race.score({"sampled": [0.5, 0.7, 0.9, 0.9, 0.6, 0.3]}) == pytest.approx(0.6)
+    table = {"cells": cells("grpo", 5, 0.7) + cells("a", 5, 0.9, groups_of_two=0.2)}
+    table["cells"] += cells("b", 3, 0.8) + cells("c", 3, 1.0)[:1]
+    places = {row[0]: row[-1] for row in race.ranking(table, "a")}
+    assert places["none"] == "2 of 4" and places["lr x3"] == "1 of 3"
+    assert places["groups of two"] == places["worst cell"] == "3 of 3"
+    signs = [race.sign(table, *at) for at in (("a", "none"), ("a", "groups of two"), ("b", "none"))]
+    assert signs == ["+", "-", "+?"]
+
+
+def test_the_shipped_table_is_of_these_stresses():
+    table = race.stored(race.TABLE, race.BUDGET)
+    assert race.columns(table) == list(STRESSES) == list(table["stresses"])
+    for name, settings in table["stresses"].items():
+        assert STRESSES[name] == Stress(**settings)
+
+
+def test_another_races_table_is_refused(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text('{"budget": "--steps 3", "cells": []}')
+    with pytest.raises(BadInput, match="another --out"):
+        race.stored(path, race.BUDGET)

@@ -21,7 +21,8 @@ from checks.files import ALGORITHMS, MODULES, PATHS
 from tests.helpers import ROOT, metrics, module_of
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("labs/**/*.md")]
-PROGRAMS = [*PATHS.values(), *ROOT.glob("tools/*.py")]  # their headers print commands
+PAGES += ROOT.glob("variants/*.md")
+PROGRAMS = [*PATHS.values(), *ROOT.glob("tools/**/*.py")]  # their headers print commands
 
 
 def name_of_path(path: Path) -> str:
@@ -65,7 +66,7 @@ def test_every_printed_command_would_start(path, monkeypatch):
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of_path)
 def test_every_program_of_a_page_exists(path):
-    for program, word in re.findall(r"-m ((?:tools|labs)\.\w+)(?: (\w+))?", path.read_text()):
+    for program, word in re.findall(r"-m ((?:tools|labs)[.\w]+)(?: (\w+))?", path.read_text()):
         if program.endswith(".NAME"):
             continue
         assert importlib.util.find_spec(program), program
@@ -138,8 +139,10 @@ def test_a_chinese_page_has_the_code_and_the_numbers_of_the_english_one(page):
 
 
 def test_every_metric_is_explained(finished):
-    """What a run logs, and what a file counts of its own mechanism, is in docs/metrics.md."""
-    table = (ROOT / "docs/metrics.md").read_text("utf-8").splitlines()
+    """What a run logs, and what a file counts of its own mechanism, is in docs/metrics.md, or for a
+    variant in variants/README.md."""
+    pages = [ROOT / "docs/metrics.md", ROOT / "variants/README.md"]
+    table = "\n".join(page.read_text("utf-8") for page in pages).splitlines()
     rows = [row.split("|")[1] for row in table if row.startswith("| `")]
     explained = set(re.findall(r"`([a-z_*0-9]+)`", " ".join(rows)))
     logged = {name for line in metrics(finished) for name in line} - {"step"}

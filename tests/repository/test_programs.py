@@ -19,24 +19,21 @@ labs.blank grpo
 labs.bug 1 --reveal
 labs.grade grpo.py
 labs.race --redraw
-tools.bench tiny --profile --size 4 2 8
-tools.bench tiny --side profile --size 4 2 8
+tools.maintain.bench tiny --side ours --size 4 2 8
 tools.compare runs/a runs/b
-tools.curves runs/a
+tools.compare --curves runs/a
+tools.compare --sheet sheet.png runs/a runs/b
 tools.evaluate runs/a --eval_problems 4 --eval_samples 1
-tools.make_tiny tiny tiny-new --steps 1
-tools.marks
+tools.maintain.make_tiny tiny tiny-new --steps 1
+tools.maintain.marks
 tools.memory grpo
-tools.overhead 4 grpo
 tools.page runs/a
 tools.reader
-tools.results runs/a
-tools.results --ranges runs/a
-tools.rooms
-tools.spread --dry
-tools.staleness 3e-4 0 1 none --updates 2
-tools.walk
-tools.weights
+tools.maintain.results runs/a
+tools.maintain.results --ranges runs/a
+tools.maintain.spread --dry
+tools.maintain.walk
+tools.maintain.weights
 """.split("\n")[1:-1]
 COMMANDS += [f"labs.{name} --redraw --out labs" for name in LABS]
 COMMANDS += """
@@ -50,9 +47,9 @@ NUMBER = r"-?\d+\.\d+"
 
 def test_every_program_has_its_line():
     programs = set()
-    for path in [*ROOT.glob("tools/*.py"), *ROOT.glob("labs/*.py")]:
+    for path in [*ROOT.glob("tools/**/*.py"), *ROOT.glob("labs/*.py")]:
         if '__name__ == "__main__"' in path.read_text("utf-8"):
-            programs.add(f"{path.parent.name}.{path.stem}")
+            programs.add(".".join(path.relative_to(ROOT).with_suffix("").parts))
     programs |= {f"labs.{path.parent.name}" for path in ROOT.glob("labs/*/__main__.py")}
     assert programs == {command.split()[0] for command in COMMANDS} | NOT_HERE.keys()
 
@@ -63,7 +60,7 @@ def copy(tmp_path_factory, finished) -> Path:
     folder = tmp_path_factory.mktemp("programs") / "repository"
     left_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "mine", "venv")
     shutil.copytree(ROOT, folder, ignore=left_out)
-    (folder / ".git").symlink_to(ROOT / ".git")  # read by tools.spread
+    (folder / ".git").symlink_to(ROOT / ".git")  # read by tools.maintain.spread
     for name in ("a", "b"):
         shutil.copytree(finished, folder / "runs" / name)
     return folder
@@ -95,7 +92,7 @@ def test_a_program_ends_and_finds_no_page_to_change(command, copy):
     assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr[-3000:]
     for path, text in before.items():
         now = path.read_text("utf-8")
-        if command != "tools.walk":
+        if command != "tools.maintain.walk":
             assert now == text, path
         assert re.sub(NUMBER, "#", now) == re.sub(NUMBER, "#", text), path
         for one, other in zip(re.findall(NUMBER, now), re.findall(NUMBER, text)):
@@ -106,15 +103,15 @@ def test_a_program_ends_and_finds_no_page_to_change(command, copy):
 WRONG_CALLS = """
 labs.blank nope
 labs.fork --seeds 0
-tools.curves nope
+tools.compare --curves nope
 tools.evaluate nowhere
 tools.evaluate tiny --eval_task nosuchset
-tools.make_tiny tiny docs
+tools.maintain.make_tiny tiny docs
 tools.memory --model tiny --gpus 12
 tools.page docs docs docs
 tools.reader grpo --out none/reader.html
-tools.results none
-tools.spread --dry nosuchcommit
+tools.maintain.results none
+tools.maintain.spread --dry nosuchcommit
 """.split("\n")[1:-1]
 
 

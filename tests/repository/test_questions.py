@@ -1,17 +1,62 @@
-"""Identities that docs/questions.md and docs/errors.md state, and that no check of an algorithm
-holds: values and gradients over enumerated words."""
+"""The numbering of the questions, their code from memory, and identities that the questions and
+docs/errors.md state and no check of an algorithm holds: over enumerated words."""
 
 import re
 
+import grpo
 import pytest
 import torch
 from torch import Tensor
-from variants import ppo
+from variants import dr_grpo, ppo
 
 from checks import no_kl, terms
 from tests.helpers import ROOT
 
 QUESTIONS = (ROOT / "docs/questions.md").read_text("utf-8")
+
+
+def numbers(page: str) -> list[int]:
+    """The numbers of a page's questions, in its order."""
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    return [int(number) for number in re.findall(r"^### (\d+)\. ", text, re.MULTILINE)]
+
+
+def test_every_question_has_one_number():
+    """Over both pages; the Chinese page has the first one's questions."""
+    first = numbers("questions.md")
+    both = sorted(first + numbers("questions-more.md"))
+    assert both == list(range(1, len(both) + 1))
+    assert numbers("zh/questions.md") == first
+
+
+def code(start: str) -> dict:
+    """What the block of code that begins so defines."""
+    defined: dict = {"torch": torch}
+    exec(re.search(rf"```python\n({re.escape(start)}.+?)```", QUESTIONS, re.DOTALL)[1], defined)
+    return defined
+
+
+def test_grpo_from_memory():
+    """Question 72's code is grpo.py's."""
+    written = code("def advantages")
+    draw = iter(torch.randn(6, 8, 5, generator=torch.Generator().manual_seed(0)).double())
+    rewards = torch.cat([(next(draw) > 0).double(), torch.full((1, 5), 0.7)])
+    assert same(written["advantages"](rewards), grpo.advantages(rewards))
+    assert written["advantages"](rewards)[-1].eq(0).all()
+    mask = (torch.arange(5) < torch.tensor([5, 3, 1, 4, 5, 2, 1, 5])[:, None]).double()
+    old_logp, A = next(draw), next(draw)[:, 0]
+    logp, ref_logp = old_logp + 0.3 * next(draw), old_logp + 0.3 * next(draw)
+    policies = {"logp": logp, "old_logp": old_logp, "ref_logp": ref_logp}
+    loss, count = written["policy_loss"](*policies.values(), A, mask)
+    real, real_count, _ = terms(grpo, grpo.Args(beta=0.01), **policies, advantages=A, mask=mask)
+    assert same(loss, real) and count == real_count
+
+
+def test_a_bonus_for_the_format():
+    """Question 87: four of eight wrong answers get 0.1."""
+    rewards = torch.tensor([[0.1, 0.0] * 4])
+    assert grpo.advantages(rewards)[0, 0].item() == pytest.approx(0.94, abs=0.005)
+    assert dr_grpo.advantages(rewards)[0, 0].item() == pytest.approx(0.05)
 
 
 def distributions(count: int = 6) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,8 +128,7 @@ def test_what_a_negative_update_does():
 
 def test_ppo_from_memory():
     """Question 75's code is variants/ppo.py's."""
-    written: dict = {"torch": torch}
-    exec(re.search(r"```python\n(def gae.+?)```", QUESTIONS, re.DOTALL)[1], written)
+    written = code("def gae")
     draw = iter(torch.randn(8, 3, 5, generator=torch.Generator().manual_seed(0)).double())
     mask = (torch.arange(5) < torch.tensor([[5], [3], [1]])).double()
     values, rewards = next(draw) * mask, next(draw) * mask

@@ -11,7 +11,7 @@ from typing import get_type_hints
 import pytest
 from checks.files import ALGORITHMS, NINE, PATHS, base_of
 from common.plumbing.flags import Flags, Rule
-from tools.marks import changes, code_lines
+from tools.maintain.marks import changes, code_lines
 
 from tests.helpers import ROOT, module_of
 

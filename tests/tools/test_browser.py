@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from checks.files import ALGORITHMS
+from checks.files import ALGORITHMS, NINE
 from tools import page, reader
 
 from tests.tools.made import a_group, row_of, with_samples
@@ -61,7 +61,7 @@ def test_a_runs_page(tmp_path):
     page.main([with_samples(tmp_path / "<b>&lt;run", rows, **flags)], shown)
     for report in reports(tmp_path, (shown, 1400), (shown, 390)):
         assert report["problems"] == [] and report["fetched"] == [], report
-        assert report["drawn"] > 20 and report["files"] == len(ALGORITHMS) - 1  # opd has no teacher
+        assert report["drawn"] > 20 and report["files"] == len(NINE)
 
 
 def test_the_readers_page(tmp_path):

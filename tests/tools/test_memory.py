@@ -6,7 +6,7 @@ import pytest
 import torch
 from checks.files import ALGORITHMS, NINE
 from tools import memory
-from tools.shapes import qwen3_1_7b
+from tools.maintain.shapes import qwen3_1_7b
 
 from tests.helpers import ROOT
 
@@ -48,10 +48,11 @@ def test_every_command_on_a_real_model_fits_80_gb():
 
 
 def test_the_tables_of_the_page_are_the_tools(capsys):
-    """docs/gpu.md: what each file needs, and what one card holds."""
+    """docs/cluster.md: what each file needs; docs/gpu.md: what one card holds."""
     page = (ROOT / "docs/gpu.md").read_text("utf-8")
+    cluster = (ROOT / "docs/cluster.md").read_text("utf-8")
     memory.main(NINE)
-    needs = re.search(r"\| file \| model \| parameters \|.*?\n\n", page, re.DOTALL)[0]
+    needs = re.search(r"\| file \| model \| parameters \|.*?\n\n", cluster, re.DOTALL)[0]
     printed = capsys.readouterr().out.splitlines()
     assert sorted(needs.split("\n")[2:-2]) == sorted(printed[2:])
     cards = re.search(r"\| card \| model \|.*?\n\n", page, re.DOTALL)[0]

@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from checks.files import ALGORITHMS
+from checks.files import ALGORITHMS, NINE
 from common.plumbing.errors import BadInput
 from tools import look, page
 
@@ -46,7 +46,8 @@ def under(data: dict, name: str) -> tuple[list[float], str, dict]:
 
 def words_of(data: dict, name: str) -> str:
     """What is said of a file."""
-    return " ".join(data["runs"][0]["rows"][0]["under"][name]["said"])
+    said = data["runs"][0]["rows"][0]["under"][name]["said"]
+    return " ".join(data["table"][place] for place in said)
 
 
 def weights(name: str, batch: dict, **flags: object) -> torch.Tensor:
@@ -67,7 +68,7 @@ def group():
 def data(group, tmp_path_factory):
     """The page of a grpo run with this one group."""
     run = with_samples(tmp_path_factory.mktemp("runs") / "one", [row_of(group)])
-    return page.page_data([run], ROOT)
+    return page.page_data([run], ROOT, variants=True)
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "opd"])  # has a teacher
@@ -105,7 +106,9 @@ def test_another_files_divisor_is_the_mini_batchs(name, own, group, tmp_path):
     sizes = {"rows": len(whole["mask"]), "tokens": int(whole["mask"].sum())}
     counted, theirs = ("rows", "tokens") if name == "grpo" else ("tokens", "rows")
     row = row_of(group, **sizes | {"count": float(sizes[theirs])})
-    found, _, told = under(page.page_data([with_samples(tmp_path, [row], own)], ROOT), name)
+    found, _, told = under(
+        page.page_data([with_samples(tmp_path, [row], own)], ROOT, variants=True), name
+    )
     due = weights(name, whole)[:4, :7][group["mask"] > 0]
     assert told["count"] == sizes[counted]
     assert found == pytest.approx(due.tolist(), rel=1e-5, abs=1e-9)
@@ -121,6 +124,15 @@ def test_a_teacher_is_no_reference(group, data, tmp_path):
     assert "KL" not in words_of(data, "grpo")
     taught_here = data["runs"][0]["rows"][0]["under"]["opd"]
     assert "weight" not in taught_here and "needs a teacher" in words_of(data, "opd")
+
+
+def test_every_chooses_steps_and_variants_chooses_files(group, tmp_path):
+    """The first and the last stored step are always shown; the run's own file always is, too."""
+    rows = [row_of(group, step=step) for step in (1, 10, 20, 25, 30, 33)]
+    run = with_samples(tmp_path, rows, "dapo")
+    (shown,) = page.page_data([run], ROOT, every=10)["runs"]
+    assert [row["step"] for row in shown["rows"]] == [1, 10, 20, 30, 33] and shown["stored"] == 6
+    assert shown["rows"][0]["under"].keys() == {*NINE, "dapo"}
 
 
 def test_hostile_text_stays_text_and_nothing_is_fetched(group, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from checks.files import ALGORITHMS, PATHS, ROOT
 from tools import look, reader
-from tools.marks import marked_lines
+from tools.maintain.marks import marked_lines
 
 import checks
 from tests.helpers import module_of

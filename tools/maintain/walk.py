@@ -1,6 +1,6 @@
 """Fills docs/walk.md: the code of grpo.py that it walks through, and the numbers of one real step.
 
-    python -m tools.walk
+    python -m tools.maintain.walk
 
 It runs the first step of a default run and keeps what some functions were given and returned. In
 the page a block of Python goes from its first line, as it stands in grpo.py, to the next line with
@@ -156,7 +156,7 @@ def filled(page: str, source: str, values: dict[str, str]) -> str:
     anchors = [block.splitlines()[0].strip() for block in CODE.findall(page)]
     for anchor in anchors:
         if stripped.count(anchor) != 1:
-            print(f"tools.walk: error: not one line of grpo.py: {anchor}", file=sys.stderr)
+            print(f"tools.maintain.walk: error: not one line of grpo.py: {anchor}", file=sys.stderr)
             sys.exit(2)
     starts = sorted(map(stripped.index, anchors))
     ends = [*starts[1:], lines.index('if __name__ == "__main__":')]

@@ -1,6 +1,6 @@
 """Makes the embedded models and their tokenizer.
 
-    python -m tools.make_tiny tiny|tiny-teacher|tiny-moe FOLDER
+    python -m tools.maintain.make_tiny tiny|tiny-teacher|tiny-moe FOLDER
 
 A Qwen3 of 124k parameters (or a Qwen3-MoE of 248k: 8 experts, 2 for each token) learns, by plain
 supervised training, to imitate a sloppy teacher: 55% of its demonstrations guess the answer without

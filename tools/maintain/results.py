@@ -1,8 +1,9 @@
-"""The table of docs/results.md, from finished runs; or the ranges of docs/metrics.md. All numbers
-are those of metrics.jsonl: a run is finished where its last line is that of its last step.
+"""The table of docs/results.md from finished runs, or the ranges of docs/metrics.md.
 
-python -m tools.results runs/grpo-arithmetic-s1 runs/grpo-arithmetic-s2 ...
-python -m tools.results --ranges runs/*-arithmetic-s1
+    python -m tools.maintain.results runs/grpo-arithmetic-s1 runs/grpo-arithmetic-s2 ...
+    python -m tools.maintain.results --ranges runs/*-arithmetic-s1
+
+All numbers come from metrics.jsonl. A run is finished if its last line is that of its last step.
 """
 
 from collections import defaultdict
@@ -13,7 +14,7 @@ from tools import arguments
 from tools.compare import load
 
 FIRST = 10  # steps of a run that count as its beginning; its last third is its end
-SHOWN = {"greedy": 2, "sampled": 2, "length": 0}  # column -> digits
+SHOWN = {"greedy": 2, "sampled": 2, "response_len": 0}  # metric -> digits
 
 
 def read(folder: Path) -> dict:
@@ -23,29 +24,33 @@ def read(folder: Path) -> dict:
     if done != steps:
         raise BadInput(f"{folder} is no finished run: at step {done} of {steps}")
     found = {"algorithm": run.config["algorithm"], "steps": run.lines}
-    for name, metric in (("greedy",) * 2, ("sampled",) * 2, ("length", "response_len")):
-        known = [line[metric] for line in run.lines if line.get(metric) is not None]
+    for metric in SHOWN:
+        known = values_of(run.lines, metric)
         if not known:
             raise BadInput(f"{folder}: metrics.jsonl has no {metric}")
-        found |= {f"{name}_before": known[0], f"{name}_after": known[-1]}
+        found[metric] = (known[0], known[-1])
     return found
+
+
+def values_of(lines: list[dict], metric: str) -> list[float]:
+    """The metric's values in these lines; null is left out."""
+    return [line[metric] for line in lines if line.get(metric) is not None]
 
 
 def table(folders: list[Path]) -> str:
     """Finished runs as a Markdown table: a row for each algorithm, a number for each run."""
     runs = defaultdict(list)
-    for run in map(read, folders):
+    for folder in folders:
+        run = read(folder)
         runs[run["algorithm"]].append(run)
-
-    def each(name: str, column: str) -> str:
-        return " / ".join(
-            f"{run[column]:.{SHOWN[column.partition('_')[0]]}f}" for run in runs[name]
-        )
-
     lines = ["| algorithm | held-out greedy | held-out sampled | response length |"]
     lines.append("|---" * 4 + "|")
-    for name in runs:
-        cells = [f"{each(name, f'{x}_before')} → {each(name, f'{x}_after')}" for x in SHOWN]
+    for name, seeds in runs.items():
+        cells = []
+        for metric, digits in SHOWN.items():
+            before = " / ".join(f"{run[metric][0]:.{digits}f}" for run in seeds)
+            after = " / ".join(f"{run[metric][1]:.{digits}f}" for run in seeds)
+            cells.append(f"{before} → {after}")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -57,22 +62,21 @@ def span(values: list[float]) -> str:
 
 
 def ranges(folders: list[Path]) -> str:
-    """Every metric's mean in the first steps and in the last third, lowest and highest run of it,
-    as a Markdown table."""
-    means = defaultdict(list)  # metric -> (first, last) of each run
-    for run in map(read, folders):
-        steps = run["steps"]
-        for name in dict.fromkeys(key for line in steps for key in line):
-            first, last = (
-                [line[name] for line in part if line.get(name) is not None]
-                for part in (steps[: FIRST + 1], steps[-(len(steps) // 3 or 1) :])
-            )
+    """Every metric's mean in the first steps and in the last third, from the lowest run to the
+    highest, as a Markdown table."""
+    begins, ends = defaultdict(list), defaultdict(list)  # metric -> the mean of each run
+    for folder in folders:
+        steps = read(folder)["steps"]
+        third = max(1, len(steps) // 3)
+        for name in {key for line in steps for key in line}:
+            first = values_of(steps[: FIRST + 1], name)
+            last = values_of(steps[-third:], name)
             if first and last:
-                means[name].append((sum(first) / len(first), sum(last) / len(last)))
+                begins[name].append(sum(first) / len(first))
+                ends[name].append(sum(last) / len(last))
     lines = [f"| metric | first {FIRST} steps | last third |", "|---|---|---|"]
-    for name in sorted(means.keys() - {"step"}):
-        begin, end = (span(list(values)) for values in zip(*means[name]))
-        lines.append(f"| `{name}` | {begin} | {end} |")
+    for name in sorted(begins.keys() - {"step"}):
+        lines.append(f"| `{name}` | {span(begins[name])} | {span(ends[name])} |")
     return "\n".join(lines)
 
 

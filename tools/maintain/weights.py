@@ -1,13 +1,12 @@
-"""The gradient weight on ∇ log π against the ratio, for every objective and both signs of the
+"""Draw the gradient weight on ∇ log π against the ratio, for each objective and both signs of the
 advantage.
 
-    python -m tools.weights        writes docs/weights.png
+    python -m tools.maintain.weights        writes docs/weights.png
 
-Nothing is drawn from a formula: each curve is the autograd gradient of that file's own
-`policy_loss` on one-token responses, so that a response's ratio is its token's. goldilocks.py and
-deep_grpo.py have grpo.py's weight (deep_grpo's branches times λ = 1), minirl is shown without
-train-inference gap (μ = π_old), vcpo before its baseline. No curve goes beyond r = 1/π_old, where
-the token's probability would pass 1.
+Each curve is the autograd gradient of the file's own `policy_loss` on one-token responses, so a
+response's ratio is its token's. goldilocks.py and deep_grpo.py have grpo.py's weight (deep_grpo's
+branches times λ = 1). minirl is shown without a gap between sampler and trainer (μ = π_old), vcpo
+before its baseline. No curve goes beyond r = 1/π_old, where the token's probability would pass 1.
 """
 
 import importlib
@@ -93,8 +92,8 @@ def main() -> None:
         row[0].set_ylabel("weight on ∇ log π")
     lines = [Line2D([], [], color=colour, linewidth=2) for colour in ("tab:blue", "tab:red")]
     lines.append(Line2D([], [], color="0.6", linestyle=(0, (2, 2)), linewidth=1))
-    words = ["Â = +1: the token was good, raise it", "Â = -1: it was bad, lower it"]
-    words.append("the ratio itself: nothing clipped")
+    words = ["Â = +1: raise the token", "Â = -1: lower the token"]
+    words.append("the ratio itself: nothing is clipped")
     figure.legend(lines, words, loc="outside upper center", ncols=3, frameon=False)
     figure.savefig(ROOT / "docs" / "weights.png", dpi=130)
 

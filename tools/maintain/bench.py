@@ -1,14 +1,13 @@
 """One rollout-and-update step of grpo.py and of TRL's GRPOTrainer, in turn.
 
-    python -m tools.bench MODEL [--full]
-    python -m tools.bench MODEL --profile     what limits each phase of ours, in CPU seconds
+    python -m tools.maintain.bench MODEL [--full]
 
 MODEL is tiny, a folder, or qwen3-1.7b (its shape, random weights). The same model, prompts, group
 size, length limit (`--size P G T`), reward, KL term, precision and optimiser steps per rollout
-(`--minibatches`: for tiny grpo.py's four, else the paper's one) on both sides; with `--full` EOS
-ends no response, so that all have the same length. Each side runs in a process of its own, three
-times, alternating. Prints medians, ratios and peak memory, never a verdict. TRL is not among the
-project's dependencies: `pip install trl accelerate`.
+(`--minibatches`: for tiny grpo.py's four, else the paper's one) on both sides. With `--full` EOS
+ends no response, so all responses have the same length. Each side runs in its own process, three
+times, alternating. Prints medians, ratios and peak memory. TRL is not a dependency of the project:
+`pip install trl accelerate`.
 """
 
 import argparse
@@ -16,7 +15,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import re
 import resource
 import statistics
 import subprocess
@@ -29,7 +27,6 @@ from pathlib import Path
 from tools import arguments
 from checks.files import ROOT
 
-HEAVY = re.compile(r"aten::(mm|addmm|bmm|_scaled_dot_product\w+)")
 PHASES = ("rollout", "reward", "old_logp", "update", "sync")  # TRL samples with the policy itself
 SCORE = "_generate_and_score_completions"  # TRL's rollout, rewards and old log-probs
 # model: prompts, responses to each, tokens of each, steps measured after two to warm up
@@ -57,7 +54,7 @@ def folder_of(model: str, scratch: str) -> str:
         return str(EMBEDDED.get(model, model))
     import torch
 
-    from tools.shapes import byte_tokenizer, qwen3_1_7b
+    from tools.maintain.shapes import byte_tokenizer, qwen3_1_7b
 
     torch.manual_seed(0)
     qwen3_1_7b().save_pretrained(scratch)
@@ -118,49 +115,6 @@ def ours(model: str, folder: str, full: bool, size: list[int], minibatches: int)
     names = {"tokens": "tokens", "step": "seconds"} | {x: f"seconds_{x}" for x in PHASES}
     found = {name: statistics.median(line[key] for line in lines) for name, key in names.items()}
     return found | {"memory": peak_memory()}
-
-
-def profiled(model: str, folder: str, full: bool, size: list[int], minibatches: int) -> dict:
-    """Of grpo.py's phases: CPU seconds, and in a last step, under torch.profiler, the operators
-    called and the share of matrix products and attention in what it sees."""
-    from common.plumbing.tracking import Run
-    from torch.profiler import ProfilerActivity, profile
-
-    clock, steps, found = Run.clock, size[3], {phase: {"cpu": []} for phase in PHASES}
-    watch, begun = None, 0.0  # the profiler of the phase under way, and its first CPU second
-
-    def ended(phase: str) -> None:
-        """Keep what the phase under way came to."""
-        nonlocal watch
-        part = found[phase]
-        part["cpu"].append(time.process_time() - begun)
-        if watch:
-            watch.stop()
-            events = watch.key_averages()
-            seen = {event.key: (event.self_cpu_time_total, event.count) for event in events}
-            heavy = sum(spent for key, (spent, _) in seen.items() if HEAVY.fullmatch(key))
-            part["heavy"] = heavy / sum(spent for spent, _ in seen.values())
-            part["calls"] = sum(n for key, (_, n) in seen.items() if key.startswith("aten::"))
-            watch = None
-
-    def measured(self: Run, phase: str) -> None:
-        """`Run.clock`: one phase ends, the next begins."""
-        nonlocal watch, begun
-        if Run.phase in found:
-            ended(Run.phase)
-        clock(self, phase)
-        if phase in found and len(found[phase]["cpu"]) == steps + 1:  # the last step
-            watch = profile(activities=[ProfilerActivity.CPU])
-            watch.start()
-        begun = time.process_time()
-
-    Run.clock = measured
-    tokens = ours(model, folder, full, size, minibatches)["tokens"]
-    # Two steps to warm up; the last is the profiler's.
-    return {
-        phase: part | {"cpu": statistics.median(part["cpu"][2:-1]), "tokens": tokens}
-        for phase, part in found.items()
-    }
 
 
 def trl(model: str, folder: str, full: bool, size: list[int], minibatches: int) -> dict:
@@ -247,7 +201,7 @@ def trl(model: str, folder: str, full: bool, size: list[int], minibatches: int) 
 def measure(side: str, args: argparse.Namespace, size: list[int], folder: str) -> dict:
     """What one side measures, in a process of its own."""
     env = {"HF_HUB_OFFLINE": "1"} | os.environ
-    words = [sys.executable, "-m", "tools.bench", args.model, "--side", side]
+    words = [sys.executable, "-m", "tools.maintain.bench", args.model, "--side", side]
     words += ["--size", *map(str, size[:3]), "--minibatches", str(args.minibatches)]
     words += ["--folder", folder, *["--full"] * args.full]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, encoding="utf-8", env=env)
@@ -260,41 +214,30 @@ def measure(side: str, args: argparse.Namespace, size: list[int], folder: str) -
     return json.loads(lines[0].removeprefix("RESULT "))
 
 
-def limits(small: dict, large: dict) -> str:
-    """Where a phase's CPU time goes, from two batches, as a Markdown table.
-
-    What does not grow with the batch is what calling operators costs; the rest is their arithmetic.
-    """
-    lines = ["| phase | CPU ms | operators called | µs for each | products, attention | fixed |"]
-    lines += ["|---|---|---|---|---|---|"]
-    for phase, part in small.items():
-        cpu, more = part["cpu"], large[phase]["tokens"] / part["tokens"]
-        fixed = (more * cpu - large[phase]["cpu"]) / (more - 1)
-        cells = [f"{1e3 * cpu:.1f}", f"{part['calls']:,}", f"{1e6 * cpu / part['calls']:.1f}"]
-        cells += [f"{part['heavy']:.0%}", f"{min(1.0, max(0.0, fixed / cpu)):.0%}"]
-        lines.append(f"| {phase} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def table(found: dict[str, list[dict]]) -> str:
     """Medians, smallest and largest of the rounds, and the sides' ratio, as a Markdown table."""
     rows = {"tokens per step": "tokens", "seconds per step": "step", "rollout, tokens/s": "rollout"}
     rows |= {"log-probs and update, tokens/s": "both", "peak memory, GB": "memory"}
     rows |= {f"{phase}, ms": phase for phase in PHASES}
     lines = ["| | grpo.py | TRL | ratio |", "|---|---|---|---|"]
+    for rounds in found.values():
+        for one in rounds:
+            one["both"] = one["old_logp"] + one["update"]
     for label, name in rows.items():
         cells, medians = [], []
         for rounds in found.values():
-            for r in rounds:
-                r["both"] = r["old_logp"] + r["update"]
-            scale = 1e3 if label.endswith("ms") else 1
-            rate = "tokens/s" in label
-            values = [
-                r["tokens"] / r[name] if rate else scale * r[name] for r in rounds if name in r
-            ]
-            medians += [statistics.median(values)] if values else []
-            known = f"{medians[-1]:.4g} ({min(values):.4g} to {max(values):.4g})" if values else "-"
-            cells.append(known)
+            known = [one for one in rounds if name in one]
+            if not known:  # TRL has no sync
+                cells.append("-")
+                continue
+            if "tokens/s" in label:
+                values = [one["tokens"] / one[name] for one in known]
+            elif label.endswith("ms"):
+                values = [1e3 * one[name] for one in known]
+            else:
+                values = [one[name] for one in known]
+            medians.append(statistics.median(values))
+            cells.append(f"{medians[-1]:.4g} ({min(values):.4g} to {max(values):.4g})")
         ratio = f"{medians[0] / medians[1]:.2f}" if len(medians) == 2 else "-"
         lines.append(f"| {label} | {' | '.join(cells)} | {ratio} |")
     shares = [sum(r[phase] for phase in PHASES) / r["step"] for r in found["ours"]]
@@ -302,7 +245,7 @@ def table(found: dict[str, list[dict]]) -> str:
     return "\n".join(lines)
 
 
-SIDES = {"ours": ours, "trl": trl, "profile": profiled}
+SIDES = {"ours": ours, "trl": trl}
 
 
 def main() -> None:
@@ -311,7 +254,6 @@ def main() -> None:
     add, words = parser.add_argument, ("P", "G", "T")
     add("model", nargs="?", default="tiny", help="tiny, a model folder, or qwen3-1.7b")
     add("--full", action="store_true", help="every response as long as the limit")
-    add("--profile", action="store_true", help="what limits each phase of ours, at P and at 8 P")
     add("--side", choices=[*SIDES], help=argparse.SUPPRESS)
     add("--folder", default="", help=argparse.SUPPRESS)
     add("--rounds", type=int, default=3)
@@ -333,7 +275,7 @@ def main() -> None:
         return
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: must be 1 or more")
-    if not args.profile and not importlib.util.find_spec("trl"):
+    if not importlib.util.find_spec("trl"):
         parser.error("TRL is missing: pip install trl accelerate")
     P, G, T, _ = size
     length = f"{T} tokens" if args.full else f"at most {T} tokens"
@@ -341,9 +283,6 @@ def main() -> None:
     print(f"{args.minibatches} optimiser step(s) per rollout")
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         folder = folder_of(args.model, scratch)
-        if args.profile:
-            print(limits(*(measure("profile", args, [P * x, G, T], folder) for x in (1, 8))))
-            return
         print(f"medians of {args.rounds} rounds (smallest to largest)", flush=True)
         found: dict[str, list[dict]] = {"ours": [], "trl": []}
         for _ in range(args.rounds):

@@ -1,13 +1,12 @@
 """Carry a change of a base file into every file that grows from it.
 
-    python -m tools.spread [COMMIT]        the change of each base file since COMMIT (default: HEAD)
-    python -m tools.spread --dry [COMMIT]  only say what would be done
+    python -m tools.maintain.spread [COMMIT]        the changes since COMMIT (default: HEAD)
+    python -m tools.maintain.spread --dry [COMMIT]  only say what would be done
 
-Edit grpo.py, run this, read what it says. A hunk is placed where the file still has the lines that
-it replaces, or, for an insertion, where the two lines around it still stand next to each other;
-anything else would be a guess, and is printed for you to do by hand, and so is what the base file
-marks as its own. Headers (the first docstring) are each file's own and are left alone. Exit code 1
-if something is left to do.
+Edit grpo.py, run this, and read the output. A hunk is placed where the file still has the lines
+that it replaces. An insertion is placed where the two lines around it still follow each other. All
+other hunks are printed, to be done by hand, and so are new lines that the base file marks as its
+own. Headers (the first docstring) are not touched. Exit code 1 if hunks are left to do.
 """
 
 import difflib
@@ -41,61 +40,54 @@ def body(source: str) -> tuple[list[str], list[str]]:
 
 
 def unmarked(lines: list[str]) -> list[str]:
-    """The lines without marks, which say nothing about other files."""
+    """The lines without their marks, and without lines that are only a mark."""
     bare = [re.sub(rf"(^\s*|  ){MARK}", "", line.rstrip()) for line in lines]
     return [line for line in bare if line]
 
 
 def same(one: list[str], other: list[str]) -> dict[int, int]:
-    """Line of one -> the same line of the other; their ends (-1 and their lengths) are the same,
-    too."""
+    """Line of one -> the same line of the other. Their ends (-1 and their lengths) count as the
+    same line."""
     found = {-1: -1, len(one): len(other)}
-    for a, b, size in difflib.SequenceMatcher(
-        None, one, other, autojunk=False
-    ).get_matching_blocks():
-        found |= {a + i: b + i for i in range(size)}
+    matcher = difflib.SequenceMatcher(None, one, other, autojunk=False)
+    for a, b, size in matcher.get_matching_blocks():
+        for i in range(size):
+            found[a + i] = b + i
     return found
 
 
 def stand_together(places: list[int | None]) -> bool:
-    """Whether lines follow each other, with the neighbour before them (the first place) or behind
-    (the last).
-
-    Of no lines at all, both neighbours must.
+    """Whether lines follow each other, together with the neighbour before them (the first place) or
+    the one behind them (the last). If there are no lines, both neighbours must follow each other.
     """
-    links = [x is not None and y is not None and y == x + 1 for x, y in zip(places, places[1:])]
+    links = [x is not None and y == x + 1 for x, y in zip(places, places[1:])]
     return all(links[1:-1]) and (links[0] or links[-1])
 
 
 def spread(base: list[str], theirs: list[str], ours: list[str]) -> Spread:
     """Apply the line edits base -> theirs to ours, wherever the lines that they touch are the same
-    in base and ours.
-
-    New lines that the base file marks as its own are not inserted: they are its own and the others
-    may not.
+    in base and ours. New lines that the base file marks as its own are not inserted.
     """
-    at, there, result = same(base, ours), same(theirs, ours), Spread(list(ours))
-    for kind, a, b, c, d in reversed(
-        difflib.SequenceMatcher(None, base, theirs, autojunk=False).get_opcodes()
-    ):
-        if kind == "equal" or unmarked(base[a:b]) == unmarked(theirs[c:d]):
+    at, there = same(base, ours), same(theirs, ours)
+    result = Spread(list(ours))
+    edits = difflib.SequenceMatcher(None, base, theirs, autojunk=False).get_opcodes()
+    for kind, a, b, c, d in reversed(edits):  # from the last: the places before it stay valid
+        old, new = base[a:b], theirs[c:d]
+        if kind == "equal" or unmarked(old) == unmarked(new):
             continue
         if stand_together([there.get(i) for i in range(c - 1, d + 1)]):
-            continue  # carried over before
+            continue  # an earlier run has carried it over
         places = [at.get(i) for i in range(a - 1, b + 1)]
-        own = a == b and any(re.search(MARK, line.rstrip()) for line in theirs[c:d])
+        own = not old and any(re.search(MARK, line.rstrip()) for line in new)
         if not own and stand_together(places):
-            start = places[1]  # of the hunk's first line; of what stands behind, if there is none
-            result.lines[start : start + b - a] = theirs[c:d]
+            start = places[1]  # of the first old line, or of the line behind an insertion
+            result.lines[start : start + len(old)] = new
             result.placed += 1
-        else:
-            gone, new = (
-                [f"    {sign} {line}" for line in part]
-                for sign, part in (("-", base[a:b]), ("+", theirs[c:d]))
-            )
-            result.left.insert(
-                0, "\n".join([f"  after: {base[a - 1].strip() if a else '(top)'}", *gone, *new])
-            )
+            continue
+        told = [f"  after: {base[a - 1].strip() if a else '(top)'}"]
+        told += [f"    - {line}" for line in old]
+        told += [f"    + {line}" for line in new]
+        result.left.insert(0, "\n".join(told))
     return result
 
 
@@ -127,11 +119,9 @@ def main(commit: str, dry: bool) -> int:
         result = spread(body(before)[1], body(base.read_text("utf-8"))[1], ours)
         if not dry:
             path.write_text("\n".join([*header, *result.lines]) + "\n", encoding="utf-8")
-        print(
-            f"{path.stem}: {result.placed} placed, {len(result.left)} left to you",
-            *result.left,
-            sep="\n",
-        )
+        print(f"{path.stem}: {result.placed} placed, {len(result.left)} left to you")
+        for hunk in result.left:
+            print(hunk)
         left += len(result.left)
     return left
 

@@ -1,0 +1,1 @@
+"""Programs for whoever carries this on: docs/development.md has a line for each."""

@@ -1,0 +1,98 @@
+"""The lines that an algorithm file changes in its base file, and the marks that show them: one
+definition for tests and tools.
+
+A line that a file does not share with its base file ends in `# <own>`, or stands between a line
+`# <own>` and a line `# </own>`. In the base file these marks show the lines that other files may
+lack. A header names the base file (`Base file: stapo.py`); without that it is `grpo.py`. A file
+keeps the marks of its base file: together they are all that differs from `grpo.py`.
+
+    python -m tools.maintain.marks     changed code lines of every file, and those outside its marks
+"""
+
+import ast
+import difflib
+import io
+import sys
+import tokenize
+from pathlib import Path
+
+from checks.files import algorithms, base_of
+
+from tools import arguments
+
+
+def code_lines(source: str) -> list[tuple[int, str]]:
+    """(line number, code without its comment) of every line that is not blank, comment or
+    docstring."""
+    texts = set()  # lines of docstrings, of functions, classes, the module and its flags
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            if isinstance(node.value.value, str):
+                texts.update(range(node.lineno, node.end_lineno + 1))
+    comments = {}  # line -> the column where its comment begins
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            comments[token.start[0]] = token.start[1]
+    found = []
+    for number, line in enumerate(source.splitlines(), 1):
+        code = line[: comments.get(number)].rstrip()
+        if code and number not in texts:
+            found.append((number, code))
+    return found
+
+
+def marked_lines(source: str) -> set[int]:
+    """Lines with a trailing `# <own>`, and all lines from such a mark to the next `# </own>`."""
+    marked, pending = set(), []  # pending: marks that a `# </own>` may still close
+    for number, line in enumerate(source.splitlines(), 1):
+        if line.rstrip().endswith("# </own>"):
+            if not pending:
+                raise ValueError(f"line {number} closes a mark that was not opened")
+            marked.update(range(pending[-1], number + 1))
+            pending = []
+        elif line.rstrip().endswith("# <own>"):
+            marked.add(number)
+            pending.append(number)
+    return marked
+
+
+def changes(path: Path, base: Path) -> tuple[list[str], int]:
+    """Changed code lines against `base` that lie outside the marks of either file, and how many
+    changed in all."""
+    source, base_source = path.read_text("utf-8"), base.read_text("utf-8")
+    lines, base_lines = code_lines(source), code_lines(base_source)
+    marks, base_marks = marked_lines(source), marked_lines(base_source)
+    texts = [text for _, text in lines]
+    base_texts = [text for _, text in base_lines]
+    matcher = difflib.SequenceMatcher(None, base_texts, texts, autojunk=False)
+    loose, changed = [], 0
+    for kind, a, b, c, d in matcher.get_opcodes():
+        if kind == "equal":
+            continue
+        changed += max(b - a, d - c)
+        for number, text in lines[c:d]:
+            if number not in marks:
+                loose.append(f"{path.name}:{number}: {text}")
+        if kind != "delete":  # a replaced line is marked in the file that replaced it
+            continue
+        for number, text in base_lines[a:b]:
+            if number not in base_marks:
+                loose.append(f"{base.name}:{number}: {text}")
+    return loose, changed
+
+
+def main() -> int:
+    """Print every file's distance from its base file; returns how many changes no mark covers."""
+    unmarked = 0
+    for path in algorithms():
+        base = base_of(path)
+        if base:
+            loose, changed = changes(path, base)
+            print(f"{path.stem}: {changed} code lines from {base.name}", *loose, sep="\n    ")
+            unmarked += len(loose)
+    return unmarked
+
+
+if __name__ == "__main__":
+    arguments(__doc__).parse_args()
+    sys.exit(1 if main() else 0)
