@@ -113,7 +113,8 @@ def broken_rule(args: object) -> str:
     for name, kind in get_type_hints(type(args), include_extras=True).items():
         value = getattr(args, name)
         numbers = value if isinstance(value, tuple) else (value,)
-        for rule in getattr(kind, "__metadata__", ()):
+        rules = [one for one in getattr(kind, "__metadata__", ()) if isinstance(one, Rule)]
+        for rule in rules:
             for number in numbers:
                 if abs(number) > LARGEST:
                     return f"--{name} {str(number)[:40]}: is too large"
