@@ -143,28 +143,27 @@ def frozen_reference(args: object, lm: PreTrainedModel, world: World) -> Policy 
 def micro_batches(policy: nn.Module, batch: Rollout, max_tokens: int, world: World) -> list[Tensor]:
     """Row indices of micro-batches of at most `max_tokens` padded tokens, of similar lengths.
 
-    The division that costs least, by dynamic programming: a pass costs its padded tokens and
-    PASS_TOKENS more. Every rank gets the same number of them, since FSDP's forward and backward
-    passes are collective; some may be empty.
+    All ranks get the same number, because FSDP's passes are collective; some may be empty.
     """
     lengths = batch.ends.tolist()
-    dear = PASS_TOKENS[world.device.type][bool(routers(policy.lm))]
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    # For the `end` shortest rows: least cost, and where the last of their micro-batches starts.
-    least = [(0, 0)]
-    for end in range(1, len(order) + 1):
-        longest = lengths[order[end - 1]]
-        fit = max(1, min(end, max_tokens // longest))  # rows of this length in one micro-batch
-        starts = range(end - fit, end)
-        least.append(min((least[i][0] + dear + (end - i) * longest, i) for i in starts))
-    micros, end = [], len(order)
-    while end:  # the longest rows come first: too little memory shows early
-        micros.append(order[least[end][1] : end])
-        end = least[end][1]
-    micros = micros or [[]]
+    pass_cost = PASS_TOKENS[world.device.type][bool(routers(policy.lm))]  # in tokens
+    micros, tokens = [], 0  # tokens: those of the last micro-batch, without padding
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        rows = len(micros[-1]) + 1 if micros else 1  # with this one, the longest of them
+        padded = rows * lengths[row]
+        padding = padded - tokens - lengths[row]
+        # Another pass is worth its cost as soon as it saves more padding.
+        if rows > 1 and padded <= max_tokens and padding <= pass_cost:
+            micros[-1].append(row)
+            tokens += lengths[row]
+        else:
+            micros.append([row])
+            tokens = lengths[row]
+    micros = micros[::-1] or [[]]  # the longest rows come first: too little memory shows early
     wanted = int(global_sum({"micros_max": len(micros)}, world)["micros_max"])
     while len(micros) < wanted:
-        largest = micros.pop(max(range(len(micros)), key=lambda i: len(micros[i])))
+        largest = max(micros, key=len)
+        micros.remove(largest)
         micros += [largest[::2], largest[1::2]]
     return [torch.tensor(rows, dtype=torch.long, device=batch.tokens.device) for rows in micros]
 
