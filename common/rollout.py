@@ -182,7 +182,7 @@ def float8(weight: Tensor) -> Tensor:
 
 
 def make_engine(args: object, lm: Model, world: World) -> object:
-    """The engine that `--rollout` names (`auto`: see `launch.settle`), with its own weights."""
+    """The engine that `--rollout` names, with its own weights."""
     if args.rollout == "vllm":
         from common.plumbing.vllm import VLLMEngine
 

@@ -52,7 +52,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
-def way_on(folder: Path) -> str:
+def how_to_continue(folder: Path) -> str:
     """Advice for a run in `folder` that had to stop."""
     return "go on with --resume" if checkpoints(folder) else "nothing is saved yet: start again"
 
