@@ -27,7 +27,7 @@ from common.distributed import World, global_sum, shard
 from common.plumbing.checkpoint import PICKLE, first_failure
 from common.plumbing.flags import Count, Flags, broken_rule
 from common.plumbing.folder import as_lines, checkpoints
-from common.plumbing.launch import launch, settle
+from common.plumbing.launch import launch, resolve_auto
 from common.logprobs import Policy
 from common.plumbing.errors import BadInput, RunStopped, blame
 from common.plumbing.model import load_model
@@ -113,7 +113,7 @@ def prepare(args: Args, world: World) -> None:
         vars(args).update(vars(again))
     if wrong := broken_rule(args):
         raise BadInput(wrong)
-    settle(args, world, config.get("model", args.model))
+    resolve_auto(args, world, config.get("model", args.model))
 
 
 def load_sets(

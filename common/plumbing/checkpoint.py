@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.distributed import World, full_parameters
 from common.plumbing.errors import RunStopped, blame
-from common.plumbing.folder import checkpoints, way_on
+from common.plumbing.folder import checkpoints, how_to_continue
 
 KEEP_CHECKPOINTS = 3
 PICKLE = "with pickle, which runs any code that is in it: use only runs of your own"
@@ -44,7 +44,7 @@ def save_checkpoint(
             values["step"].zero_()
     # Of a full disk torch only says "unexpected pos 704 vs 598".
     free = f"where {shutil.disk_usage(folder).free // 2**20} MB are free"
-    what = f"cannot save {final}, {free}; {way_on(folder)} once that is fixed"
+    what = f"cannot save {final}, {free}; {how_to_continue(folder)} once that is fixed"
     with blame(what, RunStopped), first_failure():
         partial.mkdir(parents=True, exist_ok=True)
         dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=partial / "shards")

@@ -1,4 +1,4 @@
-"""Command-line flags: the kinds of numbers that one can be, and those that only `common` reads.
+"""Command-line flags: their kinds of numbers, and the flags that only `common` reads.
 
 An algorithm file declares the flags that it reads itself, each by its kind (`lr: Positive = 3e-4`),
 and inherits the others: `class Args(Flags)`. A value that breaks the rule of its kind ends the run
@@ -16,7 +16,7 @@ LARGEST = 2**31 - 1  # of a tensor's sizes; no other number here comes near
 
 
 class Rule(NamedTuple):
-    """What finite numbers of a kind obey, in words for the message and as a test."""
+    """The rule for numbers of a kind: in words for the message, and as a test."""
 
     words: str
     holds: Callable[[float], bool]
@@ -106,15 +106,17 @@ class Flags:
 
 
 def broken_rule(args: object) -> str:
-    """What is wrong with the first flag that breaks the rule of its kind; "" if none does."""
+    """The message for the first flag that breaks the rule of its kind; "" if none does."""
     for name, kind in get_type_hints(type(args), include_extras=True).items():
         value = getattr(args, name)
-        for rule in (one for one in getattr(kind, "__metadata__", ()) if isinstance(one, Rule)):
-            for number in value if isinstance(value, tuple) else (value,):
-                large = abs(number) > LARGEST
-                if large or not rule.holds(number):  # true for NaN
-                    wrong = "is too large" if large else f"must be {rule.words}"
-                    return f"--{name} {str(number)[:40]}: {wrong}"
+        numbers = value if isinstance(value, tuple) else (value,)
+        rules = [one for one in getattr(kind, "__metadata__", ()) if isinstance(one, Rule)]
+        for rule in rules:
+            for number in numbers:
+                if abs(number) > LARGEST:
+                    return f"--{name} {str(number)[:40]}: is too large"
+                if not rule.holds(number):  # NaN holds for no rule
+                    return f"--{name} {str(number)[:40]}: must be {rule.words}"
     return ""
 
 

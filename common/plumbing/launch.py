@@ -127,7 +127,7 @@ def check(args: object, world: World) -> None:
         raise BadInput(f"{number}: not a multiple of ranks x --minibatches = {unit}")
     if args.wandb and not importlib.util.find_spec("wandb"):
         raise BadInput(f"--wandb {args.wandb}: needs the package (pip install wandb)")
-    settle(args, world, args.model)
+    resolve_auto(args, world, args.model)
 
 
 def check_defaults(args: object, words: list[str]) -> None:
@@ -140,7 +140,7 @@ def check_defaults(args: object, words: list[str]) -> None:
         raise BadInput(f"--model {args.model}: the defaults are the embedded model's; give {asked}")
 
 
-def settle(args: object, world: World, model: str) -> None:
+def resolve_auto(args: object, world: World, model: str) -> None:
     """Replace `auto` by its value for this model on this machine; check that ranks divide."""
     gpu = world.device.type == "cuda"
     if args.rollout == "auto":  # starting vLLM takes a minute, longer than an embedded model's run

@@ -20,7 +20,7 @@ from common.distributed import CLOSING, StopFlag, World
 from common.plumbing.curves import draw_curves
 from common.plumbing.errors import BadInput, RunStopped, blame
 from common.plumbing.folder import as_lines, checkpoints, lock, new_folder, other_flags
-from common.plumbing.folder import read_lines, runs_called, way_on, whole
+from common.plumbing.folder import read_lines, runs_called, how_to_continue, whole
 from common.plumbing.metrics import Means
 from common.plumbing.samples import Samples, before_and_after
 
@@ -182,7 +182,8 @@ class Run:
     def note(self, name: str, rows: list[dict]) -> None:
         """Append rows to a JSON-lines file of the run folder, on rank 0."""
         if rows and self.world.rank == 0:
-            what = f"cannot write {self.folder / name}; {way_on(self.folder)} once that is fixed"
+            advice = f"{how_to_continue(self.folder)} once that is fixed"
+            what = f"cannot write {self.folder / name}; {advice}"
             with blame(what, RunStopped), (self.folder / name).open("a") as file:
                 file.write(as_lines(rows))
 
@@ -234,7 +235,7 @@ class Run:
             curves = draw_curves(self.folder)
             lines = read_lines(self.folder / "metrics.jsonl")
             if self.done < self.args.steps:
-                self.say(f"stopped after step {self.done}: {way_on(self.folder)}")
+                self.say(f"stopped after step {self.done}: {how_to_continue(self.folder)}")
                 return
             summary = summary_of(lines)
             self._write("summary.json", json.dumps(summary, indent=2) + "\n")

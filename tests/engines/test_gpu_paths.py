@@ -3,7 +3,6 @@
 Whether the kernels do what they should is for tests/gpu; vLLM itself is in test_vllm.py.
 """
 
-import contextlib
 import sys
 from types import SimpleNamespace
 
@@ -79,7 +78,7 @@ def test_what_a_rollout_is_made_of(world, theirs, ours):
         calls=0, seed=7, eos=[1], world=world, group=None, reports_experts=True
     )
     engine.llm, engine.SamplingParams = Sampler(theirs), SimpleNamespace
-    engine._awake, engine._sleep = lambda *parts: contextlib.nullcontext(), lambda: None
+    engine._wake, engine._sleep = lambda *parts: None, lambda: None
     for _ in range(2):
         batch = VLLMEngine.generate(engine, [[5, 6], [7]], 3, 8, 1.0, [[], [8]])
     assert len(set(engine.llm.seeds)) == len(engine.llm.seeds) == 12
