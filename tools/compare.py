@@ -326,7 +326,7 @@ def draw_sheet(runs: list[Run]) -> object:
         for shown, grey in ((runs[0], True), (run, False)):
             draw_row(axes, shown, own, grey)
         axes[0].set_ylabel(run.config["algorithm"], fontsize=11, fontweight="bold")
-        axes[3].set_title(textwrap.fill(run.config["acted"][own], 32), fontsize=9, color=ORANGE)
+        axes[3].set_title(textwrap.fill(run.config["acted"][own], 29), fontsize=9, color=ORANGE)
     for axis, title in zip(rows[0], ("reward", "held-out accuracy", "response length (tokens)")):
         axis.set_title(title, fontsize=11)
     shortest = min(run.lines[-1]["step"] for run in runs)
