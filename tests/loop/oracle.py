@@ -400,8 +400,7 @@ ADVANTAGES = {"minirl": centred, "deep_grpo": centred, "vcpo": population_z_scor
 def in_order(o: Oracle) -> list[list[dict[int, str]]]:
     """The rounds of sampling of each step: slot of the batch -> prompt. In most files one round, of
     problems (s-1)P to sP-1."""
-    ahead = o.args.get("asynchronous", False)  # the next step's, which it does not come to
-    starts = range(0, (o.args["steps"] + ahead) * P, P)
+    starts = range(0, o.args["steps"] * P, P)
     return [[{slot: TRAIN[(start + slot) % len(TRAIN)] for slot in range(P)}] for start in starts]
 
 

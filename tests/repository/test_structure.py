@@ -23,7 +23,7 @@ USUAL = (178, 34)
 BUDGET = {
     "minirl": (190, 46),
     "stapo": (215, 67),
-    "vcpo": (264, 144),
+    "vcpo": (220, 100),
     "deep_grpo": (287, 135),
     "goldilocks": (290, 136),
     "blockwise": (212, 66),  # where a response is cut, and two advantages
