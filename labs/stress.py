@@ -184,8 +184,8 @@ def put_under(module: ModuleType, stress: Stress) -> None:
     """Replace what the module's `main` makes its engine, its task and its measurements with."""
     make_engine, load_task, main = module.make_engine, module.load_task, module.main
 
-    def engine_of(args: object, lm: nn.Module, world: World) -> object:
-        engine = strained(make_engine(args, lm, world), stress)
+    def engine_of(args: object, lm: nn.Module, world: World, **named: object) -> object:
+        engine = strained(make_engine(args, lm, world, **named), stress)
         engine.examiner = make_engine(replace(args, rollout_dtype="float32"), lm, world)
         return engine
 

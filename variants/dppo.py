@@ -207,7 +207,7 @@ def main(args: Args, world: World) -> None:
     """The whole training loop."""
     lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
-    engine = make_engine(args, lm, world)
+    engine = make_engine(args, lm, world)  # <own>
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
     policy = shard(Policy(lm), args, world)
     decay = {"betas": args.betas, "weight_decay": args.weight_decay}

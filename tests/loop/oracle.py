@@ -326,7 +326,7 @@ def record(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "load_model", lambda name, *flag: copy.deepcopy(loaded(name)))
         patch.setattr(module, "load_task", lambda *arguments: task())
-        patch.setattr(module, "make_engine", lambda *arguments: engine)
+        patch.setattr(module, "make_engine", lambda *arguments, **named: engine)
         patch.setattr(module, "save_checkpoint", lambda *arguments: None)
         patch.setattr("common.plumbing.tracking.draw_curves", lambda *arguments: "")
         patch.setattr(torch.optim, "AdamW", Watched)

@@ -21,7 +21,7 @@ LOSS_ONLY = [name for name in ("gspo", "sapo", "maspo", "gmpo", "pmd") if name i
 # and writes down what it silenced; the last three change more than the loss, each by one object.
 USUAL = (178, 34)
 BUDGET = {
-    "minirl": (190, 46),
+    "minirl": (192, 48),
     "stapo": (215, 67),
     "vcpo": (220, 100),
     "deep_grpo": (287, 135),
@@ -36,8 +36,8 @@ BUDGET = {
     "jet": (230, 40),  # an object beside minirl's replay
     "baselines": (198, 42),  # six baselines
     "opd": (190, 49),  # a teacher, and what is known of it
-    "icepop": (225, 50),  # a family of corrections
-    "ppo": (270, 136),  # what GRPO removed: a second model, GAE, its loss
+    "icepop": (225, 53),  # a family of corrections
+    "ppo": (272, 138),  # what GRPO removed: a second model, GAE, its loss
     "recipe": (615, 359),  # the objects of six files, letter for letter
 }
 
