@@ -28,7 +28,7 @@ from common.plumbing.samples import Samples, as_table, before_and_after
 MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
 MOST_IDLE = 0.9  # groups of equal rewards (share), above which the end of a run says so
 MOST_APART = 3  # steps in a row in which sampler and trainer disagree, before the run stops
-ROWS = ("metrics.jsonl", "samples.jsonl", "silenced.jsonl")  # line by line; cut back on resume
+ROWS = ("metrics.jsonl", "samples.jsonl")  # line by line; cut back on resume
 SHOWN = ("reward", "greedy", "tokens_per_s")  # on the progress bar
 SHOWN_FROM = 0.001  # further metrics are shown from this size on: below it is rounding noise
 

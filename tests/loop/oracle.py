@@ -256,7 +256,7 @@ FLAGS = {
     "grpo": {"beta": 0.1, "grad_clip": 6.0},
     "gspo": {"clip_low": 0.02, "clip_high": 0.03, "grad_clip": 4.0},
     "sapo": {"grad_clip": 5.0},
-    "stapo": {"tau_p": 0.9, "entropy_quantile": 0.8, "entropy_over": "all", "grad_clip": 4.0},
+    "stapo": {"tau_p": 0.9, "entropy_quantile": 0.8, "grad_clip": 4.0},
     "maspo": {"sigma_base": 0.3, "grad_clip": 8.0},
     "minirl": {"grad_clip": 60.0},
     "vcpo": {"lag": 1, "rho_on": 0.5, "grad_clip": 32.0},
@@ -469,8 +469,7 @@ def silent(b: Batch) -> Tensor:
     """stapo's rare tokens of right responses where the entropy is low."""
     p, everywhere = b.logp.detach().exp(), b.mask > 0
     rare = everywhere & (p < b.args["tau_p"]) & (b.A[:, None] > 0)
-    among = b.entropy[everywhere if b.args.get("entropy_over", "all") == "all" else rare]
-    height = numpy.quantile(among.numpy(), b.args["entropy_quantile"])
+    height = numpy.quantile(b.entropy[everywhere].numpy(), b.args["entropy_quantile"])
     return rare & (b.entropy < height - 1e-5)
 
 

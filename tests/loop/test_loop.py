@@ -349,7 +349,7 @@ def test_routing_replay(alone, replay):
             assert not close(o.gradient(update)[0], free.gradient(update)[0])
 
 
-ALSO = [("stapo", {"entropy_over": "rare", "entropy_quantile": 0.75})]
+ALSO = []
 for variant in formulas.FORMULAS:
     ALSO += [(variant, flags) for flags in formulas.of(variant, "ALSO", [])]
 
