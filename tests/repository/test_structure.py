@@ -24,7 +24,7 @@ BUDGET = {
     "minirl": (192, 48),
     "stapo": (187, 45),
     "vcpo": (220, 100),
-    "deep_grpo": (287, 135),
+    "deep_grpo": (266, 108),
     "goldilocks": (290, 136),
     "blockwise": (212, 66),  # where a response is cut, and two advantages
     "lp_reg": (232, 46),  # a column, a quantile over ranks, a term
