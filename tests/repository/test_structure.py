@@ -25,13 +25,13 @@ BUDGET = {
     "stapo": (187, 45),
     "vcpo": (220, 100),
     "deep_grpo": (266, 108),
-    "goldilocks": (290, 136),
+    "goldilocks": (268, 110),
     "blockwise": (212, 66),  # where a response is cut, and two advantages
     "lp_reg": (232, 46),  # a column, a quantile over ranks, a term
     "entropy20": (229, 74),  # two rules by covariance; what stapo has and it has not
     "dapo": (225, 76),  # rounds of sampling, and two more parts of the recipe
     "dppo": (210, 46),  # two flags more: prime-rl's mask and square
-    "paced": (306, 46),  # without its base file's KL term
+    "paced": (284, 46),  # without its base file's KL term
     "laconic": (199, 41),  # a price, and where it is paid
     "jet": (230, 40),  # an object beside minirl's replay
     "baselines": (198, 42),  # six baselines
