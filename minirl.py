@@ -9,11 +9,9 @@ Objective, for responses y sampled by the inference engine, whose probabilities 
     Â = R - mean R  (of the group; no std),     r = π_θ(y_t)/π_old(y_t)
     M_t = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
-
 Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over responses:
 
     M_t min(π_θ/μ, 5) Â
-
 
 The true objective is the expected reward of whole responses. The sum over tokens is its first-order
 approximation, exact where π_θ = μ and good while the two are close. Two things push them apart, and

@@ -9,7 +9,6 @@ Objective, over all response tokens y_t of a mini-batch, with r = π_θ(y_t) / �
     Â_i = (R_i - mean R) / std R
     I = 1 if H_t >= τ, else 0;    τ = the 80% quantile of H_t    (of π_θ now, no gradient)
 
-
 Gradient weight on ∇ log π_θ(y_t), before the average over the tokens kept:
 
     I M r Â

@@ -9,7 +9,6 @@ Objective, for responses y sampled by the inference engine, whose probabilities 
     r = π_θ(y_t)/π_old(y_t),     w = π_old(y_t)/μ(y_t),     Â = R - mean R  (of the group; no std)
     C_t = w if α <= w <= β, else 0
 
-
 Gradient weight on ∇ log π_θ(y_t), averaged over tokens, then over responses:
 
     C_t M r Â

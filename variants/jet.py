@@ -9,11 +9,9 @@ Objective, MiniRL's, where ŵ, the weights rounded to 8 bits, both sample (μ) a
     ŵ = s e4m3(w / s) row by row,     s = max |w| / 448,     w: float32 master weights
     w <- w + lr ∇_ŵ J, as the optimiser makes it: rounding counts as the identity (straight through)
 
-
 Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over responses:
 
     M_t min(π_θ/μ, 5) Â          with π_old/μ = 1, so that π_θ/μ is r, the staleness alone
-
 
 Float8 makes sampling faster. The usual way is to round a copy for the sampler while the trainer
 stays in bfloat16: then every sample comes from another policy than the one trained, even before the

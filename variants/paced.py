@@ -9,11 +9,9 @@ Objective, for G responses y_i to each prompt q, chosen for a partition function
     β log Z(q) = V(q) = σ(u · mean_t h_t(q) + v),     fitted to R by the same square
     q = the one of K candidates whose V is nearest to τ = 1/2
 
-
 Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mean over responses:
 
     Â_i - β log (π_θ(y_i) / π_old(y_i)),     Â_i = R_i - V(q)
-
 
 Max E[R] - β KL(π_θ ‖ π_old) has one answer, π* = π_old exp(R/β) / Z: not the best response alone,
 but every one at its old chance times exp(R/β). Trajectory balance asks each single response to

@@ -330,9 +330,10 @@ def record(
         patch.setattr(module, "save_checkpoint", lambda *arguments: None)
         patch.setattr("common.plumbing.tracking.draw_curves", lambda *arguments: "")
         patch.setattr(torch.optim, "AdamW", Watched)
-        if hasattr(module, "choose_pivot"):
-            choose_pivot = module.choose_pivot
-            patch.setattr(module, "choose_pivot", choose)
+        if hasattr(module, "Branches"):  # recipe.py imports it
+            home = sys.modules[module.Branches.__module__]
+            choose_pivot = home.choose_pivot
+            patch.setattr(home, "choose_pivot", choose)
         still = SimpleNamespace(anywhere=lambda world: False)
         patch.setattr("common.plumbing.tracking.StopFlag", lambda: still)
         module.main(args, world)
