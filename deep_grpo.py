@@ -16,8 +16,8 @@ Gradient weight on ∇ log π_θ(y_t), before each stream's average:
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
 Sampling more responses from the start finds more of what is found anyway. A failed response has
-often gone right for a while; K new endings from one of its own states search there, and beating
-one's siblings from the same state is a much sharper verdict than beating responses that share only
+often gone right for a while; K new endings from one of its own states search there, and a
+comparison with siblings from the same state says much more than one with responses that share only
 the prompt. Where to cut: deep enough to be new (d^γ), early enough to be saved (σ, a logistic
 regression of "some branch succeeded" on the depth d, fitted while training).
 
@@ -37,8 +37,8 @@ Differs from the paper in:
 1. Four optimiser steps per rollout where the released code takes one, so that the clip lives. No
    dual clip at 3.
 2. The released code drops all rows of zero advantage; here only branches, as main rows stay in
-   GRPO's average. It also drops a step's branches if fewer than 128 are left: `--min_branches`, 0
-   here, as batches are small.
+   GRPO's average. It also drops a step's branches if fewer than 128 are left; batches here are too
+   small for that.
 3. The regression (scikit-learn there) is 2-parameter Newton; the penalty is the same: u²/2, none on
    v. There it is kept once fitted; here it is fitted anew at each step, and P = 1 again if the
    latest 10,000 outcomes were all the same.
@@ -50,21 +50,20 @@ Run it:
     torchrun deep_grpo.py --branch_weight 0 # the control: of branches only the KL term, β 1e-4
     # the paper's batch and lengths, on all of MATH's training set
     torchrun --nproc_per_node=8 deep_grpo.py --model Qwen/Qwen2.5-Math-1.5B --task math \\
-        --boundary . --prompts_per_step 64 --minibatches 1 --min_branches 128 \\
-        --max_new_tokens 3072 --lr 1e-6 --micro_tokens 8192
+        --boundary . --prompts_per_step 64 --minibatches 1 --max_new_tokens 3072 --lr 1e-6 \\
+        --micro_tokens 8192
     # several nodes
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
         deep_grpo.py ...
 """
 
-from collections import deque  # <own>
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random  # <own>
 from typing import Literal
 
 from common.batch import Rollout  # <own>
-from common.data import Task, load_task  # <own>
+from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather, global_sum  # <own>
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
@@ -139,8 +138,6 @@ class Args(Flags):
     """λ: weight of the branches' stream (paper)."""
     depth_power: Exponent = 2.0  # <own>
     """γ: preference for deep pivots (paper)."""
-    min_branches: Whole = 0  # <own>
-    """With fewer branches of non-zero advantage a step uses none (released code: 128)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -198,34 +195,35 @@ def fit_success(feedback: list[tuple[float, float]]) -> tuple[float, float]:
 
 class Branches:
     """New endings for failed responses. In each step `grow`, after the rewards, cuts the failed
-    ones, samples and judges; `split` keeps every branch in its parent's mini-batch.
+    ones, samples and scores; `join` puts every branch into its parent's mini-batch.
 
     Each rank branches from its own responses; what succeeds at which depth all learn together.
     """
 
-    def __init__(self, args: Args, engine: object, task: Task, tokenizer: object, world: World):
+    def __init__(self, args: Args, engine: object, task: object, tokenizer: object, world: World):
         texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
         ends = {i for i, text in enumerate(texts) if text.rstrip(" ").endswith(args.boundary)}
         if not args.boundary or not ends:
             raise BadInput(f"--boundary {args.boundary!r}: no token ends in it")
         self.args, self.engine, self.task, self.world = args, engine, task, world
         self.tokenizer, self.boundaries = tokenizer, ends
-        # Of the latest pivots, all ranks': (depth, whether some branch succeeded)
-        self.feedback: deque[tuple[float, float]] = deque(maxlen=10_000)
+        self.feedback: list[tuple[float, float]] = []  # depth, whether some branch succeeded
 
-    def grow(self, rollout: Rollout, rewards: Tensor, problems: list, cursor: int) -> Rollout:
-        """The rollout with the branches that teach something behind its rows. `rewards [P, G]`;
-        `cursor` is the number of the first of the P problems."""
+    def grow(self, rollout: Rollout, rewards: Tensor, problems: list, means: Means) -> Rollout:
+        """K new endings of every failed response: those that teach something, with a column
+        `origin`, the row of `rollout` that they grew from. `rewards [P, G]`."""
         args, world, K, G = self.args, self.world, self.args.branches, self.args.group_size
         # Each failed response is cut at one of its pivots, drawn from Q
         failed = (rewards.flatten() <= 0).nonzero()[:, 0]  # [F]: rows
-        fit, responses, cuts = fit_success(list(self.feedback)), rollout.response_ids(), []
-        for row in failed.tolist():
-            rng = Random(f"{args.seed}/{cursor * G + row}")  # each response's own: nothing to save
-            cuts.append(choose_pivot(responses[row], self.boundaries, *fit, args.depth_power, rng))
-        prefixes = [responses[row][:kept] for row, (kept, _) in zip(failed.tolist(), cuts)]
+        u, v = fit_success(self.feedback)
+        responses, parents = rollout.response_ids(), [problems[i // G] for i in failed.tolist()]
+        prefixes, depths = [], []
+        for row, parent in zip(failed.tolist(), parents):
+            rng = Random(f"{args.seed}/{parent.index * G + row % G}")  # its own: nothing to save
+            kept, depth = choose_pivot(responses[row], self.boundaries, u, v, args.depth_power, rng)
+            prefixes.append(responses[row][:kept])
+            depths.append(depth)
         # From each pivot K new endings, all sampled in one batch
-        parents = [problems[row // G] for row in failed.tolist()]
         starts = [parent.prompt_ids for parent in parents]
         grown = self.engine.generate(starts, K, args.max_new_tokens, args.temperature, prefixes)
         texts = self.tokenizer.batch_decode(grown.response_ids(), skip_special_tokens=True)
@@ -233,57 +231,37 @@ class Branches:
         outcome = torch.tensor(scores, device=world.device).view(len(failed), K)  # [F, K]
         grown.record_rewards(parents, outcome)
         grown.advantages = advantages(outcome).flatten()  # [F·K]: over siblings, without the parent
-        # Which main row a row is or grew from, and its stream
-        rollout.origin = torch.arange(len(rollout), device=world.device)  # [N]
         grown.origin = failed.repeat_interleave(K)  # [F·K]
-        rollout.branch = torch.zeros_like(rollout.advantages)  # [N]
-        grown.branch = torch.ones_like(grown.advantages)  # [F·K]
-        # What the regression learns from
-        kept, depth = torch.tensor(cuts).view(-1, 2).T  # [F], [F]
+        # What the regression learns from: the latest pivots of all ranks
         saved = (outcome > 0).any(dim=1)  # [F]
-        self.feedback.extend(zip(*(gather(x, world).tolist() for x in (depth, saved.float()))))
-        self.latest = fit, failed, kept > 0, depth, saved, outcome, grown.mask.sum()
+        depth, success = (gather(x, world).tolist() for x in (torch.tensor(depths), saved.float()))
+        self.feedback = [*self.feedback, *zip(depth, success)][-10_000:]
         # Siblings all right or all wrong teach nothing
-        grown = grown.rows(grown.advantages.abs() > 1e-8)
-        enough = global_sum({"rows": len(grown)}, world)["rows"] >= args.min_branches
-        return Rollout.join(rollout, grown) if enough else rollout
-
-    def split(self, rollout: Rollout, N: int) -> list[Rollout]:
-        """The mini-batches: equal shares of the N main rows, and beside each what grew from it."""
-        of = rollout.origin // (N // self.args.minibatches)  # [N + branches]
-        return [rollout.rows(of == i) for i in range(self.args.minibatches)]
-
-    def balance(self, minibatch: Rollout) -> float:
-        """T_main / T_branch of a mini-batch, over all ranks."""
-        lengths, branch = minibatch.mask.sum(dim=1), minibatch.branch  # [n], [n]
-        streams = {"main": lengths @ (1 - branch), "branch": lengths @ branch}
-        streams = global_sum(streams, self.world)
-        return streams["main"] / max(1.0, streams["branch"])
-
-    def statistics(self, rollout: Rollout, rewards: Tensor) -> dict[str, tuple]:
-        """Metrics of the latest growth as (sum, count) pairs; `rollout` has the branches in it."""
-        fit, failed, deep, depth, saved, outcome, tokens = self.latest  # deep: not at the root
-        (u, v), N = torch.tensor(fit, dtype=torch.float64), rewards.numel()
+        used = grown.rows(grown.advantages.abs() > 1e-8)
         wrong = (rewards <= 0).all(dim=1)  # [P]
-        rescued = wrong[(failed[saved] // self.args.group_size).unique()]
-        found = {
-            "failed": (len(failed), N),
-            "pivots_root": ((~deep).sum(), len(deep)),
-            "groups_rescued": (rescued.sum(), wrong.sum()),
-            "extra_tokens": (tokens, rollout.mask[:N].sum()),
-            "tokens": (tokens, None),  # added to the main stream's
-            "branches_used": (len(rollout) - N, None),
-            "fit_u": (u, v.isfinite()),
-            "fit_v": (v, v.isfinite()),
-        }
-        # Histogram of the depths at which branches start, the root left out
-        for quarter in (1, 2, 3, 4):
-            hit = deep & ((depth * 4).ceil() == quarter)  # [F]
-            found[f"pivots_quarter_{quarter}"] = (hit.sum(), deep.sum())
+        rescued = wrong[(failed[saved] // G).unique()]
+        means.add(branches_used=(len(used), None), groups_rescued=(rescued.sum(), wrong.sum()))
+        tokens = grown.mask.sum()  # `tokens` is added to the main stream's
+        means.add(extra_tokens=(tokens, rollout.mask.sum()), tokens=(tokens, None))
+        # Cuts inside a response, and those at the root apart
+        deep = torch.tensor([len(prefix) > 0 for prefix in prefixes], dtype=torch.bool)  # [F]
+        means.add(pivots_root=((~deep).sum(), len(deep)))
         for ending, at in (("", deep), ("_root", ~deep)):
-            found[f"branch_reward{ending}"] = (outcome[at].sum(), outcome[at].numel())
-            found[f"pivots_saved{ending}"] = (saved[at].sum(), at.sum())
-        return found
+            means.add(**{f"branch_reward{ending}": (outcome[at].sum(), outcome[at].numel())})
+            means.add(**{f"pivots_saved{ending}": (saved[at].sum(), at.sum())})
+        return used
+
+    def join(self, rollout: Rollout, grown: Rollout) -> list[Rollout]:
+        """The mini-batches: equal shares of the main rows, and beside each what grew from it. A
+        column `branch` is 0 on main rows, on branches T_main / T_branch of the mini-batch."""
+        rollout.branch = torch.zeros_like(rollout.advantages)  # [N]
+        parts = rollout.split(self.args.minibatches)
+        for i, part in enumerate(parts):
+            own = grown.rows(grown.origin // len(part) == i)
+            tokens = global_sum({"main": part.mask.sum(), "branch": own.mask.sum()}, self.world)
+            own.branch = torch.full_like(own.advantages, tokens["main"] / max(1, tokens["branch"]))
+            parts[i] = Rollout.join(part, own)
+        return parts
 
 
 # </own>
@@ -308,29 +286,24 @@ def policy_loss(
     advantages: Tensor,
     mask: Tensor,
     branch: Tensor | None = None,  # <own>
-    balance: float | None = None,  # <own>
 ) -> tuple[Tensor, Tensor, dict]:
     """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
 
-    All `[n, T]` but advantages `[n]`, branch `[n]`, 1 on branches and 0 on main rows, and balance,
-    T_main / T_branch of the whole mini-batch (default: of these rows). The caller adds sums and
-    counts up over micro-batches and ranks and divides once: a mean of micro-batch means would be
-    another objective. Every file is handed the same tensors, needed or not.
+    All `[n, T]` but advantages `[n]` and branch `[n]`: 0 on main rows, T_main / T_branch of the
+    whole mini-batch on branches. The caller adds sums and counts up over micro-batches and ranks
+    and divides once: a mean of micro-batch means would be another objective. Every file is handed
+    the same tensors, needed or not.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
     branch = torch.zeros_like(advantages) if branch is None else branch  # [n]
-    lengths = mask.sum(dim=1)  # [n]
-    main_tokens, branch_tokens = lengths @ (1 - branch), lengths @ branch  # [], []
-    if balance is None:
-        balance = main_tokens / branch_tokens.clamp(min=1)
+    main = branch == 0  # [n]
     ratio = (logp - old_logp).exp()  # [n, T]: r, 1 until the first optimiser step of a rollout
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can
     # be brought back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    weight = (1 + (args.branch_weight - 1) * branch)[:, None]  # [n, 1]: λ on branches
-    objective = objective * weight  # [n, T]
+    objective = objective * torch.where(main, 1.0, args.branch_weight)[:, None]  # [n, T]: λ
     out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
     cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
     stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
@@ -344,8 +317,8 @@ def policy_loss(
         stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
     # The caller divides by T_main; times T_main / T_branch first, the branches are averaged over
     # their own tokens.
-    per_response = (objective * mask).sum(dim=1) * (1 + (balance - 1) * branch)  # [n]
-    return -per_response.sum(), main_tokens, stats
+    per_response = (objective * mask).sum(dim=1) * torch.where(main, 1.0, branch)  # [n]
+    return -per_response.sum(), mask[main].sum(), stats
     # </own>
 
 
@@ -364,7 +337,7 @@ def main(args: Args, world: World) -> None:
     if args.resume:
         done, state = load_checkpoint(run.folder, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
-        branches.feedback.extend(state["feedback"])  # <own>
+        branches.feedback = state["feedback"]  # <own>
     engine.sync(policy)
     run.start(done)
     if done == 0:
@@ -392,9 +365,9 @@ def main(args: Args, world: World) -> None:
         rollout.advantages = advantages(rewards).flatten()  # [N]
         means.add(distinct=(task.distinct(texts, G), P))  # falls to 1: nothing left to compare
 
-        # Branches: K new endings of every failed response, behind the main rows.
+        # Branches: K new endings of every failed response.
         run.clock("branch")  # <own>
-        rollout = branches.grow(rollout, rewards, problems, cursor)  # <own>
+        grown = branches.grow(rollout, rewards, problems, means)  # <own>
 
         # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
         # from other kernels, and a ratio against them would mix two things: how far the policy
@@ -402,7 +375,7 @@ def main(args: Args, world: World) -> None:
         run.clock("old_logp")
         # Mini-batches of whole groups. In each the ranks exchange rows until their token
         # counts are about equal.
-        parts = branches.split(rollout, P * G)  # <own>
+        parts = branches.join(rollout, grown)  # <own>
         minibatches = [balance_tokens(part, world) for part in parts]  # <own>
         # Divided into micro-batches as the update will be: its first ratios are then exactly 1.
         for minibatch in minibatches:
@@ -417,7 +390,6 @@ def main(args: Args, world: World) -> None:
         for group in optimizer.param_groups:
             group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
         for minibatch in minibatches:
-            balance = branches.balance(minibatch)  # <own>
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                 micro = minibatch.rows(rows)
@@ -432,7 +404,6 @@ def main(args: Args, world: World) -> None:
                     advantages=micro.advantages,
                     mask=micro.mask,
                     branch=micro.branch,  # <own>
-                    balance=balance,  # <own>
                 )
                 loss.backward()  # sums: gradients add up over micro-batches
                 denominator = denominator + count
@@ -447,8 +418,6 @@ def main(args: Args, world: World) -> None:
         run.clock("sync")
         engine.sync(policy)
 
-        means.add(**branches.statistics(rollout, rewards))  # <own>
-        rollout = rollout.rows(slice(P * G))  # the main stream again  # <own>
         metrics = means.add(**of_rollout(rollout, rewards, task)).reduce(world) | sampler
         metrics["lr"] = optimizer.param_groups[0]["lr"]
         if run.due(step, args.eval_every):
@@ -458,7 +427,7 @@ def main(args: Args, world: World) -> None:
         if run.due(step, args.save_every):
             run.clock("save")
             state = {"engine": engine.state_dict()}
-            state["feedback"] = list(branches.feedback)  # <own>
+            state["feedback"] = branches.feedback  # <own>
             save_checkpoint(run.folder, step, policy, optimizer, state, world)
     if args.save_hf:
         save_model(policy, tokenizer, run.folder / "model", world)

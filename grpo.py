@@ -9,7 +9,6 @@ Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) 
     Â_i = (R_i - mean R) / std R
     k3 = π_ref/π_θ - log(π_ref/π_θ) - 1     (>= 0; under samples of π_θ its mean is KL(π_θ ‖ π_ref))
 
-
 Gradient weight on ∇ log π_θ(y_t), before 1/G and 1/|y_i|:
 
     M r Â + β (π_ref/π_θ - 1)          (with `--kl_ratio` the second term is β r log(π_ref/π_θ))
@@ -18,26 +17,25 @@ Gradient weight on ∇ log π_θ(y_t), before 1/G and 1/|y_i|:
 R_i is the reward of y_i, |y_i| its number of tokens; π_θ is being trained, π_old are the weights
 that sampled, π_ref those before training, all given the prompt and the tokens before y_t.
 The group replaces PPO's value network: a response is good if it beats its siblings. The clip takes
-the gradient away from a token that has already moved by ε in the direction its advantage asks for
+the gradient away from a token that has already moved by ε in the direction of its advantage
 (`--clip_high` up, `--clip_low` down). The KL term pulls back to π_ref, so that the policy keeps
 what it could do before; its gradient is that of another KL (docs/questions.md, question 24), and
 with `--kl_ratio` its own.
 
-This file is the base file: the others repeat it but for the lines that they mark.
+This is the base file: every other file repeats it, except for the lines that it marks.
 
 Differs from the paper in:
 1. ε is not stated there; 0.2, PPO's value, is customary.
 2. std is the sample standard deviation (divide by G-1) plus 1e-6, as in verl; TRL too divides by
    G-1. The paper does not say which. The population's makes every advantage sqrt(G/(G-1)) times
    larger (7% at G = 8): a matter of lr.
-3. β is 0.04 in the paper, 0.01 here, between it and DeepSeek-R1's 0.001: the embedded model has to
-   move far.
+3. β is 0.04 in the paper, 0.01 here, between it and DeepSeek-R1's 0.001: the embedded model must
+   be able to move far.
 4. Four optimiser steps per rollout where the paper takes one. With one, r = 1 always and the clip
    never acts.
-5. No dual clip. A bad token that became likelier (Â < 0, r > 1) keeps the weight r, and one such
+5. No dual clip. A bad token that became more likely (Â < 0, r > 1) keeps the weight r, and one such
    token can outweigh a batch; some frameworks therefore bound it at r = 3 by default.
-6. log r is not clamped, nor in the files that have this ratio from here (verl: to ±20). Beyond 88
-   exp overflows: at Â > 0 the gradient is NaN where the formula says 0, and the step is skipped.
+6. log r is not clamped (verl: to ±20). Beyond 88 exp overflows, and the step is skipped.
 
 Run it:
     torchrun grpo.py                                        # laptop, two minutes, no download

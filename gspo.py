@@ -9,7 +9,6 @@ Objective, for G responses y_i to one prompt, with one ratio s_i for each respon
     Â_i = (R_i - mean R) / std R
     s_i = (π_θ(y_i) / π_old(y_i))^(1/|y_i|) = exp( 1/|y_i| Σ_t log π_θ(y_t)/π_old(y_t) )
 
-
 Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mean over responses:
 
     M_i s_i Â_i / |y_i|

@@ -14,7 +14,6 @@ Gradient weight on ∇ log π_θ(y_t), before the average over the mini-batch's 
 
     F r Â          (F detached: it dims the gradient, it is not something to climb)
 
-
 Formulas and constants are those of the authors' code (github FlyTune/MASPO-RL).
 Three answers to three faults of GRPO's clip. The soft gate: a clipped token's gradient is dimmed,
 not thrown away. The mass-adaptive width: at probability 0.01 a ratio of 1.5 moves half a percent of

@@ -9,11 +9,9 @@ Objective, for responses y sampled by the inference engine, whose probabilities 
     Â = R - mean R  (of the group; no std),     r = π_θ(y_t)/π_old(y_t)
     M_t = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
-
 Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over responses:
 
     M_t min(π_θ/μ, 5) Â
-
 
 The true objective is the expected reward of whole responses. The sum over tokens is its first-order
 approximation, exact where π_θ = μ and good while the two are close. Two things push them apart, and
@@ -214,7 +212,9 @@ def main(args: Args, world: World) -> None:
     """The whole training loop."""
     lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
-    engine = make_engine(args, lm, world)
+    # vLLM pays for it with its scheduling ahead: there only what is replayed is recorded.
+    experts = args.rollout == "hf" or args.routing_replay == "r3"  # <own>
+    engine = make_engine(args, lm, world, record_experts=experts)  # <own>
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
     policy = shard(Policy(lm), args, world)
     decay = {"betas": args.betas, "weight_decay": args.weight_decay}
@@ -227,6 +227,7 @@ def main(args: Args, world: World) -> None:
         raise BadInput(f"{replay}: {args.model} {policy.routing.why_not}")
     if args.routing_replay == "r3" and not engine.reports_experts:
         raise BadInput(f"{replay}: vLLM reports experts only on a GPU, without --tensor_parallel")
+    policy.routing.wanted = args.routing_replay == "r2"
     # </own>
     if args.resume:
         done, state = load_checkpoint(run.folder, policy, optimizer, world)

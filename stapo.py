@@ -9,7 +9,6 @@ Objective, over all response tokens y_t of a mini-batch, with r = π_θ(y_t) / �
     Â_i = (R_i - mean R) / std R
     I = 0 if Â_i > 0 and π_θ(y_t) < τ_p and H_t < τ_h, else 1    (both of π_θ now, no gradient)
 
-
 Gradient weight on ∇ log π_θ(y_t), before the average over the tokens left:
 
     I M r Â
@@ -18,8 +17,8 @@ Gradient weight on ∇ log π_θ(y_t), before the average over the tokens left:
 H_t is the entropy of π_θ where y_t was drawn, τ_h a quantile of it over the mini-batch.
 A spurious token is one that the model itself found very unlikely, at a place where it was sure of
 another, in a response that was right all the same: it did not help, yet it is rewarded with the
-response. And it pulls hardest. Theorem 3.1, for the gradient with respect to the logits a, with c
-the weight above:
+response. And its gradient is the largest. Theorem 3.1, for the gradient with respect to the logits
+a, with c the weight above:
 
     |∇_a J|² = c² (1 - 2 π(y_t) + Σ_v π(v)²)
     c² (1 - 2π + e^-H)  <=  |∇_a J|²  <=  c² (2 - 2π - C_V H²),     C_V = (V - 1) / (V ln² V)
@@ -31,32 +30,30 @@ thousand, the authors find, is enough to wreck a run; silencing it loses no sign
 
 Differs from grpo.py in:
 1. The mask I, and a denominator that counts the tokens left.
-2. Token-mean in place of the mean of response means, ε 0.2 / 0.28, no KL term (the JustRL recipe
+2. Token-mean instead of the mean of response means, ε 0.2 / 0.28, no KL term (the JustRL recipe
    the paper builds on).
 3. One more forward pass per mini-batch: τ_h is a quantile over all its tokens, which must be known
    before the first gradient.
 
 Differs from the paper in:
 1. The rule for τ_h is that of versions 1 to 3. Version 4, the latest one read (a version 5 is
-   listed), has the 75th percentile over the low-probability tokens of right responses:
-   `--entropy_over rare --entropy_quantile 0.75`, used in the command below. It needs large
-   mini-batches: a single such token is never below its own quantile, and in 150 steps here (seed 1)
-   none of the mini-batches, a thousand tokens each, held two that differ. Nothing was silenced.
+   listed), has the 75th percentile over the low-probability tokens of right responses. It needs
+   large mini-batches: a single such token is never below its own quantile, and in 150 steps here
+   (seed 1) none of the mini-batches, a thousand tokens each, held two that differ.
 2. Versions 1 to 3 call the same optimum both "80%" and "τ_h = 20%". Their text (the bottom 80% of
    low-entropy tokens is masked; going from 20% to 80% shrinks the candidates) fits one reading: the
    top 20% by entropy are always kept, τ_h = quantile(H, 0.80). quantile(H, 0.20), as often quoted,
    is not it. That it is over all response tokens is our reading, too: they say "mini-batch" and no
    more.
 3. A right response is one with Â > 0. Where the whole group is right Â is 0: those tokens are in no
-   gradient, and not in version 4's quantile either.
+   gradient.
 
 Run it:
     torchrun stapo.py                                       # laptop, two minutes, no download
     # the paper's batch and lengths
     torchrun --nproc_per_node=8 stapo.py --model Qwen/Qwen3-8B-Base --task dapo-math-17k \\
         --eval_task aime24 --prompts_per_step 256 --group_size 8 --max_new_tokens 15360 --lr 1e-6 \\
-        --warmup 10 --entropy_over rare --entropy_quantile 0.75 --gradient_checkpointing \\
-        --tensor_parallel 2
+        --warmup 10 --gradient_checkpointing --tensor_parallel 2
     # several nodes
     torchrun --nnodes=8 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
         stapo.py ...
@@ -66,7 +63,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from common.batch import Rollout  # <own>
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather  # <own>
@@ -133,11 +129,7 @@ class Args(Flags):
     tau_p: Share = 0.002  # <own>
     """A token below this probability may be spurious (paper); turn it up to see more of them."""
     entropy_quantile: Share = 0.8  # <own>
-    """τ_h: tokens below this quantile of the entropies may be spurious (paper, versions 1 to 3;
-    version 4: 0.75)."""
-    entropy_over: Literal["all", "rare"] = "all"  # <own>
-    """The quantile's tokens: all of the mini-batch, or (version 4) those under tau_p with positive
-    advantage."""
+    """τ_h: tokens below this quantile of the entropies may be spurious (paper, versions 1 to 3)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -151,47 +143,21 @@ def advantages(rewards: Tensor) -> Tensor:
 
 
 # <own>
-def threshold_population(
-    args: Args, logp: Tensor, entropy: Tensor, advantages: Tensor, mask: Tensor
-) -> Tensor:
-    """The entropies `[M]` of which τ_h is a quantile."""
-    chosen = mask.bool()  # [n, T]
-    if args.entropy_over == "rare":
-        chosen = chosen & (advantages[:, None] > 0) & (logp.exp() < args.tau_p)
-    return entropy[chosen]
-
-
-def entropy_threshold(args: Args, population: Tensor) -> Tensor:
-    """τ_h; below every entropy where there is no candidate."""
-    if len(population) == 0:
-        return population.new_tensor(-1.0)
-    values = population.cpu().numpy()  # torch.quantile takes at most 2^24 numbers
-    return population.new_tensor(numpy.quantile(values, args.entropy_quantile))
+def entropy_threshold(args: Args, entropies: Tensor) -> Tensor:
+    """τ_h: the quantile of the entropies `[M]` of all response tokens."""
+    values = entropies.cpu().numpy()  # torch.quantile takes at most 2^24 numbers
+    return entropies.new_tensor(numpy.quantile(values, args.entropy_quantile))
 
 
 def spurious_tokens(
     args: Args, logp: Tensor, entropy: Tensor, advantages: Tensor, mask: Tensor, threshold: Tensor
 ) -> Tensor:
     """True `[n, T]` on the tokens to silence: rewarded (Â > 0), improbable, the policy was sure."""
-    sure = (
-        entropy < threshold - 1e-5
-    )  # [n, T]: siblings begin alike, and rounding must not part them
-    return (advantages[:, None] > 0) & (logp.detach().exp() < args.tau_p) & sure & mask.bool()
-
-
-def examples(
-    args: Args, now: tuple, batch: Rollout, threshold: Tensor, tokenizer: object, step: int
-) -> list[dict]:
-    """The silenced tokens and the text around them, for the run folder: one wants to see them."""
-    (logp, entropy), rows = now, []  # [n, T], [n, T]
-    found = spurious_tokens(args, logp, entropy, batch.advantages, batch.mask, threshold)  # [n, T]
-    for i, t in found.nonzero().tolist():
-        ids, place = batch.sequences[i, : batch.ends[i]].tolist(), int(batch.prompt_len[i]) + t
-        parts = {"before": ids[:place], "token": ids[place : place + 1], "after": ids[place + 1 :]}
-        texts = {name: tokenizer.decode(part) for name, part in parts.items()}
-        numbers = {"prob": logp[i, t].exp().item(), "entropy": entropy[i, t].item()}
-        rows.append({"step": step} | texts | numbers)
-    return rows
+    improbable = logp.detach().exp() < args.tau_p  # [n, T]
+    # Responses of a group begin alike. Without the 1e-5 rounding would treat the same place
+    # differently in two of them.
+    sure = entropy < threshold - 1e-5  # [n, T]
+    return (advantages[:, None] > 0) & improbable & sure & mask.bool()
 
 
 # </own>
@@ -230,20 +196,17 @@ def policy_loss(
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
     out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
     cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
-    if threshold is None:
-        pool = threshold_population(args, logp, entropy, advantages, mask)  # [M]
-        threshold = entropy_threshold(args, pool)  # []
+    if threshold is None:  # these rows are the whole mini-batch
+        threshold = entropy_threshold(args, entropy[mask.bool()])  # []
     spurious = spurious_tokens(args, logp, entropy, advantages, mask, threshold)  # [n, T]
     kept = mask * ~spurious  # [n, T]: I
-    stats = {
-        "clip_share": ((cut * mask).sum(), mask.sum()),
-        "clip_above": (((cut & out_above) * mask).sum(), mask.sum()),
-        "clip_below": (((cut & out_below) * mask).sum(), mask.sum()),
-        "silenced": (spurious.sum(), None),
-        "silenced_share": (spurious.sum(), mask.sum()),
-        "silenced_prob": ((logp.detach().exp() * spurious).sum(), spurious.sum()),
-        "silenced_entropy": ((entropy * spurious).sum(), spurious.sum()),
-    }
+    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
+    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
+    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
+    stats["silenced"] = spurious.sum(), None
+    stats["silenced_share"] = spurious.sum(), mask.sum()
+    stats["silenced_prob"] = (logp.detach().exp() * spurious).sum(), spurious.sum()
+    stats["silenced_entropy"] = (entropy * spurious).sum(), spurious.sum()
     return -(objective * kept).sum(), kept.sum(), stats  # a mean over the tokens left
     # </own>
 
@@ -310,12 +273,10 @@ def main(args: Args, world: World) -> None:
             group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
         for minibatch in minibatches:
             # <own>
-            # p and H of the whole mini-batch under π_θ, on all ranks: τ_h before any gradient.
-            now = all_logprobs(policy, minibatch, args, world)  # [m, T], [m, T]
-            pool = threshold_population(args, *now, minibatch.advantages, minibatch.mask)  # [M]
-            threshold = entropy_threshold(args, gather(pool, world))  # []
-            silenced = examples(args, now, minibatch, threshold, tokenizer, step)
-            run.note("silenced.jsonl", silenced)
+            # H of the whole mini-batch under π_θ, on all ranks: τ_h before any gradient.
+            _, entropy = all_logprobs(policy, minibatch, args, world)  # [m, T]
+            entropies = gather(entropy[minibatch.mask.bool()], world)  # [M]
+            threshold = entropy_threshold(args, entropies)  # []
             # </own>
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):

@@ -14,9 +14,8 @@ Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mea
 
     min(w_i, 8) Â_i / |y_i|          (never clipped; ESS sees the weights uncut)
 
-
-Asynchronous training learns from what older weights wrote. Importance weights make that right on
-average and wild in the single case: a few responses with a large w carry the whole step. ESS counts
+Asynchronous training learns from what older weights wrote. Importance weights make the estimate
+unbiased, but of high variance: a few responses with a large w dominate the whole step. ESS counts
 how many responses the batch is really worth; when it falls the step gets shorter, by the square
 root, as for a smaller batch under Adam. In the baseline b responses with heavy weights and large
 gradients count most: it gives the plain estimate Σ w g (R - b), where E[w g] = 0 whatever b is, the
@@ -26,9 +25,8 @@ optimum, see below.
 
 Differs from grpo.py in:
 1. A queue. The first `--lag` steps only fill it; over as many more a batch's age grows from 0 to
-   `--lag` updates, where it stays. That is an asynchronous system's staleness. Its speed-up needs
-   `--async` and a GPU, where the next rollout runs beside the update (one step less fills; after an
-   evaluation a batch is one update fresher).
+   `--lag` updates, where it stays. That is the staleness of an asynchronous system, without its
+   speed-up: here sampling and training take turns.
 2. No π_old, no ratio clip, no KL: one weight per response, against the sampler's own log-probs.
 3. The baseline and the step length, as above; one optimiser step per batch.
 4. A pass more, before each update: b needs every response's own gradient norm. All of a
@@ -40,8 +38,9 @@ Differs from the paper in:
    its g already contains the weight.
 2. ESS in log space. The released code's float32 w overflows at log w > 88, which long responses can
    reach: ESS is then NaN, and min(1, NaN) is 1: no damping when it is needed most.
-3. A model with parts whose gradient norms that pass does not know (experts) is refused; with
-   `--no_optimal_baseline`, the group's mean for b, it trains.
+3. A model with parts whose gradient norms that pass does not know (experts) is refused. With
+   `--no_optimal_baseline`, the group's mean for b, it can be trained.
+4. The paper's sampler works beside the trainer. Here the queue alone makes the staleness.
 
 Not a difference, but to be known: in the released code as here b is applied to min(w, 8) g/|y|, for
 which it is not the best baseline. With all answers of small random tasks enumerated, the variance
@@ -53,7 +52,7 @@ Run it:
     torchrun vcpo.py --no_optimal_baseline --no_ess_scaling # same lag, weights cut at 8, no more
     # the paper's batch, lag and lengths on MATH
     torchrun --nproc_per_node=8 vcpo.py --model Qwen/Qwen2.5-7B --task math --prompts_per_step 32 \\
-        --group_size 16 --async --lag 10 --max_new_tokens 2048 --lr 1e-6 --weight_decay 0.1 \\
+        --group_size 16 --lag 10 --max_new_tokens 2048 --lr 1e-6 --weight_decay 0.1 \\
         --gradient_checkpointing
     # several nodes
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
@@ -61,16 +60,14 @@ Run it:
 """
 
 from collections import deque  # <own>
-from concurrent.futures import Future, ThreadPoolExecutor  # <own>
 from dataclasses import dataclass
-from functools import partial  # <own>
 from pathlib import Path
-from typing import Annotated, Literal  # <own>
+from typing import Literal
 
 from common.batch import Rollout  # <own>
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
-from common.distributed import CLOSING, gather  # <own>
+from common.distributed import gather  # <own>
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
 from common.logprobs import response_logprobs, sampler_gap
 from common.plumbing.balance import balance_tokens
@@ -85,7 +82,6 @@ from common.plumbing.norms import gradient_norms, strange_part  # <own>
 from common.plumbing.tracking import Run
 from common.rollout import make_engine
 import torch
-import tyro  # <own>
 from torch import Tensor
 
 
@@ -139,8 +135,6 @@ class Args(Flags):
     responses)."""
     optimal_baseline: bool = True  # <own>
     """Centre advantages on b, see the header; False: on the group's mean."""
-    asynchronous: Annotated[bool, tyro.conf.arg(name="async")] = False  # <own>
-    """Sample the next batch beside the update, as one of the `lag`."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -195,79 +189,29 @@ def baseline_shifts(args: Args, policy: Policy, batch: Rollout, world: World) ->
     return shifts.flatten()
 
 
-CHECK_EVERY = 25  # steps between two rollouts that are not sampled ahead
-
-
 class Stale:
-    """Batches that wait until they are `lag` batches old, as in an asynchronous system.
+    """A queue: `exchange` returns each batch `lag` batches after it was put in."""
 
-    With `--async` one of them is not in the queue but being sampled, beside the update.
-    """
+    def __init__(self, args: Args, world: World):
+        if args.lag >= args.steps:
+            raise BadInput(f"--lag {args.lag}: must be below --steps {args.steps}")
+        self.lag, self.device = args.lag, world.device
+        self.queue: deque[list[Rollout]] = deque()  # of each batch its mini-batches
 
-    def __init__(self, engine: object, run: Run):
-        self.args, self.device = args, device = run.args, run.world.device
-        how = {"n": args.group_size, "limit": args.max_new_tokens, "temperature": args.temperature}
-        self.generate = partial(engine.generate, **how)
-        # (batches trained on when it was sampled, its mini-batches) of each
-        self.queue: deque[tuple[int, list[Rollout]]] = deque()
-        self.held = args.lag - args.asynchronous  # batches in it, once it is full
-        self.ahead: Future | None = None  # the rollout that is sampled beside the update
-        if not 0 <= self.held <= args.lag < args.steps:
-            bounds = f"{int(args.asynchronous)} or more, and below --steps {args.steps}"
-            raise BadInput(f"--lag {args.lag}: must be {bounds}")
-        if args.asynchronous and (args.tensor_parallel > 1 or args.vllm_sleep):
-            # Two users of NCCL, or of memory, at once
-            raise BadInput("--async: not together with --tensor_parallel or --vllm_sleep")
-        self.thread = ThreadPoolExecutor(1)
-        CLOSING.append(self.thread.shutdown)
-        if args.asynchronous and device.type == "cuda":
-            self.thread.submit(torch.cuda.set_device, device).result()  # it starts on GPU 0
-            torch.cuda.synchronize()  # what is under way belongs to the old stream
-            # The trainer's own: kernels of one stream would take turns
-            torch.cuda.set_stream(torch.cuda.Stream())
-        elif args.asynchronous:
-            run.say("--async on a CPU: it shows the staleness, not the speed-up")
-
-    def sample(self, prompts: list[list[int]]) -> Rollout:
-        """This step's rollout: the one sampled ahead, if there is one."""
-        self.was_ahead = self.ahead is not None
-        rollout, self.ahead = self.ahead.result() if self.ahead else self.generate(prompts), None
-        return rollout
-
-    def next(self, batch: list[Rollout], step: int) -> list[Rollout]:
-        """The batch that is due in this step, its `number` from 1 on and `age` in updates; none
-        while the queue fills. `batch` takes its place at the end."""
-        self.number = max(1, step - self.held)
-        self.queue.append((self.number - 1 - self.was_ahead, batch))
-        if len(self.queue) <= self.held:
-            return []
-        version, due = self.queue.popleft()
-        self.age = (self.number - 1 - version) * self.args.minibatches
-        return due
-
-    def sample_ahead(self, prompts: list[list[int]], step: int) -> None:
-        """With `--async`: start on the next step's rollout; now and then leave it to its own step,
-        where the sampler can be checked against the weights that it had."""
-        if self.args.asynchronous and step % CHECK_EVERY:
-            self.ahead = self.thread.submit(self.generate, prompts)
-
-    def wait(self) -> None:
-        """Return when nothing is being sampled: the engine may be given new weights."""
-        if self.ahead:
-            self.ahead.result()
+    def exchange(self, batch: list[Rollout]) -> list[Rollout]:
+        """Put this step's batch in and take out the one that is due; empty while the queue
+        fills."""
+        self.queue.append(batch)
+        return self.queue.popleft() if len(self.queue) > self.lag else []
 
     def state_dict(self) -> dict:
-        ahead = vars(self.ahead.result()) if self.ahead else {}
-        queue = [(version, [vars(part) for part in batch]) for version, batch in self.queue]
-        return {"queue": queue, "ahead": ahead}
+        return {"queue": [[vars(part) for part in batch] for batch in self.queue]}
 
     def load_state_dict(self, state: dict) -> None:
-        if state["other_ranks"] and (state["queue"] or state["ahead"]):
+        if state["other_ranks"] and state["queue"]:
             raise BadInput(f"--resume: batches in flight: use {state['other_ranks']} rank(s)")
-        for version, batch in state["queue"]:
-            self.queue.append((version, [Rollout(**part).to(self.device) for part in batch]))
-        if state["ahead"]:
-            self.ahead = self.thread.submit(Rollout(**state["ahead"]).to, self.device)
+        for batch in state["queue"]:
+            self.queue.append([Rollout(**part).to(self.device) for part in batch])
 
 
 # </own>
@@ -322,7 +266,7 @@ def main(args: Args, world: World) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
     run = Run(args, task, world, Path(__file__).stem, ACTED)
     done = 0  # steps
-    stale = Stale(engine, run)  # <own>
+    stale = Stale(args, world)  # <own>
     if args.resume:
         done, state = load_checkpoint(run.folder, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
@@ -345,7 +289,7 @@ def main(args: Args, world: World) -> None:
         cursor = (step - 1) * args.prompts_per_step + world.rank * P
         problems = [task.train(cursor + i) for i in range(P)]
         prompts = [problem.prompt_ids for problem in problems]
-        rollout = stale.sample(prompts)  # <own>
+        rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
         run.clock("reward")
@@ -358,8 +302,7 @@ def main(args: Args, world: World) -> None:
 
         # π_old: the weights that sampled, evaluated by the trainer. The loss does not use it: its
         # weights are against μ, what the sampler reported, and correct for staleness and engine at
-        # once. The sampler check needs it; what was sampled ahead comes from weights that the
-        # trainer no longer has, and goes unchecked.
+        # once. The sampler check needs it.
         run.clock("old_logp")
         # <own>
         # Mini-batches. The ranks exchange whole groups, as b needs them, until their token
@@ -371,28 +314,23 @@ def main(args: Args, world: World) -> None:
             if reference:
                 minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
         # Stops the run where μ, the sampler's numbers, is far from π_old: ratios would be wrong.
-        # <own>
-        sampler = {}
-        if not stale.was_ahead:
-            sampler = run.check_sampler(sampler_gap(minibatches, world))
-        # </own>
+        sampler = run.check_sampler(sampler_gap(minibatches, world))
 
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
         # fills there is none: the step trains on nothing and logs what it sampled.
         # <own>
         own = {"tokens": (rollout.mask.sum(), None)}  # once, now; not when due
-        minibatches = stale.next(minibatches, step)
+        trained = max(0, step - 1 - args.lag)  # batches, before this step
+        minibatches = stale.exchange(minibatches)
         if minibatches:
             rollout = Rollout.join(*minibatches)
             rewards = rollout.rewards.view(-1, G)  # [P, G]
-            means.add(lag=(stale.age, 1))
-            following = [task.train(cursor + args.prompts_per_step + i) for i in range(P)]
-            stale.sample_ahead([problem.prompt_ids for problem in following], step)
+            means.add(lag=(min(trained, args.lag) * args.minibatches, 1))  # age in updates
         # </own>
 
         # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
         run.clock("update")
-        warm_lr = args.lr * min(1.0, stale.number / max(1, args.warmup))  # <own>
+        warm_lr = args.lr * min(1.0, (trained + 1) / max(1, args.warmup))  # <own>
         for group in optimizer.param_groups:
             group["lr"] = warm_lr  # <own>
         for minibatch in minibatches:
@@ -426,8 +364,8 @@ def main(args: Args, world: World) -> None:
             rho = ess_ratio(gather(log_w, world)).item()
             scale = min(1.0, rho / args.rho_on) ** 0.5 if args.ess_scaling else 1.0
             optimizer.param_groups[0]["lr"] = warm_lr * scale
-            means.add(ess_ratio=(rho, 1), lr_scale=(scale, 1))
-            means.add(lr_damping=(1 - scale, args.ess_scaling))  # nothing where it is off
+            # A count of 0 logs nothing where it is off
+            means.add(ess_ratio=(rho, 1), lr_damping=(1 - scale, args.ess_scaling))
             # </own>
             norm = clip_gradients(policy, args.grad_clip)
             if run.gradient_is_finite(norm, minibatch, means):  # NaN would ruin the weights
@@ -435,7 +373,6 @@ def main(args: Args, world: World) -> None:
             optimizer.zero_grad()
 
         run.clock("sync")
-        stale.wait()  # <own>
         engine.sync(policy)
 
         # <own>

@@ -9,7 +9,13 @@ import torch
 from . import CENTRE, CENTRED, KL, SIDES, check_clip_statistics, check_kl_ratio, loss_of, matches
 from . import no_kl, terms, toy_batch, written_here
 
-BRANCH = torch.tensor([0.0, 1, 0, 0, 1, 0], dtype=torch.float64)  # of the toy batch
+IS_BRANCH = torch.tensor([False, True, False, False, True, False])  # of the toy batch
+
+
+def streams(mask: torch.Tensor) -> torch.Tensor:
+    """The column `branch` of the toy batch: T_main / T_branch on branches, 0 on main rows."""
+    balance = mask[~IS_BRANCH].sum() / mask[IS_BRANCH].sum()
+    return torch.where(IS_BRANCH, balance, 0.0)
 
 
 def check_fixture(module: ModuleType) -> None:
@@ -26,11 +32,11 @@ def check_streams(module: ModuleType) -> None:
     mask, logp = batch["mask"], batch["logp"].requires_grad_()
     args = no_kl(module, branch_weight=0.7)
     args.beta = 0.1
-    loss_of(module, args, **batch, branch=BRANCH)[0].backward()
+    loss_of(module, args, **batch, branch=streams(mask))[0].backward()
     A, ratio = batch["advantages"][:, None], (logp.detach() - batch["old_logp"]).exp()
     alive = ~(((A > 0) & (ratio > 1.2)) | ((A < 0) & (ratio < 0.8)))
-    stream = 1 - 0.3 * BRANCH[:, None]
-    tokens = torch.where(BRANCH.bool()[:, None], mask[BRANCH == 1].sum(), mask[BRANCH == 0].sum())
+    stream = torch.where(IS_BRANCH, 0.7, 1.0)[:, None]
+    tokens = torch.where(IS_BRANCH[:, None], mask[IS_BRANCH].sum(), mask[~IS_BRANCH].sum())
     weight = stream * alive * ratio * A + 0.1 * (math.exp(-0.3) - 1)
     assert torch.allclose(-logp.grad, weight * mask / tokens, rtol=1e-9, atol=1e-15)
 
@@ -38,12 +44,11 @@ def check_streams(module: ModuleType) -> None:
 def check_parts_add_up(module: ModuleType) -> None:
     """Micro-batches, one of them branches only, with the mini-batch's T_main / T_branch: the
     whole's loss."""
-    batch, args = toy_batch() | {"branch": BRANCH}, no_kl(module)
+    batch, args = toy_batch(), no_kl(module)
+    batch["branch"] = streams(batch["mask"])
     whole = loss_of(module, args, **batch)[0]
-    tokens = batch["mask"].sum(1)
-    balance = (tokens * (1 - BRANCH)).sum() / (tokens * BRANCH).sum()
     parts = [
-        terms(module, args, **{k: v[rows] for k, v in batch.items()}, balance=balance)
+        terms(module, args, **{k: v[rows] for k, v in batch.items()})
         for rows in ([0, 2], [1, 4], [3, 5])
     ]
     assert torch.isclose(sum(p[0] for p in parts) / sum(p[1] for p in parts), whole, rtol=1e-12)
@@ -118,8 +123,8 @@ def check_fit(module: ModuleType) -> None:
 
 
 CHECKS = [*written_here(globals()), *CENTRED, check_clip_statistics, check_kl_ratio]
-RETURN = "return -per_response.sum(), main_tokens"
-LAMBDA = "(1 + (args.branch_weight - 1) * branch)"
+RETURN = "return -per_response.sum(), mask[main].sum()"
+LAMBDA = "torch.where(main, 1.0, args.branch_weight)"
 DRAW = "rng.choices(range(len(cuts)), chances.tolist())[0]"
 RIDGE = "torch.tensor([1.0, 0.0], dtype"
 MUTANTS = {
@@ -127,8 +132,8 @@ MUTANTS = {
     **SIDES,
     **KL,
     "sign": (RETURN, RETURN.replace("-per", "per")),
-    "one stream": ("(1 + (balance - 1) * branch)", "1.0"),
-    "branches in the main average": (RETURN, RETURN.replace("main_tokens", "mask.sum()")),
+    "one stream": (" * torch.where(main, 1.0, branch)", ""),
+    "branches in the main average": (RETURN, RETURN.replace("mask[main].sum()", "mask.sum()")),
     "λ on the KL": ("args.beta * k3", f"args.beta * k3 * {LAMBDA}[:, None]"),
     "the last segment too": (" and i < len(response)]", "]"),
     "no estimate": ("torch.sigmoid(u * depth + v) *", "1.0 *"),

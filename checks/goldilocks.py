@@ -2,7 +2,7 @@
 teach most."""
 
 import random
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 from common.plumbing.model import load_model
@@ -24,8 +24,8 @@ def check_select(module: ModuleType) -> None:
     """ε = 0: the best candidate of each slot, but no prompt twice; where all are taken, the best
     again."""
     values = torch.tensor([[0.1, 0.4, 0.3], [0.5, 0.2, 0.1], [0.2, 0.3, 0.4], [0.3, 0.2, 0.1]])
-    prompts = [["a", "b", "c"], ["b", "c", "d"], ["e", "d", "c"], ["b", "b", "b"]]
-    chosen = module.select(values, prompts, 0.0, random.Random(0))
+    problems = [[SimpleNamespace(prompt=p) for p in slot] for slot in ("abc", "bcd", "edc", "bbb")]
+    chosen = module.select(values, problems, 0.0, random.Random(0))
     # B; c, since b is gone; d, since c is gone; b
     assert chosen == [(1, False), (1, False), (1, False), (0, False)]
 
@@ -34,11 +34,11 @@ def check_select_is_uniform_at_explore_1(module: ModuleType) -> None:
     """ε = 1: every candidate equally often, whatever the values; ε in between: as large a share of
     the slots."""
     rng, values = random.Random(0), torch.arange(8.0).repeat(4000, 1)
-    prompts = [[f"{i}.{k}" for k in range(8)] for i in range(4000)]
-    drawn = torch.tensor([k for k, _ in module.select(values, prompts, 1.0, rng)])
+    problems = [[SimpleNamespace(prompt=f"{i}.{k}") for k in range(8)] for i in range(4000)]
+    drawn = torch.tensor([k for k, _ in module.select(values, problems, 1.0, rng)])
     counts = torch.bincount(drawn, minlength=8)
     assert (counts - 500).abs().max() < 4 * (4000 / 8 * 7 / 8) ** 0.5  # four standard deviations
-    some = module.select(values, prompts, 0.25, rng)
+    some = module.select(values, problems, 0.25, rng)
     share = sum(chance for _, chance in some) / 4000
     assert abs(share - 0.25) < 0.03 and all(k == 7 for k, chance in some if not chance)
 
@@ -64,17 +64,6 @@ def check_teacher_range_and_padding(module: ModuleType) -> None:
     teacher_is_bounded(module, 0.5)
 
 
-def check_rank_correlation(module: ModuleType) -> None:
-    """Spearman's by hand: with ties, order alone counts; 0 where a side is constant."""
-    a = torch.tensor([1.0, 2, 3, 4, 5])
-    assert abs(module.rank_correlation(a, a.exp()) - 1) < 1e-12
-    assert abs(module.rank_correlation(a, -a) + 1) < 1e-12
-    # Ranks 1.5, 1.5, 3.5, 3.5, 5 against 1 to 5: covariance 9, variances 9 and 10
-    b = torch.tensor([0.0, 0, 1, 1, 2])
-    assert abs(module.rank_correlation(a, b) - 9 / 90**0.5) < 1e-12
-    assert module.rank_correlation(a, torch.ones(5)) == 0
-
-
 def check_gradient_law(module: ModuleType) -> None:
     """The gradient's norm is sqrt(p (1-p)) times the distance of right from wrong answers' scores:
     what `learning_value` estimates."""
@@ -82,16 +71,15 @@ def check_gradient_law(module: ModuleType) -> None:
 
 
 CHECKS = [*written_here(globals()), *grpo.CHECKS]
-STD, TIES = "std(dim=1, correction=0)", "(x[:, None] - x).sign().double().sum(dim=1)"
+STD = "std(dim=1, correction=0)"
 MUTANTS = {
     "p (1-p)": (STD, "var(dim=1, correction=0)"),
     "over the batch": (STD, "std(correction=0).expand(len(rewards))"),
     "rounding for a difference": ("(rewards - rewards[:, :1]).std", "rewards.std"),
     "the worst candidate": ("key=lambda k: -scores[k]", "key=lambda k: scores[k]"),
     "no exploration": ("rng.random() < explore", "rng.random() < 0"),
-    "a prompt twice": ("if prompts[k] not in taken", "if True"),
+    "a prompt twice": ("if problems[k].prompt not in taken", "if True"),
     "mean over padding": ("(hidden * real[..., None])", "hidden"),
     "range (0, 1)": ("return 0.5 * self.head", "return self.head"),
-    "random head": ("nn.init.zeros_(self.head.weight), ", ""),
-    "ties broken by place": (TIES, "x.argsort().argsort().double()"),
+    "random head": ("torch.nn.init.zeros_(self.head.weight), ", ""),
 }

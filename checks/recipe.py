@@ -39,7 +39,7 @@ def check_no_layer(module: ModuleType) -> None:
 
 def check_stapos_mask(module: ModuleType) -> None:
     """Layer 2 with layer 1 is STAPO: π_θ's own probabilities, the quantile over response tokens."""
-    checks = [stapo.check_fixture, stapo.check_uses_the_current_policy, stapo.check_quantiles]
+    checks = [stapo.check_fixture, stapo.check_uses_the_current_policy, stapo.check_quantile]
     both = ("clip", "tokens")
     passes(module, checks, *both)
     batch = stapo.spurious_batch()
@@ -75,7 +75,12 @@ def check_age(module: ModuleType) -> None:
     assert torch.allclose(-logp.grad * 3, one(0.2).exp().expand(1, 3))
 
 
-BRANCH = torch.tensor([0.0, 1, 0, 0, 1, 0], dtype=torch.float64)  # of the toy batch
+IS_BRANCH = torch.tensor([False, True, False, False, True, False])  # of the toy batch
+
+
+def streams(size: torch.Tensor) -> torch.Tensor:
+    """The column `branch`, of what each row adds to its stream's denominator `[6]`."""
+    return torch.where(IS_BRANCH, size[~IS_BRANCH].sum() / size[IS_BRANCH].sum(), 0.0)
 
 
 def check_streams(module: ModuleType) -> None:
@@ -83,9 +88,10 @@ def check_streams(module: ModuleType) -> None:
     for layers in (("clip", "branches"), ("branches",)):
         batch, args = toy_batch(), module.Args(**off(*layers), branch_weight=0.7)
         batch["logp"].requires_grad_()
-        loss_of(module, args, **batch, branch=BRANCH)[0].backward()
+        size = module.counted(args, batch["mask"])
+        loss_of(module, args, **batch, branch=streams(size))[0].backward()
         found, expected = -batch["logp"].grad, torch.zeros_like(batch["mask"])
-        for stream, factor in ((BRANCH == 0, 1.0), (BRANCH == 1, 0.7)):
+        for stream, factor in ((~IS_BRANCH, 1.0), (IS_BRANCH, 0.7)):
             part = {name: x.detach()[stream] for name, x in batch.items()}
             part["logp"].requires_grad_()
             loss_of(module, args, **part)[0].backward()
@@ -97,22 +103,21 @@ def check_parts_add_up(module: ModuleType) -> None:
     """All layers on: with the mini-batch's tokens and balance, sums over any parts, one of them
     branches only, give the whole's loss; with a part's own they do not. Either average."""
     generator = torch.Generator().manual_seed(0)
-    batch = toy_batch() | {"branch": BRANCH}
+    batch = toy_batch()
     batch["entropy"] = torch.rand(batch["mask"].shape, generator=generator, dtype=torch.float64)
     batch["rollout_logp"] = batch["old_logp"] - 0.3 * batch["entropy"]
     for token_mean in (True, False):
         args = module.Args(tau_p=0.9, entropy_quantile=0.7, token_mean=token_mean)
-        whole = loss_of(module, args, **batch)[0]
         now = batch["logp"], batch["entropy"]
         kept = module.tokens_left(args, now, batch["advantages"], batch["mask"])
         assert 0 < kept.sum() < batch["mask"].sum()
-        size = kept.sum(1) if token_mean else torch.ones_like(BRANCH)
-        balance = (size @ (1 - BRANCH)) / (size @ BRANCH)
+        batch["branch"] = streams(kept.sum(1) if token_mean else torch.ones(6).double())
+        whole = loss_of(module, args, **batch)[0]
         parts = [{k: v[rows] for k, v in batch.items()} for rows in ([0, 2], [1, 4], [3, 5])]
         left = [kept[rows] for rows in ([0, 2], [1, 4], [3, 5])]
         found = []
         for part, some in zip(parts, left):
-            found.append(terms(module, args, **part, kept=some, balance=balance))
+            found.append(terms(module, args, **part, kept=some))
         assert torch.isclose(sum(p[0] for p in found) / sum(p[1] for p in found), whole, rtol=1e-12)
         own = [terms(module, args, **part) for part in parts]
         assert not torch.isclose(sum(p[0] for p in own) / sum(p[1] for p in own), whole, rtol=1e-4)
@@ -120,14 +125,14 @@ def check_parts_add_up(module: ModuleType) -> None:
 
 READS = ("old_logp", "rollout_logp", "entropy")  # columns that the loss uses
 CHECKS = written_here(globals())
-RETURN = "return -(objective * kept * stream[:, None]).sum(), size @ (1 - branch), stats"
+RETURN = "return -(objective * kept * stream[:, None]).sum(), size[main].sum(), stats"
 BY_AGE = "log_w = log_weight(old_logp, rollout_logp, mask)"
-STREAM = "stream = 1 + (args.branch_weight * balance - 1) * branch"
+STREAM = "stream = torch.where(main, 1.0, args.branch_weight * branch)"
 MUTANTS = {
     "sign": (RETURN, RETURN.replace("-(", "(")),
     "silenced all the same": (RETURN, RETURN.replace("kept", "mask")),
-    "one stream": (STREAM, STREAM.replace("balance", "1")),
-    "λ on main": (STREAM, STREAM.replace("* branch", "* (1 - branch)")),
+    "one stream": (STREAM, STREAM.replace("* branch", "")),
+    "λ on main": (STREAM, STREAM.replace("main, 1.0", "main, args.branch_weight")),
     "silenced tokens counted": ("size = counted(args, kept)", "size = counted(args, mask)"),
     "own tokens in every part": ("if kept is None:", "if True:"),
     "age of π_θ": (BY_AGE, BY_AGE.replace("old_logp", "logp")),

@@ -25,10 +25,6 @@ def spurious_batch() -> dict[str, Tensor]:
     return batch | {"old_logp": batch["logp"].clone()}
 
 
-def parts_of(batch: dict[str, Tensor]) -> list[Tensor]:
-    return [batch[name] for name in ("logp", "entropy", "advantages", "mask")]
-
-
 def check_silences_the_spurious(module: ModuleType) -> None:
     """Rewarded, improbable and sure: (0,0) and (1,0). Not (0,1): unsure; (0,3): p over τ_p; row 2:
     Â < 0. The mean is over the tokens left."""
@@ -47,29 +43,23 @@ def check_uses_the_current_policy(module: ModuleType) -> None:
     assert loss_of(module, module.Args(), **batch)[1]["silenced"][0] == 1
 
 
-def check_quantiles(module: ModuleType) -> None:
-    """τ_h is the 80% quantile over response tokens, padding excluded; version 4's is over rare
-    tokens of right ones."""
+def check_quantile(module: ModuleType) -> None:
+    """τ_h is the 80% quantile of the entropies of response tokens, padding excluded."""
     batch = spurious_batch()
-    everything = module.threshold_population(module.Args(), *parts_of(batch))
-    assert len(everything) == 11
-    threshold = module.entropy_threshold(module.Args(), everything)
-    assert torch.isclose(threshold, torch.quantile(batch["entropy"][batch["mask"].bool()], 0.8))
-    four = no_kl(module, entropy_over="rare", entropy_quantile=0.75)
-    rare = module.threshold_population(four, *parts_of(batch))
-    assert sorted(rare.tolist()) == [0.1, 0.3, 3.0]  # (0,0), (1,0), (0,1)
-    stats = loss_of(module, four, **batch)[1]
-    assert stats["silenced"][0] == 2  # the 75% quantile of these three is 1.65
-    none = no_kl(module, entropy_over="rare", tau_p=0.0)
-    assert loss_of(module, none, **batch)[1]["silenced"][0] == 0
+    entropies = batch["entropy"][batch["mask"].bool()]  # [11]
+    threshold = module.entropy_threshold(module.Args(), entropies)
+    assert torch.isclose(threshold, torch.quantile(entropies, 0.8)) and threshold == 2.8
+    batch["entropy"][1, 3] = 1000.0  # padding: with it the quantile would be above 2.85
+    for height, silenced in ((2.75, 2), (2.85, 1)):  # token (0,0) below τ_h, or at it
+        batch["entropy"][0, 0] = height
+        assert loss_of(module, module.Args(), **batch)[1]["silenced"][0] == silenced
 
 
 def check_is_exact_in_parts(module: ModuleType) -> None:
     """With τ_h of the whole mini-batch, sums over any parts give the whole's loss; a part's own τ_h
     would not."""
     batch, args = spurious_batch(), module.Args()
-    population = module.threshold_population(args, *parts_of(batch))
-    threshold = module.entropy_threshold(args, population)
+    threshold = module.entropy_threshold(args, batch["entropy"][batch["mask"].bool()])
     whole = terms(module, args, **batch)
     rows = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(3)]
     split = [terms(module, args, **row, threshold=threshold) for row in rows]
@@ -102,7 +92,7 @@ def check_quantile_of_many(module: ModuleType) -> None:
 
 READS = ("old_logp", "entropy")  # columns that the loss uses
 CHECKS = [*written_here(globals()), *ZSCORES, check_clip_statistics]
-RARE = "(advantages[:, None] > 0) & (logp.detach"
+RARE = "(advantages[:, None] > 0) & improbable"
 SPURIOUS = "spurious_tokens(args, logp, entropy, advantages, mask, threshold)  # [n, T]"
 CLAMP = "ratio.clamp(1 - args.clip_low, 1 + args.clip_high)"
 RETURN = "return -(objective * kept).sum(), kept.sum()"
@@ -112,9 +102,9 @@ MUTANTS = {
     "negative advantages silenced too": (RARE, RARE.replace(">", "!=")),
     "μ for π_old": ("ratio = (logp - old_logp).exp()", "ratio = (logp - rollout_logp).exp()"),
     "clip_share of what is left": (SHARE, SHARE.replace("cut * mask", "cut * kept")),
-    "silenced_prob of π_old": ("((logp.detach().exp() * spurious)", "((old_logp.exp() * spurious)"),
+    "silenced_prob of π_old": ("(logp.detach().exp() * spurious)", "(old_logp.exp() * spurious)"),
     "entropy ignored": (" & sure & mask", " & mask"),
-    "padding in the quantile": ("chosen = mask.bool()", "chosen = torch.ones_like(mask).bool()"),
+    "padding in the quantile": ("entropy[mask.bool()])  # []", "entropy.flatten())  # []"),
     "all tokens in the denominator": (RETURN, RETURN.replace("kept.sum()", "mask.sum()")),
     "π_old for π_θ": (SPURIOUS, SPURIOUS.replace("logp", "old_logp")),
     "own threshold in every part": ("if threshold is None:", "if True:"),

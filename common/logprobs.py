@@ -200,12 +200,11 @@ def all_logprobs(
 ) -> Pair:
     """`response_logprobs` of a whole batch without gradient, in micro-batches: two `[N, T]`.
 
-    With a mixture of experts, where the choices will be replayed or compared, the batch gets a
-    column `trainer_experts`, like the sampler's.
+    With a mixture of experts the batch gets a column `trainer_experts`, like the sampler's, if
+    there is the sampler's to compare it with, or if `policy.routing.wanted`.
     """
     logp, entropy, routed = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask), None
-    replay = getattr(args, "routing_replay", "none")
-    wanted = replay == "r2" or hasattr(batch, "sampler_experts")  # to replay, or to compare
+    wanted = policy.routing.wanted or hasattr(batch, "sampler_experts")
     for rows in micro_batches(policy, batch, args.micro_tokens, world):
         given = batch.rows(rows), args.temperature, readout
         logp[rows], entropy[rows] = response_logprobs(policy, *given)

@@ -181,12 +181,14 @@ def float8(weight: Tensor) -> Tensor:
     return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
 
 
-def make_engine(args: object, lm: Model, world: World) -> object:
-    """The engine that `--rollout` names, with its own weights."""
+def make_engine(args: object, lm: Model, world: World, record_experts: bool = False) -> object:
+    """The engine that `--rollout` names, with its own weights.
+
+    `record_experts`: its rollouts say which experts each token was sent to.
+    """
     if args.rollout == "vllm":
         from common.plumbing.vllm import VLLMEngine
 
-        return VLLMEngine(args, lm, world)
+        return VLLMEngine(args, lm, world, record_experts)
     dtype = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype
-    experts = hasattr(args, "routing_replay")  # who may replay them compares them, too
-    return HFEngine(lm, world, args.seed, dtype, args.rollout_rows, experts)
+    return HFEngine(lm, world, args.seed, dtype, args.rollout_rows, record_experts)

@@ -8,12 +8,9 @@ Objective, over all response tokens y_t of a mini-batch, with r = π_θ(y_t) / �
     J = 1/(Σ_i |y_i|) Σ_i Σ_t sg[min(r, c)] Â_i log π_θ(y_t)
     Â_i = (R_i - mean R) / std R
 
-
-
 Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
 
     min(r, c) Â
-
 
 PPO's clip drops tokens: a good one that has risen by ε has no gradient any more. Rare tokens get
 there first, and in reasoning those are the forks, "However", "Wait", "Recheck", on which the rest

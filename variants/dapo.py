@@ -9,7 +9,6 @@ Objective, over all tokens y_t of groups with right and wrong answers, r = π_θ
     Â_i = (R_i - mean R) / std R,     R_i = the verifier's verdict - 1/2 o_i
     o_i: from 0 to 1 over the last tokens before the length limit
 
-
 Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
 
     M r Â

@@ -9,11 +9,9 @@ Objective, for responses y sampled by the inference engine, whose probabilities 
     M_t = 0 if (Â > 0 and π_θ > μ or Â < 0 and π_θ < μ) and D(μ, π_θ) > δ, else 1
     D = |π_θ - μ|   or   D = μ log(μ/π_θ) + (1-μ) log((1-μ)/(1-π_θ))     (TV or KL of two coins)
 
-
 Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over responses:
 
     M_t min(π_θ/μ, c) Â                (`--log_square κ` adds - 2 κ log(π_θ/μ) at every token)
-
 
 A trust region should bound how far two distributions are apart, and the ratio of the one token that
 was sampled is a poor measure of that. From 0.001 to 0.0013 the ratio is 1.3 and the token is cut,
@@ -207,7 +205,7 @@ def main(args: Args, world: World) -> None:
     """The whole training loop."""
     lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
-    engine = make_engine(args, lm, world)
+    engine = make_engine(args, lm, world)  # <own>
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
     policy = shard(Policy(lm), args, world)
     decay = {"betas": args.betas, "weight_decay": args.weight_decay}

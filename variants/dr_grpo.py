@@ -9,7 +9,6 @@ Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) 
     Â_i = R_i - mean R
     L: the longest response allowed, a constant
 
-
 Gradient weight on ∇ log π_θ(y_t), before the mean over responses:
 
     M r Â / L

@@ -9,7 +9,6 @@ Objective, over all response tokens y_t of a mini-batch, with r = π_θ(y_t) / �
     Â_i = (R_i - mean R) / std R
     I = 1 if H_t >= τ, else 0;    τ = the 80% quantile of H_t    (of π_θ now, no gradient)
 
-
 Gradient weight on ∇ log π_θ(y_t), before the average over the tokens kept:
 
     I M r Â
@@ -39,7 +38,6 @@ contribute far more than the others:
 
 Base file: stapo.py. Differs from it in:
 1. The mask I: by entropy alone, right and wrong responses. Or by covariance.
-2. No list of the tokens left out: it would be four fifths of all.
 
 Differs from the paper in:
 1. No dynamic sampling and no overlong punishment (the paper builds on DAPO). Tokens of groups whose
@@ -250,11 +248,9 @@ def policy_loss(
         chosen = chosen_tokens(args, **now, advantages=advantages, mask=mask)
     kept = mask * (chosen if args.tokens == "entropy" else True)  # [n, T]: I, counted below
     trained = mask * ~chosen if args.tokens == "clip_cov" else kept  # [n, T]
-    stats = {
-        "clip_share": ((cut * mask).sum(), mask.sum()),
-        "clip_above": (((cut & out_above) * mask).sum(), mask.sum()),
-        "clip_below": (((cut & out_below) * mask).sum(), mask.sum()),
-    }
+    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
+    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
+    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
     if args.tokens == "kl_cov":
         pull = args.kl_cov_coef * (logp - old_logp).abs() * chosen  # [n, T]
         objective = ratio * A - pull  # [n, T]

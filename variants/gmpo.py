@@ -9,7 +9,6 @@ Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) 
     s_i = exp( 1/|y_i| Σ_t c(log r) )
     c(x) = min(x, ε_high) if Â_i > 0, else max(x, -ε_low);    Â_i = (R_i - mean R) / std R
 
-
 Gradient weight on ∇ log π_θ(y_t), before the mean over responses:
 
     M_t s_i Â_i / |y_i|

@@ -9,7 +9,6 @@ Objective, for responses y sampled by the inference engine, whose probabilities 
     r = π_θ(y_t)/π_old(y_t),     w = π_old(y_t)/μ(y_t),     Â = R - mean R  (of the group; no std)
     C_t = w if α <= w <= β, else 0
 
-
 Gradient weight on ∇ log π_θ(y_t), averaged over tokens, then over responses:
 
     C_t M r Â
@@ -249,7 +248,7 @@ def main(args: Args, world: World) -> None:
     """The whole training loop."""
     lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
-    engine = make_engine(args, lm, world)
+    engine = make_engine(args, lm, world)  # <own>
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
     policy = shard(Policy(lm), args, world)
     decay = {"betas": args.betas, "weight_decay": args.weight_decay}

@@ -9,11 +9,9 @@ Objective, MiniRL's, where ŵ, the weights rounded to 8 bits, both sample (μ) a
     ŵ = s e4m3(w / s) row by row,     s = max |w| / 448,     w: float32 master weights
     w <- w + lr ∇_ŵ J, as the optimiser makes it: rounding counts as the identity (straight through)
 
-
 Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over responses:
 
     M_t min(π_θ/μ, 5) Â          with π_old/μ = 1, so that π_θ/μ is r, the staleness alone
-
 
 Float8 makes sampling faster. The usual way is to round a copy for the sampler while the trainer
 stays in bfloat16: then every sample comes from another policy than the one trained, even before the
@@ -246,7 +244,9 @@ def main(args: Args, world: World) -> None:
     """The whole training loop."""
     lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
-    engine = make_engine(args, lm, world)
+    # vLLM pays for it with its scheduling ahead: there only what is replayed is recorded.
+    experts = args.rollout == "hf" or args.routing_replay == "r3"  # <own>
+    engine = make_engine(args, lm, world, record_experts=experts)  # <own>
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
     policy = shard(Policy(lm), args, world)
     decay = {"betas": args.betas, "weight_decay": args.weight_decay}
@@ -259,6 +259,7 @@ def main(args: Args, world: World) -> None:
         raise BadInput(f"{replay}: {args.model} {policy.routing.why_not}")
     if args.routing_replay == "r3" and not engine.reports_experts:
         raise BadInput(f"{replay}: vLLM reports experts only on a GPU, without --tensor_parallel")
+    policy.routing.wanted = args.routing_replay == "r2"
     # </own>
     if args.resume:
         done, state = load_checkpoint(run.folder, policy, optimizer, world)

@@ -8,8 +8,6 @@ Objective, over all response tokens y_t of a mini-batch, with r = π_θ(y_t) / �
     J = 1/(Σ_i |y_i|) Σ_i Σ_t min(r Â_i, clip(r, 1-ε_low, 1+ε_high) Â_i)
     Â_i = (R_i - mean R) / std R
 
-
-
 Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
 
     M r Â

@@ -14,7 +14,6 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
 
     M_t w Â
 
-
 μ are the probabilities with which the tokens were sampled, by whatever weights that was.
 T are the *trust-region tokens*: they have moved as their advantage asks, and their gradient moves
 them further from μ. PPO's clip can act on them alone, and so does this mask. A token that fell

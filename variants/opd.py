@@ -9,11 +9,9 @@ Objective, over all response tokens y_t of a mini-batch, with w = π_θ(y_t) / �
     Â_t = β (log π_T(y_t) - log π_θ(y_t)) + α Â_i
     Â_i = (R_i - mean R) / std R
 
-
 Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
 
     min(w, C) { β log(π_T/π_θ) + α Â_i }
-
 
 π_T is the teacher, a frozen model that reads the same tokens, and μ the sampler. By default α is 0:
 no reward trains, and no group is compared. The rewards are judged all the same, to be looked at.

@@ -9,11 +9,9 @@ Objective, for G responses y_i to each prompt q, chosen for a partition function
     β log Z(q) = V(q) = σ(u · mean_t h_t(q) + v),     fitted to R by the same square
     q = the one of K candidates whose V is nearest to τ = 1/2
 
-
 Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mean over responses:
 
     Â_i - β log (π_θ(y_i) / π_old(y_i)),     Â_i = R_i - V(q)
-
 
 Max E[R] - β KL(π_θ ‖ π_old) has one answer, π* = π_old exp(R/β) / Z: not the best response alone,
 but every one at its old chance times exp(R/β). Trajectory balance asks each single response to
@@ -81,7 +79,7 @@ from common.plumbing.model import load_model
 from common.plumbing.tracking import Run
 from common.rollout import make_engine
 import torch
-from torch import Tensor, nn  # <own>
+from torch import Tensor
 
 
 @dataclass
@@ -149,14 +147,14 @@ def advantages(rewards: Tensor, expected: Tensor) -> Tensor:  # <own>
 
 
 # <own>
-class Teacher(nn.Module):
+class Teacher(torch.nn.Module):
     """V(q) = β log Z(q) = σ(u · mean_t h_t(q) + v): the student's chance to be right, from the text
     of the prompt."""
 
-    def __init__(self, backbone: nn.Module):
+    def __init__(self, backbone: torch.nn.Module):
         super().__init__()
-        self.lm, self.head = backbone, nn.Linear(backbone.config.hidden_size, 1)
-        [nn.init.zeros_(one) for one in self.head.parameters()]  # at first all V are 1/2
+        self.lm, self.head = backbone, torch.nn.Linear(backbone.config.hidden_size, 1)
+        [torch.nn.init.zeros_(one) for one in self.head.parameters()]  # at first all V are 1/2
 
     def forward(self, sequences: Tensor, lengths: Tensor) -> Tensor:
         """`sequences [n, S]` right-padded, `lengths [n]` -> `[n]` in (0, 1)."""
@@ -170,24 +168,15 @@ def select(values: Tensor, candidates: list[list], explore: float, rng: Random) 
     """For each slot (which candidate, whether by chance): the best of `values [B, K]`, or with
     probability `explore` any. No prompt is taken twice while its slot has another left."""
     chosen, taken = [], set()
-    for scores, prompts in zip(values.tolist(), candidates):
-        order = sorted(range(len(prompts)), key=lambda k: -scores[k])
+    for scores, problems in zip(values.tolist(), candidates):
+        order = sorted(range(len(problems)), key=lambda k: -scores[k])
         chance = rng.random() < explore
         if chance:
             rng.shuffle(order)
-        k = next((k for k in order if prompts[k] not in taken), order[0])
-        taken.add(prompts[k])
+        k = next((k for k in order if problems[k].prompt not in taken), order[0])
+        taken.add(problems[k].prompt)
         chosen.append((k, chance))
     return chosen
-
-
-def rank_correlation(a: Tensor, b: Tensor) -> float:
-    """Spearman's: that of the ranks, equal values sharing theirs; 0 where a side is constant."""
-    if len(a) < 2:
-        return 0.0
-    # Values below each less values above it: twice its rank, but for a constant
-    ranks = [(x[:, None] - x).sign().double().sum(dim=1) for x in (a, b)]  # [n], [n]
-    return torch.corrcoef(torch.stack(ranks))[0, 1].nan_to_num().item()
 
 
 class Curriculum:
@@ -201,8 +190,8 @@ class Curriculum:
 
     def __init__(self, args: Args, task: Task, world: World):
         if args.teacher_batch % world.size or args.teacher_batch > args.window:
-            limits = f"a multiple of the {world.size} ranks, and at most --window {args.window}"
-            raise BadInput(f"--teacher_batch {args.teacher_batch}: must be {limits}")
+            given = f"--teacher_batch {args.teacher_batch}"
+            raise BadInput(f"{given}: must be a multiple of the ranks, and at most --window")
         self.args, self.task, self.world = args, task, world
         backbone, self.tokenizer = load_model(args.teacher or args.model, world, "--teacher")
         self.encode(task.held_out[:1])  # refuses now, not after the run has begun
@@ -210,8 +199,7 @@ class Curriculum:
         head = {"params": self.teacher.head.parameters(), "lr": 10 * args.teacher_lr}
         groups = [{"params": self.teacher.lm.parameters()}, head]
         self.optimizer = torch.optim.AdamW(groups, lr=args.teacher_lr, weight_decay=0.0, fused=True)
-        # The latest choices: (prompt ids, value observed, value predicted, whether by chance)
-        self.window = deque(maxlen=args.window)
+        self.window = deque(maxlen=args.window)  # the latest choices: (prompt ids, value observed)
 
     def choose(self, step: int) -> list[Problem]:
         """The problems of a step, all ranks', one for each of its B slots: of K candidates the one
@@ -223,14 +211,14 @@ class Curriculum:
         # Each rank asks about its own slots; then all choose for all slots alike, so that none
         # takes a prompt that another has taken.
         asked = [problem for slot in pool[rank * P : (rank + 1) * P] for problem in slot]
-        values = self.predict(self.encode(asked))  # [P·K]
-        self.values = gather(values, self.world).view(B, K).cpu()  # [B, K]
-        prompts = [[problem.prompt for problem in slot] for slot in pool]
+        values = gather(self.predict(self.encode(asked)), self.world).view(B, K).cpu()  # [B, K]
         explore = args.explore if len(self.window) >= args.teacher_batch else 1.0  # no teacher yet
         self.rng = Random(f"{args.seed}/{step}")  # each step's own: nothing to save
-        self.merits = -(self.values - args.target).abs()  # [B, K]
-        choice = select(self.merits, prompts, explore, self.rng)
-        self.predicted = self.values[range(B), [k for k, _ in choice]]  # [B]
+        merits = -(values - args.target).abs()  # [B, K]
+        choice = select(merits, pool, explore, self.rng)
+        picks = [k for k, _ in choice]
+        self.predicted = values[range(B), picks]  # [B]
+        self.above = merits[range(B), picks] - merits.mean(dim=1)  # [B]
         self.by_chance = torch.tensor([chance for _, chance in choice])  # [B]
         self.chosen = [slot[k] for slot, (k, _) in zip(pool, choice)]
         return self.chosen
@@ -240,17 +228,20 @@ class Curriculum:
         P, rank = len(self.chosen) // self.world.size, self.world.rank
         return self.predicted[rank * P : (rank + 1) * P].to(self.world.device)
 
-    def learn(self, rewards: Tensor) -> dict[str, tuple]:
+    def learn(self, rewards: Tensor, means: Means) -> None:
         """From this rank's rewards `[P, G]`: how often every rank's choices were solved goes into
-        the window, and the teacher is updated. Returns the step's metrics."""
+        the window, and the teacher is updated."""
         # The mean alone: Σ_i (V - R_i)² and G (V - mean R)² have the same gradient.
         observed = gather(rewards.mean(dim=1), self.world).cpu()  # [B]
-        ids, columns = self.encode(self.chosen), (observed, self.predicted, self.by_chance)
-        self.window.extend(zip(ids, *(column.tolist() for column in columns)))
+        self.window.extend(zip(self.encode(self.chosen), observed.tolist()))
         if len(self.window) >= self.args.teacher_batch:
             for _ in range(self.args.teacher_updates):
                 self.teach()
-        return self.statistics(observed)
+        best, idle = ~self.by_chance, (observed == 0) | (observed == 1)  # [B], [B]
+        means.add(expected=(self.predicted.sum(), len(self.predicted)))
+        means.add(chosen_over_mean=((self.above * best).sum(), best.sum()))
+        means.add(zero_groups_chosen=((idle & best).sum(), best.sum()))
+        means.add(zero_groups_uniform=((idle & ~best).sum(), (~best).sum()))
 
     def encode(self, problems: list[Problem]) -> list[list[int]]:
         """The bare prompts as the teacher's tokens."""
@@ -262,58 +253,29 @@ class Curriculum:
         none, values = [[]] * len(prompts), torch.zeros(len(prompts), device=self.world.device)
         batch = Rollout.pack(prompts=prompts, tokens=none, logps=none, eos=[], device=values.device)
         for rows in micro_batches(self.teacher, batch, self.args.micro_tokens, self.world):
-            micro, learning = batch.rows(rows), targets is not None
-            sequences = micro.sequences[:, : micro.prompt_len.max()]  # [b, S]
-            with torch.set_grad_enabled(learning):
-                f = self.teacher(sequences, micro.prompt_len)  # [b]
-            if learning:
+            micro = batch.rows(rows)
+            with torch.set_grad_enabled(targets is not None):
+                f = self.teacher(micro.sequences[:, : micro.prompt_len.max()], micro.prompt_len)
+            if targets is not None:
                 (f - targets[rows]).square().sum().backward()
             values[rows] = f.detach()
         return values
 
     def teach(self) -> None:
         """One update: squared error on `--teacher_batch` random rows, each rank its share."""
-        n, world = self.args.teacher_batch, self.world
-        share = self.rng.sample(self.window, n)[world.rank :: world.size]
-        targets = torch.tensor([observed for _, observed, *_ in share], device=world.device)
-        self.predict([ids for ids, *_ in share], targets)
-        divide_gradients(self.teacher, n / world.size, world)
+        rows = self.rng.sample(self.window, self.args.teacher_batch)
+        share = rows[self.world.rank :: self.world.size]
+        targets = torch.tensor([observed for _, observed in share], device=self.world.device)
+        self.predict([ids for ids, _ in share], targets)
+        divide_gradients(self.teacher, len(share), self.world)
         if clip_gradients(self.teacher, self.args.grad_clip) < float("inf"):  # nor NaN
             self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def statistics(self, observed: Tensor) -> dict[str, tuple]:
-        """Metrics as (sum, count) pairs, from the accuracies `[B]` that the choices had."""
-        chance, best = self.by_chance, ~self.by_chance  # [B], [B]
-        idle = (observed == 0) | (observed == 1)  # [B]
-        near = -(self.predicted - self.args.target).abs()  # [B]
-        above = near - self.merits.mean(dim=1)  # [B]
-        # The teacher is judged on random prompts, by what it said before they were tried. (What it
-        # chose itself is all alike: there the correlation is near 0 even for a good teacher.)
-        tried = [(f, y) for _, y, f, random in self.window if random][-self.args.teacher_batch :]
-        f, y = torch.tensor(tried).view(-1, 2).T  # [b], [b]
-        terms = sum(len(problem.prompt) // 2 for problem in self.chosen)  # drawn evenly: 4.5 each
-        return {
-            "chosen_over_mean": ((above * best).sum(), best.sum()),
-            "expected": (self.predicted.sum(), len(self.predicted)),
-            "teacher_mean": (self.values.sum(), self.values.numel()),
-            "teacher_mse": ((f - y).square().sum(), len(f)),
-            "teacher_rank_corr": (rank_correlation(f, y), len(f) > 1),
-            "zero_groups_chosen": ((idle & best).sum(), best.sum()),
-            "zero_groups_uniform": ((idle & chance).sum(), chance.sum()),
-            "terms": (terms, len(self.chosen) * self.task.name.startswith("arithmetic")),
-        }
-
 
 # </own>
 # The metrics that show the mechanism at work; the first stays 0 while it does nothing.
-# <own>
-ACTED = {
-    "chosen_over_mean": "nearer to τ than the mean candidate by",
-    "zero_groups_chosen": "chosen groups without gradient (share)",
-    "zero_groups_uniform": "random groups without gradient (share)",
-}
-# </own>
+ACTED = {"chosen_over_mean": "nearer to τ than the mean candidate by"}  # <own>
 
 
 def policy_loss(
@@ -355,7 +317,7 @@ def main(args: Args, world: World) -> None:
     policy = shard(Policy(lm), args, world)
     decay = {"betas": args.betas, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
-    both = nn.ModuleList([policy, curriculum.teacher])  # <own>
+    both = torch.nn.ModuleList([policy, curriculum.teacher])  # <own>
     optimizers = [optimizer, curriculum.optimizer]  # <own>
     run = Run(args, task, world, Path(__file__).stem, ACTED)
     done = 0  # steps
@@ -393,7 +355,7 @@ def main(args: Args, world: World) -> None:
         means.add(distinct=(task.distinct(texts, G), P))  # falls to 1: nothing left to compare
 
         run.clock("teacher")  # <own>
-        means.add(**curriculum.learn(rewards))  # <own>
+        curriculum.learn(rewards, means)  # <own>
 
         # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
         # from other kernels, and a ratio against them would mix two things: how far the policy

@@ -9,11 +9,9 @@ Objective, for G responses y_i to one prompt, sampled from π_old:
     Â_i = R_i - mean R
     L: the longest response allowed, a constant
 
-
 Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mean over responses:
 
     (Â_i - τ log (π_θ(y_i) / π_old(y_i))) / L
-
 
 Max E[R] - τ KL(π_θ ‖ π_old) has one answer, π* = π_old exp(R/τ) / Z, and that is a statement about
 every response: R - τ log Z = τ log π*/π_old. Nothing in it asks who sampled the response. So the

@@ -422,7 +422,9 @@ def main(args: Args, world: World) -> None:
                 )
                 loss.backward()  # sums: gradients add up over micro-batches
                 denominator = denominator + count
-                run.watch(minibatch, rows, logp, entropy, count)  # samples.jsonl: logp.grad
+                # samples.jsonl: logp.grad
+                shown = minibatch, rows, logp, entropy, count, micro.token_advantages  # <own>
+                run.watch(*shown)  # <own>
                 means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
             divide_gradients(policy, denominator, world)  # by what all ranks have counted: the mean
             norm = clip_gradients(policy, args.grad_clip)

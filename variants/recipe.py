@@ -17,7 +17,7 @@ Gradient weight on ∇ log π_θ(y_t), before each stream's average (a branch's 
 
 π_old are the weights when the batch is due, μ those that sampled it. b is vcpo.py's baseline, or
 the mean; F maspo.py's gate. T_main and T_branch count the tokens left, I = 1.
-Each layer takes hold at its own place of a step, which is why they can be combined:
+Each layer acts at its own place of a step, which is why they can be combined:
 
     layer                        where              its file        off
     1 clip-higher, token mean    loss, average      justrl.py       --clip_high 0.2 --no_token_mean
@@ -27,17 +27,15 @@ Each layer takes hold at its own place of a step, which is why they can be combi
     5 stale batches              queue, Â, lr       vcpo.py         --lag 0
 
 With none this is grpo.py without its KL term, with 1 justrl.py, with 1 and 2 stapo.py or maspo.py,
-with 3 goldilocks.py (no KL term): to the bit. 4 and 5 are their files' but for what stands below.
-What a file has as an object or a function stands here letter for letter, and tests hold both.
+with 3 goldilocks.py (no KL term). 4 and 5 differ as said below. The parts are imported.
 
 Where layers meet: the teacher of 3 and the pivots of 4 learn from rewards when they are sampled,
 the policy of 5 when they are due. STAPO's quantile is over main rows and branches. A branch's w is
 of its own tokens, not of its prefix. b is for groups of main rows; a branch is compared with its
 siblings' plain mean.
 
-Base file: goldilocks.py. Differs from it in:
-1. Layers 1, 2, 4 and 5; no KL term, no reference model.
-2. The teacher can be left out.
+Differs from grpo.py in:
+1. The five layers; no KL term, no reference model.
 
 Differs from the papers in:
 1. One kind of advantage for all, grpo.py's z-score. (Branches: mean-centred there. vcpo.py: the
@@ -45,7 +43,6 @@ Differs from the papers in:
 2. vcpo.py has one optimiser step per batch, with w = π_θ/μ and no ratio. Here π_old is evaluated
    anew when a stale batch is due: w says how far the policy had gone by then, r how far this batch
    takes it, and the clip bounds r alone. With one step per batch it is the same gradient.
-3. `--async` only without the curriculum.
 
 Confidence: the combination is ours and in no paper; each part as in its file.
 
@@ -58,81 +55,39 @@ Run it:
         --teacher_lr 1e-5 --micro_tokens 8192
 """
 
-from collections import deque  # <own>
-from concurrent.futures import Future, ThreadPoolExecutor  # <own>
 from dataclasses import dataclass
-from functools import partial  # <own>
 from pathlib import Path
-from random import Random  # <own>
-from typing import Annotated, Literal  # <own>
+from typing import Literal
 
 from common.batch import Rollout  # <own>
-from common.data import Problem, Task, encode, load_task  # <own>
+from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
-from common.distributed import CLOSING, gather, global_sum  # <own>
+from common.distributed import gather, global_sum  # <own>
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
 from common.logprobs import response_logprobs, sampler_gap
 from common.plumbing.balance import balance_tokens
 from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.plumbing.errors import BadInput  # <own>
 from common.plumbing.evaluation import evaluate
-from common.plumbing.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
-from common.plumbing.flags import Exponent, Share  # <own>
+from common.plumbing.flags import Count, Exponent, NonNegative, Positive, Share, Whole  # <own>
 from common.plumbing.launch import launch
 from common.plumbing.metrics import Means, by_sign, of_rollout
 from common.plumbing.model import load_model
-from common.plumbing.norms import gradient_norms, strange_part  # <own>
+from common.plumbing.norms import strange_part  # <own>
 from common.plumbing.tracking import Run
 from common.rollout import make_engine
-import numpy  # <own>
+from variants import justrl  # <own>
+from variants.justrl import advantages  # <own>
+from deep_grpo import Branches  # <own>
+from goldilocks import Curriculum  # <own>
+from stapo import entropy_threshold, spurious_tokens  # <own>
 import torch
-import tyro  # <own>
-from torch import Tensor, nn  # <own>
+from torch import Tensor
+from vcpo import Stale, baseline_shifts, ess_ratio, log_weight, truncated  # <own>
 
 
 @dataclass
-class Args(Flags):
-    model: str = "tiny"
-    """Hub name, local folder, or `tiny`, the embedded model."""
-    steps: Count = 150
-    """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
-    prompts_per_step: Count = 16
-    """Prompts in a rollout, over all ranks (ours)."""
-    group_size: Count = 8
-    """G: responses to each prompt (DeepSeekMath: 64)."""
-    minibatches: Count = 4
-    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
-    (DeepSeekMath: 1)."""
-    max_new_tokens: Count = 64
-    """Length limit of a response (DeepSeekMath: 1024)."""
-    temperature: Temperature = 1.0
-    """Sampling temperature, also applied in every log-probability (papers: 1)."""
-    lr: Positive = 3e-4
-    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
-    1e-6 at 7B)."""
-    eval_every: Count = 25
-    """Steps between two measurements on the held-out problems (ours)."""
-    save_every: Count = 50
-    """Steps between two checkpoints (ours)."""
-    save_hf: bool = False
-    """Write the final model in the Hugging Face format, to `model` in the run folder."""
-    resume: bool | Literal["auto"] = False
-    """Go on from the newest checkpoint in the run folder; auto: if there is one."""
-    micro_tokens: Count = 16384
-    """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
-    warmup: Whole = 5
-    """Steps over which lr rises linearly (ours; verl's default: none)."""
-    betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
-    0.999)."""
-    weight_decay: NonNegative = 0.0
-    """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
-    grad_clip: Positive = 1.0
-    """Largest gradient norm (verl's default)."""
-    clip_low: NonNegative = 0.2
-    """ε below 1 (papers)."""
-    clip_high: NonNegative = 0.28  # <own>
-    """ε above 1, layer 1 (DAPO and STAPO papers; off: 0.2)."""
+class Args(justrl.Args):  # <own>
     token_mean: bool = True  # <own>
     """Layer 1: the mean over all tokens; False: the mean of the responses' means."""
     tokens: Literal["none", "stapo", "maspo"] = "stapo"  # <own>
@@ -141,8 +96,6 @@ class Args(Flags):
     """stapo: a token below this probability may be spurious (paper)."""
     entropy_quantile: Share = 0.8  # <own>
     """stapo, τ_h: so may tokens below this quantile of the entropies (paper, versions 1 to 3)."""
-    entropy_over: Literal["all", "rare"] = "all"  # <own>
-    """stapo: the quantile's tokens, all of the mini-batch or (version 4) the rare good ones."""
     sigma_base: Positive = 1.0  # <own>
     """maspo: width of the gate for a token of probability 1 (authors' code)."""
     sigma_high: Positive = 10.0  # <own>
@@ -177,8 +130,6 @@ class Args(Flags):
     """λ: weight of the branches' stream (paper)."""
     depth_power: Exponent = 2.0  # <own>
     """γ: preference for deep pivots (paper)."""
-    min_branches: Whole = 0  # <own>
-    """With fewer branches of non-zero advantage a step uses none (released code: 128)."""
     lag: Whole = 2  # <own>
     """Layer 5, k: batches trained on between a batch's sampling and its own training; 0: none
     (ours: by four mini-batches eight updates, as in vcpo.py)."""
@@ -190,51 +141,9 @@ class Args(Flags):
     """ESS ratio at which the step has its full length (paper: 1)."""
     optimal_baseline: bool = True  # <own>
     """With a lag: centre advantages on b, see vcpo.py; False: on the group's mean."""
-    asynchronous: Annotated[bool, tyro.conf.arg(name="async")] = False  # <own>
-    """Sample the next batch beside the update, as one of the `lag`."""
-
-
-def advantages(rewards: Tensor) -> Tensor:
-    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    if len(rewards) == 0:  # of no branches, since no response failed  # <own>
-        return rewards  # <own>
-    # Equal rewards become exactly 0 first: the mean of eight 0.3 is not quite 0.3.
-    rewards = rewards - rewards[:, :1]  # [P, G]
-    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
-    # about the reward. The 1e-6 only keeps 0/0 away.
-    return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
 # <own>
-def threshold_population(
-    args: Args, logp: Tensor, entropy: Tensor, advantages: Tensor, mask: Tensor
-) -> Tensor:
-    """The entropies `[M]` of which τ_h is a quantile."""
-    chosen = mask.bool()  # [n, T]
-    if args.entropy_over == "rare":
-        chosen = chosen & (advantages[:, None] > 0) & (logp.exp() < args.tau_p)
-    return entropy[chosen]
-
-
-def entropy_threshold(args: Args, population: Tensor) -> Tensor:
-    """τ_h; below every entropy where there is no candidate."""
-    if len(population) == 0:
-        return population.new_tensor(-1.0)
-    values = population.cpu().numpy()  # torch.quantile takes at most 2^24 numbers
-    return population.new_tensor(numpy.quantile(values, args.entropy_quantile))
-
-
-def spurious_tokens(
-    args: Args, logp: Tensor, entropy: Tensor, advantages: Tensor, mask: Tensor, threshold: Tensor
-) -> Tensor:
-    """True `[n, T]` on the tokens to silence: rewarded (Â > 0), improbable, the policy was sure."""
-    sure = (
-        entropy < threshold - 1e-5
-    )  # [n, T]: siblings begin alike, and rounding must not part them
-    return (advantages[:, None] > 0) & (logp.detach().exp() < args.tau_p) & sure & mask.bool()
-
-
 def tokens_left(
     args: Args, now: tuple, advantages: Tensor, mask: Tensor, world: World | None = None
 ) -> Tensor:
@@ -242,9 +151,10 @@ def tokens_left(
     a whole mini-batch; with `world`, of this rank's part."""
     if args.tokens != "stapo":
         return mask
-    pool = threshold_population(args, *now, advantages, mask)  # [M]
-    threshold = entropy_threshold(args, gather(pool, world) if world else pool)  # []
-    return mask * ~spurious_tokens(args, *now, advantages, mask, threshold)
+    logp, entropy = now  # [n, T], [n, T]
+    entropies = entropy[mask.bool()]  # [M]
+    threshold = entropy_threshold(args, gather(entropies, world) if world else entropies)  # []
+    return mask * ~spurious_tokens(args, logp, entropy, advantages, mask, threshold)
 
 
 def soft_gate(args: Args, ratio: Tensor, old_logp: Tensor, A: Tensor) -> Tensor:
@@ -260,433 +170,45 @@ def soft_gate(args: Args, ratio: Tensor, old_logp: Tensor, A: Tensor) -> Tensor:
     return gate
 
 
-class Teacher(nn.Module):
-    """f(q) = 1/2 σ(u · mean_t h_t(q) + v): what a prompt can teach the student, from its text."""
+def divided_by_std(args: Args, grown: Rollout) -> Tensor:
+    """The advantages of branches `[n]` as z-scores among siblings; deep_grpo.py centres them only.
 
-    def __init__(self, backbone: nn.Module):
-        super().__init__()
-        self.lm, self.head = backbone, nn.Linear(backbone.config.hidden_size, 1)
-        nn.init.zeros_(self.head.weight), nn.init.zeros_(self.head.bias)  # at first all f are 1/4
-
-    def forward(self, sequences: Tensor, lengths: Tensor) -> Tensor:
-        """`sequences [n, S]` right-padded, `lengths [n]` -> `[n]` in (0, 1/2)."""
-        hidden = self.lm(input_ids=sequences, use_cache=False).last_hidden_state  # [n, S, H]
-        real = torch.arange(hidden.shape[1], device=lengths.device) < lengths[:, None]  # [n, S]
-        mean = (hidden * real[..., None]).sum(dim=1) / lengths[:, None]  # [n, H]
-        return 0.5 * self.head(mean)[:, 0].float().sigmoid()  # the range of sqrt(p (1-p))
-
-
-def learning_value(rewards: Tensor) -> Tensor:
-    """sqrt(p̂ (1-p̂)) of each group `[P, G]` -> `[P]`: the population standard deviation of rewards
-    0 and 1, and of part marks. All wrong or all right is 0, a verdict too."""
-    return (rewards - rewards[:, :1]).std(dim=1, correction=0)
-
-
-def select(values: Tensor, candidates: list[list], explore: float, rng: Random) -> list[tuple]:
-    """For each slot (which candidate, whether by chance): the best of `values [B, K]`, or with
-    probability `explore` any. No prompt is taken twice while its slot has another left."""
-    chosen, taken = [], set()
-    for scores, prompts in zip(values.tolist(), candidates):
-        order = sorted(range(len(prompts)), key=lambda k: -scores[k])
-        chance = rng.random() < explore
-        if chance:
-            rng.shuffle(order)
-        k = next((k for k in order if prompts[k] not in taken), order[0])
-        taken.add(prompts[k])
-        chosen.append((k, chance))
-    return chosen
-
-
-def rank_correlation(a: Tensor, b: Tensor) -> float:
-    """Spearman's: that of the ranks, equal values sharing theirs; 0 where a side is constant."""
-    if len(a) < 2:
-        return 0.0
-    # Values below each less values above it: twice its rank, but for a constant
-    ranks = [(x[:, None] - x).sign().double().sum(dim=1) for x in (a, b)]  # [n], [n]
-    return torch.corrcoef(torch.stack(ranks))[0, 1].nan_to_num().item()
-
-
-class Curriculum:
-    """Which prompts the student gets. In each step `choose`, before the rollout, asks the teacher
-    for f(q) of all candidates; `learn`, after the rewards, shows it what the chosen ones taught.
-
-    The ranks divide the teacher's work and share what comes of it: all see the same values, make
-    the same choice and keep the same window.
+    (Siblings share their origin. Those left out of `grown` have an advantage of 0.)
     """
-
-    def __init__(self, args: Args, task: Task, world: World):
-        if args.teacher_batch % world.size or args.teacher_batch > args.window:
-            limits = f"a multiple of the {world.size} ranks, and at most --window {args.window}"
-            raise BadInput(f"--teacher_batch {args.teacher_batch}: must be {limits}")
-        self.args, self.task, self.world = args, task, world
-        backbone, self.tokenizer = load_model(args.teacher or args.model, world, "--teacher")
-        self.encode(task.held_out[:1])  # refuses now, not after the run has begun
-        self.teacher = shard(Teacher(backbone.base_model), args, world)
-        head = {"params": self.teacher.head.parameters(), "lr": 10 * args.teacher_lr}
-        groups = [{"params": self.teacher.lm.parameters()}, head]
-        self.optimizer = torch.optim.AdamW(groups, lr=args.teacher_lr, weight_decay=0.0, fused=True)
-        # The latest choices: (prompt ids, value observed, value predicted, whether by chance)
-        self.window = deque(maxlen=args.window)
-
-    def choose(self, step: int) -> list[Problem]:
-        """The problems of a step, all ranks', one for each of its B slots: of K candidates the one
-        with the largest f(q), or by chance any."""
-        args, B, K = self.args, self.args.prompts_per_step, self.args.candidates
-        P, rank = B // self.world.size, self.world.rank
-        slots = range((step - 1) * B, step * B)
-        pool = [[self.task.train(slot * K + k) for k in range(K)] for slot in slots]  # [B, K]
-        # Each rank asks about its own slots; then all choose for all slots alike, so that none
-        # takes a prompt that another has taken.
-        asked = [problem for slot in pool[rank * P : (rank + 1) * P] for problem in slot]
-        values = self.predict(self.encode(asked))  # [P·K]
-        self.values = gather(values, self.world).view(B, K).cpu()  # [B, K]
-        prompts = [[problem.prompt for problem in slot] for slot in pool]
-        explore = args.explore if len(self.window) >= args.teacher_batch else 1.0  # no teacher yet
-        self.rng = Random(f"{args.seed}/{step}")  # each step's own: nothing to save
-        choice = select(self.values, prompts, explore, self.rng)
-        self.predicted = self.values[range(B), [k for k, _ in choice]]  # [B]
-        self.by_chance = torch.tensor([chance for _, chance in choice])  # [B]
-        self.chosen = [slot[k] for slot, (k, _) in zip(pool, choice)]
-        return self.chosen
-
-    def learn(self, rewards: Tensor) -> dict[str, tuple]:
-        """From this rank's rewards `[P, G]`: what every rank's choices have taught goes into the
-        window, and the teacher is updated. Returns the step's metrics."""
-        observed = gather(learning_value(rewards), self.world).cpu()  # [B]
-        ids, columns = self.encode(self.chosen), (observed, self.predicted, self.by_chance)
-        self.window.extend(zip(ids, *(column.tolist() for column in columns)))
-        if len(self.window) >= self.args.teacher_batch:
-            for _ in range(self.args.teacher_updates):
-                self.teach()
-        return self.statistics(observed)
-
-    def encode(self, problems: list[Problem]) -> list[list[int]]:
-        """The bare prompts as the teacher's tokens."""
-        return [encode(problem.prompt, None, self.tokenizer, "--teacher") for problem in problems]
-
-    def predict(self, prompts: list[list[int]], targets: Tensor | None = None) -> Tensor:
-        """f(q) of these prompts `[n]`; with `targets [n]` also the gradient of Σ (f - target)²."""
-        # A batch of prompts without responses
-        none, values = [[]] * len(prompts), torch.zeros(len(prompts), device=self.world.device)
-        batch = Rollout.pack(prompts=prompts, tokens=none, logps=none, eos=[], device=values.device)
-        for rows in micro_batches(self.teacher, batch, self.args.micro_tokens, self.world):
-            micro, learning = batch.rows(rows), targets is not None
-            sequences = micro.sequences[:, : micro.prompt_len.max()]  # [b, S]
-            with torch.set_grad_enabled(learning):
-                f = self.teacher(sequences, micro.prompt_len)  # [b]
-            if learning:
-                (f - targets[rows]).square().sum().backward()
-            values[rows] = f.detach()
-        return values
-
-    def teach(self) -> None:
-        """One update: squared error on `--teacher_batch` random rows, each rank its share."""
-        n, world = self.args.teacher_batch, self.world
-        share = self.rng.sample(self.window, n)[world.rank :: world.size]
-        targets = torch.tensor([observed for _, observed, *_ in share], device=world.device)
-        self.predict([ids for ids, *_ in share], targets)
-        divide_gradients(self.teacher, n / world.size, world)
-        if clip_gradients(self.teacher, self.args.grad_clip) < float("inf"):  # nor NaN
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def statistics(self, observed: Tensor) -> dict[str, tuple]:
-        """Metrics as (sum, count) pairs, from the values `[B]` that the choices proved to have."""
-        chance, best, idle = self.by_chance, ~self.by_chance, observed == 0  # [B], [B], [B]
-        above = self.predicted - self.values.mean(dim=1)  # [B]
-        # The teacher is judged on random prompts, by what it said before they were tried. (What it
-        # chose itself is all alike: there the correlation is near 0 even for a good teacher.)
-        tried = [(f, y) for _, y, f, random in self.window if random][-self.args.teacher_batch :]
-        f, y = torch.tensor(tried).view(-1, 2).T  # [b], [b]
-        terms = sum(len(problem.prompt) // 2 for problem in self.chosen)  # drawn evenly: 4.5 each
-        return {
-            "chosen_over_mean": ((above * best).sum(), best.sum()),
-            "teacher_mean": (self.values.sum(), self.values.numel()),
-            "teacher_mse": ((f - y).square().sum(), len(f)),
-            "teacher_rank_corr": (rank_correlation(f, y), len(f) > 1),
-            "zero_groups_chosen": ((idle & best).sum(), best.sum()),
-            "zero_groups_uniform": ((idle & chance).sum(), chance.sum()),
-            "terms": (terms, len(self.chosen) * self.task.name.startswith("arithmetic")),
-        }
+    _, family = grown.origin.unique(return_inverse=True)  # [n]: which siblings
+    squares = torch.zeros_like(grown.advantages)  # [n]: of the first families its sum of squares
+    squares.index_add_(0, family, grown.advantages.square())
+    std = (squares[family] / (args.branches - 1)).sqrt()  # [n]
+    return grown.advantages / (std + 1e-6)
 
 
-def pivots(response: list[int], boundaries: set[int]) -> list[int]:
-    """Prefix lengths to cut a response at: 0, the root, and each segment's end but the last's."""
-    return [0] + [i for i, t in enumerate(response, 1) if t in boundaries and i < len(response)]
-
-
-def pivot_distribution(count: int, u: float, v: float, depth_power: float) -> tuple[Tensor, Tensor]:
-    """Depths d `[count]` of a response's pivots, and Q `[count]` ∝ σ(u d + v) d^γ."""
-    depth = torch.arange(1, count + 1).double() / (count + 1)  # [count]: the root's is not 0
-    weight = torch.sigmoid(u * depth + v) * depth**depth_power  # [count]
-    return depth, weight / weight.sum()
-
-
-def choose_pivot(
-    response: list[int], boundaries: set[int], u: float, v: float, depth_power: float, rng: Random
-) -> tuple[int, float]:
-    """How many tokens of a failed response are kept, drawn from Q, and how deep that is."""
-    cuts = pivots(response, boundaries)
-    depth, chances = pivot_distribution(len(cuts), u, v, depth_power)
-    i = rng.choices(range(len(cuts)), chances.tolist())[0]
-    return cuts[i], depth[i].item()
-
-
-def fit_success(feedback: list[tuple[float, float]]) -> tuple[float, float]:
-    """(u, v) of P(some branch succeeds | depth) = σ(u depth + v), from (depth, 0 or 1) pairs: least
-    Σ log-loss + u²/2.
-
-    Up to 10 pairs, or while all had the same outcome, it is P = 1 everywhere: u = 0, v = ∞.
-    Restarts count like any other pivot: the root competes with the others in Q, so its chance of
-    success has to be estimated too.
-    """
-    if len(feedback) <= 10 or len({success for _, success in feedback}) < 2:
-        return 0.0, float("inf")
-    depth, success = torch.tensor(feedback, dtype=torch.float64).T  # [n], [n]
-    features = torch.stack([depth, torch.ones_like(depth)], dim=1)  # [n, 2]
-    parameters = torch.zeros(2, dtype=torch.float64)  # u, v
-    penalty = torch.tensor([1.0, 0.0], dtype=torch.float64)  # on u alone
-    for _ in range(30):  # Newton's method
-        p = torch.sigmoid(features @ parameters)  # [n]
-        gradient = features.T @ (p - success) + penalty * parameters  # [2]
-        hessian = features.T @ (features * (p * (1 - p))[:, None]) + penalty.diag()  # [2, 2]
-        parameters = parameters - torch.linalg.solve(hessian, gradient)
-    return tuple(parameters.tolist())
-
-
-class Branches:
-    """New endings for failed responses. In each step `grow`, after the rewards, cuts the failed
-    ones, samples and judges; `split` keeps every branch in its parent's mini-batch.
-
-    Each rank branches from its own responses; what succeeds at which depth all learn together.
-    """
-
-    def __init__(self, args: Args, engine: object, task: Task, tokenizer: object, world: World):
-        texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
-        ends = {i for i, text in enumerate(texts) if text.rstrip(" ").endswith(args.boundary)}
-        if not args.boundary or not ends:
-            raise BadInput(f"--boundary {args.boundary!r}: no token ends in it")
-        self.args, self.engine, self.task, self.world = args, engine, task, world
-        self.tokenizer, self.boundaries = tokenizer, ends
-        # Of the latest pivots, all ranks': (depth, whether some branch succeeded)
-        self.feedback: deque[tuple[float, float]] = deque(maxlen=10_000)
-
-    def grow(self, rollout: Rollout, rewards: Tensor, problems: list, cursor: int) -> Rollout:
-        """The rollout with the branches that teach something behind its rows. `rewards [P, G]`;
-        `cursor` is the number of the first of the P problems."""
-        args, world, K, G = self.args, self.world, self.args.branches, self.args.group_size
-        # Each failed response is cut at one of its pivots, drawn from Q
-        failed = (rewards.flatten() <= 0).nonzero()[:, 0]  # [F]: rows
-        fit, responses, cuts = fit_success(list(self.feedback)), rollout.response_ids(), []
-        for row in failed.tolist():
-            rng = Random(f"{args.seed}/{cursor * G + row}")  # each response's own: nothing to save
-            cuts.append(choose_pivot(responses[row], self.boundaries, *fit, args.depth_power, rng))
-        prefixes = [responses[row][:kept] for row, (kept, _) in zip(failed.tolist(), cuts)]
-        # From each pivot K new endings, all sampled in one batch
-        parents = [problems[row // G] for row in failed.tolist()]
-        starts = [parent.prompt_ids for parent in parents]
-        grown = self.engine.generate(starts, K, args.max_new_tokens, args.temperature, prefixes)
-        texts = self.tokenizer.batch_decode(grown.response_ids(), skip_special_tokens=True)
-        scores = self.task.verifier(texts, [parent.answer for parent in parents for _ in range(K)])
-        outcome = torch.tensor(scores, device=world.device).view(len(failed), K)  # [F, K]
-        grown.record_rewards(parents, outcome)
-        grown.advantages = advantages(outcome).flatten()  # [F·K]: over siblings, without the parent
-        # Which main row a row is or grew from, and its stream
-        rollout.origin = torch.arange(len(rollout), device=world.device)  # [N]
-        grown.origin = failed.repeat_interleave(K)  # [F·K]
-        rollout.branch = torch.zeros_like(rollout.advantages)  # [N]
-        grown.branch = torch.ones_like(grown.advantages)  # [F·K]
-        # What the regression learns from
-        kept, depth = torch.tensor(cuts).view(-1, 2).T  # [F], [F]
-        saved = (outcome > 0).any(dim=1)  # [F]
-        self.feedback.extend(zip(*(gather(x, world).tolist() for x in (depth, saved.float()))))
-        self.latest = fit, failed, kept > 0, depth, saved, outcome, grown.mask.sum()
-        # Siblings all right or all wrong teach nothing
-        grown = grown.rows(grown.advantages.abs() > 1e-8)
-        enough = global_sum({"rows": len(grown)}, world)["rows"] >= args.min_branches
-        return Rollout.join(rollout, grown) if enough else rollout
-
-    def split(self, rollout: Rollout, N: int) -> list[Rollout]:
-        """The mini-batches: equal shares of the N main rows, and beside each what grew from it."""
-        of = rollout.origin // (N // self.args.minibatches)  # [N + branches]
-        return [rollout.rows(of == i) for i in range(self.args.minibatches)]
-
-    def balance(self, minibatch: Rollout) -> float:
-        """T_main / T_branch of a mini-batch, over all ranks."""
-        lengths, branch = minibatch.mask.sum(dim=1), minibatch.branch  # [n], [n]
-        streams = {"main": lengths @ (1 - branch), "branch": lengths @ branch}
-        streams = global_sum(streams, self.world)
-        return streams["main"] / max(1.0, streams["branch"])
-
-    def statistics(self, rollout: Rollout, rewards: Tensor) -> dict[str, tuple]:
-        """Metrics of the latest growth as (sum, count) pairs; `rollout` has the branches in it."""
-        fit, failed, deep, depth, saved, outcome, tokens = self.latest  # deep: not at the root
-        (u, v), N = torch.tensor(fit, dtype=torch.float64), rewards.numel()
-        wrong = (rewards <= 0).all(dim=1)  # [P]
-        rescued = wrong[(failed[saved] // self.args.group_size).unique()]
-        found = {
-            "failed": (len(failed), N),
-            "pivots_root": ((~deep).sum(), len(deep)),
-            "groups_rescued": (rescued.sum(), wrong.sum()),
-            "extra_tokens": (tokens, rollout.mask[:N].sum()),
-            "tokens": (tokens, None),  # added to the main stream's
-            "branches_used": (len(rollout) - N, None),
-            "fit_u": (u, v.isfinite()),
-            "fit_v": (v, v.isfinite()),
-        }
-        # Histogram of the depths at which branches start, the root left out
-        for quarter in (1, 2, 3, 4):
-            hit = deep & ((depth * 4).ceil() == quarter)  # [F]
-            found[f"pivots_quarter_{quarter}"] = (hit.sum(), deep.sum())
-        for ending, at in (("", deep), ("_root", ~deep)):
-            found[f"branch_reward{ending}"] = (outcome[at].sum(), outcome[at].numel())
-            found[f"pivots_saved{ending}"] = (saved[at].sum(), at.sum())
-        return found
-
-
-def log_weight(logp: Tensor, rollout_logp: Tensor, mask: Tensor) -> Tensor:
-    """log w of whole responses `[n]`: the sum over their tokens `[n, T]`, not the mean."""
-    return ((logp.detach() - rollout_logp) * mask).sum(dim=1)
-
-
-def truncated(args: Args, log_w: Tensor) -> Tensor:
-    """min(w, 8), finite for any log w."""
-    return log_w.clamp(-20, 20).exp().clamp(max=args.is_cap)
-
-
-def ess_ratio(log_w: Tensor) -> Tensor:
-    """ρ = ESS/B = (Σ w)² / (B Σ w²) of the weights' logarithms `[B]`, finite for any of them."""
-    return (2 * log_w.logsumexp(0) - (2 * log_w).logsumexp(0)).exp() / len(log_w)
-
-
-def baseline_shift(log_w: Tensor, norms: Tensor, advantages: Tensor) -> Tensor:
-    """b of a group, in units of its advantages: Σ w²|g|² Â / Σ w²|g|²; `[..., G]` -> `[...]`.
-
-    (R - b)/std = Â - this, since Â is (R - mean)/std. In log space: w² alone overflows after a
-    hundred tokens.
-    """
-    share = torch.softmax(2 * log_w + 2 * norms.clamp(min=1e-30).log(), dim=-1)  # [..., G]
-    return (share * advantages).sum(dim=-1)
-
-
-def baseline_shifts(args: Args, policy: Policy, batch: Rollout, world: World) -> Tensor:
-    """`baseline_shift` of every response's group `[n]`; all ranks call it together."""
-    A = batch.advantages.view(-1, args.group_size)  # [P, G]
-    shifts, unequal = torch.zeros_like(A), (A != 0).any(dim=1)  # [P, G], [P]
-    if args.optimal_baseline:
-        # Where all rewards are equal b is their mean, whatever the norms: no pass for those.
-        part = batch.rows(unequal.repeat_interleave(args.group_size))
-        logp, norms = gradient_norms(policy, part, args, world)  # [n, T], [n]
-        log_w = log_weight(logp, part.rollout_logp, part.mask)  # [n]
-        log_w, norms = log_w.view(-1, A.shape[1]), norms.view(-1, A.shape[1])  # [p, G]
-        shifts[unequal] = baseline_shift(log_w, norms, A[unequal])[:, None]
-    return shifts.flatten()
-
-
-CHECK_EVERY = 25  # steps between two rollouts that are not sampled ahead
-
-
-class Stale:
-    """Batches that wait until they are `lag` batches old, as in an asynchronous system.
-
-    With `--async` one of them is not in the queue but being sampled, beside the update.
-    """
-
-    def __init__(self, engine: object, run: Run):
-        self.args, self.device = args, device = run.args, run.world.device
-        how = {"n": args.group_size, "limit": args.max_new_tokens, "temperature": args.temperature}
-        self.generate = partial(engine.generate, **how)
-        # (batches trained on when it was sampled, its mini-batches) of each
-        self.queue: deque[tuple[int, list[Rollout]]] = deque()
-        self.held = args.lag - args.asynchronous  # batches in it, once it is full
-        self.ahead: Future | None = None  # the rollout that is sampled beside the update
-        if not 0 <= self.held <= args.lag < args.steps:
-            bounds = f"{int(args.asynchronous)} or more, and below --steps {args.steps}"
-            raise BadInput(f"--lag {args.lag}: must be {bounds}")
-        if args.asynchronous and (args.tensor_parallel > 1 or args.vllm_sleep):
-            # Two users of NCCL, or of memory, at once
-            raise BadInput("--async: not together with --tensor_parallel or --vllm_sleep")
-        self.thread = ThreadPoolExecutor(1)
-        CLOSING.append(self.thread.shutdown)
-        if args.asynchronous and device.type == "cuda":
-            self.thread.submit(torch.cuda.set_device, device).result()  # it starts on GPU 0
-            torch.cuda.synchronize()  # what is under way belongs to the old stream
-            # The trainer's own: kernels of one stream would take turns
-            torch.cuda.set_stream(torch.cuda.Stream())
-        elif args.asynchronous:
-            run.say("--async on a CPU: it shows the staleness, not the speed-up")
-
-    def sample(self, prompts: list[list[int]]) -> Rollout:
-        """This step's rollout: the one sampled ahead, if there is one."""
-        self.was_ahead = self.ahead is not None
-        rollout, self.ahead = self.ahead.result() if self.ahead else self.generate(prompts), None
-        return rollout
-
-    def next(self, batch: list[Rollout], step: int) -> list[Rollout]:
-        """The batch that is due in this step, its `number` from 1 on and `age` in updates; none
-        while the queue fills. `batch` takes its place at the end."""
-        self.number = max(1, step - self.held)
-        self.queue.append((self.number - 1 - self.was_ahead, batch))
-        if len(self.queue) <= self.held:
-            return []
-        version, due = self.queue.popleft()
-        self.age = (self.number - 1 - version) * self.args.minibatches
-        return due
-
-    def sample_ahead(self, prompts: list[list[int]], step: int) -> None:
-        """With `--async`: start on the next step's rollout; now and then leave it to its own step,
-        where the sampler can be checked against the weights that it had."""
-        if self.args.asynchronous and step % CHECK_EVERY:
-            self.ahead = self.thread.submit(self.generate, prompts)
-
-    def wait(self) -> None:
-        """Return when nothing is being sampled: the engine may be given new weights."""
-        if self.ahead:
-            self.ahead.result()
-
-    def state_dict(self) -> dict:
-        ahead = vars(self.ahead.result()) if self.ahead else {}
-        queue = [(version, [vars(part) for part in batch]) for version, batch in self.queue]
-        return {"queue": queue, "ahead": ahead}
-
-    def load_state_dict(self, state: dict) -> None:
-        if state["other_ranks"] and (state["queue"] or state["ahead"]):
-            raise BadInput(f"--resume: batches in flight: use {state['other_ranks']} rank(s)")
-        for version, batch in state["queue"]:
-            self.queue.append((version, [Rollout(**part).to(self.device) for part in batch]))
-        if state["ahead"]:
-            self.ahead = self.thread.submit(Rollout(**state["ahead"]).to, self.device)
-
-
-def dealt(part: Rollout, world: World, G: int) -> Rollout:
-    """`deal` for main rows in whole groups, as b needs them, and for branches row by row."""
+def balanced(part: Rollout, world: World, G: int) -> Rollout:
+    """`balance_tokens` for main rows in whole groups, as b needs them, and for branches row by
+    row."""
     main = part.branch == 0  # [n]
-    return Rollout.join(
-        balance_tokens(part.rows(main), world, G), balance_tokens(part.rows(~main), world)
-    )
+    rows = balance_tokens(part.rows(main), world, G)
+    return Rollout.join(rows, balance_tokens(part.rows(~main), world))
 
 
-def prepare(
-    args: Args, policy: Policy, batch: Rollout, branches: Branches | None, world: World
-) -> tuple[float, dict]:
+def prepare(args: Args, policy: Policy, batch: Rollout, means: Means, world: World) -> None:
     """What the first gradient needs to know of a whole mini-batch; all ranks call it together.
 
-    b leaves the advantages, the tokens that count become a column `kept`. Returned are what main
-    rows are divided by over what branches are, and statistics.
+    b leaves the advantages, the tokens that count become a column `kept`, and `branch` is then what
+    main rows are divided by over what branches are.
     """
-    main, found, balance = batch.branch == 0, {}, 1.0  # [n]
+    main = batch.branch == 0  # [n]
     if args.lag:
         shift = torch.zeros_like(batch.advantages)  # [n]: a branch keeps its siblings' mean
         shift[main] = baseline_shifts(args, policy, batch.rows(main), world)
         batch.advantages = batch.advantages - shift
-        found["baseline_shift"] = shift.abs().sum(), main.sum()
+        means.add(baseline_shift=(shift.abs().sum(), main.sum()))
     # p and H of the whole mini-batch under π_θ
     now = all_logprobs(policy, batch, args, world) if args.tokens == "stapo" else ()  # [n, T] each
     batch.kept = tokens_left(args, now, batch.advantages, batch.mask, world)  # [n, T]
-    if branches:  # that of what the streams are divided by: tokens left, or responses
-        size = counted(args, batch.kept)[:, None]  # [n, 1]
-        balance = branches.balance(Rollout(mask=size, branch=batch.branch))
-    return balance, found
+    size = counted(args, batch.kept)  # [n]
+    streams = global_sum({"main": size[main].sum(), "branch": size[~main].sum()}, world)
+    balance = streams["main"] / max(1.0, streams["branch"])
+    batch.branch = torch.where(main, 0.0, balance)  # [n]
 
 
 def counted(args: Args, kept: Tensor) -> Tensor:
@@ -719,15 +241,14 @@ def policy_loss(
     mask: Tensor,
     kept: Tensor | None = None,  # <own>
     branch: Tensor | None = None,  # <own>
-    balance: float | None = None,  # <own>
 ) -> tuple[Tensor, Tensor, dict]:
     """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
 
-    All `[n, T]` but advantages `[n]`, branch `[n]`, 1 on branches and 0 on main rows, and balance,
-    what main rows are divided by over what branches are. `kept` and `balance` are the whole
-    mini-batch's (default: of these rows). The caller adds sums and counts up over micro-batches and
-    ranks and divides once: a mean of micro-batch means would be another objective. Every file is
-    handed the same tensors, needed or not.
+    All `[n, T]` but advantages `[n]` and branch `[n]`: 0 on main rows, on branches what main rows
+    are divided by over what branches are. `kept` is chosen in the whole mini-batch (default: in
+    these rows). The caller adds sums and counts up over micro-batches and ranks and divides once: a
+    mean of micro-batch means would be another objective. Every file is handed the same tensors,
+    needed or not.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
@@ -759,12 +280,11 @@ def policy_loss(
     if not args.token_mean:
         objective = objective / kept.sum(dim=1, keepdim=True).clamp(min=1)  # [n, T]: 1/|y_i|
     branch = torch.zeros_like(advantages) if branch is None else branch  # [n]
-    if balance is None:
-        balance = (size @ (1 - branch)) / (size @ branch).clamp(min=1)
-    # The caller divides by the main rows' size; times the balance first, the branches are averaged
+    main = branch == 0  # [n]
+    # The caller divides by the main rows' size; times `branch` first, the branches are averaged
     # over their own. λ weighs them.
-    stream = 1 + (args.branch_weight * balance - 1) * branch  # [n]
-    return -(objective * kept * stream[:, None]).sum(), size @ (1 - branch), stats
+    stream = torch.where(main, 1.0, args.branch_weight * branch)  # [n]
+    return -(objective * kept * stream[:, None]).sum(), size[main].sum(), stats
     # </own>
 
 
@@ -776,8 +296,6 @@ def main(args: Args, world: World) -> None:
     # <own>
     if args.branches == 1:
         raise BadInput("--branches 1: must be 0, or 2 or more: a branch is judged by its siblings")
-    if args.curriculum and args.asynchronous:
-        raise BadInput("--async: only with --no_curriculum: it waits for this step's rewards")
     branches = Branches(args, engine, task, tokenizer, world) if args.branches else None
     curriculum = Curriculum(args, task, world) if args.curriculum else None
     # </own>
@@ -788,12 +306,12 @@ def main(args: Args, world: World) -> None:
     # <own>
     both, optimizers = policy, optimizer
     if curriculum:
-        both = nn.ModuleList([policy, curriculum.teacher])
+        both = torch.nn.ModuleList([policy, curriculum.teacher])
         optimizers = [optimizer, curriculum.optimizer]
     # </own>
     run = Run(args, task, world, Path(__file__).stem, ACTED)
     done = 0  # steps
-    stale = Stale(engine, run)  # <own>
+    stale = Stale(args, world)  # <own>
     if args.resume:
         done, state = load_checkpoint(run.folder, both, optimizers, world)  # <own>
         engine.load_state_dict(state["engine"])
@@ -802,7 +320,7 @@ def main(args: Args, world: World) -> None:
         if curriculum:
             curriculum.window.extend(state["window"])
         if branches:
-            branches.feedback.extend(state["feedback"])
+            branches.feedback = state["feedback"]
         # </own>
     engine.sync(policy)
     if args.lag and args.optimal_baseline and (part := strange_part(policy)):  # <own>
@@ -816,21 +334,18 @@ def main(args: Args, world: World) -> None:
     for step in run.steps(done, args.steps):
         means = Means()
 
-        # <own>
-        # Choice: for each slot of the batch the candidate from which most can be learned, or the
-        # problems in their order: the cursor is a function of the step.
+        # Rollout: this rank's P prompts, G responses each: in their order, or the teacher's choice.
+        run.clock("rollout")
         cursor = (step - 1) * args.prompts_per_step + world.rank * P
+        problems = [task.train(cursor + i) for i in range(P)]
+        # <own>
         if curriculum:
             run.clock("teacher")
             problems = curriculum.choose(step)[world.rank * P : (world.rank + 1) * P]
-        else:
-            problems = [task.train(cursor + i) for i in range(P)]
+            run.clock("rollout")
         # </own>
-
-        # Rollout: this rank's P prompts, G responses each.
-        run.clock("rollout")
         prompts = [problem.prompt_ids for problem in problems]
-        rollout = stale.sample(prompts)  # <own>
+        rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. Groups never span ranks, so their statistics need no communication.
         run.clock("reward")
@@ -844,14 +359,16 @@ def main(args: Args, world: World) -> None:
         # <own>
         if curriculum:
             run.clock("teacher")
-            means.add(**curriculum.learn(rewards))
+            curriculum.learn(rewards, means)
         sampled = rollout.mask.sum()  # tokens
         rollout.branch = torch.zeros_like(rollout.advantages)  # [N]
+        parts = rollout.split(args.minibatches)
         if branches:
-            # K new endings of every failed response, behind the main rows.
+            # K new endings of every failed response, beside the main rows of its mini-batch.
             run.clock("branch")
-            rollout = branches.grow(rollout, rewards, problems, cursor)
-            means.add(**branches.statistics(rollout, rewards))
+            grown = branches.grow(rollout, rewards, problems, means)
+            grown.advantages = divided_by_std(args, grown)
+            parts = branches.join(rollout, grown)
         # </own>
 
         # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
@@ -861,8 +378,7 @@ def main(args: Args, world: World) -> None:
         # <own>
         # Mini-batches. The ranks exchange whole groups, as b needs them, until their token
         # counts are about equal.
-        parts = branches.split(rollout, P * G) if branches else rollout.split(args.minibatches)
-        minibatches = [dealt(part, world, G) for part in parts]
+        minibatches = [balanced(part, world, G) for part in parts]
         # </own>
         # Divided into micro-batches as the update will be: its first ratios are then exactly 1.
         for minibatch in minibatches:
@@ -870,23 +386,18 @@ def main(args: Args, world: World) -> None:
             if reference:
                 minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
         # Stops the run where μ, the sampler's numbers, is far from π_old: ratios would be wrong.
-        # <own>
-        sampler = {}
-        if not stale.was_ahead:
-            sampler = run.check_sampler(sampler_gap(minibatches, world))
-        # </own>
+        sampler = run.check_sampler(sampler_gap(minibatches, world))
 
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
         # fills there is none: the step trains on nothing and logs what it sampled.
         # <own>
-        minibatches = stale.next(minibatches, step)
+        trained = max(0, step - 1 - args.lag)  # batches, before this step
+        minibatches = stale.exchange(minibatches)
         if minibatches:
             rollout = Rollout.join(*minibatches)
-            means.add(lag=(stale.age, 1))
-            following = [task.train(cursor + args.prompts_per_step + i) for i in range(P)]
-            stale.sample_ahead([problem.prompt_ids for problem in following], step)
-        rollout = rollout.rows(rollout.branch == 0)  # the main stream again
-        rewards = rollout.rewards.view(-1, G)  # [P, G]
+            rollout = rollout.rows(rollout.branch == 0)  # the main stream
+            rewards = rollout.rewards.view(-1, G)  # [P, G]
+            means.add(lag=(min(trained, args.lag) * args.minibatches, 1))  # age in updates
         # </own>
 
         # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
@@ -897,13 +408,12 @@ def main(args: Args, world: World) -> None:
         for minibatch in minibatches if args.lag else ():
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
         # </own>
-        warm_lr = args.lr * min(1.0, stale.number / max(1, args.warmup))  # <own>
+        warm_lr = args.lr * min(1.0, (trained + 1) / max(1, args.warmup))  # <own>
         for group in optimizer.param_groups:
             group["lr"] = warm_lr  # <own>
         for minibatch in minibatches:
             # <own>
-            balance, found = prepare(args, policy, minibatch, branches, world)
-            means.add(**found)
+            prepare(args, policy, minibatch, means, world)
             log_w = torch.zeros_like(minibatch.advantages)  # [n]
             # </own>
             denominator = 0.0
@@ -922,7 +432,6 @@ def main(args: Args, world: World) -> None:
                     mask=micro.mask,
                     kept=micro.kept,  # <own>
                     branch=micro.branch,  # <own>
-                    balance=balance,  # <own>
                 )
                 loss.backward()  # sums: gradients add up over micro-batches
                 denominator = denominator + count
@@ -934,8 +443,8 @@ def main(args: Args, world: World) -> None:
                 rho = ess_ratio(gather(log_w, world)).item()
                 scale = min(1.0, rho / args.rho_on) ** 0.5 if args.ess_scaling else 1.0
                 optimizer.param_groups[0]["lr"] = warm_lr * scale
-                means.add(ess_ratio=(rho, 1), lr_scale=(scale, 1))
-                means.add(lr_damping=(1 - scale, args.ess_scaling))  # nothing where it is off
+                # A count of 0 logs nothing where it is off
+                means.add(ess_ratio=(rho, 1), lr_damping=(1 - scale, args.ess_scaling))
             # </own>
             norm = clip_gradients(policy, args.grad_clip)
             if run.gradient_is_finite(norm, minibatch, means):  # NaN would ruin the weights
@@ -943,7 +452,6 @@ def main(args: Args, world: World) -> None:
             optimizer.zero_grad()
 
         run.clock("sync")
-        stale.wait()  # <own>
         engine.sync(policy)
 
         found = of_rollout(rollout, rewards, task) | {"tokens": (sampled, None)}  # <own>
@@ -960,7 +468,7 @@ def main(args: Args, world: World) -> None:
             # <own>
             state |= stale.state_dict()
             state["window"] = list(curriculum.window) if curriculum else []
-            state["feedback"] = list(branches.feedback) if branches else []
+            state["feedback"] = branches.feedback if branches else []
             # </own>
             save_checkpoint(run.folder, step, both, optimizers, state, world)  # <own>
     if args.save_hf:

@@ -9,11 +9,9 @@ Objective, over all response tokens y_t, with W = π_θ(y) / π_old(y) for a who
     φ(W) = W^k e^{λ(1-W)},     (k, λ) = (2, 3) if Â >= 0 else (3, 2)
     Â_i = (R_i - mean R) / std R
 
-
 Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
 
     φ(W) Â
-
 
 Responses were sampled from π_old, so the gradient of the expected reward has the weight W, the
 product of all token ratios. That is unbiased, but a product of hundreds of factors is next to 0 or

@@ -61,6 +61,7 @@ class Routing:
         self.active = not self.why_not
         self.last: dict[int, Tensor] = {}  # by layer, of the last forward pass: [tokens, k]
         self.replay: Tensor | None = None  # [tokens, layers, k], for the forward passes to come
+        self.wanted = False  # whether all_logprobs is to give batches a column trainer_experts
         for layer, router in enumerate(routers(lm) if self.active else []):
             router.forward = partial(self._choose, layer, router.forward)
 

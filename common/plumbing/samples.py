@@ -35,9 +35,18 @@ class Samples:
         return first_or_last or step % args.eval_every == 0 or step % args.sample_every == 0
 
     def watch(
-        self, minibatch: Rollout, rows: Tensor, logp: Tensor, entropy: Tensor, count: Tensor
+        self,
+        minibatch: Rollout,
+        rows: Tensor,
+        logp: Tensor,
+        entropy: Tensor,
+        count: Tensor,
+        token_advantages: Tensor | None = None,
     ) -> None:
-        """Keep what is shown of these rows `[n]`, after their backward pass; all ranks together."""
+        """Keep what is shown of these rows `[n]`, after their backward pass; all ranks together.
+
+        `token_advantages [n, T]`: where a response has more than one advantage.
+        """
         if not self.wanted():
             return
         if minibatch is not self.batch:
@@ -49,6 +58,8 @@ class Samples:
         group, sums, responses = self.kept[-1]
         sums["count"] += float(count)
         columns = {"logp": logp, "entropy": entropy, "weight": -logp.grad}  # [n, T]
+        if token_advantages is not None:
+            columns["advantage"] = token_advantages  # [n, T], instead of the response's
         shown = (minibatch.problem[rows] == group["group"]).nonzero()[:, 0]
         for i, row in zip(shown.tolist(), rows[shown].tolist()):
             own = {name: column[i] for name, column in columns.items()}  # [T]
@@ -74,8 +85,6 @@ class Samples:
                 columns[name] = column[0]
         ids, response = one.tokens[0, :length].tolist(), one.response_ids()[0]
         listed = {"ids": ids, "tokens": [decode([token]) for token in ids]}
-        if hasattr(one, "token_advantages"):  # one for each token
-            columns["advantage"] = one.token_advantages[0]
         for name, column in columns.items():
             listed[name] = six_digits(column[:length].tolist())
         found = {

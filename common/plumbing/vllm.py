@@ -24,9 +24,11 @@ class VLLMEngine:
     memory stay; only the cached keys and values, which old weights made, are thrown away.
     """
 
-    def __init__(self, args: object, lm: PreTrainedModel, world: World):
+    def __init__(
+        self, args: object, lm: PreTrainedModel, world: World, record_experts: bool = False
+    ):
         ranks = args.tensor_parallel
-        options = vllm_options(args, lm, world)
+        options = vllm_options(args, lm, world, record_experts)
         # In this process, where weights are handed over without a copy.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -129,7 +131,9 @@ class VLLMEngine:
         return Rollout.pack(prompts=prompts, tokens=tokens, logps=logps, experts=experts, **how)
 
 
-def vllm_options(args: object, lm: PreTrainedModel, world: World) -> dict:
+def vllm_options(
+    args: object, lm: PreTrainedModel, world: World, record_experts: bool = False
+) -> dict:
     """The options of `vllm.LLM` on this rank, without those of `--vllm`."""
     ranks = args.tensor_parallel
     precision = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype
@@ -166,8 +170,7 @@ def vllm_options(args: object, lm: PreTrainedModel, world: World) -> dict:
         options["disable_custom_all_reduce"] = True
     # Only on request: vLLM then schedules no batch ahead, which would outlive the cache's reset,
     # and copies experts at every step.
-    asked = getattr(args, "routing_replay", "none") == "r3"
-    if asked and not why_not_replayed(lm) and ranks == 1:
+    if record_experts and not why_not_replayed(lm) and ranks == 1:
         options |= {"enable_return_routed_experts": True, "async_scheduling": False}
     return options
 

@@ -17,9 +17,9 @@ def three_bits(weight: Tensor) -> Tensor:
     return (weight / scale).round() * scale
 
 
-def make_engine(*args: object) -> object:
+def make_engine(*args: object, **named: object) -> object:
     """The engine of the flags, whose `sync` rounds after it has copied."""
-    engine = rollout.make_engine(*args)
+    engine = rollout.make_engine(*args, **named)
     copy = engine.sync
 
     def sync(policy: nn.Module, rounded: bool = True) -> None:

@@ -119,8 +119,8 @@ def put_under(module: ModuleType, stress: Stress) -> None:
     make_engine, load_task = module.make_engine, module.load_task
     evaluate, main = module.evaluate, module.main
 
-    def stressed_engine(args: object, lm: nn.Module, world: World) -> object:
-        engine = make_engine(args, lm, world)
+    def stressed_engine(args: object, lm: nn.Module, world: World, **named: object) -> object:
+        engine = make_engine(args, lm, world, **named)
         stress_sampler(engine, stress)
         exact = replace(args, rollout="hf", rollout_dtype=args.dtype)  # the policy itself
         engine.examiner = make_engine(exact, lm, world)

@@ -112,7 +112,7 @@ def gradients(
     with monkeypatch.context() as patch:
         patch.setattr(module, "all_logprobs", old_logprobs)
         patch.setattr(module, "load_task", lambda *arguments: task)
-        patch.setattr(module, "make_engine", lambda *arguments: Fixed(rollout, world))
+        patch.setattr(module, "make_engine", lambda *arguments, **named: Fixed(rollout, world))
         patch.setattr(module, "evaluate", lambda *arguments: {"greedy": 0.0, "sampled": 0.0})
         patch.setattr(module, "clip_gradients", spy)
         patch.setattr("common.plumbing.tracking.draw_curves", lambda *arguments: "")

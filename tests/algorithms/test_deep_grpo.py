@@ -29,7 +29,7 @@ def test_the_prefix_gets_no_gradient(world):
     rollout.advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])
     columns = {name: getattr(rollout, name) for name in ("rollout_logp", "advantages", "mask")}
     columns |= {"logp": logp, "entropy": entropy, "old_logp": rollout.rollout_logp}
-    columns |= {"ref_logp": logp.detach() - 0.1, "branch": torch.tensor([0.0, 1, 1, 1])}
+    columns |= {"ref_logp": logp.detach() - 0.1, "branch": torch.tensor([0.0, 1.5, 1.5, 1.5])}
     loss_of(deep_grpo, deep_grpo.Args(beta=0.1), **columns)[0].backward()
     start = len(prompt) + len(prefix)
     assert rollout.prompt_len.tolist() == [start] * 4
@@ -45,8 +45,13 @@ def test_without_weight_branches_change_nothing(world, tmp_path, monkeypatch):
     is another."""
     rollout, given = stored_rollout(world), (PROMPTS, world, tmp_path, monkeypatch, "deep_grpo")
     weightless = gradients(rollout, *given, beta=0.0, branch_weight=0.0)
-    discarded = gradients(rollout, *given, beta=0.0, min_branches=10**6)
     both = gradients(rollout, *given, beta=0.0)
+    join = deep_grpo.Branches.join
+    nothing = slice(0, 0)
+    monkeypatch.setattr(
+        deep_grpo.Branches, "join", lambda self, main, grown: join(self, main, grown.rows(nothing))
+    )
+    discarded = gradients(rollout, *given, beta=0.0)
     assert ((weightless - discarded).norm(dim=1) < 2e-6 * discarded.norm(dim=1)).all()
     assert ((both - discarded).norm(dim=1) > 0.1 * discarded.norm(dim=1)).all()
 

@@ -1,31 +1,11 @@
 """What some variants do in a run, beside what checks and the loop's oracle hold of them."""
 
-import ast
 import signal
 
 import pytest
 from variants import ppo
 
-from checks.files import NINE, PATHS
 from tests.helpers import SMALL, assert_same_run, command, metrics, run_here
-
-RECIPES_OWN = {"Args", "policy_loss", "main", "advantages"}
-RECIPES_OWN |= {"tokens_left", "soft_gate", "dealt", "prepare", "counted"}
-
-
-def parts(name: str) -> dict[str, str]:
-    """The source of every function and class at the top of an algorithm file."""
-    source = PATHS[name].read_text()
-    nodes = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
-    return {node.name: ast.get_source_segment(source, node) for node in nodes}
-
-
-def test_the_recipes_copies_are_their_originals():
-    """Every function and class that is not its own stands in one of the nine, letter for letter."""
-    originals = {source for name in NINE for source in parts(name).values()}
-    copies = {part: source for part, source in parts("recipe").items() if part not in RECIPES_OWN}
-    assert len(copies) > 15
-    assert [part for part, source in copies.items() if source not in originals] == []
 
 
 @pytest.mark.slow

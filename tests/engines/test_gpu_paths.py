@@ -7,7 +7,6 @@ import sys
 from types import SimpleNamespace
 
 import grpo
-import minirl
 import numpy as np
 import pytest
 import torch
@@ -31,10 +30,11 @@ def cuda(monkeypatch):
 # vLLM's engine
 
 
-def options_of(Args: type = grpo.Args, model: str = "tiny", **flags: object) -> dict:
+def options_of(model: str = "tiny", record_experts: bool = False, **flags: object) -> dict:
     """What vLLM is made with on one GPU."""
-    args = Args(rollout="vllm", model=model, dtype="bfloat16", **flags)
-    return vllm_options(args, load_model(model)[0], World(0, 1, torch.device("cuda", 0)))
+    args = grpo.Args(rollout="vllm", model=model, dtype="bfloat16", **flags)
+    world = World(0, 1, torch.device("cuda", 0))
+    return vllm_options(args, load_model(model)[0], world, record_experts)
 
 
 def test_what_the_engine_asks_for(cuda):
@@ -44,10 +44,7 @@ def test_what_the_engine_asks_for(cuda):
     assert options["logprobs_mode"] == "processed_logprobs" and options["max_num_seqs"] == 16
     assert options["hf_overrides"] == {"head_dtype": "float32"}
     assert options["generation_config"] == "vllm" and options["dtype"] == torch.bfloat16
-    idle, asked = (
-        options_of(minirl.Args, "tiny-moe", routing_replay=replay, rollout_dtype="auto")
-        for replay in ("none", "r3")
-    )
+    idle, asked = options_of("tiny-moe"), options_of("tiny-moe", record_experts=True)
     assert not {"enable_return_routed_experts", "async_scheduling"} & idle.keys()
     assert asked["enable_return_routed_experts"] and asked["async_scheduling"] is False
 

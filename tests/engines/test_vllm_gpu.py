@@ -81,7 +81,8 @@ def main() -> None:
     for flags in cases():
         args = minirl.Args(rollout="vllm", dtype="bfloat16", prompts_per_step=8, **flags)
         world = World(0, args.tensor_parallel, torch.device("cuda", 0))
-        options = vllm_options(args, models[args.model], world)
+        recorded = args.routing_replay == "r3"
+        options = vllm_options(args, models[args.model], world, recorded)
         options |= passed_through(args.vllm, options)
         config = EngineArgs(**options).create_engine_config(UsageContext.LLM_CLASS)
         model, scheduler, parallel = (

@@ -325,7 +325,6 @@ BLOCKS: dict[str, dict[str, Check]] = {
     "runs": {  # 8; four at a time: they are small
         **{name: short_run(name, *HF) for name in FILES},
         "moe_r3": short_run("minirl", *HF, "--model", "tiny-moe", "--routing_replay", "r3"),
-        "async": short_run("vcpo", *HF, "--async"),
         "offload": short_run("grpo", *HF, "--offload_reference", "--gradient_checkpointing"),
     },
     "resume": {  # 5
@@ -337,7 +336,6 @@ BLOCKS: dict[str, dict[str, Check]] = {
     "vllm": {  # 10; one after the other: vLLM measures the free memory when it starts
         "vllm": short_run("grpo", *VLLM),
         "vllm_sleep": short_run("grpo", *VLLM, "--vllm_sleep"),
-        "vllm_async": short_run("vcpo", *VLLM, "--async"),
         "vllm_moe_r3": short_run("minirl", *VLLM, "--model", "tiny-moe", "--routing_replay", "r3"),
     },
 }

@@ -256,7 +256,7 @@ FLAGS = {
     "grpo": {"beta": 0.1, "grad_clip": 6.0},
     "gspo": {"clip_low": 0.02, "clip_high": 0.03, "grad_clip": 4.0},
     "sapo": {"grad_clip": 5.0},
-    "stapo": {"tau_p": 0.9, "entropy_quantile": 0.8, "entropy_over": "all", "grad_clip": 4.0},
+    "stapo": {"tau_p": 0.9, "entropy_quantile": 0.8, "grad_clip": 4.0},
     "maspo": {"sigma_base": 0.3, "grad_clip": 8.0},
     "minirl": {"grad_clip": 60.0},
     "vcpo": {"lag": 1, "rho_on": 0.5, "grad_clip": 32.0},
@@ -326,13 +326,14 @@ def record(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "load_model", lambda name, *flag: copy.deepcopy(loaded(name)))
         patch.setattr(module, "load_task", lambda *arguments: task())
-        patch.setattr(module, "make_engine", lambda *arguments: engine)
+        patch.setattr(module, "make_engine", lambda *arguments, **named: engine)
         patch.setattr(module, "save_checkpoint", lambda *arguments: None)
         patch.setattr("common.plumbing.tracking.draw_curves", lambda *arguments: "")
         patch.setattr(torch.optim, "AdamW", Watched)
-        if hasattr(module, "choose_pivot"):
-            choose_pivot = module.choose_pivot
-            patch.setattr(module, "choose_pivot", choose)
+        if hasattr(module, "Branches"):  # recipe.py imports it
+            home = sys.modules[module.Branches.__module__]
+            choose_pivot = home.choose_pivot
+            patch.setattr(home, "choose_pivot", choose)
         still = SimpleNamespace(anywhere=lambda world: False)
         patch.setattr("common.plumbing.tracking.StopFlag", lambda: still)
         module.main(args, world)
@@ -400,8 +401,7 @@ ADVANTAGES = {"minirl": centred, "deep_grpo": centred, "vcpo": population_z_scor
 def in_order(o: Oracle) -> list[list[dict[int, str]]]:
     """The rounds of sampling of each step: slot of the batch -> prompt. In most files one round, of
     problems (s-1)P to sP-1."""
-    ahead = o.args.get("asynchronous", False)  # the next step's, which it does not come to
-    starts = range(0, (o.args["steps"] + ahead) * P, P)
+    starts = range(0, o.args["steps"] * P, P)
     return [[{slot: TRAIN[(start + slot) % len(TRAIN)] for slot in range(P)}] for start in starts]
 
 
@@ -470,8 +470,7 @@ def silent(b: Batch) -> Tensor:
     """stapo's rare tokens of right responses where the entropy is low."""
     p, everywhere = b.logp.detach().exp(), b.mask > 0
     rare = everywhere & (p < b.args["tau_p"]) & (b.A[:, None] > 0)
-    among = b.entropy[everywhere if b.args.get("entropy_over", "all") == "all" else rare]
-    height = numpy.quantile(among.numpy(), b.args["entropy_quantile"])
+    height = numpy.quantile(b.entropy[everywhere].numpy(), b.args["entropy_quantile"])
     return rare & (b.entropy < height - 1e-5)
 
 

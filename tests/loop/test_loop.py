@@ -30,9 +30,8 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def filling(o: Oracle) -> int:
-    """vcpo: the steps that only fill its queue (with --async the rollout under way is one of the
-    `lag`)."""
-    return o.args.get("lag", 0) - o.args.get("asynchronous", 0)
+    """vcpo: the steps that only fill its queue."""
+    return o.args.get("lag", 0)
 
 
 def check_gradients(o: Oracle) -> None:
@@ -350,7 +349,7 @@ def test_routing_replay(alone, replay):
             assert not close(o.gradient(update)[0], free.gradient(update)[0])
 
 
-ALSO = [("stapo", {"entropy_over": "rare", "entropy_quantile": 0.75})]
+ALSO = []
 for variant in formulas.FORMULAS:
     ALSO += [(variant, flags) for flags in formulas.of(variant, "ALSO", [])]
 
@@ -362,15 +361,6 @@ def test_other_rules(alone, name, flags):
     o = alone(name, **flags)
     check_gradients(o)
     assert not close(o.gradient(0)[0], alone(name).gradient(0)[0])
-
-
-@slow
-def test_asynchronous(alone):
-    """Sampling the next batch beside the update changes neither which problems come nor what is
-    done with them."""
-    o = alone("vcpo", asynchronous=True, lag=2)
-    for check in (check_prompts, check_gradients, check_rates):
-        check(o)
 
 
 @slow
