@@ -1,25 +1,25 @@
-"""What all algorithm files share; imported before torch, for what it sets below.
+"""What all algorithm files share; imported before torch, because of the settings below.
 
-Who follows `grpo.py` through a step reads six rooms, in this order:
-    batch         the rollout that every stage of a step hands on
+To follow one step of `grpo.py`, read these six modules, in this order:
+    batch         the batch passed between the stages of a step
     data          tasks: where prompts and reference answers come from
-    rollout       prompts in, sampled responses and their log-probabilities out
-    reward        the judges
+    rollout       sampling: prompts in, responses and their log-probabilities out
+    reward        the verifiers
     logprobs      the trainer's log-probabilities of the same tokens, in micro-batches
     distributed   ranks: sharding, exact sums and means, clean stops
-Below, in `plumbing/`, is what need not be read to understand an algorithm:
-    launch, flags, errors    command line to `main`; errors that are one line
-    tracking, folder         what a run leaves behind; files that are whole or not there
-    metrics, curves          sums and counts -> metrics.jsonl -> curves.png
-    checkpoint               saving and resuming to the bit
-    model                    loading weights and tokenizer
-    evaluation               the two accuracies of a run
-    sets                     the rows of a hub set or a file (hub.json: which, and their columns)
-    balance                  rows that change ranks, so that none waits for another's long responses
-    vllm                     the vLLM engine
-    routing                  mixtures of experts: recording and replaying their choice (minirl)
-    norms                    the norm of each response's gradient, in one pass (vcpo)
-`tiny/` is the embedded task, and its models.
+`plumbing/` need not be read to understand an algorithm:
+    launch, flags, errors      from the command line to `main`; errors of one line
+    tracking, folder, samples  what a run writes: metrics, samples, its folder
+    metrics, curves            sums and counts -> metrics.jsonl -> curves.png
+    checkpoint                 saving, and bit-exact resume
+    model                      loading weights and tokenizer
+    evaluation                 the two accuracies of a run
+    sets                       the rows of a hub set or a file (hub.json lists sets and columns)
+    balance                    load balancing: equal tokens on all ranks
+    vllm                       the vLLM engine
+    routing                    mixtures of experts: recording and replaying their routing (minirl)
+    norms                      the norm of each response's gradient, in one pass (vcpo)
+`tiny/` is the embedded task and its models.
 """
 
 import os

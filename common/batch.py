@@ -1,4 +1,4 @@
-"""The batch that every stage of a step hands on."""
+"""The batch passed between the stages of a step."""
 
 from __future__ import annotations
 
@@ -48,21 +48,25 @@ class Rollout:
         prefixes: list[list[int]] | None = None,
         experts: list[Tensor] | None = None,
     ) -> Rollout:
-        """The columns from lists: a prompt and prefix for each group, all else for each row."""
-        n, prefixes = len(tokens) // max(1, len(prompts)), prefixes or [[]] * len(prompts)
-        given = [pair for pair in zip(prompts, prefixes) for _ in range(n)]  # P -> N
+        """The batch made of lists: a prompt and a prefix for each group, the rest for each row."""
+        n = len(tokens) // max(1, len(prompts))  # responses to each prompt
+        given = []  # prompt and prefix of each row
+        for pair in zip(prompts, prefixes or [[]] * len(prompts)):
+            given += [pair] * n
 
         def padded(rows: list, dtype: torch.dtype, device: object = device) -> Tensor:
             tensors = [torch.as_tensor(row, dtype=dtype) for row in rows or [[]]]
             return pad_sequence(tensors, batch_first=True)[: len(rows)].to(device)
 
-        columns = {"sampler_experts": padded(experts, experts[0].dtype, "cpu")} if experts else {}
-        sequences = [a + b + c for (a, b), c in zip(given, tokens)]
+        columns = {}
+        if experts:
+            columns["sampler_experts"] = padded(experts, experts[0].dtype, "cpu")
+        sequences = [prompt + prefix + row for (prompt, prefix), row in zip(given, tokens)]
         ended = [bool(row) and row[-1] in eos for row in tokens]
         return cls(
             sequences=padded(sequences, torch.long),
-            prompt_len=torch.tensor([len(a + b) for a, b in given], dtype=torch.long).to(device),
-            prefix_len=torch.tensor([len(b) for _, b in given], dtype=torch.long).to(device),
+            prompt_len=torch.tensor([len(p + q) for p, q in given], dtype=torch.long).to(device),
+            prefix_len=torch.tensor([len(q) for _, q in given], dtype=torch.long).to(device),
             tokens=padded(tokens, torch.long),
             mask=padded([[1.0] * len(row) for row in tokens], torch.float32),
             rollout_logp=padded(logps, torch.float32),
@@ -73,10 +77,11 @@ class Rollout:
     def rows(self, index: Tensor | slice) -> Rollout:
         """The sub-batch of these rows; an `index` on any device."""
 
-        def taken(column: Tensor) -> Tensor:
-            return column[index.to(column.device) if isinstance(index, Tensor) else index]
-
-        return Rollout(**{name: taken(column) for name, column in vars(self).items()})
+        columns = {}
+        for name, column in vars(self).items():
+            place = index.to(column.device) if isinstance(index, Tensor) else index
+            columns[name] = column[place]
+        return Rollout(**columns)
 
     def split(self, parts: int) -> list[Rollout]:
         """Equal parts, in order; `parts` divides the rows."""
@@ -90,23 +95,25 @@ class Rollout:
         def joined(columns: list[Tensor]) -> Tensor:
             if columns[0].dim() == 1:
                 return torch.cat(columns)
-            return pad_sequence([row for column in columns for row in column], batch_first=True)
+            rows = [row for column in columns for row in column]
+            return pad_sequence(rows, batch_first=True)
 
-        parts = [vars(part) for part in parts if len(part)]  # without rows a batch may lack columns
+        parts = [vars(part) for part in parts if len(part)]  # an empty batch may lack columns
         return cls(**{name: joined([part[name] for part in parts]) for name in parts[0]})
 
     def to(self, device: object) -> Rollout:
-        """The same batch on that device (but for columns of experts)."""
-        columns = vars(self).items()
-        moved = {name: c if name.endswith("_experts") else c.to(device) for name, c in columns}
-        return Rollout(**moved)
+        """The same batch on that device; columns of experts stay on the CPU."""
+        columns = {}
+        for name, column in vars(self).items():
+            columns[name] = column if name.endswith("_experts") else column.to(device)
+        return Rollout(**columns)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def record_rewards(self, problems: list, rewards: Tensor) -> None:
-        """Columns `problem` and `rewards` `[N]`: the number of the training problem that each row
-        answers, and what it got for that. samples.jsonl shows them; rewards as `[P, G]`."""
+        """Add the columns `problem` (the number of the training problem that a row answers) and
+        `rewards`, both `[N]`, for samples.jsonl. `rewards` is given as `[P, G]`."""
         numbers = torch.tensor([problem.index for problem in problems], dtype=torch.long)
         self.problem = numbers.to(rewards.device).repeat_interleave(rewards.shape[1])  # [N]
         self.rewards = rewards.flatten()  # [N]

@@ -19,9 +19,9 @@ from common.plumbing.routing import Routing, routers
 BLOCK_ELEMENTS = 2**27
 Pair = tuple[Tensor, Tensor]
 Readout = Callable[[Tensor, Tensor], Tensor]  # log π `[b, V]`, tokens `[b]` -> `[b]`
-# What a forward and backward pass costs whatever its size, in tokens, of a dense model and of one
-# with experts. On a CPU measured (150 to 300), on a GPU estimated: there FSDP gathers all weights
-# twice in each pass, and of the experts' few compute a token.
+# The fixed cost of a forward and backward pass, in tokens: of a dense model, of one with experts.
+# Measured on a CPU (150 to 300), estimated on a GPU: FSDP gathers all weights twice in each pass,
+# and few of the experts compute a token.
 PASS_TOKENS = {"cpu": (256, 256), "cuda": (2048, 16384)}
 
 
@@ -33,10 +33,8 @@ def entropies(logprobs: Tensor, tokens: Tensor) -> Tensor:
 class Policy(nn.Module):
     """A causal language model as a policy: token ids in, log π(token) and entropy out.
 
-    Another `readout` takes the entropy's place for who needs something else of the distribution.
-
-    The output head runs inside this module's forward, so that FSDP has gathered its weight when we
-    use it by hand.
+    Another `readout` replaces the entropy by another statistic of each token's distribution. The
+    output head runs inside this module's forward, where FSDP has gathered its weight.
     """
 
     def __init__(self, lm: PreTrainedModel):
@@ -46,13 +44,12 @@ class Policy(nn.Module):
     def forward(
         self, sequences: Tensor, predicts: Tensor, temperature: float, readout: Readout = entropies
     ) -> Pair:
-        """Of each NEXT token that `predicts [n, S]` asks for, along `sequences [n, S]`: two `[M]`.
+        """log π and entropy, two `[M]`, of the token after each place that `predicts [n, S]` marks.
 
-        Sequences are right-padded: with causal attention no real token ever sees a pad, and no
+        `sequences [n, S]` are right-padded: with causal attention no real token sees a pad, and no
         attention mask is needed.
         """
-        # Found once: with a mask as index a GPU's host would wait here twice, and in the backward
-        # pass again.
+        # Computed once: a mask as index would make a GPU's host wait three times.
         where = predicts.flatten().nonzero()[:, 0]  # [M]
         output = self.lm.base_model(input_ids=sequences, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, where)  # [M, H]
@@ -76,7 +73,7 @@ def token_logprobs(
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """The logits are made a block of rows at a time, and again in the backward pass.
+    """Makes the logits a block of rows at a time, and again in the backward pass.
 
     At a vocabulary of 152k, 16k tokens of float32 logits are 10 GB a copy, and the plain formula
     keeps several.
@@ -146,28 +143,27 @@ def frozen_reference(args: object, lm: PreTrainedModel, world: World) -> Policy 
 def micro_batches(policy: nn.Module, batch: Rollout, max_tokens: int, world: World) -> list[Tensor]:
     """Row indices of micro-batches of at most `max_tokens` padded tokens, of similar lengths.
 
-    The division that costs least, by dynamic programming: a pass costs its padded tokens and
-    PASS_TOKENS more. Every rank gets the same number of them, since FSDP's forward and backward
-    passes are collective; some may be empty.
+    All ranks get the same number, because FSDP's passes are collective; some may be empty.
     """
     lengths = batch.ends.tolist()
-    dear = PASS_TOKENS[world.device.type][bool(routers(policy.lm))]
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    # For the `end` shortest rows: least cost, and where the last of their micro-batches starts.
-    least = [(0, 0)]
-    for end in range(1, len(order) + 1):
-        longest = lengths[order[end - 1]]
-        fit = max(1, min(end, max_tokens // longest))  # rows of this length in one micro-batch
-        starts = range(end - fit, end)
-        least.append(min((least[i][0] + dear + (end - i) * longest, i) for i in starts))
-    micros, end = [], len(order)
-    while end:  # the longest rows come first: too little memory shows early
-        micros.append(order[least[end][1] : end])
-        end = least[end][1]
-    micros = micros or [[]]
+    pass_cost = PASS_TOKENS[world.device.type][bool(routers(policy.lm))]  # in tokens
+    micros, tokens = [], 0  # tokens: those of the last micro-batch, without padding
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        rows = len(micros[-1]) + 1 if micros else 1  # with this one, the longest of them
+        padded = rows * lengths[row]
+        padding = padded - tokens - lengths[row]
+        # Another pass is worth its cost as soon as it saves more padding.
+        if rows > 1 and padded <= max_tokens and padding <= pass_cost:
+            micros[-1].append(row)
+            tokens += lengths[row]
+        else:
+            micros.append([row])
+            tokens = lengths[row]
+    micros = micros[::-1] or [[]]  # the longest rows come first: too little memory shows early
     wanted = int(global_sum({"micros_max": len(micros)}, world)["micros_max"])
     while len(micros) < wanted:
-        largest = micros.pop(max(range(len(micros)), key=lambda i: len(micros[i])))
+        largest = max(micros, key=len)
+        micros.remove(largest)
         micros += [largest[::2], largest[1::2]]
     return [torch.tensor(rows, dtype=torch.long, device=batch.tokens.device) for rows in micros]
 
@@ -177,10 +173,11 @@ def response_logprobs(
 ) -> Pair:
     """log π(token) and entropy of every sampled token: two `[n, T]`, zero on padding."""
     blank, where = torch.zeros_like(batch.mask), batch.mask.bool()  # [n, T]
-    if len(batch) == 0:  # other ranks have rows left and wait for our part of FSDP's collectives
+    if len(batch) == 0:  # other ranks have rows left, and FSDP's collectives need all ranks
         pair = torch.zeros(1, 2, dtype=torch.long, device=blank.device)  # [1, 2]
+        first = torch.tensor([[True, False]], device=blank.device)  # [1, 2]
         policy.routing.replay = None
-        logp, _ = policy(pair, torch.tensor([[True, False]], device=blank.device), temperature)
+        logp, _ = policy(pair, first, temperature)
         return blank.masked_scatter(where, logp), blank
     sequences = batch.sequences[:, : batch.ends.max()]  # [n, S]
     after = torch.arange(1, sequences.shape[1] + 1, device=sequences.device)  # [S]: next columns
@@ -223,14 +220,14 @@ def all_logprobs(
 
 
 def sampler_gap(batches: list[Rollout], world: World) -> dict[str, float]:
-    """How far the sampler's log-probs are from the trainer's: the same weights must give the same.
+    """The difference between the sampler's and the trainer's log-probs, from the same weights.
 
     KL(μ ‖ π_old) by the k3 estimator, the mean and the largest |log π_old - log μ|, over all ranks.
     """
     sums = {"kl": 0.0, "gap": 0.0, "tokens": 0.0, "gap_max": torch.tensor(0.0)}
     for batch in batches:
         gap = (batch.old_logp - batch.rollout_logp) * batch.mask  # [n, T]
-        # By expm1, or rounding would drown the usual gaps of 1e-6.
+        # expm1, because exp(gap) - 1 would lose the usual gaps of 1e-6 to rounding.
         sums["kl"] += (gap.expm1() - gap).sum()
         sums["gap"] += gap.abs().sum()
         if len(gap):  # a rank may have no rows

@@ -1,10 +1,10 @@
-"""Judges: exact match for arithmetic, math-verify for mathematics, a function of yours.
+"""Verifiers: math-verify for mathematics, or the `reward` of a task file, in bounded processes.
 
-math-verify runs sympy on whatever the model wrote, which can hang, take all memory or raise. Each
-answer is so judged in a worker process under bounds that the kernel enforces: an alarm kills the
-worker even in the middle of C code (a Python-level time-out would not; and math-verify's own, based
-on signals, silently fails when called from a thread). `python -m common.reward` is that worker: a
-numbered question in, the verdict of that number out, each a line of JSON. It does not import torch.
+math-verify runs sympy on whatever the model wrote, which can hang, take all memory or raise. So
+each answer is scored in a worker process under bounds that the kernel enforces: an alarm ends the
+worker even in the middle of C code (a Python-level time-out would not, and math-verify's own, based
+on signals, silently fails when called from a thread). `python -m common.reward` is that worker: it
+reads numbered questions and writes numbered verdicts, each a line of JSON. It imports no torch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-import tokenize
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,48 +27,27 @@ from types import ModuleType
 
 from common.plumbing.errors import RunStopped
 
-SECONDS, MEMORY = 5.0, 2 * 2**30  # bounds on one answer
-MOST = {"seconds": 86_400, "memory": 2**50, "workers": 1000}  # that a reward's `bounds` may name
-START = 120.0  # seconds, bound on the start of a worker: slow disks are slow, but a hang must end
+SECONDS, MEMORY = 5.0, 2 * 2**30  # bounds on one answer; `bounds` of a task file may set others
+START = 120.0  # seconds, bound on the start of a worker: disks may be slow, but a hang must end
 TAIL = 2000  # characters searched for an answer that is not boxed
-
-
-def arithmetic_reward(completion: str, answer: str) -> float:
-    """1.0 if what follows the last `#` is exactly the answer; a substring is not enough."""
-    _, mark, final = completion.rpartition("#")
-    return float(mark == "#" and final == answer)
-
-
-def mentioned_reward(completion: str, solution: str) -> float:
-    """A verifier with a hole: what follows the last `#` need only stand somewhere in the solution.
-
-    As if the reference solution were searched for the answer, in place of its last line.
-    """
-    _, mark, final = completion.rpartition("#")
-    return float(mark == "#" and final in solution)
-
-
-def steps_reward(completion: str, solution: str) -> float:
-    """Part marks: the share of the solution's steps, its answer among them, that are right."""
-    (given, _, final), (steps, _, answer) = completion.rpartition("#"), solution.rpartition("#")
-    pairs = [*zip(given.split(";"), steps.split(";")), (final, answer)]
-    return sum(one == other for one, other in pairs) / (steps.count(";") + 2)
 
 
 def final_answer(completion: str) -> str:
     """The last \\boxed{...}, braces balanced, or "" if it never closes; without a box, the end.
 
-    Only the last box counts: a response that boxes every candidate must not be paid for one of
-    them.
+    Only the last box counts: a response that boxes every candidate must not earn for one of them.
     """
     start = completion.rfind("\\boxed{")
     if start < 0:
         return completion[-TAIL:]
     depth = 0
     for end, character in enumerate(completion[start:], start + 1):
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth == 0 and character == "}":
-            return completion[start:end]
+        if character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
+            if depth == 0:
+                return completion[start:end]
     return ""
 
 
@@ -78,156 +55,130 @@ def reward(completion: str, reference: str) -> float:
     """1.0 where math-verify finds the completion's final answer equal to the reference, else 0."""
     from math_verify import parse, verify  # takes seconds, in the workers alone
 
-    gold, answer = f"${reference}$", final_answer(completion)
-    gold, answer = (parse(text, parsing_timeout=None) for text in (gold, answer))
+    # No time-outs of its own: the worker's alarm bounds both.
+    gold = parse(f"${reference}$", parsing_timeout=None)
+    answer = parse(final_answer(completion), parsing_timeout=None)
     return float(verify(gold, answer, timeout_seconds=None))
 
 
 def source_of(spec: str) -> str:
-    """The text of FILE.py or FILE.py:NAME, in the encoding that the file declares."""
-    file = spec.partition(":")[0]
-    if not Path(file).is_file():  # a pipe would be waited for
-        raise FileNotFoundError(f"No such file: {file}")
-    with tokenize.open(file) as opened:
-        return opened.read()
+    """The text of the task file FILE.py or FILE.py:NAME."""
+    return Path(spec.partition(":")[0]).read_text("utf-8-sig")
 
 
-def loaded(spec: str, source: str = "") -> object:
-    """The module FILE.py, or of FILE.py:NAME what is called so in it; `source`: its text."""
+def load_task_file(spec: str, source: str = "") -> object:
+    """FILE.py as a module, or for FILE.py:NAME the object of that name in it.
+
+    `source` is the file's text, if it was read before.
+    """
     file, _, name = spec.partition(":")
     file = os.path.abspath(file)
-    sys.path.append(os.path.dirname(file))  # last: a neighbour hides no library
+    sys.path.append(os.path.dirname(file))  # at the end: a neighbouring file hides no library
     try:
-        module = sys.modules[f"task file {file}"] = ModuleType(f"task file {file}")
+        module = ModuleType(f"task file {file}")
+        sys.modules[module.__name__] = module  # dataclasses and pickle look for it there
         module.__file__ = file
-        exec(compile(source or source_of(file), file, "exec", dont_inherit=True), vars(module))
+        exec(compile(source or source_of(spec), file, "exec", dont_inherit=True), vars(module))
         return getattr(module, name) if name else module
     except BaseException as error:  # SystemExit and KeyboardInterrupt included
-        raise ImportError(in_words(error, spec)) from error
+        raise ImportError(describe(error, spec)) from error
 
 
 class Verifier:
-    """Scores completions in worker processes, by math-verify or by a function of yours.
+    """Scores completions in worker processes: by math-verify, or by the `reward` of a task file.
 
-    `spec` is FILE.py, or FILE.py:NAME, that is or has a function `reward(completion, reference)`,
-    as this file has. It returns a number, or a dict of numbers of which `reward` is the score:
-    `parts` has the others' (sum, count). `killed` counts the answers that broke their bounds of
-    `seconds` and `memory` (bytes), or a function of yours; `failure` is the first of these in
-    words, and `works` is true once an answer was judged without one.
+    `spec` is the task file, FILE.py or FILE.py:NAME, or "" for math-verify. An answer on which the
+    function fails, or that breaks the bounds of `seconds` and `memory` (bytes), earns 0: `killed`
+    counts these, `failure` describes the first, and `works` is True once an answer was scored.
     """
 
     def __init__(
         self, spec: str = "", workers: int = 0, seconds: float = SECONDS, memory: int = MEMORY
     ):
         self.spec, self.seconds, self.memory = spec, seconds, memory
-        self.killed, self.parts, self.failure, self.works = 0, {}, "", False
-        # Later workers, too, get the text as it is now: you may write at the file during a run.
+        self.killed, self.failure, self.works = 0, "", False
+        # Workers that start later get the same text, even if the file is edited during the run.
         self.source = source_of(spec) if spec else ""
         cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         workers = workers or min(8, max(1, cores))
-        self.numbers = itertools.count()  # of the questions
+        self.question_numbers = itertools.count()
         self.idle: queue.Queue[Worker | None] = queue.Queue()
         for _ in range(workers):
-            self.idle.put(None)  # started when first needed
+            self.idle.put(None)  # a worker starts when it is first needed
         self.threads = ThreadPoolExecutor(workers)
 
-    @classmethod
-    def of(cls, spec: str, given: object) -> Verifier:
-        """By what `loaded(spec)` gave; its dict `bounds` may set `seconds`, `memory`, `workers`."""
-        if not callable(getattr(given, "reward", given)):
-            raise TypeError("has no function `reward`")
-        bounds = getattr(given, "bounds", {})
-        for name, most in MOST.items():
-            value = bounds.get(name, most)
-            if not isinstance(value, int | float) or not 0 < value <= most:  # true for NaN
-                raise ValueError(f"bounds: {name} is {value!r}, not above 0 and at most {most}")
-        return cls(spec, **bounds)
-
     def __call__(self, completions: list[str], references: list) -> list[float]:
-        """The scores: 1.0 where the final answer equals the reference, else 0.0 (or part marks)."""
-        verdicts = list(self.threads.map(self._judge, completions, references))
-        errors = [error for _, error, _ in verdicts if error]
-        for name, value in (part for _, _, parts in verdicts for part in parts.items()):
-            total, count = self.parts.get(name, (0.0, 0))
-            self.parts[name] = total + value, count + 1
-        if errors and self.spec and not self.failure:
-            self.failure = errors[0]
-            first = f"{self.spec}: reward fails ({self.failure}): 0 points"
-            print(f"\n{first}", file=sys.stderr, flush=True)
-        self.killed += len(errors)
-        self.works = self.works or len(errors) < len(verdicts)
-        return [points for points, _, _ in verdicts]
+        """A score for each completion, given its reference."""
+        verdicts = list(self.threads.map(self._score, completions, references))
+        failures = [failure for _, failure in verdicts if failure]
+        if failures and self.spec and not self.failure:
+            self.failure = failures[0]
+            line = f"{self.spec}: reward fails ({self.failure}): 0 points"
+            print(f"\n{line}", file=sys.stderr, flush=True)
+        self.killed += len(failures)
+        self.works = self.works or len(failures) < len(verdicts)
+        return [score for score, _ in verdicts]
 
-    def _judge(self, completion: str, reference: object) -> tuple[float, str, dict]:
+    def _score(self, completion: str, reference: object) -> tuple[float, str]:
+        """The score of one completion, and "" or a description of what failed."""
         worker = self.idle.get()
         try:
-            if not worker or worker.process.poll() is not None:
+            if worker is None or worker.process.poll() is not None:
                 worker = Worker(self.spec, self.source, self.seconds, self.memory)
-            number = next(self.numbers)
-            # Twice its own bound: what it judges may have turned its own alarm off.
-            said = worker.ask([number, completion, reference], 2 * self.seconds)
-            with contextlib.suppress(ValueError, TypeError, RecursionError):  # no JSON, no four
-                given, points, error, parts = json.loads(said)
-                if given == number:
-                    return points, error, parts
-            # Silence, or a line that is no verdict on this answer: nothing that this worker says
-            # from here on can be trusted to be about the question it was asked.
+            number = next(self.question_numbers)
+            # The worker's own alarm rings first, unless the function has turned it off.
+            line = worker.ask([number, completion, reference], 2 * self.seconds)
+            with contextlib.suppress(ValueError, TypeError, RecursionError):  # not such a list
+                answered, score, failure = json.loads(line)
+                if answered == number:
+                    return score, failure
+            # No line, or one that is no verdict on this answer. Later lines of this worker could
+            # also be about another answer, so it ends here.
             code, worker = worker.end(), None
-            lost = f"out of time or memory? exit code {code}"
-            return 0.0, "something else spoke in the worker's channel" if said else lost, {}
+            if line:
+                return 0.0, "something else wrote into the worker's channel"
+            return 0.0, f"out of time or memory? exit code {code}"
         finally:
             self.idle.put(worker)
 
-    def close(self) -> None:
-        """End the workers."""
-        self.threads.shutdown()
-        while not self.idle.empty():
-            if worker := self.idle.get():
-                worker.end()
-
 
 class Worker:
-    """A process that judges, and the channel to it: a line there, a line back."""
+    """A process that scores answers, and a socket to it: one line there, one line back."""
 
     def __init__(self, spec: str, source: str, seconds: float, memory: int):
-        paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        # -P: the current folder may hold a json.py, or a `common` that is not ours.
+        # -P: without the current folder, which may hold a json.py or another `common`.
         words = [sys.executable, "-P", "-m", "common.reward", spec, str(seconds), str(int(memory))]
-        self.channel, theirs = socket.socketpair()
-        with tempfile.TemporaryFile("w+", errors="replace") as errors:
-            self.process = subprocess.Popen(
-                words,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-                stdin=theirs,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,  # until it is ready
-                start_new_session=True,  # Ctrl-C: the trainer finishes its step and needs it
-            )
-            theirs.close()  # the worker alone has it: its end is the channel's
-            said = self.ask(source, START)
-            if said == "ready\n":
-                return
+        self.channel, workers_end = socket.socketpair()
+        self.process = subprocess.Popen(
+            words,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdin=workers_end,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is the trainer's: it finishes its step first
+        )
+        workers_end.close()  # the channel closes when the worker ends
+        line = self.ask(source, START)
+        if line != "ready\n":
             code = self.end()
-            errors.seek(0)
-            last = errors.read().splitlines()[-1:]
-        reason = said.strip() or printable(*last) or f"exit code {code}: is memory left?"
-        raise RunStopped(f"the verifier {spec or 'math-verify'} does not start ({reason})")
+            reason = line.strip() or f"exit code {code}: is memory left?"
+            raise RunStopped(f"the verifier {spec or 'math-verify'} does not start ({reason})")
 
     def ask(self, question: object, seconds: float) -> str:
-        """The worker's next line; "" where none comes within `seconds`.
+        """The worker's next line, or "" if none comes within `seconds`.
 
-        The deadline is this process's own. To wait until the channel closes would be to wait for
-        whatever the worker has forked, which may hold it open for ever.
+        This process keeps the deadline itself. Waiting for the channel to close could last for
+        ever: a process that the worker has forked may hold it open.
         """
-        said, until = b"", time.monotonic() + seconds
+        received, deadline = b"", time.monotonic() + seconds
         with contextlib.suppress(OSError):  # closed, or out of time
             self.channel.settimeout(seconds)
             self.channel.sendall(json.dumps(question).encode() + b"\n")
             while part := self.channel.recv(2**16):
-                said += part
+                received += part
                 if part.endswith(b"\n"):
-                    return said.decode(errors="replace")
-                self.channel.settimeout(max(0.0, until - time.monotonic()))
+                    return received.decode(errors="replace")
+                self.channel.settimeout(max(0.0, deadline - time.monotonic()))
         return ""
 
     def end(self) -> int:
@@ -239,64 +190,63 @@ class Worker:
 
 
 def work(spec: str, seconds: str, memory: str) -> None:
-    """In the worker: answer each [number, completion, reference] with [number, score, error,
-    parts], until the channel, which is its stdin, closes."""
-    questions, verdicts, own = os.fdopen(os.dup(0)), os.fdopen(os.dup(0), "w"), os.getpid()
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)  # what is judged must not read the questions
+    """The worker: answers each line [number, completion, reference] with [number, score, failure],
+    until the channel, which is its stdin, closes."""
+    questions, verdicts = os.fdopen(os.dup(0)), os.fdopen(os.dup(0), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a reward function must not read the questions
     source = json.loads(questions.readline())
     try:
-        given = loaded(spec, source) if spec else sys.modules[__name__]
-        score = getattr(given, "reward", given)
+        score = load_task_file(spec, source).reward if spec else reward
         if not spec:
-            score("1", "1")  # loads math-verify
+            score("1", "1")  # loads math-verify before the bounds hold
     except Exception as error:
-        return print(in_words(error), file=verdicts, flush=True)
-    with contextlib.suppress(ValueError, OSError):  # macOS knows no such bound
-        pages = int(Path("/proc/self/statm").read_text().split()[0])  # what is loaded by now
-        most = int(memory) + pages * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.dup2(nowhere, 2)
+        print(describe(error), file=verdicts, flush=True)
+        return
+    bound_memory(int(memory))
     print("ready", file=verdicts, flush=True)
+    own_process = os.getpid()
     for line in questions:
-        # SIGALRM's default action: the kernel ends this process.
+        # When the alarm rings the kernel ends this process, even if the trainer is gone.
         signal.setitimer(signal.ITIMER_REAL, float(seconds))
-        number, *asked = json.loads(line)
+        number, completion, reference = json.loads(line)
+        points, failure = 0.0, ""
         try:
-            points = score(*asked)
-            parts = points if isinstance(points, dict) else {"reward": points}
-            parts = {str(name): float(value) for name, value in parts.items()}
-            for name, value in parts.items():
-                if not abs(value) < 1e30 or f"_{name}".endswith("_max"):  # NaN; no mean
-                    raise ValueError(f"{name} {value} is no reward")
-            verdict = number, parts.pop("reward"), "", parts
+            given = float(score(completion, reference))
+            if not abs(given) < 1e30:  # true for NaN
+                raise ValueError(f"{given} is no reward")
+            points = given
         except BaseException as error:  # MemoryError, RecursionError and SystemExit included
-            # math-verify fails on much that is text
-            verdict = number, 0.0, in_words(error, spec) if spec else "", {}
-        if os.getpid() != own:  # a fork that came back would take the next question, too
+            # math-verify fails on many texts: these are wrong answers, not failures.
+            failure = describe(error, spec) if spec else ""
+        if os.getpid() != own_process:  # a fork that came back would take the next question
             os._exit(1)
         signal.setitimer(signal.ITIMER_REAL, 0)
         with contextlib.suppress(BrokenPipeError):  # the trainer was killed meanwhile
-            print(json.dumps(verdict), file=verdicts, flush=True)
-    os.killpg(0, signal.SIGKILL)  # the run is over: what answers have left behind ends with it
+            print(json.dumps([number, points, failure]), file=verdicts, flush=True)
+    os.killpg(0, signal.SIGKILL)  # the run is over: ends what rewards have left behind
 
 
-def in_words(error: BaseException, spec: str = "") -> str:
-    """Its kind and message in a line, and the last line of the file that led to it."""
+def bound_memory(most: int) -> None:
+    """Let this process take `most` bytes more than it has now, and write no core dumps."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(ValueError, OSError):  # macOS has no such bound
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most += pages * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def describe(error: BaseException, spec: str = "") -> str:
+    """An error's kind and message in one line, and the line of the task file that led to it."""
     file = os.path.abspath(spec.partition(":")[0])
-    lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if at.filename == file]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == file]
     where = f"{Path(file).name}:{lines[-1]}: " if lines else ""
-    words = ""
-    with contextlib.suppress(BaseException):  # an error of yours may fail to say itself
-        words = str(error)
-    return where + printable(f"{type(error).__name__}: {words}").removesuffix(":")
-
-
-def printable(text: str = "") -> str:
-    """Its first line, as far as it fits, without what steers a terminal."""
-    first = text.strip().partition("\n")[0][:240]
-    return "".join(one if one.isprintable() else "?" for one in first)
+    message = ""
+    with contextlib.suppress(BaseException):  # the error's own __str__ may fail
+        message = str(error).strip()
+    line = f"{type(error).__name__}: {message}".partition("\n")[0][:240]
+    # A control character could steer the terminal on which this is printed.
+    return where + "".join(one if one.isprintable() else "?" for one in line).removesuffix(": ")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ An engine is a policy frozen at the last `sync`:
     generate(prompts, n, limit, temperature, prefixes, top_p) -> Rollout
     sync(policy)                       take over the trainer's weights; every rank calls it together
     state_dict() / load_state_dict()   its random state, for bit-exact resume
-Token ids cross between sampler and trainer, never text: to decode and encode again may give others.
+Token ids cross between sampler and trainer, never text: decoding and encoding may change them.
 """
 
 import copy
@@ -37,15 +37,16 @@ class HFEngine:
         """`dtype`: float32, bfloat16, or float8: e4m3 matrices, computing in bfloat16. `experts`:
         report them, where the model has some."""
         precision = torch.float32 if dtype == "float32" else torch.bfloat16
-        # Float8 rounds the trainer's numbers; else half the bytes cross, and the same ones.
-        self.float8, self.pushed = dtype == "float8", None if dtype == "float8" else precision
+        # Float8 rounds the trainer's float32 numbers. Otherwise they are cast before they cross.
+        self.float8 = dtype == "float8"
+        self.pushed = None if self.float8 else precision
         self.lm = receive(copy.deepcopy(lm), world).eval().requires_grad_(False)
         for parameter in self.lm.parameters():  # not .to(dtype): rotary frequencies stay float32
             parameter.data = parameter.data.to(precision)
         self.device, self.max_rows, self.routing = world.device, max_rows, Routing(self.lm)
         self.reports_experts = experts and self.routing.active
         self.eos = torch.tensor(lm.generation_config.eos_token_id, device=world.device)
-        # Ranks draw different samples for their different prompts, the same in a run's repetition.
+        # Each rank has its own seed; the same run draws the same samples again.
         self.rank = world.rank
         self.generator = torch.Generator(world.device).manual_seed(seed * 100_003 + world.rank)
 
@@ -74,16 +75,19 @@ class HFEngine:
     ) -> Rollout:
         """Sample `n` responses of at most `limit` tokens to each prompt; temperature 0 is greedy.
 
-        With `prefixes[p]` the response to prompt p goes on from these tokens, which count towards
-        the limit. `top_p` is for evaluation: in training it stays 1, or log μ would belong to
-        another distribution.
+        The response to prompt p continues `prefixes[p]`, whose tokens count towards the limit.
+        `top_p` is for evaluation: in training it stays 1, or log μ would belong to another
+        distribution.
         """
         prefixes = prefixes or [[] for _ in prompts]
-        group, (tokens, logps, experts) = max(1, self.max_rows // n), ([], [], [])  # lists of rows
-        for chunk in (slice(start, start + group) for start in range(0, len(prompts), group)):
-            more = self._sample(prompts[chunk], prefixes[chunk], n, limit, temperature, top_p)
-            for rows, new in zip((tokens, logps, experts), more):
-                rows.extend(new)
+        tokens, logps, experts = [], [], []  # lists of rows
+        at_once = max(1, self.max_rows // n)  # prompts
+        for start in range(0, len(prompts), at_once):
+            chunk = slice(start, start + at_once)
+            sampled = self._sample(prompts[chunk], prefixes[chunk], n, limit, temperature, top_p)
+            tokens += sampled[0]
+            logps += sampled[1]
+            experts += sampled[2]
         how = {"prefixes": prefixes, "eos": self.eos.tolist(), "device": self.device}
         return Rollout.pack(prompts=prompts, tokens=tokens, logps=logps, experts=experts, **how)
 
@@ -137,9 +141,11 @@ class HFEngine:
             if self.reports_experts:
                 routed[alive, position[:, 0]] = self.routing.recorded()
             position = position + 1
-        ends, last = count.tolist(), (length + count).tolist()
-        kept = ([row[:end] for row, end in zip(column.tolist(), ends)] for column in (tokens, logp))
-        return *kept, [row[:end] for row, end in zip(routed.cpu(), last)]
+        return (
+            cut(tokens.tolist(), count.tolist()),
+            cut(logp.tolist(), count.tolist()),
+            cut(routed.cpu(), (length + count).tolist()),
+        )
 
     def _logits(
         self, tokens: Tensor, attention: Tensor, position: Tensor, cache: DynamicCache
@@ -164,6 +170,11 @@ class HFEngine:
         return token, logp.gather(-1, token)
 
 
+def cut(rows: list | Tensor, ends: list[int]) -> list:
+    """The rows without their padding: row i up to `ends[i]`."""
+    return [row[:end] for row, end in zip(rows, ends)]
+
+
 def float8(weight: Tensor) -> Tensor:
     """Each row rounded to 8-bit floats (e4m3, at most 448) at its own scale, as FP8 kernels do."""
     scale = weight.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 448
@@ -171,7 +182,7 @@ def float8(weight: Tensor) -> Tensor:
 
 
 def make_engine(args: object, lm: Model, world: World) -> object:
-    """The engine that `--rollout` names (`auto`: see `launch.settle`), with its own weights."""
+    """The engine that `--rollout` names, with its own weights."""
     if args.rollout == "vllm":
         from common.plumbing.vllm import VLLMEngine
 

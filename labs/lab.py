@@ -81,11 +81,10 @@ def main(lab: ModuleType, **parts: ModuleType) -> None:
     parser.add_argument("--first_seed", type=int, default=1, help="the others follow (default: 1)")
     # A toy with few seeds shows its finding; a short training run does not, and has another name
     few = parser.add_mutually_exclusive_group()
-    for flag, told in (
-        ("quick", f"of a toy: {QUICK} seeds, at full length"),
-        ("smoke", "of training runs: one short run of each arm, to try the machine: shows nothing"),
-    ):
-        few.add_argument(f"--{flag}", dest="few", action="store_const", const=flag, help=told)
+    told = f"of a toy: {QUICK} seeds, at full length"
+    few.add_argument("--quick", dest="few", action="store_const", const="quick", help=told)
+    told = "of training runs: one short run of each arm, to try the machine: shows nothing"
+    few.add_argument("--smoke", dest="few", action="store_const", const="smoke", help=told)
     parser.add_argument("--redraw", action="store_true", help="only draw the table that is there")
     parser.add_argument("--out", type=Path, default=Path("runs/labs"), help="default: runs/labs")
     words = parser.parse_args()
@@ -110,14 +109,15 @@ def part_of(lab: ModuleType) -> str:
 
 def make(lab: ModuleType, words: argparse.Namespace) -> None:
     """Do what the command line asks for."""
-    for flag, least in (("seeds", 1), ("first_seed", 0)):
-        if (value := getattr(words, flag)) is not None and value < least:
-            raise BadInput(f"--{flag} {value}: must be {least} or more")
+    if words.seeds is not None and words.seeds < 1:
+        raise BadInput(f"--seeds {words.seeds}: must be 1 or more")
+    if words.first_seed < 0:
+        raise BadInput(f"--first_seed {words.first_seed}: must be 0 or more")
     runs, own = hasattr(lab, "COLUMNS"), getattr(lab, "SEEDS", SEEDS)
-    right = "smoke" if runs else "quick"
-    if words.few not in (None, right):
-        kind = "training runs" if runs else "a toy"
-        raise BadInput(f"--{words.few}: this lab is {kind}, and has --{right}")
+    if runs and words.few == "quick":
+        raise BadInput("--quick: this lab is of training runs, give --smoke")
+    if not runs and words.few == "smoke":
+        raise BadInput("--smoke: this lab is a toy, give --quick")
     # Other seeds than the page's, and quick or short runs, have tables of their own.
     kind = f".from{words.first_seed}" if words.first_seed != 1 else ""
     kind += f".{words.few}" if words.few else ""
@@ -129,10 +129,13 @@ def make(lab: ModuleType, words: argparse.Namespace) -> None:
         raise BadInput(f"--redraw: no {table}; the one that we ship is drawn with --out labs")
     folder.mkdir(parents=True, exist_ok=True)
     if not words.redraw:
-        if not runs:  # a toy is measured anew
+        if words.few == "smoke":
+            own = 1
+        elif words.few == "quick":
+            own = QUICK
+        elif not runs:  # a toy is measured again, with as many seeds as its table has
             own = max(own, count(stored(table).get("results", {})))
-        some = 1 if runs else QUICK
-        seeds = words.seeds or (some if words.few else own)
+        seeds = words.seeds or own
         run(lab, table, seeds, words.few, words.first_seed)
     results, smoke = stored(table)["results"], words.few == "smoke"
     try:

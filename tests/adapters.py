@@ -4,7 +4,8 @@ import importlib
 from dataclasses import replace
 
 import common  # noqa: F401  (before torch)
-from common.reward import Verifier, arithmetic_reward
+from common.reward import Verifier
+from common.tiny.arithmetic import arithmetic_reward
 from checks.files import ALGORITHMS, MODULES, NINE, PATHS, VARIANTS  # noqa: F401  (offered, too)
 from torch import Tensor
 

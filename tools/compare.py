@@ -32,13 +32,12 @@ from common.plumbing.curves import (
     series,
     sheet,
     smooth,
-    telling,
 )
 from common.plumbing.errors import BadInput, blame, first_line
 from common.plumbing.folder import read_lines, saved_config, whole
 from tools import arguments
 
-# Flags that change nothing in what is trained
+# Flags that do not change the training
 FREE = set("seed run_dir resume eval_only eval_every save_every save_hf wandb acted".split())
 # Flags that also tell kinds of different algorithms apart; the others have defaults of their own
 EVERYWHERE = ("model", "task", "lr")
@@ -52,7 +51,7 @@ TITLES = {
 COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #56B4E9 #E69F00 #000000".split()
 STYLES = ("-", "--", ":", "-.")
 NUMBER = int | float
-# What tools read of a config.json, and as what
+# The values that tools read from a config.json, and their types
 CONFIG = {"algorithm": str, "model": str, "task": str, "seed": int, "lr": NUMBER, "acted": dict}
 OURS = "<!-- tools.compare -->"  # the first line of a table that may be written over
 
@@ -79,7 +78,7 @@ class Kind:
 
 
 def fit(value: object, kind: object, name: str = "") -> None:
-    """ValueError where `value`, which is called `name`, is not of its kind: a type, `[kind]` for a
+    """ValueError if `value`, which messages call `name`, is not of its kind: a type, `[kind]` for a
     list, `{name: kind}` for an object that has at least these names."""
     if isinstance(kind, dict):
         for key, of in kind.items():
@@ -94,7 +93,7 @@ def fit(value: object, kind: object, name: str = "") -> None:
         return
     right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
     if right and isinstance(value, NUMBER):
-        right = abs(value) < 1e300  # neither NaN nor what no float can hold
+        right = abs(value) < 1e300  # neither NaN nor too large for a float
     if not right:
         raise ValueError(f"{name} is {str(value)[:40]!r}")
     if isinstance(value, str):
@@ -140,8 +139,8 @@ def load(folder: Path) -> Run:
 
 
 def kinds(runs: list[Run]) -> list[Kind]:
-    """Runs sorted by what they are, in the order given. The same flags and seed once more (another
-    machine, another version) begin another kind."""
+    """Runs sorted by kind, in the order given. A second run with the same flags and seed (another
+    machine, another version) begins another kind."""
     found, seen = {}, {}
     for run in runs:
         flags = tuple(sorted((k, repr(v)) for k, v in run.config.items() if k not in FREE))
@@ -181,7 +180,7 @@ def shared(among: list[Kind]) -> dict[str, str]:
     different meanings."""
     words: dict[str, set] = {}
     for kind in among:
-        for name, text in telling(kind.config).items():
+        for name, text in kind.config["acted"].items():
             words.setdefault(name, set()).add(text)
     runs = [run for kind in among for run in kind.runs]
     return {
@@ -195,7 +194,7 @@ def band(runs: list[Run], name: str, width: int) -> tuple[np.ndarray, ...]:
     """Steps, and there the mean, lowest and highest of the runs, each `[n]`, as far as the shortest
     run goes.
 
-    What is logged at every step is smoothed over `width` steps, run by run; NaN is a gap.
+    Metrics of every step are smoothed over `width` steps, run by run; NaN is a gap.
     """
     curves = []
     for run in runs:
@@ -243,7 +242,7 @@ def draw(among: list[Kind]) -> object:
 
 
 def figures(run: Run) -> dict[str, float]:
-    """What the table says of a run; NaN where there is nothing."""
+    """The numbers of a run in the table; NaN where there are none."""
     found = {}
     for name in ("greedy", "sampled", "response_len"):
         values = series(run.lines, name)[1] if any(name in line for line in run.lines) else [np.nan]
@@ -293,7 +292,7 @@ def table(among: list[Kind], each_run: bool = True) -> str:
 
 
 def target(out: str) -> tuple[Path, Path]:
-    """The picture's and the table's path for --out. BadInput if one is there that is not ours."""
+    """The picture's and the table's path for --out; BadInput if another file has that path."""
     name = Path(out)
     if name.is_dir():
         name = name / "compare"
@@ -323,11 +322,11 @@ def draw_sheet(runs: list[Run]) -> object:
     )
     rows = figure.subplots(len(runs), 4, sharex=True, squeeze=False)
     for run, axes in zip(runs, rows):
-        own = next(iter(telling(run.config)))
+        own = next(iter(run.config["acted"]))
         for shown, grey in ((runs[0], True), (run, False)):
             draw_row(axes, shown, own, grey)
         axes[0].set_ylabel(run.config["algorithm"], fontsize=11, fontweight="bold")
-        axes[3].set_title(textwrap.fill(telling(run.config)[own], 32), fontsize=9, color=ORANGE)
+        axes[3].set_title(textwrap.fill(run.config["acted"][own], 32), fontsize=9, color=ORANGE)
     for axis, title in zip(rows[0], ("reward", "held-out accuracy", "response length (tokens)")):
         axis.set_title(title, fontsize=11)
     shortest = min(run.lines[-1]["step"] for run in runs)
@@ -363,9 +362,13 @@ def save_sheet(folders: list[Path], picture: Path) -> None:
     """Draw the sheet of these runs into `picture`."""
     if picture.suffix != ".png" or not picture.parent.is_dir():
         raise BadInput(f"--sheet {picture}: must be a .png file in a folder that exists")
+    from PIL import Image  # a dependency of matplotlib
+
     figure = draw_sheet([load(folder) for folder in folders])
     with whole(picture) as partial:
         figure.savefig(partial, dpi=100, format="png")
+        few_colours = Image.open(partial).convert("RGB").quantize(64)  # a third of the bytes
+        few_colours.save(partial, format="png", optimize=True)
     print(picture)
 
 
@@ -375,7 +378,7 @@ def main(folders: list[Path], out: str) -> None:
     among = kinds([load(folder) for folder in {path.resolve(): path for path in folders}.values()])
     figure, rows = draw(among), table(among)
     command = shlex.join(["python", "-m", "tools.compare", *sys.argv[1:]])
-    with whole(text) as partial:  # first: it is what tells our picture from another's
+    with whole(text) as partial:  # first: its first line shows that the picture beside it is ours
         made = f"{OURS}\n\n![Curves]({picture.name})\n\n{rows}\n\nMade by `{command}`\n"
         partial.write_text(made, encoding="utf-8")
     with whole(picture) as partial:

@@ -10,31 +10,29 @@ whatever algorithm and number of ranks wrote it; flags that are not given are th
 run under way is not disturbed. A run folder is code, since its checkpoints are read with pickle:
 evaluate only your own. Each set is measured greedily, at T 1.0 / top-p 1.0 and at T 0.7 /
 top-p 0.9, the two settings that papers report. As soon as a set is done at a setting, its line of
-the table is printed and its responses are written to a new file, with their scores; where they
-cannot be written any more they go to a temporary folder, which is said at the end (exit code 1).
+the table is printed and its responses are written to a new file, with their scores.
 """
 
 import contextlib
 import itertools
 import math
 import re
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
 
-from common.data import HUB, Problem, chat_options, fitting, limits, load_task
-from common.data import read_set, remarks_on
+from common.data import Problem, as_problem, chat_options, fits, load_task
 from common.distributed import World, global_sum, shard
-from common.plumbing.checkpoint import PICKLE
+from common.plumbing.checkpoint import PICKLE, first_failure
 from common.plumbing.flags import Count, Flags, broken_rule
-from common.plumbing.folder import as_lines, checkpoints, whole
-from common.plumbing.launch import launch, settle
+from common.plumbing.folder import as_lines, checkpoints
+from common.plumbing.launch import launch, resolve_auto
 from common.logprobs import Policy
-from common.plumbing.errors import BadInput, RunStopped, blame, first_line
+from common.plumbing.errors import BadInput, RunStopped, blame
 from common.plumbing.model import load_model
-from common.reward import Verifier, loaded
+from common.plumbing.sets import rows_of
+from common.reward import Verifier
 from common.rollout import make_engine
 from common.tiny import arithmetic
 from common.plumbing.tracking import Run
@@ -50,7 +48,7 @@ from transformers import PreTrainedTokenizerBase
 
 SETTINGS = ((0.0, 1.0), (1.0, 1.0), (0.7, 0.9))  # (temperature, top-p); 0 is greedy, one response
 RESAMPLES = 2000
-OF_THE_RUN = "task reward eval_problems eval_samples max_new_tokens max_prompt_tokens instruction "
+OF_THE_RUN = "task eval_problems eval_samples max_new_tokens max_prompt_tokens instruction "
 OF_THE_RUN += "prompt_column answer_column chat rollout_dtype"  # flags that a run is asked for
 
 
@@ -61,8 +59,8 @@ class Args(Flags):
     task: str = "arithmetic"
     """Without --eval_task: the held-out problems of this task are measured (a run: of its own)."""
     eval_task: str = ""
-    """Sets to measure whole, comma-separated: hub sets, .jsonl or .parquet files (judged by
-    --reward, if given), arithmetic, a task file FILE.py."""
+    """Sets to measure whole, comma-separated: hub sets, .jsonl or .parquet files, arithmetic,
+    a task file FILE.py."""
     eval_samples: Count = 4
     """n: responses to each problem, at both settings but the greedy one (ours)."""
     rollout_rows: Count = 1024
@@ -83,41 +81,9 @@ class Set(NamedTuple):
     verifier: Callable[[list[str], list[str]], list[float]]
 
 
-class Responses:
-    """All rows measured so far, in a new file: in `folder`, or in a temporary one from when that
-    cannot be written."""
-
-    def __init__(self, folder: Path, name: str):
-        self.folder, self.rows, self.failure = folder, [], ""
-        folder.mkdir(parents=True, exist_ok=True)
-        self.files = (new_file(place, name) for place in (folder, Path(tempfile.gettempdir())))
-        self.file = next(self.files)  # fails now, not when there is something to lose
-
-    def keep(self, rows: list[dict]) -> None:
-        """Write the file again, with these rows too; a failure is remembered, not raised."""
-        self.rows += rows
-        while self.file:
-            try:
-                with whole(self.file) as partial:
-                    partial.write_text(as_lines(self.rows), encoding="utf-8")
-                return
-            except OSError as error:
-                self.failure, failed, self.file = self.failure or first_line(error), self.file, None
-                with contextlib.suppress(OSError):
-                    if not failed.stat().st_size:
-                        failed.unlink()
-                    self.file = next(self.files, None)
-
-    def conclude(self) -> str:
-        """Where the rows are; RunStopped where that is not the folder that was asked for."""
-        if self.failure:
-            kept = f"the responses are in {self.file}" if self.file else "only the table is left"
-            raise RunStopped(f"cannot write to {self.folder} ({self.failure}): {kept}")
-        return f"responses and scores: {self.file}"
-
-
 def new_file(folder: Path, name: str) -> Path:
     """A new, empty file: NAME.jsonl, or where that is taken NAME.2.jsonl, NAME.3.jsonl, ..."""
+    folder.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         path = folder / f"{name}{f'.{number}' if number > 1 else ''}.jsonl"
         with contextlib.suppress(FileExistsError):
@@ -125,8 +91,14 @@ def new_file(folder: Path, name: str) -> Path:
             return path
 
 
+def append(rows: list[dict], file: Path) -> None:
+    """Add rows to a file of JSON lines."""
+    with blame(f"cannot write {file}", RunStopped), file.open("a", encoding="utf-8") as lines:
+        lines.write(as_lines(rows))
+
+
 def prepare(args: Args, world: World) -> None:
-    """Give flags that were not given the run's values, if MODEL is a run, and check them all."""
+    """If MODEL is a run, take its values for flags that were not given; then check all flags."""
     if config := config_of(Path(args.model)):
         own = {name: config.get(name) for name in OF_THE_RUN.split()}
         precision = config.get("rollout_dtype", "auto")
@@ -141,7 +113,7 @@ def prepare(args: Args, world: World) -> None:
         vars(args).update(vars(again))
     if wrong := broken_rule(args):
         raise BadInput(wrong)
-    settle(args, world, config.get("model", args.model))
+    resolve_auto(args, world, config.get("model", args.model))
 
 
 def load_sets(
@@ -156,32 +128,27 @@ def load_sets(
         spec = config.get("eval_task", "") if own else ""
         task = load_task(replace(args, eval_task=spec), tokenizer)
         changed = own and config.get("data", "") != task.fingerprint
-        what = f"{args.task} or --reward" if args.reward else args.task
-        warning = f"{what} changed since the run: it may have trained on these problems"
+        warning = f"{args.task} changed since the run: it may have trained on these problems"
         verifier = task.held_out_verifier or task.verifier
-        return [Set(task.name, task.held_out, verifier)], [*task.remarks, *[warning] * changed]
-    chat_options(args.chat, tokenizer)  # refuses wrong ones
+        return [Set(task.name, task.held_out, verifier)], [warning] if changed else []
+    chat_options(args.chat, tokenizer)  # an error now, if one of them is wrong
     sets, remarks, math_verify = [], [], Verifier()
-    with blame(f"--reward {args.reward}: cannot be used"):
-        own = Verifier.of(args.reward, loaded(args.reward)) if args.reward else math_verify
     for spec in dict.fromkeys(args.eval_task.split(",")):
         if spec in arithmetic.KINDS or ".py" in spec:
             task = load_task(replace(args, task=spec, eval_task=""), tokenizer)
             sets.append(Set(spec, task.held_out, task.held_out_verifier or task.verifier))
             continue
-        rows = read_set(spec, args, "test", "--eval_task")
-        tried = (
-            fitting(row, args.instruction, args, tokenizer)
-            for row in tqdm(rows, "tokenising", leave=False, delay=3)
-        )
-        if not (found := [problem for problem in tried if problem]):
-            left = f"no problem left of {len(rows)}; {limits(args, tokenizer)}"
-            raise BadInput(f"--eval_task {spec}: {left}")
-        verifier = math_verify if spec.partition(":")[0] in HUB else own
-        sets.append(Set(spec, found, verifier))
-        remarks += remarks_on(spec, rows, math_verify, args.reward)
-        if dropped := len(rows) - len(found):
-            remarks.append(f"{spec}: {dropped} of {len(rows)} prompts too long, dropped")
+        rows, found = rows_of(spec, "test", args.prompt_column, args.answer_column), []
+        for row in tqdm(rows, "tokenising", leave=False, delay=3):
+            problem = as_problem(row, args.instruction, args, tokenizer)
+            if problem:
+                found.append(problem)
+        if not found:
+            raise BadInput(f"--eval_task {spec}: no prompt {fits(args, tokenizer)}")
+        sets.append(Set(spec, found, math_verify))
+        if len(found) < len(rows):
+            dropped = len(rows) - len(found)
+            remarks.append(f"{spec}: {dropped} of {len(rows)} prompts too long, left out")
     return sets, remarks
 
 
@@ -190,10 +157,12 @@ def load_weights(folder: Path, policy: nn.Module) -> int:
 
     Any algorithm may have written it, on any number of ranks.
     """
-    if not (found := checkpoints(folder)):
+    found = checkpoints(folder)
+    if not found:
         raise BadInput(f"MODEL {folder}: no checkpoint")
     weights, shards = get_model_state_dict(policy), dcp.FileSystemReader(found[-1] / "shards")
-    with blame(f"MODEL {folder}: {found[-1]} is damaged or does not fit its model"):
+    what = f"MODEL {folder}: {found[-1]} is damaged or does not fit its model"
+    with blame(what), first_failure():
         # Of several models that were saved as one the policy is the first.
         alone = f"policy.{next(iter(weights))}" in shards.read_metadata().state_dict_metadata
         named = weights if alone else {f"0.{name}": value for name, value in weights.items()}
@@ -214,9 +183,8 @@ def main(args: Args, world: World) -> None:
             for line in lines if world.rank == 0 else ():
                 print(line, flush=True)
 
-    flags = ("reward",) if args.eval_task else ("task", "reward")
-    files = [getattr(args, flag) for flag in flags if getattr(args, flag) == config.get(flag)]
-    say(*[f"running {file}, which {run}/config.json names" for file in files if ".py" in file])
+    if ".py" in args.task and args.task == config.get("task") and not args.eval_task:
+        say(f"running {args.task}, which {run}/config.json names")
     lm, tokenizer = load_model(args.model, world, "MODEL")
     sets, remarks = load_sets(args, config, tokenizer)
     engine, step = make_engine(args, lm, world), 0
@@ -231,7 +199,7 @@ def main(args: Args, world: World) -> None:
     words = ["evaluation", name, *[f"step{step}"] * bool(config)]
     words += [re.sub(r"[^\w.-]+", "-", Path(one.name).stem) for one in sets]
     with blame(f"--run_dir {folder}: cannot be used"):
-        responses = Responses(folder, "-".join(words)[:150]) if world.rank == 0 else None
+        file = new_file(folder, "-".join(words)[:150]) if world.rank == 0 else None
     total, hidden = len(SETTINGS) * sum(len(one.problems) for one in sets), world.rank > 0
     say(f"{what}; {world.size} rank(s) on {world.device}, {args.dtype}", *remarks)
     say(*head(args.eval_samples))
@@ -241,15 +209,15 @@ def main(args: Args, world: World) -> None:
         for temperature, top_p in SETTINGS:
             rows = measure(engine, one, temperature, top_p, tokenizer, args, world)
             say(line_of(rows, args.eval_samples))
-            if responses:
-                responses.keep(rows)
-    judges = {id(one.verifier): one.verifier for one in sets}.values()
-    killed = {"killed": sum(getattr(verifier, "killed", 0) for verifier in judges)}
-    if killed := global_sum(killed, world)["killed"]:
-        say(f"{killed:.0f} answers broke the verifier's bounds: scored 0")
+            if world.rank == 0:
+                append(rows, file)
+    verifiers = {id(one.verifier): one.verifier for one in sets}.values()
+    killed = sum(getattr(verifier, "killed", 0) for verifier in verifiers)
+    killed = global_sum({"killed": killed}, world)["killed"]
+    if killed:
+        say(f"{killed:.0f} answers could not be scored, or broke the verifier's bounds: 0 points")
     Run.bar.close()
-    if responses:
-        say(responses.conclude())
+    say(f"responses and scores: {file}")
 
 
 def measure(

@@ -81,7 +81,7 @@ def module_of(path: Path) -> ModuleType:
 
 
 def form(template: Path) -> str:
-    """A page's form and program, with what the pages share and without data."""
+    """A page's form and program, with the shared parts and without data."""
     shared = {
         name: template.with_name(name).read_text("utf-8") for name in ("look.html", "look.js")
     }

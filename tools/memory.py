@@ -73,7 +73,7 @@ class Asked:
 
 @dataclass
 class Shape:
-    """What a model's memory depends on."""
+    """The numbers of a model that decide its memory."""
 
     hidden: Count
     layers: Count
@@ -112,7 +112,7 @@ class Shape:
         norms = 2 * 10 * self.hidden  # input, its float32 copy, the normalised one
         qkv = 2 * 3 * self.head_dim * (self.heads + 2 * self.kv_heads)
         attention = qkv + 2 * 2 * self.head_dim * self.heads
-        # Of experts also each one's copy of its tokens, and what it makes of them.
+        # Each expert also keeps a copy of its tokens, and its output for them.
         copies = 2 * 2 * self.hidden * self.active if self.experts > 1 else 0
         mlp = 4 * 2 * self.intermediate * self.active + copies
         return norms + attention + mlp + 2 * 2 * self.hidden
@@ -285,7 +285,7 @@ def fit(
 
 
 def answer(name: str, model: str, gpus: int, gpu: float, response: int, task: str = "gsm8k") -> str:
-    """What fits, and the command that does it; or how many cards are needed."""
+    """The command that fits, or the number of cards that it needs."""
     shape, cards = shape_of(model), f"{gpus} GPU(s) of {gpu:g} GB"
     n = shape.parameters() / 1e9
     lines = [f"{model}: {n:.1f} billion parameters, of which weights, gradient and AdamW's moments"]

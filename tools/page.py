@@ -48,7 +48,7 @@ COLUMNS = ("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp", "entr
 OF_THE_BATCH = {"max_new_tokens", "temperature", "group_size", "prompts_per_step", "minibatches"}
 CURVES = "reward greedy entropy grad_norm response_len sampler_kl ess_ratio".split()
 POINTS = 400  # of a curve
-# What a loss is handed beside these: (what it is in a run, what it is here)
+# Further arguments of some losses: their meaning in a run and on this page
 HANDED = {
     "threshold": "a quantile over the whole mini-batch, here over this group alone",
     "kept": "chosen in the whole mini-batch, here in this group alone",
@@ -60,7 +60,7 @@ HANDED = {
     "working": "which tokens are working; here all tokens count as answer",
     "working_advantages": "of the working; here no token is working",
 }
-# What a row of samples.jsonl has, and as what; JSON has null for what is no number
+# The values of a row of samples.jsonl, and their types; JSON has null for NaN and infinity
 VALUE = NUMBER | None
 EXAMPLE = {"prompt": str, "answer": str, "response": str, "reward": VALUE}
 GROUP = {name: int for name in ("step", "minibatch", "minibatches", "group", "rows", "tokens")}
@@ -95,22 +95,22 @@ def group_of(row: dict) -> dict[str, Tensor]:
 
 
 class Pushed(NamedTuple):
-    """What a loss does to a group's tokens, all `[n, T]`, before the division by `count`."""
+    """The weights that a loss gives a group's tokens, `[n, T]`, before the division by `count`."""
 
     weight: Tensor  # on ∇ log π
-    count: float  # what the loss says that these rows count
-    live: Tensor  # True where there is an advantage, and a loss that asks for it
-    stopped: Tensor  # True where it is live, and yet the advantage does not reach the token
-    kept: Tensor  # the advantage's part of the weight over what it was at r = 1; NaN if not live
+    count: float  # the count that the loss returns for these rows
+    live: Tensor  # True where there is an advantage, and the loss uses it
+    stopped: Tensor  # True where it is live, but a clip or a mask removed the advantage
+    kept: Tensor  # the advantage's part of the weight over its value at r = 1; NaN if not live
     values: dict[str, Tensor]  # the function's own variables
 
 
 def pushed(module: ModuleType, args: object, given: dict[str, Tensor]) -> Pushed:
     """A file's own `policy_loss` on a group by autograd: as it is, without Â and at r = 1.
 
-    Without advantages only what is left of a penalty has a gradient: a token for which that is all
-    was clipped, masked or silenced, whatever the file calls it. But where no token's weight depends
-    on an advantage, as in distillation without a reward, nothing stopped it.
+    Without advantages only a penalty such as a KL term has a gradient. A token whose weight is the
+    same with and without its advantage was clipped, masked or silenced. But if no token's weight
+    depends on an advantage, as in distillation without a reward, no token counts as stopped.
     """
     found = {}
 
@@ -136,7 +136,7 @@ def pushed(module: ModuleType, args: object, given: dict[str, Tensor]) -> Pushed
 
 
 def called(function: Callable, found: dict, *args: object, **kwargs: object) -> tuple:
-    """What the function returns; its variables, as they are at its end, go into `found`."""
+    """The function's result; its variables, as they are at its end, go into `found`."""
 
     def note(frame: object, event: str, _: object) -> None:
         if event == "return" and frame.f_code is function.__code__:
@@ -160,8 +160,8 @@ def variables(found: dict, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def flags_of(module: ModuleType, config: dict, own: bool) -> object:
-    """The run's flags in its own file; in another's its defaults, but for what describes the
-    batch."""
+    """The run's flags for its own file; for another file its defaults, except for the flags that
+    describe the batch."""
     named = {field.name: field.default for field in fields(module.Args)}
     taken = named.keys() & config.keys() & (named.keys() if own else OF_THE_BATCH)
     values = {
@@ -175,7 +175,7 @@ def flags_of(module: ModuleType, config: dict, own: bool) -> object:
 
 
 class File:
-    """An algorithm file: its loss, its lines, and what it did to the groups of a page."""
+    """An algorithm file: its loss, its lines, and its weights on the groups of a page."""
 
     def __init__(self, path: Path):
         self.path, self.module = path, module_of(path)
@@ -191,14 +191,14 @@ class File:
                 if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
                     self.assigned.setdefault(name.id, []).append(node.lineno)
         parameters = inspect.signature(self.module.policy_loss).parameters
-        # Parameter -> the batch's column that it is: its namesake, or what the file's loop hands it
+        # Parameter -> the batch's column: of the same name, or the one that the file's loop passes
         self.columns = {name: name for name in parameters if name != "args"}
         calls = [node for node in ast.walk(named["main"]) if isinstance(node, ast.Call)]
         (call,) = [one for one in calls if ast.unparse(one.func) == "policy_loss"]
         for word in call.keywords:
             if isinstance(word.value, ast.Attribute):  # such as micro.teacher_logp
                 self.columns[word.arg] = word.value.attr
-        # What only this file's loss is handed has a default
+        # Parameters that only this file's loss takes have defaults
         own = [one for one in parameters.values() if one.default is not inspect.Parameter.empty]
         self.beside = [one.name for one in own]
         # Where a weight comes from when nothing stopped the token: all lines of one variable
@@ -210,7 +210,7 @@ class File:
         self.reasons: list[tuple[str, bool]] = []
 
     def push(self, batch: dict, args: object, own: bool) -> tuple[Pushed | None, list[str]]:
-        """What it does to a group, or None; and what is otherwise than in a run of its own."""
+        """Its weights on a group, or None; and notes on the differences from a run of its own."""
         stored = {name: column for name, column in self.columns.items() if column in batch}
         given = {"ref_logp": None} | {name: batch[column] for name, column in stored.items()}
         given["advantages"] = A = batch["advantages"]  # [n], or [n, T]
@@ -234,12 +234,12 @@ class File:
             said.append("Â is the mean over a response's tokens")
         try:
             return pushed(self.module, args, given), said
-        except Exception as error:  # a loss that needs what no other file's run has
+        except Exception as error:  # a loss that needs values which no other file's run stores
             return None, [*said, f"cannot: {first_line(error)}"]
 
     def explain(self, seen: list[Pushed]) -> None:
-        """Which variables, as true or as false, always go with a stopped token, in all groups of
-        the page: `reasons`, those that stop most first."""
+        """Find the variables that are always true, or always false, where a token is stopped, in
+        all groups of the page: `reasons`, those that stop most tokens first."""
         stops: dict[tuple[str, bool], int] = {}
         for found in seen:
             for name, value in found.values.items():
@@ -256,8 +256,8 @@ class File:
         self.reasons = sorted(held, key=lambda one: (stops[one], self.assigned[one[0]]))[::-1]
 
     def why(self, found: Pushed) -> Tensor:
-        """Of each token `[n, T]`: 0 where nothing stopped it, 1 + the number of the reason, or -1
-        where it was stopped and no variable says by what."""
+        """For each token `[n, T]`: 0 if nothing stopped it, 1 + the number of the reason, or -1 if
+        no variable explains why it was stopped."""
         answer = -found.stopped.long()
         for i, (name, truth) in list(enumerate(self.reasons))[::-1]:
             if name in found.values:
@@ -266,8 +266,8 @@ class File:
         return answer
 
     def told(self, folder: Path) -> dict:
-        """Its name, how it is reached from `folder`, and the lines that the page shows: of the
-        objective, and of each reason."""
+        """Its name, its link from `folder`, and the lines that the page shows: of the objective,
+        and of each reason."""
         of = [self.assigned.get(self.objective, [])]
         if self.objective != "objective":  # the advantage enters in the line that returns
             of = [of[0] + self.returns]
@@ -321,7 +321,7 @@ class Told(NamedTuple):
     rows: list[dict]
     batches: list[dict]
     did: list[dict[str, tuple[Pushed | None, list[str]]]]
-    units: dict[str, str]  # file -> what its weights are divided by: a name in a row, or ""
+    units: dict[str, str]  # file -> the number in a row that divides its weights, or ""
 
 
 def told(folder: Path, files: dict[str, File], every: int) -> Told:
@@ -365,8 +365,8 @@ def told(folder: Path, files: dict[str, File], every: int) -> Told:
 
 
 def unit(did: list[Pushed | None], batches: list[dict]) -> str:
-    """What a loss counts: the "rows" or the "tokens" of every group. "" where it counts something
-    else, or where every response has one token."""
+    """The unit that a loss counts: the "rows" or the "tokens" of every group. "" if it counts
+    something else, or if every response has one token."""
     pairs = [(one.count, batch["mask"]) for one, batch in zip(did, batches) if one]
     rows = all(count == len(mask) for count, mask in pairs)
     tokens = all(count == mask.sum() for count, mask in pairs)
@@ -488,8 +488,8 @@ def under(
     table: Table,
     there: Tensor,
 ) -> dict:
-    """One file's weights on a group: divided by what it would have been divided by in this
-    mini-batch."""
+    """One file's weights on a group, divided by the number that the file would have divided by in
+    this mini-batch."""
     if found is None:
         return {"said": [table.add(text) for text in said]}
     if unit:
@@ -511,7 +511,7 @@ def under(
 
 
 def own_advantages(file: File, row: dict, batch: dict, size: int) -> list[str]:
-    """What the file's own `advantages` make of the group's rewards, where they differ."""
+    """A note with the file's own `advantages` of the group's rewards, if they differ."""
     rewards = torch.tensor([[one["reward"] or 0.0 for one in row["responses"]]])
     if rewards.numel() != size:  # not the whole group
         return []

@@ -1,4 +1,4 @@
-"""Rows that change ranks, so that no rank waits for another's longer responses."""
+"""Load balancing: ranks exchange rows, so that none waits for another's longer responses."""
 
 import torch
 import torch.distributed as dist
@@ -9,40 +9,44 @@ from common.distributed import World
 
 
 def balance_tokens(batch: Rollout, world: World, unit: int = 1) -> Rollout:
-    """All ranks' rows dealt anew, so that each rank has about as many tokens; collective.
+    """Exchange rows until all ranks have about as many tokens; all ranks call it together.
 
-    In every pass all wait for the one with the most. Sums over all ranks stay what they are;
-    neighbouring `unit` rows stay together.
+    In every pass all ranks wait for the one with the most tokens. Sums over all ranks stay the
+    same. Every `unit` neighbouring rows stay together. A rank may bring no rows.
     """
     if world.size == 1:
         return batch
-    tokens = batch.ends.view(-1, unit).sum(1).tolist()  # of each unit
+    lengths = batch.ends.view(-1, unit).sum(dim=1).tolist()  # tokens of each unit
     widths = {name: column.shape[1] for name, column in vars(batch).items() if column.dim() > 1}
     shares = [None] * world.size
-    dist.all_gather_object(shares, (tokens, widths))
-    units = [(n, rank, i) for rank, (own, _) in enumerate(shares) for i, n in enumerate(own)]
-    goals, load = [[0] * len(own) for own, _ in shares], [0] * world.size  # goals[rank][unit]
-    for n, rank, i in sorted(units, key=lambda one: -one[0]):
-        goals[rank][i] = least = load.index(min(load))  # the longest first, to who has the least
-        load[least] += n
-    own = torch.tensor(goals[world.rank]).long()  # where each of its units goes; it may have none
-    goal = own.repeat_interleave(unit)  # [n]: the rank each row goes to
-    order, leave = goal.argsort(stable=True), goal.bincount(minlength=world.size).tolist()
-    come = [there.count(world.rank) * unit for there in goals]  # rows from each rank
+    dist.all_gather_object(shares, (lengths, widths))
+    units = []  # (tokens, rank, place on that rank)
+    for rank, (rank_lengths, _) in enumerate(shares):
+        units += [(tokens, rank, place) for place, tokens in enumerate(rank_lengths)]
+    load = [0] * world.size  # tokens that each rank will have
+    target = [[0] * len(rank_lengths) for rank_lengths, _ in shares]  # target[rank][place]: a rank
+    for tokens, rank, place in sorted(units, key=lambda one: -one[0]):
+        least = load.index(min(load))  # the longest unit first, to the rank with the fewest tokens
+        target[rank][place] = least
+        load[least] += tokens
+    own = torch.tensor(target[world.rank], dtype=torch.long).repeat_interleave(unit)  # [n]
+    order = own.argsort(stable=True)  # [n]: this rank's rows by the rank they go to
+    sent = own.bincount(minlength=world.size).tolist()  # rows to each rank
+    received = [places.count(world.rank) * unit for places in target]  # rows from each rank
 
-    def exchanged(name: str, column: Tensor) -> Tensor:
+    def exchange(name: str, column: Tensor) -> Tensor:
         column = column[order.to(column.device)]
-        if column.dim() > 1:  # to the widest rank's width
+        if column.dim() > 1:  # pad to the widest rank's width
             missing = max(width[name] for _, width in shares) - column.shape[1]
             filler = column.new_zeros(len(column), missing, *column.shape[2:])
             column = torch.cat([column, filler], dim=1)
-        # [n, bytes]: no backend knows every type
-        rows = column.unsqueeze(-1).flatten(1).view(torch.uint8)
-        found = rows.new_empty(sum(come), rows.shape[1])
-        dist.all_to_all_single(found, rows, come, leave)
+        # As bytes [n, bytes], because no backend knows every type.
+        packed = column.unsqueeze(-1).flatten(1).view(torch.uint8)
+        found = packed.new_empty(sum(received), packed.shape[1])
+        dist.all_to_all_single(found, packed, received, sent)
         return found.view(column.dtype).view(-1, *column.shape[1:])
 
-    # The same order on all ranks
-    return Rollout(
-        **{name: exchanged(name, column) for name, column in sorted(vars(batch).items())}
-    )
+    columns = {}
+    for name in sorted(vars(batch)):  # in the same order on all ranks
+        columns[name] = exchange(name, getattr(batch, name))
+    return Rollout(**columns)

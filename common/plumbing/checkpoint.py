@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.distributed import World, full_parameters
 from common.plumbing.errors import RunStopped, blame
-from common.plumbing.folder import checkpoints, way_on
+from common.plumbing.folder import checkpoints, how_to_continue
 
 KEEP_CHECKPOINTS = 3
 PICKLE = "with pickle, which runs any code that is in it: use only runs of your own"
@@ -36,19 +36,22 @@ def save_checkpoint(
     if world.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier()
-    # get_state_dict lets an optimiser that never stepped take an empty step: undo its count.
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-    unused = [one for one in optimizers if not one.state]
+    unused = [one for one in optimizers if not one.state]  # has not stepped yet
     weights, moments = get_state_dict(policy, optimizer)
-    for values in (values for one in unused for values in one.state.values()):
-        values["step"].zero_()
-    # Of a full disk torch's writers say "unexpected pos 704 vs 598".
+    for one in unused:  # get_state_dict has let it take an empty step: undo the count
+        for values in one.state.values():
+            values["step"].zero_()
+    # Of a full disk torch only says "unexpected pos 704 vs 598".
     free = f"where {shutil.disk_usage(folder).free // 2**20} MB are free"
-    what = f"cannot save {final}, {free}; {way_on(folder)} once that is fixed"
+    what = f"cannot save {final}, {free}; {how_to_continue(folder)} once that is fixed"
     with blame(what, RunStopped), first_failure():
         partial.mkdir(parents=True, exist_ok=True)
         dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=partial / "shards")
-        share = {"generators": generators(world), "state": state, "ranks": world.size}
+        generators = {"python": random.getstate(), "torch": torch.get_rng_state()}
+        if world.device.type == "cuda":
+            generators["cuda"] = torch.cuda.get_rng_state()
+        share = {"generators": generators, "state": state, "ranks": world.size}
         torch.save(share, partial / f"rank{world.rank}.pt")
         dist.barrier()
         if world.rank == 0:
@@ -68,42 +71,37 @@ def first_failure() -> Iterator[None]:
         raise failure from error
 
 
-def generators(world: World) -> dict:
-    """The state of every random number generator that the trainer draws from."""
-    states = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    return states | ({"cuda": torch.cuda.get_rng_state()} if world.device.type == "cuda" else {})
-
-
 def load_checkpoint(
     folder: Path, policy: nn.Module, optimizer: Optimizer, world: World
 ) -> tuple[int, dict]:
     """Restore the newest checkpoint in place; returns its step and this rank's `state`.
 
-    Weights and moments fit any number of ranks. `state["other_ranks"]` is how many saved, if not as
-    many as now: a rank beyond has the first one's state, and what belongs to one rank alone is to
-    be refused.
+    Weights and moments fit any number of ranks. `state["other_ranks"]` is the number of ranks that
+    saved, if it is not today's, else 0. A rank beyond that number gets the first rank's state, and
+    the caller must refuse state that belongs to one rank alone.
     """
     checkpoint = checkpoints(folder)[-1]
     if world.rank == 0:
         print(f"reading {checkpoint} {PICKLE}", flush=True)
     weights, moments = get_state_dict(policy, optimizer)
-    what = f"--resume: {checkpoint} does not fit --model, or is damaged: then delete it, and the "
-    with blame(what + "one before it is taken"), first_failure():
+    wrong = f"--resume: {checkpoint} does not fit --model, or is damaged"
+    with blame(f"{wrong}: then delete it, and the one before it is taken"), first_failure():
         shards = dcp.FileSystemReader(checkpoint / "shards")
         shards.read_metadata()  # if it is damaged, dcp.load would log a page of traceback
         dcp.load({"policy": weights, "optimizer": moments}, storage_reader=shards)
-        own = checkpoint / f"rank{world.rank}.pt"
-        path = own if own.exists() else checkpoint / "rank0.pt"
+        path = checkpoint / f"rank{world.rank}.pt"
+        if not path.exists():
+            path = checkpoint / "rank0.pt"
         saved = torch.load(path, weights_only=True, map_location="cpu")
     set_state_dict(policy, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    states = saved["generators"]
-    random.setstate(states["python"])
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and world.device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"])
+    generators = saved["generators"]
+    random.setstate(generators["python"])
+    torch.set_rng_state(generators["torch"])
+    if "cuda" in generators and world.device.type == "cuda":
+        torch.cuda.set_rng_state(generators["cuda"])
     other = saved["ranks"] if saved["ranks"] != world.size else 0
     if other and world.rank == 0:
-        print(f"{checkpoint}: saved by {other} rank(s), now {world.size}: not to the bit")
+        print(f"{checkpoint}: saved by {other} rank(s), now {world.size}: not bit-exact")
     return int(checkpoint.name.removeprefix("step_")), saved["state"] | {"other_ranks": other}
 
 
@@ -114,10 +112,6 @@ def save_model(policy: nn.Module, tokenizer: Tokenizer, folder: Path, world: Wor
         if world.rank == 0:
             weights[name] = full.cpu()
     if world.rank == 0:
-        embedding, head = policy.lm.get_input_embeddings(), policy.lm.get_output_embeddings()
-        if head.weight is embedding.weight:
-            shared = next(name for name in weights if name.endswith("embed_tokens.weight"))
-            weights["lm_head.weight"] = weights[shared]
         with blame(f"cannot write {folder}", RunStopped):
             policy.lm.save_pretrained(folder, state_dict=weights)
             tokenizer.save_pretrained(folder)

@@ -4,7 +4,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.data import Task
 from common.distributed import World, global_sum
-from common.plumbing.metrics import refuse_broken
+from common.plumbing.errors import BadInput
 
 
 def evaluate(engine: object, task: Task, tokenizer: Tokenizer, args: object, world: World) -> dict:
@@ -14,20 +14,24 @@ def evaluate(engine: object, task: Task, tokenizer: Tokenizer, args: object, wor
     `example`: the first problem with its greedy response, for samples.jsonl.
     """
     verifier = task.held_out_verifier or task.verifier
-    problems, state, right = task.held_out[world.rank :: world.size], engine.state_dict(), {}
-    example = {}  # rank 0 has the first problem
-    prompts = [p.prompt_ids for p in problems]
+    problems = task.held_out[world.rank :: world.size]  # of this rank
+    prompts = [problem.prompt_ids for problem in problems]
+    right, example = {}, {}
+    state = engine.state_dict()
     ways = (("greedy", 1, 0.0), ("sampled", args.eval_samples, args.temperature))
     for name, n, temperature in ways:
         rollout = engine.generate(prompts, n, args.max_new_tokens, temperature)
         texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
-        scores = verifier(texts, [p.answer for p in problems for _ in range(n)])
+        answers = [problem.answer for problem in problems for _ in range(n)]
+        scores = verifier(texts, answers)
         right[name] = sum(scores) / n
         if name == "greedy" and world.rank == 0:
             shown = {"prompt": problems[0].prompt, "answer": problems[0].answer}
-            example = {"example": shown | {"response": texts[0], "reward": scores[0]}}
-    refuse_broken(verifier)
-    verifier.parts = {}  # logged of training alone
-    engine.load_state_dict(state)  # training's samples do not depend on how often one looks
-    found = {name: total / len(task.held_out) for name, total in global_sum(right, world).items()}
-    return found | example
+            example["example"] = shown | {"response": texts[0], "reward": scores[0]}
+    engine.load_state_dict(state)  # how often a run evaluates does not change what it samples
+    right["working"] = float(getattr(verifier, "works", True))
+    totals = global_sum(right, world)
+    if not totals.pop("working"):  # all rewards would be 0, and nothing could be learned
+        why = getattr(verifier, "failure", "") or "the error is printed above"
+        raise BadInput(f"{verifier.spec or 'math-verify'}: no answer could be scored ({why})")
+    return {name: total / len(task.held_out) for name, total in totals.items()} | example

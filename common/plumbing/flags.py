@@ -1,4 +1,4 @@
-"""Command-line flags: the kinds of numbers that one can be, and those that only `common` reads.
+"""Command-line flags: their kinds of numbers, and the flags that only `common` reads.
 
 An algorithm file declares the flags that it reads itself, each by its kind (`lr: Positive = 3e-4`),
 and inherits the others: `class Args(Flags)`. A value that breaks the rule of its kind ends the run
@@ -16,7 +16,7 @@ LARGEST = 2**31 - 1  # of a tensor's sizes; no other number here comes near
 
 
 class Rule(NamedTuple):
-    """What finite numbers of a kind obey, in words for the message and as a test."""
+    """The rule for numbers of a kind: in words for the message, and as a test."""
 
     words: str
     holds: Callable[[float], bool]
@@ -43,9 +43,6 @@ class Flags:
     task: str = "arithmetic"
     """`arithmetic` (or arithmetic:mix, :deep, :noisy, :steps), a .jsonl or .parquet file, a hub set
     (gsm8k, math, dapo-math-17k, ...), or a .py file of your own (see docs/yours.md)."""
-    reward: str = ""
-    """FILE.py or FILE.py:NAME, a function of your own that judges the training in place of the
-    task's verifier (see docs/yours.md)."""
     seed: Seed = 1
     """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
     run_dir: str = ""
@@ -86,7 +83,7 @@ class Flags:
     prompt_column: str = "prompt"
     """Column of a local file that holds the prompt."""
     answer_column: str = "answer"
-    """Column of a local file that holds the reference answer; with --reward several, by commas."""
+    """Column of a local file that holds the reference answer."""
     wandb: str = ""
     """Weights & Biases project to log to as well (needs the package)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -97,9 +94,6 @@ class Flags:
     shard_ranks: Whole = 0
     """Neighbouring ranks that share one model's weights, and others hold replicas: a node's GPUs,
     where nodes are linked slowly (0: all ranks; below 10M parameters each has its own)."""
-    compile: bool = False
-    """Let torch.compile fuse each layer's small kernels: minutes at the start, then faster passes
-    on a GPU (dense models only)."""
     offload: bool = False
     """Keep every shard (policy, gradient, AdamW's moments, π_ref) in CPU memory and step there:
     1.7B on 24 GB, but slower."""
@@ -112,15 +106,17 @@ class Flags:
 
 
 def broken_rule(args: object) -> str:
-    """What is wrong with the first flag that breaks the rule of its kind; "" if none does."""
+    """The message for the first flag that breaks the rule of its kind; "" if none does."""
     for name, kind in get_type_hints(type(args), include_extras=True).items():
         value = getattr(args, name)
-        for rule in (one for one in getattr(kind, "__metadata__", ()) if isinstance(one, Rule)):
-            for number in value if isinstance(value, tuple) else (value,):
-                large = abs(number) > LARGEST
-                if large or not rule.holds(number):  # true for NaN
-                    wrong = "is too large" if large else f"must be {rule.words}"
-                    return f"--{name} {str(number)[:40]}: {wrong}"
+        numbers = value if isinstance(value, tuple) else (value,)
+        rules = [one for one in getattr(kind, "__metadata__", ()) if isinstance(one, Rule)]
+        for rule in rules:
+            for number in numbers:
+                if abs(number) > LARGEST:
+                    return f"--{name} {str(number)[:40]}: is too large"
+                if not rule.holds(number):  # NaN holds for no rule
+                    return f"--{name} {str(number)[:40]}: must be {rule.words}"
     return ""
 
 

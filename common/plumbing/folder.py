@@ -1,4 +1,4 @@
-"""The run folder: one that the run made itself, and files that are whole or not there."""
+"""The run folder: making and locking it, and atomic file writes."""
 
 import contextlib
 import fcntl
@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -19,21 +18,19 @@ FREE_ON_RESUME = set(
     """acted steps run_dir resume save_every save_hf eval_every eval_samples sample_every
     wandb
     ranks shard_ranks micro_tokens rollout_rows sampler_tolerance gradient_checkpointing
-    compile offload offload_reference vllm_memory vllm_sleep""".split()
+    offload offload_reference vllm_memory vllm_sleep""".split()
 )
 
 
 def new_folder(name: Path) -> Path:
-    """A folder that nobody else has: `name`, or where something is in it name.2, name.3, ...
-
-    An error where the name is a file's, or a link's to nowhere.
-    """
+    """A new folder `name`, or, where that is not empty, name.2, name.3, ..."""
     for number in count(1):
         folder = name if number == 1 else name.with_name(f"{name.name}.{number}")
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             if not any(folder.iterdir()):
-                (folder / "metrics.jsonl").touch(exist_ok=False)  # of two runs at once one makes it
+                # Of two runs that start at once only one makes this file.
+                (folder / "metrics.jsonl").touch(exist_ok=False)
                 return folder
 
 
@@ -41,44 +38,39 @@ def runs_called(name: Path) -> list[Path]:
     """The runs name, name.2, name.3, ..., newest first."""
     numbered = {1: name}
     for path in name.parent.glob("*"):
-        if found := re.fullmatch(re.escape(name.name) + r"\.([0-9]+)", path.name):
+        found = re.fullmatch(re.escape(name.name) + r"\.([0-9]+)", path.name)
+        if found:
             numbered[int(found[1])] = path
-    return [numbered[i] for i in sorted(numbered)[::-1] if saved_config(numbered[i])]
+    newest_first = [numbered[number] for number in sorted(numbered, reverse=True)]
+    return [folder for folder in newest_first if saved_config(folder)]
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """A run's checkpoints, oldest first; what has another name is none of ours."""
+    """A run's checkpoints, oldest first; other names are ignored."""
     found = (folder / "checkpoints").glob("step_*")
     found = [path for path in found if re.fullmatch("step_[0-9]{6,}", path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
-def way_on(folder: Path) -> str:
-    """What to do about a run in `folder` that had to stop."""
+def how_to_continue(folder: Path) -> str:
+    """Advice for a run in `folder` that had to stop."""
     return "go on with --resume" if checkpoints(folder) else "nothing is saved yet: start again"
 
 
-def lock(folder: Path, patience: int = 0) -> int:
-    """Keep other runs out of `folder` as long as this process has the descriptor returned.
-
-    `patience`: seconds to wait for another's lock. NFS gives up a dead node's after some 90.
-    """
+def lock(folder: Path) -> int:
+    """Keep other runs out of `folder` until the descriptor returned is closed."""
     descriptor = os.open(folder, os.O_RDONLY)
-    for left in range(patience, -1, -5):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if left < 5:
-                raise BadInput(f"--resume: a run is under way in {folder}") from None
-            time.sleep(5)
-        except OSError:  # a file system without locks
-            break
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BadInput(f"--resume: a run is under way in {folder}") from None
+    except OSError:
+        pass  # some network file systems have no locks
     return descriptor
 
 
 def saved_config(folder: Path) -> dict:
-    """config.json of the run in `folder`; empty where there is none, or another program's."""
+    """config.json of the run in `folder`; empty if there is none or another program wrote it."""
     path = folder / "config.json"
     with blame(f"{path}: damaged, no JSON"):
         config = json.loads(path.read_bytes()) if path.is_file() else {}
@@ -86,18 +78,21 @@ def saved_config(folder: Path) -> dict:
 
 
 def other_flags(folder: Path, config: dict) -> str:
-    """What makes the run in `folder` another one than that of `config`; "" if nothing does."""
+    """The first difference between the run in `folder` and `config` that forbids to resume it; ""
+    if there is none."""
     saved = saved_config(folder)
-    names = [name for name in config.keys() - FREE_ON_RESUME if saved.get(name) != config[name]]
-    if names == ["data"]:
+    fixed = sorted(config.keys() - FREE_ON_RESUME - {"data"})
+    for name in fixed:
+        if saved.get(name) != config[name]:
+            return f"{name} {saved.get(name)!r}, not {config[name]!r}"
+    if saved.get("data") != config["data"]:
         return "other problems, or another reward: a file has changed, or depends on chance"
-    first = sorted(name for name in names if name != "data")[:1]
-    return "".join(f"{name} {saved.get(name)!r}, not {config[name]!r}" for name in first)
+    return ""
 
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A path to write to, which becomes `path` when all is written, and is gone if that fails."""
+    """Atomic writing: a path to write to, renamed to `path` at the end and removed on failure."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         yield partial
@@ -113,7 +108,7 @@ def as_lines(rows: list[dict]) -> str:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The rows of a run's JSON-lines file, but for a last one cut short by a kill."""
+    """The rows of a run's JSON-lines file, without a last one that a kill has cut short."""
     rows, lines = [], path.read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         damaged = blame(f"{path}:{number}: damaged, repair or remove the line")

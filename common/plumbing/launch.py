@@ -1,13 +1,11 @@
-"""A run from the outside: command line, ranks, and errors that are one line."""
+"""The start of every program: command line, ranks, and errors that are one line."""
 
 import contextlib
 import importlib.util
 import io
-import itertools
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -16,15 +14,14 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from common.distributed import ALONE, CLOSING, SMALL, World
-from common.distributed import setup
+from common.distributed import ALONE, CLOSING, SMALL, World, setup
 from common.plumbing.errors import BadInput, RunStopped, blame, first_line
 from common.plumbing.flags import broken_rule
 from common.plumbing.model import EMBEDDED, parameters_of
 from common.plumbing.tracking import Run
 
-Stage = Callable[[object, World], None]  # of the flags and the ranks
-# Flags that every model has its own values of, and what those usually are
+Stage = Callable[[object, World], None]  # called with the flags and the ranks
+# Flags whose right value depends on the model, and their usual values.
 USUAL = {
     "lr": "usual in full fine-tuning: 1e-6 for billions of parameters, 1e-5 for some 100 million",
     "max_new_tokens": "usual: 512 to 4096",
@@ -35,12 +32,10 @@ def launch(main: Stage, Args: type, prepare: Stage | None = None) -> None:
     """Parse the flags, join the ranks, run `main(args, world)`.
 
     Errors meant for people are one line on stderr: exit code 2 for bad input, 1 for a run that had
-    to stop. A program that does not train has a `prepare(args, world)` in place of `check`.
+    to stop. A program that does not train gives a `prepare(args, world)`, which replaces `check`.
     """
     world, code = ALONE, 0
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while all loads: no page of traceback
-    with contextlib.suppress(AttributeError):  # a terminal that cannot show ε is no reason to stop
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         args = parse(Args)
         with blame("the ranks cannot be set up"):
@@ -68,55 +63,56 @@ def launch(main: Stage, Args: type, prepare: Stage | None = None) -> None:
 
 
 def report(error: Exception, world: World) -> None:
-    """Say what went wrong, in one line if it is meant for people.
+    """Say what went wrong: one line if the error is meant for people, else a traceback.
 
-    Of several ranks the first that fails says it for all; torchrun then ends the others.
+    Of several ranks only the first that fails speaks; torchrun then ends the others.
     """
-    cause = error.__cause__ or error
-    lost = isinstance(cause, dist.DistError)
-    lost = lost or type(cause) is RuntimeError and "gloo" in str(cause) and world.size > 1
     if world.size > 1:
-        time.sleep(3.0 * lost)  # who lost contact lets the one speak who knows why
         start = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-        with contextlib.suppress(Exception):  # the board may be what is lost
+        with contextlib.suppress(Exception):  # the store may be gone with a lost rank
             if world.store.add(f"failures of start {start}", 1) > 1:
                 return
-    sampling = Run.phase in ("rollout", "evaluate", "branch", "sync")
-    message = " ".join(str(error).splitlines())
     if isinstance(error, torch.OutOfMemoryError):
-        lower = "--micro_tokens" if Run.phase else "--vllm_memory (what fits: tools.memory --model)"
-        lower = "--rollout_rows or --vllm_memory" if sampling else lower
+        lower = "--micro_tokens, or of the sampler --rollout_rows or --vllm_memory"
         message = f"out of memory in {Run.phase or 'set-up'} ({first_line(error)}): lower {lower}"
-    elif lost:
-        message = f"rank {world.rank} lost contact to another rank in {Run.phase}"
-        message += f" ({first_line(error)}): go on with --resume"
-    elif not isinstance(error, BadInput | RunStopped):
+    elif isinstance(error, BadInput | RunStopped):
+        message = " ".join(str(error).splitlines())
+    else:
         traceback.print_exc()
         return
-    line = "\n" * (world.rank > 0 and Run.phase != "")  # ends the first rank's progress bar
-    line += f"{Path(sys.argv[0]).name}: error: {message}"
-    print(line, file=sys.stderr, flush=True)
+    if world.rank > 0 and Run.phase:
+        print(file=sys.stderr)  # ends the first rank's progress bar
+    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
 
 
 def parse(Args: type) -> object:
-    """`Args` from the command line; tyro's boxed message for a wrong flag becomes one line."""
-    header, box = sys.modules[Args.__module__].__doc__.splitlines()[0], io.StringIO()
-    first, words = os.environ.get("RANK", "0") == "0", sys.argv[1:]
+    """`Args` from the command line; a wrong flag ends the program with one line on stderr."""
+    description = sys.modules[Args.__module__].__doc__.splitlines()[0]
+    words = sys.argv[1:]
     for place, word in enumerate(words):
         if word == "--resume" and words[place + 1 : place + 2] != ["auto"]:
             words[place] = "--resume=True"  # what it means alone
+    box = io.StringIO()  # tyro draws a box around its message
     try:
         with contextlib.redirect_stderr(box):
-            return tyro.cli(Args, args=words, description=header, use_underscores=True)
+            return tyro.cli(Args, args=words, description=description, use_underscores=True)
     except SystemExit as stop:
-        if stop.code == 2:
-            # The first line is the box's title; rules divide the rest, its first part says why.
-            lines = [line.strip(" │") for line in box.getvalue().splitlines()[1:]]
-            parts = itertools.groupby(lines, lambda line: bool(line.strip("─-╰╯")))
-            said = next((" ".join(part) for words, part in parts if words), "wrong flags")
-            if first:
-                print(f"{Path(sys.argv[0]).name}: error: {said}", file=sys.stderr)
+        if stop.code == 2 and os.environ.get("RANK", "0") == "0":
+            wrong = first_paragraph(box.getvalue())
+            print(f"{Path(sys.argv[0]).name}: error: {wrong}", file=sys.stderr)
         raise
+
+
+def first_paragraph(box: str) -> str:
+    """The first paragraph in tyro's box, as one line."""
+    words = []
+    for line in box.splitlines()[1:]:  # the first line is the box's title
+        text = line.strip(" │")
+        if text.strip("─-╰╯"):
+            words.append(text)
+        elif words:  # a rule or a blank line ends the paragraph
+            break
+    return " ".join(words) or "wrong flags"
 
 
 def check(args: object, world: World) -> None:
@@ -131,7 +127,7 @@ def check(args: object, world: World) -> None:
         raise BadInput(f"{number}: not a multiple of ranks x --minibatches = {unit}")
     if args.wandb and not importlib.util.find_spec("wandb"):
         raise BadInput(f"--wandb {args.wandb}: needs the package (pip install wandb)")
-    settle(args, world, args.model)
+    resolve_auto(args, world, args.model)
 
 
 def check_defaults(args: object, words: list[str]) -> None:
@@ -144,20 +140,18 @@ def check_defaults(args: object, words: list[str]) -> None:
         raise BadInput(f"--model {args.model}: the defaults are the embedded model's; give {asked}")
 
 
-def settle(args: object, world: World, model: str) -> None:
-    """Let `auto` become what it means for this model on this machine; divide the ranks."""
+def resolve_auto(args: object, world: World, model: str) -> None:
+    """Replace `auto` by its value for this model on this machine; check that ranks divide."""
     gpu = world.device.type == "cuda"
     if args.rollout == "auto":  # starting vLLM takes a minute, longer than an embedded model's run
         vllm = gpu and model not in EMBEDDED and importlib.util.find_spec("vllm")
         args.rollout = "vllm" if vllm else "hf"
-    old = gpu and torch.cuda.get_device_capability(world.device) < (8, 0)
-    apple = not gpu and torch.backends.mps.is_available()
-    if args.dtype == "auto":  # before Ampere bfloat16 is emulated, and vLLM refuses it
-        args.dtype = "bfloat16" if gpu and not old else "float32"
-    if (old or apple) and world.rank == 0:
-        why = "compute capability below 8.0" if old else "Apple's GPUs are not used"
-        print(f"{why}: {args.dtype} on {world.device}", file=sys.stderr, flush=True)
-    engine = args.tensor_parallel if args.rollout == "vllm" else 1
-    for flag, ranks in (("shard_ranks", args.shard_ranks or 1), ("tensor_parallel", engine)):
+    if args.dtype == "auto":  # before Ampere (8.0) bfloat16 is emulated, and vLLM refuses it
+        native = gpu and torch.cuda.get_device_capability(world.device) >= (8, 0)
+        args.dtype = "bfloat16" if native else "float32"
+    sharing = {"shard_ranks": args.shard_ranks or 1}
+    if args.rollout == "vllm":
+        sharing["tensor_parallel"] = args.tensor_parallel
+    for flag, ranks in sharing.items():
         if world.size % ranks:
             raise BadInput(f"--{flag} {ranks}: does not divide the {world.size} rank(s)")

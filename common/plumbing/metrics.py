@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from common.batch import Rollout
-from common.distributed import World, everywhere, global_sum
-from common.plumbing.errors import BadInput
+from common.distributed import World, global_sum
 
 
 class Means:
@@ -41,13 +40,14 @@ class Means:
 
 
 def by_sign(entropy: Tensor, batch: Rollout) -> dict[str, tuple[Tensor, Tensor]]:
-    """Entropy `[n, T]` per token, and of good (Â > 0) and bad rows (Â < 0) apart; and tokens per
-    row of both. Means for all rows hide what a collapse does first: only bad ones grow longer.
+    """Entropy `[n, T]` per token, over all rows and over those of Â > 0 (good) and Â < 0 (bad); and
+    tokens per row of both. The mean over all rows hides how a collapse begins: the responses of
+    negative advantage grow longer.
     """
     found = {"entropy": (entropy.sum(), batch.mask.sum())}
     by_row, lengths = entropy.sum(1), batch.mask.sum(1)  # [n], [n]
-    # No index by a mask: for the number of its rows a GPU's host would wait.
     for name, rows in (("good", batch.advantages > 0), ("bad", batch.advantages < 0)):
+        # Not lengths[rows]: on a GPU, the CPU would wait to learn how many rows that are.
         tokens = lengths.where(rows, 0).sum()
         found[f"entropy_{name}"] = by_row.where(rows, 0).sum(), tokens
         found[f"len_{name}"] = tokens, rows.sum()
@@ -55,35 +55,15 @@ def by_sign(entropy: Tensor, batch: Rollout) -> dict[str, tuple[Tensor, Tensor]]
 
 
 def of_rollout(rollout: Rollout, rewards: Tensor, task: object) -> dict[str, tuple]:
-    """What was sampled, and how it was judged: rewards `[P, G]`."""
+    """Metrics of the sampled responses and of their rewards `[P, G]`."""
     tokens, N = rollout.mask.sum(), len(rollout)
+    killed = getattr(task.verifier, "killed", 0)  # since the last call
+    task.verifier.killed = 0
     return {
         "reward": (rewards.sum(), N),
         "zero_groups": ((rewards == rewards[:, :1]).all(dim=1).sum(), len(rewards)),
         "response_len": (tokens, N),
         "truncated": ((~rollout.finished).sum(), N),
         "tokens": (tokens, None),
-    } | of_verifier(task.verifier)
-
-
-def of_verifier(verifier: object) -> dict[str, tuple]:
-    """Since the last call: answers that broke the verifier's bounds, or a reward of yours, and that
-    reward's parts, by whichever names a rank has met; all ranks together. Their prefix is theirs
-    alone: `reward_drawn` could be an algorithm's metric."""
-    killed, parts = getattr(verifier, "killed", 0), getattr(verifier, "parts", {})
-    refuse_broken(verifier)
-    verifier.killed, verifier.parts = 0, {}
-    names = everywhere(parts) if getattr(verifier, "spec", "") else ()
-    found = {f"part_{name}": parts.get(name, (0.0, 0)) for name in names}
-    return found | {"judge_killed": (killed, None)}
-
-
-def refuse_broken(verifier: object) -> None:
-    """End the run where a reward of yours has failed on every answer that any rank has judged: all
-    rewards are 0, and nothing can be learned. All ranks together."""
-    if not getattr(verifier, "spec", "") or not hasattr(verifier, "works"):
-        return
-    judged = verifier.works or verifier.failure  # a rank may have no held-out problem
-    outcomes = everywhere(["" if verifier.works else verifier.failure] if judged else [])
-    if outcomes and "" not in outcomes:
-        raise BadInput(f"{verifier.spec}: the reward fails on every answer ({outcomes[0]})")
+        "judge_killed": (killed, None),
+    }

@@ -1,4 +1,4 @@
-"""Loading a model and its tokenizer, and refusing what is not whole."""
+"""Loading a model and its tokenizer; models whose files do not fit together are refused."""
 
 from pathlib import Path
 
@@ -28,28 +28,30 @@ SAFE = {"trust_remote_code": False}  # a model folder's own code never runs
 def source_of(name: str, flag: str = "--model") -> str:
     """The folder or hub name of a model; BadInput where it can be neither."""
     source = str(EMBEDDED.get(name, name))
-    if not name or not Path(source).is_dir() and name.count("/") != 1:  # nor a hub name
+    if name and Path(source).is_dir():
+        if not any(Path(source).glob("*.safetensors")):
+            raise BadInput(f"{flag} {name}: the folder holds no *.safetensors weights")
+    elif name.count("/") != 1:  # no hub name
         known = f"use a folder, a hub name (owner/name), {' or '.join(EMBEDDED)}"
         raise BadInput(f"{flag} {name!r}: no such folder; {known}")
-    if Path(source).is_dir() and not any(Path(source).glob("*.safetensors")):
-        raise BadInput(f"{flag} {name}: the folder holds no *.safetensors weights")
     return source
 
 
 def config_of(source: str) -> PreTrainedConfig:
-    """A model's config.json, but with our attention.
+    """A model's config.json with our attention and without dropout.
 
-    The file may name another, even a kernel that transformers would download from the hub and run;
-    that name wins over the argument of `from_pretrained`, so it is replaced before any model is
-    made.
+    The file may name another attention, even a kernel that transformers would download and run, and
+    that name wins over the argument of `from_pretrained`. With dropout the log-probs of the trainer
+    would differ from those of the sampler.
     """
     config = AutoConfig.from_pretrained(source, **SAFE)
     config._attn_implementation = "sdpa"
+    config.attention_dropout = 0.0
     return config
 
 
 def parameters_of(name: str) -> int:
-    """How many parameters a model has. Of its files config.json alone is read."""
+    """The number of a model's parameters, from its config.json alone."""
     source = source_of(name)
     with blame(f"--model {name}: cannot be loaded"), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config_of(source), **SAFE).num_parameters()
@@ -59,19 +61,19 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
     """Model (float32; attention by sdpa) and tokenizer, by hub name, folder or `tiny`; `flag` is
     named if they are wrong.
 
-    Rank 0 alone holds the weights, on the CPU, or a node would need its number of ranks times their
-    memory. The others know their shapes (meta device), until `distributed.receive` hands them out.
-    Weights are loaded in float32 because they are the optimiser's master copy: at lr 1e-6 an update
-    is smaller than the spacing of bfloat16 numbers and would round to nothing. The forward pass
-    casts down (see `distributed.shard`).
+    Only rank 0 holds the weights, on the CPU; the other ranks of a node would need the same memory
+    again. They know the shapes (meta device) until `distributed.receive` sends the weights.
+    Weights are float32 because they are the optimiser's master copy: at lr 1e-6 an update is
+    smaller than the spacing of bfloat16 numbers and would round to nothing. The forward pass casts
+    down (see `distributed.shard`).
     """
     source = source_of(name, flag)
-    logging.set_verbosity_error()  # what transformers only warns about is refused by check_weights
+    logging.set_verbosity_error()  # check_weights refuses what transformers only warns about
     report = {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
     with blame(f"{flag} {name}: cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(source, **SAFE)
-        # Where there is none, transformers makes up one with special tokens alone.
-        if not (known := tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)):
+        known = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
+        if not known:  # transformers makes up a tokenizer where the folder has none
             raise ValueError("no tokenizer")
         tokenizer.letters = f": it knows {' '.join(sorted(known))}" if len(known) < 100 else ""
         how = SAFE | {"config": config_of(source), "dtype": torch.float32}
@@ -83,37 +85,33 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
             with torch.device("meta"):
                 lm = AutoModelForCausalLM.from_config(**how).eval()
     if world.size > 1:
-        dist.broadcast_object_list(eos := [lm.generation_config.eos_token_id])
+        eos = [lm.generation_config.eos_token_id]
+        dist.broadcast_object_list(eos)
         lm.generation_config.eos_token_id = eos[0]
     # The tokenizer's own limit is often another model's or none.
     positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     tokenizer.model_max_length = positions or tokenizer.model_max_length
-    # Tokens beyond have no meaning to this model.
-    tokenizer.embedded = lm.get_input_embeddings().num_embeddings
-    # Dropout would make the trainer's log-probs another policy's than the sampler's.
-    for module in lm.modules():
-        for attribute in ("p", "attention_dropout", "dropout", "hidden_dropout"):
-            if isinstance(getattr(module, attribute, None), float):
-                setattr(module, attribute, 0.0)
+    tokenizer.embedded = lm.get_input_embeddings().num_embeddings  # larger token ids have none
     return lm, tokenizer
 
 
 def check_weights(lm: PreTrainedModel, report: dict) -> None:
-    """Refuse weights that do not fit `config.json`: transformers makes up what is missing."""
+    """Refuse weights that do not fit `config.json`: transformers would fill in random numbers."""
+    wrong = [f"{key} is missing" for key in report["missing_keys"]]
+    wrong += [f"{key} is {tuple(found)}" for key, found, _ in report["mismatched_keys"]]
     # A vision tower's weights may be left over, but no layer of the language model, no classifier.
     parts = ("model.layers.", "score.", "classifier.")
-    extra = [f"{key} has no place" for key in report["unexpected_keys"] if key.startswith(parts)]
-    other = [f"{key} is {tuple(found)}" for key, found, _ in report["mismatched_keys"]]
-    wrong = sorted([*[f"{key} is missing" for key in report["missing_keys"]], *other, *extra])
+    extra = [key for key in report["unexpected_keys"] if key.startswith(parts)]
+    wrong += [f"{key} has no place" for key in extra]
     if wrong:
-        raise ValueError(f"{len(wrong)} weights do not fit its config.json, first: {wrong[0]}")
+        raise ValueError(f"{len(wrong)} weights do not fit its config.json, first: {min(wrong)}")
     head = getattr(lm, "lm_head", None)
     if not isinstance(head, nn.Linear) or head.bias is not None:  # Policy uses its weight alone
         raise ValueError(f"{type(lm).__name__} has no output head lm_head without a bias")
 
 
 def eos_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Every token id that ends a response: the tokenizer's, and a chat model's config has more."""
+    """Every token id that ends a response: the tokenizer's and those of a chat model's config."""
     declared = lm.generation_config.eos_token_id
     ids = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])}
     if not ids - {None} or not all(isinstance(one, int | None) for one in ids):

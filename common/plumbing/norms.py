@@ -1,11 +1,11 @@
 """|g_i|, the norm of every single response's gradient g_i = ∇ Σ_t log π(y_t), from one pass.
 
-A backward pass gives the sum of all g_i, but what each of them is made of comes by. At the weight
-of a linear map y = W x, response i has the gradient Σ_s d_s x_sᵀ: d_s is the gradient at y, and s
-runs over the places of response i. At a norm's weight it has Σ_s d_s ⊙ x̂_s; at the embedding, d_s
-added to the row of token s. As each part comes by, its square is added to |g_i|². The part is then
-forgotten, and the gradient of the batch is never formed. (Goodfellow 2015, arXiv 1510.01799; for
-Transformers Li et al. 2021, arXiv 2110.05679.)
+A backward pass gives the sum of all g_i, but the terms of each g_i are available layer by layer. At
+the weight of a linear map y = W x, response i has the gradient Σ_s d_s x_sᵀ: d_s is the gradient at
+y, and s runs over the places of response i. At a norm's weight it has Σ_s d_s ⊙ x̂_s; at the
+embedding, d_s is added to the row of token s. The square of each part is added to |g_i|². The part
+is then dropped, and the gradient of the batch is never formed. (Goodfellow 2015, arXiv 1510.01799;
+for Transformers Li et al. 2021, arXiv 2110.05679.)
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def gradient_norms(
 ) -> tuple[Tensor, Tensor]:
     """log π of every sampled token `[N, T]`, and |g| of every response `[N]`, under `policy`.
 
-    All ranks call it together, each with responses of its own, as many as it has.
+    All ranks call it together, each with any number of its own responses.
     """
     logp, norms = torch.zeros_like(batch.mask), batch.mask.new_zeros(len(batch))  # [N, T], [N]
     for rows in micro_batches(policy, batch, args.micro_tokens, world):
@@ -34,8 +34,6 @@ def gradient_norms(
 
 def strange_part(policy: nn.Module) -> str:
     """The kind of the first module whose parameters `in_one_pass` does not know; "" if none is."""
-    if any("forward" in vars(layer) for layer in policy.lm.base_model.layers):
-        return "--compile"  # what is compiled calls no hooks, and Tap hangs on them
     embedding = policy.lm.get_input_embeddings()
     known = {embedding} if type(embedding) is nn.Embedding else set()
     for module in policy.modules():
@@ -94,8 +92,11 @@ def in_one_pass(policy: nn.Module, micro: Rollout, temperature: float) -> tuple[
 
     body = lm.base_model
     hooks = [body.register_forward_hook(tap_head)]
-    hooks += [embedding.register_forward_hook(tap(embedding_part))]
-    hooks += [m.register_forward_hook(tap(part)) for m in body.modules() if (part := part_of(m))]
+    hooks.append(embedding.register_forward_hook(tap(embedding_part)))
+    for module in body.modules():
+        part = part_of(module)
+        if part:
+            hooks.append(module.register_forward_hook(tap(part)))
     logp, _ = response_logprobs(policy, micro, temperature)  # [n, T]
     (found,) = torch.autograd.grad(logp.sum(), squares)  # [n]
     for hook in hooks:

@@ -1,6 +1,6 @@
-"""Which experts a mixture-of-experts model sends each token to: recorded, and replayed.
+"""Routing of mixture-of-experts models: recording and replaying the experts of each token.
 
-One algorithm's mechanism (minirl's routing replay) in `common`, for both engines and the trainer.
+minirl's routing replay needs it in the trainer and in both engines.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,11 @@ def routers(lm: PreTrainedModel) -> list[nn.Module]:
 
 
 class Selection(TorchFunctionMode):
-    """Within it `torch.topk` takes the experts `given` `[tokens, k]`, if any, not the best.
+    """A context in which `torch.topk` takes the experts `given` `[tokens, k]`, if any.
 
-    A router computes scores, takes the top k, and derives the experts' weights from those.
-    Replacing only the choice leaves the rest, softmax or sigmoid, before or after the top k, to the
-    model's own code, and the gradient too. `seen` lists what was taken.
+    A router computes scores, takes the top k, and derives the experts' weights from those. Only the
+    choice is replaced: softmax or sigmoid, and the gradient, stay the model's own. `seen` lists the
+    experts taken.
     """
 
     def __init__(self, given: Tensor | None = None):

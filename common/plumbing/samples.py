@@ -1,14 +1,15 @@
 """What a step did to each token of some responses: the rows of samples.jsonl."""
 
 import json
+from collections import defaultdict
 
 import torch.distributed as dist
 from torch import Tensor
 
 from common.batch import Rollout
 
-LONGEST = 256  # tokens of a response that are kept; of a longer one half as many at each end
-SCREEN = 400  # characters of a text on the screen, the last ones
+LONGEST = 256  # tokens of a response that are kept; of a longer one half of them at each end
+SCREEN = 400  # the last characters of a text, shown on the screen
 
 
 class Samples:
@@ -25,24 +26,26 @@ class Samples:
         self.task, self.args, self.step = task, args, 0
         self.batch, self.number, self.kept = None, 0, []
 
-    def due(self) -> bool:
-        """Whether this step is one of which something is kept."""
+    def wanted(self) -> bool:
+        """Whether something is kept of this step."""
         args, step = self.args, self.step
-        turns = step in (1, args.steps), step % args.eval_every == 0
-        return args.sample_every > 0 and (any(turns) or step % args.sample_every == 0)
+        if args.sample_every == 0:
+            return False
+        first_or_last = step in (1, args.steps)
+        return first_or_last or step % args.eval_every == 0 or step % args.sample_every == 0
 
     def watch(
         self, minibatch: Rollout, rows: Tensor, logp: Tensor, entropy: Tensor, count: Tensor
     ) -> None:
         """Keep what is shown of these rows `[n]`, after their backward pass; all ranks together."""
-        if not self.due():
+        if not self.wanted():
             return
         if minibatch is not self.batch:
             self.batch, self.number = minibatch, self.number + 1
-            group = {"minibatch": self.number, "group": self._choose(minibatch)}
+            group = {"minibatch": self.number, "group": self._choose_group(minibatch)}
             tokens = int(minibatch.mask.sum())
             sums = {"count": 0.0, "tokens": tokens, "rows": len(minibatch)}  # of this rank
-            self.kept = [*self.kept[:1], (group, sums, [])]  # the first, the latest
+            self.kept = [*self.kept[:1], (group, sums, [])]  # the first mini-batch, the latest
         group, sums, responses = self.kept[-1]
         sums["count"] += float(count)
         columns = {"logp": logp, "entropy": entropy, "weight": -logp.grad}  # [n, T]
@@ -51,13 +54,17 @@ class Samples:
             own = {name: column[i] for name, column in columns.items()}  # [T]
             responses.append((row, self._response(minibatch.rows(slice(row, row + 1)), own)))
 
-    def _choose(self, minibatch: Rollout) -> int:
+    def _choose_group(self, minibatch: Rollout) -> int:
         """The first problem with different rewards, or else the first: no random number drawn."""
-        own = zip(minibatch.problem.tolist(), minibatch.rewards.tolist())
-        dist.all_gather_object(found := [None] * dist.get_world_size(), list(own))
-        different = sorted({pair for part in found for pair in part})
-        problems = [problem for problem, _ in different]  # as often as it has different rewards
-        return next((a for a, b in zip(problems, problems[1:]) if a == b), problems[0])
+        parts = [None] * dist.get_world_size()
+        pairs = list(zip(minibatch.problem.tolist(), minibatch.rewards.tolist()))
+        dist.all_gather_object(parts, pairs)
+        rewards = defaultdict(set)  # problem -> its different rewards
+        for part in parts:
+            for problem, reward in part:
+                rewards[problem].add(reward)
+        different = [problem for problem in rewards if len(rewards[problem]) > 1]
+        return min(different or rewards)
 
     def _response(self, one: Rollout, columns: dict[str, Tensor]) -> dict:
         """The batch of one row, as plain numbers and texts."""
@@ -65,16 +72,17 @@ class Samples:
         for name, column in vars(one).items():
             if name.endswith("_logp"):  # by every policy that was asked: π_old, μ, π_ref, a teacher
                 columns[name] = column[0]
-        ids, (whole,) = one.tokens[0, :length].tolist(), one.response_ids()
+        ids, response = one.tokens[0, :length].tolist(), one.response_ids()[0]
         listed = {"ids": ids, "tokens": [decode([token]) for token in ids]}
         if hasattr(one, "token_advantages"):  # one for each token
             columns["advantage"] = one.token_advantages[0]
-        listed |= {name: numbers(column[:length]) for name, column in columns.items()}
+        for name, column in columns.items():
+            listed[name] = six_digits(column[:length].tolist())
         found = {
-            "text": decode(whole, skip_special_tokens=True),
-            "given": decode(whole[: one.prefix_len]),
-            "reward": numbers(one.rewards)[0],
-            "advantage": numbers(one.advantages)[0],
+            "text": decode(response, skip_special_tokens=True),
+            "given": decode(response[: one.prefix_len]),
+            "reward": six_digits(one.rewards.tolist())[0],
+            "advantage": six_digits(one.advantages.tolist())[0],
             "finished": bool(one.finished),
         }
         if length > LONGEST:
@@ -87,51 +95,47 @@ class Samples:
         """The kept groups of all ranks and an evaluation's example, as rows; then they are gone."""
         if not self.args.sample_every:
             return []
-        kept, total, rows = self.kept, self.number, []
+        kept, minibatches, rows = self.kept, self.number, []
         self.batch, self.number, self.kept = None, 0, []
         if example:
-            rows.append({"step": step, "example": example})
-        found = [()] * dist.get_world_size()
-        if kept:
-            dist.all_gather_object(found, [own[1:] for own in kept])
-        for (group, _, _), *parts in zip(kept, *found):
+            rows.append({"step": step, "example": as_texts(example)})
+        for group, sums, responses in kept:
+            parts = [None] * dist.get_world_size()
+            dist.all_gather_object(parts, (sums, responses))
+            total = {name: sum(part[name] for part, _ in parts) for name in sums}
+            shown = []
+            for _, responses in parts:
+                for _, response in sorted(responses, key=lambda pair: pair[0]):
+                    weights = [value / total["count"] for value in response["weight"]]
+                    shown.append(response | {"weight": six_digits(weights)})
             problem = self.task.train(group["group"])
-            responses = [one for _, part in parts for _, one in sorted(part, key=lambda x: x[0])]
-            whole = {name: sum(sums[name] for sums, _ in parts) for name in parts[0][0]}
-            for values in (one["weight"] for one in responses):
-                values[:] = [float(f"{value / whole['count']:.6g}") for value in values]
-            group |= {"step": step, "minibatches": total, **whole}
-            group |= {"prompt": problem.prompt, "answer": problem.answer, "responses": responses}
-            rows.append(group)
-        for asked in (row.get("example", row) for row in rows):
-            for name in ("prompt", "answer"):  # messages, and references of any shape
-                given = asked[name]
-                asked[name] = given if isinstance(given, str) else json.dumps(given)
+            asked = as_texts({"prompt": problem.prompt, "answer": problem.answer})
+            row = group | {"step": step, "minibatches": minibatches} | total | asked
+            rows.append(row | {"responses": shown})
         return rows
 
 
-def numbers(column: Tensor) -> list[float]:
-    """With six digits: the seventh of float32 is rounding."""
-    return [float(f"{value:.6g}") for value in column.tolist()]
+def as_texts(row: dict) -> dict:
+    """The row with its prompt, perhaps messages, and its answer, of any shape, as texts."""
+    texts = {}
+    for name in ("prompt", "answer"):
+        texts[name] = row[name] if isinstance(row[name], str) else json.dumps(row[name])
+    return row | texts
+
+
+def six_digits(values: list[float]) -> list[float]:
+    """The values rounded: the seventh digit of float32 is rounding."""
+    return [float(f"{value:.6g}") for value in values]
 
 
 def before_and_after(rows: list[dict]) -> list[str]:
-    """One held-out problem and its first and last answer, for the screen."""
+    """One held-out problem with its first and last answer, for the screen."""
     examples = [row["example"] for row in rows if "example" in row]
     if not examples:
         return []
     first, last = examples[0], examples[-1]
-    asked = f"\nprompt   {first['prompt'][-SCREEN:]!r}, right is {first['answer']!r}"
-    answers = (("before", first["response"]), ("after", last["response"]))
-    return [asked, *(f"{when:8} {text[-SCREEN:]!r}" for when, text in answers)]
-
-
-def as_table(rows: list[dict]) -> dict:
-    """The responses as a table of Weights & Biases; nothing where there are none."""
-    columns = ["prompt", "answer", "text", "reward", "advantage"]
-    flat = [row | one for row in rows for one in row.get("responses", ())]
-    if not flat:
-        return {}
-    from wandb import Table
-
-    return {"samples": Table(columns, [[one[name] for name in columns] for one in flat])}
+    return [
+        f"\nprompt   {first['prompt'][-SCREEN:]!r}, right is {first['answer']!r}",
+        f"before   {first['response'][-SCREEN:]!r}",
+        f"after    {last['response'][-SCREEN:]!r}",
+    ]

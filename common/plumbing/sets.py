@@ -1,29 +1,25 @@
 """Sets of problems, on the hub or in a file, as (prompt, reference answer) rows in memory."""
 
 import json
-import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from common.plumbing.errors import BadInput, blame
-from common.plumbing.folder import checksum
-from common.reward import Verifier, final_answer, loaded
+from common.reward import final_answer
 
-CHECKED = 32  # references that the verifier is tried on before the run
-PLAIN_NUMBER = re.compile(r"-?\d{1,100}([./]\d{1,100})?")  # a reference that needs no trying
 Prompt = str | list[dict]  # a text, or chat messages
-Row = tuple[Prompt, object]  # prompt, reference answer: a text, but for a reward of yours
+Row = tuple[Prompt, object]  # prompt, reference answer
 
 
 class Columns(NamedTuple):
-    """Where a set lives on the hub ("": a file), and its columns; a split that it has not is ""."""
+    """Where a set is on the hub ("": in a file), its columns, and its splits ("": it has none)."""
 
     path: str
     prompt: str
     answer: str
-    extract: str = ""  # how the answer is read out of its column
+    extract: str = ""  # how the reference is read out of the answer's column
     train: str = ""
     test: str = ""
     config: str | None = None
@@ -52,129 +48,82 @@ EXTRACT = {"": lambda answer: answer, "number": int}  # "025" is 25
 EXTRACT |= {"boxed": boxed, "after_hashes": after_hashes, "listed": listed}
 
 
-def local_file(spec: str) -> Path | None:
-    """The file that `spec` names, alone (`my.jsonl`) or after the hub set whose columns it has."""
-    name, _, path = spec.partition(":")
-    file = Path(path if name in HUB else spec)
-    return file if file.suffix in (".jsonl", ".parquet") else None
+def rows_of(
+    spec: str, split: str = "train", prompt_column: str = "prompt", answer_column: str = "answer"
+) -> list[Row]:
+    """The rows of `spec`: a hub set (`gsm8k`), a .jsonl or .parquet file (`my.jsonl`), or a file
+    with the columns of a hub set (`gsm8k:my.jsonl`).
 
-
-def read_set(spec: str, args: object, split: str, flag: str = "--task") -> list[Row]:
-    """The rows of `spec`: a hub name (`gsm8k`) or a file (columns by flag).
-
-    Of a set without a split of its own for tests, "test" takes all rows.
+    `split` is "train" or "test"; a set without a test split, and a file, give all rows for both.
     """
-    path, name = local_file(spec), spec.partition(":")[0]
-    columns = HUB.get(name) or Columns("", args.prompt_column, args.answer_column)
-    if path is None and spec not in HUB:
-        made = "arithmetic, a .py file, " if flag == "--task" else ""
-        known = f"{made}a .jsonl or .parquet file, {', '.join(HUB)}"
-        raise BadInput(f"{flag} {spec}: unknown, use one of {known}")
-    if path is None and split == "train" and not columns.train:
-        raise BadInput(f"--task {spec}: has no training split, use it as --eval_task")
-    if path and not path.is_file():  # a pipe would be waited for
-        raise BadInput(f"{flag} {path}: no such file")
-    if columns.prompt == columns.answer:
-        raise BadInput(f"--answer_column {columns.answer}: is the --prompt_column, too")
-    split = columns.test or columns.train if split == "test" else columns.train
-    # Offline, renamed, gated, no parquet: libraries and HTTP clients raise many kinds.
-    with blame(f"{flag} {spec}: cannot be read"):
-        given = source(path, columns, split)
-        rows = list(pairs(given, columns, str(path or name), bool(args.reward)))
+    name, _, file = spec.partition(":")
+    columns = HUB.get(name)
+    if columns is None:
+        file, columns = spec, Columns("", prompt_column, answer_column)
+    if file and Path(file).suffix not in (".jsonl", ".parquet"):
+        known = f"arithmetic, a .py, .jsonl or .parquet file, or one of {', '.join(HUB)}"
+        raise BadInput(f"{spec}: unknown, use {known}")
+    if file and not Path(file).is_file():  # reading a pipe could wait for ever
+        raise BadInput(f"{file}: no such file")
+    if not file and split == "train" and not columns.train:
+        raise BadInput(f"{spec}: has no training split, use it as --eval_task")
+    rows = []
+    # Offline, renamed, gated, damaged: libraries and HTTP clients raise many kinds of errors.
+    with blame(f"{spec}: cannot be read"):
+        for number, row in file_rows(Path(file)) if file else hub_rows(columns, split):
+            wanted = f"needs {columns.prompt!r}, a text, and {columns.answer!r}"
+            with blame(f"{file or name}:{number}: {wanted} (--prompt_column, --answer_column)"):
+                answer = EXTRACT[columns.extract](row[columns.answer])
+                rows.append(checked(row[columns.prompt], as_text(answer)))
     if not rows:
-        raise BadInput(f"{flag} {spec}: holds no problem")
+        raise BadInput(f"{spec}: holds no problem")
     return rows
 
 
-def source(path: Path | None, columns: Columns, split: str) -> Iterable[bytes | dict]:
-    """What a file or a hub set holds: lines of JSON, or rows."""
-    if path is None:
-        import datasets
+def file_rows(path: Path) -> Iterator[tuple[int, dict]]:
+    """The rows of a .jsonl or .parquet file, each with its number from 1.
 
-        return datasets.load_dataset(columns.path, columns.config, split=split)
-    if path.suffix == ".jsonl":
-        return path.open("rb")
-    import pyarrow.parquet
-
-    parquet = pyarrow.parquet.ParquetFile(path)
-    once([(name, None) for name in parquet.schema_arrow.names])
-    return (row for batch in parquet.iter_batches() for row in batch.to_pylist())
-
-
-def once(pairs: list[tuple[str, object]]) -> dict:
-    """A row; a column that stands there twice is refused: json and pyarrow would take the last."""
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        raise ValueError("a column stands there twice")
-    return row
-
-
-def pairs(rows: Iterable[bytes | dict], columns: Columns, where: str, yours: bool) -> Iterator[Row]:
-    """Prompt and reference answer of each row; the first that has none is named.
-
-    For a reward of `yours` the answer of several columns is a dict.
+    Not by `datasets.load_dataset("json")`: it takes seconds, counts from 0 without empty lines,
+    and makes 7 of "007" where another row of the column has a number.
     """
-    names = columns.answer.split(",")
-    for number, row in enumerate(rows, 1):
-        if isinstance(row, bytes) and not row.strip():
-            continue
-        flags = "" if columns.path else " (--prompt_column, --answer_column)"
-        wanted = f"needs {columns.prompt!r}, a text, and {columns.answer!r}{flags}"
-        with blame(f"{where}:{number}: {wanted}"):
-            if isinstance(row, bytes):
-                row = json.loads(row.decode("utf-8-sig"), object_pairs_hook=once)
-            several = yours and names[1:] and {name: row[name] for name in names}
-            answer = several or EXTRACT[columns.extract](row[columns.answer])
-            row = as_row(row[columns.prompt], answer, yours)
-        yield row
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        yield from enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1)
+        return
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            with blame(f"{path}:{number}: no JSON"):
+                row = json.loads(line)
+            yield number, row
 
 
-def as_row(prompt: object, reference: object, yours: bool) -> Row:
-    """A prompt, a text or chat messages ({"role": ..., "content": ...}), and a reference: as text
-    or, for a reward of `yours`, as JSON gives it back."""
+def hub_rows(columns: Columns, split: str) -> Iterator[tuple[int, dict]]:
+    """The rows of a set on the hub, each with its number from 1."""
+    import datasets
+
+    split = columns.train if split == "train" else columns.test or columns.train
+    yield from enumerate(datasets.load_dataset(columns.path, columns.config, split=split), 1)
+
+
+def checked(prompt: object, reference: object) -> Row:
+    """Both as a row, if the prompt is a text or chat messages ({"role": ..., "content": ...}) and
+    neither is empty; else an error."""
     turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    if not all(isinstance(turn[key], str) for turn in turns for key in ("role", "content")):
-        raise TypeError("no text, and no chat messages")
-    reference = json.loads(json.dumps(reference)) if yours else as_text(reference)
+    for turn in turns:
+        if not isinstance(turn["role"], str) or not isinstance(turn["content"], str):
+            raise TypeError("no text, and no chat messages")
     if not "".join(turn["content"] for turn in turns).strip() or reference == "":
         raise ValueError("empty")
     return prompt, reference
 
 
 def as_text(answer: object) -> str:
-    """A reference as text: AMC's 27.0 is 27; what no response could equal is refused."""
+    """A reference as text: AMC's 27.0 is 27; NaN and true, which no response equals, are errors."""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise TypeError(f"{str(answer)[:40]} is neither a text nor a number")
-    whole = isinstance(answer, float) and answer == int(answer)  # raises for NaN and infinities
-    return str(int(answer) if whole else answer).strip()
-
-
-def remarks_on(spec: str, rows: list[Row], verifier: Verifier, yours: str = "") -> list[str]:
-    """What to say of prompts that come again, and of references that no response can match (what
-    a reward of `yours` matches only it knows)."""
-    remarks, prompts = [], {str(prompt).strip() for prompt, _ in rows}
-    if again := len(rows) - len(prompts):
-        other = len({(str(prompt).strip(), str(answer)) for prompt, answer in rows}) - len(prompts)
-        how = f"{again} of {len(rows)} rows repeat a prompt, {other} with another answer"
-        remarks.append(f"{spec}: {how}")
-    odd = {} if yours else {one for _, one in rows if not PLAIN_NUMBER.fullmatch(one)}
-    # All could take hours.
-    tried = random.Random("tried").sample(sorted(odd), min(CHECKED, len(odd)))
-    scores = verifier([rf"\boxed{{{answer}}}" for answer in tried], tried)
-    verifier.killed = 0  # it counts the model's answers
-    if wrong := [answer for answer, score in zip(tried, scores) if score < 1]:
-        what = f"cannot be matched by any response, {wrong[0][:40]!r} for one"
-        remarks.append(f"{spec}: {len(wrong)} of {len(tried)} references tried {what}")
-    return remarks
-
-
-def judge_by_yours(task: object, args: object) -> None:
-    """`--reward` scores training. A set that has a verifier of its own (arithmetic, those of the
-    hub, a task file with a `reward`) keeps it for the held-out problems."""
-    if (args.eval_task or args.task).partition(":")[0] in (*HUB, "arithmetic"):
-        task.held_out_verifier = task.held_out_verifier or task.verifier
-    who = "the set's own verifier" if task.held_out_verifier else "it, too"
-    task.remarks.append(f"{args.reward} judges; the held-out problems are judged by {who}")
-    with blame(f"--reward {args.reward}: cannot be used"):
-        task.verifier = Verifier.of(args.reward, loaded(args.reward))
-        task.fingerprint += checksum(Path(args.reward.partition(":")[0]))
+    if isinstance(answer, float) and answer == int(answer):  # int raises for NaN and infinities
+        answer = int(answer)
+    return str(answer).strip()

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,27 +20,29 @@ from common.distributed import CLOSING, StopFlag, World
 from common.plumbing.curves import draw_curves
 from common.plumbing.errors import BadInput, RunStopped, blame
 from common.plumbing.folder import as_lines, checkpoints, lock, new_folder, other_flags
-from common.plumbing.folder import read_lines, runs_called, way_on, whole
+from common.plumbing.folder import read_lines, runs_called, how_to_continue, whole
 from common.plumbing.metrics import Means
-from common.plumbing.samples import Samples, as_table, before_and_after
+from common.plumbing.samples import Samples, before_and_after
 
 MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
-MOST_IDLE = 0.9  # groups of equal rewards (share), above which the end of a run says so
+MOST_IDLE = 0.9  # share of zero-variance groups, above which the end of a run warns
 MOST_APART = 3  # steps in a row in which sampler and trainer disagree, before the run stops
-ROWS = ("metrics.jsonl", "samples.jsonl", "silenced.jsonl")  # line by line; cut back on resume
+# Largest mean |log π_old - log μ| by the lowest precision in use.
+TOLERANCE = {"float32": 0.001, "bfloat16": 0.05, "float8": 0.1}
+ROWS = ("metrics.jsonl", "samples.jsonl")  # written line by line; cut back on resume
 SHOWN = ("reward", "greedy", "tokens_per_s")  # on the progress bar
-SHOWN_FROM = 0.001  # further metrics are shown from this size on: below it is rounding noise
 
 
 class Run:
     """The run folder: config.json, metrics.jsonl, samples.jsonl, curves.png, summary.json and
     checkpoints/.
 
-    A run makes its own folder, or with --resume goes on in one that it alone has open: nothing of
-    another run is ever moved or written over.
+    A run makes its own folder, or with --resume continues in one that no other process uses:
+    nothing of another run is ever moved or written over.
     """
 
-    # On the class: who reports a failure has no instance. `phase` is what is being done now.
+    # Class attributes, because the code that reports a failure has no instance. `phase` is what is
+    # being done now, `since` when it began.
     phase, bar, since = "", tqdm(disable=True), time.perf_counter()
 
     def __init__(
@@ -60,80 +61,73 @@ class Run:
         config |= asdict(args) | {"data": task.fingerprint}
         self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
         task_name = re.sub(r"[^\w.-]+", "-", Path(args.task.replace(".py:", "-")).stem)
-        name = Path(args.run_dir or f"runs/{algorithm}-{task_name}-s{args.seed}").expanduser()
-        self.folder = name if name.name not in ("", "..") else name.resolve()
+        name = args.run_dir or f"runs/{algorithm}-{task_name}-s{args.seed}"
+        self.folder = Path(name).expanduser()
         if args.resume and world.rank == 0:
-            args.resume = self._take()
-        self.folder, args.resume = self._agree_on(self.folder, args.resume)
+            args.resume = self._find_run()
+        self.folder, args.resume = self._rank_0s(self.folder, args.resume)
 
-    def _agree_on(self, *first: object) -> list:
-        """What the first rank has, on every rank."""
-        dist.broadcast_object_list(first := list(first))
-        return first
+    def _rank_0s(self, *values: object) -> list:
+        """The first rank's values, on every rank."""
+        shared = list(values)
+        dist.broadcast_object_list(shared)
+        return shared
 
-    def _take(self) -> bool:
-        """Go on with the newest run of this name and these flags, alone in its folder; False where
+    def _find_run(self) -> bool:
+        """Take the newest run with this name and these flags, and lock its folder; False where
         there is none and `--resume auto` starts anew."""
         runs = runs_called(self.folder)
         same = [one for one in runs if not other_flags(one, self.config)]
+        if same and checkpoints(same[0]):
+            self.folder = same[0]
+            CLOSING.append(partial(os.close, lock(self.folder)))
+            return True
         folder = (same or runs or [self.folder])[0]
-        saved = checkpoints(folder)
-        if self.args.resume == "auto" and not (same and saved):
+        if self.args.resume == "auto":
             self.say(f"no checkpoint of this run in {folder}: starting anew")
             return False
-        if saved and not same:
+        if checkpoints(folder):
             raise BadInput(f"--resume: {folder} has {other_flags(folder, self.config)}")
-        if not saved:
-            raise BadInput(f"--resume: no checkpoint in {folder}")
-        self.folder = folder
-        CLOSING.append(partial(os.close, lock(folder, 180 * (self.args.resume == "auto"))))
-        return True
+        raise BadInput(f"--resume: no checkpoint in {folder}")
 
     def start(self, done: int) -> None:
         """Make the run folder, now that all input is known to be right, and say what comes."""
-        a, self.done = self.args, done
+        args, self.done = self.args, done
         with blame(f"--run_dir {self.folder}: cannot be used"):
             if self.world.rank == 0:
                 self._open()
-        (self.folder,) = self._agree_on(self.folder)
-        self.stop = StopFlag()  # before, a signal ends at once
-        if a.wandb and self.world.rank == 0:
-            with blame(f"--wandb {a.wandb}: does not start"):  # no network, no login
+        (self.folder,) = self._rank_0s(self.folder)
+        self.stop = StopFlag()  # until here a signal ends the program at once
+        if args.wandb and self.world.rank == 0:
+            with blame(f"--wandb {args.wandb}: does not start"):  # no network, no login
                 import wandb
 
                 name = {"name": self.folder.name, "id": self.folder.name}
-                self.wandb = wandb.init(project=a.wandb, config=self.config, resume="allow", **name)
-        ranks = f"{self.world.size} rank(s) on {self.world.device}, {a.dtype}; {a.rollout} samples"
-        plan = f"steps {done + 1} to {a.steps}, each {a.prompts_per_step} prompts x {a.group_size} "
-        plan += f"responses in {a.minibatches} mini-batch(es); results in {self.folder}"
-        idle = f"all {done} steps are done: to go on, give more --steps"
-        self.say(f"{self.config['algorithm']}: {a.model} on {a.task}; {ranks}")
-        self.say(plan if done < a.steps else idle, *self.task.remarks)
+                name |= {"project": args.wandb, "resume": "allow"}
+                self.wandb = wandb.init(config=self.config, **name)
+        ranks = f"{self.world.size} rank(s) on {self.world.device}, {args.dtype}; {args.rollout}"
+        rows = f"{args.prompts_per_step} prompts x {args.group_size} responses"
+        parts = f"{args.minibatches} mini-batch(es)"
+        self.say(
+            f"{self.config['algorithm']}: {args.model} on {args.task}; {ranks} samples",
+            f"steps {done + 1} to {args.steps}, each {rows} in {parts}; results in {self.folder}",
+        )
 
     def _open(self) -> None:
-        """A folder of its own; or, with --resume, forget what was done after the checkpoint."""
+        """Make a folder; or, with --resume, forget what was done after the checkpoint."""
         if self.args.resume:
             if self.done > self.args.steps:
                 raise BadInput(f"--steps {self.args.steps}: {self.folder} is at step {self.done}")
-            for path in filter(Path.exists, (self.folder / name for name in ROWS)):
-                rows = [row for row in read_lines(path) if row["step"] <= self.done]
-                if path.name == "metrics.jsonl":
-                    self._keep_damaged(path, {row["step"] for row in rows})
-                self._write(path.name, as_lines(rows))
+            for name in ROWS:
+                if (self.folder / name).exists():
+                    rows = read_lines(self.folder / name)
+                    kept = [row for row in rows if row["step"] <= self.done]
+                    self._write(name, as_lines(kept))
             (self.folder / "summary.json").unlink(missing_ok=True)  # of fewer steps
         else:
             self.folder = new_folder(self.folder)
             CLOSING.append(partial(os.close, lock(self.folder)))
         self._write("config.json", json.dumps(self.config, indent=2) + "\n")
-
-    def _keep_damaged(self, path: Path, steps: set[int]) -> None:
-        """Say which steps are missing, as after a power loss, and keep a copy of the file."""
-        lost = [str(step) for step in range(self.done + 1) if step not in steps]
-        if lost:
-            kept = path.with_name("metrics.jsonl.damaged")
-            if not kept.exists():
-                shutil.copy(path, kept)
-            self.say(f"{path} lacks step {', '.join(lost)} for good; the file as it was is {kept}")
 
     def _write(self, name: str, text: str) -> None:
         with whole(self.folder / name) as path:
@@ -145,10 +139,10 @@ class Run:
             print(*lines, sep="\n", flush=True)
 
     def steps(self, done: int, last: int) -> Iterator[int]:
-        """Step numbers from `done` + 1 to `last`, or until a signal asks to stop; behind a
-        progress bar on rank 0."""
-        look = {"disable": self.world.rank > 0, "dynamic_ncols": True, "unit": "step"}
-        Run.bar = tqdm(total=last, initial=done, **look)
+        """Step numbers from `done` + 1 to `last`, or until a signal asks to stop; rank 0 shows a
+        progress bar."""
+        hidden = self.world.rank > 0
+        Run.bar = tqdm(total=last, initial=done, disable=hidden, dynamic_ncols=True, unit="step")
         for step in range(done + 1, last + 1):
             if self.stopping:
                 return
@@ -159,7 +153,7 @@ class Run:
     def clock(self, phase: str) -> None:
         """From here on time counts towards `phase`."""
         if self.world.device.type == "cuda":
-            # Kernels run behind the host's back: without this their time lands elsewhere.
+            # Kernels run after the call returns: without this their time is counted elsewhere.
             torch.cuda.synchronize()
         now = time.perf_counter()
         self.seconds[f"seconds_{Run.phase or 'load'}"] += now - self.since
@@ -173,7 +167,7 @@ class Run:
         """Append the step's line to metrics.jsonl and show it on the progress bar."""
         self.clock("log")
         example = metrics.pop("example", None)
-        self.note("samples.jsonl", shown := self.samples.collect(step, example))
+        self.note("samples.jsonl", self.samples.collect(step, example))
         seconds = sum(self.seconds.values())
         line = {"step": step} | metrics | self.seconds
         line |= {"tokens_per_s": metrics.get("tokens", 0) / seconds, "seconds": seconds}
@@ -181,16 +175,15 @@ class Run:
         self.note("metrics.jsonl", [line])
         self.done, self.stopping = step, self.stop.anywhere(self.world)
         if self.wandb:
-            self.wandb.log(line | as_table(shown), step=step)
-        more = [name for name in ("ref_kl", "sampler_kl", self.acted) if name in line]
-        more = [name for name in more if not abs(line[name]) < SHOWN_FROM]  # NaN is shown
-        shown = {name: f"{line[name]:.3g}" for name in (*SHOWN, *more) if name in line}
-        self.bar.set_postfix(shown, refresh=False)
+            self.wandb.log(line, step=step)
+        shown = [name for name in (*SHOWN, self.acted) if name in line]
+        self.bar.set_postfix({name: f"{line[name]:.3g}" for name in shown}, refresh=False)
 
     def note(self, name: str, rows: list[dict]) -> None:
         """Append rows to a JSON-lines file of the run folder, on rank 0."""
         if rows and self.world.rank == 0:
-            what = f"cannot write {self.folder / name}; {way_on(self.folder)} once that is fixed"
+            advice = f"{how_to_continue(self.folder)} once that is fixed"
+            what = f"cannot write {self.folder / name}; {advice}"
             with blame(what, RunStopped), (self.folder / name).open("a") as file:
                 file.write(as_lines(rows))
 
@@ -206,7 +199,8 @@ class Run:
         means.add(skipped=((not finite) / self.world.size, None))
         self.skipped = 0 if finite else self.skipped + 1
         if self.skipped == MOST_SKIPPED:
-            torch.save(vars(batch), path := self.folder / f"bad_batch_rank{self.world.rank}.pt")
+            path = self.folder / f"bad_batch_rank{self.world.rank}.pt"
+            torch.save(vars(batch), path)
             wrong = f"{MOST_SKIPPED} gradients in a row were NaN or infinite, none was applied"
             causes = "a learning rate, weight or penalty far too large, a mask or length of 0"
             raise RunStopped(f"{wrong}; the last batch is in {path}. Usual causes: {causes}.")
@@ -217,8 +211,9 @@ class Run:
         tolerance in MOST_APART steps in a row, or ten times beyond: every ratio would be wrong
         without a word.
         """
-        precision, gap = {self.args.dtype, self.args.rollout_dtype}, sampler["sampler_gap"]
-        usual = 0.1 if "float8" in precision else 0.05 if "bfloat16" in precision else 1e-3
+        gap = sampler["sampler_gap"]
+        precisions = (self.args.dtype, self.args.rollout_dtype)  # the second one may be "auto"
+        usual = max(TOLERANCE.get(precision, 0.0) for precision in precisions)
         tolerance = self.args.sampler_tolerance or usual
         self.apart = 0 if gap <= tolerance else self.apart + 1
         if self.apart == MOST_APART or not gap <= 10 * tolerance:  # true for NaN
@@ -235,39 +230,55 @@ class Run:
         if self.world.rank > 0:
             return
         self.bar.close()
+        samples, examples = self.folder / "samples.jsonl", []
         with blame(f"cannot write the results to {self.folder}", RunStopped):
-            curves, lines = draw_curves(self.folder), read_lines(self.folder / "metrics.jsonl")
+            curves = draw_curves(self.folder)
+            lines = read_lines(self.folder / "metrics.jsonl")
             if self.done < self.args.steps:
-                return self.say(f"stopped after step {self.done}: {way_on(self.folder)}")
-            first, *_, last = [line for line in lines if "greedy" in line] * 2
-            both, split = ("greedy", "sampled"), defaultdict(float)
-            summary = {f"{how}_before": first[how] for how in both}
-            summary |= {f"{how}_after": last[how] for how in both}
-            for name, value in (pair for line in lines for pair in line.items()):
-                if name.startswith("seconds_"):
-                    split[name.removeprefix("seconds_")] += value
-            summary |= {"seconds": sum(line["seconds"] for line in lines), "seconds_split": split}
+                self.say(f"stopped after step {self.done}: {how_to_continue(self.folder)}")
+                return
+            summary = summary_of(lines)
             self._write("summary.json", json.dumps(summary, indent=2) + "\n")
-        phases = ", ".join(f"{phase} {spent:.1f}" for phase, spent in split.items())
-        if (samples := self.folder / "samples.jsonl").is_file():
-            self.say(*before_and_after(read_lines(samples)))
-        self.say(
-            f"\nheld-out accuracy, greedy   {first['greedy']:.3f} -> {last['greedy']:.3f}",
-            f"held-out accuracy, sampled  {first['sampled']:.3f} -> {last['sampled']:.3f}",
-            f"curves   {curves}",
-            f"seconds  {summary['seconds']:.0f}: {phases}",
-        )
+            if samples.is_file():
+                examples = before_and_after(read_lines(samples))
+        phases = [f"{phase} {spent:.1f}" for phase, spent in summary["seconds_split"].items()]
+        self.say(*examples, "")
+        for how in ("greedy", "sampled"):
+            before, after = summary[f"{how}_before"], summary[f"{how}_after"]
+            self.say(f"held-out accuracy, {how:8} {before:.3f} -> {after:.3f}")
+        self.say(f"curves   {curves}", f"seconds  {summary['seconds']:.0f}: {', '.join(phases)}")
+        self._warn(lines, summary)
+        if samples.is_file():
+            self.say(f"\nlook at it: python -m tools.page {self.folder}")
+
+    def _warn(self, lines: list[dict], summary: dict) -> None:
+        """Say if the algorithm did nothing, had nothing to learn from, or made the model worse."""
         if killed := sum(line.get("judge_killed", 0) for line in lines):
-            self.say(f"\n{killed:.0f} answers broke the verifier's bounds, or your reward")
+            self.say(
+                f"\n{killed:.0f} answers were scored 0: the verifier ran out of bounds or failed"
+            )
         acted = [line[self.acted] for line in lines if self.acted in line]
-        if acted and not any(acted):  # null, a NaN, is no deed either; without any it was off
+        if acted and not any(acted):  # null (a NaN) does not count as acting
             idle = f"{self.acted} was 0 at every step: what it measures never acted"
             self.say(f"\nWARNING: {idle} (too few steps? --minibatches 1?).")
         idle = [line["zero_groups"] for line in lines if "zero_groups" in line]
         if self.args.compares() and idle and sum(idle) > MOST_IDLE * len(idle):
             share = f"in {sum(idle) / len(idle):.0%} of the groups all rewards were equal"
             self.say(f"\nWARNING: {share}: they teach nothing (docs/troubleshooting.md).")
-        if min(last[how] - first[how] for how in both) < 0:
+        if any(summary[f"{how}_after"] < summary[f"{how}_before"] for how in ("greedy", "sampled")):
             self.say("\nWARNING: held-out accuracy ended below its start.")
-        if samples.is_file():
-            self.say(f"\nlook at it: python -m tools.page {self.folder}")
+
+
+def summary_of(lines: list[dict]) -> dict:
+    """The first and the last held-out accuracy of a run, and its seconds by phase."""
+    measured = [line for line in lines if "greedy" in line]
+    summary = {}
+    for how in ("greedy", "sampled"):
+        summary[f"{how}_before"] = measured[0][how]
+        summary[f"{how}_after"] = measured[-1][how]
+    split = defaultdict(float)
+    for line in lines:
+        for name, seconds in line.items():
+            if name.startswith("seconds_"):
+                split[name.removeprefix("seconds_")] += seconds
+    return summary | {"seconds": sum(line["seconds"] for line in lines), "seconds_split": split}

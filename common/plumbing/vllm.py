@@ -1,6 +1,5 @@
 """Sampling with vLLM inside the trainer's process: every call to it is here."""
 
-import contextlib
 import os
 from collections.abc import Iterator
 
@@ -26,14 +25,14 @@ class VLLMEngine:
     """
 
     def __init__(self, args: object, lm: PreTrainedModel, world: World):
-        cpu, ranks = world.device.type == "cpu", args.tensor_parallel
+        ranks = args.tensor_parallel
         options = vllm_options(args, lm, world)
         # In this process, where weights are handed over without a copy.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         with blame("--rollout vllm: pip install -r requirements.txt, or use --rollout hf"):
             import vllm
-        self.SamplingParams, self.world, self.cpu, self.calls = vllm.SamplingParams, world, cpu, 0
+        self.SamplingParams, self.world, self.calls = vllm.SamplingParams, world, 0
         self.eos, self.sleeps = lm.generation_config.eos_token_id, args.vllm_sleep
         self.reports_experts = "enable_return_routed_experts" in options
         # Neighbouring ranks share an engine, as vLLM groups them; each engine has another seed.
@@ -41,15 +40,14 @@ class VLLMEngine:
         groups = torch.arange(world.size).view(-1, ranks).tolist()
         groups = [dist.new_group(group, TIMEOUT, backend="gloo") for group in groups]
         self.group = groups[world.rank // ranks]
-        options |= passed_through(args.vllm, options) | (for_a_cpu() if cpu else {})
+        options |= passed_through(args.vllm, options)
         why = "vLLM does not start: another --vllm_memory, or a lower --max_new_tokens"
-        why = f"--vllm {' '.join(args.vllm)}: vLLM refuses that" if args.vllm else why
+        if args.vllm:
+            why = f"--vllm {' '.join(args.vllm)}: vLLM refuses that"
         try:
             self.llm = vllm.LLM(**options)
-        except (TypeError, ValueError) as error:  # also vLLM's word for too little memory
+        except (TypeError, ValueError) as error:  # vLLM raises them for too little memory, too
             raise BadInput(f"{why} ({first_line(error)})") from error
-        # vLLM keeps to this stream, so we must.
-        self.stream = None if cpu else torch.cuda.current_stream(world.device)
         CLOSING.append(self.llm.llm_engine.engine_core.shutdown)
         self.awake = {"weights", "kv_cache"}
         self._sleep()
@@ -60,36 +58,22 @@ class VLLMEngine:
             self.llm.sleep(level=1)
             self.awake = set()
 
-    @contextlib.contextmanager
-    def _awake(self, *parts: str) -> Iterator[None]:
-        """Work on the engine's own stream, after what the caller has under way.
-
-        With --vllm_sleep `parts`, which this work needs, are woken if they sleep.
-        """
-        if asleep := sorted(set(parts) - self.awake):
+    def _wake(self, *parts: str) -> None:
+        """With --vllm_sleep: bring back the parts that the next work needs."""
+        asleep = sorted(set(parts) - self.awake)
+        if asleep:
             torch.cuda.empty_cache()
             self.llm.wake_up(tags=asleep)
-            self.awake |= {*asleep}
-        if self.stream:
-            caller = torch.cuda.current_stream(self.world.device)
-            self.stream.wait_stream(caller)
-        with torch.cuda.stream(self.stream):
-            yield
-        if self.stream:
-            caller.wait_stream(self.stream)
+            self.awake.update(asleep)
 
     def sync(self, policy: torch.nn.Module) -> None:
-        """Push the trainer's weights into the engine, one whole tensor at a time.
-
-        They stay awake: what comes next is sampling, or a checkpoint.
-        """
+        """Push the trainer's weights into the engine, one whole tensor at a time. They stay awake,
+        because sampling or a checkpoint follows."""
         weights = {"weights_iterator": checkpoint_parameters(policy, self.dtype)}
-        with self._awake("weights"):
-            self.llm.collective_rpc("reload_weights", kwargs=weights)
-            if self.cpu:
-                self.llm.apply_model(repack_experts)
-            if not self.llm.reset_prefix_cache():
-                raise RunStopped("vLLM kept its prefix cache: keys and values of old weights")
+        self._wake("weights")
+        self.llm.collective_rpc("reload_weights", kwargs=weights)
+        if not self.llm.reset_prefix_cache():
+            raise RunStopped("vLLM kept its prefix cache: keys and values of old weights")
 
     def state_dict(self) -> dict:
         return {"calls": self.calls}
@@ -106,25 +90,26 @@ class VLLMEngine:
         prefixes: list[list[int]] | None = None,
         top_p: float = 1.0,
     ) -> Rollout:
-        """As `HFEngine.generate`; ranks that share an engine call it together, each for its own."""
+        """As `HFEngine.generate`; ranks that share an engine call it together, each with its own
+        prompts."""
         prefixes = prefixes or [[] for _ in prompts]
         asked = [None] * dist.get_world_size(self.group)  # by rank: its prompts and prefixes
         dist.all_gather_object(asked, list(zip(prompts, prefixes)), group=self.group)
         pairs = [pair for part in asked for pair in part]
-        requests = [{"prompt_token_ids": prompt + prefix} for prompt, prefix in pairs]
         how = {"n": n, "temperature": temperature, "top_p": top_p, "top_k": 0}
         how |= {"logprobs": 0, "flat_logprobs": True}  # 0: of the sampled token alone
         how |= {"stop_token_ids": self.eos, "detokenize": False}
-        # A seed for each request (its n responses take the next ones): a resumed run draws alike.
+        # A seed for each request; its n responses take the next ones. A resumed run draws the same.
         self.calls += 1
-        first_seed = (self.seed * 1_000_003 + self.calls) * 1_000_003
-        seeds = range(first_seed, first_seed + n * len(requests), n)
-        sampling = [
-            self.SamplingParams(max_tokens=limit - len(prefix), seed=seed % 2**62, **how)
-            for (_, prefix), seed in zip(pairs, seeds)
-        ]
-        with self._awake("weights", "kv_cache"):
-            answers = self.llm.generate(requests, sampling, use_tqdm=False) if requests else []
+        seed = (self.seed * 1_000_003 + self.calls) * 1_000_003
+        requests, sampling = [], []
+        for prompt, prefix in pairs:
+            requests.append({"prompt_token_ids": prompt + prefix})
+            how |= {"max_tokens": limit - len(prefix), "seed": seed % 2**62}
+            sampling.append(self.SamplingParams(**how))
+            seed += n
+        self._wake("weights", "kv_cache")
+        answers = self.llm.generate(requests, sampling, use_tqdm=False) if requests else []
         self._sleep()  # the trainer needs the memory now
         first = sum(len(part) for part in asked[: dist.get_rank(self.group)])
         mine = answers[first : first + len(prompts)]
@@ -133,20 +118,22 @@ class VLLMEngine:
         logps = [output.logprobs.logprobs for output in outputs]
         experts = []
         for row, output in enumerate(outputs if self.reports_experts else []):
-            seen = torch.as_tensor(output.routed_experts)
-            seen = seen.short() if seen.dtype == torch.uint16 else seen  # which few operations know
+            seen = torch.as_tensor(output.routed_experts)  # [tokens, layers, k]
+            if seen.dtype == torch.uint16:  # few operations know it
+                seen = seen.short()
             # The last token is never fed back: its place stays 0.
-            whole = len(prompts[row // n]) + len(prefixes[row // n]) + len(tokens[row])
-            experts.append(torch.cat([seen, seen.new_zeros(whole - len(seen), *seen.shape[1:])]))
+            length = len(prompts[row // n]) + len(prefixes[row // n]) + len(tokens[row])
+            unseen = seen.new_zeros(length - len(seen), *seen.shape[1:])
+            experts.append(torch.cat([seen, unseen]))
         how = {"prefixes": prefixes, "eos": self.eos, "device": self.world.device}
         return Rollout.pack(prompts=prompts, tokens=tokens, logps=logps, experts=experts, **how)
 
 
 def vllm_options(args: object, lm: PreTrainedModel, world: World) -> dict:
-    """What `vllm.LLM` is made with on this rank, but for what `--vllm` adds."""
+    """The options of `vllm.LLM` on this rank, without those of `--vllm`."""
     ranks = args.tensor_parallel
     precision = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype
-    # Of one engine at a time; an evaluation, which has no groups, sends what it likes.
+    # Responses that one engine gets at a time; an evaluation has no groups.
     rows = getattr(args, "prompts_per_step", 1024) * getattr(args, "group_size", 1)
     longest = args.max_prompt_tokens + args.max_new_tokens
     options = {
@@ -155,7 +142,7 @@ def vllm_options(args: object, lm: PreTrainedModel, world: World) -> dict:
         "dtype": torch.float32 if precision == "float32" else torch.bfloat16,
         "distributed_executor_backend": "external_launcher",  # these ranks are the workers
         "tensor_parallel_size": ranks,
-        # What is reserved for more is taken from the KV cache.
+        # Memory reserved for more rows would be taken from the KV cache.
         "max_num_seqs": min(1024, rows * ranks // world.size),
         "seed": (args.seed * 100_003 + world.rank // ranks) % 2**32,
         "max_model_len": min(longest, lm.config.max_position_embeddings),
@@ -164,13 +151,11 @@ def vllm_options(args: object, lm: PreTrainedModel, world: World) -> dict:
         "generation_config": "vllm",  # no top-p, top-k or penalty out of the model's own
     }
     gpu = world.device.type == "cuda"
-    if not gpu and (precision == "float8" or args.vllm_sleep):
-        raise BadInput("--rollout vllm: --rollout_dtype float8 and --vllm_sleep need a GPU")
     if precision == "float8":
-        if torch.cuda.get_device_capability(world.device) < (8, 9):
+        if not gpu or torch.cuda.get_device_capability(world.device) < (8, 9):
             needs = "needs a GPU of compute capability 8.9 (H100, L40, RTX 40) or newer"
             raise BadInput(f"--rollout_dtype float8: {needs}: use auto")
-        # Triton's experts, as others leave CUDA graphs stale after a push; not the router.
+        # Triton's experts: others leave CUDA graphs stale after a push. The router stays as it is.
         options |= {"quantization": "fp8_per_channel", "moe_backend": "triton"}
         options |= {"quantization_config": {"ignore": [r"re:.*\.mlp\.gate$"]}}
     if not gpu:
@@ -188,23 +173,12 @@ def vllm_options(args: object, lm: PreTrainedModel, world: World) -> dict:
 
 
 def passed_through(words: tuple[str, ...], own: dict) -> dict:
-    """`--vllm KEY=VALUE ...` as options. What is in `own` is ours."""
+    """`--vllm KEY=VALUE ...` as options; those in `own` are refused."""
     given = key_values("--vllm", words)
-    if ours := given.keys() & own:
+    ours = given.keys() & own
+    if ours:
         raise BadInput(f"--vllm {min(ours)}: follows from the other flags")
     return given
-
-
-def for_a_cpu() -> dict:
-    """What the CPU build needs, on which this file is tested without a GPU."""
-    from vllm import _custom_ops as kernels
-
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or all ranks share one core
-    # By default linear weights are packed at load, and a later push misses what is tied to them
-    # (the head).
-    assert hasattr(kernels, "_supports_onednn"), "vLLM packs its CPU weights in another way"
-    kernels._supports_onednn = False
-    return {"kv_cache_memory_bytes": 2**28, "enforce_eager": True}
 
 
 def checkpoint_parameters(
@@ -212,7 +186,7 @@ def checkpoint_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """`full_parameters` by the names of published checkpoints, where each expert has its own."""
     for name, full in full_parameters(policy, dtype):
-        yield from experts_apart(name, full)  # whose variables end with it: they are gigabytes
+        yield from experts_apart(name, full)  # a function of its own frees its gigabytes at once
 
 
 def experts_apart(name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -226,11 +200,3 @@ def experts_apart(name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield name.replace("down_proj", f"{i}.down_proj.weight"), down
     else:
         yield name, full
-
-
-def repack_experts(model: torch.nn.Module) -> None:
-    """On a CPU vLLM packs experts' weights at the first load alone: pushed ones need it again."""
-    for layer in model.modules():
-        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-        if kernel is not None:
-            kernel.fused_experts.process_weights_after_loading(layer)

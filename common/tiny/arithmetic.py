@@ -12,7 +12,32 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from common.reward import mentioned_reward, steps_reward
+
+def final_number(completion: str) -> str:
+    """What follows the last `#`; without one the whole text."""
+    return completion.rpartition("#")[2]
+
+
+def arithmetic_reward(completion: str, answer: str) -> float:
+    """1.0 if what follows the last `#` is exactly the answer; a substring is not enough."""
+    _, mark, final = completion.rpartition("#")
+    return float(mark == "#" and final == answer)
+
+
+def mentioned_reward(completion: str, solution: str) -> float:
+    """A verifier that can be exploited: what follows the last `#` need only stand somewhere in the
+    worked solution. So the empty answer, and every intermediate result, are paid."""
+    _, mark, final = completion.rpartition("#")
+    return float(mark == "#" and final in solution)
+
+
+def steps_reward(completion: str, solution: str) -> float:
+    """Partial credit: the share of the solution's steps, its answer among them, that are right."""
+    given, _, given_answer = completion.rpartition("#")
+    steps, _, answer = solution.rpartition("#")
+    right = sum(one == other for one, other in zip(given.split(";"), steps.split(";")))
+    right += given_answer == answer
+    return right / (len(steps.split(";")) + 1)
 
 
 class Kind(NamedTuple):

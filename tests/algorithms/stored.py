@@ -9,9 +9,9 @@ from common.batch import Rollout
 from common.data import Problem, Task
 from common.distributed import World
 from common.plumbing.model import load_model
-from common.reward import arithmetic_reward, steps_reward
 from common.rollout import HFEngine
 from common.tiny import arithmetic
+from common.tiny.arithmetic import arithmetic_reward, steps_reward
 
 from tests.loop import formulas
 from tests.helpers import module_of

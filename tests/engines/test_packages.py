@@ -7,10 +7,11 @@ import math
 import datasets
 import grpo
 import pytest
-from common.plumbing.sets import HUB, read_set
+from common.plumbing.sets import HUB, rows_of
 
 from tests.helpers import SMALL, metrics, run_here
-from tests.common.rows import ROWS, Letters, load
+from tests.common.rows import ROWS, load
+from tests.repository.test_yours import save_examples
 
 
 def records(path) -> list:
@@ -58,31 +59,28 @@ def test_wandb_offline_holds_the_config_and_every_step(tmp_path, monkeypatch):
     written = {line["step"]: line for line in metrics(tmp_path / "run")}
     assert logged.keys() == written.keys() == {0, 1, 2}
     assert all(math.isclose(logged[step]["reward"], written[step]["reward"]) for step in (1, 2))
-    assert all(logged[step]["samples.ncols"] == 5 for step in (1, 2))  # tables of responses
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "letter_counting", "spell_backward"])
-def test_reasoning_gym_itself(name):
-    """tools/gym.py: a right answer scores 1, another one less; prompts and held-out problems are
-    the same in every run, and apart; a set that would run the model's words is refused."""
-    pytest.importorskip("reasoning_gym")
-    from tools import gym
-
-    spec, rows = f"tools/gym.py:{name}", getattr(gym, name).rows
-    task, again, other = (load(spec, Letters(), seed=seed) for seed in (1, 1, 2))
+def test_reasoning_gym_itself(name, tmp_path, monkeypatch):
+    """puzzles.py of docs/yours.md: a right answer scores 1, another one less; prompts and held-out
+    problems are the same in every run, and apart."""
+    gym = pytest.importorskip("reasoning_gym")
+    save_examples(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    text = (tmp_path / "puzzles.py").read_text()
+    (tmp_path / "puzzles.py").write_text(text.replace("chain_sum", name))
+    task, again, other = (load("puzzles.py", seed=seed) for seed in (1, 1, 2))
     problem = task.train(3)
     assert problem == again.train(3) and problem.prompt != other.train(3).prompt
     assert task.held_out == other.held_out and len(task.held_out) == 2
-    assert int(problem.answer) < gym.SIZE // 2 < min(int(p.answer) for p in task.held_out)
-    right = rows[int(problem.answer)]["answer"]
+    assert problem.answer < min(held_out.answer for held_out in task.held_out)
+    row = gym.create_dataset(name, size=100_000, seed=0)[problem.answer]
+    right = row["answer"]
     given = [f"It is <answer>{right}</answer>.", f"<answer>{right}1</answer>", "", "9**9**9**9"]
     scores = task.verifier(given, [problem.answer] * 4)
     assert scores[0] == 1.0 and max(scores[1:]) < 1.0
-    assert problem.prompt.startswith(rows[int(problem.answer)]["question"])
-    task.verifier.close()
-    for wrong, why in (("countdown", "would execute"), ("nothing", "not registered")):
-        with pytest.raises(ValueError, match=f"--task tools/gym.py:{wrong}: .*{why}"):
-            load(f"tools/gym.py:{wrong}")
+    assert problem.prompt.startswith(row["question"])
 
 
 @pytest.mark.parametrize("name", HUB)
@@ -113,7 +111,7 @@ def test_hub_sets_through_datasets_itself(name, tmp_path, monkeypatch):
         assert all(
             p.prompt.startswith("test " if columns.test else "train ") for p in task.held_out
         )
-    measured = read_set(name, grpo.Args(), "test", "--eval_task")
+    measured = rows_of(name, "test")
     assert [found for _, found in measured] == [answer] * 5
     assert {entry[:2] for entry in asked} == {(columns.path, columns.config)}
     assert {entry[2] for entry in asked} == {columns.train, columns.test} - {""}

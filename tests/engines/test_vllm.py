@@ -11,14 +11,17 @@ import torch
 from common.plumbing.checkpoint import save_model
 from common.distributed import CLOSING, setup, shard
 from common.logprobs import Policy, all_logprobs, sampler_gap
+from common.plumbing import vllm as vllm_module
 from common.plumbing.model import load_model
 from common.rollout import make_engine
 from common.plumbing.vllm import VLLMEngine
 from common.plumbing.tracking import Run
 
+from tests.engines.cpu_vllm import use_cpu_build
 from tests.helpers import SMALL, metrics, started
 
 pytest.importorskip("vllm", reason="needs vLLM (docs/development.md#tests)")
+RUN = ("-m", "tests.engines.cpu_vllm")  # before a module's name: its program on vLLM's CPU build
 PROMPTS = ["7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9="]
 
 
@@ -69,9 +72,13 @@ def world(finished):
 
     `finished`, a run in this process with a group of its own, has to come before.
     """
-    yield setup()
-    while CLOSING:
-        CLOSING.pop()()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_module, "passed_through", vllm_module.passed_through)
+        patch.setattr(VLLMEngine, "sync", VLLMEngine.sync)
+        use_cpu_build()
+        yield setup()
+        while CLOSING:
+            CLOSING.pop()()
 
 
 @pytest.fixture(scope="module")
@@ -165,22 +172,23 @@ def test_samples_repeat_with_the_state_and_not_without(engine_of):
 
 
 def test_a_run_learns_and_resumes(tmp_path):
-    """`python grpo.py --rollout vllm`: greedy rises as with hf; the sampler agrees at every step;
+    """`grpo.py --rollout vllm`: greedy rises as with hf; the sampler agrees at every step;
     resume goes on."""
     flags = ["--rollout", "vllm", "--eval_every", 25, "--save_every", 10]
     flags += ["--run_dir", tmp_path / "run"]
-    run = started("grpo.py", *flags, "--steps", 25)
+    run = started(*RUN, "grpo", *flags, "--steps", 25)
     assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr[-3000:]
     lines = metrics(tmp_path / "run")
     assert lines[-1]["greedy"] > 0.8 > 0.5 > lines[0]["greedy"]
     assert all(line["sampler_gap"] < 1e-4 for line in lines[1:])
-    assert started("grpo.py", *flags, "--steps", 26, "--resume").returncode == 0
+    assert started(*RUN, "grpo", *flags, "--steps", 26, "--resume").returncode == 0
 
 
 def test_two_ranks(tmp_path):
     """torchrun with an engine in each rank: different samples, one policy; then one engine for
     both."""
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "grpo.py", *SMALL]
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    ranks += [*RUN, "grpo", *SMALL]
     for extra in ([], ["--tensor_parallel", 2]):
         folder = tmp_path / f"run{len(extra)}"
         run = started(*ranks, "--steps", 3, "--rollout", "vllm", *extra, "--run_dir", folder)
@@ -193,7 +201,7 @@ def test_a_runs_checkpoint_is_measured_as_by_hf(tmp_path, finished):
     greedy = []
     for engine in ("vllm", "hf"):
         flags = ["--rollout", engine, "--eval_samples", 1, "--run_dir", tmp_path / engine]
-        done = started("-m", "tools.evaluate", finished, *flags)
+        done = started(*RUN, "tools.evaluate", finished, *flags)
         assert done.returncode == 0 and "after step 4" in done.stdout, done.stderr[-3000:]
         greedy.append(next(line for line in done.stdout.splitlines() if "| 0.0 |" in line))
     assert greedy[0] == greedy[1]

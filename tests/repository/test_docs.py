@@ -1,5 +1,5 @@
-"""What the pages promise: commands would start, links and pointers lead somewhere, every metric is
-explained."""
+"""The promises of the pages: commands would start, links and pointers lead somewhere, every metric
+is explained."""
 
 import ast
 import importlib

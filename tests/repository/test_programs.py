@@ -86,7 +86,7 @@ def pages(folder: Path) -> dict[Path, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_program_ends_and_finds_no_page_to_change(command, copy):
-    """The walk measures a step anew: its numbers may differ in their last digit."""
+    """The walk measures a step again: its numbers may differ in their last digit."""
     before = pages(copy)
     ended = forked(start, copy, command.split())
     assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr[-3000:]

@@ -1,48 +1,151 @@
-"""The examples of docs/yours.md, saved under the names in their first lines, run as printed."""
+"""The examples of docs/yours.md, saved under the names in their first lines, work as printed."""
 
+import importlib.util
+import json
 import re
+import sys
 import threading
-from http.server import ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import grpo
 import pytest
-from common.reward import loaded
 
+from tests.common.rows import ROWS, load, write
 from tests.helpers import ROOT, metrics, run_here
 from tests.repository.test_docs import commands
 
-pytestmark = pytest.mark.slow
-
 PAGE = (ROOT / "docs/yours.md").read_text("utf-8")
 HERE = [words for name, words, _ in commands(PAGE) if name == "grpo" and "--model" not in words]
+SMALL = "--steps 1 --prompts_per_step 4 --group_size 4 --eval_problems 4 --eval_samples 1".split()
+
+
+def save_examples(folder: Path) -> None:
+    """Write the page's files; those that read GSM8K from the hub read gsm8k.jsonl instead."""
+    for text, name in re.findall(r"```python\n(# (\w+\.py)\n.*?)\n```\n", PAGE, re.DOTALL):
+        (folder / name).write_text(text.replace('"gsm8k"', '"gsm8k:gsm8k.jsonl"'))
 
 
 @pytest.fixture
 def files(tmp_path, monkeypatch) -> Path:
     """A folder with the page's files, the current one."""
-    for text, name in re.findall(r"```python\n(# (\w+\.py)\n.*?)\n```\n", PAGE, re.DOTALL):
-        (tmp_path / name).write_text(text)
+    save_examples(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.fixture
-def judge_server(files, monkeypatch):
-    """The page's stand-in for a judge model, on the loopback address."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), loaded("judge_server.py").Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("verifier", f"127.0.0.1:{server.server_port}")
-    yield
-    server.shutdown()
-    server.server_close()
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("command", HERE, ids=" ".join)
-def test_the_examples_of_yours_run(command, files, judge_server):
-    """The last two examples, and the first with a model that reads and writes any text."""
-    small = "--steps 1 --prompts_per_step 4 --group_size 4 --eval_problems 4 --eval_samples 1"
-    assert run_here(grpo.main, *command, *small.split()) == 0
+def test_the_commands_for_a_laptop_run(command, files):
+    assert run_here(grpo.main, *command, *SMALL) == 0
     (run,) = files.glob("runs/*")
     line = metrics(run)[-1]
     assert line["judge_killed"] == 0 and 0 <= line["reward"] <= 1
+
+
+def test_words():
+    """With the thoughts of a model that thinks, and without."""
+    task = {}
+    exec(re.search(r"# words.py.*?(?=```)", PAGE, re.DOTALL)[0], task)
+    assert task["train"](6) == ("Write this word backwards, and nothing else: cat", "tac")
+    assert task["reward"]("<think>cat, tca</think>\n Tac", "tac") == 1
+    assert task["reward"]("act", "tac") == 0
+
+
+def test_a_dataset_with_another_reward(files):
+    """Rows of a local file in GSM8K's columns, under a reward that prefers brief answers."""
+    row, answer = ROWS["gsm8k"]
+    write(files / "gsm8k.jsonl", [row, row])
+    task = load("brief.py")
+    assert task.train(3).prompt.startswith(row["question"] + " Think step by step.")
+    given = [f"# {answer}", "so it is " * 10 + f"# {answer}", "# 7"]
+    brief, long, wrong = task.verifier(given, [answer] * 3)
+    assert 1 > brief > long > 0 > wrong and task.verifier.killed == 0
+
+
+@pytest.mark.slow
+def test_a_dataset_with_another_reward_trains(files):
+    """The same file on rows that the embedded model can read."""
+    rows = [{"question": f"{i}+1=", "answer": f"#### {i + 1}"} for i in range(5)]
+    write(files / "gsm8k.jsonl", rows)
+    text = (files / "brief.py").read_text()
+    (files / "brief.py").write_text(re.sub("ASK = .*", 'ASK = ""', text))
+    assert run_here(grpo.main, "--task", "brief.py", *SMALL) == 0
+    (run,) = files.glob("runs/*")
+    assert metrics(run)[-1]["judge_killed"] == 0
+
+
+def test_unit_tests(files):
+    tests = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
+    write(files / "code.jsonl", [{"prompt": f"Add, {i}.", "tests": tests} for i in range(102)])
+    task = load("unit_tests.py")
+    given = ["```python\ndef add(a, b): return a + b\n```", "def add(a, b): return 3", "add = 1"]
+    assert task.verifier(given, [tests] * 3) == [1.0, 0.5, 0.0] and task.verifier.killed == 0
+
+
+class Judge(BaseHTTPRequestHandler):
+    """A stand-in for a judge model: it says yes where the ends are equal."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        reference, answer, _ = body["messages"][0]["content"].splitlines()
+        right = answer.endswith("#" + reference.partition(": ")[2])
+        said = {"choices": [{"message": {"content": "Yes." if right else "No."}}]}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(said).encode())
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+def test_a_judge_model(files, monkeypatch):
+    row, answer = ROWS["gsm8k"]
+    write(files / "gsm8k.jsonl", [row])
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("JUDGE", f"127.0.0.1:{server.server_port}")
+    task = load("judge.py")
+    assert task.verifier([f"It is #{answer}", "It is #1"], [answer] * 2) == [1.0, 0.0]
+    server.shutdown()
+    server.server_close()
+    assert task.verifier([f"It is #{answer}"], [answer]) == [0.0]  # no server: counted
+    assert task.verifier.killed == 1
+
+
+GYM = """
+def create_dataset(name, size, seed):
+    assert name == "chain_sum"
+    return Puzzles()
+class Puzzles:
+    def __getitem__(self, i): return {"question": f"{i} + 1 = ?", "answer": str(i + 1)}
+    def score_answer(self, answer, entry): return float(answer == entry["answer"])
+"""
+UTILS = """
+def extract_answer(text): return text.partition("<answer>")[2].partition("</answer>")[0]
+"""
+
+
+@pytest.fixture
+def stand_in(files, monkeypatch):
+    """A package with reasoning-gym's interface, beside the page's files: these look there last, so
+    the real one is taken where it is installed. True if the stand-in is taken."""
+    installed = importlib.util.find_spec("reasoning_gym")
+    (files / "reasoning_gym").mkdir()
+    (files / "reasoning_gym/__init__.py").write_text(GYM)
+    (files / "reasoning_gym/utils.py").write_text(UTILS)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield not installed
+    if not installed:
+        for name in ("reasoning_gym", "reasoning_gym.utils"):
+            sys.modules.pop(name, None)
+
+
+def test_puzzles(stand_in):
+    task, other = load("puzzles.py"), load("puzzles.py", seed=2)
+    assert task.train(3).answer == 3 and other.train(3).answer != 3
+    assert [problem.answer for problem in task.held_out] == [99_744, 99_745]
+    wrong = ["<answer>no number</answer>", ""]
+    assert max(task.verifier(wrong, [3, 3])) < 1 and task.verifier.killed == 0
+    if stand_in:
+        assert task.verifier(["It is <answer>4</answer>."], [3]) == [1.0]

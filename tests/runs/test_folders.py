@@ -130,18 +130,6 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_taken(
 
 
 @slow
-def test_a_hole_in_the_metrics_is_said_and_the_file_kept(run, capsys):
-    """As a power loss leaves it: the checkpoint has step 4, the metrics end in the midst of it."""
-    cut = (run / "metrics.jsonl").read_bytes()[:-40]
-    (run / "metrics.jsonl").write_bytes(cut)
-    for steps in (5, 6):  # said each time, and what is kept is what was found first
-        assert run_here(grpo.main, *SMALL, "--steps", steps, "--run_dir", run, "--resume") == 0
-        assert f"{run}/metrics.jsonl lacks step 4 for good" in capsys.readouterr().out
-    assert (run / "metrics.jsonl.damaged").read_bytes() == cut
-    assert [line["step"] for line in metrics(run)] == [0, 1, 2, 3, 5, 6]
-
-
-@slow
 def test_resume_knows_the_data(run, monkeypatch, capsys):
     """Another fingerprint is refused before anything is written."""
     monkeypatch.setattr(grpo, "load_task", lambda *a: replace(load_task(*a), fingerprint="xyz"))

@@ -13,7 +13,7 @@ BAD_INPUT = [
     ("grpo", "--lerning_rate 1", "--lerning_rate"),
     ("grpo", "--lr fast", "Error parsing --lr: could not"),
     ("grpo", "--task nowhere.jsonl", "nowhere.jsonl: no such file"),
-    ("grpo", "--task bad.jsonl", "bad.jsonl:2: needs 'prompt'"),
+    ("grpo", "--task bad.jsonl", "bad.jsonl:2: no JSON"),
     ("grpo", "--model empty", "holds no *.safetensors weights"),
     # The embedded model's defaults would train another model silently wrong
     ("grpo", "--model big", "give --lr (usual in full fine-tuning: 1e-6 for billions of"),

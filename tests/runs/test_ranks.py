@@ -87,7 +87,7 @@ def test_resume_on_other_ranks(tmp_path, capsys, world):
     ended = command("grpo", *flags, "--steps", 4, "--resume", ranks=2)
     assert ended.codes == [0, 0], ended.stderr
     assert run_here(grpo.main, *flags, "--steps", 6, "--resume") == 0
-    assert "saved by 2 rank(s), now 1: not to the bit" in capsys.readouterr().out
+    assert "saved by 2 rank(s), now 1: not bit-exact" in capsys.readouterr().out
 
 
 def test_batches_in_flight_belong_to_their_ranks(tmp_path, capsys):

@@ -60,7 +60,6 @@ def test_a_lost_rank_ends_the_other_and_torchrun_goes_on(tmp_path):
     words = [*flags, "--resume", "auto", "--run_dir", tmp_path / "parts"]
     run = started(*TORCHRUN, "--no-python", sys.executable, "-c", LOSE_A_RANK, *words)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert "error: rank 0 lost contact to another rank in" in run.stderr
     assert "steps 1 to 5, each" in run.stdout and "steps 3 to 5, each" in run.stdout
     assert command("grpo", *flags, "--run_dir", tmp_path / "whole", ranks=2).returncode == 0
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 5, tmp_path)
@@ -106,10 +105,7 @@ def test_a_kill_during_the_save_leaves_the_checkpoint_before(tmp_path, finished)
     assert not (tmp_path / "parts/checkpoints/partial").exists()
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, *(pytest.param(n, marks=slow) for n in (signal.SIGINT, signal.SIGHUP))],
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=slow)])
 def test_signals_finish_the_step_save_and_exit_0(tmp_path, number):
     flags = [*SMALL, "--steps", 50, "--run_dir", tmp_path / "run"]
     run = command("grpo", *flags, at=(number, 3))

@@ -63,7 +63,7 @@ def test_other_families_train_and_save(family, tmp_path, monkeypatch, tiny):
     flags += ["--save_hf", "--gradient_checkpointing", "--run_dir", tmp_path / "run"]
     # An untrained model is never right: reward odd lengths instead
     odd = lambda completion, answer: float(len(completion) % 2)  # noqa: E731
-    monkeypatch.setattr("common.data.arithmetic_reward", odd)
+    monkeypatch.setattr("common.tiny.arithmetic.arithmetic_reward", odd)
     assert run_here(grpo.main, *flags) == 0
     line = metrics(tmp_path / "run")[-1]
     assert line["sampler_gap"] < 1e-4 and line["grad_norm"] > 0

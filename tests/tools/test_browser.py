@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not BROWSER, reason="needs chromium: apt-get install chromium"),
 ]
-# Pages in one window: each says what it found to the page around it
+# Pages in one window: each sends its findings to the page around it
 AROUND = """<!doctype html><body><script>
 addEventListener("message", event => {
   const pre = document.createElement("pre");
@@ -33,7 +33,7 @@ FRAME = '<iframe src="{page}#check" style="width: {width}px; height: 800px"></if
 
 
 def reports(folder: Path, *pages: tuple[Path, int]) -> list[dict]:
-    """What pages find that check themselves, each in a window of that width."""
+    """The findings of pages that check themselves, each in a window of that width."""
     around = folder / "around.html"
     frames = [FRAME.format(page=page.as_uri(), width=width) for page, width in pages]
     around.write_text("\n".join([AROUND, *frames]))

@@ -57,7 +57,7 @@ def test_picture_and_table_are_written_and_never_over_anothers(tmp_path):
 
 
 def test_a_sheet_has_a_row_for_each_run(tmp_path):
-    """The first run stands in grey in the second row; a panel holds the run's own numbers."""
+    """The first run is grey in the second row; a panel holds the run's own numbers."""
     runs = [compare.load(run_of(tmp_path / f"{seed}", seed)) for seed in (1, 2)]
     axes = compare.draw_sheet(runs).axes
     assert len(axes) == 8

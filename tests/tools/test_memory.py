@@ -32,7 +32,7 @@ def test_what_fits_grows_with_the_card_and_the_cards():
 
 
 def test_every_command_on_a_real_model_fits_80_gb():
-    """And what is turned on to save memory saves it in the estimate."""
+    """And a flag that saves memory saves it in the estimate, too."""
     for name in ALGORITHMS:
         assert memory.commands(name), name
         for words in memory.commands(name):

@@ -1,5 +1,5 @@
-"""The page of a run's samples: its weights are the gradients of the files' own losses, what a model
-or a prompt wrote stays text, and nothing is fetched. (In a browser: test_browser.py.)"""
+"""The page of a run's samples: its weights are the gradients of the files' own losses, the text of
+models and prompts stays text, and nothing is fetched. (In a browser: test_browser.py.)"""
 
 import base64
 import json
@@ -39,13 +39,13 @@ def unpacked(text: str) -> list[float]:
 
 
 def under(data: dict, name: str) -> tuple[list[float], str, dict]:
-    """A file's weights of the first row, what stopped its tokens, and what is said."""
+    """A file's weights of the first row, the reasons that stopped its tokens, and its notes."""
     found = data["runs"][0]["rows"][0]["under"][name]
     return unpacked(data["table"][found["weight"]]), data["table"][found["why"]], found
 
 
 def words_of(data: dict, name: str) -> str:
-    """What is said of a file."""
+    """The notes on a file."""
     said = data["runs"][0]["rows"][0]["under"][name]["said"]
     return " ".join(data["table"][place] for place in said)
 
@@ -73,7 +73,7 @@ def data(group, tmp_path_factory):
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "opd"])  # has a teacher
 def test_the_weights_under_a_file_are_its_losss_gradient(name, group, data):
-    """What its loss is handed beside a group has the default; then the page says so."""
+    """Arguments that no group stores have their default; then the page says so."""
     assert words_of(data, name) or not module_of(name).policy_loss.__kwdefaults__
     batch = dict(group)
     if "each token has its response's" in words_of(data, name):
@@ -115,7 +115,7 @@ def test_another_files_divisor_is_the_mini_batchs(name, own, group, tmp_path):
 
 
 def test_a_teacher_is_no_reference(group, data, tmp_path):
-    """Neither stands for the other."""
+    """Neither replaces the other."""
     taught = dict(group)
     taught["teacher_logp"] = taught.pop("ref_logp")
     distilled = page.page_data([with_samples(tmp_path, [row_of(taught)], "opd")], ROOT)
@@ -152,7 +152,7 @@ def test_hostile_text_stays_text_and_nothing_is_fetched(group, tmp_path):
     assert not re.search(r"https?:(?!//www.w3.org/2000/svg)|\bsrc=|@import|url\(|<link", form)
 
 
-DAMAGED = [  # file, line, where in it, and what is put there; None: nothing
+DAMAGED = [  # file, line, the value's place in it, and its new value (None: deleted)
     ("metrics.jsonl", 3, ["reward"], "0.5"),
     ("samples.jsonl", 1, ["count"], None),
     ("samples.jsonl", 1, ["responses", 1, "logp"], [0.0]),

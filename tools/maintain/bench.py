@@ -199,7 +199,7 @@ def trl(model: str, folder: str, full: bool, size: list[int], minibatches: int) 
 
 
 def measure(side: str, args: argparse.Namespace, size: list[int], folder: str) -> dict:
-    """What one side measures, in a process of its own."""
+    """The measurements of one side, made in a process of its own."""
     env = {"HF_HUB_OFFLINE": "1"} | os.environ
     words = [sys.executable, "-m", "tools.maintain.bench", args.model, "--side", side]
     words += ["--size", *map(str, size[:3]), "--minibatches", str(args.minibatches)]

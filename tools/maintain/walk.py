@@ -1,10 +1,10 @@
-"""Fills docs/walk.md: the code of grpo.py that it walks through, and the numbers of one real step.
+"""Fill docs/walk.md with the code of grpo.py and the numbers of one real step.
 
     python -m tools.maintain.walk
 
-It runs the first step of a default run and keeps what some functions were given and returned. In
-the page a block of Python goes from its first line, as it stands in grpo.py, to the next line with
-which a block begins; `1.23<!--name-->` is a number, and behind `<!--block: name-->` is a table.
+It runs the first step of a default run and keeps the arguments and results of some functions. In
+the page a block of Python goes from its first line, as in grpo.py, to the next line with which a
+block begins; `1.23<!--name-->` is a number, and `<!--block: name-->` precedes a table.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ def said(number: float, digits: int = 2) -> str:
 
 
 def found(calls: dict[str, list[tuple]]) -> dict[str, str]:
-    """Name -> what stands in the page."""
+    """Name -> its number or table in the page."""
     tokenizer, task = calls["load_task"][0][0][1], calls["load_task"][0][2]
     (rewards,), _, A = calls["advantages"][0]
     rollout = calls["of_rollout"][0][0][0]

@@ -1,0 +1,56 @@
+"""What vLLM's CPU build needs beyond `common.plumbing.vllm`, which is written for GPUs.
+
+`use_cpu_build()` changes the engine of this process. A program runs with it by
+`python -m tests.engines.cpu_vllm MODULE FLAGS`.
+"""
+
+import os
+import runpy
+import sys
+
+import common  # noqa: F401  (before torch)
+import torch
+from common.plumbing import vllm as engine
+
+
+def use_cpu_build() -> None:
+    """Add the CPU build's options to the engine's, and pack experts again after each push."""
+    passed_through, sync = engine.passed_through, engine.VLLMEngine.sync
+
+    def options_for_a_cpu(words: tuple[str, ...], own: dict) -> dict:
+        # The engine calls this between `import vllm` and the making of its LLM.
+        push_reaches_all_weights()
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or all ranks share one core
+        given = passed_through(words, own)
+        return given | {"kv_cache_memory_bytes": 2**28, "enforce_eager": True}
+
+    def sync_and_repack(self: engine.VLLMEngine, policy: torch.nn.Module) -> None:
+        sync(self, policy)
+        self.llm.apply_model(repack_experts)
+
+    engine.passed_through = options_for_a_cpu
+    engine.VLLMEngine.sync = sync_and_repack
+
+
+def push_reaches_all_weights() -> None:
+    """By default linear weights are packed at load, and a later push misses what is tied to them
+    (the head)."""
+    from vllm import _custom_ops as kernels
+
+    assert hasattr(kernels, "_supports_onednn"), "vLLM packs its CPU weights in another way"
+    kernels._supports_onednn = False
+
+
+def repack_experts(model: torch.nn.Module) -> None:
+    """On a CPU vLLM packs experts' weights at the first load alone: pushed ones need it again."""
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
+
+
+if __name__ == "__main__":
+    use_cpu_build()
+    module = sys.argv[1]
+    sys.argv = sys.argv[1:]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
