@@ -1,12 +1,12 @@
-"""An exercise: a file of this repository with its heart taken out.
+"""An exercise: a file of this repository with function bodies removed.
 
     python -m labs.blank                    lists the exercises, from * (easy) to ***
     python -m labs.blank grpo > mine/grpo.py
     python -m labs.grade mine/grpo.py
 
-Of an algorithm's file `advantages` and `policy_loss` keep their signature and what they promise;
-their bodies are yours. The others are one function each. The first line says which exercise it is,
-so that the file may have any name.
+Of an algorithm's file, `advantages` and `policy_loss` keep only their signature and docstring. The
+others are one function each. The first line says which exercise it is, so the file may have any
+name.
 """
 
 import argparse
@@ -91,7 +91,7 @@ OWN = {
     ("icepop", "weight_max"): "the largest π_old/μ of a response token / None",
     ("recipe", "weight"): "min(w, cap) of the whole response / responses; only with a lag",
     ("recipe", "weight_max"): "the largest w of a response, before its cap / None; only with a lag",
-    ("recipe", "gate_closed"): f"1 - the gate {TOKENS}; with MASPO's gate, in place of clip_*",
+    ("recipe", "gate_closed"): f"1 - the gate {TOKENS}; with MASPO's gate, instead of clip_*",
 }
 
 

@@ -65,7 +65,7 @@ BUGS = [
     Bug(
         "max for min",
         "check_coefficients",
-        "Whose step is not held back, and who cannot come back?",
+        "Which tokens are not held back, and which cannot come back?",
         "max takes the other branch of the clip: what moved out too far keeps its gradient, "
         "what moved the wrong way loses it. The clip is inside out.",
         flags="--minibatches 16",
@@ -74,8 +74,8 @@ BUGS = [
         "dropped EOS",
         "check_eos_counts",
         "One token of every response is missing from the loss. Which, and what does it decide?",
-        "The EOS gets no gradient, so nobody learns when to stop. This model knows already, and "
-        "hardly a curve betrays it; one that does not runs to the length limit (`truncated`). The "
+        "The EOS gets no gradient, so the model does not learn when to stop. This one knows "
+        "already, so the curves hardly change; another runs to the length limit (`truncated`). The "
         "usual cause is a mask made of `tokens != pad` where pad and EOS are one id.",
     ),
     Bug(
@@ -83,8 +83,8 @@ BUGS = [
         "check_kl",
         "Look at `ref_kl`, and at little else.",
         "exp(x) - x - 1 of x = log π_θ - log π_ref estimates another divergence (its mean under"
-        " π_θ is χ² - KL, in place of KL(π_θ ‖ π_ref)). It still pulls to the reference, and "
-        "hardly a curve betrays it: only an enumeration does.",
+        " π_θ is χ² - KL, instead of KL(π_θ ‖ π_ref)). It still pulls to the reference, and "
+        "the curves hardly change: only an enumeration shows it.",
         "natolambert/rlhf-book, code/policy_gradients/loss.py (2026-08-21), and "
         "zafstojano/policy-gradients, loss.py; their ancestor tiny-grpo has it right",
         flags="--beta 0.1",
@@ -115,8 +115,8 @@ BUGS = [
         "check_parts_add_up",
         "`--micro_tokens` is to change memory, never the gradient. Is it so?",
         "Each micro-batch is averaged on its own, and then their means are: rows of a small one "
-        "count more, here the long responses, of which few fit in. Hardly a curve betrays it; one "
-        "batch in two divisions, whose gradients must be equal, does.",
+        "count more, here the long responses, of which few fit in. The curves hardly change. One "
+        "batch in two divisions shows it: the gradients must be equal.",
         "nanochat, scripts/chat_rl.py (2026-07-03): a mean over passes of each pass's token mean; "
         "OpenRLHF's aggregation and DeepSpeed's offloaded optimiser, as arXiv 2604.23747 reports",
         flags="--micro_tokens 512",
