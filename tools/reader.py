@@ -53,6 +53,8 @@ def sections(source: str) -> tuple[dict[str, int], list[str]]:
     lines, tree = source.splitlines(), ast.parse(source)
     named = {node.name: node for node in tree.body if hasattr(node, "name")}
     first = {n: min([d.lineno, *(x.lineno for x in d.decorator_list)]) for n, d in named.items()}
+    loss = first["policy_loss"]
+    own = named.get("advantages")  # variants/recipe.py imports it
     weight = next(i for i, line in enumerate(lines) if line.startswith("Gradient weight on "))
     notes = next(i for i in range(weight + 1, len(lines)) if re.match(r"\S", lines[i]))
     starts = {
@@ -60,9 +62,9 @@ def sections(source: str) -> tuple[dict[str, int], list[str]]:
         "notes": notes + 1,
         "imports": tree.body[0].end_lineno + 1,
         "flags": first["Args"],
-        "advantages": first["advantages"],
-        "helpers": named["advantages"].end_lineno + 1,
-        "loss": first["policy_loss"],
+        "advantages": first["advantages"] if own else loss,
+        "helpers": own.end_lineno + 1 if own else loss,
+        "loss": loss,
         "loop": first["main"],
     }
     return starts, [line.strip() for line in lines[weight + 1 : notes] if line.strip()]
