@@ -42,8 +42,8 @@ def setup() -> World:
     alone = "MASTER_PORT" not in os.environ
     if alone and os.environ.get("WORLD_SIZE", "1") != "1":
         raise BadInput("WORLD_SIZE is set, but no MASTER_PORT: start several ranks with torchrun")
-    if alone:  # vLLM reads them, too
-        os.environ |= one
+    for name, value in one.items():  # vLLM reads them, too
+        os.environ[name] = value if alone else os.environ.get(name, value)
     rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
