@@ -19,12 +19,12 @@ class Rollout:
     finished `[N]`          False where the length limit cut the response
     sampler_experts `[N, S, layers, k]`  of a mixture of experts: where the sampler sent each token
 
-    The trainer attaches its own columns (old_logp, advantages, ...). With a column
-    `replayed_experts`, like `sampler_experts`, its forward passes use that routing. Columns of
-    experts stay on the CPU: with long responses they are gigabytes, read a micro-batch at a time.
+    The trainer attaches its own columns (old_logp, advantages, ...). If there is a column
+    `replayed_experts`, like `sampler_experts`, the trainer routes tokens by it. Columns of experts
+    stay on the CPU: with long responses they are gigabytes, read a micro-batch at a time.
     """
 
-    # None where the objective has no such term
+    # None where the objective has no such term; only what is set is among the columns (`vars`).
     ref_logp: Tensor | None = None  # log π_ref `[N, T]`, of the model before training
     teacher_logp: Tensor | None = None  # log π_T `[N, T]`, of another model, to be learned from
 
@@ -49,10 +49,11 @@ class Rollout:
         experts: list[Tensor] | None = None,
     ) -> Rollout:
         """The batch made of lists: a prompt and a prefix for each group, the rest for each row."""
-        n = len(tokens) // max(1, len(prompts))  # responses to each prompt
+        n = len(tokens) // max(1, len(prompts))  # responses to each prompt; a rank may have none
+        prefixes = prefixes or [[] for _ in prompts]
         given = []  # prompt and prefix of each row
-        for pair in zip(prompts, prefixes or [[]] * len(prompts)):
-            given += [pair] * n
+        for prompt, prefix in zip(prompts, prefixes):
+            given += [(prompt, prefix)] * n
 
         def padded(rows: list, dtype: torch.dtype, device: object = device) -> Tensor:
             tensors = [torch.as_tensor(row, dtype=dtype) for row in rows or [[]]]
@@ -84,7 +85,7 @@ class Rollout:
         return Rollout(**columns)
 
     def split(self, parts: int) -> list[Rollout]:
-        """Equal parts, in order; `parts` divides the rows."""
+        """Equal parts, in order; the number of rows is a multiple of `parts`."""
         size = len(self) // parts
         return [self.rows(slice(i * size, (i + 1) * size)) for i in range(parts)]
 
@@ -98,8 +99,8 @@ class Rollout:
             rows = [row for column in columns for row in column]
             return pad_sequence(rows, batch_first=True)
 
-        parts = [vars(part) for part in parts if len(part)]  # an empty batch may lack columns
-        return cls(**{name: joined([part[name] for part in parts]) for name in parts[0]})
+        full = [vars(part) for part in parts if len(part)]  # an empty batch may lack columns
+        return cls(**{name: joined([part[name] for part in full]) for name in full[0]})
 
     def to(self, device: object) -> Rollout:
         """The same batch on that device; columns of experts stay on the CPU."""
@@ -120,5 +121,6 @@ class Rollout:
 
     def response_ids(self) -> list[list[int]]:
         """Per row the whole response: given prefix and sampled tokens."""
-        starts, ends = (self.prompt_len - self.prefix_len).tolist(), self.ends.tolist()
-        return [row[a:b] for row, a, b in zip(self.sequences.tolist(), starts, ends)]
+        starts = (self.prompt_len - self.prefix_len).tolist()
+        rows = zip(self.sequences.tolist(), starts, self.ends.tolist())
+        return [row[start:end] for row, start, end in rows]

@@ -1,6 +1,6 @@
 """Tasks: where prompts come from, how they become tokens, and which verifier scores the responses.
 
-A task is a pure function of an index: `train(i)` is the i-th problem of this seed's endless stream.
+`train` is a pure function: `train(i)` is the i-th problem of this seed's endless stream.
 The data cursor is therefore one integer, the same for any number of ranks, and a resumed run sees
 the problems that the uninterrupted one would have seen.
 """
@@ -18,7 +18,7 @@ from itertools import islice
 import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from common.distributed import everywhere
+from common.distributed import same_everywhere
 from common.plumbing.errors import BadInput, blame
 from common.plumbing.flags import key_values
 from common.plumbing.sets import HUB, Prompt, Row, as_text, checked, rows_of
@@ -73,10 +73,10 @@ def load_task(args: object, tokenizer: Tokenizer) -> Task:
     if args.eval_task and make != dataset_task:
         raise BadInput(f"--eval_task: --task {args.task} has its own held-out problems")
     task = make(args, tokenizer)
+    first = task.train(0)  # an error now, if no training prompt fits
     # Each rank measures its share of the held-out problems: they have to be the same ones.
-    # `train(0)` is an error now, if no training prompt fits.
-    seen = [(problem.prompt, problem.answer) for problem in (task.train(0), *task.held_out)]
-    if len(everywhere([digest([task.fingerprint, seen])])) > 1:
+    seen = [(problem.prompt, problem.answer) for problem in (first, *task.held_out)]
+    if not same_everywhere(digest([task.fingerprint, seen])):
         raise BadInput(f"--task {args.task}: ranks see different problems; {PURE}")
     return task
 
@@ -94,7 +94,9 @@ def arithmetic_task(args: object, tokenizer: Tokenizer) -> Task:
         while arithmetic.held_out(prompt):
             prompt = arithmetic.draw(rng, kind)
         steps, answer = arithmetic.work(prompt)
-        return prompt, f"{';'.join(steps)}#{answer}" if kind.reward else answer
+        if kind.reward:  # its rewards look at the steps, too
+            return prompt, ";".join(steps) + "#" + answer
+        return prompt, answer
 
     held_out_kind = kind._replace(terms=kind.held_out or kind.terms)
     rng = random.Random("held-out")
@@ -102,7 +104,8 @@ def arithmetic_task(args: object, tokenizer: Tokenizer) -> Task:
     while len(held_out) < args.eval_problems:
         prompt = arithmetic.draw(rng, held_out_kind)
         if arithmetic.held_out(prompt):
-            _, held_out[prompt] = arithmetic.work(prompt)
+            _, answer = arithmetic.work(prompt)
+            held_out[prompt] = answer
     exact = score_each(arithmetic.arithmetic_reward)
     task = tokenised(train, list(held_out.items()), exact, None, args, tokenizer)
     if kind.reward:
@@ -119,7 +122,7 @@ def score_each(reward: Callable[[str, str], float]) -> Score:
 def file_task(args: object, tokenizer: Tokenizer) -> Task:
     """A custom task: FILE.py, or FILE.py:NAME for an object of that name in it (docs/yours.md).
 
-    `train(i) -> (prompt, reference)` is a pure function of i (each seed begins at another i), and
+    `train(i) -> (prompt, reference)` is a pure function of i (every seed begins at its own i), and
     `held_out` has such pairs. `reward(response, reference)`, if there is one, runs in the same
     bounded workers as math-verify and replaces it. A text prompt goes through the model's chat
     template, if it has one; else it is taken as it is.
@@ -127,6 +130,7 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
     flag = f"--task {args.task}"
     with blame(f"{flag}: cannot be used"):
         given = load_task_file(args.task)
+        # At least SEEN, which the fingerprint covers
         pairs = list(islice(given.held_out, max(SEEN, args.eval_problems)))
         own_reward = hasattr(given, "reward")
         bounds = getattr(given, "bounds", {})
@@ -137,9 +141,11 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
             if not isinstance(pair, tuple | list):  # of a dict its two keys would be taken
                 raise TypeError("neither a tuple nor a list")
             prompt, reference = pair
-            # A reward is sent its reference as JSON: hold what it will be given, and fail now.
-            as_sent = json.loads(json.dumps(reference)) if own_reward else as_text(reference)
-            return checked(prompt, as_sent)
+            if own_reward:  # it is sent its reference as JSON: hold that, and fail now
+                reference = json.loads(json.dumps(reference))
+            else:
+                reference = as_text(reference)
+            return checked(prompt, reference)
 
     def train(index: int) -> Row:
         with blame(f"{flag}: train({index}) fails"):
@@ -160,7 +166,7 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
 
 
 def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
-    """A finite set as an endless stream of shuffles; each is of all training rows, and seeded.
+    """A finite set as an endless stream of shuffles; each covers all training rows and is seeded.
 
     Without a test split, up to a quarter of it is held out. A prompt that is held out is never
     trained on, in whatever row it stands.
@@ -168,7 +174,9 @@ def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
     columns = (args.prompt_column, args.answer_column)
     rows = rows_of(args.task, "train", *columns)
     own_test = bool(args.eval_task) or (args.task in HUB and HUB[args.task].test)
-    test = rows_of(args.eval_task or args.task, "test", *columns) if own_test else rows
+    test = rows
+    if own_test:
+        test = rows_of(args.eval_task or args.task, "test", *columns)
     shuffled = list(test)
     random.Random("held-out").shuffle(shuffled)  # the same for every seed
     held_out = {}  # a prompt's text: its first row
@@ -217,19 +225,18 @@ def tokenised(
     args: object,
     tokenizer: Tokenizer,
 ) -> Task:
-    """A task of the rows `row(i)`, for i from 0, and of held-out rows, of which those that do not
-    fit are left out."""
+    """The task whose i-th training row is `row(i)`. Held-out rows that do not fit are left out."""
 
     def train(index: int) -> Problem:
         """Problem `index`; if it does not fit, another one by a rule of the index alone."""
-        others = random.Random(f"instead/{args.seed}/{index}")
+        rng = random.Random(f"instead/{args.seed}/{index}")
         place = index
         for _ in range(TRIED):
             problem = as_problem(row(place), instruction, args, tokenizer)
             if problem:
                 return replace(problem, index=index)
-            place = others.randrange(2**31)
-        raise BadInput(f"--task {args.task}: hardly a prompt {fits(args, tokenizer)}")
+            place = rng.randrange(2**31)
+        raise BadInput(f"--task {args.task}: hardly a prompt {limit_in_words(args, tokenizer)}")
 
     if not held_out_rows:
         raise BadInput(f"--task {args.task}: no held-out problems")
@@ -238,7 +245,8 @@ def tokenised(
     if not held_out:
         prompt, _ = held_out_rows[0]
         encode(prompt, instruction, tokenizer, chat=args.chat)  # raises, if that is the reason
-        raise BadInput(f"--task {args.task}: no held-out prompt {fits(args, tokenizer)}")
+        wrong = f"no held-out prompt {limit_in_words(args, tokenizer)}"
+        raise BadInput(f"--task {args.task}: {wrong}")
     return Task(args.task, train, held_out, verifier, tokenizer=tokenizer)
 
 
@@ -248,7 +256,7 @@ def longest_prompt(args: object, tokenizer: Tokenizer) -> int:
     return min(args.max_prompt_tokens, positions - args.max_new_tokens)
 
 
-def fits(args: object, tokenizer: Tokenizer) -> str:
+def limit_in_words(args: object, tokenizer: Tokenizer) -> str:
     """`longest_prompt` in words."""
     most = f"fits into {longest_prompt(args, tokenizer)} tokens"
     return f"{most}: --max_prompt_tokens, or the model's positions less --max_new_tokens"

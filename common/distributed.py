@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from common.plumbing.errors import BadInput
 
-# Of collectives: between two of them ranks may sample, or wait for verifiers, for unequal times.
+# How long a collective waits for the last rank. Before it, ranks may sample, or wait for verifiers,
+# for unequal times.
 TIMEOUT = timedelta(hours=4)
 CLOSING: list[Callable[[], None]] = []  # called at the end, before the process group is destroyed
 SMALL = 10_000_000  # parameters; below it, gathering shards takes longer than computing
@@ -167,13 +168,13 @@ def global_sum(values: dict[str, float | Tensor], world: World) -> dict[str, flo
     return found
 
 
-def everywhere(names: Iterable[str]) -> list[str]:
-    """All names that any rank gives, sorted, on every rank; all ranks together."""
-    parts = [sorted(names)]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, sorted(names))
-    return sorted(set().union(*parts))
+def same_everywhere(text: str) -> bool:
+    """Whether all ranks give the same text; all ranks together."""
+    if not dist.is_initialized():
+        return True
+    texts = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    return len(set(texts)) == 1
 
 
 def gather(values: Tensor, world: World) -> Tensor:
@@ -187,9 +188,9 @@ def divide_gradients(policy: nn.Module, count: float | Tensor, world: World) -> 
     """From each rank's gradient of its own sum to the gradient of the mean over all ranks.
 
     `count` is the number of terms in this rank's sum. FSDP has averaged the gradients over the
-    ranks that share a model; times their number that is a sum. Over replicas they are summed here,
-    once for all micro-batches. Divided by all ranks' count this is the mean that the objective
-    asks for, whatever the micro-batches and the number of ranks.
+    ranks that share a model: multiplied by the number of these ranks, they are sums again. They are
+    then summed over replicas, and divided by the count of all ranks. The result is the mean that
+    the objective asks for, whatever the micro-batches and the number of ranks.
     """
     gradients = [one.grad for one in policy.parameters() if one.grad is not None]
     averaged = 1  # ranks

@@ -49,7 +49,7 @@ class Policy(nn.Module):
         `sequences [n, S]` are right-padded: with causal attention no real token sees a pad, and no
         attention mask is needed.
         """
-        # Computed once: a mask as index would make a GPU's host wait three times.
+        # nonzero() once: with a mask as index, the CPU would wait for the GPU each time.
         where = predicts.flatten().nonzero()[:, 0]  # [M]
         output = self.lm.base_model(input_ids=sequences, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, where)  # [M, H]
@@ -89,11 +89,13 @@ class TokenLogprobs(torch.autograd.Function):
     def d_logits(
         hidden: Tensor, weight: Tensor, targets: Tensor, d_logp: Tensor, temperature: float
     ) -> Tensor:
-        """`d_logp` times d log p(target) / d logits = 1{target} - p: `[b, V]`, as the weight."""
+        """`d_logp` times d log p(target) / d logits = 1{target} - p: `[b, V]`, in its dtype."""
         p = TokenLogprobs.logits(hidden, weight, temperature).softmax(-1)  # [b, V]
         d_logits = p.mul_(-d_logp[..., None])  # [b, V]
         d_logits.scatter_add_(-1, targets[..., None], d_logp[..., None])
-        return (d_logits if temperature == 1 else d_logits / temperature).to(weight.dtype)
+        if temperature != 1:
+            d_logits = d_logits / temperature
+        return d_logits.to(weight.dtype)
 
     @staticmethod
     def blocks(hidden: Tensor, weight: Tensor) -> list[slice]:
@@ -148,12 +150,13 @@ def micro_batches(policy: nn.Module, batch: Rollout, max_tokens: int, world: Wor
     lengths = batch.ends.tolist()
     pass_cost = PASS_TOKENS[world.device.type][bool(routers(policy.lm))]  # in tokens
     micros, tokens = [], 0  # tokens: those of the last micro-batch, without padding
-    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
-        rows = len(micros[-1]) + 1 if micros else 1  # with this one, the longest of them
-        padded = rows * lengths[row]
+    for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):
+        # If this row joins the last micro-batch, it is the longest there: all are padded to it.
+        joined = len(micros[-1]) + 1 if micros else 1  # rows
+        padded = joined * lengths[row]
         padding = padded - tokens - lengths[row]
-        # Another pass is worth its cost as soon as it saves more padding.
-        if rows > 1 and padded <= max_tokens and padding <= pass_cost:
+        # It joins, unless there are too many tokens, or another pass costs less than the padding.
+        if micros and padded <= max_tokens and padding <= pass_cost:
             micros[-1].append(row)
             tokens += lengths[row]
         else:
@@ -188,7 +191,8 @@ def response_logprobs(
         replayed = replayed.to(blank.device)
     policy.routing.replay = replayed
     found = policy(sequences, predicts, temperature, readout)  # [M], [M]
-    logp, entropy = (blank.masked_scatter(where, column) for column in found)  # [n, T]
+    logp = blank.masked_scatter(where, found[0])  # [n, T]
+    entropy = blank.masked_scatter(where, found[1])  # [n, T]
     if logp.requires_grad:
         logp.retain_grad()  # ∂loss/∂logp is each token's weight: samples.jsonl shows it
     return logp, entropy

@@ -13,12 +13,12 @@ import contextlib
 import itertools
 import json
 import os
-import queue
 import resource
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -102,10 +102,8 @@ class Verifier:
         cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         workers = workers or min(8, max(1, cores))
         self.question_numbers = itertools.count()
-        self.idle: queue.Queue[Worker | None] = queue.Queue()
-        for _ in range(workers):
-            self.idle.put(None)  # a worker starts when it is first needed
         self.threads = ThreadPoolExecutor(workers)
+        self.own = threading.local()  # of each thread: its worker, started when first needed
 
     def __call__(self, completions: list[str], references: list) -> list[float]:
         """A score for each completion, given its reference."""
@@ -121,25 +119,23 @@ class Verifier:
 
     def _score(self, completion: str, reference: object) -> tuple[float, str]:
         """The score of one completion, and "" or a description of what failed."""
-        worker = self.idle.get()
-        try:
-            if worker is None or worker.process.poll() is not None:
-                worker = Worker(self.spec, self.source, self.seconds, self.memory)
-            number = next(self.question_numbers)
-            # The worker's own alarm rings first, unless the function has turned it off.
-            line = worker.ask([number, completion, reference], 2 * self.seconds)
-            with contextlib.suppress(ValueError, TypeError, RecursionError):  # not such a list
-                answered, score, failure = json.loads(line)
-                if answered == number:
-                    return score, failure
-            # No line, or one that is no verdict on this answer. Later lines of this worker could
-            # also be about another answer, so it ends here.
-            code, worker = worker.end(), None
-            if line:
-                return 0.0, "something else wrote into the worker's channel"
-            return 0.0, f"out of time or memory? exit code {code}"
-        finally:
-            self.idle.put(worker)
+        worker = getattr(self.own, "worker", None)
+        if worker is None or worker.process.poll() is not None:
+            worker = Worker(self.spec, self.source, self.seconds, self.memory)
+            self.own.worker = worker
+        number = next(self.question_numbers)
+        # The worker's own alarm rings first, unless the function has turned it off.
+        line = worker.ask([number, completion, reference], 2 * self.seconds)
+        with contextlib.suppress(ValueError, TypeError, RecursionError):  # not such a list
+            answered, score, failure = json.loads(line)
+            if answered == number:
+                return score, failure
+        # No line, or one that is no verdict on this answer. Later lines of this worker could also
+        # be about another answer, so it ends here; the next answer gets a new one.
+        code = worker.end()
+        if line:
+            return 0.0, "something else wrote into the worker's channel"
+        return 0.0, f"out of time or memory? exit code {code}"
 
 
 class Worker:

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -116,9 +115,3 @@ def read_lines(path: Path) -> list[dict]:
             row = json.loads(line)
             rows.append(row | {"step": int(row["step"])})
     return rows
-
-
-def checksum(path: Path) -> str:
-    """SHA-256 of a file of any size."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
