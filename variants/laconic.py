@@ -76,67 +76,65 @@ from torch import Tensor
 @dataclass
 class Args(Flags):
     model: str = "tiny"
-    """Hub name, local folder, or `tiny`, the embedded model."""
+    """Hub name, local folder, or `tiny`: the small model in this repository."""
     steps: Count = 150
-    """Rollouts, each followed by `minibatches` optimiser steps (ours)."""
+    """Training steps: a rollout, then `minibatches` optimiser steps (our choice)."""
     prompts_per_step: Count = 16
-    """Prompts in a rollout, over all ranks (ours)."""
+    """Prompts in a rollout, on all ranks together (our choice)."""
     group_size: Count = 8
     """G: responses to each prompt (DeepSeekMath: 64)."""
     minibatches: Count = 4
-    """Optimiser steps per rollout; from the second on π_θ has left π_old and the ratios are alive
-    (DeepSeekMath: 1)."""
+    """Optimiser steps per rollout; from the second on, π_θ differs from π_old (DeepSeekMath: 1)."""
     max_new_tokens: Count = 64
-    """Length limit of a response (DeepSeekMath: 1024)."""
+    """Largest number of tokens in a response (DeepSeekMath: 1024)."""
     temperature: Temperature = 1.0
-    """Sampling temperature, also applied in every log-probability (papers: 1)."""
+    """Sampling temperature, also used for all log-probabilities (papers: 1)."""
     lr: Positive = 3e-4
-    """AdamW's learning rate, constant after warm-up; right for the embedded model (DeepSeekMath:
-    1e-6 at 7B)."""
+    """AdamW's learning rate after warm-up, chosen for `tiny` (DeepSeekMath: 1e-6 at 7B)."""
     eval_every: Count = 25
-    """Steps between two measurements on the held-out problems (ours)."""
+    """Steps between two evaluations on the held-out problems (our choice)."""
     save_every: Count = 50
-    """Steps between two checkpoints (ours)."""
+    """Steps between two checkpoints (our choice)."""
     save_hf: bool = False
-    """Write the final model in the Hugging Face format, to `model` in the run folder."""
+    """Save the final model in the Hugging Face format, in `model` in the run folder."""
     resume: bool | Literal["auto"] = False
-    """Go on from the newest checkpoint in the run folder; auto: if there is one."""
+    """Continue from the newest checkpoint in the run folder; auto: only if there is one."""
     micro_tokens: Count = 16384
-    """Padded tokens in one forward and backward pass: changes memory, never the gradient (ours)."""
+    """Tokens, with padding, in one pass: changes memory, never the gradient (our choice)."""
     warmup: Whole = 5
-    """Steps over which lr rises linearly (ours; verl's default: none)."""
+    """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl, on which most of the papers' code runs, has 0.9
-    0.999)."""
+    """AdamW's decay rates (as in OpenRLHF; verl, which most papers use: 0.9 0.999)."""
     weight_decay: NonNegative = 0.0
-    """AdamW's decoupled weight decay (ours; verl's default: 0.01)."""
+    """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
-    """Largest gradient norm (verl's default)."""
+    """Largest gradient norm; larger gradients are scaled down to it (verl's default)."""
     clip_low: NonNegative = 0.2
-    """ε below 1 (ours: DeepSeekMath gives none, PPO's value)."""
+    """ε below 1: the lower clip is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
     clip_high: NonNegative = 0.2
-    """ε above 1 (ours; DAPO and STAPO widen it to 0.28)."""
+    """ε above 1: the upper clip is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
     beta: NonNegative = 0.01  # <own>
-    """β of the KL term; 0 loads no reference model (ours; DeepSeekMath: 0.04, R1: 0.001)."""
+    """β of the KL term; 0: no reference model (our choice; DeepSeekMath: 0.04, R1: 0.001)."""
     kl_ratio: bool = False  # <own>
-    """k3 times r: then its gradient is the KL's own, on π_old's samples too (DeepSeek-V3.2)."""
+    """Multiply k3 by r, so that its gradient is the gradient of the KL (DeepSeek-V3.2)."""
     length_budget: Count = 16  # <own>
-    """B: tokens that responses may have on average (ours; paper: 1500 to 3000)."""
+    """B: tokens that responses may have on average (our choice; paper: 1500 to 3000)."""
     price_lr: NonNegative = 0.2  # <own>
-    """η: step size of λ, which begins at 0 (ours; authors' scripts: 0.002)."""
+    """η: step size of λ, which begins at 0 (our choice; authors' scripts: 0.002)."""
     price_floor: NonNegative = 1e-5  # <own>
     """Least λ (authors' scripts)."""
     price_ceiling: NonNegative = 0.3  # <own>
-    """Λ: greatest λ (ours; authors' scripts: 0.1)."""
+    """Λ: greatest λ (our choice; authors' scripts: 0.1)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    # Equal rewards become exactly 0 first: the mean of eight 0.3 is not quite 0.3.
+    # Subtract one reward first, so that equal rewards are exactly 0: in floating point the mean of
+    # eight 0.3 is not quite 0.3.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # A group all right or all wrong gives exactly 0: a prompt too easy or too hard teaches nothing
-    # about the reward. The 1e-6 only keeps 0/0 away.
+    # A group that is all right or all wrong gets exactly 0: a prompt that is too easy or too hard
+    # teaches nothing. The 1e-6 only prevents 0/0.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
@@ -177,7 +175,7 @@ class Budget:
 
 
 # </own>
-# The metrics that show the mechanism at work; the first stays 0 while it does nothing.
+# Metrics that show whether the mechanism acts; the first is 0 as long as it does not.
 # <own>
 ACTED = {
     "charged": "reward paid for length, mean",
@@ -198,18 +196,18 @@ def policy_loss(
     advantages: Tensor,
     mask: Tensor,
 ) -> tuple[Tensor, Tensor, dict]:
-    """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
+    """-J summed over the n rows, the count to divide it by, and statistics as (sum, count) pairs.
 
-    All `[n, T]` but advantages `[n]`. The caller adds sums and counts up over micro-batches and
-    ranks and divides once: a mean of micro-batch means would be another objective. Every file is
-    handed the same tensors, needed or not.
+    Tensors are `[n, T]`, except advantages `[n]`. The caller adds up sums and counts of all
+    micro-batches and ranks and divides once: a mean of micro-batch means is another objective.
+    Every file gets the same tensors, whether it needs them or not.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 until the first optimiser step of a rollout
+    ratio = (logp - old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
-    # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can
-    # be brought back.
+    # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
+    # that it can come back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
     out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
     cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
@@ -217,13 +215,14 @@ def policy_loss(
     stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
     stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
     if args.beta > 0:
-        log_ref_ratio = ref_logp - logp  # [n, T]: in this direction; reversed it is another KL
+        log_ref_ratio = ref_logp - logp  # [n, T]: log(π_ref/π_θ); reversed it is another KL
         k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
-        k3 = ratio * k3 if args.kl_ratio else k3  # [n, T]: with the gradient through r
+        k3 = ratio * k3 if args.kl_ratio else k3  # [n, T]: r has a gradient too
         objective = objective - args.beta * k3  # [n, T]
         stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
     per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
-    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count: 1/G comes later
+    # Divided by the count over all ranks: 1/G in a group, and the mean over prompts
+    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
     # </own>
 
 
@@ -238,7 +237,7 @@ def main(args: Args, world: World) -> None:
     decay = {"betas": args.betas, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
     run = Run(args, task, world, Path(__file__).stem, ACTED)
-    done = 0  # steps
+    done = 0  # steps trained so far
     if args.resume:
         done, state = load_checkpoint(run.folder, policy, optimizer, world)
         engine.load_state_dict(state["engine"])
@@ -253,41 +252,41 @@ def main(args: Args, world: World) -> None:
     for step in run.steps(done, args.steps):
         means = Means()
 
-        # Rollout: this rank's P prompts, G responses each. The cursor is a function of the step:
-        # nothing else to save.
+        # Rollout: this rank's P prompts, G responses each. The step number says which prompts come,
+        # so a checkpoint saves no position.
         run.clock("rollout")
         cursor = (step - 1) * args.prompts_per_step + world.rank * P
         problems = [task.train(cursor + i) for i in range(P)]
         prompts = [problem.prompt_ids for problem in problems]
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
-        # Reward and advantages. Groups never span ranks, so their statistics need no communication.
+        # Reward and advantages. A group is never split over ranks: its mean needs no communication.
         run.clock("reward")
         texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
         scores = task.verifier(texts, [p.answer for p in problems for _ in range(G)])
         rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
-        rollout.record_rewards(problems, rewards)  # samples.jsonl: which row answers what
+        rollout.record_rewards(problems, rewards)  # for samples.jsonl
         lengths = rollout.mask.sum(dim=1).view(P, G)  # [P, G]  # <own>
         charged = budget.charge(rewards, lengths)  # [P, G]  # <own>
         rollout.advantages = advantages(charged).flatten()  # [N]  # <own>
-        means.add(distinct=(task.distinct(texts, G), P))  # falls to 1: nothing left to compare
+        means.add(distinct=(task.distinct(texts, G), P))  # at 1, nothing is left to compare
 
-        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
-        # from other kernels, and a ratio against them would mix two things: how far the policy
-        # moved, and how the engines differ (minirl.py is about that).
+        # π_old: log-probs under the weights that sampled, computed by the trainer. The sampler's
+        # own come from other kernels. A ratio against those would mix two things: how far the
+        # policy moved, and how much sampler and trainer differ (see minirl.py).
         run.clock("old_logp")
-        # Mini-batches of whole groups. In each the ranks exchange rows until their token
-        # counts are about equal.
+        # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
+        # equally many tokens.
         minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
-        # Divided into micro-batches as the update will be: its first ratios are then exactly 1.
+        # In the same micro-batches as in the update, so that the first ratios are exactly 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:
                 minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
-        # Stops the run where μ, the sampler's numbers, is far from π_old: ratios would be wrong.
+        # Stop if μ, the sampler's log-probs, is far from π_old: the ratios would be wrong.
         sampler = run.check_sampler(sampler_gap(minibatches, world))
 
-        # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
+        # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
         run.clock("update")
         for group in optimizer.param_groups:
             group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
@@ -306,13 +305,13 @@ def main(args: Args, world: World) -> None:
                     advantages=micro.advantages,
                     mask=micro.mask,
                 )
-                loss.backward()  # sums: gradients add up over micro-batches
+                loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                run.watch(minibatch, rows, logp, entropy, count)  # samples.jsonl: logp.grad
+                run.watch(minibatch, rows, logp, entropy, count)  # logp.grad, for samples.jsonl
                 means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
-            divide_gradients(policy, denominator, world)  # by what all ranks have counted: the mean
+            divide_gradients(policy, denominator, world)  # by the count on all ranks: the mean
             norm = clip_gradients(policy, args.grad_clip)
-            if run.gradient_is_finite(norm, minibatch, means):  # NaN would ruin the weights
+            if run.gradient_is_finite(norm, minibatch, means):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
 
@@ -325,7 +324,7 @@ def main(args: Args, world: World) -> None:
         if run.due(step, args.eval_every):
             run.clock("evaluate")
             metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # before the checkpoint: a kill in between would lose it for good
+        run.log(step, metrics)  # before the checkpoint, or a kill in between loses it
         if run.due(step, args.save_every):
             run.clock("save")
             state = {"engine": engine.state_dict()}

@@ -109,19 +109,19 @@ class Args(justrl.Args):  # <own>
     curriculum: bool = True  # <own>
     """Layer 3: a teacher chooses the prompts; False: they come in their order."""
     teacher: str = ""  # <own>
-    """Model whose backbone the teacher starts from: hub name or folder (default: the student's)."""
+    """Model that the teacher starts from: hub name or folder (default: the student's)."""
     candidates: Count = 16  # <own>
-    """K: prompts that compete for each slot of the batch (ours)."""
+    """K: prompts that compete for each slot of the batch (our choice)."""
     explore: Share = 0.1  # <own>
-    """η: share of slots given to a random candidate, to keep the teacher's sample honest (ours)."""
+    """η: share of slots filled at random, so that the teacher sees all kinds (our choice)."""
     window: Count = 2048  # <own>
-    """Latest prompts the teacher learns from; older ones tell of an older student (ours)."""
+    """How many of the latest prompts the teacher learns from (our choice)."""
     teacher_batch: Count = 64  # <own>
-    """Prompts in one of its updates; selection begins when the window holds as many (ours)."""
+    """Prompts in one update of the teacher; until it has so many, choice is random (our choice)."""
     teacher_updates: Whole = 2  # <own>
-    """Updates of the teacher per step (ours)."""
+    """Updates of the teacher per step (our choice)."""
     teacher_lr: Positive = 1e-3  # <own>
-    """AdamW's rate for the teacher, ten times that for its head (ours; real models: 1e-5)."""
+    """The teacher's learning rate; its head has ten times it (our choice; real models: 1e-5)."""
     branches: Whole = 8  # <own>
     """Layer 4, K: new endings from a pivot of each failed response; 0: none (DEEP-GRPO's paper)."""
     boundary: str = ";"  # <own>
@@ -132,7 +132,7 @@ class Args(justrl.Args):  # <own>
     """γ: preference for deep pivots (paper)."""
     lag: Whole = 2  # <own>
     """Layer 5, k: batches trained on between a batch's sampling and its own training; 0: none
-    (ours: by four mini-batches eight updates, as in vcpo.py)."""
+    (our choice: by four mini-batches eight updates, as in vcpo.py)."""
     is_cap: Positive = 8.0  # <own>
     """Largest weight of a response in the loss (paper); ESS sees the weights uncut."""
     ess_scaling: bool = True  # <own>
@@ -217,7 +217,7 @@ def counted(args: Args, kept: Tensor) -> Tensor:
 
 
 # </own>
-# The metrics that show the mechanism at work; the first stays 0 while it does nothing.
+# Metrics that show whether the mechanism acts; the first is 0 as long as it does not.
 # <own>
 ACTED = {
     "layers_acted": "how many layers acted in the step",
@@ -242,20 +242,20 @@ def policy_loss(
     kept: Tensor | None = None,  # <own>
     branch: Tensor | None = None,  # <own>
 ) -> tuple[Tensor, Tensor, dict]:
-    """-J summed over the n rows given, what to divide it by, and statistics as (sum, count) pairs.
+    """-J summed over the n rows, the count to divide it by, and statistics as (sum, count) pairs.
 
-    All `[n, T]` but advantages `[n]` and branch `[n]`: 0 on main rows, on branches what main rows
-    are divided by over what branches are. `kept` is chosen in the whole mini-batch (default: in
-    these rows). The caller adds sums and counts up over micro-batches and ranks and divides once: a
-    mean of micro-batch means would be another objective. Every file is handed the same tensors,
-    needed or not.
+    Tensors are `[n, T]`, except advantages `[n]` and branch `[n]`: 0 on main rows, and on branches
+    the divisor of main rows over that of branches. `kept` is chosen in the whole mini-batch
+    (default: in these rows). The caller adds up sums and counts of all micro-batches and ranks and
+    divides once: a mean of micro-batch means is another objective. Every file gets the same
+    tensors, whether it needs them or not.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    ratio = (logp - old_logp).exp()  # [n, T]: r, 1 until the first optimiser step of a rollout
+    ratio = (logp - old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
-    # min, not just clip: it keeps the gradient of tokens that moved the wrong way, so that they can
-    # be brought back.
+    # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
+    # that it can come back.
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
     out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
     cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
@@ -310,7 +310,7 @@ def main(args: Args, world: World) -> None:
         optimizers = [optimizer, curriculum.optimizer]
     # </own>
     run = Run(args, task, world, Path(__file__).stem, ACTED)
-    done = 0  # steps
+    done = 0  # steps trained so far
     stale = Stale(args, world)  # <own>
     if args.resume:
         done, state = load_checkpoint(run.folder, both, optimizers, world)  # <own>
@@ -347,14 +347,14 @@ def main(args: Args, world: World) -> None:
         prompts = [problem.prompt_ids for problem in problems]
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
-        # Reward and advantages. Groups never span ranks, so their statistics need no communication.
+        # Reward and advantages. A group is never split over ranks: its mean needs no communication.
         run.clock("reward")
         texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
         scores = task.verifier(texts, [p.answer for p in problems for _ in range(G)])
         rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
-        rollout.record_rewards(problems, rewards)  # samples.jsonl: which row answers what
+        rollout.record_rewards(problems, rewards)  # for samples.jsonl
         rollout.advantages = advantages(rewards).flatten()  # [N]
-        means.add(distinct=(task.distinct(texts, G), P))  # falls to 1: nothing left to compare
+        means.add(distinct=(task.distinct(texts, G), P))  # at 1, nothing is left to compare
 
         # <own>
         if curriculum:
@@ -371,21 +371,21 @@ def main(args: Args, world: World) -> None:
             parts = branches.join(rollout, grown)
         # </own>
 
-        # π_old: the weights that sampled, evaluated by the trainer. The sampler's own numbers come
-        # from other kernels, and a ratio against them would mix two things: how far the policy
-        # moved, and how the engines differ (minirl.py is about that).
+        # π_old: log-probs under the weights that sampled, computed by the trainer. The sampler's
+        # own come from other kernels. A ratio against those would mix two things: how far the
+        # policy moved, and how much sampler and trainer differ (see minirl.py).
         run.clock("old_logp")
         # <own>
         # Mini-batches. The ranks exchange whole groups, as b needs them, until their token
         # counts are about equal.
         minibatches = [balanced(part, world, G) for part in parts]
         # </own>
-        # Divided into micro-batches as the update will be: its first ratios are then exactly 1.
+        # In the same micro-batches as in the update, so that the first ratios are exactly 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:
                 minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
-        # Stops the run where μ, the sampler's numbers, is far from π_old: ratios would be wrong.
+        # Stop if μ, the sampler's log-probs, is far from π_old: the ratios would be wrong.
         sampler = run.check_sampler(sampler_gap(minibatches, world))
 
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
@@ -400,7 +400,7 @@ def main(args: Args, world: World) -> None:
             means.add(lag=(min(trained, args.lag) * args.minibatches, 1))  # age in updates
         # </own>
 
-        # Update: a mini-batch is one optimiser step, in as many micro-batches as memory asks for.
+        # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
         run.clock("update")
         # <own>
         # π_old of a stale batch is what the update starts from: the clip bounds how far one
@@ -433,11 +433,11 @@ def main(args: Args, world: World) -> None:
                     kept=micro.kept,  # <own>
                     branch=micro.branch,  # <own>
                 )
-                loss.backward()  # sums: gradients add up over micro-batches
+                loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                run.watch(minibatch, rows, logp, entropy, count)  # samples.jsonl: logp.grad
+                run.watch(minibatch, rows, logp, entropy, count)  # logp.grad, for samples.jsonl
                 means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
-            divide_gradients(policy, denominator, world)  # by what all ranks have counted: the mean
+            divide_gradients(policy, denominator, world)  # by the count on all ranks: the mean
             # <own>
             if args.lag:
                 rho = ess_ratio(gather(log_w, world)).item()
@@ -447,7 +447,7 @@ def main(args: Args, world: World) -> None:
                 means.add(ess_ratio=(rho, 1), lr_damping=(1 - scale, args.ess_scaling))
             # </own>
             norm = clip_gradients(policy, args.grad_clip)
-            if run.gradient_is_finite(norm, minibatch, means):  # NaN would ruin the weights
+            if run.gradient_is_finite(norm, minibatch, means):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
 
@@ -461,7 +461,7 @@ def main(args: Args, world: World) -> None:
         if run.due(step, args.eval_every):
             run.clock("evaluate")
             metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # before the checkpoint: a kill in between would lose it for good
+        run.log(step, metrics)  # before the checkpoint, or a kill in between loses it
         if run.due(step, args.save_every):
             run.clock("save")
             state = {"engine": engine.state_dict()}
