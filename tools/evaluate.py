@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
 
-from common.data import Problem, as_problem, chat_options, fits, load_task
+from common.data import Problem, as_problem, chat_options, limit_in_words, load_task
 from common.distributed import World, global_sum, shard
 from common.plumbing.checkpoint import PICKLE, first_failure
 from common.plumbing.flags import Count, Flags, broken_rule
@@ -144,7 +144,7 @@ def load_sets(
             if problem:
                 found.append(problem)
         if not found:
-            raise BadInput(f"--eval_task {spec}: no prompt {fits(args, tokenizer)}")
+            raise BadInput(f"--eval_task {spec}: no prompt {limit_in_words(args, tokenizer)}")
         sets.append(Set(spec, found, math_verify))
         if len(found) < len(rows):
             dropped = len(rows) - len(found)
