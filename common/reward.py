@@ -34,8 +34,9 @@ TAIL = 2000  # characters searched for an answer that is not boxed
 
 
 def final_answer(completion: str) -> str:
-    """The last \\boxed{...}, braces balanced, or "" if it never closes. Without a box: the last TAIL characters.
+    """The last \\boxed{...}, braces balanced, or "" if it never closes.
 
+    Without a box: the last TAIL characters.
     Only the last box counts: a response that boxes every candidate must not earn for one of them.
     """
     start = completion.rfind("\\boxed{")
@@ -74,7 +75,7 @@ def load_task_file(spec: str, source: str = "") -> object:
     """
     file, _, name = spec.partition(":")
     file = os.path.abspath(file)
-    sys.path.append(os.path.dirname(file))  # at the end, where a file beside it cannot shadow a library
+    sys.path.append(os.path.dirname(file))  # last: a file beside it cannot shadow a library
     try:
         module = ModuleType(f"task file {file}")
         sys.modules[module.__name__] = module  # dataclasses and pickle look for it there
@@ -127,7 +128,8 @@ class Verifier:
         number = next(self.question_numbers)
         # Twice the worker's own bound: this deadline is for a function that turned the alarm off.
         line = worker.ask([number, completion, reference], 2 * self.seconds)
-        with contextlib.suppress(ValueError, TypeError, RecursionError):  # not [number, score, failure]
+        # The errors of a line that is not [number, score, failure]
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
             answered, score, failure = json.loads(line)
             if answered == number:
                 return score, failure

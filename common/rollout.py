@@ -38,7 +38,7 @@ class HFEngine:
         report them, where the model has some."""
         precision = torch.float32 if dtype == "float32" else torch.bfloat16
         self.float8 = dtype == "float8"
-        # Weights are cast before they cross; None: float8 rounds the trainer's float32 numbers here.
+        # Weights are cast before they cross; None: float8 rounds the trainer's float32 itself.
         self.sync_dtype = None if self.float8 else precision
         self.lm = receive(copy.deepcopy(lm), world).eval().requires_grad_(False)
         for parameter in self.lm.parameters():  # not .to(dtype): rotary frequencies stay float32
