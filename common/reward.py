@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import resource
 import signal
@@ -33,8 +34,9 @@ TAIL = 2000  # characters searched for an answer that is not boxed
 
 
 def final_answer(completion: str) -> str:
-    """The last \\boxed{...}, braces balanced, or "" if it never closes; without a box, the end.
+    """The last \\boxed{...}, braces balanced, or "" if it never closes.
 
+    Without a box: the last TAIL characters.
     Only the last box counts: a response that boxes every candidate must not earn for one of them.
     """
     start = completion.rfind("\\boxed{")
@@ -53,7 +55,7 @@ def final_answer(completion: str) -> str:
 
 def reward(completion: str, reference: str) -> float:
     """1.0 where math-verify finds the completion's final answer equal to the reference, else 0."""
-    from math_verify import parse, verify  # takes seconds, in the workers alone
+    from math_verify import parse, verify  # slow to import; only the workers need it
 
     # No time-outs of its own: the worker's alarm bounds both.
     gold = parse(f"${reference}$", parsing_timeout=None)
@@ -73,7 +75,7 @@ def load_task_file(spec: str, source: str = "") -> object:
     """
     file, _, name = spec.partition(":")
     file = os.path.abspath(file)
-    sys.path.append(os.path.dirname(file))  # at the end: a neighbouring file hides no library
+    sys.path.append(os.path.dirname(file))  # last: a file beside it cannot shadow a library
     try:
         module = ModuleType(f"task file {file}")
         sys.modules[module.__name__] = module  # dataclasses and pickle look for it there
@@ -124,9 +126,10 @@ class Verifier:
             worker = Worker(self.spec, self.source, self.seconds, self.memory)
             self.own.worker = worker
         number = next(self.question_numbers)
-        # The worker's own alarm rings first, unless the function has turned it off.
+        # Twice the worker's own bound: this deadline is for a function that turned the alarm off.
         line = worker.ask([number, completion, reference], 2 * self.seconds)
-        with contextlib.suppress(ValueError, TypeError, RecursionError):  # not such a list
+        # The errors of a line that is not [number, score, failure]
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
             answered, score, failure = json.loads(line)
             if answered == number:
                 return score, failure
@@ -188,7 +191,8 @@ class Worker:
 def work(spec: str, seconds: str, memory: str) -> None:
     """The worker: answers each line [number, completion, reference] with [number, score, failure],
     until the channel, which is its stdin, closes."""
-    questions, verdicts = os.fdopen(os.dup(0)), os.fdopen(os.dup(0), "w")
+    questions = os.fdopen(os.dup(0))  # descriptor 0 is this end of the socket pair
+    verdicts = os.fdopen(os.dup(0), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a reward function must not read the questions
     source = json.loads(questions.readline())
     try:
@@ -208,11 +212,11 @@ def work(spec: str, seconds: str, memory: str) -> None:
         points, failure = 0.0, ""
         try:
             given = float(score(completion, reference))
-            if not abs(given) < 1e30:  # true for NaN
+            if math.isnan(given) or abs(given) > 1e30:
                 raise ValueError(f"{given} is no reward")
             points = given
         except BaseException as error:  # MemoryError, RecursionError and SystemExit included
-            # math-verify fails on many texts: these are wrong answers, not failures.
+            # math-verify raises on many texts: then the answer is wrong, and nothing has failed.
             failure = describe(error, spec) if spec else ""
         if os.getpid() != own_process:  # a fork that came back would take the next question
             os._exit(1)
@@ -223,7 +227,7 @@ def work(spec: str, seconds: str, memory: str) -> None:
 
 
 def bound_memory(most: int) -> None:
-    """Let this process take `most` bytes more than it has now, and write no core dumps."""
+    """Bound this process to `most` bytes beyond what it has now; no core dumps."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ValueError, OSError):  # macOS has no such bound
         pages = int(Path("/proc/self/statm").read_text().split()[0])

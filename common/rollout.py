@@ -4,7 +4,7 @@ An engine is a policy frozen at the last `sync`:
     generate(prompts, n, limit, temperature, prefixes, top_p) -> Rollout
     sync(policy)                       take over the trainer's weights; every rank calls it together
     state_dict() / load_state_dict()   its random state, for bit-exact resume
-Token ids cross between sampler and trainer, never text: decoding and encoding may change them.
+Token ids cross between sampler and trainer, never text: encoded again, a text may give other ids.
 """
 
 import copy
@@ -37,9 +37,9 @@ class HFEngine:
         """`dtype`: float32, bfloat16, or float8: e4m3 matrices, computing in bfloat16. `experts`:
         report them, where the model has some."""
         precision = torch.float32 if dtype == "float32" else torch.bfloat16
-        # Float8 rounds the trainer's float32 numbers. Otherwise they are cast before they cross.
         self.float8 = dtype == "float8"
-        self.pushed = None if self.float8 else precision
+        # Weights are cast before they cross; None: float8 rounds the trainer's float32 itself.
+        self.sync_dtype = None if self.float8 else precision
         self.lm = receive(copy.deepcopy(lm), world).eval().requires_grad_(False)
         for parameter in self.lm.parameters():  # not .to(dtype): rotary frequencies stay float32
             parameter.data = parameter.data.to(precision)
@@ -53,7 +53,7 @@ class HFEngine:
     def sync(self, policy: torch.nn.Module) -> None:
         """Copy the trainer's weights into the sampler's, one whole tensor at a time."""
         own = dict(self.lm.named_parameters())
-        for name, full in full_parameters(policy, self.pushed):
+        for name, full in full_parameters(policy, self.sync_dtype):
             matrix = full.dim() >= 2 and ".layers." in name and not name.endswith(ROUTERS)
             own[name].copy_(float8(full) if self.float8 and matrix else full)
 
@@ -61,7 +61,7 @@ class HFEngine:
         return {"generator": self.generator.get_state(), "rank": self.rank}
 
     def load_state_dict(self, state: dict) -> None:
-        if state["rank"] == self.rank:  # a rank that was not there begins its own sequence
+        if state["rank"] == self.rank:  # a rank that did not save keeps its fresh seed
             self.generator.set_state(state["generator"])
 
     def generate(
@@ -128,8 +128,12 @@ class HFEngine:
         alive = torch.arange(rows, **on)  # rows still being decoded
         for t in range(limit):
             token, chosen = self._choose(logits, temperature, top_p)  # [alive, 1], [alive, 1]
-            tokens[alive, t], logp[alive, t], count[alive] = token[:, 0], chosen[:, 0], t + 1
-            going = (~torch.isin(token[:, 0], self.eos) & (t + 1 < budget[alive])).nonzero()[:, 0]
+            tokens[alive, t] = token[:, 0]
+            logp[alive, t] = chosen[:, 0]
+            count[alive] = t + 1
+            ended = torch.isin(token[:, 0], self.eos)  # [alive]
+            too_long = t + 1 >= budget[alive]  # [alive]
+            going = (~ended & ~too_long).nonzero()[:, 0]
             if len(going) == 0:
                 break
             if len(going) < len(alive):  # finished rows leave: the few long ones go on without them
@@ -161,7 +165,8 @@ class HFEngine:
         logp = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)  # [rows, V]
         if top_p < 1:  # keep the likeliest tokens that together reach top_p
             likeliest, order = logp.exp().sort(dim=-1, descending=True)  # [rows, V], [rows, V]
-            beyond = likeliest.cumsum(-1) - likeliest >= top_p  # [rows, V]
+            before = likeliest.cumsum(-1) - likeliest  # [rows, V]: the mass of likelier tokens
+            beyond = before >= top_p  # [rows, V], in that order
             logp = logp.masked_fill(beyond.gather(-1, order.argsort(-1)), float("-inf"))
         if temperature > 0:
             token = torch.multinomial(logp.exp(), 1, generator=self.generator)  # [rows, 1]

@@ -29,9 +29,9 @@ def evaluate(engine: object, task: Task, tokenizer: Tokenizer, args: object, wor
             shown = {"prompt": problems[0].prompt, "answer": problems[0].answer}
             example["example"] = shown | {"response": texts[0], "reward": scores[0]}
     engine.load_state_dict(state)  # how often a run evaluates does not change what it samples
-    right["working"] = float(getattr(verifier, "works", True))
     totals = global_sum(right, world)
-    if not totals.pop("working"):  # all rewards would be 0, and nothing could be learned
+    working = global_sum({"working": float(getattr(verifier, "works", True))}, world)["working"]
+    if working == 0:  # all rewards would be 0, and nothing could be learned
         why = getattr(verifier, "failure", "") or "the error is printed above"
         raise BadInput(f"{verifier.spec or 'math-verify'}: no answer could be scored ({why})")
     return {name: total / len(task.held_out) for name, total in totals.items()} | example

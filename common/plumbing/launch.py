@@ -35,7 +35,7 @@ def launch(main: Stage, Args: type, prepare: Stage | None = None) -> None:
     to stop. A program that does not train gives a `prepare(args, world)`, which replaces `check`.
     """
     world, code = ALONE, 0
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while all loads: no page of traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while all loads: end without a traceback
     try:
         args = parse(Args)
         with blame("the ranks cannot be set up"):

@@ -70,7 +70,8 @@ def rows_of(
     rows = []
     # Offline, renamed, gated, damaged: libraries and HTTP clients raise many kinds of errors.
     with blame(f"{spec}: cannot be read"):
-        for number, row in file_rows(Path(file)) if file else hub_rows(columns, split):
+        numbered = file_rows(Path(file)) if file else hub_rows(columns, split)
+        for number, row in numbered:
             wanted = f"needs {columns.prompt!r}, a text, and {columns.answer!r}"
             with blame(f"{file or name}:{number}: {wanted} (--prompt_column, --answer_column)"):
                 answer = EXTRACT[columns.extract](row[columns.answer])
@@ -104,8 +105,10 @@ def hub_rows(columns: Columns, split: str) -> Iterator[tuple[int, dict]]:
     """The rows of a set on the hub, each with its number from 1."""
     import datasets
 
-    split = columns.train if split == "train" else columns.test or columns.train
-    yield from enumerate(datasets.load_dataset(columns.path, columns.config, split=split), 1)
+    of_hub = columns.train
+    if split == "test" and columns.test:
+        of_hub = columns.test
+    yield from enumerate(datasets.load_dataset(columns.path, columns.config, split=of_hub), 1)
 
 
 def checked(prompt: object, reference: object) -> Row:

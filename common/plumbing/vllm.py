@@ -39,8 +39,8 @@ class VLLMEngine:
         self.reports_experts = "enable_return_routed_experts" in options
         # Neighbouring ranks share an engine, as vLLM groups them; each engine has another seed.
         self.seed, self.dtype = options["seed"], options["dtype"]
-        groups = torch.arange(world.size).view(-1, ranks).tolist()
-        groups = [dist.new_group(group, TIMEOUT, backend="gloo") for group in groups]
+        sharing = torch.arange(world.size).view(-1, ranks).tolist()  # the ranks of each engine
+        groups = [dist.new_group(group, TIMEOUT, backend="gloo") for group in sharing]
         self.group = groups[world.rank // ranks]
         options |= passed_through(args.vllm, options)
         why = "vLLM does not start: another --vllm_memory, or a lower --max_new_tokens"
