@@ -53,7 +53,7 @@ def wrong(*pairs: tuple[str, str]) -> str:
 
 CENTRE = "    rewards = rewards - rewards[:, :1]  # [P, G]\n"
 ZSCORE = "    return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)"
-RATIO = "        k3 = ratio * k3 if args.kl_ratio else k3  # [n, T]: with the gradient through r\n"
+RATIO = "        k3 = ratio * k3 if args.kl_ratio else k3  # [n, T]: r has a gradient too\n"
 MEAN = " / mask.sum(dim=1).clamp(min=1)"
 RETURN = "-per_response.sum(), mask.new_tensor(len(mask)), stats"
 STD = "rewards.std(dim=1, keepdim=True)"
