@@ -87,14 +87,16 @@ def shard(policy: nn.Module, args: object, world: World, offload: bool = False) 
     sharing = args.shard_ranks or (1 if small else world.size)  # ranks
     if sharing == 1 and args.dtype == "float32" and not offload:
         return receive(policy, world)
-    cast = (torch.bfloat16, torch.float32) if args.dtype == "bfloat16" else ()
-    how = {"mp_policy": MixedPrecisionPolicy(*cast)}
+    how = {}
+    if args.dtype == "bfloat16":
+        how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     # Every unit frees its gathered weights after a pass. By default the root waits for a backward
     # pass, which a reference model never has.
     how["reshard_after_forward"] = True
-    shape, names = (world.size // sharing, sharing), ("replicas", "shards")
-    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
-    how["mesh"], policy.replicas = mesh["shards"], mesh["replicas"].get_group()
+    shape = (world.size // sharing, sharing)
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("replicas", "shards"))
+    how["mesh"] = mesh["shards"]
+    policy.replicas = mesh["replicas"].get_group()
     if offload:
         how["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for layer in policy.lm.base_model.layers:

@@ -108,10 +108,14 @@ def as_lines(rows: list[dict]) -> str:
 
 def read_lines(path: Path) -> list[dict]:
     """The rows of a run's JSON-lines file, without a last one that a kill has cut short."""
-    rows, lines = [], path.read_bytes().splitlines()
+    lines = path.read_bytes().splitlines()
+    rows = []
     for number, line in enumerate(lines, 1):
-        damaged = blame(f"{path}:{number}: damaged, repair or remove the line")
-        with damaged if number < len(lines) else contextlib.suppress(Exception):
-            row = json.loads(line)
-            rows.append(row | {"step": int(row["step"])})
+        try:
+            with blame(f"{path}:{number}: damaged, repair or remove the line"):
+                row = json.loads(line)
+                rows.append(row | {"step": int(row["step"])})
+        except BadInput:
+            if number < len(lines):
+                raise
     return rows

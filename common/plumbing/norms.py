@@ -139,7 +139,8 @@ def linear_part(module: nn.Linear, x: Tensor, d: Tensor) -> Tensor:
 
     x `[n, S, I]`, d `[n, S, O]`.
     """
-    S, inner, outer = *x.shape[1:], d.shape[2]
+    S, inner = x.shape[1:]
+    outer = d.shape[2]
     if S * (inner + outer) < inner * outer:
         pairs = ((y @ y.mT).flatten(1).float() for y in (x, d))  # [n, S·S] each
         found = torch.linalg.vecdot(*pairs)  # [n]

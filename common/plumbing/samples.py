@@ -54,7 +54,8 @@ class Samples:
             group = {"minibatch": self.number, "group": self._choose_group(minibatch)}
             tokens = int(minibatch.mask.sum())
             sums = {"count": 0.0, "tokens": tokens, "rows": len(minibatch)}  # of this rank
-            self.kept = [*self.kept[:1], (group, sums, [])]  # the first mini-batch, the latest
+            del self.kept[1:]  # of a step the first mini-batch is kept, and the latest
+            self.kept.append((group, sums, []))
         group, sums, responses = self.kept[-1]
         sums["count"] += float(count)
         columns = {"logp": logp, "entropy": entropy, "weight": -logp.grad}  # [n, T]
@@ -62,11 +63,12 @@ class Samples:
             columns["advantage"] = token_advantages  # [n, T], instead of the response's
         shown = (minibatch.problem[rows] == group["group"]).nonzero()[:, 0]
         for i, row in zip(shown.tolist(), rows[shown].tolist()):
+            one = minibatch.rows(slice(row, row + 1))
             own = {name: column[i] for name, column in columns.items()}  # [T]
-            responses.append((row, self._response(minibatch.rows(slice(row, row + 1)), own)))
+            responses.append((row, self._response(one, own)))
 
     def _choose_group(self, minibatch: Rollout) -> int:
-        """The first problem with different rewards, or else the first: no random number drawn."""
+        """The lowest number of a problem with different rewards, or else of any problem."""
         parts = [None] * dist.get_world_size()
         pairs = list(zip(minibatch.problem.tolist(), minibatch.rewards.tolist()))
         dist.all_gather_object(parts, pairs)
@@ -75,7 +77,7 @@ class Samples:
             for problem, reward in part:
                 rewards[problem].add(reward)
         different = [problem for problem in rewards if len(rewards[problem]) > 1]
-        return min(different or rewards)
+        return min(different) if different else min(rewards)
 
     def _response(self, one: Rollout, columns: dict[str, Tensor]) -> dict:
         """The batch of one row, as plain numbers and texts."""
@@ -113,8 +115,8 @@ class Samples:
             dist.all_gather_object(parts, (sums, responses))
             total = {name: sum(part[name] for part, _ in parts) for name in sums}
             shown = []
-            for _, responses in parts:
-                for _, response in sorted(responses, key=lambda pair: pair[0]):
+            for _, part in parts:
+                for _, response in sorted(part, key=lambda pair: pair[0]):
                     weights = [value / total["count"] for value in response["weight"]]
                     shown.append(response | {"weight": six_digits(weights)})
             problem = self.task.train(group["group"])

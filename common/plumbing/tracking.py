@@ -43,7 +43,9 @@ class Run:
 
     # Class attributes, because the code that reports a failure has no instance. `phase` is what is
     # being done now, `since` when it began.
-    phase, bar, since = "", tqdm(disable=True), time.perf_counter()
+    phase = ""
+    bar = tqdm(disable=True)
+    since = time.perf_counter()
 
     def __init__(
         self, args: object, task: object, world: World, algorithm: str, acted: dict[str, str]
@@ -60,7 +62,8 @@ class Run:
         config = {"algorithm": algorithm, "acted": acted, "ranks": world.size}
         config |= asdict(args) | {"data": task.fingerprint}
         self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
-        task_name = re.sub(r"[^\w.-]+", "-", Path(args.task.replace(".py:", "-")).stem)
+        task_name = Path(args.task.replace(".py:", "-")).stem  # my/words.py:train -> words-train
+        task_name = re.sub(r"[^\w.-]+", "-", task_name)
         name = args.run_dir or f"runs/{algorithm}-{task_name}-s{args.seed}"
         self.folder = Path(name).expanduser()
         if args.resume and world.rank == 0:
@@ -195,8 +198,10 @@ class Run:
         """
         finite = math.isfinite(norm)
         means.add(grad_norm=(norm if finite else 0.0, finite))
-        # A count of None: summed over the ranks, not averaged. Each rank adds its part of one.
-        means.add(skipped=((not finite) / self.world.size, None))
+        # All ranks skip together, and a metric with the count None is summed over them: each adds
+        # its part of one.
+        skipped = 0.0 if finite else 1 / self.world.size
+        means.add(skipped=(skipped, None))
         self.skipped = 0 if finite else self.skipped + 1
         if self.skipped == MOST_SKIPPED:
             path = self.folder / f"bad_batch_rank{self.world.rank}.pt"

@@ -68,9 +68,12 @@ def apply(left: int, operator: str, right: int) -> int:
 
 def draw(rng: random.Random, kind: Kind = KINDS["arithmetic"]) -> str:
     """A prompt; more terms are harder."""
-    more, first = rng.choice(kind.terms) - 1, rng.randrange(10)
-    operators = [kind.operators] * (more - 1) + [kind.last]
-    return f"{first}{''.join(f'{rng.choice(one)}{rng.randrange(10)}' for one in operators)}="
+    terms = rng.choice(kind.terms)
+    prompt = str(rng.randrange(10))
+    for operators in [kind.operators] * (terms - 2) + [kind.last]:
+        prompt += rng.choice(operators)
+        prompt += str(rng.randrange(10))
+    return prompt + "="
 
 
 def held_out(prompt: str) -> bool:
