@@ -367,20 +367,20 @@ def main(args: Args, world: World) -> None:
         run.clock("branch")  # <own>
         grown = branches.grow(rollout, rewards, problems, means)  # <own>
 
-        # π_old: log-probs under the weights that sampled, computed by the trainer. The sampler's
-        # own come from other kernels. A ratio against those would mix two things: how far the
-        # policy moved, and how much sampler and trainer differ (see minirl.py).
         run.clock("old_logp")
         # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
         # equally many tokens.
         parts = branches.join(rollout, grown)  # <own>
         minibatches = [balance_tokens(part, world) for part in parts]  # <own>
+        # π_old: log-probs under the weights that sampled, computed by the trainer. The sampler's
+        # own come from other kernels. A ratio against those would mix two things: how far the
+        # policy moved, and how much sampler and trainer differ (see minirl.py).
         # In the same micro-batches as in the update, so that the first ratios are exactly 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:
                 minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
-        # Stop if μ, the sampler's log-probs, is far from π_old: the ratios would be wrong.
+        # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
         sampler = run.check_sampler(sampler_gap(minibatches, world))
 
         # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
@@ -416,7 +416,8 @@ def main(args: Args, world: World) -> None:
         run.clock("sync")
         engine.sync(policy)
 
-        metrics = means.add(**of_rollout(rollout, rewards, task)).reduce(world) | sampler
+        means.add(**of_rollout(rollout, rewards, task))
+        metrics = means.reduce(world) | sampler
         metrics["lr"] = optimizer.param_groups[0]["lr"]
         if run.due(step, args.eval_every):
             run.clock("evaluate")

@@ -312,7 +312,7 @@ def main(args: Args, world: World) -> None:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:
                 minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
-        # Stop if μ, the sampler's log-probs, is far from π_old: the ratios would be wrong.
+        # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
         sampler = run.check_sampler(sampler_gap(minibatches, world))
 
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
@@ -374,9 +374,8 @@ def main(args: Args, world: World) -> None:
         run.clock("sync")
         engine.sync(policy)
 
-        # <own>
-        metrics = means.add(**of_rollout(rollout, rewards, task) | own).reduce(world) | sampler
-        # </own>
+        means.add(**of_rollout(rollout, rewards, task) | own)  # <own>
+        metrics = means.reduce(world) | sampler
         metrics["lr"] = optimizer.param_groups[0]["lr"]
         if run.due(step, args.eval_every):
             run.clock("evaluate")

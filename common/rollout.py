@@ -163,9 +163,9 @@ class HFEngine:
     def _choose(self, logits: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
         """The next token of each row and its log-probability: two `[rows, 1]`."""
         logp = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)  # [rows, V]
-        if top_p < 1:  # keep the likeliest tokens that together reach top_p
-            likeliest, order = logp.exp().sort(dim=-1, descending=True)  # [rows, V], [rows, V]
-            before = likeliest.cumsum(-1) - likeliest  # [rows, V]: the mass of likelier tokens
+        if top_p < 1:  # keep the most likely tokens that together reach top_p
+            probs, order = logp.exp().sort(dim=-1, descending=True)  # [rows, V], [rows, V]
+            before = probs.cumsum(-1) - probs  # [rows, V]: the mass of more likely tokens
             beyond = before >= top_p  # [rows, V], in that order
             logp = logp.masked_fill(beyond.gather(-1, order.argsort(-1)), float("-inf"))
         if temperature > 0:

@@ -371,21 +371,21 @@ def main(args: Args, world: World) -> None:
             parts = branches.join(rollout, grown)
         # </own>
 
-        # π_old: log-probs under the weights that sampled, computed by the trainer. The sampler's
-        # own come from other kernels. A ratio against those would mix two things: how far the
-        # policy moved, and how much sampler and trainer differ (see minirl.py).
         run.clock("old_logp")
         # <own>
         # Mini-batches. The ranks exchange whole groups, as b needs them, until their token
         # counts are about equal.
         minibatches = [balanced(part, world, G) for part in parts]
         # </own>
+        # π_old: log-probs under the weights that sampled, computed by the trainer. The sampler's
+        # own come from other kernels. A ratio against those would mix two things: how far the
+        # policy moved, and how much sampler and trainer differ (see minirl.py).
         # In the same micro-batches as in the update, so that the first ratios are exactly 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:
                 minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
-        # Stop if μ, the sampler's log-probs, is far from π_old: the ratios would be wrong.
+        # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
         sampler = run.check_sampler(sampler_gap(minibatches, world))
 
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
@@ -454,8 +454,8 @@ def main(args: Args, world: World) -> None:
         run.clock("sync")
         engine.sync(policy)
 
-        found = of_rollout(rollout, rewards, task) | {"tokens": (sampled, None)}  # <own>
-        metrics = means.add(**found).reduce(world) | sampler  # <own>
+        means.add(**of_rollout(rollout, rewards, task) | {"tokens": (sampled, None)})  # <own>
+        metrics = means.reduce(world) | sampler
         metrics["lr"] = optimizer.param_groups[0]["lr"]
         metrics["layers_acted"] = sum(bool(metrics.get(name)) for name in LAYERS)  # <own>
         if run.due(step, args.eval_every):
