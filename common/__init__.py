@@ -2,11 +2,11 @@
 
 To follow one step of `grpo.py`, read these six modules, in this order:
     batch         the batch passed between the stages of a step
-    data          tasks: where prompts and reference answers come from
-    rollout       sampling: prompts in, responses and their log-probabilities out
-    reward        the verifiers
-    logprobs      the trainer's log-probabilities of the same tokens, in micro-batches
     distributed   ranks: sharding, exact sums and means, clean stops
+    rollout       sampling: prompts in, responses and their log-probabilities out
+    logprobs      the trainer's log-probabilities of the same tokens, in micro-batches
+    reward        the verifiers
+    data          tasks: where prompts and reference answers come from
 `plumbing/` need not be read to understand an algorithm:
     launch, flags, errors      from the command line to `main`; errors of one line
     tracking, folder, samples  what a run writes: metrics, samples, its folder
@@ -25,12 +25,12 @@ To follow one step of `grpo.py`, read these six modules, in this order:
 import os
 import sys
 
-if os.name == "nt":  # locks, signals and bounds on memory are Unix's
+if os.name == "nt":  # it has no such locks, signals and limits on memory
     sys.exit("error: runs on Linux and macOS; on Windows use WSL")
 # OpenMP reads these once, when torch loads. Idle threads must sleep, not spin: on a busy machine
 # spinning makes a tiny model 10 to 30 times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Every micro-batch has another shape, and vLLM wants whole stretches of memory back.
+# Every micro-batch has another shape, and vLLM needs contiguous memory back.
 theirs = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # its older name
 os.environ.setdefault("PYTORCH_ALLOC_CONF", theirs)

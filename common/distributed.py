@@ -71,14 +71,15 @@ def setup() -> World:
 
 
 def shard(policy: nn.Module, args: object, world: World, offload: bool = False) -> nn.Module:
-    """FSDP2 in place: each decoder layer is a unit; embedding, last norm and head are the root's.
+    """Shard the policy in place with FSDP2, and give every rank the weights of rank 0.
 
-    `--shard_ranks` neighbours share a model, the other ranks hold replicas of its shards. Rank 0's
-    weights are sent a unit at a time. Master weights, gradients and their sums stay float32; with
-    dtype bfloat16 the passes run on bfloat16 copies. With `offload`, or `--offload`, shards,
+    FSDP gathers and frees weights unit by unit: each decoder layer is a unit, and the root unit
+    holds embedding, last norm and head. `--shard_ranks` neighbouring ranks share one model; every
+    such group holds a replica. Master weights, gradients and their sums are float32; with dtype
+    bfloat16, forward and backward run on bfloat16 copies. With `offload` or `--offload`, shards,
     gradients and the optimiser step are in CPU memory.
-    A rank with a whole float32 model, not offloaded, keeps the plain module: FSDP2 would give the
-    same gradient and cost 15% of the step at the embedded model's size.
+    A float32 model that is neither shared nor offloaded stays a plain module. FSDP2 would give the
+    same gradient, and cost 15% of a step at the embedded model's size.
     """
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -86,7 +87,7 @@ def shard(policy: nn.Module, args: object, world: World, offload: bool = False) 
     small = sum(parameter.numel() for parameter in policy.parameters()) < SMALL
     sharing = args.shard_ranks or (1 if small else world.size)  # ranks
     if sharing == 1 and args.dtype == "float32" and not offload:
-        return receive(policy, world)
+        return broadcast_module(policy, world)
     how = {}
     if args.dtype == "bfloat16":
         how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
@@ -100,29 +101,29 @@ def shard(policy: nn.Module, args: object, world: World, offload: bool = False) 
     if offload:
         how["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for layer in policy.lm.base_model.layers:
-        fully_shard(receive(layer, world), **how)
-    return fully_shard(receive(policy, world), **how)
+        fully_shard(broadcast_module(layer, world), **how)
+    return fully_shard(broadcast_module(policy, world), **how)
 
 
-def receive(module: nn.Module, world: World) -> nn.Module:
-    """Put rank 0's weights and buffers on every rank's device.
+def broadcast_module(module: nn.Module, world: World) -> nn.Module:
+    """Send rank 0's weights and buffers to every rank's device; all ranks call it together.
 
-    The other ranks need only the shapes (meta device). Sharded tensors are left alone, tied ones
-    stay tied.
+    The other ranks need only the shapes (meta device). Tensors that are sharded already stay as
+    they are. Tied tensors stay tied.
     """
-    received = {}
+    received = {}  # by the old tensor's id: a tied tensor comes up twice
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):
             for name, value in tensors.items():
                 if value is None or isinstance(value, DTensor):
                     continue
                 if id(value) not in received:
-                    received[id(value)] = receive_tensor(value, world)
+                    received[id(value)] = broadcast_tensor(value, world)
                 tensors[name] = received[id(value)]
     return module
 
 
-def receive_tensor(value: Tensor, world: World) -> Tensor:
+def broadcast_tensor(value: Tensor, world: World) -> Tensor:
     """Rank 0's values of one parameter or buffer, on this rank's device."""
     if value.is_meta:
         received = torch.empty_like(value, device=world.device)
@@ -190,9 +191,9 @@ def divide_gradients(policy: nn.Module, count: float | Tensor, world: World) -> 
     """From each rank's gradient of its own sum to the gradient of the mean over all ranks.
 
     `count` is the number of terms in this rank's sum. FSDP has averaged the gradients over the
-    ranks that share a model: multiplied by the number of these ranks, they are sums again. They are
-    then summed over replicas, and divided by the count of all ranks. The result is the mean that
-    the objective asks for, whatever the micro-batches and the number of ranks.
+    ranks that share a model. Times the number of these ranks, they are sums again. They are then
+    summed over replicas, and divided by the count of all ranks. The result is the mean in the
+    objective, for any micro-batches and any number of ranks.
     """
     gradients = [one.grad for one in policy.parameters() if one.grad is not None]
     averaged = 1  # ranks

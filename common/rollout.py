@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from transformers import PreTrainedModel as Model
 
 from common.batch import Rollout
-from common.distributed import World, full_parameters, receive
+from common.distributed import World, full_parameters, broadcast_module
 from common.plumbing.errors import RunStopped
 from common.plumbing.model import head_logits
 from common.plumbing.routing import Routing
@@ -40,7 +40,7 @@ class HFEngine:
         self.float8 = dtype == "float8"
         # Weights are cast before they cross; None: float8 rounds the trainer's float32 itself.
         self.sync_dtype = None if self.float8 else precision
-        self.lm = receive(copy.deepcopy(lm), world).eval().requires_grad_(False)
+        self.lm = broadcast_module(copy.deepcopy(lm), world).eval().requires_grad_(False)
         for parameter in self.lm.parameters():  # not .to(dtype): rotary frequencies stay float32
             parameter.data = parameter.data.to(precision)
         self.device, self.max_rows, self.routing = world.device, max_rows, Routing(self.lm)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import common  # noqa: F401  (before torch)
-from common.plumbing.errors import BadInput, first_line
+from common.plumbing.errors import BadInput, in_one_line
 from common.plumbing.folder import read_lines, whole
 import checks
 from tools import compare
@@ -299,7 +299,7 @@ def main() -> None:
         else:
             play(words.number, words.out, SHORT if words.smoke else "")
     except (BadInput, OSError) as error:
-        parser.error(first_line(error))
+        parser.error(in_one_line(error))
     except KeyboardInterrupt:
         print("labs.bug: interrupted; a run that ended is not run again", file=sys.stderr)
         sys.exit(130)

@@ -34,7 +34,7 @@ import checks
 import torch
 from checks import near, number
 from checks.files import MODULES
-from common.plumbing.errors import BadInput, first_line
+from common.plumbing.errors import BadInput, in_one_line
 from torch import Tensor
 
 from labs import exercise_checks
@@ -126,7 +126,7 @@ def in_words(error: BaseException, path: Path) -> str:
     if isinstance(error, SyntaxError):
         return f"line {error.lineno} is not Python: {error.msg}"
     if isinstance(error, NotImplementedError):
-        return first_line(error)
+        return in_one_line(error)
     if isinstance(error, KeyError) and not lines:
         return f"{error} is missing from the statistics, the third that policy_loss returns"
     if isinstance(error, AssertionError) and frames[-1] not in lines:  # of the check itself
@@ -278,7 +278,7 @@ def main() -> int:
         source = read(words.file)
         name = exercise_of(words.file, source, words.exercise)
     except (BadInput, OSError) as error:
-        parser.error(first_line(error))
+        parser.error(in_one_line(error))
     found, held = grade(name, words.file, source)
     print(report(found, held, len(checks_of(name))))
     if found and words.hint:

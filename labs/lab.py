@@ -49,7 +49,7 @@ from types import ModuleType
 import common  # noqa: F401  (before torch)
 import numpy as np
 from common.plumbing.curves import series, smooth
-from common.plumbing.errors import BadInput, blame, first_line
+from common.plumbing.errors import BadInput, blame, in_one_line
 from common.plumbing.folder import read_lines, whole
 from checks import replaced
 from checks.files import ROOT
@@ -93,7 +93,7 @@ def main(lab: ModuleType, **parts: ModuleType) -> None:
     try:
         make(lab, words)
     except (BadInput, OSError) as error:
-        parser.error(first_line(error))
+        parser.error(in_one_line(error))
     except KeyboardInterrupt:
         kept = "runs that ended are kept, and the same command goes on from there"
         kept = kept if runs and not words.few else "nothing was written"

@@ -33,7 +33,7 @@ from common.plumbing.curves import (
     sheet,
     smooth,
 )
-from common.plumbing.errors import BadInput, blame, first_line
+from common.plumbing.errors import BadInput, blame, in_one_line
 from common.plumbing.folder import read_lines, saved_config, whole
 from tools import arguments
 
@@ -403,4 +403,4 @@ if __name__ == "__main__":
         else:
             main(words.folders, words.out)
     except (BadInput, OSError) as error:
-        parser.error(first_line(error))
+        parser.error(in_one_line(error))

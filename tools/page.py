@@ -30,7 +30,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import common  # noqa: F401  (before torch)
-from common.plumbing.errors import BadInput, blame, first_line
+from common.plumbing.errors import BadInput, blame, in_one_line
 import numpy
 import torch
 from common.plumbing.folder import read_lines
@@ -235,7 +235,7 @@ class File:
         try:
             return pushed(self.module, args, given), said
         except Exception as error:  # a loss that needs values which no other file's run stores
-            return None, [*said, f"cannot: {first_line(error)}"]
+            return None, [*said, f"cannot: {in_one_line(error)}"]
 
     def explain(self, seen: list[Pushed]) -> None:
         """Find the variables that are always true, or always false, where a token is stopped, in
@@ -592,4 +592,4 @@ if __name__ == "__main__":
         out = given.out or given.runs[0] / "page.html"
         main(given.runs, out, given.every, given.variants)
     except (BadInput, OSError) as error:
-        parser.error(first_line(error))
+        parser.error(in_one_line(error))

@@ -25,7 +25,7 @@ import torch
 from checks import of as checks_of
 from checks import replaced
 from checks.files import ROOT, algorithms, base_of
-from common.plumbing.errors import BadInput, first_line
+from common.plumbing.errors import BadInput, in_one_line
 from torch import Tensor
 
 from tools.look import coloured, filled, module_of, short, write
@@ -246,4 +246,4 @@ if __name__ == "__main__":
     try:
         main(given.files, given.out)
     except (BadInput, OSError) as error:
-        parser.error(first_line(error))
+        parser.error(in_one_line(error))

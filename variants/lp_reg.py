@@ -75,7 +75,7 @@ from common.plumbing.balance import balance_tokens
 from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.plumbing.evaluation import evaluate
 from common.plumbing.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
-from common.plumbing.flags import Part, Share  # <own>
+from common.plumbing.flags import PositiveShare, Share  # <own>
 from common.plumbing.launch import launch
 from common.plumbing.metrics import Means, by_sign, of_rollout
 from common.plumbing.model import load_model
@@ -129,7 +129,7 @@ class Args(Flags):
     rare_share: Share = 0.05  # <own>
     """ρ: share of negative-advantage tokens, the rarest ones, that may be protected (our choice;
     paper: 0.01 at 14B, 0.005 at 32B)."""
-    kappa: Part = 0.02  # <own>
+    kappa: PositiveShare = 0.02  # <own>
     """κ: a token with less than this part of the likeliest one's probability is noise (paper)."""
     proxy_weight: NonNegative = 1.0  # <own>
     """β of the term that protects (authors' script)."""

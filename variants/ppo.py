@@ -79,7 +79,7 @@ from common.plumbing.balance import balance_tokens
 from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.plumbing.evaluation import evaluate
 from common.plumbing.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
-from common.plumbing.flags import Part, Share  # <own>
+from common.plumbing.flags import PositiveShare, Share  # <own>
 from common.plumbing.launch import launch
 from common.plumbing.metrics import Means, by_sign, of_rollout
 from common.plumbing.model import load_model
@@ -131,7 +131,7 @@ class Args(Flags):
     """ε above 1: the upper clip is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
     beta: NonNegative = 0.01  # <own>
     """β of the KL in the reward; 0 loads no reference model (our choice; TRL: 0.05)."""
-    gamma: Part = 1.0  # <own>
+    gamma: PositiveShare = 1.0  # <own>
     """γ: what a reward is worth one token earlier (verl, TRL; PPO's paper: 0.99)."""
     lam: Share = 0.95  # <own>
     """λ of the policy's advantages: 1 trusts what happened, 0 the critic (paper; verl: 1)."""

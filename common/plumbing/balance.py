@@ -9,10 +9,10 @@ from common.distributed import World
 
 
 def balance_tokens(batch: Rollout, world: World, unit: int = 1) -> Rollout:
-    """Exchange rows until all ranks have about as many tokens; all ranks call it together.
+    """Exchange rows until all ranks have about equally many tokens; all ranks call it together.
 
-    In every pass all ranks wait for the one with the most tokens. Sums over all ranks stay the
-    same. Every `unit` neighbouring rows stay together. A rank may bring no rows.
+    In every pass all ranks wait for the one with the most tokens. The exchange changes no sum over
+    all ranks. `unit` neighbouring rows always stay together. A rank may have no rows.
     """
     if world.size == 1:
         return batch
@@ -24,15 +24,15 @@ def balance_tokens(batch: Rollout, world: World, unit: int = 1) -> Rollout:
     for rank, (rank_lengths, _) in enumerate(shares):
         units += [(tokens, rank, place) for place, tokens in enumerate(rank_lengths)]
     load = [0] * world.size  # tokens that each rank will have
-    target = [[0] * len(rank_lengths) for rank_lengths, _ in shares]  # target[rank][place]: a rank
+    goes_to = [[0] * len(rank_lengths) for rank_lengths, _ in shares]  # [rank][place] -> new rank
     for tokens, rank, place in sorted(units, key=lambda one: -one[0]):
         least = load.index(min(load))  # the longest unit first, to the rank with the fewest tokens
-        target[rank][place] = least
+        goes_to[rank][place] = least
         load[least] += tokens
-    own = torch.tensor(target[world.rank], dtype=torch.long).repeat_interleave(unit)  # [n]
+    own = torch.tensor(goes_to[world.rank], dtype=torch.long).repeat_interleave(unit)  # [n]
     order = own.argsort(stable=True)  # [n]: this rank's rows by the rank they go to
     sent = own.bincount(minlength=world.size).tolist()  # rows to each rank
-    received = [places.count(world.rank) * unit for places in target]  # rows from each rank
+    received = [places.count(world.rank) * unit for places in goes_to]  # rows from each rank
 
     def exchange(name: str, column: Tensor) -> Tensor:
         column = column[order.to(column.device)]

@@ -29,17 +29,19 @@ def save_checkpoint(
     """Write `folder/checkpoints/step_<n>`: sharded weights and moments, and each rank's random
     number generators and `state`.
 
-    Written under another name and renamed when complete, so that a kill at any moment leaves the
-    older ones usable. Several optimisers come as a list.
+    It is written under another name and renamed when complete: a kill at any moment leaves the
+    older checkpoints usable. `optimizer` may be a list of several.
     """
     final, partial = folder / f"checkpoints/step_{step:06d}", folder / "checkpoints/partial"
     if world.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier()
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-    unused = [one for one in optimizers if not one.state]  # has not stepped yet
+    # An optimiser that has not stepped yet (ppo's policy while its critic warms up) has no state.
+    # get_state_dict then lets it take a step with gradients of 0: set its step count back to 0.
+    unused = [one for one in optimizers if not one.state]
     weights, moments = get_state_dict(policy, optimizer)
-    for one in unused:  # get_state_dict has let it take an empty step: undo the count
+    for one in unused:
         for values in one.state.values():
             values["step"].zero_()
     # Of a full disk torch only says "unexpected pos 704 vs 598".
@@ -76,9 +78,9 @@ def load_checkpoint(
 ) -> tuple[int, dict]:
     """Restore the newest checkpoint in place; returns its step and this rank's `state`.
 
-    Weights and moments fit any number of ranks. `state["other_ranks"]` is the number of ranks that
-    saved, if it is not today's, else 0. A rank beyond that number gets the first rank's state, and
-    the caller must refuse state that belongs to one rank alone.
+    Weights and moments fit any number of ranks, `state` does not. If another number of ranks saved
+    the checkpoint, `state["other_ranks"]` is that number, else 0; a rank that did not exist then
+    gets the first rank's state. The caller must refuse state that belongs to one rank alone.
     """
     checkpoint = checkpoints(folder)[-1]
     if world.rank == 0:

@@ -14,7 +14,7 @@ class RunStopped(RuntimeError):
 
 @contextlib.contextmanager
 def blame(what: str, kind: type = BadInput) -> Iterator[None]:
-    """Any error inside becomes one line for people: "`what` (its first line)".
+    """Any error inside becomes one line for people: "`what` (its message)".
 
     For other people's code, which raises many kinds: file formats, tokenizers, hub clients.
     """
@@ -23,9 +23,9 @@ def blame(what: str, kind: type = BadInput) -> Iterator[None]:
     except (BadInput, RunStopped):
         raise
     except (Exception, SystemExit) as error:
-        raise kind(f"{what} ({first_line(error)})") from error
+        raise kind(f"{what} ({in_one_line(error)})") from error
 
 
-def first_line(error: BaseException) -> str:
-    """An exception's message, as far as it fits into a line."""
+def in_one_line(error: BaseException) -> str:
+    """The first 240 characters of an exception's message, without line breaks."""
     return " ".join(str(error).split())[:240] or type(error).__name__

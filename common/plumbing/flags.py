@@ -12,7 +12,7 @@ from typing import Annotated, Literal, NamedTuple, get_type_hints
 
 from common.plumbing.errors import BadInput
 
-LARGEST = 2**31 - 1  # of a tensor's sizes; no other number here comes near
+LARGEST = 2**31 - 1  # the largest size of a tensor; every sensible value here is far below it
 
 
 class Rule(NamedTuple):
@@ -29,8 +29,8 @@ Seed = Whole
 Positive = Annotated[float, Rule("a number above 0", lambda x: x > 0)]
 NonNegative = Annotated[float, Rule("0 or more", lambda x: x >= 0)]
 Share = Annotated[float, Rule("from 0 to 1", lambda x: 0 <= x <= 1)]
-Part = Annotated[float, Rule("above 0 and at most 1", lambda x: 0 < x <= 1)]  # not nothing
-# Beyond these a softmax is all one token, or all tokens alike.
+PositiveShare = Annotated[float, Rule("above 0 and at most 1", lambda x: 0 < x <= 1)]
+# Below 0.01 a softmax gives one token all probability; above 100 all tokens have the same.
 Temperature = Annotated[float, Rule("from 0.01 to 100", lambda x: 0.01 <= x <= 100)]
 Exponent = Annotated[float, Rule("from 0 to 100", lambda x: 0 <= x <= 100)]
 Betas = Annotated[tuple[float, float], Rule("from 0 to below 1", lambda x: 0 <= x < 1)]
@@ -38,67 +38,67 @@ Betas = Annotated[tuple[float, float], Rule("from 0 to below 1", lambda x: 0 <= 
 
 @dataclass
 class Flags:
-    """What only `common` reads; the same in every file."""
+    """The flags that only `common` reads; the same in every file."""
 
     task: str = "arithmetic"
     """`arithmetic` (or arithmetic:mix, :deep, :noisy, :steps), a .jsonl or .parquet file, a hub set
     (gsm8k, math, dapo-math-17k, ...), or a .py file of your own (see docs/yours.md)."""
     seed: Seed = 1
-    """Seeds the prompts' order and the sampling; the held-out problems do not depend on it."""
+    """Seed of the prompts' order and of sampling; the held-out problems do not depend on it."""
     run_dir: str = ""
-    """Where results go (default: runs/<algorithm>-<task>-s<seed>)."""
+    """Folder for the results (default: runs/<algorithm>-<task>-s<seed>)."""
     rollout: Literal["auto", "vllm", "hf"] = "auto"
-    """Sampling engine in this process: vLLM or transformers (auto: vllm on GPUs where
-    it is installed, but for the embedded models)."""
+    """Sampling engine: vLLM or transformers (auto: vllm on GPUs if it is installed, except for the
+    embedded models)."""
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
-    """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
+    """Precision of the sampler's weights (auto: as dtype; float8 only with vllm on GPUs)."""
     rollout_rows: Count = 1024
-    """Responses the hf engine decodes at once: lower it when the KV cache does not fit (ours)."""
-    vllm_memory: Part = 0.3
-    """Share of each GPU's memory that vLLM takes, weights included (ours)."""
+    """Responses that the hf engine decodes at once; fewer need a smaller KV cache (our choice)."""
+    vllm_memory: PositiveShare = 0.3
+    """Share of each GPU's memory for vLLM, its weights included (our choice)."""
     vllm_sleep: bool = False
-    """Park vLLM's weights on the CPU while the trainer computes."""
+    """Move vLLM's weights to CPU memory while the trainer computes."""
     tensor_parallel: Count = 1
     """Neighbouring ranks that share one vLLM engine."""
     vllm: tuple[str, ...] = ()
     """KEY=VALUE ...: further options of vLLM's engine (kv_cache_dtype=fp8 enforce_eager=true)."""
     sampler_tolerance: NonNegative = 0.0
-    """Largest mean |log π_old - log μ| before the run stops (ours; 0: 0.001 in float32, bfloat16
-    0.05, float8 0.1)."""
+    """Largest mean |log π_old - log μ| before the run stops (our choice; 0: 0.001 in float32, 0.05
+    in bfloat16, 0.1 in float8)."""
     eval_task: str = ""
-    """Set to measure on (default: the task's own test split, or problems held back)."""
+    """Set for evaluation (default: the task's own test split, or problems held back)."""
     eval_problems: Count = 256
-    """Held-out problems (ours)."""
+    """Held-out problems (our choice)."""
     eval_samples: Count = 4
-    """Sampled responses to each held-out problem, beside the greedy one (ours)."""
+    """Sampled responses to each held-out problem, beside the greedy one (our choice)."""
     sample_every: Whole = 10
-    """Steps between two groups of responses written to samples.jsonl, token by token, beside those
-    of step 1, of every evaluation and of the last step (ours; 0: none, no file)."""
+    """Steps between two groups of responses written to samples.jsonl token by token; step 1, each
+    evaluation and the last step are written too (our choice; 0: no file)."""
     max_prompt_tokens: Count = 1024
-    """Longer prompts are skipped (ours)."""
+    """Longer prompts are skipped (our choice)."""
     instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
     """Appended to every text prompt."""
     chat: tuple[str, ...] = ()
     """KEY=VALUE ...: options of the model's chat template (enable_thinking=false)."""
     prompt_column: str = "prompt"
-    """Column of a local file that holds the prompt."""
+    """Column of a local file with the prompt."""
     answer_column: str = "answer"
-    """Column of a local file that holds the reference answer."""
+    """Column of a local file with the reference answer."""
     wandb: str = ""
     """Weights & Biases project to log to as well (needs the package)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Forward and backward precision, float32 or bfloat16 (auto: bfloat16 on GPUs); master weights
-    are float32."""
+    """Precision of forward and backward; the master weights are always float32 (auto: bfloat16 on
+    GPUs, float32 on CPUs)."""
     gradient_checkpointing: bool = False
     """Recompute each layer in backward: less memory, a third more compute."""
     shard_ranks: Whole = 0
-    """Neighbouring ranks that share one model's weights, and others hold replicas: a node's GPUs,
-    where nodes are linked slowly (0: all ranks; below 10M parameters each has its own)."""
+    """Neighbouring ranks that share one copy of the model; 0: all ranks, or 1 below 10M parameters.
+    With slow links between nodes, use the number of GPUs in a node."""
     offload: bool = False
-    """Keep every shard (policy, gradient, AdamW's moments, π_ref) in CPU memory and step there:
-    1.7B on 24 GB, but slower."""
+    """Keep policy, gradient, AdamW's moments and π_ref in CPU memory, and step there: 1.7B fits
+    into 24 GB, but every step is slower."""
     offload_reference: bool = False
-    """Keep the shards of π_ref in CPU memory, where the objective has a KL term."""
+    """Keep π_ref in CPU memory, if the objective has a KL term."""
 
     def compares(self) -> bool:
         """Whether the responses of a group are compared, so that a group needs two."""

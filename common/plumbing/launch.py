@@ -15,7 +15,7 @@ import torch.distributed as dist
 import tyro
 
 from common.distributed import ALONE, CLOSING, SMALL, World, setup
-from common.plumbing.errors import BadInput, RunStopped, blame, first_line
+from common.plumbing.errors import BadInput, RunStopped, blame, in_one_line
 from common.plumbing.flags import broken_rule
 from common.plumbing.model import EMBEDDED, parameters_of
 from common.plumbing.tracking import Run
@@ -74,7 +74,7 @@ def report(error: Exception, world: World) -> None:
                 return
     if isinstance(error, torch.OutOfMemoryError):
         lower = "--micro_tokens, or of the sampler --rollout_rows or --vllm_memory"
-        message = f"out of memory in {Run.phase or 'set-up'} ({first_line(error)}): lower {lower}"
+        message = f"out of memory in {Run.phase or 'set-up'} ({in_one_line(error)}): lower {lower}"
     elif isinstance(error, BadInput | RunStopped):
         message = " ".join(str(error).splitlines())
     else:

@@ -62,7 +62,7 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
     named if they are wrong.
 
     Only rank 0 holds the weights, on the CPU; the other ranks of a node would need the same memory
-    again. They know the shapes (meta device) until `distributed.receive` sends the weights.
+    again. They know the shapes (meta device) until `broadcast_module` sends the weights.
     Weights are float32 because they are the optimiser's master copy: at lr 1e-6 an update is
     smaller than the spacing of bfloat16 numbers and would round to nothing. The forward pass casts
     down (see `distributed.shard`).

@@ -33,7 +33,7 @@ def gradient_norms(
 
 
 def strange_part(policy: nn.Module) -> str:
-    """The kind of the first module whose parameters `in_one_pass` does not know; "" if none is."""
+    """The class of the first module that `in_one_pass` has no part for; "" if it has all parts."""
     embedding = policy.lm.get_input_embeddings()
     known = {embedding} if type(embedding) is nn.Embedding else set()
     for module in policy.modules():
@@ -45,55 +45,24 @@ def strange_part(policy: nn.Module) -> str:
 def in_one_pass(policy: nn.Module, micro: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
     """log π `[n, T]` and |g| `[n]` of a micro-batch, by one forward pass and one backward pass.
 
-    The latter goes to the embedding's output: no weight gets a gradient, and FSDP has none to add
-    up.
+    The backward pass goes to the embedding's output. No parameter gets a gradient, so FSDP has none
+    to add up.
     """
     lm, embedding = policy.lm, policy.lm.get_input_embeddings()
     squares = micro.mask.new_zeros(max(1, len(micro)), requires_grad=True)  # [n], see Tap
-    at_tokens: list[Tensor] = []  # the head's gradient in the row of each place's token [n, S, H]
-
-    def head_part(hidden: Tensor, _: Tensor) -> Tensor:
-        """The head is a linear map too, but token_logprobs makes its output a block at a time."""
-        weight, S, on = lm.lm_head.weight, hidden.shape[1], hidden.device  # [V, H]
-        rows = torch.arange(len(micro), device=on)  # [n]
-        steps = torch.arange(min(S, micro.tokens.shape[1]), device=on)  # [T]
-        places = (micro.prompt_len[:, None] - 1 + steps).clamp(max=S - 1)  # [n, T]: that predict
-        x = hidden[rows[:, None], places]  # [n, T, H]
-        found = squares.new_zeros(len(squares))  # [n]
-        at_tokens.append(torch.zeros_like(hidden))
-        r = max(1, BLOCK_ELEMENTS // weight.numel())  # responses at once
-        for some in rows.split(r):
-            gradient = weight.new_zeros(len(some), *weight.shape, dtype=torch.float32)  # [r, V, H]
-            for block in steps.split(max(1, BLOCK_ELEMENTS // (r * len(weight)))):
-                at = some[:, None], block
-                given = weight, micro.tokens[at], micro.mask[at], temperature
-                gradient += TokenLogprobs.d_logits(x[at], *given).mT @ x[at]
-            found[some] = torch.linalg.vector_norm(gradient, dim=(1, 2)).square()
-            own = torch.arange(len(some), device=on)[:, None]  # [r, 1]
-            at_tokens[0][some] = gradient[own, micro.sequences[some, :S]].to(hidden.dtype)
-        return found
-
-    def embedding_part(tokens: Tensor, d: Tensor) -> Tensor:
-        """Of all a token's places its row collects the gradients, and the head's if it is tied."""
-        if embedding.padding_idx is not None:  # autograd leaves that row without a gradient
-            d = d * (tokens != embedding.padding_idx)[..., None]
-        same = tokens[:, :, None] == tokens[:, None]  # [n, S, S]
-        row = same.to(d.dtype) @ d  # [n, S, H]: the gradient of each place's row
-        if lm.lm_head.weight is embedding.weight:
-            row = row + 2 * at_tokens[0]  # |a + b|² = |a|² + b (b + 2a), a is the head's
-        return (d.float() * row.float()).sum((1, 2))
+    head = HeadPart(lm, micro, temperature)
 
     def tap(part: Callable) -> Callable:
+        """A forward hook that puts a Tap behind a module."""
         return lambda module, inputs, output: Tap.apply(output, inputs[0], squares, part)
 
     def tap_head(module: nn.Module, inputs: tuple, output: object) -> None:
         hidden = output.last_hidden_state  # [n, S, H]
-        output.last_hidden_state = Tap.apply(hidden, hidden, squares, head_part)
+        output.last_hidden_state = Tap.apply(hidden, hidden, squares, head)
 
-    body = lm.base_model
-    hooks = [body.register_forward_hook(tap_head)]
-    hooks.append(embedding.register_forward_hook(tap(embedding_part)))
-    for module in body.modules():
+    hooks = [lm.base_model.register_forward_hook(tap_head)]
+    hooks.append(embedding.register_forward_hook(tap(partial(embedding_part, embedding, head))))
+    for module in lm.base_model.modules():
         part = part_of(module)
         if part:
             hooks.append(module.register_forward_hook(tap(part)))
@@ -105,11 +74,13 @@ def in_one_pass(policy: nn.Module, micro: Rollout, temperature: float) -> tuple[
 
 
 class Tap(torch.autograd.Function):
-    """Hands on a module's output as it is; its backward pass adds to |g_i|².
+    """Returns a module's output unchanged; in backward, it adds the module's part of |g_i|².
 
-    `part` makes the squares `[n]` of what went into the module and the gradient at its output. They
-    are handed on as the gradient of `squares`: autograd sums up what all taps give. What went in is
-    saved as autograd saves, so that gradient checkpointing drops it and makes it again.
+    `squares` `[n]` has no part in the output. Its gradient is used as an accumulator: each tap
+    returns its squares as the gradient of `squares`, and autograd adds them up over all taps.
+    `part(given, d_output)` computes them from the module's input `given` and from the gradient at
+    its output. The input is saved by `save_for_backward`, so that gradient checkpointing drops it
+    and makes it again.
     """
 
     @staticmethod
@@ -122,11 +93,60 @@ class Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, d_output: Tensor) -> tuple[Tensor, None, Tensor, None]:
-        return d_output, None, ctx.part(*ctx.saved_tensors, d_output), None
+        (given,) = ctx.saved_tensors
+        return d_output, None, ctx.part(given, d_output), None
+
+
+class HeadPart:
+    """The output head's part of |g_i|².
+
+    The head is a linear map too. But token_logprobs computes its output in blocks and keeps none of
+    them, so they are computed here a second time.
+    """
+
+    def __init__(self, lm: nn.Module, micro: Rollout, temperature: float):
+        self.lm, self.micro, self.temperature = lm, micro, temperature
+        # The head's gradient in the row of the token at each place. The backward pass reaches the
+        # head first and the embedding last, which needs it if both share their weight.
+        self.at_tokens: Tensor | None = None  # [n, S, H]
+
+    def __call__(self, hidden: Tensor, _: Tensor) -> Tensor:
+        """Squares `[n]` from the last hidden state `[n, S, H]`."""
+        micro, weight = self.micro, self.lm.lm_head.weight  # [V, H]
+        S, on = hidden.shape[1], hidden.device
+        rows = torch.arange(len(micro), device=on)  # [n]
+        steps = torch.arange(min(S, micro.tokens.shape[1]), device=on)  # [T]
+        places = (micro.prompt_len[:, None] - 1 + steps).clamp(max=S - 1)  # [n, T]: that predict
+        x = hidden[rows[:, None], places]  # [n, T, H]
+        found = hidden.new_zeros(max(1, len(micro)), dtype=torch.float32)  # [n]
+        self.at_tokens = torch.zeros_like(hidden)
+        r = max(1, BLOCK_ELEMENTS // weight.numel())  # responses at once
+        for some in rows.split(r):
+            gradient = weight.new_zeros(len(some), *weight.shape, dtype=torch.float32)  # [r, V, H]
+            for block in steps.split(max(1, BLOCK_ELEMENTS // (r * len(weight)))):
+                at = some[:, None], block
+                given = weight, micro.tokens[at], micro.mask[at], self.temperature
+                gradient += TokenLogprobs.d_logits(x[at], *given).mT @ x[at]
+            found[some] = torch.linalg.vector_norm(gradient, dim=(1, 2)).square()
+            own = torch.arange(len(some), device=on)[:, None]  # [r, 1]
+            self.at_tokens[some] = gradient[own, micro.sequences[some, :S]].to(hidden.dtype)
+        return found
+
+
+def embedding_part(embedding: nn.Embedding, head: HeadPart, tokens: Tensor, d: Tensor) -> Tensor:
+    """The embedding's part of |g_i|² `[n]`: a token's row collects the gradients d `[n, S, H]` of
+    all places `[n, S]` with this token, and the head's gradient if both share their weight."""
+    if embedding.padding_idx is not None:  # autograd leaves that row without a gradient
+        d = d * (tokens != embedding.padding_idx)[..., None]
+    same = tokens[:, :, None] == tokens[:, None]  # [n, S, S]
+    row = same.to(d.dtype) @ d  # [n, S, H]: the gradient of each place's row
+    if head.lm.lm_head.weight is embedding.weight:
+        row = row + 2 * head.at_tokens  # |a + b|² = |a|² + b (b + 2a), a is the head's
+    return (d.float() * row.float()).sum((1, 2))
 
 
 def part_of(module: nn.Module) -> Callable | None:
-    """What a module's parameters add to |g_i|², for `Tap`; None where that is not known."""
+    """The function that computes a module's part of |g_i|², for `Tap`; None for other kinds."""
     if type(module) is nn.Linear:
         return partial(linear_part, module)
     if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):

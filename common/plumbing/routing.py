@@ -23,11 +23,11 @@ def routers(lm: PreTrainedModel) -> list[nn.Module]:
 
 
 class Selection(TorchFunctionMode):
-    """A context in which `torch.topk` takes the experts `given` `[tokens, k]`, if any.
+    """A context in which `torch.topk` returns the experts `given` `[tokens, k]`, if there are any.
 
-    A router computes scores, takes the top k, and derives the experts' weights from those. Only the
-    choice is replaced: softmax or sigmoid, and the gradient, stay the model's own. `seen` lists the
-    experts taken.
+    A router computes scores, takes the top k, and derives the experts' weights from those scores.
+    Only the choice is replaced. Softmax or sigmoid, and the gradient, stay the model's own. `seen`
+    lists the chosen experts.
     """
 
     def __init__(self, given: Tensor | None = None):
@@ -50,10 +50,10 @@ class Selection(TorchFunctionMode):
 class Routing:
     """Records which experts a model sends each token to, and can replay a recorded choice.
 
-    Replay fixes the selection only: the experts' weights come from the current scores at the
-    recorded indices, so that the router keeps its gradient. Where the model has no experts, or a
-    router whose choice cannot be replayed, `active` is False and `why_not` says so: the model is
-    then left as it is.
+    Replay fixes the selection only. The experts' weights come from the current scores at the
+    recorded indices, so the router keeps its gradient. If the model has no experts, or a router
+    whose choice cannot be replayed, `active` is False, `why_not` gives the reason, and the model
+    stays unchanged.
     """
 
     def __init__(self, lm: PreTrainedModel):
@@ -63,6 +63,7 @@ class Routing:
         self.replay: Tensor | None = None  # [tokens, layers, k], for the forward passes to come
         self.wanted = False  # whether all_logprobs is to give batches a column trainer_experts
         for layer, router in enumerate(routers(lm) if self.active else []):
+            # Not a hook: the context must be entered before the forward and left after it.
             router.forward = partial(self._choose, layer, router.forward)
 
     def _choose(self, layer: int, forward: Callable, *inputs: Tensor, **named: object) -> object:

@@ -1,4 +1,4 @@
-"""What a run leaves behind: its folder with metrics, curves and summary, and what it says."""
+"""The run folder with metrics, samples, curves and summary, and what a run prints."""
 
 import json
 import math
@@ -41,8 +41,8 @@ class Run:
     nothing of another run is ever moved or written over.
     """
 
-    # Class attributes, because the code that reports a failure has no instance. `phase` is what is
-    # being done now, `since` when it began.
+    # Class attributes: `launch` reports a failure, maybe before there is a Run, and then ends the
+    # progress bar and names the phase. `phase` is the work being done now, since the time `since`.
     phase = ""
     bar = tqdm(disable=True)
     since = time.perf_counter()
@@ -77,13 +77,13 @@ class Run:
         return shared
 
     def _find_run(self) -> bool:
-        """Take the newest run with this name and these flags, and lock its folder; False where
-        there is none and `--resume auto` starts anew."""
+        """Choose the newest run with this name and these flags, and lock its folder. False if there
+        is none and `--resume auto` starts a new run."""
         runs = runs_called(self.folder)
         same = [one for one in runs if not other_flags(one, self.config)]
         if same and checkpoints(same[0]):
             self.folder = same[0]
-            CLOSING.append(partial(os.close, lock(self.folder)))
+            self._lock_folder()
             return True
         folder = (same or runs or [self.folder])[0]
         if self.args.resume == "auto":
@@ -92,6 +92,10 @@ class Run:
         if checkpoints(folder):
             raise BadInput(f"--resume: {folder} has {other_flags(folder, self.config)}")
         raise BadInput(f"--resume: no checkpoint in {folder}")
+
+    def _lock_folder(self) -> None:
+        """Let no other process use the folder until this program ends."""
+        CLOSING.append(partial(os.close, lock(self.folder)))
 
     def start(self, done: int) -> None:
         """Make the run folder, now that all input is known to be right, and say what comes."""
@@ -129,7 +133,7 @@ class Run:
             (self.folder / "summary.json").unlink(missing_ok=True)  # of fewer steps
         else:
             self.folder = new_folder(self.folder)
-            CLOSING.append(partial(os.close, lock(self.folder)))
+            self._lock_folder()
         self._write("config.json", json.dumps(self.config, indent=2) + "\n")
 
     def _write(self, name: str, text: str) -> None:
@@ -156,7 +160,7 @@ class Run:
     def clock(self, phase: str) -> None:
         """From here on time counts towards `phase`."""
         if self.world.device.type == "cuda":
-            # Kernels run after the call returns: without this their time is counted elsewhere.
+            # Kernels run after the call returns. Without this, another phase gets their time.
             torch.cuda.synchronize()
         now = time.perf_counter()
         self.seconds[f"seconds_{Run.phase or 'load'}"] += now - self.since
@@ -167,7 +171,9 @@ class Run:
         return step % every == 0 or step == self.args.steps or self.stopping
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Append the step's line to metrics.jsonl and show it on the progress bar."""
+        """Append the step's line to metrics.jsonl and show it on the progress bar.
+
+        Also finds out whether a signal asked the run to stop after this step."""
         self.clock("log")
         example = metrics.pop("example", None)
         self.note("samples.jsonl", self.samples.collect(step, example))
@@ -198,8 +204,8 @@ class Run:
         """
         finite = math.isfinite(norm)
         means.add(grad_norm=(norm if finite else 0.0, finite))
-        # All ranks skip together, and a metric with the count None is summed over them: each adds
-        # its part of one.
+        # All ranks skip together. A metric with the count None is summed over ranks: each adds its
+        # part of one.
         skipped = 0.0 if finite else 1 / self.world.size
         means.add(skipped=(skipped, None))
         self.skipped = 0 if finite else self.skipped + 1
@@ -212,9 +218,10 @@ class Run:
         return finite
 
     def check_sampler(self, sampler: dict[str, float]) -> dict[str, float]:
-        """The same metrics of the sampler; the run stops where its gap to the trainer is beyond the
-        tolerance in MOST_APART steps in a row, or ten times beyond: every ratio would be wrong
-        without a word.
+        """Stop the run if sampler and trainer disagree; else return the metrics of the sampler.
+
+        They disagree if the gap is above the tolerance in MOST_APART steps in a row, or above ten
+        times the tolerance once. Then every ratio would be wrong, and nothing else would show it.
         """
         gap = sampler["sampler_gap"]
         precisions = (self.args.dtype, self.args.rollout_dtype)  # the second one may be "auto"
@@ -257,19 +264,19 @@ class Run:
             self.say(f"\nlook at it: python -m tools.page {self.folder}")
 
     def _warn(self, lines: list[dict], summary: dict) -> None:
-        """Say if the algorithm did nothing, had nothing to learn from, or made the model worse."""
+        """Warn if the algorithm did nothing, had nothing to learn from, or made the model worse."""
         if killed := sum(line.get("judge_killed", 0) for line in lines):
             self.say(
-                f"\n{killed:.0f} answers were scored 0: the verifier ran out of bounds or failed"
+                f"\n{killed:.0f} answers were scored 0: their check failed or exceeded its limits"
             )
         acted = [line[self.acted] for line in lines if self.acted in line]
         if acted and not any(acted):  # null (a NaN) does not count as acting
-            idle = f"{self.acted} was 0 at every step: what it measures never acted"
+            idle = f"{self.acted} was 0 at every step: the mechanism that it measures never acted"
             self.say(f"\nWARNING: {idle} (too few steps? --minibatches 1?).")
         idle = [line["zero_groups"] for line in lines if "zero_groups" in line]
         if self.args.compares() and idle and sum(idle) > MOST_IDLE * len(idle):
             share = f"in {sum(idle) / len(idle):.0%} of the groups all rewards were equal"
-            self.say(f"\nWARNING: {share}: they teach nothing (docs/troubleshooting.md).")
+            self.say(f"\nWARNING: {share}. They teach nothing (docs/troubleshooting.md).")
         if any(summary[f"{how}_after"] < summary[f"{how}_before"] for how in ("greedy", "sampled")):
             self.say("\nWARNING: held-out accuracy ended below its start.")
 

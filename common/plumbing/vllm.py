@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from common.batch import Rollout
 from common.distributed import CLOSING, TIMEOUT, World
 from common.distributed import full_parameters
-from common.plumbing.errors import BadInput, RunStopped, blame, first_line
+from common.plumbing.errors import BadInput, RunStopped, blame, in_one_line
 from common.plumbing.flags import key_values
 from common.plumbing.model import EMBEDDED
 from common.plumbing.routing import why_not_replayed
@@ -49,7 +49,7 @@ class VLLMEngine:
         try:
             self.llm = vllm.LLM(**options)
         except (TypeError, ValueError) as error:  # vLLM raises them for too little memory, too
-            raise BadInput(f"{why} ({first_line(error)})") from error
+            raise BadInput(f"{why} ({in_one_line(error)})") from error
         CLOSING.append(self.llm.llm_engine.engine_core.shutdown)
         self.awake = {"weights", "kv_cache"}
         self._sleep()

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 from checks.files import ROOT
-from common.plumbing.errors import BadInput, blame, first_line
+from common.plumbing.errors import BadInput, blame, in_one_line
 from common.plumbing.folder import read_lines, whole
 
 from labs import lab
@@ -279,7 +279,7 @@ def main() -> None:
         elif enter(words, budget):  # some runs broke
             sys.exit(1)
     except (BadInput, OSError) as error:
-        parser.error(first_line(error))
+        parser.error(in_one_line(error))
     except KeyboardInterrupt:
         print("labs.race: interrupted; the same command continues", file=sys.stderr)
         sys.exit(130)

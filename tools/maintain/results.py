@@ -9,7 +9,7 @@ All numbers come from metrics.jsonl. A run is finished if its last line is that 
 from collections import defaultdict
 from pathlib import Path
 
-from common.plumbing.errors import BadInput, first_line
+from common.plumbing.errors import BadInput, in_one_line
 from tools import arguments
 from tools.compare import load
 
@@ -88,4 +88,4 @@ if __name__ == "__main__":
         words = parser.parse_args()
         print((ranges if words.ranges else table)(words.folders))
     except (BadInput, OSError) as error:
-        parser.error(first_line(error))
+        parser.error(in_one_line(error))
