@@ -120,7 +120,8 @@ def mean(lines: list[dict], name: str) -> float:
 def run_row(name: str, file: Path, path: Path, budget: str, words: argparse.Namespace) -> int:
     """Run what the table lacks of a row, a seed after the other; returns how many runs broke."""
     table, broken = stored(path, budget), 0
-    jobs = [(stress, seed) for seed in range(1, 1 + words.seeds) for stress in STRESSES]
+    stresses = words.stresses or list(STRESSES)
+    jobs = [(stress, seed) for seed in range(1, 1 + words.seeds) for stress in stresses]
     if "--task" in budget:  # which prompts are uninformative is known of arithmetic only
         jobs = [job for job in jobs if not STRESSES[job[0]].uninformative]
     jobs = [job for job in jobs if job[1] not in [r["seed"] for r in runs_of(table, name, job[0])]]
@@ -266,6 +267,8 @@ def main() -> None:
     parser.add_argument("file", nargs="?", help="a file in the form of grpo.py")
     parser.add_argument("--flags", default="", help='the method\'s own: --flags="--lr 1e-4"')
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"default: {SEEDS}")
+    choice = {"choices": STRESSES, "metavar": "STRESS", "help": "default: all ten"}
+    parser.add_argument("--stresses", nargs="+", **choice)
     parser.add_argument("--workers", type=int, default=2, help="runs at a time (default: 2)")
     parser.add_argument("--out", type=Path, help="the table (default: runs/race/FILE-....json)")
     parser.add_argument("--redraw", action="store_true", help="only draw the shipped table")
