@@ -53,7 +53,7 @@ Run it:
     # the paper's batch and lengths
     torchrun --nproc_per_node=8 stapo.py --model Qwen/Qwen3-8B-Base --task dapo-math-17k \\
         --eval_task aime24 --prompts_per_step 256 --group_size 8 --max_new_tokens 15360 --lr 1e-6 \\
-        --warmup 10 --gradient_checkpointing --tensor_parallel 2
+        --warmup 10 --gradient_checkpointing --tensor_parallel 2 --vllm_sleep --vllm_memory 0.7
     # several nodes
     torchrun --nnodes=8 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
         stapo.py ...

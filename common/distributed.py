@@ -142,15 +142,15 @@ def full_parameters(
     Shards are cast to `dtype` before they are gathered: half the traffic, the same numbers.
     """
     for name, parameter in policy.lm.named_parameters():
-        yield name, whole_tensor(parameter.detach().to(dtype or parameter.dtype))
+        yield name, whole_tensor(parameter.detach(), dtype)
 
 
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """The tensor, gathered if it is sharded; all ranks together."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    # Offloaded shards go to the GPU first, where gathering is fast.
-    return tensor.to(tensor.device_mesh.device_type).full_tensor()
+def whole_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor, cast to `dtype` and gathered if it is sharded; all ranks together."""
+    if isinstance(tensor, DTensor):  # offloaded shards go to the GPU first: it casts faster
+        tensor = tensor.to(tensor.device_mesh.device_type)
+    tensor = tensor.to(dtype or tensor.dtype)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def global_sum(values: dict[str, float | Tensor], world: World) -> dict[str, float]:

@@ -58,8 +58,10 @@ ENOUGH = 16  # responses that vLLM samples at once: with fewer it waits for memo
 # Flags that save memory, from those that cost no time to those that cost most
 SAVINGS = ["", "--vllm_sleep", "--vllm_sleep --micro_tokens 8192"]
 SAVINGS += [f"--gradient_checkpointing {more}".strip() for more in SAVINGS]
-SAVINGS += ["--gradient_checkpointing --vllm_sleep --micro_tokens 4096 --offload_reference"]
-SAVINGS += ["--gradient_checkpointing --vllm_sleep --micro_tokens 4096 --offload"]
+for flag in ("--offload_reference", "--offload"):
+    for size in ("", "--micro_tokens 8192", "--micro_tokens 4096"):
+        words = ["--gradient_checkpointing --vllm_sleep", size, flag]
+        SAVINGS.append(" ".join(word for word in words if word))
 
 
 @dataclass

@@ -4,8 +4,10 @@ import contextlib
 import importlib.util
 import io
 import os
+import shutil
 import signal
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -146,6 +148,8 @@ def resolve_auto(args: object, world: World, model: str) -> None:
     if args.rollout == "auto":  # starting vLLM takes a minute, longer than an embedded model's run
         vllm = gpu and model not in EMBEDDED and importlib.util.find_spec("vllm")
         args.rollout = "vllm" if vllm else "hf"
+    if args.rollout == "vllm" and gpu:
+        check_compiler()
     if args.dtype == "auto":  # before Ampere (8.0) bfloat16 is emulated, and vLLM refuses it
         native = gpu and torch.cuda.get_device_capability(world.device) >= (8, 0)
         args.dtype = "bfloat16" if native else "float32"
@@ -155,3 +159,13 @@ def resolve_auto(args: object, world: World, model: str) -> None:
     for flag, ranks in sharing.items():
         if world.size % ranks:
             raise BadInput(f"--{flag} {ranks}: does not divide the {world.size} rank(s)")
+
+
+def check_compiler() -> None:
+    """Refuse vLLM where its kernels, which it compiles at the start, cannot be compiled."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not compiler or not header.exists():
+        missing = "a C compiler" if not compiler else header
+        install = "apt install gcc python3-dev, or use --rollout hf"
+        raise BadInput(f"--rollout vllm: compiles kernels, and {missing} is missing: {install}")

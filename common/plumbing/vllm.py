@@ -1,5 +1,6 @@
 """Sampling with vLLM inside the trainer's process: every call to it is here."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 
@@ -46,13 +47,28 @@ class VLLMEngine:
         why = "vLLM does not start: another --vllm_memory, or a lower --max_new_tokens"
         if args.vllm:
             why = f"--vllm {' '.join(args.vllm)}: vLLM refuses that"
+        if world.rank == 0:
+            print("vLLM starts; the first time this takes one to three minutes", flush=True)
         try:
             self.llm = vllm.LLM(**options)
-        except (TypeError, ValueError) as error:  # vLLM raises them for too little memory, too
+        except (TypeError, ValueError, AssertionError) as error:  # too little memory, among others
             raise BadInput(f"{why} ({in_one_line(error)})") from error
-        CLOSING.append(self.llm.llm_engine.engine_core.shutdown)
-        self.awake = {"weights", "kv_cache"}
+        CLOSING.append(self._close)
+        self.awake, self.pushed = {"weights", "kv_cache"}, False
+        cache = self.llm.llm_engine.vllm_config.cache_config
+        room = cache.num_gpu_blocks * cache.block_size // options["max_model_len"]
+        if world.rank == 0:
+            print(f"vLLM has room for {room} responses of full length per engine", flush=True)
+        if args.offload:  # vLLM has set one thread, and the optimiser steps on the CPU
+            processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            torch.set_num_threads(max(1, os.cpu_count() // processes))
         self._sleep()
+
+    def _close(self) -> None:
+        """Shut the engine down. Asleep, it would print a CUDA error for each piece of memory."""
+        with contextlib.suppress(Exception):  # no memory to wake it: then it prints them
+            self._wake("weights", "kv_cache")
+        self.llm.llm_engine.engine_core.shutdown()
 
     def _sleep(self) -> None:
         """With --vllm_sleep: weights to the CPU, the KV cache given up."""
@@ -73,6 +89,9 @@ class VLLMEngine:
         because sampling or a checkpoint follows."""
         weights = {"weights_iterator": checkpoint_parameters(policy, self.dtype)}
         self._wake("weights")
+        if not self.pushed:  # a weight that no push reaches is then 0, and the sampler check stops
+            self.llm.collective_rpc("reset_weights")
+            self.pushed = True
         self.llm.collective_rpc("reload_weights", kwargs=weights)
         if not self.llm.reset_prefix_cache():
             raise RunStopped("vLLM kept its prefix cache: keys and values of old weights")

@@ -4,6 +4,7 @@ Whether the kernels do what they should is for tests/gpu; vLLM itself is in test
 """
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import grpo
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from common.distributed import World
+from common.plumbing.errors import BadInput
+from common.plumbing.launch import resolve_auto
 from common.plumbing.model import add_product, head_logits, load_model
 from common.plumbing.vllm import VLLMEngine, vllm_options
 
@@ -84,6 +87,26 @@ def test_what_a_rollout_is_made_of(world, theirs, ours):
     assert batch.mask.sum() == 12 and batch.rollout_logp[3].tolist() == [-0.5, -0.25]
     assert batch.sampler_experts.dtype == ours
     assert batch.sampler_experts[[0, 3], :, 0, 0].tolist() == [[1, 1, 1, 0]] * 2
+
+
+def test_a_sleeping_engine_wakes_before_it_is_shut_down():
+    """CUDA prints an error for each piece of sleeping memory that is freed."""
+    calls = []
+    core = SimpleNamespace(shutdown=lambda: calls.append("shutdown"))
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))
+    llm.wake_up = lambda tags: calls.append(f"wake {' '.join(tags)}")
+    engine = SimpleNamespace(llm=llm, awake=set())
+    engine._wake = partial(VLLMEngine._wake, engine)
+    VLLMEngine._close(engine)
+    assert calls == ["wake kv_cache weights", "shutdown"]
+
+
+def test_vllm_without_a_compiler_is_one_line(cuda, monkeypatch):
+    """It would end in a traceback when Triton compiles its first kernel."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("common.plumbing.launch.shutil.which", lambda name: None)
+    with pytest.raises(BadInput, match="a C compiler is missing: apt install gcc"):
+        resolve_auto(grpo.Args(rollout="vllm"), World(0, 1, torch.device("cuda", 0)), "tiny")
 
 
 # Elsewhere

@@ -1,6 +1,7 @@
 """The vllm engine against the real vLLM on a CPU (see docs/development.md). Skipped without the
 package."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +13,12 @@ from common.plumbing.checkpoint import save_model
 from common.distributed import CLOSING, setup, shard
 from common.logprobs import Policy, all_logprobs, sampler_gap
 from common.plumbing import vllm as vllm_module
+from common.plumbing.errors import RunStopped
 from common.plumbing.model import load_model
 from common.rollout import make_engine
 from common.plumbing.vllm import VLLMEngine
 from common.plumbing.tracking import Run
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tests.engines.cpu_vllm import use_cpu_build
 from tests.helpers import SMALL, metrics, started
@@ -38,6 +41,20 @@ def moved(name: str, seed: int = 0, only: str = "") -> tuple[Policy, object]:
             if only in path:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     return Policy(lm), tokenizer
+
+
+def biased(tmp_path: Path) -> Path:
+    """A small model with biases in its attention, as Qwen2's: vLLM packs them."""
+    _, tokenizer = load_model("tiny")
+    tokens = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(Qwen2Config(**tokens, **sizes, **heads))
+    lm.generation_config.eos_token_id = [tokenizer.eos_token_id]
+    lm.save_pretrained(tmp_path / "biased")
+    tokenizer.save_pretrained(tmp_path / "biased")
+    return tmp_path / "biased"
 
 
 def untied(tmp_path: Path) -> Path:
@@ -88,7 +105,8 @@ def engine_of(world, tmp_path_factory):
 
     def build(name: str) -> tuple[VLLMEngine, str]:
         if name not in built:
-            path = str(untied(tmp_path_factory.mktemp("model"))) if name == "untied" else name
+            make = {"untied": untied, "biased": biased}.get(name)
+            path = str(make(tmp_path_factory.mktemp("model"))) if make else name
             built[name] = make_engine(args_of(model=path), load_model(path)[0], world), path
         engine, path = built[name]
         engine.sync(Policy(load_model(path)[0]))
@@ -110,7 +128,7 @@ def test_a_saved_model_is_loadable(engine_of, world, tmp_path, model):
     assert gap(engine, policy, tokenizer, args, world) < 1e-4
 
 
-@pytest.mark.parametrize("model", ["tiny", "untied", "tiny-moe"])
+@pytest.mark.parametrize("model", ["tiny", "untied", "biased", "tiny-moe"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_are_the_trainers(engine_of, world, model, temperature):
     """Processed log-probs, at the sampling temperature, to float32's rounding; a push changes them
@@ -124,7 +142,7 @@ def test_log_probs_are_the_trainers(engine_of, world, model, temperature):
     assert gap(engine, policy, tokenizer, args, world) < 1e-4
 
 
-@pytest.mark.parametrize("model", ["tiny", "untied", "tiny-moe"])
+@pytest.mark.parametrize("model", ["tiny", "untied", "biased", "tiny-moe"])
 def test_every_group_of_weights_is_pushed(engine_of, world, model):
     """Pushed one group at a time: embedding (and tied head), head, attention, MLP or router and
     experts, norms."""
@@ -140,6 +158,30 @@ def test_every_group_of_weights_is_pushed(engine_of, world, model):
         policy, _ = moved(path, seed=1, only=group)
         engine.sync(policy)
         assert gap(engine, policy, tokenizer, args_of(model=path), world) < 1e-4, group
+
+
+def test_a_weight_that_never_arrives_stops_the_run(engine_of, world, monkeypatch, capsys):
+    """The engine starts from the same checkpoint, so that a name which the push lacks would show
+    only after many updates. The first push sets all weights to 0 before."""
+    lm, tokenizer = load_model("tiny")
+    policy, args = Policy(lm), args_of(offload=True)
+    engine_of("tiny")
+    torch.set_num_threads(1)
+    engine = make_engine(args, lm, world)
+    assert torch.get_num_threads() == os.cpu_count()  # an offloaded optimiser steps there
+    torch.set_num_threads(1)
+    said = capsys.readouterr().out
+    assert "three minutes" in said and "responses of full length" in said
+    assert gap(engine, policy, tokenizer, args, world) < 1e-4
+    whole = vllm_module.checkpoint_parameters
+
+    def without_a_matrix(*given: object) -> list:
+        return [pair for pair in whole(*given) if "layers.1.mlp.up_proj" not in pair[0]]
+
+    monkeypatch.setattr(vllm_module, "checkpoint_parameters", without_a_matrix)
+    engine.sync(policy)
+    with pytest.raises(RunStopped, match="sampler and trainer disagree"):
+        gap(engine, policy, tokenizer, args, world)
 
 
 def test_prefixes_lengths_and_stops(engine_of):
