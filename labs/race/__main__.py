@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -76,7 +77,7 @@ def last_value(words: str, flag: str) -> int:
 def measured(file: Path, flags: str, stress: str, seed: int, budget: str) -> dict:
     """One run, as a process of its own -> what is stored of it, or why it `broke`."""
     rows = last_value(budget, "--prompts_per_step") * last_value(budget, "--group_size")
-    words = f"{flags} {budget} {STRESSES[stress].flags(rows)} --seed {seed}".split()
+    words = shlex.split(f"{budget} {flags} {STRESSES[stress].flags(rows)} --seed {seed}")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
     if "--model" not in budget:  # the embedded model: one thread of the CPU, in float32
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -92,8 +93,8 @@ def measured(file: Path, flags: str, stress: str, seed: int, budget: str) -> dic
 
 def outcome(run: Path, code: int, said: str, budget: str) -> dict:
     """What is stored of a run: `sampled`, the accuracies after the steps `at`, with `thousands` of
-    tokens sampled until then; means of the file's first ACTED metric, and of the last steps; or
-    why it `broke`."""
+    tokens sampled until then; means of the file's first ACTED metric, and of the last steps; CPU
+    seconds and peak memory; or why it `broke`."""
     path = run / "metrics.jsonl"
     lines = read_lines(path) if path.exists() else []
     if code or not lines or lines[-1]["step"] != last_value(budget, "--steps"):
@@ -108,7 +109,8 @@ def outcome(run: Path, code: int, said: str, budget: str) -> dict:
     }
     acted = next(iter(json.loads((run / "config.json").read_text())["acted"]))
     late = {name: mean(lines[-LATE:], name) for name in DIARY}
-    return found | {"acted": mean(lines, acted), "late": late}
+    usage = json.loads((run / "usage.json").read_text())
+    return found | {"acted": mean(lines, acted), "late": late} | usage
 
 
 def mean(lines: list[dict], name: str) -> float:
@@ -275,7 +277,8 @@ def main() -> None:
     words, more = parser.parse_known_args()
     if bool(words.file) == words.redraw or min(words.seeds, words.workers) < 1:
         parser.error("give FILE or --redraw; --seeds and --workers of 1 or more")
-    budget = " ".join([BUDGET, *(word.replace("=", " ", 1) for word in more)])
+    added = [part for word in more for part in word.split("=", 1)]
+    budget = f"{BUDGET} {shlex.join(added)}".strip()
     try:
         if words.redraw:
             redraw()

@@ -139,12 +139,14 @@ def test_the_held_out_problems_stay_the_same():
 @pytest.mark.slow
 def test_a_race_continues_where_it_stopped(fake, monkeypatch):
     """A run that broke is not stored, the others are; the same command runs what is missing. Flags
-    that we do not know reach every run; a stress has the last word on the flags it sets."""
+    that we do not know reach every run, after them the method's own; a stress has the last word on
+    the flags it sets."""
     names = ("none", "lr x3", "groups of two")
     monkeypatch.setattr(race, "STRESSES", {name: STRESSES[name] for name in names})
     path, began, broken = (fake.parent / name for name in ("table.json", "began", "broken"))
     words = ["race", str(fake), "--flags=--minibatches 2", "--seeds", "2", "--out", str(path)]
-    monkeypatch.setattr("sys.argv", [*words, "--prompts_per_step=32", "--steps", "16"])
+    more = ["--prompts_per_step=32", "--steps", "16", "--minibatches", "8", "--instruction="]
+    monkeypatch.setattr("sys.argv", [*words, *more])
     broken.touch()
     with pytest.raises(SystemExit) as left:
         race.main()
@@ -170,13 +172,14 @@ def ended(folder: Path, steps: list[int]) -> Path:
     rows = [{"step": step, "sampled": 0.5, "tokens": 1000, "x": None} for step in steps]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "config.json").write_text('{"acted": {"x": "tokens clipped"}}')
+    (folder / "usage.json").write_text('{"cpu_seconds": 9, "gigabytes": 1.5}')
     return folder
 
 
 def test_what_is_stored_of_a_run(tmp_path):
     found = race.outcome(ended(tmp_path, [0, 8, 40]), 0, "", race.BUDGET)
     assert found["at"] == [0, 8, 40] and found["thousands"] == [1, 2, 3]
-    assert found["sampled"] == [0.5] * 3 and found["acted"] == 0.0
+    assert found["sampled"] == [0.5] * 3 and found["acted"] == 0.0 and found["cpu_seconds"] == 9
 
 
 @pytest.mark.parametrize("code, steps", [(-9, [0, 40]), (1, [0]), (0, [0, 8])])
