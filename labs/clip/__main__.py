@@ -2,7 +2,8 @@
 
 grpo.py runs at three times its learning rate, where the clip matters, with 1, 4 and 16
 mini-batches. `--clip_low 1e9 --clip_high 1e9` turns the clip off. A clip *without* the min is not a
-flag of the file. It is a bug that this lab puts in. (With one mini-batch r is 1, so the bug changes nothing.)
+flag of the file. It is a bug that this lab puts in. (With one mini-batch r is 1, so the bug changes
+nothing.)
 
 More mini-batches change two things at once: r leaves 1, and an Adam step sees fewer responses. The
 *on-policy* arms change only the second. They sample 8, 32 or 128 new responses for each step, so r
