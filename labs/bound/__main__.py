@@ -1,11 +1,13 @@
 """How noisy is each estimator of the gradient, and which baseline or critic would reduce the noise?
 
-The tree of labs/bound/tree.py: 8 possible responses of three tokens. All 4096 groups of four are
-enumerated with their chances; each file's own `advantages` and `policy_loss` weigh the tokens.
-*Stale*: the group was sampled by older weights, a random step of 0.7 in every logit away.
+The lab uses the tree of labs/bound/tree.py, which has 8 possible responses of three tokens. It
+enumerates all 4096 groups of four with their probabilities. Each file's own `advantages` and
+`policy_loss` weigh the tokens. *Stale*: the group was sampled by older parameters, a random step of
+0.7 in every logit away.
 
-Beside the files stand estimators that know the policy: constants, and what a perfect critic makes
-of V(s), the chance of a right answer after the prefix s, and of Q(s, a), that after one more token.
+The lab compares the files with estimators that see the policy: with constants, and with a perfect
+critic. That critic has V(s), the probability of a right answer after the prefix s, or Q(s, a), the
+probability after one more token.
 
     python -m labs.bound
     python -m labs.bound --part critic

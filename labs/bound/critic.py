@@ -1,17 +1,17 @@
 """What is a critic worth, at which λ, and what does a wrong one cost?
 
-The tree of labs/bound/tree.py. Every response is enumerated with its chance, so no sampling takes
-part. variants/ppo.py's own `advantages` (GAE, γ = 1, not whitened) and `policy_loss` weigh the
-tokens, with one of four critics:
+The lab uses the tree of labs/bound/tree.py and enumerates every response with its probability, so
+it does not sample. variants/ppo.py's own `advantages` (GAE, γ = 1, not whitened) and `policy_loss`
+weigh the tokens, with one of four critics:
 
-    right       V(s), the chance of a right answer after the prefix s under the present policy
-    late        the same of other weights, a random step of 0.7 in every logit away
+    right       V(s), the present policy's probability of a right answer after the prefix s
+    late        the same of older parameters, a random step of 0.7 in every logit away
     wrong       V(s) and normal noise of 0.3 for each prefix
-    untrained   0 everywhere, as ppo.py's begins
+    untrained   0 everywhere, as ppo.py's critic begins
 
-*Stale*: responses were sampled by those other weights, and each token has the ratio π_θ/π_old, with
-PPO's clip of 0.2 or without. The samples then teach the late critic. Beside them stand the exact
-estimators of the lab.
+*Stale*: responses were sampled by those older parameters, and each token has the ratio π_θ/π_old,
+with PPO's clip of 0.2 or without. The samples then teach the late critic. The lab compares the
+critics with the exact estimators.
 
     python -m labs.bound --part critic
 """
@@ -147,7 +147,7 @@ def draw(results: dict) -> object:
         axes[1].axhline(level, color=lab.GREEN, linewidth=1.2, linestyle="--")
         lab.label(axes[1], 4.25, level * 0.87, words, lab.GREEN, fontsize=8.5)
     for place, (critic, colour) in enumerate(CRITICS.items()):
-        words = {"late": "late: of other weights", "untrained": "untrained: V = 0"}
+        words = {"late": "late: of older parameters", "untrained": "untrained: V = 0"}
         where = {"xycoords": "axes fraction"}
         lab.label(axes[0], 0.35, 0.95 - 0.065 * place, words.get(critic, critic), colour, **where)
     return figure
