@@ -39,7 +39,7 @@ ARMS |= {f"exact, {how}: {name}": (how, name) for how in ("on-policy", "stale") 
 
 
 def values(pi: torch.Tensor, R: torch.Tensor) -> torch.Tensor:
-    """V `[7]` of the prefixes: the mean of R `[S]` behind each, under chances `[S]`."""
+    """V `[7]` of the prefixes: the mean of R `[S]` after each, under the probabilities `[S]`."""
     behind = torch.zeros(2, 7, dtype=torch.float64)
     for t in range(tree.T):
         behind[0].index_add_(0, tree.NODES[:, t], pi * R)
@@ -89,14 +89,14 @@ def measure(arm: str, seed: int, quick: bool) -> dict:
 
 
 def degrees(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The angle between two vectors; below a hundredth it is rounding."""
+    """The angle between two vectors. Below 0.01 it is rounding error."""
     angle = (a @ b / a.norm() / b.norm()).clamp(-1, 1).arccos().rad2deg().item()
     return angle if angle > 0.01 else 0.0
 
 
 def error(run: dict, lam: float, n: int) -> float:
-    """Squared distance of a mean of n responses from ∇J, over |∇J|², when the estimator's length
-    along ∇J is right: what lies beside it, and noise. Where it points away: infinite."""
+    """Squared distance of a mean of n responses from ∇J, over |∇J|², after the estimator's length
+    along ∇J is made right. It is infinite if the estimator points away from ∇J."""
     if run[f"angle {lam}"] >= 90:
         return np.inf
     beside = np.tan(np.radians(run[f"angle {lam}"]))

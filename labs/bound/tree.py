@@ -62,7 +62,7 @@ def at_nodes(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def exact(name: str, logp: Tensor, old: Tensor, score: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
-    """Of an estimator of BOUNDS: its mean `[14]`, and the variance of a mean of G responses."""
+    """The mean `[14]` of an estimator of BOUNDS, and the variance of a mean of G responses."""
     credited, baseline = BOUNDS[name]
     pi, mu, full = logp.sum(1).exp(), old.sum(1).exp(), score.sum(1)  # [S], [S], [S, 14]
     w = (logp - old).cumsum(1).exp()  # [S, T]: of the prefix with this token

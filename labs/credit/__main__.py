@@ -37,7 +37,7 @@ SEEDS, EARLY = 5, (10, 20)  # EARLY: steps
 
 
 def at(run: dict, step: int) -> float:
-    """Sampled accuracy at the first evaluation from this step on, or the last there is."""
+    """Sampled accuracy at the first evaluation from this step on, or at the last one."""
     later = [value for when, value in zip(run["sampled@"], run["sampled"]) if when >= step]
     return (later or run["sampled"][-1:])[0]
 

@@ -44,7 +44,7 @@ def sampler(chances: np.ndarray, sharper: bool) -> np.ndarray:
 
 
 def weights(term: str, logp: np.ndarray, ref: np.ndarray, log_mu: np.ndarray) -> np.ndarray:
-    """What stands before ∇ log π of each sample `[S, N]` in the gradient of the loss."""
+    """The gradient weight of each sample `[S, N]`, which multiplies its ∇ log π."""
     gap = logp - ref  # log π/π_ref
     if term == "k1":
         return np.ones_like(gap)  # the derivative of log π - log π_ref: the reference is gone
