@@ -1,10 +1,10 @@
 """What to subtract from a reward: the group's mean, the batch's mean, or nothing?
 
-A prompt is a table of 10 answers. One is right, with chance 0.9 (easy), 0.3 (middle) or 0.02
-(hard). The batch holds 8 prompts of each kind, or 8 of one kind alone, and a rollout 8 answers to
-each. Then one gradient step follows. It has the same length for every method, because Adam undoes
-an advantage's scale: what is compared is where the steps go. Advantages are those of
-variants/baselines.py, by its flag, and of grpo.py; the loss is that of variants/justrl.py.
+A prompt is a table of 10 answers. One is right, with probability 0.9 (easy), 0.3 (middle) or 0.02
+(hard). The batch has 8 prompts of each kind, or 8 of one kind alone. A rollout has 8 answers to
+each prompt and serves one gradient step. The step has the same length for every method, because
+Adam divides by the scale of an advantage. So the lab compares where the steps go. Advantages are
+those of variants/baselines.py, by its flag, and of grpo.py; the loss is that of variants/justrl.py.
 
     python -m labs.baseline
 """
@@ -38,8 +38,8 @@ def read(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def measure(arm: str, seed: int, quick: bool) -> dict:
-    """Chance of the right answer after each rollout, by kind of prompt, and where the steps went:
-    the share of the gradient's squared length that each kind has, mean over rollouts."""
+    """p(right) after each rollout, by kind of prompt; the share of the gradient's squared length
+    that each kind has, mean over rollouts."""
     name, batch = ARMS[arm]
     kinds, generator = BATCHES[batch], torch.Generator().manual_seed(seed)
     loss, files = toy.load("justrl"), (toy.load("baselines"), toy.load("grpo"))

@@ -1,11 +1,13 @@
 """How noisy is each estimator of the gradient, and which baseline or critic would reduce the noise?
 
-The tree of labs/bound/tree.py: 8 possible responses of three tokens. All 4096 groups of four are
-enumerated with their chances; each file's own `advantages` and `policy_loss` weigh the tokens.
-*Stale*: the group was sampled by older weights, a random step of 0.7 in every logit away.
+The lab uses the tree of labs/bound/tree.py, which has 8 possible responses of three tokens. It
+enumerates all 4096 groups of four with their probabilities. Each file's own `advantages` and
+`policy_loss` weigh the tokens. *Stale*: the group was sampled by older parameters, a random step of
+0.7 in every logit away.
 
-Beside the files stand estimators that know the policy: constants, and what a perfect critic makes
-of V(s), the chance of a right answer after the prefix s, and of Q(s, a), that after one more token.
+The lab compares the files with estimators that see the policy: with constants, and with a perfect
+critic. That critic has V(s), the probability of a right answer after the prefix s, or Q(s, a), the
+probability after one more token.
 
     python -m labs.bound
     python -m labs.bound --part critic
@@ -44,8 +46,8 @@ GROUPS = torch.cartesian_prod(*[torch.arange(len(tree.SEQUENCES))] * tree.G)  # 
 
 
 def measure(arm: str, seed: int, quick: bool) -> dict:
-    """Noise: the estimator's variance over |∇J|², when its mean has the right length along ∇J; and
-    the angle between that mean and ∇J."""
+    """The noise, and the angle between the estimator's mean and ∇J. The noise is the variance over
+    |∇J|² after scaling, which gives the mean the right length along ∇J."""
     how, name = ARMS[arm]
     generator = torch.Generator().manual_seed(seed)
     logits, older, R = tree.problem(generator)
@@ -80,8 +82,9 @@ def measure(arm: str, seed: int, quick: bool) -> dict:
 
 
 def compared(results: dict, arm: str) -> list[str]:
-    """Of an unbiased arm: how much of what the best constant saves it saves, and in how many
-    policies it is quieter than that. Of others: nothing, as a wrong direction may be quiet."""
+    """The share of the best constant's saving that an unbiased arm has, and the number of policies
+    in which it has less noise than that constant. Biased arms get nothing here, because a wrong
+    direction may have little noise."""
     how, runs = ARMS[arm][0], results[arm]
     none, best = (results[f"{how}: {list(tree.BOUNDS)[i]}"] for i in (0, 2))
     noise = [[run["noise"] for run in each] for each in (runs, none, best)]
@@ -135,7 +138,7 @@ def draw(results: dict) -> object:
         axis.set(xlabel="noise: variance / |∇J|²", yticks=[], xlim=(0.02, end))
         lab.plain_ticks(axis, "x", (0.03, 0.1, 0.3, 1, 3, 10, 30))
     axes[0].set_yticks([-y for y in range(len(names))], labels=names)
-    told = {"with its baseline": lab.BLACK, "○ without": lab.BLACK, "knows the policy": lab.BLUE}
+    told = {"with its baseline": lab.BLACK, "○ without": lab.BLACK, "uses the policy": lab.BLUE}
     for place, (words, colour) in enumerate(told.items()):
         words = words if "○" in words else f"● {words}"
         lab.label(axes[0], 0.02, 0.965 - 0.045 * place, words, colour, xycoords="axes fraction")

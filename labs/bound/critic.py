@@ -1,17 +1,17 @@
 """What is a critic worth, at which λ, and what does a wrong one cost?
 
-The tree of labs/bound/tree.py. Every response is enumerated with its chance, so no sampling takes
-part. variants/ppo.py's own `advantages` (GAE, γ = 1, not whitened) and `policy_loss` weigh the
-tokens, with one of four critics:
+The lab uses the tree of labs/bound/tree.py and enumerates every response with its probability, so
+it does not sample. variants/ppo.py's own `advantages` (GAE, γ = 1, not whitened) and `policy_loss`
+weigh the tokens, with one of four critics:
 
-    right       V(s), the chance of a right answer after the prefix s under the present policy
-    late        the same of other weights, a random step of 0.7 in every logit away
+    right       V(s), the present policy's probability of a right answer after the prefix s
+    late        the same of older parameters, a random step of 0.7 in every logit away
     wrong       V(s) and normal noise of 0.3 for each prefix
-    untrained   0 everywhere, as ppo.py's begins
+    untrained   0 everywhere, as ppo.py's critic begins
 
-*Stale*: responses were sampled by those other weights, and each token has the ratio π_θ/π_old, with
-PPO's clip of 0.2 or without. The samples then teach the late critic. Beside them stand the exact
-estimators of the lab.
+*Stale*: responses were sampled by those older parameters, and each token has the ratio π_θ/π_old,
+with PPO's clip of 0.2 or without. The samples then teach the late critic. The lab compares the
+critics with the exact estimators.
 
     python -m labs.bound --part critic
 """
@@ -39,7 +39,7 @@ ARMS |= {f"exact, {how}: {name}": (how, name) for how in ("on-policy", "stale") 
 
 
 def values(pi: torch.Tensor, R: torch.Tensor) -> torch.Tensor:
-    """V `[7]` of the prefixes: the mean of R `[S]` behind each, under chances `[S]`."""
+    """V `[7]` of the prefixes: the mean of R `[S]` after each, under the probabilities `[S]`."""
     behind = torch.zeros(2, 7, dtype=torch.float64)
     for t in range(tree.T):
         behind[0].index_add_(0, tree.NODES[:, t], pi * R)
@@ -89,14 +89,14 @@ def measure(arm: str, seed: int, quick: bool) -> dict:
 
 
 def degrees(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The angle between two vectors; below a hundredth it is rounding."""
+    """The angle between two vectors. Below 0.01 it is rounding error."""
     angle = (a @ b / a.norm() / b.norm()).clamp(-1, 1).arccos().rad2deg().item()
     return angle if angle > 0.01 else 0.0
 
 
 def error(run: dict, lam: float, n: int) -> float:
-    """Squared distance of a mean of n responses from ∇J, over |∇J|², when the estimator's length
-    along ∇J is right: what lies beside it, and noise. Where it points away: infinite."""
+    """Squared distance of a mean of n responses from ∇J, over |∇J|², after the estimator's length
+    along ∇J is made right. It is infinite if the estimator points away from ∇J."""
     if run[f"angle {lam}"] >= 90:
         return np.inf
     beside = np.tan(np.radians(run[f"angle {lam}"]))
@@ -147,7 +147,7 @@ def draw(results: dict) -> object:
         axes[1].axhline(level, color=lab.GREEN, linewidth=1.2, linestyle="--")
         lab.label(axes[1], 4.25, level * 0.87, words, lab.GREEN, fontsize=8.5)
     for place, (critic, colour) in enumerate(CRITICS.items()):
-        words = {"late": "late: of other weights", "untrained": "untrained: V = 0"}
+        words = {"late": "late: of older parameters", "untrained": "untrained: V = 0"}
         where = {"xycoords": "axes fraction"}
         lab.label(axes[0], 0.35, 0.95 - 0.065 * place, words.get(critic, critic), colour, **where)
     return figure

@@ -1,8 +1,8 @@
-"""The tree of the lab *bound*, and the estimators of the gradient that know the policy.
+"""The tree of the lab *bound*, and the estimators of the gradient that see the policy.
 
-Responses of three tokens of two kinds: 8 of them, under a policy that depends on the prefix, with
-14 logits. Everything is enumerated, so no sampling takes part. A seed is a policy, and which 3 of
-the 8 responses are right.
+Responses have three tokens of two kinds, so there are 8 of them. The policy depends on the prefix
+and has 14 logits. Everything is enumerated, so the lab does not sample. A seed is a policy and 3 of
+the 8 responses, which are right.
 """
 
 import itertools
@@ -37,7 +37,7 @@ NODES = torch.tensor([[node(s[:t]) for t in range(T)] for s in SEQUENCES.tolist(
 
 
 def problem(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """The policy's logits `[7, 2]`, those of older weights, and the reward of every response
+    """The policy's logits `[7, 2]`, those of older parameters, and the reward of every response
     `[S]`."""
     logits = torch.randn(7, 2, generator=generator, dtype=torch.float64)
     older = logits - 0.7 * torch.randn(7, 2, generator=generator, dtype=torch.float64)
@@ -62,7 +62,7 @@ def at_nodes(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def exact(name: str, logp: Tensor, old: Tensor, score: Tensor, R: Tensor) -> tuple[Tensor, Tensor]:
-    """Of an estimator of BOUNDS: its mean `[14]`, and the variance of a mean of G responses."""
+    """The mean `[14]` of an estimator of BOUNDS, and the variance of a mean of G responses."""
     credited, baseline = BOUNDS[name]
     pi, mu, full = logp.sum(1).exp(), old.sum(1).exp(), score.sum(1)  # [S], [S], [S, 14]
     w = (logp - old).cumsum(1).exp()  # [S, T]: of the prefix with this token

@@ -1,13 +1,14 @@
-"""What does the clip hold, and when? None, PPO's, and one without min; 1, 4 and 16 mini-batches.
+"""What does the clip protect against? GRPO's clip, no clip, and a clip without the min.
 
-grpo.py at three times its step size, where it matters. `--clip_low 1e9 --clip_high 1e9` is no clip
-at all. A clip *without* the min is not one of the file's flags: it is a bug, put in on purpose
-(with one mini-batch r is 1, and it would be the same run).
+grpo.py runs at three times its learning rate, where the clip matters, with 1, 4 and 16
+mini-batches. `--clip_low 1e9 --clip_high 1e9` turns the clip off. A clip *without* the min is not a
+flag of the file. It is a bug that this lab puts in. (With one mini-batch r is 1, so the bug changes
+nothing.)
 
 More mini-batches change two things at once: r leaves 1, and an Adam step sees fewer responses. The
-*on-policy* arms change only the second: they sample 8, 32 or 128 new responses for each step, so r
+*on-policy* arms change only the second. They sample 8, 32 or 128 new responses for each step, so r
 is 1 and no clip acts. They take as many steps, with as much warm-up, and as many responses in all
-as the arm of the same batch size (with 128: four times as many).
+as the arm of the same batch size. With 128 responses they take four times as many.
 
     python -m labs.clip
 """
@@ -18,7 +19,7 @@ import numpy as np
 
 from labs import lab
 
-TITLE = "Runs decay when an Adam step sees few responses, reused or not; the clip slows it a little"
+TITLE = "Runs fall if a step sees few responses, reused or not; the clip slows the fall a little"
 RUN = "grpo.py --lr 1e-3 --steps 60 --eval_every 10 --eval_samples 2 --save_every 1000"
 FREE = "--clip_low 1e9 --clip_high 1e9"
 ARMS = {
@@ -81,7 +82,7 @@ def draw(results: dict) -> object:
                 lab.bands(axis, moved, "greedy", COLOURS[name], **style)
                 shown[name] = COLOURS[name]
         axis.set(ylim=(0, 1.02), xlabel="Adam step")
-        both = {"clip": lab.BLUE, "no clip: the same": lab.ORANGE, "on-policy": lab.BLACK}
+        both = {"clip": lab.BLUE, "no clip (the same)": lab.ORANGE, "on-policy": lab.BLACK}
         lab.key_down(axis, both if size == 128 else shown, 0.5, 0.3 if size > 8 else 0.95)
     axes[0].set_ylabel("held-out accuracy, greedy")
     return figure

@@ -1,10 +1,10 @@
-"""Credit: a reward for every worked step, or one reward for the answer?
+"""Credit: a reward for every step of the working, or one reward for the answer?
 
-grpo.py on `--task arithmetic:steps` (the reward is the share of the right solution's steps that
-stand in the response) and on `--task arithmetic` (right or wrong). Beside it three methods that
-find out which tokens earned a reward: stapo.py's mask, with flags under which it acts,
-deep_grpo.py's branches, and variants/blockwise.py, with one advantage for the working and one for
-the answer. Held-out answers are scored right or wrong in all arms.
+grpo.py runs on `--task arithmetic:steps` (the reward is the share of the right solution's steps in
+the response) and on `--task arithmetic` (right or wrong). Beside it run three methods that find out
+which tokens earned a reward: stapo.py's mask, with flags under which it acts, deep_grpo.py's
+branches, and variants/blockwise.py, with one advantage for the working and one for the answer.
+Held-out answers are scored right or wrong in all arms.
 
     python -m labs.credit
     python -m labs.credit --part blocks
@@ -17,7 +17,7 @@ import numpy as np
 from labs import lab
 from labs.credit import blocks
 
-TITLE = "Step rewards: fewer zero-variance groups, and no higher end"
+TITLE = "Step rewards leave fewer zero-variance groups, but the accuracy ends no higher"
 FLAGS = "--steps 60 --eval_every 10 --save_every 1000"
 FILES = {
     "GRPO": "grpo.py --beta 0",
@@ -37,13 +37,13 @@ SEEDS, EARLY = 5, (10, 20)  # EARLY: steps
 
 
 def at(run: dict, step: int) -> float:
-    """Sampled accuracy at the first evaluation from this step on, or the last there is."""
+    """Sampled accuracy at the first evaluation from this step on, or at the last one."""
     later = [value for when, value in zip(run["sampled@"], run["sampled"]) if when >= step]
     return (later or run["sampled"][-1:])[0]
 
 
 def rows(results: dict) -> list[list[str]]:
-    """What does not exist in an arm's file is told as –."""
+    """An arm whose file lacks a number has – in the table."""
     early = [f"sampled, step {step}" for step in EARLY]
     head = ["arm", *early, "sampled at the end", "greedy at the end", "zero-variance groups"]
     table = [[*head, "tokens, thousands", "silenced"]]
@@ -66,7 +66,8 @@ def rows(results: dict) -> list[list[str]]:
 
 
 def draw(results: dict) -> object:
-    figure, axes = lab.sheet(TITLE, "reward for the outcome, sampled", "for every step, sampled")
+    words = "reward for the outcome: sampled accuracy", "reward for every step: sampled accuracy"
+    figure, axes = lab.sheet(TITLE, *words)
     for axis, task in zip(axes, TASKS):
         for name, colour in COLOURS.items():
             lab.bands(axis, results[f"{task}, {name}"], "sampled", colour)

@@ -1,11 +1,12 @@
 """Two independent blocks with a reward each: is one advantage enough for both?
 
-Block 1 is four tokens, each right with chance 0.8 at first; block 2 is one of 20, at 0.01 or 0.001.
-Each block has its own reward, 1 where all of it is right. As a control block 1 is certain from the
-start. 4 prompts, 8 responses each, one Adam step a rollout. grpo.py and variants/dr_grpo.py get one
-reward, the sum or the product; variants/blockwise.py gets both, and compares block 2 as its paper
-does, with siblings whose block 1 has the same reward, or with the whole group (`--baseline group`).
-The losses divide a block by different lengths, so plain steps would compare step sizes: hence Adam.
+Block 1 is four tokens, each right with probability 0.8 at first. Block 2 is one of 20 tokens, right
+with probability 0.01 or 0.001. Each block has its own reward, 1 if all of it is right. As a control
+block 1 is certain from the start. A rollout has 4 prompts with 8 responses each and serves one Adam
+step. grpo.py and variants/dr_grpo.py get one reward, the sum or the product. variants/blockwise.py
+gets both. It compares block 2 as its paper does, with siblings whose block 1 has the same reward,
+or with the whole group (`--baseline group`). The losses divide a block by different lengths, so
+plain steps would compare learning rates; Adam avoids this.
 
     python -m labs.credit --part blocks
 """
@@ -15,7 +16,7 @@ import torch
 
 from labs import lab, toy
 
-TITLE = "Where blocks are independent, an advantage for each finds the rare one sooner"
+TITLE = "If blocks are independent, an advantage for each finds the rare one sooner"
 # Way -> file, its flags, the one reward of a response
 WAYS = {
     "GRPO, sum": ("grpo", {}, torch.add),
@@ -24,7 +25,7 @@ WAYS = {
     "blockwise": ("blockwise", {}, None),
     "blockwise, group's mean": ("blockwise", {"baseline": "group"}, None),
 }
-# Setting -> chance of block 2, of a token of block 1, Adam's step size
+# Setting -> probability of block 2, of a token of block 1, Adam's learning rate
 SETTINGS = {
     "0.01": (0.01, 0.8, 0.05),
     "0.01, block 1 sure": (0.01, 1 - 1e-9, 0.05),
@@ -38,8 +39,8 @@ FIRST, V, P, G, LONGEST, SHOWN = 4, 20, 4, 8, 3000, 120
 
 
 def measure(arm: str, seed: int, quick: bool) -> dict:
-    """Rollouts until block 1, block 2 and both are right in half of all responses; the chance of
-    block 2 after each rollout."""
+    """Rollouts until block 1, block 2 and both are right in half of all responses; the probability
+    of block 2 after each rollout."""
     (p, easy, lr, way), generator = ARMS[arm], torch.Generator().manual_seed(seed)
     stem, flags, one = WAYS[way]
     module = toy.load(stem)
@@ -90,12 +91,12 @@ def rows(results: dict) -> list[list[str]]:
 
 
 def draw(results: dict) -> object:
-    words = "block 2, from 0.01", "rollouts until both blocks are right in half"
+    words = "block 2, starting at 0.01", "rollouts until both blocks are right in half"
     figure, (left, right) = lab.sheet(TITLE, *words, width=10)
     for way, colour in COLOURS.items():
         runs, dashes = results[f"0.01: {way}"], "--" if way == DASHED else "-"
         lab.line(left, np.arange(SHOWN), runs, "p", colour, linestyle=dashes)
-    left.set(xlabel="rollouts", ylabel="chance of block 2")
+    left.set(xlabel="rollouts", ylabel="probability of block 2")
     for place, setting in enumerate(SETTINGS):
         for side, (way, colour) in enumerate(COLOURS.items()):
             values = [run["both"] for run in results[f"{setting}: {way}"]]
@@ -107,7 +108,9 @@ def draw(results: dict) -> object:
             right.plot(x, middle, "_", color=colour, markersize=15, markeredgewidth=3)
     ticks = [setting.replace(", ", ",\n") for setting in SETTINGS]
     right.set_xticks(range(len(SETTINGS)), labels=ticks)
-    right.set(xlabel="block 2 at first (Adam: lr 0.05, or as named)", ylim=(15, 700))
+    right.set(
+        xlabel="probability of block 2 at first (learning rate 0.05 if not named)", ylim=(15, 700)
+    )
     lab.plain_ticks(right, "y", (20, 50, 100, 200, 500))
     for place, (way, colour) in enumerate(reversed(COLOURS.items())):
         words = f"- - {way}" if way == DASHED else way

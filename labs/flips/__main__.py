@@ -1,11 +1,12 @@
-"""Five in a hundred log-probs are wrong by e^4: which weights stay bounded, and at what price?
+"""5% of the log-probs are wrong by a factor of e^4: which losses limit the damage?
 
-Responses of 40 tokens; only the first 4 count for the reward. What a router flip, a stale weight or
-another precision does to single tokens is done here by hand: 5% of the log-probs are off by ± 4,
-either in π_old (what the trainer computed), or in μ (what the sampler reported), or in both alike,
-as where a trainer takes the sampler's numbers for π_old. Four plain gradient steps on each of 40
-rollouts of 16 groups of 8. DPPO sums over tokens where the others take means, so its step is
-divided by their number. All losses are given grpo.py's advantages.
+Responses have 40 tokens; only the first 4 count for the reward. The lab makes the errors by hand
+that a flipped router, a stale sampler or another precision causes: 5% of the log-probs are off by
+±4. The wrong log-prob is π_old (which the trainer computed), or μ (which the sampler reported), or
+both by the same amount, as where a trainer uses the sampler's numbers as π_old. There are 40
+rollouts of 16 groups of 8, with four plain gradient steps on each. DPPO sums over tokens where the
+other losses take means, so its learning rate is divided by their number. All losses are given
+grpo.py's advantages.
 
     python -m labs.flips
 """
@@ -31,14 +32,15 @@ FILES = {
     "IcePop": ("icepop", {}),
 }
 FILES = toy.given(FILES)
-READ_MU = ("MiniRL", "DPPO", "IcePop")  # to the others a wrong μ is none
+READ_MU = ("MiniRL", "DPPO", "IcePop")  # the other losses do not use μ
 ARMS = {f"{name}, {how}": name for how in ("clean", "wrong π_old") for name in FILES}
 ARMS |= {f"{name}, {how}": name for how in ("wrong μ", "both wrong") for name in READ_MU}
 T, V, DECIDE, P, G, STEPS, LR, ROLLOUTS = 40, 6, 4, 16, 8, 4, 120.0, 40
 
 
 def measure(arm: str, seed: int, quick: bool) -> dict:
-    """Chance that the first 4 are right, and mean entropy of the other 36, after each rollout."""
+    """Probability that the first 4 are right, and mean entropy of the other 36, after each
+    rollout."""
     (stem, flags), generator = FILES[ARMS[arm]], torch.Generator().manual_seed(seed)
     module, logits = toy.load(stem), torch.zeros(T, V, dtype=torch.float64)
     logits[:DECIDE, 0] = 0.5
@@ -62,7 +64,7 @@ def measure(arm: str, seed: int, quick: bool) -> dict:
 
 
 def ends(results: dict) -> dict[str, list[dict]]:
-    """Of each run what the table has, against the clean run of the same loss and seed."""
+    """The table's numbers of each run, against the clean run of the same loss and seed."""
     found = {}
     for arm, runs in results.items():
         found[arm] = []
@@ -98,7 +100,7 @@ COLOURS |= {"wrong μ": lab.BLUE, "both wrong": lab.ORANGE}
 
 
 def draw(results: dict) -> object:
-    words = ("rollouts until success > 1/2", "entropy at the end of the 36 other tokens")
+    words = ("rollouts until success > 1/2", "entropy of the other 36 tokens at the end")
     figure, axes = lab.sheet(TITLE, *words, width=10, height=5)
     found, names = ends(results), list(FILES)
     for axis, column in zip(axes, ("until", "entropy")):

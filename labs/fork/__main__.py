@@ -1,9 +1,10 @@
-"""A rare right token: how fast may it grow? And how far may a common one move?
+"""How fast may a rare right token grow under a clip, and how far may a common one move?
 
-One prompt, ten possible answers of one token, the right one at probability 0.001. A rollout is 32
-groups of 16 and serves 16 plain gradient steps, enough for a clip to matter. Then, from other
-probabilities: what one rollout adds at this step size, at twice and at five times as much. All
-losses are given grpo.py's advantages (DPPO's own have no std, which is another question).
+One prompt has ten possible answers of one token. The right one has probability 0.001. A rollout has
+32 groups of 16 answers and serves 16 plain gradient steps, enough for a clip to matter. Then the
+lab measures what one rollout adds to other probabilities, at this learning rate, at twice and at
+five times this rate. All losses are given grpo.py's advantages. (DPPO's own have no std, which is
+another question.)
 
     python -m labs.fork
 """
@@ -15,7 +16,7 @@ import torch
 
 from labs import lab, toy
 
-TITLE = "The clip holds a rare token back at every step size, a common one only at small steps"
+TITLE = "The clip slows a rare token at every learning rate, a common one only at small rates"
 ARMS = toy.given(
     {
         "GRPO": ("grpo", {}),
@@ -35,7 +36,7 @@ LOOKS = {  # arm -> colour and dashes
     "DPPO": (lab.PINK, ":"),
 }
 ANSWERS, P, G, STEPS, LR = 10, 32, 16, 16, 1.0
-TIMES = (1, 2, 5)  # the step size
+TIMES = (1, 2, 5)  # the learning rate
 STARTS = (0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7, 0.9)
 LONGEST = 40
 
@@ -55,7 +56,7 @@ def rollout(arm: str, logits: torch.Tensor, lr: float, generator: torch.Generato
 
 def measure(arm: str, seed: int, quick: bool) -> dict:
     """p(right) after each rollout; rollouts until it passes 1/2; and what one rollout adds to
-    p(right), by what it was before, at each of TIMES the step size."""
+    p(right), by what it was before, at each of TIMES the learning rate."""
     generator = torch.Generator().manual_seed(seed)
     logits, curve = toy.start(0.001, ANSWERS)[None], []  # [1, V]
     for _ in range(LONGEST):
@@ -85,7 +86,8 @@ def rows(results: dict) -> list[list[str]]:
 
 
 def draw(results: dict) -> object:
-    words = "the right answer, at 0.001 at first", "what one rollout adds", "at five times the step"
+    words = "the right answer, starting at 0.001", "what one rollout adds"
+    words = *words, "the same, at five times the learning rate"
     figure, (left, *others) = lab.sheet(TITLE, *words, width=12)
     for arm, (colour, dashes) in LOOKS.items():
         if arm in ("GRPO", "MASPO"):  # the others' bands lie on these two
@@ -96,7 +98,7 @@ def draw(results: dict) -> object:
         for axis, times in zip(others, (1, 5)):
             lab.line(axis, STARTS, results[arm], f"added {times}", colour, linestyle=dashes)
     lab.label(left, 31, 0.13, "GRPO", lab.BLACK)
-    lab.label(left, 17.5, 0.6, "clip-\nhigher", lab.BLACK)
+    lab.label(left, 17.2, 0.35, "clip-\nhigher", lab.BLACK)
     lab.label(others[0], 0.09, 0.055, "GRPO", lab.BLACK)
     lab.label(others[0], 0.07, 0.24, "clip-higher", lab.BLACK)
     lab.label(others[1], 0.1, 0.12, "GRPO and\nclip-higher", lab.BLACK)

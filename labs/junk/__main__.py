@@ -1,11 +1,13 @@
 """Tokens that do not matter to the reward: what do masks do to them, and to a discovery?
 
-*junk*: responses of 20 tokens of which one is at 0.99 (a junk token otherwise) and 8 that are open;
-the reward is a coin. *fork*: the first token alone decides; a wrong one is at 0.98, the right one
-at 0.001, two open tokens follow. *spark*: the first token takes one of two ways; the usual one, at
-0.94, is right by a coin; the other, at 0.05, needs a second token that is right in one of five and
-can be learned. Beside STAPO's mask the top 20% by entropy; at the spark Lp-Reg's spring under rare
-tokens of bad responses, with and without it, and its base file.
+There are three toys. *junk*: responses have 28 tokens. At 20 places one token has probability 0.99,
+and all others are junk tokens; the other 8 places are undecided. The reward is a coin flip. *fork*:
+the first token alone decides. A wrong one has probability 0.98, the right one 0.001; two undecided
+tokens follow. *spark*: the first token chooses one of two ways. The usual way, at 0.94, is right
+half of the time. The rare way, at 0.05, needs a second token, which is right in one of five samples
+and can be learned. Junk and fork compare STAPO's mask with training the top 20% of tokens by
+entropy. Spark compares Lp-Reg, which has a spring under rare negative-advantage tokens, with Lp-Reg
+without its spring and with its base file.
 
     python -m labs.junk
 """
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from labs import lab, toy
 
-TITLE = "STAPO's mask cannot tell a slip from a discovery: it removes both"
+TITLE = "STAPO's mask cannot tell a slip from a discovery; it removes both"
 MASKS = {"GRPO": ("grpo", {}), "STAPO": ("stapo", {}), "top 20%": ("entropy20", {})}
 SPRINGS = {"GRPO": ("grpo", {}), "JustRL": ("justrl", {}), "Lp-Reg": ("lp_reg", {})}
 SPRINGS["Lp-Reg, spring off"] = ("lp_reg", {"proxy_weight": 0.0})
@@ -29,12 +31,12 @@ ARMS = {
 COLOURS = dict(zip([*MASKS, *SPRINGS], (lab.BLACK, lab.ORANGE, lab.GREEN, lab.BLACK, lab.BLUE)))
 COLOURS |= {"Lp-Reg": lab.PINK, "Lp-Reg, spring off": lab.GREY}
 P, G, V = 16, 8, 20
-LR = {"junk": 4.0, "fork": 6.0, "spark": 4.0}  # times the tokens of a response, but for the spark
+LR = {"junk": 4.0, "fork": 6.0, "spark": 4.0}  # times the tokens of a response, except at the spark
 STEPS = {
     "junk": 1,
     "fork": 1,
     "spark": 4,
-}  # gradient steps a rollout; at r = 1 a spring hardly pulls
+}  # gradient steps per rollout; at r = 1 the spring hardly pulls
 EVERY, ROLLOUTS = 2, {"junk": 200, "fork": 150, "spark": 200}
 
 
@@ -65,7 +67,7 @@ def outcome(task: str, tokens: Tensor, generator: torch.Generator) -> tuple[Tens
 
 
 def measure(arm: str, seed: int, quick: bool) -> dict:
-    """The mean chance of a junk token, or that of the right first one, after each rollout."""
+    """The mean probability of junk, or that of the right first token, after each rollout."""
     (task, stem, flags), generator = ARMS[arm], torch.Generator().manual_seed(seed)
     module, logits, curve = toy.load(stem), tables(task), []
     lr = LR[task] * (1 if task == "spark" else len(logits))
@@ -127,8 +129,8 @@ LABELS = {  # panel -> x, y and words of each arm's label
 
 
 def draw(results: dict) -> object:
-    words = "a junk token's chance; the reward is a coin", "fork: the right token's chance"
-    figure, axes = lab.sheet(TITLE, *words, "spark: share of seeds that found it", width=12)
+    words = "junk: probability of junk tokens", "fork: probability of the right token"
+    figure, axes = lab.sheet(TITLE, *words, "spark: share of seeds that find it", width=12)
     for axis, (task, labels) in zip(axes, LABELS.items()):
         for name, (x, y, text) in labels.items():
             runs = results[f"{task}, {name}"]

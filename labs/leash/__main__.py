@@ -1,11 +1,11 @@
-"""Which KL term holds a policy to its reference? A softmax of 50 tokens, and no reward at all.
+"""Which KL term keeps a policy at its reference? A softmax of 50 tokens, without any reward.
 
-The reference has three likely tokens and an entropy of 1.81 nats; uniform would be ln 50 = 3.91.
-The policy starts beside it, its logits off by noise. 1500 steps of 8 samples each, on which the KL
-term is the only gradient: a leash brings the policy back, and one that does nothing leaves it where
-it is. The samples are the policy's own, or those of a sharper sampler (temperature 0.8, then top-p
-0.9) under log-probs at temperature 1 over all tokens. Four optimisers see the same random numbers.
-k3 and r·k3 are grpo.py's; in r·k3 r is against the sampler.
+The reference has three likely tokens and an entropy of 1.81 nats; a uniform one would have ln 50 =
+3.91. The policy starts near it, with noise on its logits. There are 1500 steps of 8 samples each,
+and the KL term is the only gradient. A working term brings the policy back; one that does nothing
+leaves it where it is. The samples are the policy's own, or those of a sharper sampler (temperature
+0.8, then top-p 0.9) under log-probs at temperature 1 over all tokens. Four optimisers see the same
+random numbers. k3 and r·k3 are grpo.py's; in r·k3 the ratio r is against the sampler.
 
     python -m labs.leash
 """
@@ -30,7 +30,7 @@ def logprobs(logits: np.ndarray) -> np.ndarray:
 
 
 def sampler(chances: np.ndarray, sharper: bool) -> np.ndarray:
-    """μ `[S, K]`: π itself, or at temperature 0.8 the likeliest tokens up to a mass of 0.9."""
+    """μ `[S, K]`: π itself, or at temperature 0.8 the most likely tokens up to a mass of 0.9."""
     if not sharper:
         return chances
     hot = chances ** (1 / 0.8)
@@ -44,7 +44,7 @@ def sampler(chances: np.ndarray, sharper: bool) -> np.ndarray:
 
 
 def weights(term: str, logp: np.ndarray, ref: np.ndarray, log_mu: np.ndarray) -> np.ndarray:
-    """What stands before ∇ log π of each sample `[S, N]` in the gradient of the loss."""
+    """The gradient weight of each sample `[S, N]`, which multiplies its ∇ log π."""
     gap = logp - ref  # log π/π_ref
     if term == "k1":
         return np.ones_like(gap)  # the derivative of log π - log π_ref: the reference is gone

@@ -1,10 +1,11 @@
-"""The reward ignores length. Which losses make wrong answers long all the same?
+"""The reward ignores length. Which losses make wrong answers long nevertheless?
 
-A response is right or wrong by the toss of a coin; its length is how long it goes on: after every
-token it stops with a chance of 0.1 at first, one chance for right responses and one for wrong ones.
-16 groups of 8, one plain gradient step each. dr_grpo.py, with the group's mean alone and a constant
-for the length, has a step size with which all begin alike. laconic.py averages as grpo.py does, and
-takes a price for tokens beyond a budget of 10 off the reward.
+A coin flip decides whether a response is right. After every token the response stops with a
+probability that is 0.1 at first. There is one such probability for right responses and one for
+wrong ones. A rollout has 16 groups of 8 responses and serves one plain gradient step. dr_grpo.py
+takes the group's mean alone and divides by a constant for the length; its learning rate is chosen
+such that all arms begin alike. laconic.py averages as grpo.py does, and subtracts a price for
+tokens beyond a budget of 10 from the reward.
 
     python -m labs.length
 """

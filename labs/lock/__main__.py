@@ -1,10 +1,11 @@
 """Thirty easy tokens, then one hard decision: what does a branch near the end cost, and save?
 
-Each of the 30 is right with chance 0.97; the last one, of 20, with 0.03, 0.001 or 0.0002. All must
-be right for a reward. 4 prompts, 8 responses each. DEEP-GRPO cuts a failed response at a multiple
-of five tokens, chosen by its own `choose_pivot`, and grows 8 new ends. *Same tokens* is no branches
-and three times the responses. Adam, at two step sizes: with plain steps a method that averages over
-fewer tokens, as a branch does, would simply take longer ones.
+Each of the 30 tokens is right with probability 0.97. The last one, of 20, is right with probability
+0.03, 0.001 or 0.0002. All must be right for a reward. There are 4 prompts with 8 responses each.
+DEEP-GRPO cuts a failed response at a multiple of five tokens, chosen by its own `choose_pivot`, and
+samples 8 new ends. *Same tokens* has no branches and three times the responses. The optimiser is
+Adam, at two learning rates. With plain steps a method that averages over fewer tokens, as branches
+do, would take longer steps.
 
     python -m labs.lock
     python -m labs.lock --part branch
@@ -31,7 +32,7 @@ ARMS = {
 }
 COLOURS = dict(zip(WAYS, (lab.BLACK, lab.BLUE, lab.ORANGE)))
 EASY, V, P, K, LONGEST = 30, 20, 4, 8, 5000
-LINE = list(range(EASY + 1))  # what stands at which place is no matter to where a response is cut
+LINE = list(range(EASY + 1))  # where a response is cut does not depend on its tokens
 BOUNDARIES = set(range(4, EASY, 5))
 
 
@@ -81,7 +82,7 @@ def measure(arm: str, seed: int, quick: bool) -> dict:
 
 
 def wins(results: dict, arm: str, other: str) -> str:
-    """In how many seeds an arm needs fewer tokens than another way with the same lock and step."""
+    """In how many seeds an arm needs fewer tokens than another way with the same lock and lr."""
     lr, p, way = ARMS[arm]
     pairs = zip(results[arm], results[f"lr {lr:g}, {p:g}, {other}"])
     fewer = [one["tokens"] < two["tokens"] for one, two in pairs]
@@ -101,7 +102,7 @@ def rows(results: dict) -> list[list[str]]:
 
 
 def draw(results: dict) -> object:
-    """Tokens, as a step has not the same number of them in all ways."""
+    """The axis shows tokens, because a step has different numbers of them in different arms."""
     figure, axes = lab.sheet(TITLE, "Adam, lr 0.05", "Adam, lr 0.3", width=10)
     chances = list(dict.fromkeys(p for _, p, _ in ARMS.values()))
     for axis, lr in zip(axes, (0.05, 0.3)):
@@ -114,7 +115,7 @@ def draw(results: dict) -> object:
                 middle = np.quantile(values, 0.5, method="inverted_cdf")
                 axis.plot(x, middle, "_", color=colour, markersize=20, markeredgewidth=3)
         axis.set_xticks(range(len(chances)), labels=[f"{p:g}" for p in chances])
-        axis.set(xlabel="chance of the right decision at first", ylim=(8, 5000))
+        axis.set(xlabel="probability of the right decision at first", ylim=(8, 5000))
         lab.plain_ticks(axis, "y", (10, 30, 100, 300, 1000, 3000))
     axes[0].set_ylabel("thousand tokens until half of all succeed")
     for place, (way, colour) in enumerate(reversed(COLOURS.items())):

@@ -1,8 +1,8 @@
-"""New endings for failed responses, against no branches and against as many more samples.
+"""New endings for failed responses, compared with no branches and with as many more samples.
 
-deep_grpo.py on problems with one hard late step (`--task arithmetic:deep`); the same with
-`--branch_weight 0` (the branches are sampled and not learned from: the same main stream); and that
-with twice the responses per prompt, which costs about as many tokens.
+deep_grpo.py runs on problems with one hard late step (`--task arithmetic:deep`). The second arm has
+`--branch_weight 0`, so it samples branches, but does not learn from them. The third arm has twice
+as many responses per prompt, which cost about as many tokens as the branches.
 
     python -m labs.lock --part branch
 """
@@ -22,7 +22,7 @@ SEEDS = 5
 
 
 def spent(run: dict) -> list[float]:
-    """Thousand tokens learned from up to each evaluation: those of the main stream."""
+    """Thousands of tokens learned from up to each evaluation, without those of branches."""
     main = [t / (1 + x) for t, x in zip(run["tokens"], run["extra_tokens"])]
     return [sum(main[: int(step)]) / 1000 for step in run["sampled@"]]
 

@@ -1,15 +1,16 @@
 """The sampler is not the policy: an 8-bit copy of a mixture of experts, and MiniRL's weight.
 
-minirl.py on the embedded mixture of experts, at three times the usual step size. The sampler rounds
-weights to 8 bits, and its router then chooses other experts: the gap between μ and π_old grows as
-training goes on. The weight π/μ (`--correct_mismatch`) corrects for it; routing replay (r3) removes
-a part of the gap; with `--rollout_dtype float32` there is none. A gap that is a plain bug, met in
-public code: a temperature-mismatched sampler, at 0.8 under a trainer at 1. Three neighbours under
-eight bits: icepop.py, dppo.py, and jet.py, whose trainer computes with the sampler's rounded
-weights.
+minirl.py runs on the embedded mixture of experts, at three times the usual learning rate. The
+sampler rounds parameters to 8 bits, and its router then chooses other experts. The gap between μ
+and π_old grows during training. The weight π/μ (`--correct_mismatch`) corrects for it. Routing
+replay (r3) removes a part of the gap. With `--rollout_dtype float32` there is no gap. Two arms have
+a bug that was met in public code: a temperature-mismatched sampler, at 0.8 under a trainer at 1.
+Three more methods run under eight bits: icepop.py, dppo.py, and jet.py, whose trainer computes with
+the sampler's rounded parameters.
 
-Last a gap a hundred times as wide, at the usual step size: a sampler of three bits (quantised.py),
-with the weight and without, where held-out problems are answered by the sampler and by the policy.
+The last two arms have a gap a hundred times as wide, at the usual learning rate. Their sampler has
+three bits (quantised.py). One arm has the weight, the other has not, and held-out problems are
+answered by the sampler and by the policy.
 
     python -m labs.mismatch
 """
@@ -20,7 +21,7 @@ import numpy as np
 
 from labs import lab
 
-TITLE = "Runs decay without a gap, too; at three bits the weight decides what is trained"
+TITLE = "Runs decay without a gap, too; with three bits the weight decides what is trained"
 FLAGS = "--model tiny-moe --lr 1e-3 --steps 80 --eval_every 20 --save_every 1000"
 FLAGS += " --sampler_tolerance 10"
 RUN = f"minirl.py {FLAGS}"
@@ -46,14 +47,14 @@ QUANTISED = (
 )
 DAMAGE |= dict.fromkeys(WIDE, QUANTISED)
 COLUMNS = ("greedy", "sampled", "sampler_kl", "weight_max", "response_len")
-COLUMNS += ("policy_greedy", "policy_sampled")  # of the three bits alone
+COLUMNS += ("policy_greedy", "policy_sampled")  # only the arms of three bits have them
 COLOURS = {"weight π/μ": lab.BLUE, "no weight": lab.ORANGE, "weight and replay r3": lab.GREEN}
 COLOURS["replay r3 alone"] = lab.PINK
 SEEDS, LOW = 5, 0.5
 
 
 def rows(results: dict) -> list[list[str]]:
-    """What was measured through the policy itself stands in columns of its own."""
+    """The policy's own accuracy has columns of its own."""
     head = ["arm", "runs", "greedy at the end", "ended below 0.5", "sampled at the end"]
     head += ["the policy itself, greedy", "the policy itself, sampled"]
     table = [[*head, "KL(μ ‖ π_old), first 20 steps", "KL(μ ‖ π_old), last 20 steps"]]
@@ -78,9 +79,10 @@ def rows(results: dict) -> list[list[str]]:
 
 
 def draw(results: dict) -> object:
-    """The temperature-mismatched arms stand in the table alone."""
-    words = "three times the step size: greedy at the end", "8 bits: KL(μ ‖ π_old), nats per token"
-    words = *words, "3 bits, usual step size, sampled by"
+    """The temperature-mismatched arms are in the table only."""
+    words = "At three times the learning rate,\nruns end at this greedy accuracy."
+    words = words, "8 bits: KL(μ ‖ π_old), nats per token"
+    words = *words, "3 bits, usual learning rate:\nsampled accuracy of policy and sampler"
     figure, axes = lab.sheet(TITLE, *words, width=13)
     arms = [arm for arm in results if arm not in WIDE and arm not in DAMAGE]
     for y, arm in enumerate(reversed(arms)):

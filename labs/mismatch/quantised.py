@@ -1,9 +1,10 @@
 """A sampler of three bits, and an evaluation of both sampler and policy (for the lab mismatch).
 
-Replaces `make_engine` and `evaluate` in a copy of minirl.py. The weights of every layer are whole
-numbers from -3 to 3 times their row's scale (routers stay as they are, as under `--rollout_dtype
-float8`); with `--rollout_dtype float32` that is the whole gap. Held-out problems are answered by
-this sampler (`greedy`, `sampled`) and by the policy (`policy_greedy`, `policy_sampled`).
+This module replaces `make_engine` and `evaluate` in a copy of minirl.py. The parameters of every
+layer become whole numbers from -3 to 3 times their row's scale. (Routers stay as they are, as under
+`--rollout_dtype float8`.) With `--rollout_dtype float32` this is the whole gap. Held-out problems
+are answered by this sampler (`greedy`, `sampled`) and by the policy (`policy_greedy`,
+`policy_sampled`).
 """
 
 from common import rollout
@@ -18,7 +19,7 @@ def three_bits(weight: Tensor) -> Tensor:
 
 
 def make_engine(*args: object, **named: object) -> object:
-    """The engine of the flags, whose `sync` rounds after it has copied."""
+    """The engine that the flags ask for. Its `sync` rounds after it has copied."""
     engine = rollout.make_engine(*args, **named)
     copy = engine.sync
 

@@ -1,10 +1,10 @@
-"""Most prompts teach nothing: three quarters too easy, a fifth impossible, one in twenty between.
+"""Most prompts teach nothing: choose the prompts, or sample again?
 
-`--task arithmetic:mix` trains on 75% of two terms, 20% of 16 terms (which no response of 64 tokens
-can finish) and 5% of 5 to 7 terms; held out are problems of 5 to 7 terms alone. grpo.py draws
-prompts as they come, goldilocks.py picks them by what its teacher expects them to teach. Two
-neighbours: variants/paced.py picks them by its partition function; variants/dapo.py replaces
-zero-variance groups by new samples, and pays for it in tokens.
+`--task arithmetic:mix` trains on 75% problems of two terms, 20% of 16 terms (which no response of
+64 tokens can finish) and 5% of 5 to 7 terms. All held-out problems have 5 to 7 terms. grpo.py draws
+prompts at random. goldilocks.py chooses those from which its teacher expects the policy to learn
+most. variants/paced.py chooses them by its partition function. variants/dapo.py replaces
+zero-variance groups by new samples, which cost tokens.
 
     python -m labs.mix
 """
@@ -15,9 +15,7 @@ import numpy as np
 
 from labs import lab
 
-TITLE = (
-    "A teacher that picks prompts learns the middle; resampling does too, at three times the tokens"
-)
+TITLE = "A teacher that chooses prompts helps; sampling again does too, at three times the tokens"
 FLAGS = "--task arithmetic:mix --steps 120 --eval_every 20 --save_every 1000"
 FILES = {
     "uniform": "grpo.py --beta 0",
@@ -32,8 +30,8 @@ SEEDS = 5
 
 
 def rows(results: dict) -> list[list[str]]:
-    """Tokens are counted with those that DAPO drops; at equal ones: where the run that sampled
-    least ends."""
+    """Tokens include those that DAPO drops. "At equal tokens" is where the run that sampled least
+    ends."""
     least = min(lab.spent(run)[-1] for runs in results.values() for run in runs)
     head = ["arm", "runs", "highest greedy", "greedy at the end", "sampled at the end"]
     head += ["zero-variance groups", "tokens, thousands"]
@@ -57,7 +55,11 @@ def rows(results: dict) -> list[list[str]]:
 
 
 def draw(results: dict) -> object:
-    words = "the middle, sampled accuracy", "the middle, greedy", "zero-variance groups (share)"
+    words = (
+        "held-out accuracy, sampled",
+        "held-out accuracy, greedy",
+        "zero-variance groups (share)",
+    )
     figure, axes = lab.sheet(TITLE, *words, width=11)
     for axis, column, width in zip(axes, ("sampled", "greedy", "zero_groups"), (1, 1, 9)):
         for arm, colour in COLOURS.items():

@@ -1,8 +1,8 @@
-"""Weights in bfloat16: an update smaller than half their spacing rounds to nothing.
+"""Parameters in bfloat16: an update smaller than half their spacing rounds to nothing.
 
-The embedded model, one real rollout, grpo.py's loss and AdamW, four optimiser steps. The weights
-are float32 throughout; or bfloat16 themselves, optimiser state too; or, as common/distributed.py
-keeps them, a float32 master with a bfloat16 copy for the forward and backward passes.
+The lab takes the embedded model, one real rollout, grpo.py's loss and four steps of AdamW. The
+parameters are float32 throughout; or bfloat16 throughout, with the optimiser's state; or, as in
+common/distributed.py, a float32 master with a bfloat16 copy for the forward and backward passes.
 
     python -m labs.precision
 """
@@ -24,7 +24,7 @@ import checks
 
 from labs import lab, toy
 
-TITLE = "Weights in bfloat16: at a small learning rate the update rounds away"
+TITLE = "Parameters in bfloat16: at a small learning rate the update rounds away"
 WAYS = ("float32", "float32 master", "bfloat16")
 RATES = (1e-6, 1e-5, 1e-4, 1e-3)
 ARMS = {f"{way}, {lr:.0e}".replace("e-0", "e-"): (way, lr) for way in WAYS for lr in RATES}
@@ -48,7 +48,7 @@ def sampled(seed: int, prompts: int) -> tuple[Policy, Rollout]:
 
 
 def copied(policy: Policy, dtype: torch.dtype) -> Policy:
-    """The same weights in `dtype`; buffers, the rotary frequencies, stay as they are."""
+    """The same parameters in `dtype`. Buffers (the rotary frequencies) stay as they are."""
     policy = copy.deepcopy(policy)
     for parameter in policy.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -56,14 +56,14 @@ def copied(policy: Policy, dtype: torch.dtype) -> Policy:
 
 
 def function(policy: Policy, rollout: Rollout) -> torch.Tensor:
-    """log π of the rollout's tokens `[M]`, computed in float32: what differs is the weights."""
+    """log π of the rollout's tokens `[M]`, computed in float32, so only the parameters differ."""
     with torch.no_grad():
         logp, _ = response_logprobs(copied(policy, torch.float32), rollout, 1.0)  # [N, T]
     return logp[rollout.mask.bool()]
 
 
 def measure(arm: str, seed: int, quick: bool) -> dict:
-    """Share of the weights that a step changes, and how far four steps have moved log π."""
+    """Share of the parameters that a step changes, and how far four steps have moved log π."""
     way, lr = ARMS[arm]
     start, rollout = sampled(seed, 16)
     args = checks.no_kl(grpo)
@@ -95,7 +95,7 @@ def measure(arm: str, seed: int, quick: bool) -> dict:
 
 
 def rows(results: dict) -> list[list[str]]:
-    table = [["arm", "weights changed by a step, %", "mean |Δ log π| after four"]]
+    table = [["arm", "parameters changed by a step, %", "mean |Δ log π| after four"]]
     for arm, runs in results.items():
         share = [{"percent": 100 * run["changed"]} for run in runs]
         table.append([arm, lab.cell(share, "percent", ".3g"), lab.cell(runs, "moved", ".2g")])
@@ -103,7 +103,7 @@ def rows(results: dict) -> list[list[str]]:
 
 
 def draw(results: dict) -> object:
-    words = "weights that a step changes (share)", "mean |Δ log π| after four steps, nats"
+    words = "parameters that a step changes (share)", "mean |Δ log π| after four steps, nats"
     figure, axes = lab.sheet(TITLE, *words)
     for axis, name in zip(axes, ("changed", "moved")):
         for way, colour in COLOURS.items():

@@ -2,8 +2,8 @@
 
     python -m labs.race.stresses FILE STRESS FLAGS...
 
-A stress changes a file's flags, engine, task or step size from outside. The held-out problems are
-always answered by the policy itself: a stress damages training, not the measurement.
+A stress changes a file's flags, engine, task or learning rate from outside. The held-out problems
+are always answered by the policy itself: a stress damages training, not the measurement.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ from torch import nn
 class Stress:
     """What a run is put under. The defaults change nothing."""
 
-    lr: float = 1.0  # factor on the file's own step size
+    lr: float = 1.0  # factor on the file's own learning rate
     minibatches: int = 0  # optimiser steps per rollout; 0: the file's own number
     group_size: int = 0  # responses to a prompt, at the same number of rows; 0: as given
     sync_every: int = 1  # steps between two syncs of the sampler

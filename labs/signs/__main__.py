@@ -1,12 +1,13 @@
 """Learning from right answers only, from wrong ones only, or both: what is found, what is kept?
 
-One prompt, 20 possible answers of one token. *Easy*: four are right, at 0.05 each at first; *rare*:
-one is, at 0.002; *uneven*: four are, the most likely at 0.08, the others at 0.04. 16 groups of 8,
-four plain gradient steps on each rollout, PPO's clip at 0.2; the arms differ in their advantages.
+One prompt has 20 possible answers of one token. *Easy*: four are right, at 0.05 each at first.
+*Rare*: one is right, at 0.002. *Uneven*: four are right, the most likely at 0.08, the others at
+0.04. A rollout has 16 groups of 8 and serves four plain gradient steps, with PPO's clip at 0.2. The
+arms differ in their advantages.
 
-Three are 2506.01347's, which has no baseline: PSR is R, NSR is R - 1, W-REINFORCE 0.1 for a right
-answer and -1 for a wrong one. Four are halves and parts of grpo.py's z-score, which nobody has
-published; the last of these is what variants/signs.py does.
+Three arms are those of arXiv 2506.01347, which has no baseline: PSR is R, NSR is R - 1, W-REINFORCE
+is 0.1 for a right answer and -1 for a wrong one. Four arms are halves and parts of grpo.py's
+z-score, which nobody has published. The last of these is what variants/signs.py does.
 
     python -m labs.signs
 """
@@ -25,7 +26,7 @@ grpo = toy.load("grpo")
 
 
 def signed(right: float, wrong: float, given: Callable[[Tensor], Tensor]) -> Callable:
-    """`given` with each sign weighed: rewards `[P, G]` -> advantages `[P, G]`."""
+    """Like `given`, with a weight for each sign: rewards `[P, G]` -> advantages `[P, G]`."""
     return lambda R: torch.where(given(R) > 0, right, wrong) * given(R)
 
 

@@ -1,11 +1,12 @@
-"""Five layers combined: what each adds alone, what is lost without it, and at what price?
+"""Five layers combined: what does each add alone, what is lost without it, and at what price?
 
-variants/recipe.py with none of its layers (grpo.py without its KL term), with all, with all except
-one, with one alone (the clip and the average alone are justrl.py), and with a pair of which one may
-hurt the other: stale batches suffer from the variance of their weights, and a curriculum prefers
-prompts that are solved half of the time, where the rewards vary most. ESS/B shows whether one
-worsens the other. All at the usual step size, and at three times it, where runs decay. (STAPO's
-mask has flags under which it acts here; a stale batch is 16 updates old.)
+variants/recipe.py runs with none of its layers (grpo.py without its KL term), with all, with all
+except one, and with one alone. (The clip and the average alone are justrl.py.) It also runs with a
+pair of which one layer may hurt the other. Stale batches suffer from the variance of their
+importance weights, and a curriculum prefers prompts that are solved half of the time, where the
+rewards vary most. ESS/B shows whether one worsens the other. All arms run at the usual learning
+rate, and at three times it, where runs decay. (STAPO's mask has flags under which it acts here. A
+stale batch is 16 updates old.)
 
     python -m labs.stack
 """
@@ -18,9 +19,7 @@ from common.plumbing.curves import smooth
 
 from labs import lab
 
-TITLE = (
-    "At three times the step size five layers beat each one alone; two of them do nearly as well"
-)
+TITLE = "At three times the learning rate five layers beat each one alone; two do nearly as well"
 RUN = "-m variants.recipe --steps 60 --eval_every 5 --eval_samples 2 --save_every 1000"
 RUN += " --tau_p 0.05 --entropy_quantile 0.95 --lag 4"
 OFF = {
@@ -58,8 +57,8 @@ def against(layers: str) -> str | None:
 
 
 def ended(run: dict, other: dict | None, least: float) -> dict:
-    """What the table says of a run, and of the `other` of its seed; `least`: thousands of tokens at
-    which all are compared."""
+    """The table's numbers of a run, compared with the `other` run of its seed. `least`: thousands
+    of tokens at which all runs are compared."""
     found = {
         "late": lab.tail(run["sampled"], 3),
         "tokens": lab.spent(run)[-1],
@@ -73,7 +72,8 @@ def ended(run: dict, other: dict | None, least: float) -> dict:
 
 
 def rows(results: dict) -> list[list[str]]:
-    """At equal tokens: where the run that sampled least ends, of one step size."""
+    """Columns "at equal tokens" compare all runs of one learning rate where the run that sampled
+    least ends."""
     titles = {
         "late": "sampled, last three",
         "gain": "less its reference's",
@@ -101,7 +101,7 @@ def rows(results: dict) -> list[list[str]]:
 
 
 def draw(results: dict) -> object:
-    words = "sampled, last three evaluations, lr 3e-4", "lr 1e-3: here 0.1 is as wide as 0.01 there"
+    words = "sampled, last three evaluations, lr 3e-4", "the same, lr 1e-3 (another scale)"
     words = *words, "ESS/B of stale batches"
     figure, axes = lab.sheet(TITLE, *words, width=12)
     places = {layers: -y - (y > 1) - (y > 6) - (y > 11) for y, layers in enumerate(LAYERS)}

@@ -1,9 +1,10 @@
-"""Training on answers that are eight batches old: what collapses, and what prevents it?
+"""Training on responses that are eight batches old: what collapses, and what prevents it?
 
-vcpo.py at three times its step size, with and without its two controls: the step shortened by the
-effective sample size (`--ess_scaling`), and the baseline of least variance for the plain estimate
-(`--optimal_baseline`). And without them at lr 8e-4, which is what the controls make of 1e-3 on
-average: would a smaller step for all batches do as well? All arms cap a response's weight at 8.
+vcpo.py runs at three times its learning rate, with and without its two controls. One lowers the
+learning rate by the effective sample size (`--ess_scaling`). The other is the baseline of least
+variance for the plain estimate (`--optimal_baseline`). A third arm has no controls and lr 8e-4,
+which is what the controls make of 1e-3 on average: would a smaller learning rate for all batches do
+as well? All arms limit a response's weight to 8.
 
     python -m labs.stale
 """
@@ -14,7 +15,7 @@ import numpy as np
 
 from labs import lab
 
-TITLE = "Stale answers at three times the step size: without variance control runs collapse"
+TITLE = "At three times the learning rate, stale runs collapse without variance control"
 RUN = "vcpo.py --lr 1e-3 --steps 100 --eval_every 20 --save_every 1000"
 BARE = "--no_ess_scaling --no_optimal_baseline"
 ARMS = {"both controls": RUN, "neither": f"{RUN} {BARE}"}

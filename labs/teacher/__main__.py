@@ -1,15 +1,16 @@
-"""A teacher's verdict on every token: which teacher, and would a constant do as well?
+"""A teacher scores every token: which teacher, and would a constant do as well?
 
-Responses of 12 tokens. On the track the right token is 0; any other leaves the track, and there
-only token 1 leads back. The reward is 1 where the last token ends on the track. The policy is a
-table of logits for each place, on and off the track. It starts in one of two ways: its most likely
-token is the right one, but samples slip; or its most likely token is a decoy. variants/opd.py
-learns from teachers that are tables as well: a true one; the true one with three in ten verdicts of
-the wrong sign; one that knows the way only on the track, where its own responses stay, and prefers
-the decoy off it, asked everywhere or no further than the first token that it finds foreign; a wrong
-one, which prefers the decoy everywhere. Two constants stand in for a teacher: -0.5 for each token,
-or for the fifth of all tokens that is least likely. grpo.py has the reward. One plain gradient step
-on each of 60 rollouts of 16 groups of 8.
+Responses have 12 tokens. On the track the right token is 0. Any other token leaves the track, and
+off it only token 1 leads back. The reward is 1 if the last token ends on the track. The policy is a
+table of logits for each place, on and off the track. It starts in one of two ways. Its most likely
+token is the right one, but samples contain mistakes; or its most likely token is a decoy.
+
+variants/opd.py learns from teachers that are tables as well. One is true. One is true, but three in
+ten of its scores have the wrong sign. One is right only on the track, where its own responses stay,
+and prefers the decoy off it; it is asked everywhere, or only up to the first token that it finds
+improbable. One is wrong: it prefers the decoy everywhere. Two constants replace a teacher: -0.5 for
+each token, or for the fifth of all tokens that is least likely. grpo.py has the reward. Each of 60
+rollouts has 16 groups of 8 and serves one plain gradient step.
 
     python -m labs.teacher
 """
@@ -24,10 +25,10 @@ from torch import Tensor
 
 from labs import lab, toy
 
-TITLE = "A constant sharpens the policy, right or wrong; a teacher corrects it"
+TITLE = "A constant sharpens the policy, right or wrong; a true teacher corrects it"
 T, V, P, G, ROLLOUTS, LR = 12, 8, 16, 8, 60, 20.0
-RIGHT, DECOY = (0, 1), 2  # the right token on and off the track; what looks right
-# Chance of the right token and of the decoy, on the track; off it
+RIGHT, DECOY = (0, 1), 2  # the right token on and off the track; the decoy
+# Probability of the right token and of the decoy, on the track; off it
 STARTS = {"greedy right": ((0.7, 0.05), (0.4, 0.1)), "greedy wrong": ((0.35, 0.45), (0.3, 0.4))}
 SURE = 0.97
 KNOWS = {
@@ -42,7 +43,8 @@ ARMS = {f"{start}: {how}": how for start in STARTS for how in HOW}
 
 
 def table(chances: tuple) -> Tensor:
-    """Logits [T, 2, V], on and off the track, of (right, decoy) chances; the rest is even."""
+    """Logits [T, 2, V], on and off the track, for the probabilities (right, decoy); the rest of the
+    probability is spread evenly."""
     rows = []
     for right, (p, decoy) in zip(RIGHT, chances):
         row = torch.full((V,), (1 - p - decoy) / (V - 2), dtype=torch.float64)
@@ -53,7 +55,7 @@ def table(chances: tuple) -> Tensor:
 
 def walk(logits: Tensor, count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """Responses `[N, T]` and where each token was drawn: 0 on the track, 1 off it. Without a
-    generator the likeliest tokens."""
+    generator the most likely tokens are taken."""
     off, tokens, places = torch.zeros(count, dtype=torch.long), [], []
     for chances in logits.softmax(-1):  # [2, V]
         here = chances[off]  # [N, V]
@@ -73,7 +75,7 @@ def logprobs(logits: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
 
 
 def success(logits: Tensor) -> float:
-    """The chance to end on the track, exactly."""
+    """The exact probability to end on the track."""
     on = torch.ones((), dtype=torch.float64)
     for chances in logits.softmax(-1):
         on = on * chances[0, RIGHT[0]] + (1 - on) * chances[1, RIGHT[1]]
@@ -81,7 +83,8 @@ def success(logits: Tensor) -> float:
 
 
 def word(how: str, logp: Tensor, tokens: Tensor, places: Tensor, luck: Tensor) -> Tensor:
-    """log π_T `[N, T]` of the teacher. Of a constant: what makes every difference that constant."""
+    """log π_T `[N, T]` of the teacher; for a constant, values whose difference to log π is that
+    constant."""
     if how == "constant, all tokens":
         return logp - 0.5
     if how == "constant, rarest fifth":
@@ -94,8 +97,9 @@ def word(how: str, logp: Tensor, tokens: Tensor, places: Tensor, luck: Tensor) -
 
 
 def measure(arm: str, seed: int, quick: bool) -> dict:
-    """Chance of success, and the share of sampled tokens that stand off the track, before each
-    rollout and after the last; a step later the greedy response's, and the entropy on the track."""
+    """Probability of success, and the share of sampled tokens off the track, before each rollout
+    and after the last; one step later, success of the greedy response and the entropy on the
+    track."""
     start, how = arm.split(": ")[0], ARMS[arm]
     module = toy.load("grpo" if how == "GRPO" else "opd")
     args = replace(module.Args(), beta=float(how != "GRPO"))
@@ -144,7 +148,7 @@ COLOURS |= dict(zip(HOW[5:], (lab.GREY, lab.BLACK, lab.GREEN)))
 
 
 def draw(results: dict) -> object:
-    words = (f"chance of success, by rollout: at the start {start}" for start in STARTS)
+    words = (f"probability of success, starting with {start}" for start in STARTS)
     figure, axes = lab.sheet(TITLE, *words, width=11, height=4.8)
     for axis, start in zip(axes, STARTS):
         for how, colour in COLOURS.items():
@@ -152,7 +156,7 @@ def draw(results: dict) -> object:
             lab.line(axis, range(ROLLOUTS + 1), runs, "success", colour)
         axis.set(ylim=(-0.02, 1.02), xlim=(0, ROLLOUTS), xlabel="rollouts")
     for place, (how, colour) in enumerate(COLOURS.items()):
-        lab.label(axes[0], 0.6, 0.5 - 0.055 * place, how, colour, xycoords="axes fraction")
+        lab.label(axes[0], 0.6, 0.47 - 0.055 * place, how, colour, xycoords="axes fraction")
     return figure
 
 

@@ -1,7 +1,7 @@
-"""A verifier that can be exploited: reward rises, accuracy falls.
+"""A verifier that can be exploited: the reward rises, the accuracy falls.
 
-`--task arithmetic:noisy` accepts a response if its answer stands anywhere in the worked solution,
-as some verifiers do that search a reference text for the number. Held-out problems are scored by
+`--task arithmetic:noisy` accepts a response if its answer stands anywhere in the worked solution.
+Some verifiers search a reference text for the number in this way. Held-out problems are scored by
 the strict verifier.
 
     python -m labs.verifier
