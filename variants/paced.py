@@ -131,11 +131,11 @@ class Args(Flags):
     window: Count = 256  # <own>
     """Latest prompts the teacher learns from: few, as V has to follow the student (our choice)."""
     teacher_batch: Count = 64  # <own>
-    """Prompts in one update of the teacher; until it has so many, choice is random (our choice)."""
+    """Prompts in one update of the teacher; before it has them, choice is random (our choice)."""
     teacher_updates: Whole = 2  # <own>
     """Updates of the teacher per step (our choice)."""
     teacher_lr: Positive = 1e-3  # <own>
-    """The teacher's learning rate; its head has ten times it (our choice; real models: 1e-5)."""
+    """The teacher's learning rate; its head has ten times this (our choice; real models: 1e-5)."""
 
 
 def advantages(rewards: Tensor, expected: Tensor) -> Tensor:  # <own>
@@ -162,8 +162,8 @@ class Teacher(torch.nn.Module):
 
 
 def select(values: Tensor, candidates: list[list], explore: float, rng: Random) -> list[tuple]:
-    """For each slot (which candidate, whether by chance): the best of `values [B, K]`, or with
-    probability `explore` any. No prompt is taken twice while its slot has another left."""
+    """Returns (candidate, whether by chance) for each slot: the best of `values [B, K]`, or with
+    probability `explore` a random one. A prompt is taken twice only if its slot has no other."""
     chosen, taken = [], set()
     for scores, problems in zip(values.tolist(), candidates):
         order = sorted(range(len(problems)), key=lambda k: -scores[k])
@@ -191,7 +191,7 @@ class Curriculum:
             raise BadInput(f"{given}: must be a multiple of the ranks, and at most --window")
         self.args, self.task, self.world = args, task, world
         backbone, self.tokenizer = load_model(args.teacher or args.model, world, "--teacher")
-        self.encode(task.held_out[:1])  # refuses now, not after the run has begun
+        self.encode(task.held_out[:1])  # a bad prompt fails here, before the run
         self.teacher = shard(Teacher(backbone.base_model), args, world)
         head = {"params": self.teacher.head.parameters(), "lr": 10 * args.teacher_lr}
         groups = [{"params": self.teacher.lm.parameters()}, head]
@@ -205,12 +205,12 @@ class Curriculum:
         P, rank = B // self.world.size, self.world.rank
         slots = range((step - 1) * B, step * B)
         pool = [[self.task.train(slot * K + k) for k in range(K)] for slot in slots]  # [B, K]
-        # Each rank asks about its own slots; then all choose for all slots alike, so that none
-        # takes a prompt that another has taken.
+        # Each rank computes V for its own slots. Then every rank chooses for all slots, so that no
+        # two ranks take the same prompt.
         asked = [problem for slot in pool[rank * P : (rank + 1) * P] for problem in slot]
         values = gather(self.predict(self.encode(asked)), self.world).view(B, K).cpu()  # [B, K]
         explore = args.explore if len(self.window) >= args.teacher_batch else 1.0  # no teacher yet
-        self.rng = Random(f"{args.seed}/{step}")  # each step's own: nothing to save
+        self.rng = Random(f"{args.seed}/{step}")  # seeded by the step, so no state is saved
         merits = -(values - args.target).abs()  # [B, K]
         choice = select(merits, pool, explore, self.rng)
         picks = [k for k, _ in choice]
@@ -241,7 +241,7 @@ class Curriculum:
         means.add(zero_groups_uniform=((idle & ~best).sum(), (~best).sum()))
 
     def encode(self, problems: list[Problem]) -> list[list[int]]:
-        """The bare prompts as the teacher's tokens."""
+        """The prompts, without chat template, as the teacher's tokens."""
         return [encode(problem.prompt, None, self.tokenizer, "--teacher") for problem in problems]
 
     def predict(self, prompts: list[list[int]], targets: Tensor | None = None) -> Tensor:
@@ -259,7 +259,7 @@ class Curriculum:
         return values
 
     def teach(self) -> None:
-        """One update: squared error on `--teacher_batch` random rows, each rank its share."""
+        """One update: squared error on `--teacher_batch` random rows, divided over the ranks."""
         rows = self.rng.sample(self.window, self.args.teacher_batch)
         share = rows[self.world.rank :: self.world.size]
         targets = torch.tensor([observed for _, observed in share], device=self.world.device)

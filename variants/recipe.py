@@ -115,17 +115,17 @@ class Args(justrl.Args):  # <own>
     explore: Share = 0.1  # <own>
     """η: share of slots filled at random, so that the teacher sees all kinds (our choice)."""
     window: Count = 2048  # <own>
-    """How many of the latest prompts the teacher learns from (our choice)."""
+    """Number of latest prompts from which the teacher learns (our choice)."""
     teacher_batch: Count = 64  # <own>
-    """Prompts in one update of the teacher; until it has so many, choice is random (our choice)."""
+    """Prompts in one update of the teacher; before it has them, choice is random (our choice)."""
     teacher_updates: Whole = 2  # <own>
     """Updates of the teacher per step (our choice)."""
     teacher_lr: Positive = 1e-3  # <own>
-    """The teacher's learning rate; its head has ten times it (our choice; real models: 1e-5)."""
+    """The teacher's learning rate; its head has ten times this (our choice; real models: 1e-5)."""
     branches: Whole = 8  # <own>
     """Layer 4, K: new endings from a pivot of each failed response; 0: none (DEEP-GRPO's paper)."""
     boundary: str = ";"  # <own>
-    """Text that ends a segment: a token that ends in it is a place to branch (paper: `.`)."""
+    """Text that ends a segment; a token that ends in it allows a branch (paper: `.`)."""
     branch_weight: NonNegative = 1.0  # <own>
     """λ: weight of the branches' stream (paper)."""
     depth_power: Exponent = 2.0  # <own>
