@@ -148,7 +148,7 @@ def advantages(rewards: Tensor) -> Tensor:
 
 # <own>
 def pivots(response: list[int], boundaries: set[int]) -> list[int]:
-    """Prefix lengths where a response can be cut: 0 (the root) and all segment ends but the last."""
+    """Prefix lengths at which to cut a response: 0 (the root) and all segment ends but the last."""
     return [0] + [i for i, t in enumerate(response, 1) if t in boundaries and i < len(response)]
 
 

@@ -172,7 +172,7 @@ def policy_loss(
     # <own>
     log_weight = logp.detach() - rollout_logp  # [n, T]
     uncapped = log_weight.exp()  # [n, T]: π_θ/μ
-    weight = uncapped.clamp(max=args.is_cap)  # [n, T]: a number, no gradient
+    weight = uncapped.clamp(max=args.is_cap)  # [n, T]: without gradient
     p, mu = logp.detach().exp(), rollout_logp.exp()  # [n, T]: the coins' probabilities
     if args.trust_region == "tv":
         divergence = (p - mu).abs()  # [n, T]

@@ -219,7 +219,7 @@ def policy_loss(
     # <own>
     behaviour = rollout_logp if args.correct_mismatch else old_logp  # [n, T]
     uncapped = (logp.detach() - behaviour).exp()  # [n, T]: π_θ/μ
-    weight = uncapped.clamp(max=args.is_cap)  # [n, T]: a number, no gradient
+    weight = uncapped.clamp(max=args.is_cap)  # [n, T]: without gradient
     ratio = (logp.detach() - old_logp).exp()  # [n, T]: r, for the mask only
     out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
     cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
