@@ -131,7 +131,7 @@ class Args(Flags):
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Reward minus the group's mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
+    """Reward minus group mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
     # Subtract one reward first, so that equal rewards are exactly 0: in floating point the mean of
     # eight 0.3 is not quite 0.3.
     rewards = rewards - rewards[:, :1]  # [P, G]

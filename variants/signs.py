@@ -135,8 +135,8 @@ class Args(Flags):
     baseline: Literal["group", "none"] = "group"  # <own>
     """group: Â is the group's z-score; none: 1 for a right response, -1 for a wrong one (paper)."""
     outliers: NonNegative = 3.0  # <own>
-    """k: a response is an outlier if its length or its mean log μ is more than k standard deviations
-    from the rollout's mean; 0: off (our choice)."""
+    """k: a response is an outlier if its length or its mean log μ is more than k standard
+    deviations from the rollout's mean; 0: off (our choice)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:

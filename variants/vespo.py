@@ -157,8 +157,7 @@ def policy_loss(
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
     log_ratio = (logp.detach() - old_logp).clamp(-20, 20)  # [n, T]: log r, without gradient
-    # No 1/|y|, because W is the product of the ratios. The authors' clamps keep W finite; there φ
-    # is 0.
+    # No 1/|y|: W is the product of the ratios. The authors' clamps keep it finite; φ is 0 there.
     log_W = (log_ratio * mask).sum(dim=1, keepdim=True).clamp(-20, 20)  # [n, 1]
     k = torch.where(A >= 0, args.k_pos, args.k_neg)  # [n, 1]
     lam = torch.where(A >= 0, args.lambda_pos, args.lambda_neg)  # [n, 1]
