@@ -273,7 +273,7 @@ class Curriculum:
 
 # </own>
 # Metrics that show whether the mechanism acts; the first is 0 as long as it does not.
-ACTED = {"chosen_over_mean": "f of the chosen prompts, minus the mean of their candidates"}  # <own>
+ACTED = {"chosen_over_mean": "f of chosen prompts, minus their candidates' mean"}  # <own>
 
 
 def policy_loss(
