@@ -128,8 +128,8 @@ class Args(Flags):
     marker: str = "#"  # <own>
     """Ends the working; one token, of which the last one in a response counts."""
     baseline: Literal["none", "batch", "group", "outcome"] = "outcome"  # <own>
-    """Baseline of an answer's reward: none, or the mean of the batch, of the group, or of the group's
-    answers whose working has the same reward."""
+    """Baseline of an answer's reward: none, or the mean of the batch, of the group, or of those
+    answers in the group whose working has the same reward."""
 
 
 def advantages(rewards: Tensor) -> Tensor:

@@ -245,7 +245,7 @@ def main(args: Args, world: World) -> None:
     """The whole training loop."""
     lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
-    # vLLM pays for it with its scheduling ahead: there only what is replayed is recorded.
+    # In vLLM recording switches its scheduling ahead off, so there it records only for a replay.
     experts = args.rollout == "hf" or args.routing_replay == "r3"  # <own>
     engine = make_engine(args, lm, world, record_experts=experts)  # <own>
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
