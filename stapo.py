@@ -24,8 +24,8 @@ weight above:
     c² (1 - 2π + e^-H)  <=  |∇_a J|²  <=  c² (2 - 2π - C_V H²),     C_V = (V - 1) / (V ln² V)
 
 V is the size of the vocabulary. These are bounds, not a proportionality. They are largest for a low
-probability together with a low entropy. The authors find that about one token in ten thousand is enough to destroy a run, and that
-silencing it loses no signal.
+probability together with a low entropy. The authors find that about one token in ten thousand is
+enough to destroy a run, and that silencing it loses no signal.
 
 Differs from grpo.py in:
 1. The mask I, and a denominator that counts the kept tokens.
