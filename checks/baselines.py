@@ -1,4 +1,4 @@
-"""The baselines: each by hand, over ranks, and that the loss is JustRL's."""
+"""The baselines: each by hand and over ranks; the loss is JustRL's."""
 
 from types import ModuleType
 
