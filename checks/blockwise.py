@@ -1,5 +1,5 @@
-"""Blockwise advantages: one block is GRPO's mean, two have each their own; where the blocks are
-cut, and what an answer is compared with."""
+"""Blockwise advantages: one block has GRPO's mean, two blocks have one each. Also where the blocks
+are cut, and the baseline of an answer."""
 
 from types import ModuleType, SimpleNamespace
 
