@@ -15,11 +15,11 @@ Gradient weight on ∇ log π_θ(y_t), before the average over the mini-batch's 
     F r Â          (F is detached: it lowers the gradient and has none of its own)
 
 Formulas and constants are those of the authors' code (github FlyTune/MASPO-RL). MASPO changes three
-things in GRPO's clip. First, the gate is soft: it lowers the gradient of a token that GRPO clips,
-but does not remove it. Second, its width depends on probability mass. At probability 0.01 a ratio
-of 1.5 moves half a percent of the mass; at 0.9 it is impossible. One ε for both restrains rare
-tokens too much, so σ grows as π_old falls. Third, the risk is asymmetric: a clear success (large Â)
-may move further, a clear failure less, because pushing down is riskier.
+things in GRPO's clip. First, a soft gate lowers the gradient of a token that GRPO clips, but does
+not remove it. Second, the width depends on probability mass. At probability 0.01 a ratio of 1.5
+moves half a percent of the mass; at 0.9 it is impossible. One ε for both restrains rare tokens too
+much, so σ grows as π_old falls. Third, a clear success (large Â) may move further, a clear failure
+less, because pushing down is riskier.
 
 Differs from grpo.py in:
 1. The one-sided Gaussian gate instead of min and clip. It never acts on an update that brings a

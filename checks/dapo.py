@@ -68,7 +68,7 @@ def check_idle_slots_are_filled(module: ModuleType) -> None:
     assert rollout.mask.sum(dim=1).tolist() == [5, 6, 3, 4]
     known, *_, rollout, _ = refilled(module, [IDLE, IDLE, MIXED, MIXED])
     assert known.asked == [[2, 3], [4, 5]] and rollout.tokens[::2, 0].tolist() == [4, 5]
-    known, *_ = refilled(module, [[0.3, 0.7], [0.5, 0.5], MIXED])  # part marks
+    known, *_ = refilled(module, [[0.3, 0.7], [0.5, 0.5], MIXED])  # partial rewards
     assert known.asked == [[2, 3], [4]]
 
 

@@ -14,7 +14,7 @@ def check_learning_value(module: ModuleType) -> None:
     """sqrt(p̂ (1-p̂)) with p̂ over the group; 0 for all right, all wrong, and all equally partly
     right."""
     rewards = [[1.0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0.5, 0.3, 0.2, 0.2]]
-    # Part marks: their standard deviation
+    # Partial rewards: their standard deviation
     expected = torch.tensor([3**0.5 / 4, 0.5, 0, 0, 0.015**0.5])
     assert torch.allclose(module.learning_value(torch.tensor(rewards)), expected)
     assert (module.learning_value(torch.full((1, 8), 0.7)) == 0).all()

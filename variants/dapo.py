@@ -15,16 +15,16 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
 A zero-variance group, all right or all wrong, has no gradient. As the model improves, most groups
-become all right. The rest of the batch gives a gradient with more noise. In the token mean this
-gradient is also smaller, because tokens of zero-variance groups are counted, too. Dynamic sampling
-replaces these groups with the next prompts of the stream. This costs tokens that are sampled and
-dropped (`extra_tokens`), more as the model gets better. The batch's own reward is then between 1/G
-and 1 - 1/G for any model; `reward_drawn` is the reward of all sampled responses.
+become all right, and the gradient of the other groups has more noise. In the token mean it is also
+smaller, because tokens of zero-variance groups are counted, too. Dynamic sampling replaces these
+groups with the next prompts of the stream. This costs tokens that are sampled and dropped
+(`extra_tokens`), more as the model gets better. The batch's own reward is then between 1/G and 1 -
+1/G for any model; `reward_drawn` is the reward of all sampled responses.
 
 A response cut at the limit counts as wrong, even if its reasoning is good. The soft punishment
-warns before that. Over the last `--overlong_buffer` tokens it grows to half of the reward of a
-right answer. There shorter right answers score more than longer ones, and a right one never less
-than a wrong one.
+warns before that: over the last `--overlong_buffer` tokens it grows to half of the reward of a
+right answer. So shorter right answers score more than longer ones, and a right one never less than
+a wrong one.
 
 Base file: justrl.py, which has the token mean and clip-higher. Differs from it in:
 1. Dynamic sampling, at most `--max_draws` rounds a step. Zero-variance groups that are left then
@@ -37,15 +37,14 @@ Base file: justrl.py, which has the token mean and clip-higher. Differs from it 
 
 Differs from the paper in:
 1. A round draws one prompt for each zero-variance group. verl's recipe draws three batches and
-   drops zero-variance and surplus groups: fewer rounds, more samples. After ten rounds it stops the
-   run, so such a group is never in its batch. Here those left after `--max_draws` rounds are: their
-   tokens have no gradient, and count in Σ_i |y_i|.
+   drops zero-variance and surplus groups: fewer rounds, more samples. It stops the run after ten
+   rounds, so no such group is in its batch. Here groups that are left after `--max_draws` rounds
+   stay: their tokens have no gradient, and count in Σ_i |y_i|.
 2. Rewards are 0 and 1, in the paper -1 and 1. Under the z-score its punishment of 1 is 1/2 here.
 3. The released script also has weight decay 0.1 and clip_ratio_c 10 (see justrl.py).
 
 Confidence: we read filter, punishment and sizes in the authors' recipe for verl. The formula and
-the warm-up of 20 (the script: 10) are second hand. verl's page on it says that the best runs mask
-nothing.
+the warm-up of 20 (the script: 10) are second hand.
 
 Run it:
     torchrun -m variants.dapo                               # laptop, three minutes, no download

@@ -21,8 +21,8 @@ responses are longer than the budget λ rises; otherwise it falls, at most to it
 the policy maximises R - λ c.
 
 The cost c is clipped: within the budget, writing less earns nothing. The update of λ uses the
-length without this clip. The mean of a clipped cost is never negative, so λ could only rise. If the
-ceiling Λ is below B / (limit - B), every right answer stays worth more than any wrong one.
+length without this clip. With the clipped cost, whose mean is never negative, λ could only rise. If
+the ceiling Λ is below B / (limit - B), every right answer stays worth more than any wrong one.
 
 In a group of equal verdicts the z-score cancels λ: its advantages are those of -c for any λ > 0,
 where GRPO learns nothing. With a large η, price and policy oscillate. On the embedded task a right

@@ -15,26 +15,24 @@ Gradient weight on ∇ log π_θ(y_t), before the two averages:
     M r u Â + β (π_ref/π_θ - 1)        (with `--kl_ratio` the second term is β r log(π_ref/π_θ))
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
-k3 is grpo.py's, a KL term towards π_ref. This file tests two pieces of advice that are often given
-for stability.
+k3 is grpo.py's, a KL term towards π_ref. This file tests two pieces of advice for stability.
 
 The first is to give right and wrong responses different weights. Which of them should weigh more is
 disputed. The usual advice gives wrong ones a small weight: pushing a sampled token down lifts all
 others, most of all the most likely one, whether it is good or not. arXiv 2505.18830 finds that
 right tokens fall together with the wrong response they are in. This paper finds the opposite. A
-response that is pushed up is sampled more and pushed up again, until one is left: pass@1 rises and
-pass@k falls. Pushing wrong responses down spreads their probability over the rest. Wrong ones alone
-(λ = 0) often match PPO and GRPO, and λ = 0.1, the authors' choice, improves pass@k on the whole. In
-arXiv 2606.16154 λ depends on the tokens' distribution. Adam cancels a common scale, so λ sets a
-ratio: 10 is the advice, 0.1 the paper, 1 grpo.py. `python -m labs.signs` shows both sides on one
-prompt. It also shows that half of a z-score is not the paper's half: it does not find rare right
-answers.
+response that is pushed up is sampled more and pushed up again, until only one is left: pass@1 rises
+and pass@k falls. Pushing wrong responses down spreads their probability over the rest. Wrong ones
+alone (λ = 0) often match PPO and GRPO, and λ = 0.1, the authors' choice, improves pass@k on the
+whole. Adam cancels a common scale, so λ sets a ratio: 10 is the advice, 0.1 the paper, 1 grpo.py.
+The lab labs/signs shows both sides on one prompt. It also shows that half of a z-score is not the
+paper's half: it does not find rare right answers.
 
 The second is to leave outliers out, here by length and by mean log-probability. No source gives
 numbers, and an outlier need not be noise. In 30 default steps (seed 1) 3% of the responses were
 outliers, and 94% of those were wrong: once most responses are right, a wrong one is unusual. So the
-filter removes the responses that the paper found most useful. We do not filter by reward, because
-the one right answer to a hard prompt would be an outlier, too.
+filter removes the responses that the paper found most useful. We do not filter by reward: the one
+right answer to a hard prompt would be an outlier, too.
 
 Base file: grpo.py. Differs from it in:
 1. Positive advantages times λ.
@@ -46,7 +44,7 @@ Differs from the paper in:
    group without any right response is pushed down. By default ours weights the group's z-scores,
    which are 0 there.
 2. The paper leaves no outliers out.
-3. The paper has no KL term, the mean over tokens, and an entropy bonus of 0.001. Its scripts keep
+3. The paper has the mean over tokens, no KL term, and an entropy bonus of 0.001. Its scripts keep
    this default of verl, and ε 0.2. It also makes four updates per rollout, but PSR and NSR (λ = 0)
    first drop the responses without weight, and make fewer updates.
 
