@@ -13,8 +13,8 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
     M r Â
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
-Five more in one file: REINFORCE (Williams, 1992), REINFORCE++ and its form with a group's mean (Hu
-et al., 2501.03262), MaxRL (2602.02710), and what ScaleRL (2510.13786) divides by.
+The file has five more methods: REINFORCE (Williams, 1992), REINFORCE++ and its form with a group's
+mean (Hu et al., 2501.03262), MaxRL (2602.02710), and the divisor of ScaleRL (2510.13786).
 
     --baseline  method                  Â_i                                    a group all right
     none        REINFORCE               R_i                                    1

@@ -22,7 +22,7 @@ Its mistakes change no mean, until the clip uses the sign of Â. With λ = 0 the
 has little noise but all mistakes of V. λ between them weighs noise against the critic's mistakes
 (labs/bound computes both exactly).
 
-GRPO removed the critic, which is a second model to train, save and keep in memory, with GAE, seven
+GRPO removed the critic, a second model to train, save and keep in memory, and with it GAE, seven
 flags, a warm-up and a loss. It added the group's mean as the baseline, one advantage for all tokens
 of a response, a mean over responses, and the KL term in the loss instead of the reward. `diff
 variants/ppo.py grpo.py` shows it.
