@@ -15,39 +15,39 @@ Gradient weight on ∇ log π_θ(y_t), before each stream's average:
     main: M r Â + k,  branch: λ M r Â + k,  its prefix: 0;    k: grpo.py's β (π_ref/π_θ - 1)
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
-Sampling more responses from the start finds more of what is found anyway. A failed response has
-often gone right for a while; K new endings from one of its own states search there, and a
-comparison with siblings from the same state says much more than one with responses that share only
-the prompt. Where to cut: deep enough to be new (d^γ), early enough to be saved (σ, a logistic
-regression of "some branch succeeded" on the depth d, fitted while training).
+More responses from the start mostly repeat what is found anyway. A failed response is often right
+up to some point. K new endings from one of its own states search there. All K start from the same
+state, so comparing them says more than comparing responses that share only the prompt. The cut
+should be deep enough to be new (d^γ) and early enough to be saved (σ). σ is a logistic regression
+of "some branch succeeded" on the depth d; it is fitted during training.
 
-i = 0 is the bare prompt, the root: it can be drawn, and of a response with a single segment nothing
-else can. Its K "branches" are then K more answers from the start. The embedded model fails at first
-mostly by guessing, without a segment to cut at, so that in its first steps most branches are of
-this kind; metrics named `_root` count them apart.
+i = 0 is the bare prompt, the root. It can be drawn, and a response with a single segment has no
+other place to cut. Its K "branches" are then K more answers from the start. At first the embedded
+model mostly guesses, without a segment to cut at, so most branches are of this kind. Metrics named
+`_root` count them separately.
 
 Differs from grpo.py in:
-1. The branches, sampled after the rewards from all failed responses at once, and joined to the
-   batch: a branch is in the mini-batch of the response it grew from. Its prompt is prompt + prefix,
-   so the prefix gets no gradient.
-2. Advantages are mean-centred, without the standard deviation; the loss is a token-mean for each
-   stream.
+1. The branches. They are sampled after the rewards, from all failed responses at once, and join the
+   mini-batch of their parent response. The prompt of a branch is prompt + prefix, so the prefix
+   gets no gradient.
+2. Advantages are mean-centred, without the standard deviation. The loss is a token-mean for each
+   stream (main responses, branches).
 
 Differs from the paper in:
-1. Four optimiser steps per rollout where the released code takes one, so that the clip lives. No
-   dual clip at 3.
-2. The released code drops all rows of zero advantage; here only branches, as main rows stay in
-   GRPO's average. It also drops a step's branches if fewer than 128 are left; batches here are too
-   small for that.
-3. The regression (scikit-learn there) is 2-parameter Newton; the penalty is the same: u²/2, none on
-   v. There it is kept once fitted; here it is fitted anew at each step, and P = 1 again if the
-   latest 10,000 outcomes were all the same.
-4. A segment ends with any token whose text ends in `--boundary` (".", ")."); there with the one
-   token ".".
+1. Four optimiser steps per rollout. The released code takes one, so its clip never acts. No dual
+   clip at 3.
+2. Only branches with zero advantage are dropped, as main rows stay in GRPO's average. The released
+   code drops all such rows. It also drops a step's branches if fewer than 128 are left; batches
+   here are too small for that.
+3. The regression is a 2-parameter Newton method instead of scikit-learn, with the same penalty:
+   u²/2, none on v. The released code keeps it once fitted. Here it is fitted anew at each step, and
+   P = 1 again if the latest 10,000 outcomes were all the same.
+4. A segment ends with any token whose text ends in `--boundary` (".", ")."). In the released code
+   only the token "." ends one.
 
 Run it:
     torchrun deep_grpo.py                                   # laptop, a few minutes, no download
-    torchrun deep_grpo.py --branch_weight 0 # the control: of branches only the KL term, β 1e-4
+    torchrun deep_grpo.py --branch_weight 0 # control: branches have only the KL term, β 1e-4
     # the paper's batch and lengths, on all of MATH's training set
     torchrun --nproc_per_node=8 deep_grpo.py --model Qwen/Qwen2.5-Math-1.5B --task math \\
         --boundary . --prompts_per_step 64 --minibatches 1 --max_new_tokens 3072 --lr 1e-6 \\
@@ -128,7 +128,7 @@ class Args(Flags):
     kl_ratio: bool = False  # <own>
     """Multiply k3 by r, so that its gradient is the gradient of the KL (DeepSeek-V3.2)."""
     boundary: str = ";"  # <own>
-    """Text that ends a segment: a token that ends in it is a place to branch (paper: `.`)."""
+    """Text that ends a segment; a token that ends in it allows a branch (paper: `.`)."""
     branches: Several = 8  # <own>
     """K: new endings from each pivot (paper)."""
     branch_weight: NonNegative = 1.0  # <own>
@@ -148,7 +148,7 @@ def advantages(rewards: Tensor) -> Tensor:
 
 # <own>
 def pivots(response: list[int], boundaries: set[int]) -> list[int]:
-    """Prefix lengths to cut a response at: 0, the root, and each segment's end but the last's."""
+    """Prefix lengths at which to cut a response: 0 (the root) and all segment ends but the last."""
     return [0] + [i for i, t in enumerate(response, 1) if t in boundaries and i < len(response)]
 
 
@@ -162,7 +162,7 @@ def pivot_distribution(count: int, u: float, v: float, depth_power: float) -> tu
 def choose_pivot(
     response: list[int], boundaries: set[int], u: float, v: float, depth_power: float, rng: Random
 ) -> tuple[int, float]:
-    """How many tokens of a failed response are kept, drawn from Q, and how deep that is."""
+    """Draws from Q how many tokens of a failed response are kept; also returns the depth."""
     cuts = pivots(response, boundaries)
     depth, chances = pivot_distribution(len(cuts), u, v, depth_power)
     i = rng.choices(range(len(cuts)), chances.tolist())[0]
@@ -170,12 +170,12 @@ def choose_pivot(
 
 
 def fit_success(feedback: list[tuple[float, float]]) -> tuple[float, float]:
-    """(u, v) of P(some branch succeeds | depth) = σ(u depth + v), from (depth, 0 or 1) pairs: least
-    Σ log-loss + u²/2.
+    """(u, v) of P(some branch succeeds | depth) = σ(u depth + v), fitted to (depth, 0 or 1) pairs:
+    minimises Σ log-loss + u²/2.
 
-    Up to 10 pairs, or while all had the same outcome, it is P = 1 everywhere: u = 0, v = ∞.
-    Restarts count like any other pivot: the root competes with the others in Q, so its chance of
-    success has to be estimated too.
+    With at most 10 pairs, or if all outcomes are the same, P = 1 everywhere: u = 0, v = ∞.
+    Branches at the root count as well: the root competes with the other pivots in Q, so its chance
+    of success has to be estimated, too.
     """
     if len(feedback) <= 10 or len({success for _, success in feedback}) < 2:
         return 0.0, float("inf")
@@ -192,10 +192,10 @@ def fit_success(feedback: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 class Branches:
-    """New endings for failed responses. In each step `grow`, after the rewards, cuts the failed
-    ones, samples and scores; `join` puts every branch into its parent's mini-batch.
+    """New endings for failed responses. In each step `grow` cuts the failed responses after the
+    rewards, samples and scores; `join` puts every branch into its parent's mini-batch.
 
-    Each rank branches from its own responses; what succeeds at which depth all learn together.
+    Each rank branches from its own responses. The regression uses the outcomes of all ranks.
     """
 
     def __init__(self, args: Args, engine: object, task: object, tokenizer: object, world: World):
@@ -208,8 +208,8 @@ class Branches:
         self.feedback: list[tuple[float, float]] = []  # depth, whether some branch succeeded
 
     def grow(self, rollout: Rollout, rewards: Tensor, problems: list, means: Means) -> Rollout:
-        """K new endings of every failed response: those that teach something, with a column
-        `origin`, the row of `rollout` that they grew from. `rewards [P, G]`."""
+        """Samples K new endings of every failed response and returns those with an advantage. Their
+        column `origin` is the parent's row of `rollout`. `rewards [P, G]`."""
         args, world, K, G = self.args, self.world, self.args.branches, self.args.group_size
         # Each failed response is cut at one of its pivots, drawn from Q
         failed = (rewards.flatten() <= 0).nonzero()[:, 0]  # [F]: rows
@@ -217,7 +217,7 @@ class Branches:
         responses, parents = rollout.response_ids(), [problems[i // G] for i in failed.tolist()]
         prefixes, depths = [], []
         for row, parent in zip(failed.tolist(), parents):
-            rng = Random(f"{args.seed}/{parent.index * G + row % G}")  # its own: nothing to save
+            rng = Random(f"{args.seed}/{parent.index * G + row % G}")  # seeded, nothing saved
             kept, depth = choose_pivot(responses[row], self.boundaries, u, v, args.depth_power, rng)
             prefixes.append(responses[row][:kept])
             depths.append(depth)
@@ -228,20 +228,20 @@ class Branches:
         scores = self.task.verifier(texts, [parent.answer for parent in parents for _ in range(K)])
         outcome = torch.tensor(scores, device=world.device).view(len(failed), K)  # [F, K]
         grown.record_rewards(parents, outcome)
-        grown.advantages = advantages(outcome).flatten()  # [F·K]: over siblings, without the parent
+        grown.advantages = advantages(outcome).flatten()  # [F·K]: over siblings only
         grown.origin = failed.repeat_interleave(K)  # [F·K]
-        # What the regression learns from: the latest pivots of all ranks
+        # The regression is fitted to the latest pivots of all ranks
         saved = (outcome > 0).any(dim=1)  # [F]
         depth, success = (gather(x, world).tolist() for x in (torch.tensor(depths), saved.float()))
         self.feedback = [*self.feedback, *zip(depth, success)][-10_000:]
-        # Siblings all right or all wrong teach nothing
+        # Siblings that are all right or all wrong have no gradient
         used = grown.rows(grown.advantages.abs() > 1e-8)
         wrong = (rewards <= 0).all(dim=1)  # [P]
         rescued = wrong[(failed[saved] // G).unique()]
         means.add(branches_used=(len(used), None), groups_rescued=(rescued.sum(), wrong.sum()))
         tokens = grown.mask.sum()  # `tokens` is added to the main stream's
         means.add(extra_tokens=(tokens, rollout.mask.sum()), tokens=(tokens, None))
-        # Cuts inside a response, and those at the root apart
+        # Cuts inside a response and cuts at the root are counted separately
         deep = torch.tensor([len(prefix) > 0 for prefix in prefixes], dtype=torch.bool)  # [F]
         means.add(pivots_root=((~deep).sum(), len(deep)))
         for ending, at in (("", deep), ("_root", ~deep)):
@@ -250,8 +250,8 @@ class Branches:
         return used
 
     def join(self, rollout: Rollout, grown: Rollout) -> list[Rollout]:
-        """The mini-batches: equal shares of the main rows, and beside each what grew from it. A
-        column `branch` is 0 on main rows, on branches T_main / T_branch of the mini-batch."""
+        """The mini-batches: equal shares of the main rows, each with its branches. The column
+        `branch` is 0 on main rows, and T_main / T_branch of the mini-batch on branches."""
         rollout.branch = torch.zeros_like(rollout.advantages)  # [N]
         parts = rollout.split(self.args.minibatches)
         for i, part in enumerate(parts):
@@ -313,8 +313,8 @@ def policy_loss(
         k3 = ratio * k3 if args.kl_ratio else k3  # [n, T]: r has a gradient too
         objective = objective - args.beta * k3  # [n, T]
         stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
-    # The caller divides by T_main; times T_main / T_branch first, the branches are averaged over
-    # their own tokens.
+    # The caller divides by T_main. The factor T_main / T_branch makes the mean of the branches one
+    # over their own tokens.
     per_response = (objective * mask).sum(dim=1) * torch.where(main, 1.0, branch)  # [n]
     return -per_response.sum(), mask[main].sum(), stats
     # </own>

@@ -15,32 +15,29 @@ Gradient weight on ∇ log π_θ(y_t), before 1/G and 1/|y_i|:
     M r Â + β (π_ref/π_θ - 1)          (with `--kl_ratio` the second term is β r log(π_ref/π_θ))
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
-Why that is what f predicts: with p the student's chance to solve q, for rewards 0 or 1, on-policy,
-with a group without end and β = 0,
+Why f predicts this: let p be the student's chance to solve q. For rewards 0 or 1, on-policy, with
+an infinitely large group and β = 0,
 
     |∇J_q| = sqrt(p (1-p)) · | E[ĝ | right] - E[ĝ | wrong] |,     ĝ = ∇ log π(y) / |y|
 
-(without std: p (1-p) · ...). The first factor is 0 for a prompt always or never solved, and largest
-at p = 1/2. (The second depends on p, too: the product need not peak there. If k equal steps must
-all succeed it does at p = 0.38 for k = 2, at 0.22 for k = 30.) The teacher predicts the first from
-the text alone, by the last hidden states h_t of a causal language model, with squared error.
+Without std the first factor is p (1-p). This factor is 0 for a prompt that is always or never
+solved, and largest at p = 1/2. The second factor depends on p, too, so the product may peak
+elsewhere. The teacher predicts the first factor from the text of the prompt alone. It is a language
+model with last hidden states h_t, trained with squared error.
 
-For each slot of the batch K candidates are drawn and the one of the largest f(q) is taken, or with
-probability η a random one. No prompt needs a history: the teacher can score one that was never
-tried.
+K candidates are drawn for each slot of the batch. The one with the largest f(q) is taken or, with
+probability η, a random one. The teacher can score a prompt that was never tried.
 
 Differs from grpo.py in:
-1. The choice of prompts, before the rollout; the teacher's update, after the rewards. The teacher
-   is a second model with an optimiser of its own, sharded over the ranks and saved like the policy.
-   The loss is grpo.py's.
+1. The choice of prompts before the rollout; the teacher's update after the rewards. The teacher is
+   a second model with its own optimiser, sharded and saved like the policy. The loss is grpo.py's.
 
 Differs from the paper in:
-1. K, η, the window, the teacher's optimiser, batch and learning rates are ours (no public code
-   gives them); so are one tournament per slot, and no prompt twice in a batch.
+1. K, η, the window and the teacher's optimiser, batch and learning rates are ours (no public code
+   gives them). So are one tournament per slot and no repeated prompt in a batch.
 2. The teacher takes turns with the student on the same devices; the paper gives it 2 of 8 GPUs.
-3. The paper streams through OpenMathReasoning (3M problems). The command below draws from MATH's
-   7,500, 64 x 16 candidates a step: after seven steps every one has been looked at, and prompts
-   come back.
+3. The paper streams through OpenMathReasoning (3M problems). The command below draws 64 x 16
+   candidates per step from MATH's 7,500 problems, so after seven steps prompts come back.
 
 Run it:
     torchrun goldilocks.py                                  # laptop, two minutes, no download
@@ -132,13 +129,13 @@ class Args(Flags):
     explore: Share = 0.1  # <own>
     """η: share of slots filled at random, so that the teacher sees all kinds (our choice)."""
     window: Count = 2048  # <own>
-    """How many of the latest prompts the teacher learns from (our choice)."""
+    """Number of latest prompts from which the teacher learns (our choice)."""
     teacher_batch: Count = 64  # <own>
-    """Prompts in one update of the teacher; until it has so many, choice is random (our choice)."""
+    """Prompts in one update of the teacher; before it has them, choice is random (our choice)."""
     teacher_updates: Whole = 2  # <own>
     """Updates of the teacher per step (our choice)."""
     teacher_lr: Positive = 1e-3  # <own>
-    """The teacher's learning rate; its head has ten times it (our choice; real models: 1e-5)."""
+    """The teacher's learning rate; its head has ten times this (our choice; real models: 1e-5)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -154,7 +151,7 @@ def advantages(rewards: Tensor) -> Tensor:
 
 # <own>
 class Teacher(torch.nn.Module):
-    """f(q) = 1/2 σ(u · mean_t h_t(q) + v): what a prompt can teach the student, from its text."""
+    """f(q) = 1/2 σ(u · mean_t h_t(q) + v): what a prompt can teach, predicted from its text."""
 
     def __init__(self, backbone: torch.nn.Module):
         super().__init__()
@@ -171,14 +168,14 @@ class Teacher(torch.nn.Module):
 
 
 def learning_value(rewards: Tensor) -> Tensor:
-    """sqrt(p̂ (1-p̂)) of each group `[P, G]` -> `[P]`: the population standard deviation of rewards
-    0 and 1, and of part marks. A group all wrong or all right gives 0: it is learned, too."""
+    """sqrt(p̂ (1-p̂)) of each group `[P, G]` -> `[P]`: the population standard deviation of the
+    rewards, also of partial ones. A group all wrong or all right gives 0 and is learned, too."""
     return (rewards - rewards[:, :1]).std(dim=1, correction=0)
 
 
 def select(values: Tensor, candidates: list[list], explore: float, rng: Random) -> list[tuple]:
-    """For each slot (which candidate, whether by chance): the best of `values [B, K]`, or with
-    probability `explore` any. No prompt is taken twice while its slot has another left."""
+    """Returns (candidate, whether by chance) for each slot: the best of `values [B, K]`, or with
+    probability `explore` a random one. A prompt is taken twice only if its slot has no other."""
     chosen, taken = [], set()
     for scores, problems in zip(values.tolist(), candidates):
         order = sorted(range(len(problems)), key=lambda k: -scores[k])
@@ -192,10 +189,10 @@ def select(values: Tensor, candidates: list[list], explore: float, rng: Random) 
 
 
 class Curriculum:
-    """Which prompts the student gets. In each step `choose`, before the rollout, asks the teacher
-    for f(q) of all candidates; `learn`, after the rewards, shows it what the chosen ones taught.
+    """Chooses the student's prompts. In each step `choose` asks the teacher for f(q) of all
+    candidates before the rollout. After the rewards `learn` trains the teacher on their values.
 
-    The ranks divide the teacher's work and share what comes of it: all see the same values, make
+    The ranks divide the teacher's work and share the results. All ranks have the same values, make
     the same choice and keep the same window.
     """
 
@@ -205,7 +202,7 @@ class Curriculum:
             raise BadInput(f"{given}: must be a multiple of the ranks, and at most --window")
         self.args, self.task, self.world = args, task, world
         backbone, self.tokenizer = load_model(args.teacher or args.model, world, "--teacher")
-        self.encode(task.held_out[:1])  # refuses now, not after the run has begun
+        self.encode(task.held_out[:1])  # a bad prompt fails here, before the run
         self.teacher = shard(Teacher(backbone.base_model), args, world)
         head = {"params": self.teacher.head.parameters(), "lr": 10 * args.teacher_lr}
         groups = [{"params": self.teacher.lm.parameters()}, head]
@@ -213,18 +210,18 @@ class Curriculum:
         self.window = deque(maxlen=args.window)  # the latest choices: (prompt ids, value observed)
 
     def choose(self, step: int) -> list[Problem]:
-        """The problems of a step, all ranks', one for each of its B slots: of K candidates the one
-        with the largest f(q), or by chance any."""
+        """The problems of a step on all ranks, one for each of its B slots: the one of K candidates
+        with the largest f(q), or a random one."""
         args, B, K = self.args, self.args.prompts_per_step, self.args.candidates
         P, rank = B // self.world.size, self.world.rank
         slots = range((step - 1) * B, step * B)
         pool = [[self.task.train(slot * K + k) for k in range(K)] for slot in slots]  # [B, K]
-        # Each rank asks about its own slots; then all choose for all slots alike, so that none
-        # takes a prompt that another has taken.
+        # Each rank computes f for its own slots. Then every rank chooses for all slots, so that no
+        # two ranks take the same prompt.
         asked = [problem for slot in pool[rank * P : (rank + 1) * P] for problem in slot]
         values = gather(self.predict(self.encode(asked)), self.world).view(B, K).cpu()  # [B, K]
         explore = args.explore if len(self.window) >= args.teacher_batch else 1.0  # no teacher yet
-        self.rng = Random(f"{args.seed}/{step}")  # each step's own: nothing to save
+        self.rng = Random(f"{args.seed}/{step}")  # seeded by the step, so no state is saved
         choice = select(values, pool, explore, self.rng)
         self.above = values[range(B), [k for k, _ in choice]] - values.mean(dim=1)  # [B]
         self.by_chance = torch.tensor([chance for _, chance in choice])  # [B]
@@ -232,8 +229,8 @@ class Curriculum:
         return self.chosen
 
     def learn(self, rewards: Tensor, means: Means) -> None:
-        """From this rank's rewards `[P, G]`: what every rank's choices have taught goes into the
-        window, and the teacher is updated."""
+        """Add the learning values of all ranks' prompts to the window and update the teacher;
+        `rewards [P, G]` are this rank's."""
         observed = gather(learning_value(rewards), self.world).cpu()  # [B]
         self.window.extend(zip(self.encode(self.chosen), observed.tolist()))
         if len(self.window) >= self.args.teacher_batch:
@@ -245,7 +242,7 @@ class Curriculum:
         means.add(zero_groups_uniform=((idle & ~best).sum(), (~best).sum()))
 
     def encode(self, problems: list[Problem]) -> list[list[int]]:
-        """The bare prompts as the teacher's tokens."""
+        """The prompts, without chat template, as the teacher's tokens."""
         return [encode(problem.prompt, None, self.tokenizer, "--teacher") for problem in problems]
 
     def predict(self, prompts: list[list[int]], targets: Tensor | None = None) -> Tensor:
@@ -263,7 +260,7 @@ class Curriculum:
         return values
 
     def teach(self) -> None:
-        """One update: squared error on `--teacher_batch` random rows, each rank its share."""
+        """One update: squared error on `--teacher_batch` random rows, divided over the ranks."""
         rows = self.rng.sample(self.window, self.args.teacher_batch)
         share = rows[self.world.rank :: self.world.size]
         targets = torch.tensor([observed for _, observed in share], device=self.world.device)
@@ -276,7 +273,7 @@ class Curriculum:
 
 # </own>
 # Metrics that show whether the mechanism acts; the first is 0 as long as it does not.
-ACTED = {"chosen_over_mean": "score of the chosen prompts, above their candidates'"}  # <own>
+ACTED = {"chosen_over_mean": "f of chosen prompts, minus their candidates' mean"}  # <own>
 
 
 def policy_loss(

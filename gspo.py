@@ -14,24 +14,24 @@ Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mea
     M_i s_i Â_i / |y_i|
     M_i = 0 if (Â_i > 0 and s_i > 1+ε_high) or (Â_i < 0 and s_i < 1-ε_low), else 1
 
-The reward judges a whole response, so the ratio that corrects for its being off-policy should
-belong to the whole response too. GRPO's token ratios are single samples of an importance weight: in
-place of a correction they add noise, which grows with the length and, in mixture-of-experts models,
-with every expert that is chosen anew. Averaging the log ratios over a response makes s_i so steady
-that its clip is some 600 times narrower than GRPO's; clipping takes out whole responses, many more
-tokens than GRPO does, and still, the paper finds, learns faster.
+The reward is for a whole response, so the ratio that corrects for old samples should belong to the
+whole response, too. Each of GRPO's token ratios is a single sample of an importance weight. So they
+add noise, not a correction. The noise grows with the length and, in mixture-of-experts models, with
+every expert that is chosen anew. The mean of the log ratios over a response makes s_i so steady
+that its clip is some 600 times narrower than GRPO's. It clips whole responses, many more tokens
+than GRPO, and still learns faster, as the paper finds.
 
 Differs from grpo.py in:
 1. The ratio and its clip are per response; every token of a response gets the same weight.
 2. ε is 3e-4 below and 4e-4 above (section 5.1). A bfloat16 forward pass moves each log-prob by
-   about 1e-2; over a thousand tokens that noise averages out to this ε, over a hundred to three
-   times as much: train short responses with `--dtype float32`.
+   about 1e-2. Over a thousand tokens this noise averages out to this ε, over a hundred tokens to
+   three times as much. So train short responses with `--dtype float32`.
 3. No KL term, no reference model.
 
 Differs from the paper in:
 1. Model, data and the run's size. (Its four mini-batches per rollout are the default.)
-2. AdamW's betas, the warm-up, the gradient clip, the group size and the 1e-6 beside std are ours:
-   we know of no numbers of the paper's.
+2. AdamW's betas, the warm-up, the gradient clip, the group size and the 1e-6 beside std are ours,
+   as we know no numbers of the paper's.
 
 Run it:
     torchrun gspo.py                                        # laptop, two minutes, no download
@@ -150,20 +150,20 @@ def policy_loss(
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    # s is the likelihood ratio of the response, brought to "per token" by the root of its length,
-    # so that one ε fits short and long responses. exp of the SUM would be the plain ratio:
-    # astronomically large or small after 100 tokens.
+    # s is the likelihood ratio of the response, taken to the power 1/|y|, so that one ε fits short
+    # and long responses. exp of the SUM would be the plain ratio, which is astronomically large or
+    # small after 100 tokens.
     log_ratio = (logp - old_logp) * mask  # [n, T]: padding must not enter the mean
     s = (log_ratio.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).exp()  # [n]
     clipped = s.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n]
-    # The paper's GSPO-token writes sg[s] · π_θ(y_t)/sg[π_θ(y_t)] per token: same value and, with
-    # one advantage per response, same gradient. It exists for advantages that differ between a
-    # response's tokens.
+    # The paper's GSPO-token writes sg[s] · π_θ(y_t)/sg[π_θ(y_t)] per token. It has the same value
+    # and, with one advantage per response, the same gradient. It is for advantages that differ
+    # between a response's tokens.
     objective = torch.minimum(s * advantages, clipped * advantages)  # [n]
     out_above, out_below = s > 1 + args.clip_high, s < 1 - args.clip_low  # [n]
     cut = ((advantages > 0) & out_above) | ((advantages < 0) & out_below)  # [n]: M = 0
     far = A * (log_ratio.exp() - 1) > A.abs() * args.token_clip  # [n, T]: GRPO's clip would cut it
-    live = advantages != 0  # [n]: the others have no gradient that a clip could take
+    live = advantages != 0  # [n]: responses with a gradient
     tokens = (live[:, None] * mask).sum()  # []
     stats = {
         "clip_share": (cut.sum(), live.sum()),

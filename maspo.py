@@ -12,28 +12,28 @@ Objective, over all response tokens y_t of a mini-batch, with r = π_θ(y_t) / �
 
 Gradient weight on ∇ log π_θ(y_t), before the average over the mini-batch's tokens:
 
-    F r Â          (F detached: it dims the gradient, it is not something to climb)
+    F r Â          (F is detached: it lowers the gradient and has none of its own)
 
-Formulas and constants are those of the authors' code (github FlyTune/MASPO-RL).
-Three answers to three faults of GRPO's clip. The soft gate: a clipped token's gradient is dimmed,
-not thrown away. The mass-adaptive width: at probability 0.01 a ratio of 1.5 moves half a percent of
-probability mass, at 0.9 it is impossible; one ε for both starves rare tokens, so σ grows as π_old
-falls. The asymmetric risk: a clear success (large Â) may move further, a clear failure less, as
-pushing down is the riskier direction.
+Formulas and constants are those of the authors' code (github FlyTune/MASPO-RL). MASPO changes three
+things in GRPO's clip. First, a soft gate lowers the gradient of a token that GRPO clips, but does
+not remove it. Second, the width depends on probability mass. At probability 0.01 a ratio of 1.5
+moves half a percent of the mass; at 0.9 it is impossible. One ε for both restrains rare tokens too
+much, so σ grows as π_old falls. Third, a clear success (large Â) may move further, a clear failure
+less, because pushing down is riskier.
 
 Differs from grpo.py in:
-1. The one-sided Gaussian gate in place of min and clip; an update that brings a token back is never
-   gated.
-2. Token-mean over the mini-batch in place of the mean of response means.
+1. The one-sided Gaussian gate instead of min and clip. It never acts on an update that brings a
+   token back.
+2. Token-mean over the mini-batch instead of the mean of response means.
 3. No KL term, no reference model.
 
 Differs from the paper in:
-1. Four mini-batches per rollout, the paper takes 16.
-2. The displayed objective's normaliser could not be checked; token-mean is the default of the
+1. Four mini-batches per rollout; the paper takes 16.
+2. We could not check the normaliser of the displayed objective; token-mean is the default of the
    authors' code.
-3. No clamp of log r to ±20 (their code), which only acts on a ratio that has exploded.
-4. The gate is detached, as in their code; their README calls it differentiable. Differentiated, the
-   weight would be Â r F (1 - r (r - 1) / σ²), which turns negative beyond r = 1.618 (σ = 1).
+3. No clamp of log r to ±20 (their code); it only acts on a ratio that has exploded.
+4. The gate is detached, as in their code; their README calls it differentiable. With its derivative
+   the weight would be Â r F (1 - r (r - 1) / σ²), which is negative beyond r = 1.618 (σ = 1).
 
 Run it:
     torchrun maspo.py                                       # laptop, two minutes, no download
@@ -133,7 +133,7 @@ def advantages(rewards: Tensor) -> Tensor:
 ACTED = {
     "gate_closed": "how far the gate is closed (0 to 1)",
     "grpo_cut_share": "tokens that GRPO would cut (share)",
-    "kept_where_grpo_cuts": "weight kept of those (share)",
+    "kept_where_grpo_cuts": "share of their weight that the gate keeps",
 }
 # </own>
 
@@ -159,7 +159,7 @@ def policy_loss(
     # <own>
     ratio = (logp - old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     with torch.no_grad():
-        old_p = old_logp.exp()  # [n, T]: the mass a token had
+        old_p = old_logp.exp()  # [n, T]: the token's probability mass
         width = args.sigma_base / old_p**args.alpha  # [n, T]
         width = width.clamp(args.sigma_base, args.sigma_high)  # [n, T]: m
         risk = torch.where(A > 0, 1 + args.beta_pos * A, 1 / (1 - args.beta_neg * A))  # [n, 1]

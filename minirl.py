@@ -1,4 +1,4 @@
-"""MiniRL: the first-order view of policy gradients, with its two discrepancies in plain sight.
+"""MiniRL: the first-order view of policy gradients, with its two discrepancies made explicit.
 
 Qwen team, "Stabilizing Reinforcement Learning with LLMs: Formulation and Practices",
 2025, arXiv 2512.01374.
@@ -14,36 +14,36 @@ Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over respons
     M_t min(π_θ/μ, 5) Â
 
 The true objective is the expected reward of whole responses. The sum over tokens is its first-order
-approximation, exact where π_θ = μ and good while the two are close. Two things push them apart, and
-their product is the weight:
+approximation. It is exact where π_θ = μ and good while the two are close. Two discrepancies
+separate them, and their product is the weight:
 
     π_θ/μ  =  π_old/μ  (train-inference discrepancy: same weights, other numerics)
               x  π_θ/π_old  (staleness)
 
-The weight corrects for both, the mask stops a token whose staleness alone has gone too far. Mixing
-the two up (masking on π_θ/μ, or weighting by r) is the usual mistake. Dividing by the response's
+The weight corrects for both; the mask stops a token whose staleness alone is too large. Masking on
+π_θ/μ or weighting by r mixes the two up, which is the usual mistake. Dividing by the response's
 length breaks the approximation even at π_θ = μ.
 
-With a mixture of experts, either discrepancy may send a token to other experts, that is, through
-other weights. Routing replay fixes the selection while the router keeps its gradient: R2 replays
-what the trainer chose under π_old, R3 what the sampler chose. R3 narrows both gaps, but trains from
-the start on a routing the model would not choose.
+In a mixture of experts, either discrepancy may send a token to other experts, that is, through
+other weights. Routing replay fixes the selection, and the router keeps its gradient. R2 replays the
+trainer's choice under π_old, R3 the sampler's choice. R3 narrows both gaps, but from the start it
+trains with a routing that the model would not choose.
 
 Differs from grpo.py in:
-1. Advantages without std, a sum over tokens without a length, -log π with a detached weight in
-   place of min and clip.
-2. Both discrepancies are real here: the sampler runs on an 8-bit copy of the weights (in production
-   FP8 inference, or simply other kernels), and four mini-batches make π_θ leave π_old.
+1. Advantages without std, a sum over tokens without a length, -log π with a detached weight instead
+   of min and clip.
+2. Both discrepancies are real here. The sampler uses an 8-bit copy of the weights (in production
+   FP8 inference, or only other kernels). With four mini-batches, π_θ moves away from π_old.
 3. `--routing_replay`, with `--model tiny-moe`.
 4. ε 0.2 / 0.27, no KL term, no reference model.
 
 Differs from the paper in:
-1. The cap 5 is on the whole weight π_θ/μ; "the token-level IS weight" may also mean its first
+1. The cap 5 is on the whole weight π_θ/μ. "The token-level IS weight" may also mean its first
    factor.
 2. The hf engine rounds the 8-bit copy's weights, not its activations (vLLM on a GPU: both).
-3. `--grad_clip 1` (not given there) is exceeded at nearly every step by a sum over tokens (norms of
-   0.9 to 16 here): steps of large gradients then weigh less than without it. Adam undoes a constant
-   scale, not this one.
+3. A sum over tokens exceeds `--grad_clip 1` (not given in the paper) at nearly every step (norms of
+   0.9 to 16 here). So steps with large gradients weigh less than without it. Adam cancels a
+   constant scale, not this one.
 
 Run it:
     torchrun minirl.py                                      # laptop, two minutes, no download
@@ -135,7 +135,7 @@ class Args(Flags):
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Reward over the group's mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
+    """Reward minus group mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
     # Subtract one reward first, so that equal rewards are exactly 0: in floating point the mean of
     # eight 0.3 is not quite 0.3.
     rewards = rewards - rewards[:, :1]  # [P, G]
@@ -149,7 +149,7 @@ def advantages(rewards: Tensor) -> Tensor:
 def experts_differ(batch: Rollout) -> tuple[Tensor, Tensor]:
     """(tokens that sampler and trainer sent to different experts in some layer, tokens)."""
     differ, fed = batch.mask.new_zeros(()), batch.ends - 1  # [N]: the last token is not fed back
-    # A row at a time: the columns are on the CPU, and sort's indices eight times as large.
+    # A row at a time: the columns are on the CPU, and sort's indices are eight times as large.
     for end, *row in zip(fed.tolist(), batch.sampler_experts, batch.trainer_experts):
         sampler, trainer = (x[:end].to(differ.device).sort(dim=-1).values for x in row)
         differ += (sampler != trainer).flatten(1).any(dim=1).sum()  # of [end, layers, k]
@@ -187,12 +187,12 @@ def policy_loss(
     # <own>
     behaviour = rollout_logp if args.correct_mismatch else old_logp  # [n, T]
     uncapped = (logp.detach() - behaviour).exp()  # [n, T]: π_θ/μ
-    weight = uncapped.clamp(max=args.is_cap)  # [n, T]: a number, no gradient
+    weight = uncapped.clamp(max=args.is_cap)  # [n, T]: without gradient
     ratio = (logp.detach() - old_logp).exp()  # [n, T]: r, for the mask only
     out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
     cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
-    objective = ~cut * weight * A * logp  # [n, T]: the gradient comes from log π_θ alone
-    per_response = (objective * mask).sum(dim=1)  # [n]: a sum, the reward is the whole response's
+    objective = ~cut * weight * A * logp  # [n, T]: only log π_θ has a gradient
+    per_response = (objective * mask).sum(dim=1)  # [n]: a sum, not a mean
     if args.length_norm:
         per_response = per_response / mask.sum(dim=1).clamp(min=1)  # [n]
     stats = {
@@ -211,7 +211,7 @@ def main(args: Args, world: World) -> None:
     """The whole training loop."""
     lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
-    # vLLM pays for it with its scheduling ahead: there only what is replayed is recorded.
+    # In vLLM recording switches its scheduling ahead off, so there it records only for a replay.
     experts = args.rollout == "hf" or args.routing_replay == "r3"  # <own>
     engine = make_engine(args, lm, world, record_experts=experts)  # <own>
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term

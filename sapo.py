@@ -13,24 +13,25 @@ Gradient weight on ∇ log π_θ(y_t), before 1/G and 1/|y_i|:
 
     r Â sech²(τ (r - 1) / 2)          which is Â at r = 1, for every τ
 
-GRPO's clip is a cliff: a token just inside counts fully, one just outside not at all. SAPO's gate,
-the sech² above, is a smooth hill: it falls as the ratio leaves 1, to either side, and no token is
-ever quite lost. With the r in front the weight still grows up to r = 2 (to 1.57 Â) before it falls.
-A larger τ makes the hill narrower. τ_neg > τ_pos, since pushing a sampled token down raises the
-logits of all those that were not sampled, most of them nonsense: the less certain kind of update.
+GRPO's clip has a hard edge: a token just inside counts fully, one just outside not at all. SAPO's
+gate, the sech² above, is smooth. It falls as the ratio leaves 1 in either direction, and no token
+ever loses its whole gradient. With the r in front, the weight still grows up to r = 2 (to 1.57 Â)
+before it falls. A larger τ makes the gate narrower. τ_neg > τ_pos, because negative advantages are
+the less certain updates: pushing a sampled token down raises the logits of all other tokens, and
+most of them are nonsense.
 
-Do not read meaning into the loss's value: f(1) = 2/τ, only its gradient is normalised. And do not
-multiply f by r or detach it: f IS the ratio's replacement, its derivative supplies the gate.
+The value of the loss has no meaning: f(1) = 2/τ, only its gradient is normalised. Do not multiply f
+by r or detach it: f replaces the ratio, and its derivative is the gate.
 
 Differs from grpo.py in:
-1. The soft gate in place of min and clip. Still token-level; where the tokens of a response move
-   together it acts approximately like a gate on GSPO's sequence ratio.
+1. The soft gate instead of min and clip. It is still for single tokens. Where the tokens of a
+   response move together, it acts approximately like a gate on GSPO's sequence ratio.
 2. No KL term, no reference model.
 
 Differs from the paper in:
 1. Model, data and the run's size. (Its four mini-batches per rollout are the default.)
-2. AdamW's betas, the warm-up, the gradient clip, the group size and the 1e-6 beside std are ours:
-   we know of no numbers of the paper's.
+2. AdamW's betas, the warm-up, the gradient clip, the group size and the 1e-6 beside std are ours,
+   as we know no numbers of the paper's.
 
 Run it:
     torchrun sapo.py                                        # laptop, two minutes, no download
@@ -123,8 +124,8 @@ def advantages(rewards: Tensor) -> Tensor:
 # <own>
 ACTED = {
     "gate_closed": "how far the gate is closed (0 to 1)",
-    "gate_pos": "gate of good tokens (1: open)",
-    "gate_neg": "gate of bad tokens (1: open)",
+    "gate_pos": "gate where Â > 0 (1: open)",
+    "gate_neg": "gate where Â < 0 (1: open)",
 }
 # </own>
 
@@ -151,7 +152,7 @@ def policy_loss(
     ratio = (logp - old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     tau = torch.where(A > 0, A.new_tensor(args.tau_pos), A.new_tensor(args.tau_neg))  # [n, 1]
     objective = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * A  # [n, T]: f(r) Â
-    with torch.no_grad():  # what the gradient will be multiplied with, against no gate at all
+    with torch.no_grad():  # the gate, for the metrics
         gate = 1 / torch.cosh(tau * (ratio - 1) / 2) ** 2  # [n, T]: f'(r)
         up, down = (A > 0) * mask, (A < 0) * mask  # [n, T]
     stats = {

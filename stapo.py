@@ -14,38 +14,37 @@ Gradient weight on ∇ log π_θ(y_t), before the average over the tokens left:
     I M r Â
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
-H_t is the entropy of π_θ where y_t was drawn, τ_h a quantile of it over the mini-batch.
-A spurious token is one that the model itself found very unlikely, at a place where it was sure of
-another, in a response that was right all the same: it did not help, yet it is rewarded with the
-response. And its gradient is the largest. Theorem 3.1, for the gradient with respect to the logits
-a, with c the weight above:
+H_t is the entropy of π_θ where y_t was drawn, τ_h a quantile of it over the mini-batch. A spurious
+token was very unlikely for the model, at a place where the model was sure of another token, in a
+response that was right all the same. It did not help the response, but is rewarded with it, and it
+has the largest gradient. Theorem 3.1 is about the gradient with respect to the logits a, with c the
+weight above:
 
     |∇_a J|² = c² (1 - 2 π(y_t) + Σ_v π(v)²)
     c² (1 - 2π + e^-H)  <=  |∇_a J|²  <=  c² (2 - 2π - C_V H²),     C_V = (V - 1) / (V ln² V)
 
-(V: vocabulary; a pair of bounds, not a proportionality),
-
-so low probability together with low entropy means the largest norms. About one token in ten
-thousand, the authors find, is enough to wreck a run; silencing it loses no signal.
+V is the size of the vocabulary. These are bounds, not a proportionality. They are largest for a low
+probability together with a low entropy. The authors find that about one token in ten thousand is
+enough to destroy a run, and that silencing it loses no signal.
 
 Differs from grpo.py in:
-1. The mask I, and a denominator that counts the tokens left.
-2. Token-mean instead of the mean of response means, ε 0.2 / 0.28, no KL term (the JustRL recipe
-   the paper builds on).
+1. The mask I, and a denominator that counts the kept tokens.
+2. Token-mean instead of the mean of response means, ε 0.2 / 0.28, no KL term (the JustRL recipe on
+   which the paper builds).
 3. One more forward pass per mini-batch: τ_h is a quantile over all its tokens, which must be known
    before the first gradient.
 
 Differs from the paper in:
-1. The rule for τ_h is that of versions 1 to 3. Version 4, the latest one read (a version 5 is
-   listed), has the 75th percentile over the low-probability tokens of right responses. It needs
-   large mini-batches: a single such token is never below its own quantile, and in 150 steps here
-   (seed 1) none of the mini-batches, a thousand tokens each, held two that differ.
-2. Versions 1 to 3 call the same optimum both "80%" and "τ_h = 20%". Their text (the bottom 80% of
-   low-entropy tokens is masked; going from 20% to 80% shrinks the candidates) fits one reading: the
-   top 20% by entropy are always kept, τ_h = quantile(H, 0.80). quantile(H, 0.20), as often quoted,
-   is not it. That it is over all response tokens is our reading, too: they say "mini-batch" and no
-   more.
-3. A right response is one with Â > 0. Where the whole group is right Â is 0: those tokens are in no
+1. The rule for τ_h is that of versions 1 to 3. Version 4, the latest one that we read (a version 5
+   is listed), takes the 75th percentile over the low-probability tokens of right responses. This
+   needs large mini-batches, because a single such token is never below its own quantile. In 150
+   steps here (seed 1), no mini-batch (a thousand tokens each) held two that differ.
+2. Versions 1 to 3 call the same optimum both "80%" and "τ_h = 20%". Their text fits one reading:
+   the top 20% by entropy are always kept, τ_h = quantile(H, 0.80). (It says that the bottom 80% of
+   low-entropy tokens is masked, and that going from 20% to 80% shrinks the candidates.) quantile(H,
+   0.20) is often quoted, but wrong. It is also our reading that the quantile is over all response
+   tokens: they only say "mini-batch".
+3. A right response is one with Â > 0. If the whole group is right, Â is 0, and its tokens are in no
    gradient.
 
 Run it:
@@ -124,7 +123,7 @@ class Args(Flags):
     clip_high: NonNegative = 0.28  # <own>
     """ε above 1 (paper)."""
     tau_p: Share = 0.002  # <own>
-    """A token below this probability may be spurious (paper); turn it up to see more of them."""
+    """A token below this probability may be spurious (paper); a larger value finds more of them."""
     entropy_quantile: Share = 0.8  # <own>
     """τ_h: tokens below this quantile of the entropies may be spurious (paper, versions 1 to 3)."""
 
@@ -150,9 +149,9 @@ def entropy_threshold(args: Args, entropies: Tensor) -> Tensor:
 def spurious_tokens(
     args: Args, logp: Tensor, entropy: Tensor, advantages: Tensor, mask: Tensor, threshold: Tensor
 ) -> Tensor:
-    """True `[n, T]` on the tokens to silence: rewarded (Â > 0), improbable, the policy was sure."""
+    """True `[n, T]` on tokens to silence: Â > 0, improbable, and the policy was sure of another."""
     improbable = logp.detach().exp() < args.tau_p  # [n, T]
-    # Responses of a group begin alike. Without the 1e-5 rounding would treat the same place
+    # Responses of a group begin alike. Without the 1e-5, rounding could treat the same place
     # differently in two of them.
     sure = entropy < threshold - 1e-5  # [n, T]
     return (advantages[:, None] > 0) & improbable & sure & mask.bool()
@@ -164,7 +163,7 @@ def spurious_tokens(
 ACTED = {
     "silenced_share": "tokens silenced (share)",
     "silenced_prob": "their probability",
-    "silenced_entropy": "entropy where they stood (nats)",
+    "silenced_entropy": "entropy at their places (nats)",
 }
 # </own>
 

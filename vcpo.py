@@ -14,42 +14,42 @@ Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mea
 
     min(w_i, 8) Â_i / |y_i|          (never clipped; ESS sees the weights uncut)
 
-Asynchronous training learns from what older weights wrote. Importance weights make the estimate
-unbiased, but of high variance: a few responses with a large w dominate the whole step. ESS counts
-how many responses the batch is really worth; when it falls the step gets shorter, by the square
-root, as for a smaller batch under Adam. In the baseline b responses with heavy weights and large
-gradients count most: it gives the plain estimate Σ w g (R - b), where E[w g] = 0 whatever b is, the
-least variance. (With equal weights and norms it is GRPO's group mean.) The objective above is
-another estimate, with its weights cut and its gradients divided by the length: there b is no
-optimum, see below.
+Asynchronous training learns from responses of older weights. Importance weights make the estimate
+unbiased, but its variance is high: a few responses with a large w dominate the step. ESS counts how
+many responses the batch is really worth. When ESS falls, the learning rate falls with its square
+root, as for a smaller batch under Adam. In the baseline b, responses with large weights and large
+gradients count most. This b gives the plain estimate Σ w g (R - b) the least variance; E[w g] = 0,
+so any b is allowed. With equal weights and norms, b is GRPO's group mean. The objective above is
+another estimate: it cuts the weights and divides the gradients by the length. For it, b is not
+optimal (see the end).
 
 Differs from grpo.py in:
-1. A queue. The first `--lag` steps only fill it; over as many more a batch's age grows from 0 to
-   `--lag` updates, where it stays. That is the staleness of an asynchronous system, without its
-   speed-up: here sampling and training take turns.
-2. No π_old, no ratio clip, no KL: one weight per response, against the sampler's own log-probs.
-3. The baseline and the step length, as above; one optimiser step per batch.
-4. A pass more, before each update: b needs every response's own gradient norm. All of a
-   micro-batch come out of one backward pass that makes no gradient of any weight
-   (common/plumbing/norms.py); then b is known, and the update is grpo.py's loop.
+1. A queue. The first `--lag` steps only fill it. Over as many more steps, the age of a batch grows
+   from 0 to `--lag` updates and then stays there. This is the staleness of an asynchronous system
+   without its speed-up: here sampling and training take turns.
+2. No π_old, no ratio clip, no KL term: each response has one weight, against the sampler's
+   log-probs.
+3. The baseline and the learning rate, as above; one optimiser step per batch.
+4. One more pass before each update, because b needs the gradient norm of every response. One
+   backward pass gives the norms of a whole micro-batch, without any weight gradient
+   (common/plumbing/norms.py). The update is then grpo.py's loop.
 
 Differs from the paper in:
-1. The weighting in b is the paper's w²|g|²; the released code comes out at min(w, 8)² w² |g|², as
-   its g already contains the weight.
-2. ESS in log space. The released code's float32 w overflows at log w > 88, which long responses can
-   reach: ESS is then NaN, and min(1, NaN) is 1: no damping when it is needed most.
-3. A model with parts whose gradient norms that pass does not know (experts) is refused. With
-   `--no_optimal_baseline`, the group's mean for b, it can be trained.
-4. The paper's sampler works beside the trainer. Here the queue alone makes the staleness.
+1. b is weighted by w²|g|², as in the paper. The released code has min(w, 8)² w² |g|², as its g
+   already contains the weight.
+2. ESS is computed in log space. In the released code w overflows float32 at log w > 88, which long
+   responses can reach. ESS is then NaN, min(1, NaN) is 1, and nothing is damped.
+3. A model is refused if the norm pass does not support one of its parts (experts). It can be
+   trained with `--no_optimal_baseline`, which takes the group's mean for b.
 
-Not a difference, but to be known: in the released code as here b is applied to min(w, 8) g/|y|, for
-which it is not the best baseline. With all answers of small random tasks enumerated, the variance
-is a fifth above the least one possible on-policy (in the median of 40), and above the plain group
-mean's in 27 of 40; off-policy in 16 (tests/algorithms/test_vcpo.py).
+Here and in the released code b is applied to min(w, 8) g/|y|, for which it is not the best
+baseline. We enumerated all answers of 40 small random tasks. On-policy, the variance is a fifth
+above the least possible one (median), and above that of the plain group mean in 27 tasks;
+off-policy in 16 (tests/algorithms/test_vcpo.py).
 
 Run it:
     torchrun vcpo.py                                        # laptop, two minutes, no download
-    torchrun vcpo.py --no_optimal_baseline --no_ess_scaling # same lag, weights cut at 8, no more
+    torchrun vcpo.py --no_optimal_baseline --no_ess_scaling # only the lag and the cut at 8
     # the paper's batch, lag and lengths on MATH
     torchrun --nproc_per_node=8 vcpo.py --model Qwen/Qwen2.5-7B --task math --prompts_per_step 32 \\
         --group_size 16 --lag 10 --max_new_tokens 2048 --lr 1e-6 --weight_decay 0.1 \\
@@ -122,17 +122,17 @@ class Args(Flags):
     grad_clip: Positive = 1.0
     """Largest gradient norm; larger gradients are scaled down to it (verl's default)."""
     lag: Whole = 8  # <own>
-    """k: batches trained on between a batch's sampling and its own training (paper: 12 on GSM8K, 10
-    on MATH)."""
+    """k: batches that are trained between sampling a batch and training on it (paper: 12 on GSM8K,
+    10 on MATH)."""
     is_cap: Positive = 8.0  # <own>
     """Largest weight of a response in the loss (paper); ESS sees the weights uncut."""
     ess_scaling: bool = True  # <own>
-    """Shorten the step by the square root of the batch's effective sample size."""
+    """Lower the learning rate by the square root of the batch's effective sample size."""
     rho_on: Positive = 1.0  # <own>
-    """ESS ratio at which the step has its full length (paper: 1, and 0.55 for long tool-use
-    responses)."""
+    """ESS ratio from which the learning rate has its full value (paper: 1, and 0.55 for long
+    tool-use responses)."""
     optimal_baseline: bool = True  # <own>
-    """Centre advantages on b, see the header; False: on the group's mean."""
+    """Subtract b (see the header); False: the group's mean."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -144,13 +144,13 @@ def advantages(rewards: Tensor) -> Tensor:
     # A group that is all right or all wrong gets exactly 0: a prompt that is too easy or too hard
     # teaches nothing.
     # <own>
-    # The population's, as in the authors' code. The baseline b comes on top, see baseline_shift.
+    # The population's std, as in the authors' code. baseline_shift adds the baseline b.
     std = rewards.std(dim=1, keepdim=True, correction=0)  # [P, 1]
     return centred / torch.where(std > 1e-8, std, 1.0)  # [P, G]
 
 
 def log_weight(logp: Tensor, rollout_logp: Tensor, mask: Tensor) -> Tensor:
-    """log w of whole responses `[n]`: the sum over their tokens `[n, T]`, not the mean."""
+    """log w of whole responses `[n]`: the sum over their tokens, not the mean."""
     return ((logp.detach() - rollout_logp) * mask).sum(dim=1)
 
 
@@ -160,15 +160,15 @@ def truncated(args: Args, log_w: Tensor) -> Tensor:
 
 
 def ess_ratio(log_w: Tensor) -> Tensor:
-    """ρ = ESS/B = (Σ w)² / (B Σ w²) of the weights' logarithms `[B]`, finite for any of them."""
+    """ρ = ESS/B = (Σ w)² / (B Σ w²) of the weights' logarithms `[B]`, always finite."""
     return (2 * log_w.logsumexp(0) - (2 * log_w).logsumexp(0)).exp() / len(log_w)
 
 
 def baseline_shift(log_w: Tensor, norms: Tensor, advantages: Tensor) -> Tensor:
     """b of a group, in units of its advantages: Σ w²|g|² Â / Σ w²|g|²; `[..., G]` -> `[...]`.
 
-    (R - b)/std = Â - this, since Â is (R - mean)/std. In log space: w² alone overflows after a
-    hundred tokens.
+    (R - b)/std = Â - shift, since Â is (R - mean)/std. It is computed in log space, as w² can
+    overflow after a hundred tokens.
     """
     share = torch.softmax(2 * log_w + 2 * norms.clamp(min=1e-30).log(), dim=-1)  # [..., G]
     return (share * advantages).sum(dim=-1)
@@ -179,7 +179,7 @@ def baseline_shifts(args: Args, policy: Policy, batch: Rollout, world: World) ->
     A = batch.advantages.view(-1, args.group_size)  # [P, G]
     shifts, unequal = torch.zeros_like(A), (A != 0).any(dim=1)  # [P, G], [P]
     if args.optimal_baseline:
-        # Where all rewards are equal b is their mean, whatever the norms: no pass for those.
+        # If all rewards are equal, b is their mean for any norms, so these groups need no pass.
         part = batch.rows(unequal.repeat_interleave(args.group_size))
         logp, norms = gradient_norms(policy, part, args, world)  # [n, T], [n]
         log_w = log_weight(logp, part.rollout_logp, part.mask)  # [n]
@@ -195,10 +195,10 @@ class Stale:
         if args.lag >= args.steps:
             raise BadInput(f"--lag {args.lag}: must be below --steps {args.steps}")
         self.lag, self.device = args.lag, world.device
-        self.queue: deque[list[Rollout]] = deque()  # of each batch its mini-batches
+        self.queue: deque[list[Rollout]] = deque()  # a batch is a list of mini-batches
 
     def exchange(self, batch: list[Rollout]) -> list[Rollout]:
-        """Put this step's batch in and take out the one that is due; empty while the queue
+        """Put this step's batch in and take out the batch that is due; empty while the queue
         fills."""
         self.queue.append(batch)
         return self.queue.popleft() if len(self.queue) > self.lag else []
@@ -217,7 +217,7 @@ class Stale:
 # Metrics that show whether the mechanism acts; the first is 0 as long as it does not.
 # <own>
 ACTED = {
-    "lr_damping": "how far the step is shortened (share)",
+    "lr_damping": "reduction of the learning rate (share)",
     "ess_ratio": "effective sample size (share of the batch)",
     "weight_max": "largest weight of a response, uncut",
 }
@@ -243,7 +243,7 @@ def policy_loss(
     """
     # <own>
     log_w = log_weight(logp, rollout_logp, mask)  # [n]
-    weight = truncated(args, log_w)  # [n]: a number, no gradient
+    weight = truncated(args, log_w)  # [n]: without gradient
     per_response = (logp * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i| Σ log π
     stats = {
         "weight": (weight.sum(), len(weight)),
@@ -304,8 +304,8 @@ def main(args: Args, world: World) -> None:
         # once. The sampler check needs it.
         run.clock("old_logp")
         # <own>
-        # Mini-batches. The ranks exchange whole groups, as b needs them, until their token
-        # counts are about equal.
+        # Mini-batches. The ranks exchange whole groups, which b needs, until their token counts
+        # are about equal.
         minibatches = [balance_tokens(part, world, G) for part in rollout.split(args.minibatches)]
         # </own>
         for minibatch in minibatches:
@@ -318,7 +318,7 @@ def main(args: Args, world: World) -> None:
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
         # fills there is none: the step trains on nothing and logs what it sampled.
         # <own>
-        own = {"tokens": (rollout.mask.sum(), None)}  # once, now; not when due
+        own = {"tokens": (rollout.mask.sum(), None)}  # counted now, not when the batch is due
         trained = max(0, step - 1 - args.lag)  # batches, before this step
         minibatches = stale.exchange(minibatches)
         if minibatches:
@@ -363,7 +363,7 @@ def main(args: Args, world: World) -> None:
             rho = ess_ratio(gather(log_w, world)).item()
             scale = min(1.0, rho / args.rho_on) ** 0.5 if args.ess_scaling else 1.0
             optimizer.param_groups[0]["lr"] = warm_lr * scale
-            # A count of 0 logs nothing where it is off
+            # A count of 0: nothing is logged
             means.add(ess_ratio=(rho, 1), lr_damping=(1 - scale, args.ess_scaling))
             # </own>
             norm = clip_gradients(policy, args.grad_clip)

@@ -1,10 +1,11 @@
-"""What an algorithm file must hold, without pytest: for the tests, the labs' grader and the reader.
+"""The rules that an algorithm file must follow, without pytest: for tests, the labs' grader and the
+reader.
 
-`checks/<algorithm>.py` has two lists. `CHECKS` are functions of a module (the file, a damaged
-copy, or a student's): they raise AssertionError where it is wrong, and their docstring says what is
-held. `MUTANTS` are damages, name -> (what stands in the file once, what it becomes), each of which
-at least one check must see; a third entry names the check that must see it. `READS` names the
-columns that the loss may use beside log π, advantages and mask; without it, π_old's alone.
+`checks/<algorithm>.py` has two lists. `CHECKS` are functions of a module (the file, a damaged copy,
+or a student's file). They raise AssertionError if the module is wrong, and their docstring states
+the rule. `MUTANTS` are damages: name -> (text that is in the file once, its replacement). At least
+one check must fail on each; a third entry names the check that must fail. `READS` names the columns
+that the loss may use besides log π, advantages and mask. Without it, π_old is the only one.
 """
 
 import importlib
@@ -25,21 +26,21 @@ FIXTURE = json.loads(Path(__file__).with_name("losses.json").read_text(encoding=
 
 
 def of(algorithm: str) -> tuple[list[Callable], dict[str, tuple]]:
-    """CHECKS and MUTANTS of an algorithm, by its file's stem; behind the CHECKS of its own those
-    that hold for every `policy_loss`."""
+    """CHECKS and MUTANTS of an algorithm, by its file's stem. After its own CHECKS come those for
+    every `policy_loss`."""
     module = importlib.import_module(f"checks.{algorithm}")
     reads = getattr(module, "READS", ("old_logp",))
     return [*module.CHECKS, check_padding_counts_for_nothing, unread(reads)], module.MUTANTS
 
 
 def written_here(namespace: dict) -> list[Callable]:
-    """Every `check_*` that a module defines, in the order written."""
+    """Every `check_*` that a module defines, in order."""
     ours = [f for name, f in namespace.items() if name.startswith("check_")]
     return [f for f in ours if f.__module__ == namespace["__name__"]]
 
 
 def replaced(path: Path, old: str, new: str) -> str:
-    """A file's text with `old`, which must stand there once, replaced; line breaks inside it are no
+    """A file's text with `old` replaced, which must be there once. Line breaks inside it do not
     matter, so that a formatter may move them."""
     source, tokens = path.read_text(encoding="utf-8"), re.findall(r"\w+|\s+|.", old.strip())
     # A formatter also puts a comma before a bracket that closes on a line of its own
@@ -61,7 +62,7 @@ def mutate(module: ModuleType, old: str, new: str) -> ModuleType:
 
 
 def red(module: ModuleType, checks: list[Callable]) -> Iterator[Callable]:
-    """The checks that the module does not pass, one by one."""
+    """The checks that fail on the module, one by one."""
     for check in checks:
         try:
             check(module)
@@ -73,14 +74,14 @@ def red(module: ModuleType, checks: list[Callable]) -> Iterator[Callable]:
 
 
 def number(x: float, other: float | None = None) -> str:
-    """x with four digits, or as many as part it from the other."""
+    """x with four digits, or with enough digits to differ from the other number."""
     texts = [[f"{float(value):.{digits}g}" for value in (x, other or 0)] for digits in (4, 8, 12)]
     return next((a for a, b in texts if a != b), texts[0][0])
 
 
 def near(found: object, expected: object, what: str, tolerance: float = 1e-12) -> None:
-    """AssertionError with what it is, found and expected number, where the two are further apart;
-    of tensors, where they are furthest."""
+    """Raises AssertionError with the name, the found and the expected number, if the two differ by
+    more than the tolerance. For tensors, it names the place with the largest difference."""
     found, expected = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (found, expected))
     assert found.shape == expected.shape, (
         f"{what}: of shape {list(found.shape)}, expected {list(expected.shape)}"
@@ -97,7 +98,7 @@ def near(found: object, expected: object, what: str, tolerance: float = 1e-12) -
 
 
 def terms(module: ModuleType, args: object, **tensors: Tensor) -> tuple[Tensor, Tensor, dict]:
-    """What `policy_loss` returns; not given are: μ, as π_old; the entropy, as 0; π_ref, as None."""
+    """The result of `policy_loss`. Defaults: μ is π_old, the entropy 0, π_ref None."""
     tensors = {
         "rollout_logp": tensors["old_logp"],
         "entropy": torch.zeros_like(tensors["logp"]),
@@ -113,7 +114,7 @@ def loss_of(module: ModuleType, args: object, **tensors: Tensor) -> tuple[Tensor
 
 
 def no_kl(module: ModuleType, **flags: object) -> object:
-    """The file's Args, without a KL term where it has one."""
+    """The file's Args, without a KL term if the file has one."""
     return replace(
         module.Args(), **({"beta": 0.0} if hasattr(module.Args(), "beta") else {}), **flags
     )
@@ -125,7 +126,7 @@ def one(*values: float) -> Tensor:
 
 
 def toy_batch() -> dict[str, Tensor]:
-    """The fixture's: six responses, many of whose tokens are beyond every clip."""
+    """The fixture's batch: six responses, many of whose tokens are beyond every clip."""
     inputs = FIXTURE["inputs"]
     batch = {
         name: torch.tensor(inputs[name], dtype=torch.float64)
@@ -169,7 +170,7 @@ def weighs(
     tolerance: float = 1e-12,
     **rest: object,
 ) -> None:
-    """That gradient weight is as expected, or the message has the numbers."""
+    """The gradient weight is as expected; otherwise the message has the numbers."""
     names = {"old": "π_old", "mu": "μ"}
     places = [f"r = {number(ratio)}", f"Â = {advantage:+.4g}"]
     places += [f"{names.get(name, name)} = {value}" for name, value in rest.items()]
@@ -187,7 +188,7 @@ def gradient(module: ModuleType, **flags: object) -> Tensor:
 
 
 def matches(module: ModuleType, case: str, **flags: object) -> None:
-    """Value and gradient on the toy batch are those of the fixture's case, to 1e-8."""
+    """Value and gradient on the toy batch equal the fixture's case, to 1e-8."""
     expected, batch = FIXTURE["cases"][case], toy_batch()
     loss = loss_of(module, no_kl(module, **flags), **batch)[0]
     near(loss, expected["loss"], "the loss of the toy batch", 1e-8)
@@ -196,7 +197,7 @@ def matches(module: ModuleType, case: str, **flags: object) -> None:
 
 
 def advantages_match(module: ModuleType, case: str, tolerance: float) -> None:
-    """Advantages of the fixture's rewards are those of its case."""
+    """Advantages of the fixture's rewards equal those of its case."""
     numbers = FIXTURE["advantages"]
     rewards, expected = (
         torch.tensor(numbers[name], dtype=torch.float64) for name in ("rewards", case)
@@ -208,10 +209,10 @@ def advantages_match(module: ModuleType, case: str, tolerance: float) -> None:
 
 
 def gradient_law(module: ModuleType, power: float, **flags: object) -> None:
-    """|∇J| = (p (1-p))^power · |E[∇ log π | right] - E[∇ log π | wrong]|, of the module's own
+    """|∇J| = (p (1-p))^power · |E[∇ log π | right] - E[∇ log π | wrong]|, with the module's own
     advantages and loss.
 
-    The "group" holds every outcome of a policy in exact proportion: no sampling noise takes part.
+    The "group" holds every outcome of a policy in exact proportion, so there is no sampling noise.
     """
     right = torch.tensor([1.0, 0, 0, 1, 0, 1], dtype=torch.float64)
     for counts in ([1, 7, 3, 4, 2, 3], [12, 2, 1, 1, 2, 2], [1, 1, 1, 15, 1, 1]):
@@ -232,8 +233,8 @@ def gradient_law(module: ModuleType, power: float, **flags: object) -> None:
 
 
 def busy_batch() -> dict[str, Tensor]:
-    """The toy batch with μ, π_ref and entropies of their own, and with padding on which everything
-    that can be counted would be: outward ratios, likely and rare tokens."""
+    """The toy batch with its own μ, π_ref and entropies. Its padding has values that every count
+    would include: ratios that moved outward, likely and rare tokens."""
     batch, generator = toy_batch(), torch.Generator().manual_seed(7)
     mask, A = batch["mask"], batch["advantages"][:, None]
     noise = torch.rand(3, *mask.shape, generator=generator, dtype=torch.float64)
@@ -247,8 +248,9 @@ def busy_batch() -> dict[str, Tensor]:
 
 
 def every_answer() -> tuple[tuple[Tensor, ...], Tensor]:
-    """All answers of up to three tokens of 0, 1, 2, where 0 ends one: the place of every token in a
-    table `[3, 4, 3]` (position, the token before, the token), and the mask, `[answers, 3]`."""
+    """All answers of up to three tokens of 0, 1, 2, where 0 ends an answer. Returns the index of
+    every token in a table `[3, 4, 3]` (position, the token before, the token), and the mask,
+    `[answers, 3]`."""
     every = [s for n in (1, 2, 3) for s in itertools.product(range(3), repeat=n)]
     answers = [s for s in every if 0 not in s[:-1] and (s[-1] == 0 or len(s) == 3)]
     places = torch.zeros(len(answers), 3, 3, dtype=torch.long)  # of padding: any
@@ -262,8 +264,8 @@ def every_answer() -> tuple[tuple[Tensor, ...], Tensor]:
 
 
 def response_tokens(batch: dict[str, Tensor]) -> SimpleNamespace:
-    """Of every response token, in one row `[M]`: r, Â, π_old, π_θ/μ, log(π_ref/π_θ) and H; and how
-    many there are."""
+    """r, Â, π_old, π_θ/μ, log(π_ref/π_θ) and H of every response token, in one row `[M]`, and their
+    number."""
     on = batch["mask"] > 0
     A, old = batch["advantages"][:, None].expand_as(on), batch["old_logp"]
     columns = {"A": A, "old": old.exp(), "r": (batch["logp"] - old).exp(), "H": batch["entropy"]}
@@ -273,8 +275,8 @@ def response_tokens(batch: dict[str, Tensor]) -> SimpleNamespace:
 
 
 def counts(stats: dict, expected: dict[str, tuple], where: str = "") -> None:
-    """These statistics are these (sum, count) pairs; a count of None stands for a maximum or a sum
-    that is not divided."""
+    """The statistics equal these (sum, count) pairs. A count of None marks a maximum or a sum that
+    is not divided."""
     for name, (total, count) in expected.items():
         assert name in stats, f"{name} is missing from the statistics, the third that is returned"
         pair = stats[name]
@@ -285,8 +287,8 @@ def counts(stats: dict, expected: dict[str, tuple], where: str = "") -> None:
 
 
 def clipped(t: SimpleNamespace, low: float, high: float) -> dict[str, tuple]:
-    """How many tokens (of `response_tokens`) PPO's clip takes the gradient from, and on which
-    side."""
+    """The number of tokens (of `response_tokens`) that lose their gradient by PPO's clip, in all
+    and on each side."""
     above, below = (t.A > 0) & (t.r > 1 + high), (t.A < 0) & (t.r < 1 - low)
     shares = {"share": above | below, "above": above, "below": below}
     return {name: (tokens.sum(), t.M) for name, tokens in shares.items()}
@@ -322,9 +324,9 @@ def check_parts_add_up(module: ModuleType) -> None:
 
 
 def check_clip_statistics(module: ModuleType) -> None:
-    """clip_share counts the response tokens from which the clip takes the gradient (Â > 0 and r >
-    1 + clip_high, or Â < 0 and r < 1 - clip_low), clip_above the former, clip_below the latter, of
-    all response tokens; ref_kl is k3 itself, not times β."""
+    """clip_share counts the response tokens that lose their gradient by the clip (Â > 0 and r > 1 +
+    clip_high, or Â < 0 and r < 1 - clip_low). clip_above counts the first kind, clip_below the
+    second, each as a share of all response tokens. ref_kl is k3 itself, not times β."""
     batch, flags = busy_batch(), {"clip_low": 0.2, "clip_high": 0.28}
     t = response_tokens(batch)
     expected = {f"clip_{name}": pair for name, pair in clipped(t, 0.2, 0.28).items()}
@@ -335,8 +337,8 @@ def check_clip_statistics(module: ModuleType) -> None:
 
 
 def check_kl_ratio(module: ModuleType) -> None:
-    """With kl_ratio, over all samples of π_old, the KL term is KL(π_θ ‖ π_ref) and its gradient is
-    that of this KL, though π_θ is another policy; without, it is neither."""
+    """With kl_ratio, over all samples of π_old, the KL term is KL(π_θ ‖ π_ref), and its gradient is
+    that of this KL, although π_θ is another policy. Without the flag, it is neither."""
     counts = torch.tensor([1, 7, 3, 4, 2, 3])
     outcomes, old = torch.repeat_interleave(torch.arange(6), counts), counts.double() / counts.sum()
     generator = torch.Generator().manual_seed(3)
@@ -361,10 +363,10 @@ def check_kl_ratio(module: ModuleType) -> None:
 
 
 def check_equal_rewards(module: ModuleType) -> None:
-    """Equal rewards, all right, all wrong, or the same part of a mark, have advantages of exactly
-    0. The mean of eight 0.7 is not quite 0.7 in float32, and a std of the same rounding does not
-    make the difference small: subtract one of the group's rewards from all of them first. Rewards
-    are left as they are."""
+    """Equal rewards (all right, all wrong, or all partly right) have advantages of exactly 0. The
+    mean of eight 0.7 is not quite 0.7 in float32, and a std of the same rounding does not make the
+    difference small. So subtract one of the group's rewards from all of them first. The given
+    rewards are not changed."""
     for reward in (1.0, 0.0, 0.7, 0.3):
         rewards = torch.full((2, 8), reward)
         worst = module.advantages(rewards).abs().max().item()
@@ -387,7 +389,7 @@ def outcome(
 
 
 def same_outcome(found: tuple, expected: tuple, where: str) -> None:
-    """Loss, gradient and statistics are the same, padding aside."""
+    """Loss, gradient and statistics are the same, except on padding."""
     width = expected[1].shape[1]
     near(found[0], expected[0], f"the loss {where}", 1e-9)
     near(found[1][:, :width], expected[1], f"the gradient {where}", 1e-9)
@@ -395,8 +397,8 @@ def same_outcome(found: tuple, expected: tuple, where: str) -> None:
 
 
 def check_padding_counts_for_nothing(module: ModuleType) -> None:
-    """Whatever stands on padding, and however much of it: loss, gradient and statistics are the
-    same, padding has no gradient, and no tensor is changed in place."""
+    """For any values on padding, and any amount of it, loss, gradient and statistics are the same.
+    Padding has no gradient, and no tensor is changed in place."""
     batch = busy_batch()
     on = batch["mask"] > 0
     clean = batch | {n: x * batch["mask"] for n, x in batch.items() if x.dim() == 2}
@@ -408,7 +410,7 @@ def check_padding_counts_for_nothing(module: ModuleType) -> None:
 
 
 def unread(reads: tuple[str, ...]) -> Callable:
-    """The check that what a loss must not read plays no part."""
+    """The check that a loss does not depend on a column that it must not read."""
     words = {"old_logp": "π_old", "rollout_logp": "μ", "entropy": "the entropy"}
     names = [name for name in words if name not in reads]
 

@@ -1,4 +1,4 @@
-"""The baselines: each by hand, over ranks, and that the loss is JustRL's."""
+"""The baselines: each by hand and over ranks; the loss is JustRL's."""
 
 from types import ModuleType
 
@@ -35,22 +35,22 @@ def check_whitened(module: ModuleType) -> None:
 
 
 def check_maxrl(module: ModuleType) -> None:
-    """(R - p) / p: 3 and -1s for one right of four; nothing where none is."""
+    """(R - p) / p: 3 and -1s for one right of four; 0 if none is right."""
     near(module.advantages(R, "maxrl")[0], torch.tensor([3.0, -1, -1, -1]).double(), "1/4", 1e-12)
     near(module.advantages(R, "maxrl")[3], torch.tensor([1.0, 1, -1, -1]).double(), "2/4", 1e-12)
     assert not module.advantages(R, "maxrl")[1:3].any()
 
 
 def check_scalerl(module: ModuleType) -> None:
-    """The group's mean off, over the standard deviation of what is left in the whole batch."""
+    """R minus the group's mean, divided by the standard deviation of this in the whole batch."""
     centred = R - R.mean(1, keepdim=True)
     expected = centred / (centred.std() + 1e-6)
     near(module.advantages(R, "scalerl", SIZES), expected, "batch std", 1e-12)
 
 
 def check_equal_rewards(module: ModuleType) -> None:
-    """A batch whose rewards are all equal, parts of a mark too, has advantages of exactly 0,
-    REINFORCE's aside."""
+    """A batch of equal rewards, also partly right ones, has advantages of exactly 0, except
+    REINFORCE's."""
     for reward in (1.0, 0.0, 0.1, 0.3, 0.7, 0.9):
         rewards = torch.full((2, 8), reward)
         for how in ("rloo", "batch", "group", "maxrl", "scalerl"):
@@ -59,7 +59,7 @@ def check_equal_rewards(module: ModuleType) -> None:
 
 
 def check_metrics(module: ModuleType) -> None:
-    """apart: mean |Â - (R - mean R)|; idle_push: the part of Σ |Â| in groups of equal rewards."""
+    """apart: mean |Â - (R - mean R)|; idle_push: the share of Σ |Â| in zero-variance groups."""
     A = module.advantages(R, "batch")
     found = module.effect(R, A)
     centred = R - R.mean(1, keepdim=True)

@@ -1,5 +1,5 @@
-"""Blockwise advantages: one block is GRPO's mean, two have each their own; where the blocks are
-cut, and what an answer is compared with."""
+"""Blockwise advantages: one block has GRPO's mean, two blocks have one each. Also where the blocks
+are cut, and the baseline of an answer."""
 
 from types import ModuleType, SimpleNamespace
 
@@ -31,7 +31,7 @@ def two_blocks() -> dict[str, Tensor]:
 
 
 def check_each_block_has_its_own(module: ModuleType) -> None:
-    """On its tokens Â_k / |T_k|; nothing on padding, nothing of an answer that is not there."""
+    """Its tokens have the weight Â_k / |T_k|; padding and a missing answer have none."""
     batch = two_blocks()
     batch["logp"].requires_grad_()
     loss, stats = loss_of(module, module.Args(), **batch)
@@ -49,8 +49,8 @@ EXPECTED["outcome"] = [1 / 3, 1 / 3, -2 / 3, -0.5, 0.5, 0]
 
 
 def check_baselines(module: ModuleType) -> None:
-    """By hand: against nothing, the group, those with the same marks for their working (the last
-    one is alone), and, over two groups, the batch."""
+    """By hand: no baseline, the group, the answers whose working has the same reward (the last one
+    is alone), and, over two groups, the batch."""
     for name, expected in EXPECTED.items():
         args = no_kl(module, baseline=name)
         found = module.answer_advantages(args, ANSWER, WORKING, ALONE)
@@ -61,7 +61,7 @@ def check_baselines(module: ModuleType) -> None:
 
 
 class Letters:
-    """A tokenizer of one letter a token."""
+    """A tokenizer with one token per letter."""
 
     eos_token_id = ord("$")
 
@@ -82,8 +82,8 @@ def responses(texts: tuple[str, ...]) -> SimpleNamespace:
 
 
 def check_cuts(module: ModuleType) -> None:
-    """The working ends with the last marker; without one there is no answer; padding is neither.
-    The verifier is shown the marker with both."""
+    """The working ends with the last marker; without a marker there is no answer; padding is
+    neither. The verifier sees the marker in both parts."""
     rollout = responses(("a;b#12", "a#b#3", "#7", "a;b;c", "ab#"))
     rollout.working = module.working_mask(rollout, ord("#"))
     assert rollout.working.sum(1).tolist() == [4, 4, 1, 5, 3]
@@ -96,7 +96,7 @@ def check_cuts(module: ModuleType) -> None:
 
 
 def check_marker(module: ModuleType) -> None:
-    """One token of the model's, or one line for people."""
+    """The marker is one token of the model; otherwise the error is one line."""
     assert module.marker_token(no_kl(module, marker="="), Letters()) == ord("=")
     for marker in ("</think>", "$"):  # eight tokens; the one that ends a response
         try:

@@ -15,8 +15,8 @@ IDLE, MIXED = [1, 1], [0, 1]
 
 
 class Known:
-    """Sampler, tokenizer and verifier in one. The answers to prompt n get the verdicts `groups[n]`;
-    (later ones [1, 1]); response j has n + j tokens: n, its verdict, and filler."""
+    """Sampler, tokenizer and verifier in one. The answers to prompt n get the verdicts `groups[n]`
+    (later prompts [1, 1]). Response j has n + j tokens: n, its verdict, and filler."""
 
     def __init__(self, groups: list[list[int]]):
         self.groups, self.asked = dict(enumerate(groups)), []
@@ -44,8 +44,8 @@ class Known:
 
 
 def refilled(module: ModuleType, groups: list[list[int]], **flags: object) -> tuple:
-    """A step of two groups of two on prompts 2, 3, ...: the sampler, the draws, what came of
-    them."""
+    """A step of two groups of two on prompts 2, 3, ...: the sampler, the draws, and their
+    results."""
     known = Known([[], [], *groups])
     sizes = {"group_size": 2, "max_new_tokens": 9, "overlong_buffer": 9, "temperature": 0.5}
     args = replace(module.Args(), **sizes, **flags)
@@ -59,8 +59,8 @@ def refilled(module: ModuleType, groups: list[list[int]], **flags: object) -> tu
 
 
 def check_idle_slots_are_filled(module: ModuleType) -> None:
-    """Slots of groups all right or all wrong get the next prompts, round after round, and no other
-    slot; every row comes with its own reward."""
+    """Slots of zero-variance groups get the next prompts, round after round, and no other slots do.
+    Every row has its own reward."""
     known, draws, rollout, rewards = refilled(module, [IDLE, MIXED, [0, 0], [1, 0], MIXED])
     assert known.asked == [[2, 3], [4], [5]] and draws.drawn == 6
     assert rollout.tokens[:, 0].tolist() == [5, 5, 3, 3]  # the place of 2 taken by 4, then by 5
@@ -68,12 +68,12 @@ def check_idle_slots_are_filled(module: ModuleType) -> None:
     assert rollout.mask.sum(dim=1).tolist() == [5, 6, 3, 4]
     known, *_, rollout, _ = refilled(module, [IDLE, IDLE, MIXED, MIXED])
     assert known.asked == [[2, 3], [4, 5]] and rollout.tokens[::2, 0].tolist() == [4, 5]
-    known, *_ = refilled(module, [[0.3, 0.7], [0.5, 0.5], MIXED])  # part marks
+    known, *_ = refilled(module, [[0.3, 0.7], [0.5, 0.5], MIXED])  # partial rewards
     assert known.asked == [[2, 3], [4]]
 
 
 def check_most_rounds(module: ModuleType) -> None:
-    """After `max_draws` rounds what is idle stays; with 1 nothing is drawn again."""
+    """After `max_draws` rounds the zero-variance groups stay; with 1 nothing is drawn again."""
     for rounds in (1, 3):
         known, _, rollout, rewards = refilled(module, [IDLE, MIXED] + [IDLE] * 9, max_draws=rounds)
         assert known.asked == [[2, 3], [4], [5]][:rounds]
@@ -81,7 +81,7 @@ def check_most_rounds(module: ModuleType) -> None:
 
 
 def check_cost(module: ModuleType) -> None:
-    """Rounds, groups and tokens beyond those used, reward of everything drawn; by hand."""
+    """Rounds, groups, tokens that are dropped, and the reward of all samples; by hand."""
     _, draws, rollout, _ = refilled(module, [IDLE, MIXED, [0, 0], [1, 0]])
     found = {name: (float(a), b) for name, (a, b) in draws.statistics(rollout).items()}
     # Dropped: 2 + 3 tokens of prompt 2, 4 + 5 of prompt 4; kept: 3 + 4 and 5 + 6
@@ -91,7 +91,8 @@ def check_cost(module: ModuleType) -> None:
 
 
 def check_one_stream_for_all_ranks(module: ModuleType) -> None:
-    """Each rank takes its share behind the ranks before it; all count what all have taken."""
+    """Each rank takes its prompts after those of the ranks before it; all ranks count all
+    prompts."""
     known = Known([])
     for rank, mine in ((0, [10, 11]), (1, []), (2, [12, 13, 14])):
         draws = module.Draws(module.Args(), known, known, known, World(rank, 3, None))
@@ -102,8 +103,7 @@ def check_one_stream_for_all_ranks(module: ModuleType) -> None:
 
 
 def check_overlong(module: ModuleType) -> None:
-    """The paper's: nothing up to 16384 tokens, then linear down to -1 at 20480; here the half of
-    it."""
+    """The paper's: 0 up to 16384 tokens, then linear down to -1 at 20480; here half of it."""
     flags = {"max_new_tokens": 20480, "overlong_buffer": 4096}
     lengths = torch.tensor([0.0, 16384, 16385, 18432, 20480])
     args = replace(module.Args(), overlong_penalty=1.0, **flags)
@@ -115,8 +115,8 @@ def check_overlong(module: ModuleType) -> None:
 
 
 def check_idle_groups_stay_idle(module: ModuleType) -> None:
-    """Where all verdicts are equal the lengths alone give no advantage; where one differs they do:
-    verdicts 1, 1 with 8 and 9 tokens, 1, 0 with 9 and 5."""
+    """In zero-variance groups lengths alone give no advantage; in other groups they do: verdicts 1,
+    1 with 8 and 9 tokens, 1, 0 with 9 and 5."""
     rows, logps = [[3] * n for n in (8, 9, 9, 5)], [[0.0] * n for n in (8, 9, 9, 5)]
     batch = Rollout.pack(prompts=[[1], [1]], tokens=rows, logps=logps, eos=[3], device="cpu")
     args = replace(module.Args(), max_new_tokens=9, overlong_buffer=4)
@@ -126,8 +126,7 @@ def check_idle_groups_stay_idle(module: ModuleType) -> None:
 
 
 def check_truncated(module: ModuleType) -> None:
-    """On request responses that did not come to their end are out of the loss, and of nothing
-    else."""
+    """With the flag, responses that were cut are not in the loss, but in everything else."""
     rows = [[3, 9], [3, 4]]
     logps = [[0.0, 0.0]] * 2
     batch = Rollout.pack(prompts=[[1]], tokens=rows, logps=logps, eos=[9], device="cpu")

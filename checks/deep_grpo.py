@@ -19,13 +19,12 @@ def streams(mask: torch.Tensor) -> torch.Tensor:
 
 
 def check_fixture(module: ModuleType) -> None:
-    """Without branches: the token-mean of PPO's clipped objective, by TRL and others (their ε
-    0.2)."""
+    """Without branches: the token-mean of PPO's clipped objective, as in TRL and others (ε 0.2)."""
     matches(module, "bnpo_eps0.2_tokenmean")
 
 
 def check_streams(module: ModuleType) -> None:
-    """Each stream is averaged over its own tokens; λ weighs the branches' policy term and not their
+    """Each stream is averaged over its own tokens; λ weighs the branches' policy term, not their
     KL."""
     batch = toy_batch()
     batch["ref_logp"] = batch["logp"] - 0.3 * batch["mask"]
@@ -42,8 +41,8 @@ def check_streams(module: ModuleType) -> None:
 
 
 def check_parts_add_up(module: ModuleType) -> None:
-    """Micro-batches, one of them branches only, with the mini-batch's T_main / T_branch: the
-    whole's loss."""
+    """Micro-batches, one of them branches only, with the mini-batch's T_main / T_branch, give the
+    loss of the whole."""
     batch, args = toy_batch(), no_kl(module)
     batch["branch"] = streams(batch["mask"])
     whole = loss_of(module, args, **batch)[0]
@@ -55,7 +54,7 @@ def check_parts_add_up(module: ModuleType) -> None:
 
 
 def check_pivots(module: ModuleType) -> None:
-    """The root and every boundary but the response's last token."""
+    """The root and every boundary except the response's last token."""
     assert module.pivots([1, 2, 9, 3, 9, 4], {9}) == [0, 3, 5]
     assert module.pivots([1, 9, 2, 9], {9}) == [0, 2]
     assert module.pivots([1, 8, 2, 9, 3], {8, 9}) == [0, 2, 4]
@@ -110,7 +109,7 @@ def fitted(pairs: list[tuple[float, float]]) -> torch.Tensor:
 
 
 def check_fit(module: ModuleType) -> None:
-    """Recovers known (u, v) from 10,000 pairs; equals LBFGS on the same objective; P = 1 before it
+    """Finds known (u, v) from 10,000 pairs and equals LBFGS on the same objective; P = 1 before it
     can be fitted."""
     u, v = module.fit_success(simulated(10_000, -5.0, 3.0))
     assert abs(u + 5) < 0.35 and abs(v - 3) < 0.25

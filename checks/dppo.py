@@ -12,7 +12,7 @@ from . import weight, written_here
 
 
 def matches_mean(module: ModuleType, case: str, **flags: object) -> None:
-    """As a mean over tokens, verl's numbers; the file's own divisor is the responses."""
+    """As a mean over tokens, the numbers are verl's; the file's own divisor is the responses."""
     expected, batch = FIXTURE["cases"][case], toy_batch()
     batch["logp"].requires_grad_()
     loss = terms(module, no_kl(module, **flags), **batch)[0] / batch["mask"].sum()
@@ -35,7 +35,7 @@ def divergence(kind: str, mu: float, p: float) -> float:
 
 
 def check_weights(module: ModuleType) -> None:
-    """M min(π_θ/μ, 20) Â, M = 0 only beyond δ and outward; π_old plays no part."""
+    """M min(π_θ/μ, 20) Â, M = 0 only beyond δ in the direction of Â; π_old does not matter."""
     places = (0.001, 0.04, 0.2, 0.5, 0.8, 0.99)
     for kind, mu, p, old in itertools.product(("tv", "kl"), places, places, (0.1, 0.9)):
         for advantage, delta in itertools.product((1.0, -1.0), (0.0, 0.31)):
@@ -47,7 +47,8 @@ def check_weights(module: ModuleType) -> None:
 
 
 def check_sure_tokens(module: ModuleType) -> None:
-    """Probabilities of 1 give no NaN: what fell from 1 is masked beyond δ, and not before."""
+    """Probabilities of 1 give no NaN: a token that fell from 1 is masked beyond δ, and not
+    before."""
     for kind in ("tv", "kl"):
         for dtype in (torch.float32, torch.float64):
             for p, expected in ((1.0, -1.0), (0.97, -0.97), (0.5, 0.0)):
@@ -59,8 +60,8 @@ def check_sure_tokens(module: ModuleType) -> None:
 
 
 def check_two_sided(module: ModuleType) -> None:
-    """prime-rl's IPO: masked beyond δ whichever way the token moved, and no token where it moved
-    less; the sign of Â plays no part."""
+    """prime-rl's IPO: tokens beyond δ are masked in both directions, and no others; the sign of Â
+    does not matter."""
     flags = {"two_sided": True, "delta": 0.31, "is_cap": 1e9}
     for mu, p in itertools.product((0.001, 0.2, 0.5, 0.8, 0.99), repeat=2):
         for advantage in (1.0, -1.0):
@@ -69,8 +70,8 @@ def check_two_sided(module: ModuleType) -> None:
 
 
 def check_log_square(module: ModuleType) -> None:
-    """-2 τ log(π_θ/μ) is added to every token's weight, to the masked ones', too, and to those of
-    Â = 0; π_old plays no part."""
+    """-2 κ log(π_θ/μ) is added to every token's weight, also to masked ones and to those of Â = 0;
+    π_old does not matter."""
     for mu, p, advantage in itertools.product((0.1, 0.4, 0.9), (0.1, 0.5, 0.9), (1.0, 0.0, -1.0)):
         plain = weight(module, p / 0.3, advantage, 0.3, mu)
         expected = plain - 2 * 0.05 * math.log(p / mu)

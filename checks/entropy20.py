@@ -1,5 +1,6 @@
-"""80/20: outside numbers, which tokens are trained, and over what the quantile is. Clip-Cov and
-KL-Cov: whom they choose by hand, what becomes of them, and that a draw is the same in any order."""
+"""80/20: outside numbers, which tokens are trained, and over which tokens the quantile is. Clip-Cov
+and KL-Cov: which tokens they choose by hand, the effect on them, and that a draw is the same in any
+order."""
 
 from types import ModuleType
 
@@ -16,9 +17,9 @@ def forks_of_the_fixture() -> Tensor:
 
 
 def check_fixture(module: ModuleType) -> None:
-    """Value and gradient are TRL's times 21/4: it divides by all tokens, not by those kept. (Of 21
-    tokens five are at its threshold or above; it loses the fifth, which is the threshold, by
-    rounding to float32. A share of 0.19 keeps the same four.)"""
+    """Value and gradient are TRL's times 21/4, because TRL divides by all tokens, not by the kept
+    ones. (Of 21 tokens five are at its threshold or above. It loses the fifth, which is the
+    threshold, by rounding to float32. A share of 0.19 keeps the same four.)"""
     expected = FIXTURE["cases"]["dapo_eps0.2_top20pct_entropy"]
     batch = toy_batch() | {"entropy": forks_of_the_fixture()}
     batch["logp"].requires_grad_()
@@ -31,12 +32,13 @@ def check_fixture(module: ModuleType) -> None:
 
 
 def check_all_tokens(module: ModuleType) -> None:
-    """With a share of 1 it is its base objective: DAPO's token mean, of outside numbers."""
+    """With a share of 1 it is its base objective: DAPO's token mean, with outside numbers."""
     matches(module, "dapo_eps0.2_0.28_tokenmean", top_entropy=1.0)
 
 
 def two_rows() -> dict[str, Tensor]:
-    """Right and wrong, five tokens and three; padding has the largest entropies of all."""
+    """A right and a wrong response, of five and three tokens; padding has the largest entropies of
+    all."""
     entropy = [[0.0, 2.0, 0.1, 0.3, 0.2], [0.05, 1.0, 0.4, 9.0, 9.0]]
     columns = {"entropy": entropy, "mask": [[1.0] * 5, [1.0] * 3 + [0.0] * 2]}
     columns |= {"logp": [[-1.0] * 5] * 2, "advantages": [1.0, -1.0]}
@@ -45,15 +47,15 @@ def two_rows() -> dict[str, Tensor]:
 
 
 def check_siblings_stay_together(module: ModuleType) -> None:
-    """Equal entropies, but for rounding, are all kept or all left out."""
+    """Entropies that are equal except for rounding are all kept or all left out."""
     batch = two_rows()
     batch["entropy"] = 1.0 + 1e-7 * torch.tensor([[3.0, 1, 4, 1, 5], [9, 2, 6, 0, 0]]).double()
     assert loss_of(module, no_kl(module), **batch)[1]["left_out"][0] == 0
 
 
 def check_is_exact_in_parts(module: ModuleType) -> None:
-    """With the tokens that the whole mini-batch chooses, sums over any parts give the whole's loss;
-    a part's own choice would not."""
+    """With the tokens that the whole mini-batch chooses, sums over any parts give the loss of the
+    whole. With the choices of the parts they do not."""
     batch, args = two_rows(), no_kl(module, top_entropy=0.25)
     whole, chosen = terms(module, args, **batch), module.chosen_tokens(args, **batch)
     rows = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(2)]
@@ -65,8 +67,8 @@ def check_is_exact_in_parts(module: ModuleType) -> None:
 
 def surprised() -> dict[str, Tensor]:
     """Nine tokens of Â = 2, 2 and -1 and three of padding. The mean of log π is -2, that of Â 1:
-    the covariances are 1.5, -1, 0; 1.2, -1.2, 0; -2, -1, 4. No token has moved but two: the second
-    row's first, to where the clip cuts it, and the third's last, to where it must not."""
+    the covariances are 1.5, -1, 0; 1.2, -1.2, 0; -2, -1, 4. Two tokens have moved: the second row's
+    first, to where the clip cuts it, and the third's last, to where the clip must not cut it."""
     logp = [[-0.5, -3.0, -2.0, 9.0], [-0.8, -3.2, -2.0, 9.0], [-1.0, -1.5, -4.0, 9.0]]
     columns = {"logp": logp, "advantages": [2.0, 2.0, -1.0], "mask": [[1.0, 1, 1, 0]] * 3}
     batch = {name: torch.tensor(x, dtype=torch.float64) for name, x in columns.items()}
@@ -101,7 +103,7 @@ def check_kl_cov(module: ModuleType) -> None:
 
 def check_clip_cov(module: ModuleType) -> None:
     """Between 1 and 5 are 1.5 and 4, and 1.2, which the clip has cut and which is not drawn. One or
-    both lose their gradient; they are counted still, and the clip acts elsewhere."""
+    both lose their gradient. They still count, and the clip acts elsewhere."""
     expected = torch.tensor([[2.0, 2, 2, 0], [0, 2, 2, 0], [-1, -1, -1.4918246976412703, 0]])
     drawn = []
     for some, share in ((1, 2e-4), (1, 0.2), (2, 0.25), (2, 0.9)):
@@ -123,8 +125,8 @@ def check_clip_cov(module: ModuleType) -> None:
 
 
 def check_the_draw(module: ModuleType) -> None:
-    """It is the same for rows in any order, another in another step, and no place in the band is
-    preferred."""
+    """The draw is the same for rows in any order, different in another step, and no place in the
+    band is preferred."""
     generator = torch.Generator().manual_seed(3)
     logp = torch.randn(40, 5, generator=generator, dtype=torch.float64) - 3
     A = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(20)

@@ -1,4 +1,4 @@
-"""The algorithm files: where they are, by which names they are imported, from which they depart."""
+"""The algorithm files: their paths, their module names, and their base files."""
 
 import re
 from pathlib import Path
@@ -8,14 +8,15 @@ FIRST = "grpo"  # the base file of base files
 
 
 def algorithms() -> list[Path]:
-    """Every algorithm file, the first base file first: what launches a `main` of its own."""
+    """Every algorithm file, the first base file first: every file that launches a `main` of its
+    own."""
     files = [path for folder in (ROOT, ROOT / "variants") for path in sorted(folder.glob("*.py"))]
     own = [path for path in files if "launch(main, Args)" in path.read_text("utf-8")]
     return sorted(own, key=lambda path: (path.stem != FIRST, path.parent != ROOT, path.stem))
 
 
 def base_of(path: Path, source: str | None = None) -> Path | None:
-    """The file that this one departs from; None for the first base file."""
+    """The base file of this file; None for the first base file."""
     named = re.search(r"^Base file: (\w+)\.py", source or path.read_text("utf-8"), re.MULTILINE)
     if named:
         return next(

@@ -1,4 +1,4 @@
-"""GMPO: outside numbers, and that the clip of each log-ratio stands before the mean."""
+"""GMPO: outside numbers, and that the clip of each log-ratio comes before the mean."""
 
 import math
 from types import ModuleType
@@ -27,9 +27,9 @@ def found(module: ModuleType, moved: tuple, advantage: float, **flags: float) ->
 
 
 def check_clips_before_the_mean(module: ModuleType) -> None:
-    """log r = [3, -.1] and Â > 0: the first counts as 0.4 and has no gradient, the second goes on
-    with s = e^.15 / 2. GSPO, at the same ε, stops the whole response. With Â < 0 nothing is beyond
-    the bound: s = e^1.45."""
+    """log r = [3, -.1] and Â > 0: the first counts as 0.4 and has no gradient; the second keeps its
+    gradient with s = e^.15 / 2. GSPO, at the same ε, stops the whole response. With Â < 0 nothing
+    is beyond the bound: s = e^1.45."""
     ours = found(module, (3.0, -0.1), 1.0)
     assert torch.allclose(ours, one(0.0, math.exp(0.15) / 2)[0])
     theirs = found(gspo, (3.0, -0.1), 1.0, clip_low=0.33, clip_high=0.49)

@@ -11,17 +11,17 @@ from . import gradient_law, grpo, written_here
 
 
 def check_learning_value(module: ModuleType) -> None:
-    """sqrt(p̂ (1-p̂)) with p̂ over the group; 0 for all right and all wrong, and for equal part
-    marks."""
+    """sqrt(p̂ (1-p̂)) with p̂ over the group; 0 for all right, all wrong, and all equally partly
+    right."""
     rewards = [[1.0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0.5, 0.3, 0.2, 0.2]]
-    # Part marks: their standard deviation
+    # Partial rewards: their standard deviation
     expected = torch.tensor([3**0.5 / 4, 0.5, 0, 0, 0.015**0.5])
     assert torch.allclose(module.learning_value(torch.tensor(rewards)), expected)
     assert (module.learning_value(torch.full((1, 8), 0.7)) == 0).all()
 
 
 def check_select(module: ModuleType) -> None:
-    """ε = 0: the best candidate of each slot, but no prompt twice; where all are taken, the best
+    """ε = 0: the best candidate of each slot, but no prompt twice; if all are taken, the best
     again."""
     values = torch.tensor([[0.1, 0.4, 0.3], [0.5, 0.2, 0.1], [0.2, 0.3, 0.4], [0.3, 0.2, 0.1]])
     problems = [[SimpleNamespace(prompt=p) for p in slot] for slot in ("abc", "bcd", "edc", "bbb")]
@@ -31,8 +31,8 @@ def check_select(module: ModuleType) -> None:
 
 
 def check_select_is_uniform_at_explore_1(module: ModuleType) -> None:
-    """ε = 1: every candidate equally often, whatever the values; ε in between: as large a share of
-    the slots."""
+    """ε = 1: every candidate equally often, for any values; ε in between: the same share of the
+    slots."""
     rng, values = random.Random(0), torch.arange(8.0).repeat(4000, 1)
     problems = [[SimpleNamespace(prompt=f"{i}.{k}") for k in range(8)] for i in range(4000)]
     drawn = torch.tensor([k for k, _ in module.select(values, problems, 1.0, rng)])
@@ -44,7 +44,7 @@ def check_select_is_uniform_at_explore_1(module: ModuleType) -> None:
 
 
 def teacher_is_bounded(module: ModuleType, most: float) -> None:
-    """Of any prompt a new teacher says half of `most`; a trained one does not see padding."""
+    """A new teacher gives every prompt half of `most`; padding does not change a trained one."""
     lm, tokenizer = load_model("tiny")
     teacher = module.Teacher(lm.base_model)
     short, long = (tokenizer(text)["input_ids"] for text in ("1+2=", "1+2=3;9"))
@@ -59,14 +59,14 @@ def teacher_is_bounded(module: ModuleType, most: float) -> None:
 
 
 def check_teacher_range_and_padding(module: ModuleType) -> None:
-    """Before it has learned every prompt is worth 1/4; with a trained head, padding changes
-    nothing, range (0, 1/2)."""
+    """Before training every prompt has the value 1/4; with a trained head, padding changes nothing,
+    and the range is (0, 1/2)."""
     teacher_is_bounded(module, 0.5)
 
 
 def check_gradient_law(module: ModuleType) -> None:
-    """The gradient's norm is sqrt(p (1-p)) times the distance of right from wrong answers' scores:
-    what `learning_value` estimates."""
+    """The gradient's norm is sqrt(p (1-p)) times the distance between the mean scores of right and
+    wrong answers. `learning_value` estimates the first factor."""
     gradient_law(module, 0.5)
 
 

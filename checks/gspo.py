@@ -40,9 +40,9 @@ def check_token_form_has_the_same_gradient(module: ModuleType) -> None:
 
 
 def check_statistics(module: ModuleType) -> None:
-    """Of responses with Â ≠ 0: clip_share those that the clip takes, clip_above those of them with
-    Â > 0, clip_below those with Â < 0. Of their tokens: clip_share_of_tokens those that go with
-    them, token_clip_share those with r beyond 1 ± token_clip in the direction of Â."""
+    """Of responses with Â ≠ 0: clip_share counts those that the clip cuts, clip_above those of them
+    with Â > 0, clip_below those with Â < 0. Of their tokens: clip_share_of_tokens counts those of
+    cut responses, token_clip_share those with r beyond 1 ± token_clip in the direction of Â."""
     batch, flags = busy_batch(), {"clip_low": 0.05, "clip_high": 0.07, "token_clip": 0.24}
     batch["advantages"][3] = 0.5  # of length 2; the last two responses have Â = 0
     mask, A = batch["mask"], batch["advantages"]

@@ -1,4 +1,4 @@
-"""IcePop and its kin: each correction in closed form, outside of PPO's clip."""
+"""IcePop and related corrections: each in closed form, outside of PPO's clip."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ def ppo(ratio: float, advantage: float) -> float:
 def found(
     module: ModuleType, gap: Tensor, moved: float, advantage: float, **flags: object
 ) -> Tensor:
-    """The gradient weights of one response whose log w are `gap [1, T]`, all its r alike."""
+    """The gradient weights of one response whose log w are `gap [1, T]`, all with the same r."""
     old = torch.full_like(gap, -2.0)
     logp = (old + moved).requires_grad_()
     rest = {"rollout_logp": old - gap, "advantages": one(advantage)[0]}
@@ -33,7 +33,8 @@ def found(
 
 
 def check_fixture(module: ModuleType) -> None:
-    """Where μ is π_old each leaves GRPO: value and gradient agree with TRL, OpenRLHF and others."""
+    """If μ is π_old each correction leaves GRPO: value and gradient agree with TRL, OpenRLHF and
+    others."""
     for name in ("tis", "mis", "icepop", "geometric", "opsm", "none"):
         matches(module, "grpo_eps0.2_seqmean", correction=name, clip_high=0.2)
     level = {"correction": "mis", "correction_level": "sequence"}
@@ -41,7 +42,7 @@ def check_fixture(module: ModuleType) -> None:
 
 
 def check_weights(module: ModuleType) -> None:
-    """C M r Â of a token: PPO's term with r = π_θ/π_old, times a number of w = π_old/μ."""
+    """C M r Â of a token: PPO's term with r = π_θ/π_old, times a function of w = π_old/μ."""
     rules = {
         "tis": lambda w: min(w, 2.0),
         "mis": lambda w: w if 0.4 <= w <= 2.0 else 0.0,
@@ -58,7 +59,7 @@ def check_weights(module: ModuleType) -> None:
 
 
 def check_of_a_response(module: ModuleType) -> None:
-    """W is the product of w; the geometric mean is free of length."""
+    """W is the product of w; the geometric mean does not depend on the length."""
     level = {"correction_level": "sequence", "w_low": 0.5, "w_high": 2.0}
     for gap, W in ((one(0.5, -0.2, 0.1), math.exp(0.4)), (one(0.5, 0.4, 0.3), math.exp(1.2))):
         for name, expected in (("tis", min(W, 2.0)), ("mis", W if W <= 2 else 0.0)):
@@ -74,8 +75,8 @@ def check_of_a_response(module: ModuleType) -> None:
 
 
 def check_opsm(module: ModuleType) -> None:
-    """A bad response whose tokens have become less likely than the sampler said by more than δ, on
-    the mean, has no gradient; a good one keeps its own. No weight but 0 and 1."""
+    """A bad response has no gradient if its tokens have become less likely than under the sampler
+    by more than δ, on the mean. A good one keeps its gradient. The weights are 0 and 1."""
     for gap, moved, advantage in itertools.product((-0.3, 0.0, 0.3), (-0.15, 0.0, 0.1), (1.0, -1)):
         log_w = one(gap, gap + 0.2, gap - 0.2)
         flags = {"correction": "opsm", "opsm_delta": 0.25, "clip_low": 9.0, "clip_high": 9.0}
@@ -87,8 +88,8 @@ def check_opsm(module: ModuleType) -> None:
 
 def check_statistics(module: ModuleType) -> None:
     """Of all response tokens: corrected is the mean of |C - 1|, weight that of C, dropped_share
-    those with C = 0, masked_share those that PPO takes, masked_above those of them with Â > 0,
-    masked_below those with Â < 0. weight_max is the largest π_old/μ."""
+    counts those with C = 0, masked_share those that PPO cuts, masked_above those of them with Â >
+    0, masked_below those with Â < 0. weight_max is the largest π_old/μ."""
     flags = {"correction": "icepop", "w_low": 0.8, "w_high": 1.3, "clip_low": 0.2}
     batch = busy_batch()
     t = response_tokens(batch)

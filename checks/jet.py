@@ -14,7 +14,8 @@ Weights = dict[str, Tensor]
 
 
 def embedded(module: ModuleType, model: str = "tiny") -> tuple[Policy, Weights, object]:
-    """The embedded policy with its weights rounded, their masters, and what rounded them."""
+    """The embedded policy with its weights rounded, their masters, and the object that rounded
+    them."""
     policy = Policy(load_model(model)[0])
     masters = {name: weight.detach().clone() for name, weight in policy.lm.named_parameters()}
     return policy, masters, module.EightBits(policy)
@@ -29,8 +30,8 @@ def same(one: Weights, other: Weights) -> bool:
 
 
 def check_what_is_rounded(module: ModuleType) -> None:
-    """The layers' matrices, experts included: not the norms, nor embedding and head, nor routers,
-    which would choose other experts. To what the sampler's float8 copy is rounded to."""
+    """The layers' matrices are rounded, experts included. Norms, embedding and head are not, nor
+    routers, which would choose other experts. The values equal the sampler's float8 copy."""
     for model in ("tiny", "tiny-moe"):
         policy, masters, _ = embedded(module, model)
         rounded = weights_of(policy)
@@ -44,8 +45,8 @@ def check_what_is_rounded(module: ModuleType) -> None:
 
 
 def check_the_masters_take_the_step(module: ModuleType) -> None:
-    """The gradient at the rounded weights is subtracted from the masters, as it is; what is not
-    rounded takes its step as ever; then all is rounded anew."""
+    """The gradient at the rounded weights changes the masters. Weights that are not rounded change
+    as usual. Then all matrices are rounded again."""
     policy, masters, weights = embedded(module)
     for parameter in policy.parameters():
         parameter.grad = torch.full_like(parameter, 0.01)

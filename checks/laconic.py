@@ -18,7 +18,7 @@ def budget(module: ModuleType, price: float = 0.0, **flags: object) -> object:
 
 
 def check_charge(module: ModuleType) -> None:
-    """R - λ c at the price before its step; the verifier's own rewards are left as they are."""
+    """R - λ c at the price before its step; the verifier's own rewards do not change."""
     rewards, lengths = torch.tensor([[1.0, 1, 0, 0]]), torch.tensor([[5.0, 20, 30, 10]])
     made = budget(module, 0.2, price_lr=1.0, price_ceiling=9.0)
     charged = made.charge(rewards, lengths)
@@ -30,8 +30,8 @@ def check_charge(module: ModuleType) -> None:
 
 
 def check_price(module: ModuleType) -> None:
-    """λ moves by η (mean |y| / B - 1): up where responses are too long on average, down where they
-    are not, though some are; between floor and ceiling."""
+    """λ moves by η (mean |y| / B - 1): up if responses are too long on average, otherwise down,
+    even if some are too long. It stays between floor and ceiling."""
     bounds = {"price_floor": 0.01, "price_ceiling": 0.5}
     for lengths, before, after in (
         ([10, 20], 0.2, 0.25),  # 15 on average: 0.1 (1.5 - 1)

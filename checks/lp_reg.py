@@ -1,4 +1,4 @@
-"""Lp-Reg: the proxy, which tokens it protects, how hard it pulls, and over what δ is."""
+"""Lp-Reg: the proxy, which tokens it protects, how strongly it pulls, and the tokens behind δ."""
 
 import math
 from types import ModuleType
@@ -13,13 +13,13 @@ OFF = {"clip_low": 0.2, "clip_high": 0.28, "proxy_weight": 0.0}
 
 
 def check_without_the_spring(module: ModuleType) -> None:
-    """β = 0 and DAPO's ε: the base objective, of outside numbers."""
+    """With β = 0 and DAPO's ε: the base objective, with outside numbers."""
     matches(module, "dapo_eps0.2_0.28_tokenmean", **OFF)
 
 
 def check_proxy(module: ModuleType) -> None:
-    """κ = 0.02: of 0.6, 0.385, 0.013, 0.002 the last two lie around 0.012. The rest is renormalised
-    to 1, and what is filtered out has probability 0."""
+    """κ = 0.02: of 0.6, 0.385, 0.013, 0.002 the last two are on both sides of 0.012. The rest is
+    renormalised to 1, and filtered tokens have probability 0."""
     p = torch.tensor([[0.6, 0.385, 0.013, 0.002]] * 4, dtype=torch.float64)
     proxy = module.proxy_logprobs(p.log(), torch.arange(4), kappa=0.02).exp()
     assert torch.allclose(proxy, torch.tensor([0.6, 0.385, 0.013, 0.0]).double() / 0.998)
@@ -29,8 +29,8 @@ def check_proxy(module: ModuleType) -> None:
 
 
 def check_weights(module: ModuleType) -> None:
-    """M r Â + β (π_proxy/π_θ - 1), the second part on protected tokens: Â < 0, fallen. At Â = -1,
-    π_proxy = π_old and β = 1 it is -r + 1/r - 1, which is 0 at r = 0.618."""
+    """M r Â + β (π_proxy/π_θ - 1), the second part on protected tokens: Â < 0 and fallen. At Â =
+    -1, π_proxy = π_old and β = 1 it is -r + 1/r - 1, which is 0 at r = 0.618."""
     for ratio in (0.1, 0.5, 0.9):
         assert abs(weight(module, ratio, -1.0) - (-ratio + 1 / ratio - 1)) < 1e-12
         assert (
@@ -62,8 +62,8 @@ def rare_batch() -> dict[str, Tensor]:
 
 
 def check_protects_the_rare(module: ModuleType) -> None:
-    """With ρ = 0.4 of six bad tokens: (1,0), (1,1), (2,0). (1,1) is noise; the rare token of the
-    right response is not looked at, nor is padding."""
+    """With ρ = 0.4 of six negative-advantage tokens: (1,0), (1,1), (2,0). (1,1) is noise. The rare
+    token of the right response is not protected, nor is padding."""
     batch, args = rare_batch(), no_kl(module, rare_share=0.4)
     batch["logp"].requires_grad_()
     loss, stats = loss_of(module, args, **batch)
@@ -78,8 +78,8 @@ def check_protects_the_rare(module: ModuleType) -> None:
 
 
 def check_is_exact_in_parts(module: ModuleType) -> None:
-    """With δ of the whole mini-batch, sums over any parts give the whole's loss; a part's own δ
-    would not."""
+    """With δ of the whole mini-batch, sums over any parts give the loss of the whole. With δ of the
+    parts they do not."""
     batch, args = rare_batch(), no_kl(module, rare_share=0.2)
     bad = (batch["advantages"][:, None] < 0) & batch["mask"].bool()
     threshold = module.rare_threshold(args, batch["logp"][bad])
@@ -92,7 +92,8 @@ def check_is_exact_in_parts(module: ModuleType) -> None:
 
 
 def check_without_bad_tokens(module: ModuleType) -> None:
-    """A part without any, or whose group is all right, protects nothing and stays finite."""
+    """A part without negative-advantage tokens, or whose group is all right, protects nothing and
+    stays finite."""
     batch = toy_batch() | {"advantages": torch.zeros(6).double()}
     loss, stats = loss_of(module, module.Args(), **batch)
     assert loss == 0 and stats["protected_share"] == (0, 0)

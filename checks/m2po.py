@@ -1,4 +1,5 @@
-"""M2PO: which tokens the budget drops, that it is one for the mini-batch, and the weights left."""
+"""M2PO: which tokens the budget drops, that there is one budget for the mini-batch, and the
+remaining weights."""
 
 from types import ModuleType
 
@@ -17,7 +18,7 @@ def kept_by_hand(squares: list[float], budget: float) -> set[int]:
 
 
 def check_the_fewest_and_worst_go(module: ModuleType) -> None:
-    """Of random squares those are kept that the definition keeps: as many as the mean allows."""
+    """Random squares: the kept ones are those of the definition, as many as the mean allows."""
     generator = torch.Generator().manual_seed(1)
     for budget in (0.001, 0.04, 0.3, 9.0):
         args = no_kl(module, budget=budget)
@@ -33,7 +34,7 @@ def check_the_fewest_and_worst_go(module: ModuleType) -> None:
 
 
 def rows(log_w: list[list[float]], mask: list[list[float]], A: list[float]) -> dict[str, Tensor]:
-    """A batch with these log π_θ/μ; π_old is of no matter."""
+    """A batch with these log π_θ/μ; π_old does not matter."""
     tensors = (torch.tensor(x, dtype=torch.float64) for x in (log_w, mask, A))
     moved, mask, A = tensors
     mu = torch.full_like(moved, -2.0)
@@ -42,15 +43,15 @@ def rows(log_w: list[list[float]], mask: list[list[float]], A: list[float]) -> d
 
 
 def by_hand() -> dict[str, Tensor]:
-    """Trust-region tokens have the squares .01, .04, 6.25, .09, .36: at τ = .05 three stay, of mean
-    .0467. Two tokens moved against their advantage, one has Â = 0, the last is padding."""
+    """Trust-region tokens have the squares .01, .04, 6.25, .09, .36: at τ = .05 three are kept, of
+    mean .0467. Two tokens moved against their advantage, one has Â = 0, the last is padding."""
     log_w = [[0.1, 0.2, 2.5, -3.0], [-0.3, -0.6, 2.0, -9.0], [0.9, 0.0, 0.0, 0.0]]
     return rows(log_w, [[1, 1, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0]], [1.0, -2.0, 0.0])
 
 
 def check_by_hand(module: ModuleType) -> None:
-    """What stays has w Â / M, without a cap, with M the number of all tokens; of the trust-region
-    tokens the worst have nothing."""
+    """Kept tokens have w Â / M, without a cap, where M is the number of all tokens. The worst
+    trust-region tokens have weight 0."""
     batch, args = by_hand(), no_kl(module, budget=0.05)
     batch["logp"].requires_grad_()
     loss, stats = loss_of(module, args, **batch)
@@ -63,8 +64,8 @@ def check_by_hand(module: ModuleType) -> None:
 
 
 def check_is_exact_in_parts(module: ModuleType) -> None:
-    """With the mini-batch's bound, sums over any parts give the whole's loss; a part's own would
-    not."""
+    """With the mini-batch's bound, sums over any parts give the loss of the whole. With the bounds
+    of the parts they do not."""
     batch, args = by_hand(), no_kl(module, budget=0.2)
     log_weight = batch["logp"] - batch["rollout_logp"]
     outward = module.trust_region_tokens(log_weight, batch["advantages"][:, None])
@@ -79,7 +80,7 @@ def check_is_exact_in_parts(module: ModuleType) -> None:
 
 
 def check_rounding_drops_nobody(module: ModuleType) -> None:
-    """The last token kept stays, though a second pass gives it another last digit."""
+    """The last kept token stays kept if a second pass gives it another last digit."""
     batch = by_hand()
     bound = torch.tensor(0.09 - 1e-8, dtype=torch.float64)
     share = terms(module, no_kl(module, budget=0.05), **batch, bound=bound)[2]["masked_share"]
@@ -87,8 +88,8 @@ def check_rounding_drops_nobody(module: ModuleType) -> None:
 
 
 def check_statistics(module: ModuleType) -> None:
-    """masked_share: of all response tokens those with M = 0; second_moment: the mean of (log w)²
-    over the trust-region tokens, masked ones included; weight_max: the largest w."""
+    """masked_share: the share of all response tokens with M = 0; second_moment: the mean of (log
+    w)² over the trust-region tokens, masked ones included; weight_max: the largest w."""
     batch, args = busy_batch(), no_kl(module, budget=0.02)
     t = response_tokens(batch)
     squares = t.w.log()[t.A * (t.w - 1) > 0] ** 2

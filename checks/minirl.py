@@ -50,9 +50,9 @@ def check_statistics(module: ModuleType) -> None:
 
 
 def check_first_order(module: ModuleType) -> None:
-    """The paper's claim, with every sequence enumerated: the surrogate's gradient under samples of
-    μ equals that of the expected reward where π_θ = μ, the gap grows with the distance, and
-    dividing by length breaks it at once."""
+    """The paper's claim, with every sequence enumerated. Under samples of μ the surrogate's
+    gradient equals that of the expected reward if π_θ = μ. The gap grows with the distance.
+    Dividing by length breaks the equality at once."""
     generator = torch.Generator().manual_seed(3)
     where, mask = every_answer()
     base, direction = torch.randn(2, 3, 4, 3, generator=generator, dtype=torch.float64)

@@ -1,4 +1,5 @@
-"""OPD: its gradient is that of the reverse KL, exactly; what w and the reward do; the teacher."""
+"""OPD: its gradient is exactly that of the reverse KL; the effect of w and the reward; the
+teacher."""
 
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -14,7 +15,7 @@ from . import one, outcome, response_tokens, written_here
 
 
 def check_without_a_teacher(module: ModuleType) -> None:
-    """With β = 0 there need be none, and the reward alone counts: α Â."""
+    """With β = 0 no teacher is needed, and only the reward counts: α Â."""
     logp = one(0.2).log().requires_grad_()
     given = {"old_logp": logp.detach(), "mask": one(1.0), "advantages": one(0.7)[0]}
     alone = replace(module.Args(), beta=0.0, reward_weight=1.0)
@@ -32,7 +33,7 @@ def distributions() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def mean_gradient(module: ModuleType, draws: Tensor, mu: Tensor, **flags: object) -> Tensor:
-    """The gradient's mean over what `draws [V]` would draw, by going through all tokens."""
+    """The mean gradient over tokens drawn by `draws [V]`, computed over all tokens."""
     theta, teacher, _ = distributions()
     theta.requires_grad_()
     logp = theta.log_softmax(0)[:, None]  # [V, 1]: a response for each token
@@ -48,9 +49,9 @@ def mean_gradient(module: ModuleType, draws: Tensor, mu: Tensor, **flags: object
 
 
 def check_is_the_gradient_of_the_reverse_kl(module: ModuleType) -> None:
-    """In the mean over the policy's own tokens: that of KL(π_θ ‖ π_T), derived by autograd. Over
-    another sampler's tokens too, by w; without w it is another. By default the reward plays no
-    part."""
+    """In the mean over the policy's own tokens the gradient is that of KL(π_θ ‖ π_T), derived by
+    autograd. With w this also holds over another sampler's tokens; without w it does not. By
+    default the reward has no effect."""
     theta, teacher, mu = distributions()
     theta.requires_grad_()
     pi = theta.log_softmax(0)
@@ -63,7 +64,7 @@ def check_is_the_gradient_of_the_reverse_kl(module: ModuleType) -> None:
 
 
 def check_six_responses(module: ModuleType) -> None:
-    """Of a whole batch, where μ, π_old, π_θ and π_T all differ and w passes C = 1.3."""
+    """A whole batch in which μ, π_old, π_θ and π_T all differ and w exceeds C = 1.3."""
     batch = busy_batch()
     args = replace(module.Args(), is_cap=1.3, beta=0.7, reward_weight=0.4)
     w = (batch["logp"] - batch["rollout_logp"]).exp().clamp(max=1.3)
@@ -74,8 +75,8 @@ def check_six_responses(module: ModuleType) -> None:
 
 
 def check_statistics(module: ModuleType) -> None:
-    """Of all response tokens: teacher_kl is log(π_θ/π_T), not times β; weight the mean w,
-    capped; weight_max the largest before its cap."""
+    """Of all response tokens: teacher_kl is log(π_θ/π_T), not times β; weight the mean capped w;
+    weight_max the largest w before the cap."""
     batch, t = busy_batch(), response_tokens(busy_batch())
     expected = {"teacher_kl": (-t.ref.sum(), t.M)}
     expected |= {"weight": (t.w.clamp(max=1.2).sum(), t.M), "weight_max": (t.w.max(), None)}
@@ -85,8 +86,8 @@ def check_statistics(module: ModuleType) -> None:
 
 
 def check_strayed(module: ModuleType) -> None:
-    """strayed is the share of response tokens behind one with log π_T < -4.6 (a hundredth), which
-    itself is not among them."""
+    """strayed is the share of response tokens after one with log π_T < -4.6 (a hundredth). That
+    token itself does not count."""
     probs = [[0.5, 0.009, 0.9, 0.9], [0.9, 0.9, 0.011, 0.5], [0.001, 0.001, 0.9, 0.9]]
     mask = torch.tensor([[1.0, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0]], dtype=torch.float64)
     teacher = torch.tensor(probs, dtype=torch.float64).log()
@@ -96,8 +97,8 @@ def check_strayed(module: ModuleType) -> None:
 
 
 def check_teacher(module: ModuleType) -> None:
-    """It is the model that was asked for, frozen; refused where it numbers the student's tokens
-    otherwise or reads less than prompt and response; none is loaded where β is 0."""
+    """The teacher is the requested model, frozen. It is refused if it numbers the student's tokens
+    differently or reads fewer tokens than prompt and response. With β = 0 none is loaded."""
     args, loaded = module.Args(dtype="float32"), module.load_model("tiny-teacher")
     policy = module.frozen_teacher(args, loaded[1], ALONE)
     assert isinstance(policy, Policy) and not any(p.requires_grad for p in policy.parameters())

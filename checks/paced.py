@@ -30,8 +30,8 @@ def balance(module: ModuleType, counts: list[int], theta: Tensor, V: Tensor, bet
 
 
 def check_balance_is_the_regularised_optimum(module: ModuleType) -> None:
-    """All squares are 0 at π_θ = π_old exp(R/β) / Z with log Z = log E_old[exp(R/β)], which gives
-    the accuracy: p = (Z - 1) / (exp(1/β) - 1). Nowhere else."""
+    """All squares are 0 at π_θ = π_old exp(R/β) / Z with log Z = log E_old[exp(R/β)], and nowhere
+    else. This Z gives the accuracy: p = (Z - 1) / (exp(1/β) - 1)."""
     for beta in BETAS:
         for counts in COUNTS:
             old = torch.tensor(counts).double() / sum(counts)
@@ -66,14 +66,15 @@ def check_by_hand(module: ModuleType) -> None:
 
 
 def check_advantages(module: ModuleType) -> None:
-    """R - V of the own prompt: also a group all right says something where V < 1."""
+    """R - V of the prompt itself. A group that is all right has advantages, too, if V < 1."""
     rewards = torch.tensor([[1.0, 1, 1], [1, 0, 0]])
     found = module.advantages(rewards, torch.tensor([0.75, 0.25]))
     assert torch.equal(found, torch.tensor([[0.25, 0.25, 0.25], [0.75, -0.25, -0.25]]))
 
 
 def check_teacher_range_and_padding(module: ModuleType) -> None:
-    """Before it has learned V is 1/2; with a trained head padding changes nothing; range (0, 1)."""
+    """Before training V is 1/2. With a trained head padding changes nothing, and the range is (0,
+    1)."""
     goldilocks.teacher_is_bounded(module, 1.0)
 
 

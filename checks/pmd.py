@@ -15,7 +15,8 @@ def per_response(batch: dict, args: object) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def check_weights(module: ModuleType) -> None:
-    """Every token of a response has (Â - τ log π_θ(y)/π_old(y)) / L, of all responses' mean."""
+    """Every token of a response has (Â - τ log π_θ(y)/π_old(y)) / L, in the mean over all
+    responses."""
     for batch in (toy_batch(), two_responses()):
         for tau in (0.01, 0.7):
             args = no_kl(module, tau=tau, max_new_tokens=50)
@@ -27,8 +28,8 @@ def check_weights(module: ModuleType) -> None:
 
 
 def check_optimum(module: ModuleType) -> None:
-    """With the true τ log Z for the mean, π* = π_old exp(R/τ) / Z has gradient 0, over all
-    responses; with the mean it has not."""
+    """With the true τ log Z instead of the mean, π* = π_old exp(R/τ) / Z has gradient 0, over all
+    responses. With the mean it does not."""
     right, counted = torch.tensor([1.0, 0, 0, 1, 0, 1]).double(), torch.tensor([1, 7, 3, 4, 2, 3])
     rows, old = torch.repeat_interleave(torch.arange(6), counted), counted.double() / 20
     for tau in (0.2, 1.0):
@@ -46,8 +47,8 @@ def check_optimum(module: ModuleType) -> None:
 
 
 def check_statistics(module: ModuleType) -> None:
-    """pull is τ |log ratio| against |Â|, summed over responses; turned counts those whose weight
-    has not the sign of Â any more, of those with Â ≠ 0."""
+    """pull is τ |log ratio| divided by |Â|, each summed over responses. turned counts, among those
+    with Â ≠ 0, the responses whose weight no longer has the sign of Â."""
     batch, args = busy_batch(), no_kl(module, tau=3.0)
     log_ratio, weight = per_response(batch, args)
     A = batch["advantages"]

@@ -23,8 +23,9 @@ def random_rows(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check_gae_is_a_mean_of_returns(module: ModuleType) -> None:
-    """Of returns that look n tokens ahead and then ask the critic, n = 1, 2, ..., with weights
-    (1 - λ) λ^(n-1), and the rest on the whole return; padding and gaps are no tokens; λ by row."""
+    """GAE is a mean of returns that look n tokens ahead and then use the critic, n = 1, 2, ....
+    Their weights are (1 - λ) λ^(n-1), and the whole return has the rest. Padding and gaps are no
+    tokens; λ may differ by row."""
     rewards, values, mask = random_rows()
     lams = torch.tensor([0.7, 0.0, 0.5, 1.0, 0.3], dtype=torch.float64)
     for gamma in (1.0, 0.8):
@@ -44,7 +45,7 @@ def check_gae_is_a_mean_of_returns(module: ModuleType) -> None:
 
 
 def a_batch(**columns: Tensor) -> Rollout:
-    """Two responses of 3 and 1 tokens, of rewards 1 and 0."""
+    """Two responses of 3 and 1 tokens, with rewards 1 and 0."""
     batch = Rollout.pack(
         prompts=[[2, 3], [4]],
         tokens=[[5, 6, 1], [7]],
@@ -57,7 +58,7 @@ def a_batch(**columns: Tensor) -> Rollout:
 
 
 def check_token_rewards(module: ModuleType) -> None:
-    """R at the last token, of which each token pays β log(π_old/π_ref); padding has none."""
+    """R at the last token, minus β log(π_old/π_ref) at each token; padding has none."""
     old = torch.tensor([[-0.1, -0.2, -0.3], [-0.4, -9.0, -9.0]])
     ref = torch.tensor([[-0.3, -0.1, -0.3], [-0.2, -5.0, -1.0]])
     batch = a_batch(old_logp=old, ref_logp=ref)
@@ -67,8 +68,8 @@ def check_token_rewards(module: ModuleType) -> None:
 
 
 def check_value_loss(module: ModuleType) -> None:
-    """1/2 max{(V - V̂)², (clip(V) - V̂)²}, V clipped to V_old ± 0.2, and where its gradient is 0: V
-    has left that range towards V̂ and not come beyond it as far."""
+    """1/2 max{(V - V̂)², (clip(V) - V̂)²}, V clipped to V_old ± 0.2. Its gradient is 0 if V has
+    left that range towards V̂ and is not as far beyond it."""
     V = one(0.5, 0.9, 0.1, 0.9, 1.4, 0.0).requires_grad_()
     old, returns = one(0.5, 0.5, 0.5, 0.5, 0.5, 0.0), one(1.0, 1.0, 1.0, 0.0, 1.0, 9.0)
     loss, stats = module.value_loss(V, old, returns, one(1.0, 1, 1, 1, 1, 0), 0.2)
@@ -79,7 +80,7 @@ def check_value_loss(module: ModuleType) -> None:
 
 
 def check_moments(module: ModuleType) -> None:
-    """Mean and sample variance of the tokens of all parts, padding left out."""
+    """Mean and sample variance of the tokens of all parts, without padding."""
     generator = torch.Generator().manual_seed(0)
     columns = [5 + torch.randn(3, 4, generator=generator).double() for _ in range(2)]
     masks = [(torch.arange(4) < torch.tensor(n)[:, None]).double() for n in ([4, 1, 2], [3, 3, 0])]
@@ -90,8 +91,8 @@ def check_moments(module: ModuleType) -> None:
 
 
 def check_value_of_the_state_before(module: ModuleType) -> None:
-    """V is 0 before it has learned; then it is one number of the state in which each token is
-    drawn: it knows prompt and earlier tokens, and not the token itself, later ones or padding."""
+    """V is 0 before training. Then it is one number of the state in which each token is drawn: it
+    depends on the prompt and earlier tokens, not on the token itself, later ones or padding."""
     lm, _ = load_model("tiny")
     value, batch = module.Value(lm), a_batch()
     near(response_logprobs(value, batch, 1.0)[0], torch.zeros(2, 3), "V at first")
@@ -109,8 +110,8 @@ def check_value_of_the_state_before(module: ModuleType) -> None:
 
 
 def check_an_advantage_for_each_token(module: ModuleType) -> None:
-    """With advantages `[n, T]` each token has its own: the gradient weight r Â_t inside the clip,
-    0 outside in the direction of its own sign."""
+    """With advantages `[n, T]` each token has its own: the gradient weight is r Â_t inside the
+    clip, and 0 outside in the direction of its own sign."""
     batch, generator = toy_batch(), torch.Generator().manual_seed(0)
     A = torch.randn(batch["mask"].shape, generator=generator, dtype=torch.float64)
     logp = batch["logp"].requires_grad_()
@@ -136,8 +137,8 @@ def check_weights(module: ModuleType) -> None:
 
 
 def check_clip_statistics(module: ModuleType) -> None:
-    """clip_share counts the tokens from which the clip takes the gradient, of all response tokens;
-    clip_above and clip_below its two sides."""
+    """clip_share is the share of response tokens that lose their gradient by the clip; clip_above
+    and clip_below are its two sides."""
     batch = busy_batch()
     expected = clipped(response_tokens(batch), 0.2, 0.28)
     stats = loss_of(module, no_kl(module, clip_high=0.28), **batch)[1]

@@ -1,4 +1,4 @@
-"""The recipe: each layer alone passes its own file's checks; what the layers are together."""
+"""The recipe: each layer alone passes its own file's checks; and the combination of layers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +19,7 @@ OFF = {
 
 
 def off(*layers: str) -> dict:
-    """The flags that leave these layers and no other."""
+    """The flags that leave only these layers."""
     flags = [OFF[name].items() for name in OFF if name not in layers]
     return {flag: value for pairs in flags for flag, value in pairs}
 
@@ -53,14 +53,14 @@ def check_stapos_mask(module: ModuleType) -> None:
 
 
 def check_maspos_gate(module: ModuleType) -> None:
-    """Layer 2 the other way, in place of the clip: the authors' numbers, at eight ratios."""
+    """Layer 2 with the gate instead of the clip: the authors' numbers, at eight ratios."""
     checks = [maspo.check_fixture, maspo.check_weights, maspo.check_gates]
     passes(module, checks, "clip", "tokens", tokens="maspo")
 
 
 def check_age(module: ModuleType) -> None:
-    """With a lag min(π_old/μ, 8) stands before r and its clip, of the whole response; without one
-    μ does not matter."""
+    """With a lag, min(π_old/μ, 8) of the whole response multiplies r and its clip; without a lag μ
+    does not matter."""
     for mu, factor in ((0.5, 0.8), (0.2, 2.0), (0.01, 8.0)):
         for ratio, advantage in ((1.1, 1.0), (1.5, 1.0), (0.7, -1.0), (1.5, -1.0)):
             plain = weight(module, ratio, advantage, 0.4, mu, **off("clip"))
@@ -79,7 +79,7 @@ IS_BRANCH = torch.tensor([False, True, False, False, True, False])  # of the toy
 
 
 def streams(size: torch.Tensor) -> torch.Tensor:
-    """The column `branch`, of what each row adds to its stream's denominator `[6]`."""
+    """The column `branch`, computed from each row's part of its stream's denominator `[6]`."""
     return torch.where(IS_BRANCH, size[~IS_BRANCH].sum() / size[IS_BRANCH].sum(), 0.0)
 
 
@@ -100,8 +100,9 @@ def check_streams(module: ModuleType) -> None:
 
 
 def check_parts_add_up(module: ModuleType) -> None:
-    """All layers on: with the mini-batch's tokens and balance, sums over any parts, one of them
-    branches only, give the whole's loss; with a part's own they do not. Either average."""
+    """All layers on, for both averages: with the mini-batch's tokens and balance, sums over any
+    parts, one of them branches only, give the loss of the whole. With those of the parts they do
+    not."""
     generator = torch.Generator().manual_seed(0)
     batch = toy_batch()
     batch["entropy"] = torch.rand(batch["mask"].shape, generator=generator, dtype=torch.float64)

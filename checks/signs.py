@@ -19,7 +19,8 @@ DOWN = {0.5: 0, 0.75: 0, 0.9: 0.9, 1.0: 1.0, 1.3: 1.3, 4.0: 4.0}
 
 
 def check_weights(module: ModuleType) -> None:
-    """M r u Â: λ = 0.1, 0.5 and 2 where Â > 0, 1 where Â < 0; the clip asks for r and Â's sign."""
+    """M r u Â: λ = 0.1, 0.5 and 2 where Â > 0, 1 where Â < 0; the clip depends on r and Â's
+    sign."""
     for positive in (0.1, 0.5, 2.0):
         for ratio, expected in UP.items():
             found = weight(module, ratio, 1.5, positive_weight=positive)
@@ -39,7 +40,7 @@ def check_damped(module: ModuleType) -> None:
 
 
 def odd(module: ModuleType, values: list[float], k: float, column: int) -> list[int]:
-    """Which of these lengths (column 0) or mean log μ (1) are outliers; the other is equal."""
+    """Which of these lengths (column 0) or mean log μ (1) are outliers; the other is constant."""
     every = torch.full((len(values), 2), 7.0, dtype=torch.float64)
     every[:, column] = torch.tensor(values)
     found = module.outliers(no_kl(module, outliers=k), every, every)
@@ -47,8 +48,8 @@ def odd(module: ModuleType, values: list[float], k: float, column: int) -> list[
 
 
 def check_outliers(module: ModuleType) -> None:
-    """Nine values of 10 and one of 40: mean 13, population std 9, so that 40 is 3 of them away; on
-    either side, of length or of log-prob."""
+    """Nine values of 10 and one of 40: mean 13, population std 9, so 40 is 3 std away. In both
+    directions, for length and for log-prob."""
     for column, sign in ((0, 1), (1, 1), (1, -1)):
         values = [sign * x for x in [10.0] * 9 + [40.0]]
         assert odd(module, values, 2.95, column) == [9]
@@ -57,13 +58,13 @@ def check_outliers(module: ModuleType) -> None:
 
 
 def check_no_outliers(module: ModuleType) -> None:
-    """Where all are alike, rounding makes none; k = 0 turns the filter off."""
+    """If all are alike, rounding makes none; k = 0 turns the filter off."""
     assert odd(module, [0.1 + 1e-9 * i for i in range(8)], 1.0, 1) == []
     assert odd(module, [1.0, 2, 3, 99], 0.0, 0) == []
 
 
 def check_statistics_are_of_all_ranks(module: ModuleType) -> None:
-    """What is usual is said by all responses, not by this rank's."""
+    """Mean and std are those of all responses, not of this rank's."""
     own = torch.tensor([[10.0, -1], [40, -1]]).double()
     every = torch.cat([own, torch.tensor([[10.0, -1]]).double().expand(8, 2)])
     found = module.outliers(no_kl(module, outliers=2.5), own, every)
@@ -78,14 +79,13 @@ def stored() -> SimpleNamespace:
 
 
 def check_measures(module: ModuleType) -> None:
-    """Length and mean log μ over the response, which a long one does not have lower for being
-    long."""
+    """Length and mean log μ over the response; the mean does not fall with the length."""
     expected: Tensor = torch.tensor([[4.0, -3.0], [2.0, -3.0]]).double()
     assert torch.equal(module.measures(stored()), expected)
 
 
 def check_without_baseline(module: ModuleType) -> None:
-    """±1, in groups that are all alike, too; with λ the weights are λ and -1, as published."""
+    """±1, also in zero-variance groups; with λ the weights are λ and -1, as published."""
     rewards = torch.tensor([[1.0, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
     assert torch.equal(module.signs(rewards), torch.where(rewards > 0, 1.0, -1.0))
 

@@ -27,7 +27,7 @@ def spurious_batch() -> dict[str, Tensor]:
 
 def check_silences_the_spurious(module: ModuleType) -> None:
     """Rewarded, improbable and sure: (0,0) and (1,0). Not (0,1): unsure; (0,3): p over τ_p; row 2:
-    Â < 0. The mean is over the tokens left."""
+    Â < 0. The mean is over the kept tokens."""
     batch = spurious_batch()
     batch["logp"].requires_grad_()
     loss_of(module, module.Args(), **batch)[0].backward()
@@ -37,7 +37,7 @@ def check_silences_the_spurious(module: ModuleType) -> None:
 
 
 def check_uses_the_current_policy(module: ModuleType) -> None:
-    """p is π_θ's, not π_old's: a token that has become likely is not silenced any more."""
+    """p is π_θ's, not π_old's: a token that has become likely is no longer silenced."""
     batch = spurious_batch()
     batch["logp"][0, 0] = -1.0
     assert loss_of(module, module.Args(), **batch)[1]["silenced"][0] == 1
@@ -56,8 +56,8 @@ def check_quantile(module: ModuleType) -> None:
 
 
 def check_is_exact_in_parts(module: ModuleType) -> None:
-    """With τ_h of the whole mini-batch, sums over any parts give the whole's loss; a part's own τ_h
-    would not."""
+    """With τ_h of the whole mini-batch, sums over any parts give the loss of the whole. With τ_h of
+    the parts they do not."""
     batch, args = spurious_batch(), module.Args()
     threshold = module.entropy_threshold(args, batch["entropy"][batch["mask"].bool()])
     whole = terms(module, args, **batch)

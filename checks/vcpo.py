@@ -11,7 +11,7 @@ from . import written_here
 
 
 def check_weights(module: ModuleType) -> None:
-    """min(w, 8) Â / |y| / B with w of the whole response against μ, for small, large and absurd
+    """min(w, 8) Â / |y| / B with w of the whole response against μ, for small, large and extreme
     weights."""
     for shift in (0.0, 0.3, 2.0, 300.0, -300.0):
         tensors = busy_batch()
@@ -33,8 +33,8 @@ def check_advantages(module: ModuleType) -> None:
 
 
 def check_baseline(module: ModuleType) -> None:
-    """Equal weights and norms: the group mean, a shift of 0. Otherwise Σ w²|g|² Â / Σ w²|g|², at
-    any magnitude."""
+    """With equal weights and norms it is the group mean, a shift of 0. Otherwise it is Σ w²|g|² Â /
+    Σ w²|g|², at any magnitude."""
     advantages = module.advantages(torch.tensor([[1.0, 0, 0, 1, 0]], dtype=torch.float64))[0]
     same = torch.full((5,), 3.7, dtype=torch.float64)
     assert abs(module.baseline_shift(same, same, advantages)) < 1e-12

@@ -1,4 +1,4 @@
-"""VESPO: outside numbers, the hill φ(W), and W as the product of all ratios."""
+"""VESPO: outside numbers, the shape of φ(W), and W as the product of all ratios."""
 
 import itertools
 import math
@@ -20,7 +20,8 @@ def check_fixture(module: ModuleType) -> None:
 
 
 def check_hill(module: ModuleType) -> None:
-    """φ(W) Â of a one-token response, for rare and common ones; 1 at W = 1, its top at k / λ."""
+    """φ(W) Â of a one-token response, for rare and common ones; 1 at W = 1, its maximum at k /
+    λ."""
     for old, W in itertools.product((1.0, 0.001), (0.01, 0.5, 2 / 3, 1.0, 1.5, 2.0, 6.0)):
         for advantage, k, lam in ((1.0, 2, 3), (-1.0, 3, 2)):
             weighs(module, W, advantage, advantage * phi(W, k, lam), old=old)
@@ -49,7 +50,7 @@ def check_extremes_weigh_nothing(module: ModuleType) -> None:
 
 def check_statistics(module: ModuleType) -> None:
     """Of responses: reshaped is the mean of |φ - 1|, gate_pos that of φ where Â > 0, gate_neg where
-    Â < 0, weight_max the largest W before φ bends it."""
+    Â < 0, weight_max the largest W before φ."""
     batch = busy_batch()
     A, mask = batch["advantages"], batch["mask"]
     log_W = ((batch["logp"] - batch["old_logp"]) * mask).sum(1)

@@ -101,7 +101,7 @@ def fit(value: object, kind: object, name: str = "") -> None:
 
 
 def config_of(folder: Path) -> dict:
-    """config.json of the run in `folder`, empty if there is none; BadInput where a value that tools
+    """config.json of the run in `folder`, empty if there is none. BadInput if a value that tools
     read cannot be a run's."""
     config = saved_config(folder)
     with blame(f"{folder}/config.json: is not a run's"):
@@ -113,8 +113,8 @@ def config_of(folder: Path) -> dict:
 
 
 def run_of(folder: Path) -> tuple[dict, list[dict]]:
-    """The config.json and the rows of metrics.jsonl of the run in `folder`; BadInput where there is
-    none, or a metric is neither a number nor null."""
+    """The config.json and the rows of metrics.jsonl of the run in `folder`. BadInput if there is
+    none, or if a metric is neither a number nor null."""
     if not (config := config_of(folder)):
         raise BadInput(f"{folder}: holds no run")
     path = folder / "metrics.jsonl"
@@ -126,7 +126,7 @@ def run_of(folder: Path) -> tuple[dict, list[dict]]:
 
 
 def load(folder: Path) -> Run:
-    """The run in `folder`; BadInput where nothing is measured yet, or metrics.jsonl has a step
+    """The run in `folder`. BadInput if nothing is measured yet, or if metrics.jsonl has a step
     twice or lacks one."""
     config, lines = run_of(folder)
     for number, line in enumerate(lines, 1):
@@ -139,8 +139,8 @@ def load(folder: Path) -> Run:
 
 
 def kinds(runs: list[Run]) -> list[Kind]:
-    """Runs sorted by kind, in the order given. A second run with the same flags and seed (another
-    machine, another version) begins another kind."""
+    """Runs sorted by kind, in the given order. A second run with the same flags and seed (another
+    machine, another version) starts a new kind."""
     found, seen = {}, {}
     for run in runs:
         flags = tuple(sorted((k, repr(v)) for k, v in run.config.items() if k not in FREE))
@@ -176,8 +176,8 @@ def label(kind: Kind, among: list[Kind]) -> str:
 
 
 def shared(among: list[Kind]) -> dict[str, str]:
-    """The telling metrics that every run has -> their words; not those that two algorithms give
-    different meanings."""
+    """The metrics that every run has and that show its mechanism -> their descriptions, except
+    those with different meanings."""
     words: dict[str, set] = {}
     for kind in among:
         for name, text in kind.config["acted"].items():
@@ -191,8 +191,8 @@ def shared(among: list[Kind]) -> dict[str, str]:
 
 
 def band(runs: list[Run], name: str, width: int) -> tuple[np.ndarray, ...]:
-    """Steps, and there the mean, lowest and highest of the runs, each `[n]`, as far as the shortest
-    run goes.
+    """The steps, and the mean, lowest and highest value of the runs at each, `[n]`, up to the end
+    of the shortest run.
 
     Metrics of every step are smoothed over `width` steps, run by run; NaN is a gap.
     """
@@ -242,7 +242,7 @@ def draw(among: list[Kind]) -> object:
 
 
 def figures(run: Run) -> dict[str, float]:
-    """The numbers of a run in the table; NaN where there are none."""
+    """The numbers of a run in the table; NaN for missing ones."""
     found = {}
     for name in ("greedy", "sampled", "response_len"):
         values = series(run.lines, name)[1] if any(name in line for line in run.lines) else [np.nan]

@@ -5,12 +5,12 @@
     torchrun --nproc_per_node=8 -m tools.evaluate Qwen/Qwen3-1.7B-Base --max_new_tokens 4096 \\
         --eval_task aime24,aime25,math500 --eval_samples 32
 
-MODEL is a hub name, a folder in the Hugging Face format, `tiny`, `tiny-moe`, or a run folder,
-whatever algorithm and number of ranks wrote it; flags that are not given are then the run's own. A
-run under way is not disturbed. A run folder is code, since its checkpoints are read with pickle:
-evaluate only your own. Each set is measured greedily, at T 1.0 / top-p 1.0 and at T 0.7 /
-top-p 0.9, the two settings that papers report. As soon as a set is done at a setting, its line of
-the table is printed and its responses are written to a new file, with their scores.
+MODEL is a hub name, a folder in the Hugging Face format, `tiny`, `tiny-moe`, or a run folder of any
+algorithm and number of ranks. For a run folder, flags that are not given are the run's own. A run
+under way is not disturbed. Checkpoints are read with pickle, which can run code: evaluate only your
+own run folders. Each set is measured greedily, at T 1.0 / top-p 1.0, and at T 0.7 / top-p 0.9, the
+two settings that papers report. As soon as a set is done at a setting, the program prints its line
+of the table and writes its responses to a new file, with their scores.
 """
 
 import contextlib
@@ -57,16 +57,16 @@ class Args(Flags):
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = "tiny"
     """Hub name, local folder, `tiny`, `tiny-moe`, or run folder."""
     task: str = "arithmetic"
-    """Without --eval_task: the held-out problems of this task are measured (a run: of its own)."""
+    """Without --eval_task: measure the held-out problems of this task (a run: of its own task)."""
     eval_task: str = ""
-    """Sets to measure whole, comma-separated: hub sets, .jsonl or .parquet files, arithmetic,
+    """Whole sets to measure, comma-separated: hub sets, .jsonl or .parquet files, arithmetic, or
     a task file FILE.py."""
     eval_samples: Count = 4
-    """n: responses to each problem, at both settings but the greedy one (ours)."""
+    """n: responses to each problem, at the two settings that sample (our choice)."""
     rollout_rows: Count = 1024
-    """Responses asked for at once: lower it when the KV cache does not fit (ours)."""
+    """Responses sampled at once; lower it if the KV cache does not fit (our choice)."""
     max_new_tokens: Count = 64
-    """Length limit of a response (ours)."""
+    """Length limit of a response (our choice)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the model, float32 or bfloat16 (auto: bfloat16 on GPUs)."""
     run_dir: str = ""
@@ -82,7 +82,7 @@ class Set(NamedTuple):
 
 
 def new_file(folder: Path, name: str) -> Path:
-    """A new, empty file: NAME.jsonl, or where that is taken NAME.2.jsonl, NAME.3.jsonl, ..."""
+    """A new, empty file: NAME.jsonl, or if that exists NAME.2.jsonl, NAME.3.jsonl, ..."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         path = folder / f"{name}{f'.{number}' if number > 1 else ''}.jsonl"
@@ -119,7 +119,7 @@ def prepare(args: Args, world: World) -> None:
 def load_sets(
     args: Args, config: dict, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Set], list[str]]:
-    """The sets to measure, and what the user should know of them, a line each.
+    """The sets to measure, and one line about each for the user.
 
     `config` is the run's, or empty: its held-out problems are those that it measured itself.
     """
@@ -163,7 +163,7 @@ def load_weights(folder: Path, policy: nn.Module) -> int:
     weights, shards = get_model_state_dict(policy), dcp.FileSystemReader(found[-1] / "shards")
     what = f"MODEL {folder}: {found[-1]} is damaged or does not fit its model"
     with blame(what), first_failure():
-        # Of several models that were saved as one the policy is the first.
+        # If several models were saved as one, the policy is the first.
         alone = f"policy.{next(iter(weights))}" in shards.read_metadata().state_dict_metadata
         named = weights if alone else {f"0.{name}": value for name, value in weights.items()}
         dcp.load({"policy": named}, storage_reader=shards)  # in place
@@ -231,8 +231,8 @@ def measure(
 ) -> list[dict]:
     """A row for each problem of a set, at one setting: its responses and their scores.
 
-    The same on every rank. Problems are shared out in turns of --rollout_rows responses a rank;
-    every rank takes part in every turn, since ranks with a common vLLM engine must.
+    The same on every rank. Problems are divided over the ranks in turns of --rollout_rows
+    responses per rank. Every rank takes part in every turn, as ranks with one vLLM engine must.
     """
     n, rows = args.eval_samples if temperature else 1, []
     how = {"set": one.name, "temperature": temperature, "top_p": top_p}
@@ -269,9 +269,9 @@ def head(n: int) -> list[str]:
 
 
 def line_of(rows: list[dict], n: int) -> str:
-    """The table's line for the rows of a set at a setting; n as in `head`."""
+    """The table's line for the rows of a set at a setting; n is as in `head`."""
     scores = torch.tensor([row["scores"] for row in rows], dtype=torch.float64)  # [problems, given]
-    right, given = (scores >= 1).sum(dim=1), scores.shape[1]  # part marks count for avg alone
+    right, given = (scores >= 1).sum(dim=1), scores.shape[1]  # partial rewards count only for avg
     passed = [pass_at_k(right, given, k) if k <= given else None for k in powers(n)]
     shown = ["" if m is None else interval(m) for m in (scores.mean(dim=1), *passed)]
     length = torch.tensor([row["lengths"] for row in rows]).double().mean()
@@ -293,7 +293,7 @@ def pass_at_k(right: Tensor, n: int, k: int) -> Tensor:
 
 
 def bootstrap(values: Tensor) -> tuple[float, float]:
-    """95% interval of the mean, by resampling the problems: AIME's 30 leave it wide."""
+    """95% interval of the mean, by resampling the problems. With AIME's 30 problems it is wide."""
     generator = torch.Generator().manual_seed(0)
     draws = torch.randint(len(values), (RESAMPLES, len(values)), generator=generator)
     means = values[draws].mean(dim=1)  # [RESAMPLES]

@@ -1,5 +1,5 @@
-"""Shared by the pages of tools.reader and tools.page: their look and keys (look.html, look.js), the
-way data and code are put in, and where a page may be written."""
+"""Shared parts of the pages of tools.reader and tools.page: their look and keys (look.html,
+look.js), how data and code are inserted, and where a page may be written."""
 
 import importlib
 import json
@@ -92,19 +92,19 @@ def form(template: Path) -> str:
 
 
 def filled(template: Path, data: dict) -> str:
-    """The whole page. Whatever the data contain is data: none of it is read as HTML."""
+    """The whole page. Nothing in the data is read as HTML."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False)
     # Inside <script> nothing is read as HTML but </script and <!--: no < is left
     return opening(template) + form(template).replace("{{data}}", text.replace("<", r"\u003c"))
 
 
 def opening(template: Path) -> str:
-    """The beginning of a page that this program wrote, and may write over."""
+    """The beginning of a page that this program wrote, and may overwrite."""
     return f"<!doctype html><!-- tools.{template.stem} -->"
 
 
 def write(template: Path, out: Path, page: Callable[[], str]) -> None:
-    """Write a page and print its path; BadInput where another program's file has that name."""
+    """Write a page and print its path. BadInput if another program's file has that name."""
     if not out.parent.is_dir():
         raise BadInput(f"--out {out}: no folder {out.parent}")
     if out.is_dir() or out.exists() and not out.read_bytes().startswith(opening(template).encode()):

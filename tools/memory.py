@@ -1,12 +1,12 @@
-"""Estimated memory per GPU in GB: which model fits a card, or what the files' headers need.
+"""Estimated memory per GPU in GB: which model fits a card, or the needs of the headers' commands.
 
     python -m tools.memory --model MODEL [--gpus N] [--gpu_memory GB] [--max_new_tokens T]
         [--task TASK] [FILE]
     python -m tools.memory --cards      the largest Qwen3 for one card of 16, 24, 48, 80, 141 GB
     python -m tools.memory [FILE ...]   of the commands in the headers, on cards of 80 GB
 
-MODEL is a folder or a hub name; its config.json is read. The first command prints the fastest
-command of FILE (default: grpo) that fits, its peak, and how many responses the cache holds.
+MODEL is a folder or a hub name; the program reads its config.json. The first command prints the
+fastest command of FILE (default: grpo) that fits, its peak, and how many responses the cache holds.
 
 The parts, with N parameters over R ranks (or --shard_ranks):
     states       float32 master copy, AdamW's two moments, float32 gradient: 16 N / R bytes
@@ -24,16 +24,17 @@ The parts, with N parameters over R ranks (or --shard_ranks):
     vLLM         weights (bfloat16; minirl: 8 bits) / --tensor_parallel; its KV cache is what
                  --vllm_memory, a share of the card, leaves beside them and some 5 GB for its
                  activations and CUDA graphs
-With --offload states and reference are the host's; the GPU holds float32 shards of what is being
-gathered. The peak is the largest phase's: in an update all of the trainer's parts beside vLLM's
-share, or with --vllm_sleep beside the graphs, which stay (2 GB); in a sampling states without
-gradient, reference and vLLM's share; in a push also the two largest tensors, whole, in vLLM's
-precision. Allocator slack and NCCL's buffers come on top (some 3 to 6 GB): what fits leaves 1 GB
-and 6% of the card for them.
+With --offload, states and reference are in host memory; the GPU holds float32 shards of what is
+being gathered. The peak is that of the largest phase. In an update these are all of the trainer's
+parts and vLLM's share, or with --vllm_sleep the graphs, which stay (2 GB). In a sampling these are
+the states without gradient, the reference and vLLM's share; in a push also the two largest tensors,
+whole, in vLLM's precision. Allocator slack and NCCL's buffers come on top (some 3 to 6 GB). A
+command that fits leaves 1 GB and 6% of the card for them.
 
 host: GB on the node of rank 0, which alone loads the float32 weights (and, for a reference, copies
-them); with --vllm_sleep each rank's sleeping weights, every tensor in a pinned block of the next
-power of two; what is offloaded; minirl's columns of experts, sampler's and trainer's.
+them). With --vllm_sleep it includes each rank's sleeping weights, every tensor in a pinned block of
+the next power of two. It also includes offloaded parts, and minirl's columns of experts, the
+sampler's and the trainer's.
 """
 
 import importlib
@@ -66,7 +67,7 @@ for flag in ("--offload_reference", "--offload"):
 
 @dataclass
 class Asked:
-    """Numbers of the command line that have rules."""
+    """Numbers of the command line that are checked."""
 
     gpus: Count
     gpu_memory: Positive
@@ -110,7 +111,7 @@ class Shape:
         return self.layers * self.layer() + self.root()
 
     def kept(self) -> float:
-        """Bytes a layer keeps for a token: bfloat16, float32 norms, attention without scores."""
+        """Bytes kept by a layer for a token: bfloat16, float32 norms, attention without scores."""
         norms = 2 * 10 * self.hidden  # input, its float32 copy, the normalised one
         qkv = 2 * 3 * self.head_dim * (self.heads + 2 * self.kv_heads)
         attention = qkv + 2 * 2 * self.head_dim * self.heads
@@ -141,7 +142,7 @@ SHAPES |= {name.removesuffix("-Base"): shape for name, shape in SHAPES.items()}
 
 
 def shape_of(model: str) -> Shape:
-    """From the config.json of a folder or of a hub model; BadInput where it does not say enough."""
+    """Reads the config.json of a folder or of a hub model. BadInput if a number is missing."""
     from transformers import AutoConfig
 
     if model in SHAPES:
@@ -265,8 +266,8 @@ def fit(
     name: str, model: str, shape: Shape, gpus: int, gpu: float, response: int, task: str = "gsm8k"
 ) -> tuple[list[str], dict[str, float]] | None:
     """The fastest command of file `name` that fits on `gpus` cards of `gpu` GB, and its estimate;
-    None where none does. vLLM's cache must hold ENOUGH responses, or if no command allows that,
-    two."""
+    None if none fits. vLLM's cache must hold ENOUGH responses, or two if no command allows
+    that."""
     nodes, local = (gpus // 8, 8) if gpus > 8 else (1, gpus)
     prompts = math.ceil(64 / gpus) * gpus  # a multiple of the ranks
     words = [f"--nnodes={nodes}"] if nodes > 1 else []
@@ -348,13 +349,13 @@ def main(names: list[str]) -> None:
 if __name__ == "__main__":
     parser = arguments(__doc__)
     known = ", ".join(FILES)
-    parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {known} (default: all)")
-    parser.add_argument("--model", help="a folder or a hub name: what fits, and the command")
-    parser.add_argument("--gpus", type=int, default=1, help="how many (more than 8: nodes of 8)")
-    parser.add_argument("--gpu_memory", type=float, default=GPU, metavar="GB", help="of each")
+    parser.add_argument("files", nargs="*", metavar="FILE", help=f"some of {known} (default: all)")
+    parser.add_argument("--model", help="a folder or a hub name: print the command that fits")
+    parser.add_argument("--gpus", type=int, default=1, help="number (more than 8: nodes of 8)")
+    parser.add_argument("--gpu_memory", type=float, default=GPU, metavar="GB", help="of each GPU")
     parser.add_argument("--max_new_tokens", type=int, default=2048, metavar="T")
-    parser.add_argument("--task", default="gsm8k", help="of the command that is printed")
-    parser.add_argument("--cards", action="store_true", help="the largest Qwen3 for one card")
+    parser.add_argument("--task", default="gsm8k", help="task of the printed command")
+    parser.add_argument("--cards", action="store_true", help="print the largest Qwen3 for one card")
     args = parser.parse_args()
     if unknown := [name for name in args.files if name not in FILES]:
         parser.error(f"{unknown[0]}: unknown, use some of {known}")

@@ -1,19 +1,18 @@
-"""The responses of a run, token by token, with each token's weight in the update: one HTML page,
-which opens from disk and fetches nothing.
+"""The responses of a run, token by token, with each token's weight in the update: one HTML page
+that works offline.
 
     python -m tools.page RUN [OTHER] [--every N] [--variants] [--out FILE]
 
 RUN and OTHER are run folders with a samples.jsonl (`--sample_every`); the page shows two runs side
-by side. It shows the groups of each step that the run stored: prompt, responses, reward, Â, and
-every token, coloured by the factor on its ∇ log π in the update that trained it. When the page is
-written, the same tokens are put through the `policy_loss` of each of the nine files (`--variants`:
-of the variants as well), so the page also shows the weight that another file would have given them.
-Which variable clipped or masked a token, and in which line, is found by running the file's own
-function; which column it takes for which parameter is read from the file's loop. No formula of any
-file is repeated here.
+by side. It shows the groups of each stored step: prompt, responses, reward, Â, and every token,
+coloured by the factor on its ∇ log π in the update that trained it. The program also passes the
+same tokens through the `policy_loss` of each of the nine files (`--variants`: of the variants as
+well). So the page shows the weight that another file would have given them. It finds the variable
+and line that clipped or masked a token by running the file's own function. It reads from the file's
+loop which column is passed for which parameter. No formula of any file is repeated here.
 
-The page's form and its program are tools/page.html and tools/look.*; opened as page.html#check it
-tests itself.
+The page's form and its program are tools/page.html and tools/look.*. Opened as page.html#check, the
+page tests itself.
 """
 
 import argparse
@@ -325,8 +324,8 @@ class Told(NamedTuple):
 
 
 def told(folder: Path, files: dict[str, File], every: int) -> Told:
-    """Read a run, and put the groups of its first step, of its last step and of each step divisible
-    by `every` through every file's loss."""
+    """Read a run, and compute the losses of every file on the groups of its first step, its last
+    step and each step divisible by `every`."""
     config, metrics = run_of(folder)
     rows = samples(folder)
     stored = sorted({row["step"] for row in rows if "responses" in row})
@@ -396,7 +395,7 @@ def samples(folder: Path) -> list[dict]:
 
 
 def fit_responses(responses: list[dict]) -> None:
-    """ValueError where a response has a value of a wrong type, or not the columns of the others."""
+    """ValueError if a response has a value of a wrong type, or not the columns of the others."""
     if not responses:
         raise ValueError("no responses")
     for number, one in enumerate(responses, 1):
@@ -431,13 +430,13 @@ def changed_flags(file: File | None, config: dict) -> str:
 
 
 def same(value: object, default: object) -> bool:
-    """As JSON knows them."""
+    """Equal in JSON."""
     listed = list(default) if isinstance(default, tuple) else default
     return value == listed or default in ("auto", "")
 
 
 def drawn(run: Told, files: dict[str, File], table: Table, thin: int, others: bool) -> dict:
-    """A run's data: one in `thin` of its steps and the last one; without `others` only the weights
+    """A run's data: one in `thin` of its steps and the last one. Without `others` only the weights
     of its own file."""
     steps = sorted({row["step"] for row in run.rows})
     chosen, rows = {*steps[::thin], *steps[-1:]}, []
@@ -488,8 +487,8 @@ def under(
     table: Table,
     there: Tensor,
 ) -> dict:
-    """One file's weights on a group, divided by the number that the file would have divided by in
-    this mini-batch."""
+    """One file's weights on a group, divided by the count of this mini-batch that the file would
+    use."""
     if found is None:
         return {"said": [table.add(text) for text in said]}
     if unit:
@@ -527,7 +526,7 @@ def own_advantages(file: File, row: dict, batch: dict, size: int) -> list[str]:
 
 
 def far(found: Tensor, stored: Tensor) -> float | None:
-    """How far the two are apart, against the largest."""
+    """The largest difference between the two, relative to their size."""
     largest = stored.abs().max().item() if len(stored) else 0.0
     apart = (found - stored).abs().max().item() / largest if largest else found.abs().sum().item()
     return short(apart, 2) if math.isfinite(apart) else None

@@ -1,11 +1,11 @@
-"""Any two algorithm files side by side: one HTML page, which opens from disk and fetches nothing.
+"""Any two algorithm files side by side: one HTML page that works offline.
 
     python -m tools.reader [A [B]] [--out reader.html]
 
 The page opens with A and B. With one name it shows that file beside its base file; without a name
-it shows grpo.py and the file nearest to it. Every other file can be chosen in the page. The page is
-made from the files as they are: their lines (coloured by pygments), the marks of the lines that
-each file changes, its checks and mutants, and the gradient weight of its own `policy_loss`.
+it shows grpo.py and the file nearest to it. In the page you can choose every other file. The page
+shows the files' lines (coloured by pygments), the marks of the lines that each file changes, its
+checks and mutants, and the gradient weight of its own `policy_loss`.
 
 The page's form and its program are in tools/reader.html; tools/look.* is shared with tools.page.
 Opened as reader.html#check, the page tests itself.
@@ -74,8 +74,8 @@ def sections(source: str) -> tuple[dict[str, int], list[str]]:
 
 
 def weights(module: ModuleType, ratios: Tensor) -> Tensor:
-    """`weights_together`, but ratio by ratio where one row's loss depends on other rows (lp_reg
-    on the rarest tokens; m2po on a mean, whose budget 1.24 exceeds alone but not in the batch)."""
+    """`weights_together`, but ratio by ratio if one row's loss depends on other rows (lp_reg on the
+    rarest tokens; m2po on a mean, whose budget 1.24 exceeds alone but not in the batch)."""
     probe = torch.tensor([0.5, 0.7, 1.1, 1.24], dtype=torch.float64)
     apart = [weights_together(module, ratio[None]) for ratio in probe]
     if torch.cat(apart, -1).allclose(weights_together(module, probe)):

@@ -13,8 +13,8 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
     M r Â
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
-Five more in one file: REINFORCE (Williams, 1992), REINFORCE++ and its form with a group's mean (Hu
-et al., 2501.03262), MaxRL (2602.02710), and what ScaleRL (2510.13786) divides by.
+The file has five more methods: REINFORCE (Williams, 1992), REINFORCE++ and its form with a group's
+mean (Hu et al., 2501.03262), MaxRL (2602.02710), and the divisor of ScaleRL (2510.13786).
 
     --baseline  method                  Â_i                                    a group all right
     none        REINFORCE               R_i                                    1
@@ -24,34 +24,37 @@ et al., 2501.03262), MaxRL (2602.02710), and what ScaleRL (2510.13786) divides b
     maxrl       MaxRL                   (R_i - group's mean) / group's mean    0
     scalerl     ScaleRL                 (R_i - group's mean) / their std       0
 
-Any number that does not depend on y_i may be subtracted without changing the expected gradient;
-what changes is its variance. REINFORCE pushes every right answer up and no wrong one down. The
-group's mean contains R_i: with it the gradient is (G-1)/G of the true one, and RLOO takes that back
-(G/(G-1) (R_i - mean R) is the same number). Whitening subtracts the batch's mean and divides by its
-standard deviation. A batch's mean makes prompts compete: on a prompt always solved every answer is
-above it and pushed up, on a hard one nearly all are pushed down. A group's mean compares answers to
-one prompt alone. A batch's std rescales all alike, where GRPO's own std of the group gives prompts
-near 0 or 1 a larger weight; MaxRL's division gives hard prompts 1/p, which makes its gradient that
-of log p instead of p. ScaleRL's std is that of all R_i - group's mean in the batch. `none` and
-`batch` need no group: `--group_size 1` will do.
+Any number that does not depend on y_i may be subtracted without changing the expected gradient; it
+changes the variance. REINFORCE pushes every right answer up and no wrong one down. The group's mean
+contains R_i: with it the gradient is (G-1)/G of the true one. RLOO removes this factor, as its
+advantage is G/(G-1) (R_i - mean R). Whitening subtracts the batch's mean and divides by its
+standard deviation.
+
+With a batch's mean, prompts compete. Answers to a prompt that is always solved are above it and
+pushed up; most answers to a hard prompt are pushed down. A group's mean compares only answers to
+one prompt. A batch's std rescales all prompts alike, whereas the group's std in GRPO gives prompts
+near 0 or 1 a larger weight. MaxRL's division gives hard prompts the weight 1/p, so its gradient is
+that of log p instead of p. ScaleRL's std is that of all R_i - group's mean in the batch. `none` and
+`batch` need no group, so `--group_size 1` is enough.
 
 Base file: justrl.py. Differs from it in:
-1. Advantages by `--baseline`; statistics of the batch are those of the rollout, over all ranks.
+1. Advantages by `--baseline`; the batch is the rollout, over all ranks.
 
 Differs from the papers in:
-1. One loss for all: with clip, without KL. REINFORCE++ has the k1 estimate in its reward; RLOO
-   takes one step per rollout and has no clip.
+1. All have the same loss, with clip and without KL. REINFORCE++ has the k1 estimate in its reward.
+   RLOO takes one step per rollout and has no clip.
 2. Whitening counts each response as often as it has tokens, as verl does, since each token has its
-   response's advantage. verl puts 1e-8 into the root, here 1e-6 is added to the std. `group`
-   whitens what is left of the group's mean, so its mean over the batch's tokens, not 0 where longer
-   responses are the worse ones, goes as well.
+   response's advantage. verl puts 1e-8 into the root; here 1e-6 is added to the std. `group` also
+   subtracts the mean of R_i - group's mean over the batch's tokens. It is not 0 if longer responses
+   are worse.
 3. MaxRL where no answer is right: 0, as in prime-rl.
-4. ScaleRL is more than its advantages: CISPO's loss, averaged by prompt, a float32 head, no idle
-   prompts, and none again that were solved at 0.9. TRL's `scale_rewards="batch"` divides by the std
-   of the rewards, in which prompts differ, too: a larger number, for the whole batch.
+4. ScaleRL is more than its advantages: CISPO's loss, averaged by prompt, a float32 head, no
+   zero-variance prompts, and no prompts again that were solved at 0.9. TRL's
+   `scale_rewards="batch"` divides by the std of the rewards. This number also contains differences
+   between prompts, so it is larger.
 
 Confidence: RLOO and REINFORCE++ as in verl and TRL; ScaleRL's division as in its paper; MaxRL as in
-prime-rl; the papers' other choices second hand.
+prime-rl. The papers' other choices are second hand.
 
 Run it:
     torchrun -m variants.baselines                          # laptop, two minutes, no download
@@ -124,7 +127,7 @@ class Args(Flags):
     clip_high: NonNegative = 0.28  # <own>
     """ε above 1 (authors' script)."""
     baseline: Literal["none", "rloo", "batch", "group", "maxrl", "scalerl"] = "rloo"  # <own>
-    """What Â is made of (see the table above)."""
+    """How Â is computed (see the table above)."""
 
     def compares(self) -> bool:  # <own>
         return self.baseline not in ("none", "batch")  # <own>
@@ -158,8 +161,8 @@ def advantages(
 
 
 def moments(values: Tensor, sizes: Tensor, world: World) -> tuple[float, float]:
-    """Mean and standard deviation over all ranks, each value counted `sizes` times (sample's)."""
-    values = values.double()  # [P, G]: here the mean of any number of 0.3 is exactly that 0.3
+    """Mean and sample standard deviation over all ranks; each value counts `sizes` times."""
+    values = values.double()  # [P, G]: in float64 the mean of any number of 0.3 is exactly 0.3
     sums = global_sum({"n": sizes.sum(), "sum": (sizes * values).sum()}, world)
     mean = sums["sum"] / sums["n"]
     squares = global_sum({"sum": (sizes * (values - mean).square()).sum()}, world)["sum"]
@@ -167,8 +170,8 @@ def moments(values: Tensor, sizes: Tensor, world: World) -> tuple[float, float]:
 
 
 def effect(rewards: Tensor, advantages: Tensor) -> dict[str, tuple[Tensor, Tensor | int]]:
-    """Metrics of the choice as (sum, count) pairs: how far Â is from R minus the group's mean, and
-    its size in groups of equal rewards, as a share of all."""
+    """Metrics as (sum, count) pairs: the distance of Â from R minus the group's mean, and the share
+    of Σ |Â| in zero-variance groups."""
     idle = (rewards == rewards[:, :1]).all(dim=1)  # [P]
     apart = (advantages - (rewards - rewards.mean(dim=1, keepdim=True))).abs()  # [P, G]
     size = advantages.abs()  # [P, G]
@@ -180,7 +183,7 @@ def effect(rewards: Tensor, advantages: Tensor) -> dict[str, tuple[Tensor, Tenso
 # <own>
 ACTED = {
     "apart": "distance of Â from R minus the group's mean, mean",
-    "idle_push": "share of |Â| in groups of equal rewards",
+    "idle_push": "share of |Â| in zero-variance groups",
 }
 # </own>
 

@@ -1,4 +1,4 @@
-"""Blockwise advantages: working and answer are each rewarded for their own.
+"""Blockwise advantages: working and answer each have their own reward.
 
 Pavlenko et al. (Nebius), "Blockwise Advantage Estimation for Multi-Objective RL with Verifiable
 Rewards", 2026, arXiv 2602.10231.
@@ -15,25 +15,24 @@ Gradient weight on ∇ log π_θ(y_t), for t in block k, before the three averag
     M r Â_k
     M = 0 if (Â_k > 0 and r > 1+ε) or (Â_k < 0 and r < 1-ε), else 1
 
-T_i1 are the tokens of the working, up to the marker (`--marker`, here the last `#`), T_i2 those of
-the answer behind it. To end the working is the working's last act: the marker belongs to it.
-GRPO gives all tokens of a response one advantage. A flawless working with a slip in its last line
-is punished from its first token, and a lucky answer pays for the nonsense before it. With a reward
-for each block each is judged by its own, and no weights are needed to add the rewards up.
+T_i1 are the tokens of the working, up to and including the marker (`--marker`, here the last `#`).
+T_i2 are the tokens of the answer after it. GRPO gives all tokens of a response one advantage. A
+right working with a mistake in its last line is punished from its first token, and a lucky answer
+rewards the mistakes before it. With a reward for each block this does not happen, and no weights
+are needed to add the rewards up.
 
-The difficulty is the later block's baseline. What an answer can be worth depends on the working
-that it follows: against the group's mean every answer to a good working looks good, and the reward
-of the working is paid once more. The right baseline is what answers to this very working are worth,
-which would take samples from there. The outcome-conditioned baseline makes do with the group: it
-compares an answer with those that followed a working of the same marks. Where no sibling has the
-same marks there is nothing to compare with, and the advantage is 0 (`alone`). And a working is not
-told what became of its answer: here it comes to take a step too many, which costs it nothing, and
-accuracy falls again (labs/credit).
+The difficulty is the baseline of the later block. The possible reward of an answer depends on the
+working before it. Against the group's mean every answer to a good working looks good, and the
+working's reward counts twice. The right baseline is the mean reward of answers to this very
+working, which would need more samples from there. The outcome-conditioned baseline uses the group
+instead: it compares an answer with those after a working of the same reward. If there is no other
+one, the advantage is 0 (`alone`). The working gets no signal from its answer. Here it comes to take
+a step too many, which costs it nothing, and accuracy falls again (labs/credit).
 
-A block's reward comes from the task's own verifier, which is shown that block alone: the working up
-to the marker, or the marker and the answer. With `arithmetic:steps` (part marks for every right
-step, and for the answer) the two add up to the reward of the whole. Where the verifier never finds
-anything in a working (`arithmetic`), its reward is always 0 and nothing is learnt from it.
+The task's own verifier gives a block's reward. It sees that block alone: the working up to the
+marker, or the marker and the answer. With `arithmetic:steps` (partial rewards for every right step
+and for the answer) the two add up to the reward of the whole. With `arithmetic` the verifier finds
+nothing in a working, so its reward is always 0 and nothing is learnt from it.
 
 Base file: grpo.py. Differs from it in:
 1. Rewards, advantages and token means by block; their sum.
@@ -42,12 +41,14 @@ Base file: grpo.py. Differs from it in:
 4. `entropy_good`, `len_good` and the like go by the sign of the answer's advantage.
 
 Differs from the paper in:
-1. Its blocks are a solution and the confidence in it, with Brier's score as the latter's reward.
-2. Its outcome is right or wrong; ours is the working's marks.
-3. ε is not known to us; 0.2. It steers the entropy to a target, too, and has weight decay 0.1.
+1. The paper's blocks are a solution and the confidence in it, with Brier's score as the second
+   reward.
+2. The paper's outcome is right or wrong; ours is the working's reward.
+3. We do not know ε; 0.2 is ours. The paper also steers the entropy to a target, and has weight
+   decay 0.1.
 
-Confidence: loss, baselines and sizes as read in the paper, no code of the authors. What
-it does with a response that lacks its last block is not known: ours counts as 0.
+Confidence: loss, baselines and sizes are as read in the paper; there is no code of the authors. We
+do not know how it treats a response without its last block; ours counts as 0.
 
 Run it:
     torchrun -m variants.blockwise                          # laptop, two minutes, no download
@@ -123,16 +124,16 @@ class Args(Flags):
     clip_high: NonNegative = 0.2
     """ε above 1: the upper clip is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
     task: str = "arithmetic:steps"  # <own>
-    """As in every file; here one whose verifier has marks for the working."""
+    """As in every file; the default has a verifier with partial rewards for the working."""
     marker: str = "#"  # <own>
-    """Ends the working; one token, the last one in a response counts."""
+    """Ends the working; one token, of which the last one in a response counts."""
     baseline: Literal["none", "batch", "group", "outcome"] = "outcome"  # <own>
-    """What an answer's reward is compared with: nothing, the mean of the batch, of the group, or of
-    those in the group whose working has the same marks."""
+    """Baseline of an answer's reward: none, or the mean of the batch, of the group, or of those
+    answers in the group whose working has the same reward."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Reward over the group's mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
+    """Reward minus group mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
     # Subtract one reward first, so that equal rewards are exactly 0: in floating point the mean of
     # eight 0.3 is not quite 0.3.
     rewards = rewards - rewards[:, :1]  # [P, G]
@@ -144,19 +145,19 @@ def advantages(rewards: Tensor) -> Tensor:
 
 # <own>
 def compared(args: Args, working: Tensor) -> Tensor:
-    """True `[P, G, G]` where answer j is in answer i's baseline, given the workings' rewards."""
+    """True `[P, G, G]` if answer j is in the baseline of answer i, given the workings' rewards."""
     return (working[:, :, None] == working[:, None]) | (args.baseline == "group")
 
 
 def answer_advantages(args: Args, rewards: Tensor, working: Tensor, world: World) -> Tensor:
-    """Of the answers, given their rewards and those of their workings: `[P, G]` each."""
+    """Advantages of the answers, from their rewards and those of their workings: `[P, G]` each."""
     if args.baseline == "none":
         return rewards
     if args.baseline == "batch":
         total = global_sum({"reward": rewards.sum(), "count": rewards.numel()}, world)
         return rewards - total["reward"] / total["count"]
     alike = compared(args, working)  # [P, G, G]
-    # The mean of the differences: of equal rewards exactly 0.
+    # The mean of the differences is exactly 0 for equal rewards.
     apart = rewards[:, :, None] - rewards[:, None]  # [P, G, G]
     return (apart * alike).sum(dim=2) / alike.sum(dim=2)  # [P, G]
 
@@ -171,14 +172,14 @@ def marker_token(args: Args, tokenizer: object) -> int:
 
 
 def working_mask(rollout: Rollout, marker: int) -> Tensor:
-    """1.0 on the working's tokens `[N, T]`: up to the last marker, or all where there is none."""
+    """1.0 on the working's tokens `[N, T]`: up to the last marker, or all if there is none."""
     found = (rollout.tokens == marker) & rollout.mask.bool()  # [N, T]
-    ahead = found.flip(1).cumsum(1).flip(1) > 0  # [N, T]: a marker stands here or further on
+    ahead = found.flip(1).cumsum(1).flip(1) > 0  # [N, T]: a marker is here or later
     return rollout.mask * (ahead | ~found.any(1, keepdim=True))
 
 
 def block_texts(rollout: Rollout, marker: int, tokenizer: object) -> tuple[list[str], list[str]]:
-    """Of every response the working up to the marker, and the answer from the marker on."""
+    """The working of every response up to the marker, and the answer from the marker on."""
     rows, ends = rollout.response_ids(), rollout.working.sum(1).long().tolist()
     blocks = [row[:end] for row, end in zip(rows, ends)]
     blocks += [[marker, *row[end:]] for row, end in zip(rows, ends)]
@@ -232,7 +233,7 @@ def policy_loss(
     stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
     stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
     stats["advantages_apart"] = (working_advantages - advantages).abs().sum(), len(mask)
-    # 1/|T_ik|: a block's mean, so that three tokens of answer weigh what thirty of working do.
+    # 1/|T_ik|: a block's mean, so three tokens of answer weigh as much as thirty of working.
     blocks = (mask * working, mask * (1 - working))  # [n, T], [n, T]
     means = [(objective * block).sum(1) / block.sum(1).clamp(min=1) for block in blocks]  # [n] each
     return -sum(means).sum(), mask.new_tensor(len(mask)), stats  # sum, count

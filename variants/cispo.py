@@ -12,34 +12,34 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
 
     min(r, c) Â
 
-PPO's clip drops tokens: a good one that has risen by ε has no gradient any more. Rare tokens get
-there first, and in reasoning those are the forks, "However", "Wait", "Recheck", on which the rest
-of the response hangs. The more updates a rollout is used for (M1: 16), the more of them are lost.
-CISPO puts the bound on the weight alone. r corrects for the token having been sampled from π_old,
-and min(r, c) keeps one token from outweighing a batch; the gradient of log π_θ always flows.
+PPO's clip drops tokens: a good token that has risen by ε has no gradient any more. Rare tokens
+reach the clip first. In reasoning these are the forks, "However", "Wait", "Recheck", which decide
+the rest of the response. More updates per rollout (M1: 16) lose more of them. CISPO bounds only the
+weight. r corrects for sampling from π_old, and min(r, c) prevents one token from outweighing a
+batch. The gradient of log π_θ always flows.
 
-sg matters. Without it the derivative of r log π_θ is r (1 + log π_θ): below probability 1/e the
-sign turns, and rare tokens are pushed down for being rewarded.
+sg matters. Without it the derivative of r log π_θ is r (1 + log π_θ). Below probability 1/e its
+sign turns, and rare tokens are pushed down when they are rewarded.
 
-What is given up: the clip also held tokens near π_old. Here nothing does until the next rollout,
-and where sampler and trainer differ DPPO's authors see that collapse (dppo.py).
+The clip also kept tokens near π_old. Here nothing does until the next rollout. DPPO's authors see
+collapse where sampler and trainer differ (dppo.py).
 
-The cap goes by three conventions in public code: c itself (TRL: 5, as here); 1 + ε, with the lower
-side off at ε_low >= 1 (slime; verl's example, where ε 0.2 makes c = 1.2); and both sides, which the
-same two do if ε_low stays at the usual 0.2. That is another loss: a token that has become rare
-keeps the weight 0.8. M1 sets ε_low too large to act.
+Public code has three conventions for the cap. The first is c itself (TRL: 5, as here). The second
+is 1 + ε, with the lower side off at ε_low >= 1 (slime; verl's example, where ε 0.2 makes c = 1.2).
+The third has both sides, in the same two if ε_low stays at the usual 0.2. That is another loss: a
+token that has become rare keeps the weight 0.8. In M1, ε_low is too large to act.
 
 Base file: justrl.py. Differs from it in:
-1. -log π with a detached, capped weight in place of min and clip; `--clip_low` and `--clip_high`
-   only count what justrl.py would drop.
+1. -log π with a detached, capped weight instead of min and clip. `--clip_low` and `--clip_high`
+   only count which tokens justrl.py would drop.
 
 Differs from the paper in:
-1. It does not give its cap; 5 is ScaleRL's (arXiv 2510.13786), as TRL has it.
-2. Four optimiser steps per rollout where M1 takes 16, hence no weight near 5 on the embedded task
-   (`--is_cap 1.2` shows the cap at work); no dynamic sampling, no punishment for length.
+1. The paper does not give its cap; 5 is ScaleRL's (arXiv 2510.13786), as TRL has it.
+2. Four optimiser steps per rollout where M1 takes 16. So no weight is near 5 on the embedded task
+   (`--is_cap 1.2` shows the cap at work). No dynamic sampling, no punishment for length.
 
-Confidence: formula and "no lower bound" as two frameworks quote the paper; cap and token mean read
-in TRL's code, the conventions in TRL's, slime's and verl's. M1's own cap would settle the rest.
+Confidence: formula and "no lower bound" are as two frameworks quote the paper. We read cap and
+token mean in TRL's code, the conventions in TRL's, slime's and verl's.
 
 Run it:
     torchrun -m variants.cispo                              # laptop, two minutes, no download
@@ -107,7 +107,7 @@ class Args(Flags):
     grad_clip: Positive = 1.0
     """Largest gradient norm; larger gradients are scaled down to it (verl's default)."""
     clip_low: NonNegative = 0.2
-    """ε below 1 of justrl.py's clip, which is counted and not applied (DAPO's authors)."""
+    """ε below 1 of justrl.py's clip, which is only counted (DAPO's authors)."""
     clip_high: NonNegative = 0.28  # <own>
     """ε above 1, likewise (DAPO's authors)."""
     is_cap: Positive = 5.0  # <own>
@@ -153,7 +153,7 @@ def policy_loss(
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    ratio = (logp.detach() - old_logp).exp()  # [n, T]: r, a number: no gradient through the weight
+    ratio = (logp.detach() - old_logp).exp()  # [n, T]: r, without gradient
     weight = ratio.clamp(max=args.is_cap)  # [n, T]: from above only
     objective = weight * A * logp  # [n, T]: every token keeps its gradient
     out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]

@@ -14,34 +14,37 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
     M r Â
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
-A group all right or all wrong is idle: it has no gradient. As the model improves most groups become
-all right: the part of the batch that teaches shrinks, its gradient is noisier from step to step,
-and in the token mean smaller, since idle tokens are counted too. Dynamic sampling fills the slots
-of idle groups again, with the next prompts of the stream. It pays with tokens that are sampled and
-dropped (`extra_tokens`), the more the better the model. The batch's own reward now lies between 1/G
-and 1 - 1/G whatever the model can do; `reward_drawn` is that of everything drawn.
+A zero-variance group, all right or all wrong, has no gradient. As the model improves, most groups
+become all right, and the gradient of the other groups has more noise. In the token mean it is also
+smaller, because tokens of zero-variance groups are counted, too. Dynamic sampling replaces these
+groups with the next prompts of the stream. This costs tokens that are sampled and dropped
+(`extra_tokens`), more as the model gets better. The batch's own reward is then between 1/G and 1 -
+1/G for any model; `reward_drawn` is the reward of all sampled responses.
 
-A response cut at the limit is judged wrong, good as its reasoning may be. The soft punishment gives
-notice: over the last `--overlong_buffer` tokens it grows to half of what a right answer earns.
-There shorter right answers beat longer ones, and a right one is never worse than a wrong one.
+A response cut at the limit counts as wrong, even if its reasoning is good. The soft punishment
+warns before that: over the last `--overlong_buffer` tokens it grows to half of the reward of a
+right answer. So shorter right answers score more than longer ones, and a right one never less than
+a wrong one.
 
 Base file: justrl.py, which has the token mean and clip-higher. Differs from it in:
-1. Dynamic sampling, at most `--max_draws` rounds a step; what is idle then stays, without gradient.
-   How far the stream of prompts has been read no longer follows from the step, and is saved.
-2. The punishment, in the rewards that advantages are made of. Filter and advantages go by verdicts:
-   in an idle group the z-score would make the least punishment as large as a wrong answer.
-3. `--mask_truncated` keeps responses that were cut out of the loss.
+1. Dynamic sampling, at most `--max_draws` rounds a step. Zero-variance groups that are left then
+   stay, without gradient. The position in the stream of prompts no longer follows from the step, so
+   it is saved.
+2. The punishment is added to the rewards for the advantages. The filter uses the verdicts alone,
+   and zero-variance groups get no punishment: there the z-score would make the smallest punishment
+   as large as a wrong answer.
+3. `--mask_truncated` leaves cut responses out of the loss.
 
 Differs from the paper in:
-1. A round draws one prompt for each idle slot. verl's recipe draws three batches and drops idle
-   groups and what is too much: fewer rounds, more samples. After ten rounds it stops the run, so
-   that no idle group is ever in its batch. Here those left after `--max_draws` rounds are: their
-   tokens have no gradient, and count in Σ_i |y_i|.
-2. Rewards are 0 and 1, there -1 and 1: under the z-score a punishment of 1 there is 1/2 here.
+1. A round draws one prompt for each zero-variance group. verl's recipe draws three batches and
+   drops zero-variance and surplus groups: fewer rounds, more samples. It stops the run after ten
+   rounds, so no such group is in its batch. Here groups that are left after `--max_draws` rounds
+   stay: their tokens have no gradient, and count in Σ_i |y_i|.
+2. Rewards are 0 and 1, in the paper -1 and 1. Under the z-score its punishment of 1 is 1/2 here.
 3. The released script also has weight decay 0.1 and clip_ratio_c 10 (see justrl.py).
 
-Confidence: filter, punishment and sizes read in the authors' recipe for verl; the formula and the
-warm-up of 20 (the script: 10) second hand. verl's page on it says the best runs mask nothing.
+Confidence: we read filter, punishment and sizes in the authors' recipe for verl. The formula and
+the warm-up of 20 (the script: 10) are second hand.
 
 Run it:
     torchrun -m variants.dapo                               # laptop, three minutes, no download
@@ -117,13 +120,13 @@ class Args(Flags):
     clip_high: NonNegative = 0.28  # <own>
     """ε above 1 (authors' script)."""
     max_draws: Count = 10  # <own>
-    """Rounds of sampling in a step, with the first; 1: no dynamic sampling (verl's recipe)."""
+    """Rounds of sampling in a step, including the first; 1: no dynamic sampling (verl's recipe)."""
     overlong_buffer: Whole = 24  # <own>
     """The penalty grows over this many tokens before the limit (ours; paper: 4096 of 20480)."""
     overlong_penalty: NonNegative = 0.5  # <own>
-    """Punishment of a response of full length (paper: half of right over wrong)."""
+    """Punishment of a response of full length (paper: half of right minus wrong)."""
     mask_truncated: bool = False  # <own>
-    """Keep responses cut by the length limit out of the loss (verl: not in the best runs)."""
+    """Leave responses cut by the length limit out of the loss (verl: not in the best runs)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -139,30 +142,30 @@ def advantages(rewards: Tensor) -> Tensor:
 
 # <own>
 def overlong(lengths: Tensor, args: Args) -> Tensor:
-    """What responses of these lengths get on top of the verdict, `[N]` -> `[N]`: 0 up to the
-    buffer, from there linearly down to -overlong_penalty at the limit."""
+    """The number added to the verdict for these lengths, `[N]` -> `[N]`: 0 up to the buffer, then
+    linearly down to -overlong_penalty at the limit."""
     beyond = (lengths - (args.max_new_tokens - args.overlong_buffer)).clamp(min=0)  # [N]
     return -args.overlong_penalty * beyond / max(1, args.overlong_buffer)  # [N]
 
 
 def punished(rewards: Tensor, rollout: Rollout, args: Args) -> Tensor:
-    """What advantages are made of: verdicts `[P, G]` with the punishment, but in idle groups."""
+    """Verdicts `[P, G]` plus the punishment, except in zero-variance groups: for the advantages."""
     mixed = (rewards != rewards[:, :1]).any(dim=1, keepdim=True)  # [P, 1]: right and wrong answers
     return rewards + mixed * overlong(rollout.mask.sum(dim=1), args).view_as(rewards)  # [P, G]
 
 
 def trained(batch: Rollout, args: Args) -> Tensor:
-    """The tokens that the loss is over `[n, T]`: all, or with `--mask_truncated` those of responses
-    that came to their end."""
+    """The tokens `[n, T]` in the loss: all, or with `--mask_truncated` those of responses that were
+    not cut."""
     return batch.mask * batch.finished[:, None] if args.mask_truncated else batch.mask
 
 
 class Draws:
-    """Dynamic sampling. In each step `problems` hands out the first prompts; `refill`, after the
-    rewards, draws again for the slots of idle groups.
+    """Dynamic sampling. In each step `problems` returns the first prompts. Then `refill` samples
+    new groups for the slots of zero-variance groups (`idle`).
 
-    All ranks read one stream of prompts, idle slots in the batch's order: any number of ranks draws
-    the same ones. A rank without idle slots takes part in the others' rounds with no prompt.
+    All ranks read one stream of prompts, in the batch's order, so any number of ranks draws the
+    same prompts. A rank without idle slots takes part in the others' rounds with no prompt.
     """
 
     def __init__(self, args: Args, engine: object, task: Task, tokenizer: object, world: World):
@@ -180,7 +183,7 @@ class Draws:
         return [self.task.train(first + i) for i in range(count)]
 
     def refill(self, rollout: Rollout, rewards: Tensor) -> tuple[Rollout, Tensor]:
-        """The rollout and its rewards `[P, G]` with new groups in the slots of idle ones."""
+        """The rollout and its rewards `[P, G]` with new groups instead of zero-variance groups."""
         args, (P, G) = self.args, rewards.shape
         self.rounds, self.groups, self.tokens, self.sum = 1, P, rollout.mask.sum(), rewards.sum()
         while self.rounds < args.max_draws:
@@ -195,7 +198,7 @@ class Draws:
             verdicts = rewards.new_tensor(scores).view(-1, G)  # [F, G]
             fresh.record_rewards(problems, verdicts)
             rewards[idle] = verdicts
-            # The same with the rows: joined behind, then read in the idle ones' places.
+            # New rows are appended; their indices replace those of the idle groups.
             rows = torch.arange(P * G + len(fresh), device=rewards.device).view(-1, G)  # [P + F, G]
             rows[:P][idle] = rows[P:]
             rollout = Rollout.join(rollout, fresh).rows(rows[:P].flatten())
@@ -204,7 +207,7 @@ class Draws:
         return rollout, rewards
 
     def statistics(self, rollout: Rollout) -> dict[str, tuple]:
-        """Metrics of the step's rounds as (sum, count) pairs; `rollout` is what came of them."""
+        """Metrics of the step's rounds as (sum, count) pairs; `rollout` is their result."""
         used, N, G = rollout.mask.sum(), len(rollout), self.args.group_size
         return {
             "rounds": (self.rounds, 1),
@@ -221,7 +224,7 @@ class Draws:
 # <own>
 ACTED = {
     "extra_tokens": "tokens sampled and dropped, per token trained on",
-    "reward_drawn": "reward of all that was drawn",
+    "reward_drawn": "reward of all sampled responses",
     "overlong": "punishment of long responses, mean",
 }
 # </own>

@@ -13,41 +13,40 @@ Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over respons
 
     M_t min(π_θ/μ, c) Â                (`--log_square κ` adds - 2 κ log(π_θ/μ) at every token)
 
-A trust region should bound how far two distributions are apart, and the ratio of the one token that
-was sampled is a poor measure of that. From 0.001 to 0.0013 the ratio is 1.3 and the token is cut,
-though 0.0003 of the mass has moved; from 0.8 to 0.99 it is 1.24 and passes, though a fifth has. A
-bound on ratios holds rare tokens back and lets common ones go.
+A trust region should bound the distance of two distributions. The ratio of the sampled token is a
+poor measure of it. From 0.001 to 0.0013 the ratio is 1.3 and the token is cut, although only 0.0003
+of the probability has moved. From 0.8 to 0.99 the ratio is 1.24 and the token passes, although a
+fifth has moved. So a bound on ratios restrains rare tokens, but not common ones.
 
-DPPO bounds the divergence itself, of a coin: this token or any other. Merging outcomes never adds
-to a divergence, so the coin's is a lower bound of the vocabulary's, and it costs no more than the
-log-probs at hand. The two δ of the paper mean much the same: TV <= sqrt(KL / 2) (Pinsker), so KL
-0.05 allows TV 0.158.
+DPPO bounds the divergence of a coin: this token or any other. Merging outcomes never adds to a
+divergence, so the coin's is a lower bound of the vocabulary's, and it needs only the log-probs. The
+two δ of the paper mean much the same: TV <= sqrt(KL / 2) (Pinsker), so KL 0.05 allows TV 0.158.
 
-The mask acts on the way out only, like PPO's. And it measures from μ, not from π_old: where sampler
-and trainer disagree, a token is that far from what was sampled before the first update. Around
-π_old, as in minirl.py, or without a region, as in cispo.py, the authors see the disagreement grow
-until the run collapses.
+Like PPO's clip, the mask acts only in the direction of the advantage. It measures from μ, not from
+π_old. Where sampler and trainer disagree, a token is away from μ before the first update. With a
+region around π_old, as in minirl.py, or without one, as in cispo.py, the authors see this
+difference grow until the run collapses.
 
 Base file: minirl.py. Differs from it in:
-1. The mask: a divergence from μ in place of the ratio to π_old.
-2. Cap 20. Gone are the ablation without μ, which the mask needs; the length norm; and routing
+1. The mask: a divergence from μ instead of the ratio to π_old.
+2. Cap 20. Removed: the ablation without μ, as the mask needs μ; the length norm; and routing
    replay, without which the authors' mixture of experts stays stable.
 
 Differs from the paper in:
-1. The coin's divergence alone; there also one over the likeliest tokens.
-2. Advantages have no std, and tokens are summed, as in the base file. So they are in verl's script,
-   which also divides the sums by a constant.
-3. The cap is 20, as in verl and TRL. The authors' own code has 10, and verl's script, which sets
-   10,000, none in effect.
+1. Only the coin's divergence; the paper also has one over the most likely tokens.
+2. Advantages have no std, and tokens are summed, as in the base file. verl's script does the same,
+   and also divides the sums by a constant.
+3. The cap is 20, as in verl and TRL. The authors' own code has 10. verl's script sets 10,000, in
+   effect none.
 
-prime-rl's IPO is this mask with |π_θ - μ| <= 0.3 on both sides, Â not asked, w uncapped, and (log
-w)² times 1e-3 on every token. Its page (read in November 2026) has it as the default; its code of
-21 August 2026 has 0.1 there, and as the default DPPO's mask at 0.2 with the same square. What a
-mask has cut nobody pulls back; the square does. The last command below is IPO but for its average
-over all tokens, which is a matter of lr.
+prime-rl's IPO is this mask with |π_θ - μ| <= 0.3 on both sides for any Â, w uncapped, and (log w)²
+times 1e-3 on every token. Its page (read in November 2026) calls it the default. Its code of 21
+August 2026 has 0.1 there, and as the default DPPO's mask at 0.2 with the same square. Nothing pulls
+a masked token back, but the square does. The last command below is IPO, except for its average over
+all tokens, which only changes lr.
 
-Confidence: masks and caps read in the authors' code and verl's; δ as TRL and verl's script give the
-paper's, which asks for a large cap; IPO in prime-rl's code and its page.
+Confidence: we read masks and caps in the authors' code and verl's, and IPO in prime-rl's code and
+page. δ is as TRL and verl's script give the paper's, which asks for a large cap.
 
 Run it:
     torchrun -m variants.dppo                               # laptop, two minutes, no download
@@ -125,13 +124,13 @@ class Args(Flags):
     is_cap: Positive = 20.0  # <own>
     """c: largest importance weight π_θ/μ (verl's default)."""
     two_sided: bool = False  # <own>
-    """Mask beyond δ whichever way the token moved (prime-rl's IPO: with --delta 0.3)."""
+    """Mask beyond δ in both directions (prime-rl's IPO: with --delta 0.3)."""
     log_square: NonNegative = 0.0  # <own>
     """κ: weight of (log π_θ/μ)² on every token, masked or not (our choice; prime-rl: 1e-3)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Reward over the group's mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
+    """Reward minus group mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
     # Subtract one reward first, so that equal rewards are exactly 0: in floating point the mean of
     # eight 0.3 is not quite 0.3.
     rewards = rewards - rewards[:, :1]  # [P, G]
@@ -172,22 +171,22 @@ def policy_loss(
     # <own>
     log_weight = logp.detach() - rollout_logp  # [n, T]
     uncapped = log_weight.exp()  # [n, T]: π_θ/μ
-    weight = uncapped.clamp(max=args.is_cap)  # [n, T]: a number, no gradient
+    weight = uncapped.clamp(max=args.is_cap)  # [n, T]: without gradient
     p, mu = logp.detach().exp(), rollout_logp.exp()  # [n, T]: the coins' probabilities
     if args.trust_region == "tv":
         divergence = (p - mu).abs()  # [n, T]
     else:  # 1e-8: at μ = 1 the second term is 0, not 0 · ∞
         others = ((1 - mu + 1e-8) / (1 - p + 1e-8)).log()  # [n, T]
         divergence = (1 - mu) * others - mu * log_weight  # [n, T]: KL(μ ‖ π_θ)
-    # Not within: a p that rounds to more than 1 (the log of a negative, NaN) counts as beyond.
+    # `~ <=`, so that NaN (a p that rounds to more than 1) counts as beyond.
     beyond = ~(divergence <= (args.delta or DELTA[args.trust_region]))  # [n, T]
     out_above, out_below = beyond & (p > mu), beyond & (p < mu)  # [n, T]
     cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
     if args.two_sided:
-        cut = beyond  # [n, T]: nor may a token come back by a gradient of its own
-    objective = ~cut * weight * A * logp  # [n, T]: the gradient comes from log π_θ alone
-    objective = objective - args.log_square * (logp - rollout_logp) ** 2  # [n, T]: this brings it
-    per_response = (objective * mask).sum(dim=1)  # [n]: a sum, the reward is the whole response's
+        cut = beyond  # [n, T]: also tokens that would come back
+    objective = ~cut * weight * A * logp  # [n, T]: only log π_θ has a gradient
+    objective = objective - args.log_square * (logp - rollout_logp) ** 2  # [n, T]: brings it back
+    per_response = (objective * mask).sum(dim=1)  # [n]: a sum, not a mean
     stats = {
         "masked_share": ((cut * mask).sum(), mask.sum()),
         "masked_above": (((cut & out_above) * mask).sum(), mask.sum()),

@@ -14,15 +14,17 @@ Gradient weight on ∇ log π_θ(y_t), before the mean over responses:
     M r Â / L
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
-GRPO divides twice by something that depends on what was sampled, and each time the gradient is no
-longer that of the expected reward.
+GRPO divides twice by a number that depends on the samples. Each time the gradient is no longer that
+of the expected reward.
 
-1/|y_i| gives the tokens of a long response less weight. Of two wrong answers the longer is punished
-less for each token: writing on pays off when one is wrong, and brevity when one is right. Responses
-grow longer, above all the wrong ones, and it looks like learning to think. 1/std gives prompts on
-which nearly all or nearly no samples are right a larger weight: 1/sqrt(p(1-p)), at p = 1/8 half as
-much again as at 1/2. Take both away and the policy gradient is left, with a group's mean as its
-baseline (RLOO's, times (G-1)/G). The constant L only rescales lr, which Adam undoes.
+1/|y_i| gives the tokens of a long response less weight. Of two wrong answers the longer one is
+punished less for each token. So it pays to write more when one is wrong, and less when one is
+right. Responses grow longer, most of all wrong ones, and this looks like learning to think.
+
+1/std gives prompts on which nearly all or nearly no samples are right a larger weight,
+1/sqrt(p(1-p)). At p = 1/8 it is half as much again as at 1/2. Without both divisions the policy
+gradient is left, with the group's mean as its baseline (RLOO's, times (G-1)/G). The constant L only
+rescales lr, and Adam cancels that.
 
 Base file: grpo.py. Differs from it in:
 1. Advantages without std.
@@ -30,12 +32,12 @@ Base file: grpo.py. Differs from it in:
 3. No KL term, no reference model.
 
 Differs from the paper in:
-1. Its code divides by 3000, the length limit of its runs; ours by the run's own limit.
-2. Four optimiser steps per rollout where the authors' code takes one epoch of a batch as large as
-   the rollout: there r = 1 always.
+1. The authors' code divides by 3000, the length limit of its runs; ours by the run's own limit.
+2. Four optimiser steps per rollout. The authors' code takes one epoch of a batch as large as the
+   rollout, so r = 1 always.
 3. `--grad_clip 1` sees a gradient of another scale than GRPO's.
 
-Confidence: objective, constant and sizes read in the authors' code; ε is their default, 0.2.
+Confidence: we read objective, constant and sizes in the authors' code; ε is their default, 0.2.
 
 Run it:
     torchrun -m variants.dr_grpo                            # laptop, two minutes, no download
@@ -109,7 +111,7 @@ class Args(Flags):
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Reward over the group's mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
+    """Reward minus group mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
     # Subtract one reward first, so that equal rewards are exactly 0: in floating point the mean of
     # eight 0.3 is not quite 0.3.
     rewards = rewards - rewards[:, :1]  # [P, G]
@@ -152,7 +154,7 @@ def policy_loss(
     stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
     stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
     stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
-    # 1/L for all: a length of its own would make long wrong responses cheap.
+    # 1/L for all: dividing by its own length would make a long wrong response cheap.
     per_response = (objective * mask).sum(dim=1) / args.max_new_tokens  # [n]
     # Divided by the count over all ranks: 1/G in a group, and the mean over prompts
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count

@@ -1,4 +1,4 @@
-"""80/20: only the tokens at which the policy hesitated are trained.
+"""80/20: trains only the tokens at which the policy was uncertain.
 
 Wang et al. (Qwen, Tsinghua), "Beyond the 80/20 Rule: High-Entropy Minority Tokens Drive Effective
 Reinforcement Learning for LLM Reasoning", 2025, arXiv 2506.01939.
@@ -14,22 +14,22 @@ Gradient weight on ∇ log π_θ(y_t), before the average over the tokens kept:
     I M r Â
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
-H_t is the entropy of π_θ where y_t was drawn; the quantile is over the mini-batch.
-Most tokens of a worked answer were certain before they were drawn: the end of a word, the digits of
-a result. A few stand where the policy could have gone one way or another, and decide where the
-response goes: forks. The authors train those alone, with both signs, and report what training on
-all tokens gives at 8B, and more at 14B and 32B; the other 80% alone do much worse.
+H_t is the entropy of π_θ where y_t was drawn; the quantile is over the mini-batch. Most tokens of a
+worked answer were certain before they were drawn: the end of a word, the digits of a result. A few
+tokens are forks, at which the policy could have continued in different ways. The authors train only
+these, with both signs. They report the accuracy of training on all tokens at 8B, and a higher one
+at 14B and 32B; the other 80% alone do much worse.
 
-What is lost is small: a token of probability near 1 has next to no gradient (at H = 0 none). And
-nothing is biased at the tokens kept. H belongs to the place and not to the token drawn there: at a
-fork all that could be drawn is trained, elsewhere nothing. stapo.py chooses by the token drawn, and
-only among rewarded ones; here the improbable token at a place of low entropy, which has the largest
-gradient of all, is left out when it is punished, too.
+Little is lost, because a token of probability near 1 has almost no gradient (at H = 0 none). At the
+kept tokens nothing is biased. H depends on the place, not on the token drawn there: at a fork every
+token is trained, elsewhere none. stapo.py selects by the drawn token, and only rewarded ones. Here
+an improbable token at a place of low entropy, which has the largest gradient of all, is left out
+when it is punished, too.
 
-Two other choices of tokens, by what they do to the entropy (Cui et al., "The Entropy Mechanism of
+Two other rules choose tokens by their effect on the entropy (Cui et al., "The Entropy Mechanism of
 Reinforcement Learning for Reasoning Language Models", 2025, arXiv 2505.22617). To first order a
-step lowers the entropy by the covariance of log π_θ and Â, to which, they find, few tokens
-contribute far more than the others:
+step lowers the entropy by the covariance of log π_θ and Â. The authors find that few tokens
+contribute far more to it than the others:
 
     c = (log π_θ(y_t) - mean) (Â_i - mean)           both means over the mini-batch's tokens
     --tokens clip_cov    0.02% of all tokens, drawn at random among those with 1 < c < 5 that the
@@ -37,25 +37,26 @@ contribute far more than the others:
     --tokens kl_cov      r Â - |log r| at the 0.2% of the largest c, r Â elsewhere: no clip
 
 Base file: stapo.py. Differs from it in:
-1. The mask I: by entropy alone, right and wrong responses. Or by covariance.
+1. The mask I: by entropy alone, for right and wrong responses; or by covariance.
 
 Differs from the paper in:
-1. No dynamic sampling and no overlong punishment (the paper builds on DAPO). Tokens of groups whose
-   rewards are all equal are in the quantile and in the denominator.
-2. τ is the quantile over the mini-batch, of all ranks together. The authors' code takes the top 20%
-   of each micro-batch, so that what is trained depends on what fits into memory.
-3. Its script passes `clip_ratio_c=10`, verl's bound on r where Â < 0; here there is none.
+1. No dynamic sampling and no overlong punishment (the paper builds on DAPO). Tokens of
+   zero-variance groups are in the quantile and in the denominator.
+2. τ is the quantile over the mini-batch of all ranks together. The authors' code takes the top 20%
+   of each micro-batch, so memory decides which tokens are trained.
+3. No bound on r where Â < 0. The authors' script passes `clip_ratio_c=10`, verl's bound.
 4. Covariances, too, are of the mini-batch over all ranks, under π_θ when it begins; verl's are of a
-   micro-batch. The draw is by a generator seeded with the step, from the band in order of c, so
-   that ranks, row order and a resumed run draw the same; verl's is another in every process.
-   Tokens whose c is drawn but for rounding go with it, and the 0.2% is a quantile, rounded up.
-5. The authors' scripts for Clip-Cov all but switch the clip off: `--clip_low 1 --clip_high 1`.
+   micro-batch. The draw takes from the band in order of c, with a generator seeded by the step. So
+   ranks, row order and a resumed run give the same draw; verl's differs in every process. Tokens
+   whose c equals a drawn one except for rounding are drawn, too, and the 0.2% is a quantile,
+   rounded up.
+5. The authors' scripts for Clip-Cov almost switch the clip off: `--clip_low 1 --clip_high 1`.
 TRL (`top_entropy_quantile`) divides by all tokens: the same gradient, five times smaller.
 
-Confidence: objective and ε as in the paper and the authors' code; TRL's numbers agree, by the
-factor named. That π_θ's entropies are meant, not π_old's, is the code's. Both covariance rules
-as in verl's code, with its defaults but for KL-Cov's 0.2% and coefficient 1: from scripts for 7B,
-read in copies; verl's are 0.02% and, in its configuration, 0.1.
+Confidence: objective and ε are as in the paper and the authors' code; TRL's numbers agree, except
+for that factor. The code shows that π_θ's entropies are meant, not π_old's. Both covariance rules
+are as in verl's code, with its defaults except KL-Cov's 0.2% and coefficient 1. These are from
+scripts for 7B, read in copies; verl's are 0.02% and, in its configuration, 0.1.
 
 Run it:
     torchrun -m variants.entropy20                          # laptop, two minutes, no download
@@ -136,16 +137,16 @@ class Args(Flags):
     """Share of the tokens that are trained: those of the largest entropy (paper)."""
     # <own>
     tokens: Literal["entropy", "clip_cov", "kl_cov"] = "entropy"
-    """What chooses tokens: entropy, those that are trained; or the covariance of log π_θ and Â,
-    those that lose their gradient (clip_cov) or are held near π_old (kl_cov)."""
+    """Rule that chooses tokens: entropy chooses those that are trained; the covariance of log π_θ
+    and Â those that lose their gradient (clip_cov) or are kept near π_old (kl_cov)."""
     clip_cov_share: Share = 2e-4
     """clip_cov: share of the tokens that lose their gradient, at least one token (verl)."""
     clip_cov_low: NonNegative = 1.0
-    """clip_cov: they are drawn from covariances above this (verl)."""
+    """clip_cov: lower end of the covariances from which they are drawn (verl)."""
     clip_cov_high: NonNegative = 5.0
-    """clip_cov: and below this (verl)."""
+    """clip_cov: upper end of these covariances (verl)."""
     kl_cov_share: Share = 2e-3
-    """kl_cov: share of tokens held, those of the largest covariance (7B script; verl: 2e-4)."""
+    """kl_cov: share of tokens kept near π_old, by largest covariance (7B script; verl: 2e-4)."""
     kl_cov_coef: NonNegative = 1.0
     """κ, kl_cov: coefficient of |log r| there (scripts; verl: 0.1)."""
     # </own>
@@ -164,7 +165,7 @@ def advantages(rewards: Tensor) -> Tensor:
 
 # <own>
 def top_threshold(share: float, pool: Tensor) -> Tensor:
-    """τ: this share of the values `[M]` are at least this."""
+    """τ: this share of the values `[M]` is at least τ."""
     if len(pool) == 0:
         return pool.new_tensor(0.0)
     values = pool.cpu().numpy()  # torch.quantile takes at most 2^24 numbers
@@ -182,21 +183,21 @@ def chosen_tokens(
     pooled: Callable[[Tensor], Tensor] = lambda values: values,
     step: int = 0,
 ) -> Tensor:
-    """The tokens `[n, T]` that `--tokens` chooses from a mini-batch: `pooled` makes one vector of
-    the ranks' values, `step` seeds clip_cov's draw."""
+    """The tokens `[n, T]` that `--tokens` chooses from a mini-batch. `pooled` joins the values of
+    all ranks, `step` seeds clip_cov's draw."""
     on, score, share = mask.bool(), entropy, args.top_entropy  # [n, T]
     if args.tokens != "entropy":
         A = advantages[:, None].expand_as(logp)  # [n, T]
         score = (logp - pooled(logp[on]).mean()) * (A - pooled(A[on]).mean())  # [n, T]: c
         share = args.kl_cov_share
     if args.tokens != "clip_cov":
-        # Siblings begin alike, rounding must not part them
+        # Responses of a group begin alike; rounding must not make them differ
         return score >= top_threshold(share, pooled(score[on])) - 1e-5
     ratio = (logp - old_logp).exp()  # [n, T]
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     score = score.masked_fill(clipped * A < ratio * A, -torch.inf)  # no gradient to lose
     pool = pooled(score[on])  # [M]
-    # In order of c the band is the same list on any number of ranks.
+    # Sorted by c, the band is the same list on any number of ranks.
     band = pool[(pool > args.clip_cov_low) & (pool < args.clip_cov_high)].sort().values
     order = torch.randperm(len(band), generator=torch.Generator().manual_seed(step))
     chosen = torch.zeros_like(on)

@@ -14,29 +14,29 @@ Gradient weight on ∇ log π_θ(y_t), before the mean over responses:
     M_t s_i Â_i / |y_i|
     M_t = 0 if (Â_i > 0 and log r > ε_high) or (Â_i < 0 and log r < -ε_low), else 1
 
-GRPO averages r Â over a response, an arithmetic mean, and one outlier of r = 20 is a sixth of a
-hundred tokens' objective. The geometric mean of the same ratios is GSPO's s_i, and there it moves s
-by 3%. The two differ in what comes first. GSPO takes the mean and clips s: a response is in or out
-as a whole. GMPO clips each log r and takes the mean of what is left: a token beyond ε has no
-gradient any more, its siblings go on, with a weight s that the token can have pulled by ε / |y| at
-most. That makes room for a bound much wider than PPO's: 0.67 to 1.49 where PPO has 0.8 to 1.2.
+GRPO averages r Â over a response, an arithmetic mean. One outlier of r = 20 is a sixth of the
+objective of a hundred tokens. The geometric mean of the same ratios is GSPO's s_i; there the
+outlier moves s by 3%. GSPO takes the mean and then clips s: a response is in or out as a whole.
+GMPO clips each log r and then takes the mean. A token beyond ε has no gradient any more, and it can
+change s by ε / |y| at most. The other tokens keep their gradient. So the bound can be much wider
+than PPO's: 0.67 to 1.49 instead of 0.8 to 1.2.
 
-A token that moved against its advantage is not bounded, as under PPO's min: of Â < 0 one of r = 20
-still raises s. It is one of |y| there, too.
+A token that moved against its advantage is not bounded, as under PPO's min: a token with Â < 0 and
+r = 20 still raises s. It, too, is only one of |y| tokens.
 
 Base file: gspo.py. Differs from it in:
-1. The clip stands before the mean, on each token's log r, and is 0.4 wide.
-2. No count of what GRPO would clip.
+1. The clip comes before the mean, on each token's log r, and is 0.4 wide.
+2. No count of the tokens that GRPO would clip.
 
 Differs from the paper in:
 1. Model, data and the run's size: the authors' script for Qwen2.5-Math-7B has rollouts of 128
    prompts x 8 responses, lr 1e-6, no KL term.
-2. Four optimiser steps per rollout; the script goes through it once, in batches of 128: eight
+2. Four optimiser steps per rollout. The script goes through it once, in batches of 128: eight
    steps, if these are responses.
 
-Confidence: clip, order, one-sidedness, 0.4 and the division by std read in the authors' code
-(github.com/callsys/GMPO, July 2025); verl's `geo_mean`, which names that script as its source,
-gives the same numbers. The paper itself not read.
+Confidence: we read clip, order, one-sidedness, 0.4 and the division by std in the authors' code
+(github.com/callsys/GMPO, July 2025). verl's `geo_mean`, which names that script as its source,
+gives the same numbers. We have not read the paper itself.
 
 Run it:
     torchrun -m variants.gmpo                               # laptop, two minutes, no download
@@ -146,10 +146,10 @@ def policy_loss(
     # <own>
     log_ratio = (logp - old_logp) * mask  # [n, T]: padding must not enter the mean
     clipped = log_ratio.clamp(-args.clip_low, args.clip_high)  # [n, T]
-    # Each token's own min, in logs: of two bounds the one that is worse for J. What moved the wrong
-    # way keeps its ratio and its gradient.
+    # Each token's own min, in logs: the bound that is worse for J. A token that moved in the wrong
+    # direction keeps its ratio and its gradient.
     bounded = torch.where(A > 0, log_ratio.minimum(clipped), log_ratio.maximum(clipped))  # [n, T]
-    # Only then the mean: one token can pull s by ε / |y|, no further.
+    # The mean comes after the clip, so one token can change s by ε / |y| at most.
     s = (bounded.sum(dim=1) / mask.sum(dim=1).clamp(min=1)).exp()  # [n]
     objective = s * advantages  # [n]
     out_above, out_below = log_ratio > args.clip_high, log_ratio < -args.clip_low  # [n, T]

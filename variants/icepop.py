@@ -1,4 +1,4 @@
-"""IcePop and its kin: corrections for the gap between sampler and trainer.
+"""IcePop and related corrections for the gap between sampler and trainer.
 
 Ling team, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model",
 2025, arXiv 2510.18855.
@@ -14,14 +14,14 @@ Gradient weight on ∇ log π_θ(y_t), averaged over tokens, then over responses
     C_t M r Â
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
-The sampler's weights are the trainer's, its probabilities are not: other kernels, another
-precision, with a mixture of experts other experts. PPO's ratio does not see that, both its policies
-being the trainer's, and what looks on-policy is not. w is the gap, frozen before the first update,
-and the correction multiplies PPO's term from outside: inside the clip, noise of the engines would
-carry tokens over its edge before anything was learned.
+The sampler has the trainer's weights, but not its probabilities, because of other kernels, another
+precision, or other experts in a mixture of experts. PPO's ratio does not contain this gap, because
+both its policies are the trainer's. w is the gap, fixed before the first update. The correction
+multiplies PPO's term from outside. Inside the clip, noise of the engines would move tokens beyond
+its bound before anything was learned.
 
-IcePop drops a token whose w is far off. Where two engines with the same weights differ by a factor
-of two, that is an error and no information, and a capped weight would still trust it. The family,
+IcePop drops a token whose w is far from 1. If two engines with the same weights differ by a factor
+of two, that is an error, and a capped weight would still trust it. The related corrections are,
 with W = Π_t w, the product over a response:
 
     tis        min(w, β), or min(W, β)                      truncated importance sampling
@@ -31,32 +31,32 @@ with W = Π_t w, the product over a response:
     opsm       0 if Â < 0 and mean_t log(μ/π_θ) > δ, else 1     DeepSeek-V3.2, arXiv 2512.02556
     none       1
 
-Per token the correction is biased: the tokens before it came from μ, too. Per response it is not,
-but W's variance grows exponentially with the length; every band and cap trades one for the other.
-opsm alone looks at π_θ, so at staleness as well, and only at bad responses: mistakes that the
-policy would hardly make any more teach it little.
+Per token the correction is biased, because the tokens before it came from μ, too. Per response it
+is not, but W's variance grows exponentially with the length. Every band and cap trades bias for
+variance. Only opsm looks at π_θ, so also at staleness, and only at bad responses: the policy learns
+little from mistakes that it would hardly make any more.
 
-At the default band hardly a token of the embedded models is dropped (1 in 100,000 over 30 steps, of
-the mixture of experts 1 in 10,000); between 0.8 and 1.25, 2 in 1,000. The authors later saw a fixed
+The default band drops hardly any token of the embedded models (1 in 100,000 over 30 steps, of the
+mixture of experts 1 in 10,000); between 0.8 and 1.25, 2 in 1,000. The authors later saw a fixed
 band drop fewer and fewer tokens while the gap widened (KPop, 2026).
 
 Base file: minirl.py. Differs from it in:
-1. PPO's min and clip on r, times a correction of w alone, in place of -log π with min(π_θ/μ, 5),
-   which corrects for both at once.
-2. The mean over a response's tokens by default. Gone are the ablation without μ, here `--correction
-   none`, and routing replay.
+1. PPO's min and clip on r, times a correction of w alone. The base file has -log π with min(π_θ/μ,
+   5), which corrects for both at once.
+2. The mean over a response's tokens by default. Removed: the ablation without μ (here `--correction
+   none`) and routing replay.
 
 Differs from the paper in:
-1. α and β are OpenRLHF's and verl's for IcePop; each other correction's own are in the flags.
+1. α and β are OpenRLHF's and verl's for IcePop; the flags name the values of the other corrections.
 2. Advantages without std and ε are the base file's; no KL term.
 
 Two other losses have the same name. prime-rl's has the band on π_θ/μ, which is also the weight, and
 neither min nor clip (its documentation; 0.2 to 5 there). "Online IcePop" (2025) takes one step per
 rollout, so that r = 1 and no clip acts: `--minibatches 1`.
 
-Confidence: the rule as the authors restate it in a later post and as OpenRLHF, slime and verl have
-it; tis, mis and opsm read in TRL's code too, geometric in verl's. The paper's α and β are open;
-Online IcePop is second hand.
+Confidence: the rule is as the authors restate it in a later post and as OpenRLHF, slime and verl
+have it. We read tis, mis and opsm also in TRL's code, geometric in verl's. We do not know the
+paper's α and β; Online IcePop is second hand.
 
 Run it:
     torchrun -m variants.icepop                             # laptop, two minutes, no download
@@ -136,9 +136,9 @@ class Args(Flags):
     """Divide by the response's length, as the paper does; False: minirl.py's sum over tokens."""
     # <own>
     correction: Literal["tis", "mis", "icepop", "geometric", "opsm", "none"] = "icepop"
-    """What becomes of w = π_old/μ (the table in this file's header)."""
+    """How C is computed from w = π_old/μ (the table in this file's header)."""
     correction_level: Literal["token", "sequence"] = "token"
-    """Of tis and mis: a token's w, or the product over its response."""
+    """tis and mis: use a token's w, or the product over its response."""
     w_low: NonNegative = 0.5
     """α: smallest w (OpenRLHF, verl; TRL's for mis: 0.5; verl's for geometric: 0.999)."""
     w_high: Positive = 5.0
@@ -150,7 +150,7 @@ class Args(Flags):
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Reward over the group's mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
+    """Reward minus group mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
     # Subtract one reward first, so that equal rewards are exactly 0: in floating point the mean of
     # eight 0.3 is not quite 0.3.
     rewards = rewards - rewards[:, :1]  # [P, G]
@@ -164,7 +164,7 @@ def advantages(rewards: Tensor) -> Tensor:
 def correction(
     args: Args, logp: Tensor, old_logp: Tensor, rollout_logp: Tensor, A: Tensor, mask: Tensor
 ) -> Tensor:
-    """C `[n, T]`: what a token's term is multiplied by for the engines' gap. A: `[n, 1]`."""
+    """C `[n, T]`: the factor on a token's term that corrects for the engines' gap. A: `[n, 1]`."""
 
     def kept(x: Tensor) -> Tensor:
         return (x >= args.w_low) & (x <= args.w_high)
@@ -174,7 +174,7 @@ def correction(
 
     length = over_response(mask).clamp(min=1)  # [n, 1]
     log_w = (old_logp - rollout_logp) * mask  # [n, T]: the same weights, other numerics
-    geometric = (over_response(log_w) / length).exp()  # [n, 1]: a mean, whatever the length
+    geometric = (over_response(log_w) / length).exp()  # [n, 1]: a mean over tokens
     drift = over_response(rollout_logp - logp) / length  # [n, 1]: of π_θ, gap and staleness
     w = (over_response(log_w) if args.correction_level == "sequence" else log_w).exp()
     masked = torch.where(kept(w), w, 0.0)  # as w: [n, T], or W [n, 1]. ∞ · False would be NaN
@@ -220,13 +220,13 @@ def policy_loss(
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
     uncapped = (old_logp - rollout_logp).exp()  # [n, T]: w
-    weight = correction(args, logp.detach(), old_logp, rollout_logp, A, mask)  # [n, T]: C, a number
+    weight = correction(args, logp.detach(), old_logp, rollout_logp, A, mask)  # [n, T]: C
     ratio = (logp - old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
     cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
     objective = weight * torch.minimum(ratio * A, clipped * A)  # [n, T]: outside of min and clip
-    per_response = (objective * mask).sum(dim=1)  # [n]: a sum, the reward is the whole response's
+    per_response = (objective * mask).sum(dim=1)  # [n]: a sum, not a mean
     if args.length_norm:
         per_response = per_response / mask.sum(dim=1).clamp(min=1)  # [n]
     stats = {

@@ -1,4 +1,4 @@
-"""Jet-RL: one 8-bit forward for sampler and trainer.
+"""Jet-RL: one 8-bit forward pass for sampler and trainer.
 
 Xi et al. (NVIDIA, MIT), "Jet-RL: Enabling On-Policy FP8 Reinforcement Learning with Unified
 Training and Rollout Precision Flow", 2026, arXiv 2601.14243.
@@ -13,32 +13,34 @@ Gradient weight on ∇ log π_θ(y_t), summed over tokens, averaged over respons
 
     M_t min(π_θ/μ, 5) Â          with π_old/μ = 1, so that π_θ/μ is r, the staleness alone
 
-Float8 makes sampling faster. The usual way is to round a copy for the sampler while the trainer
-stays in bfloat16: then every sample comes from another policy than the one trained, even before the
-first update. In long responses one token's error moves all those after it; the paper reports runs
-that collapse beyond 8,000 tokens. minirl.py weighs one policy against the other. Here there is only
-one: the trainer's passes run on the sampler's rounded weights, and π_old/μ is 1 but for the order
-of sums (`sampler_kl` in the first steps: 6e-4 in minirl.py, 1e-13 here).
+Float8 makes sampling faster. Usually a rounded copy samples while the trainer stays in bfloat16.
+Then every sample comes from another policy than the trained one, even before the first update. In
+long responses one token's error moves all tokens after it; the paper reports runs that collapse
+beyond 8,000 tokens. minirl.py corrects for the two policies with a weight. Here there is only one
+policy: the trainer's passes use the sampler's rounded weights, and π_old/μ is 1 except for the
+order of sums (`sampler_kl` in the first steps: 6e-4 in minirl.py, 1e-13 here).
 
-Why masters: neighbours in e4m3 are 6 to 12% apart, and an update is a small part of that. Rounded
-weights alone would never move; in the masters updates add up, until a weight falls to the next
-8-bit number. The gradient is that of the rounded weights, which are what acted. Rounding itself has
-none (it is flat, or jumps), so it is taken to be the identity.
+Neighbouring e4m3 numbers are 6 to 12% apart, and an update is a small part of that. Rounded weights
+alone would never move. In the float32 masters updates add up, until a weight rounds to the next
+8-bit number. The gradient is computed at the rounded weights. Rounding itself has no useful
+gradient (it is flat, or jumps), so it counts as the identity.
 
 Base file: minirl.py. Differs from it in:
-1. The passes use the rounded weights; the masters are put in for the optimiser's step and for
-   checkpoints. (`--save_hf` writes the rounded ones.)
+1. The passes use the rounded weights. The masters replace them for the optimiser's step and for
+   checkpoints. (`--save_hf` writes the rounded weights.)
 2. The sampler gets the rounded weights and computes as the trainer does, with either engine.
 
 Differs from the paper in:
 1. This is the arithmetic without its speed: weights that 8 bits can hold, multiplied in `--dtype`.
-   Real kernels round activations as well (in the paper 128 numbers share a scale, and 128 x 128
-   weights; here a row does) and multiply in 8 bits in the backward pass, too. vLLM's, with
-   `--rollout_dtype float8`, round the activations of the sampler alone: a gap comes back.
-2. The masters are float32, not bfloat16; the rounded weights are 4 bytes more each, over the ranks.
-3. The objective is minirl.py's; theirs we do not know.
+   Real kernels also round activations and multiply in 8 bits in the backward pass. In the paper 128
+   activations or 128 x 128 weights share a scale; here a row of weights does. vLLM's kernels, with
+   `--rollout_dtype float8`, round only the sampler's activations, so a gap returns.
+2. The masters are float32, not bfloat16. The rounded weights need 4 bytes more each, divided over
+   the ranks.
+3. The objective is minirl.py's; we do not know the paper's.
 
-Confidence: the abstract read; what is rounded, in which blocks, second hand; no public code found.
+Confidence: we read the abstract. Which parts are rounded, in which blocks, is second hand; we found
+no public code.
 
 Run it:
     torchrun -m variants.jet                                # laptop, two minutes, no download
@@ -127,7 +129,7 @@ class Args(Flags):
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Reward over the group's mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
+    """Reward minus group mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
     # Subtract one reward first, so that equal rewards are exactly 0: in floating point the mean of
     # eight 0.3 is not quite 0.3.
     rewards = rewards - rewards[:, :1]  # [P, G]
@@ -141,7 +143,7 @@ def advantages(rewards: Tensor) -> Tensor:
 def experts_differ(batch: Rollout) -> tuple[Tensor, Tensor]:
     """(tokens that sampler and trainer sent to different experts in some layer, tokens)."""
     differ, fed = batch.mask.new_zeros(()), batch.ends - 1  # [N]: the last token is not fed back
-    # A row at a time: the columns are on the CPU, and sort's indices eight times as large.
+    # A row at a time: the columns are on the CPU, and sort's indices are eight times as large.
     for end, *row in zip(fed.tolist(), batch.sampler_experts, batch.trainer_experts):
         sampler, trainer = (x[:end].to(differ.device).sort(dim=-1).values for x in row)
         differ += (sampler != trainer).flatten(1).any(dim=1).sum()  # of [end, layers, k]
@@ -151,8 +153,8 @@ def experts_differ(batch: Rollout) -> tuple[Tensor, Tensor]:
 class EightBits:
     """The policy's weights: rounded to 8 bits in every pass, float32 masters for the optimiser.
 
-    As in the sampler's float8 copy, the layers' matrices are rounded, without routers. FSDP divides
-    matrices by rows, and a row has its own scale: each rank rounds its part.
+    As in the sampler's float8 copy, the layers' matrices are rounded, except routers. FSDP divides
+    matrices by rows, and each row has its own scale, so each rank rounds its part.
     """
 
     def __init__(self, policy: Policy):
@@ -162,14 +164,14 @@ class EightBits:
         self.round()
 
     def round(self) -> None:
-        """What is in the policy becomes the masters; their rounded values take its place."""
+        """Store the policy's weights as masters and replace them by their rounded values."""
         self.masters = [part.clone() for part in self.parts]
         for part in self.parts:
             part.copy_(float8(part))
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
-        """Inside the policy has its masters, and afterwards what they are rounded to then."""
+        """A context in which the policy has its masters; afterwards they are rounded again."""
         for part, master in zip(self.parts, self.masters):
             part.copy_(master)
         yield
@@ -178,7 +180,7 @@ class EightBits:
     def step(self, optimizer: torch.optim.Optimizer) -> tuple[Tensor, Tensor]:
         """The optimiser's step: the gradient at the rounded weights, applied to the masters.
 
-        Returns how far the rounded weights are from them, and their size: sums of |ŵ - w| and |w|.
+        Returns the sums of |ŵ - w| and |w|: rounded weights minus masters, and masters.
         """
         with self.lifted():
             optimizer.step()
@@ -219,12 +221,12 @@ def policy_loss(
     # <own>
     behaviour = rollout_logp if args.correct_mismatch else old_logp  # [n, T]
     uncapped = (logp.detach() - behaviour).exp()  # [n, T]: π_θ/μ
-    weight = uncapped.clamp(max=args.is_cap)  # [n, T]: a number, no gradient
+    weight = uncapped.clamp(max=args.is_cap)  # [n, T]: without gradient
     ratio = (logp.detach() - old_logp).exp()  # [n, T]: r, for the mask only
     out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
     cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
-    objective = ~cut * weight * A * logp  # [n, T]: the gradient comes from log π_θ alone
-    per_response = (objective * mask).sum(dim=1)  # [n]: a sum, the reward is the whole response's
+    objective = ~cut * weight * A * logp  # [n, T]: only log π_θ has a gradient
+    per_response = (objective * mask).sum(dim=1)  # [n]: a sum, not a mean
     if args.length_norm:
         per_response = per_response / mask.sum(dim=1).clamp(min=1)  # [n]
     stats = {
@@ -243,7 +245,7 @@ def main(args: Args, world: World) -> None:
     """The whole training loop."""
     lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
-    # vLLM pays for it with its scheduling ahead: there only what is replayed is recorded.
+    # In vLLM recording switches its scheduling ahead off, so there it records only for a replay.
     experts = args.rollout == "hf" or args.routing_replay == "r3"  # <own>
     engine = make_engine(args, lm, world, record_experts=experts)  # <own>
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term

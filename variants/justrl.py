@@ -13,27 +13,26 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
     M r Â
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
-No KL term, no entropy bonus, no dynamic sampling, no punishment for length, no stages, nothing
-scheduled. The authors train two models of 1.5B parameters for thousands of steps with one setting,
-and report that neither collapses and that two usual additions (DAPO's overlong punishment, a more
-lenient verifier) make them worse. It is what every addition in this repository should be measured
-against.
+No KL term, no entropy bonus, no dynamic sampling, no punishment for length, no stages, no schedule.
+The authors train two models of 1.5B parameters for thousands of steps with one setting. They report
+that neither collapses, and that two usual additions (DAPO's overlong punishment, a more lenient
+verifier) make them worse. Every addition in this repository should be compared with this recipe.
 
-Two things it does take from DAPO. The token mean: every token counts the same, in a long response
-as in a short one. And ε_high > ε_low: a token at probability 0.01 may rise to 0.0128 and not just
-to 0.012 before its gradient is cut, and rare tokens are where new behaviour comes from.
+Two parts are from DAPO. With the token mean, every token counts the same in a long response and in
+a short one. With ε_high > ε_low, a token at probability 0.01 may rise to 0.0128, not only to 0.012,
+before its gradient is cut. New behaviour comes from rare tokens.
 
 Base file: grpo.py. Differs from it in:
-1. The mean over all tokens of the mini-batch in place of the mean of response means.
+1. The mean over all tokens of the mini-batch instead of the mean of response means.
 2. ε 0.2 / 0.28.
 3. No KL term, no reference model.
 
 Differs from the paper in:
-1. Its script passes `clip_ratio_c=10`, verl's bound on r where Â < 0; here there is none.
-2. Weight decay is 0.1 and the warm-up 10 steps there: flags.
+1. No bound on r where Â < 0. The authors' script passes `clip_ratio_c=10`, verl's bound.
+2. The script has weight decay 0.1 and a warm-up of 10 steps; here these are flags.
 
-Confidence: formula, ε and sizes read in the authors' script; their findings in the paper's abstract
-and second hand.
+Confidence: we read formula, ε and sizes in the authors' script. Their findings are from the paper's
+abstract and second hand.
 
 Run it:
     torchrun -m variants.justrl                             # laptop, two minutes, no download

@@ -1,4 +1,4 @@
-"""LACONIC: a budget of tokens, and a price that finds itself.
+"""LACONIC: a budget of tokens, and a price that adapts.
 
 Liu et al., "LACONIC: Length-Aware Constrained Reinforcement Learning for LLM",
 2026, arXiv 2602.14468.
@@ -14,31 +14,32 @@ Gradient weight on ∇ log π_θ(y_t), before 1/G and 1/|y_i|:
     M r Â + β (π_ref/π_θ - 1)          (with `--kl_ratio` the second term is β r log(π_ref/π_θ))
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
-As right as possible with B tokens on average: max E[R] with E|y| ≤ B. A fixed charge on length is
-the answer for one price λ, which nobody knows beforehand: too high it costs right answers, too low
-it saves nothing. Dual ascent finds it. While responses are longer than the budget λ rises, else it
-falls, to its floor where the budget does not bind; meanwhile the policy climbs R - λ c.
+The aim is to be right as often as possible with B tokens on average: max E[R] with E|y| ≤ B. A
+fixed charge on length solves this for one price λ, which is not known in advance. A price that is
+too high costs right answers; one that is too low saves nothing. Dual ascent finds the price. While
+responses are longer than the budget λ rises; otherwise it falls, at most to its floor. Meanwhile
+the policy maximises R - λ c.
 
-The cost c is clipped: within the budget writing less earns nothing. The step of λ is not: the mean
-of a clipped cost is never negative, and λ could only rise. The ceiling Λ says what comes first:
-below B / (limit - B) every right answer stays worth more than any wrong one.
+The cost c is clipped: within the budget, writing less earns nothing. The update of λ uses the
+length without this clip. With the clipped cost, whose mean is never negative, λ could only rise. If
+the ceiling Λ is below B / (limit - B), every right answer stays worth more than any wrong one.
 
-In a group of equal verdicts the z-score divides λ out again: its advantages are those of -c for any
-λ > 0, where GRPO learns nothing. And price and policy chase each other: with a large η they go in
-waves. On the embedded task a right answer needs its tokens: with the defaults λ climbs to Λ, and
-length and accuracy stay GRPO's. In the second command the price outweighs answers: lengths swing
-between 8 and 25 tokens, and greedy accuracy is 0.47 after 60 steps, not 0.97 (one seed).
+In a group of equal verdicts the z-score cancels λ: its advantages are those of -c for any λ > 0,
+where GRPO learns nothing. With a large η, price and policy oscillate. On the embedded task a right
+answer needs its tokens: with the defaults λ rises to Λ, and length and accuracy stay GRPO's. In the
+second command the price outweighs answers: lengths swing between 8 and 25 tokens, and greedy
+accuracy is 0.47 after 60 steps, not 0.97 (one seed).
 
 Base file: grpo.py. Differs from it in:
-1. The rewards that advantages are made of (`reward` in the metrics stays the verifier's), and λ.
+1. The rewards for the advantages (`reward` in the metrics stays the verifier's), and λ.
 
 Differs from the paper in:
-1. The released code takes a further 0.1 (default 0.01) off responses cut at the limit, and caps the
-   charge, at a height that its scripts' constants do not reach.
-2. B, η, Λ are ours: its runs have hundreds of steps and thousands of tokens.
+1. The released code subtracts another 0.1 (default 0.01) for responses cut at the limit. It also
+   caps the charge, at a height that its scripts' constants do not reach.
+2. B, η, Λ are ours: the paper's runs have hundreds of steps and thousands of tokens.
 
-Confidence: cost, update, their order and constants as the authors' README and notes on the code
-give them, the code itself not read; the objective around them is taken to be GRPO's, with std.
+Confidence: cost, update, their order and constants are from the authors' README and notes on the
+code; we have not read the code. We assume that the rest of the objective is GRPO's, with std.
 
 Run it:
     torchrun -m variants.laconic                            # laptop, two minutes, no download
@@ -120,7 +121,7 @@ class Args(Flags):
     length_budget: Count = 16  # <own>
     """B: tokens that responses may have on average (our choice; paper: 1500 to 3000)."""
     price_lr: NonNegative = 0.2  # <own>
-    """η: step size of λ, which begins at 0 (our choice; authors' scripts: 0.002)."""
+    """η: learning rate of λ, which begins at 0 (our choice; authors' scripts: 0.002)."""
     price_floor: NonNegative = 1e-5  # <own>
     """Least λ (authors' scripts)."""
     price_ceiling: NonNegative = 0.3  # <own>
@@ -140,13 +141,13 @@ def advantages(rewards: Tensor) -> Tensor:
 
 # <own>
 def excess(lengths: Tensor, budget: int) -> Tensor:
-    """c of responses of these lengths: what is beyond the budget, in budgets; never below 0."""
+    """c of responses of these lengths: tokens beyond the budget, divided by it; at least 0."""
     return (lengths / budget - 1).clamp(min=0)
 
 
 class Budget:
-    """The price λ of length. In each step `charge`, after the rewards, takes it off them, and sets
-    the next step's. All ranks have the same."""
+    """The price λ of length. In each step `charge` subtracts λ c from the rewards and sets the next
+    step's λ. All ranks have the same λ."""
 
     def __init__(self, args: Args, world: World):
         if not args.price_floor <= args.price_ceiling <= 1e6:  # beyond, float32 loses R
@@ -159,7 +160,7 @@ class Budget:
         self.over = lengths > args.length_budget  # [P, G]
         self.paid = self.price * excess(lengths, args.length_budget)  # [P, G]
         total = global_sum({"tokens": lengths.sum(), "rows": lengths.numel()}, self.world)
-        # Of all lengths, not of c: where responses are short on average λ falls.
+        # The mean of all lengths, not of c: if responses are short on average λ falls.
         slope = total["tokens"] / total["rows"] / args.length_budget - 1
         price = self.price + args.price_lr * slope
         self.asked, self.price = self.price, min(max(price, args.price_floor), args.price_ceiling)

@@ -1,4 +1,4 @@
-"""Lp-Reg: low-probability regularisation, a spring under rare tokens of bad responses.
+"""Lp-Reg: low-probability regularisation, which protects rare negative-advantage tokens.
 
 Huang et al. (Tencent), "Low-probability Tokens Sustain Exploration in Reinforcement Learning with
 Verifiable Reward", 2025, arXiv 2510.03222.
@@ -15,41 +15,40 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
     M r Â + β I (π_proxy/π_θ - 1)
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
-δ is the ρ-quantile of π_θ(y_t) over the mini-batch's tokens of bad responses (Â < 0).
-A rare token in a bad response is punished with it, whether it was to blame or not. It is seldom
-drawn, so right responses seldom pay it back; over a run the rare ways to go on ("wait", "but") die
-out, and exploration with them. An entropy bonus would raise noise as well. Lp-Reg tells the two
-apart by where they stand: what has less than κ of the likeliest token's probability is noise, and
-nothing protects it. The rarest of the rest get a second term, 0 at π_proxy, that pulls up below it,
-the harder the further a token has fallen.
+δ is the ρ-quantile of π_θ(y_t) over the mini-batch's negative-advantage tokens. A rare token in a
+bad response is pushed down with it, whether it was to blame or not. It is seldom drawn, so right
+responses seldom push it up again. Over a run, rare ways to continue ("wait", "but") disappear, and
+exploration with them. An entropy bonus would raise noise as well. Lp-Reg separates the two by
+relative probability: a token with less than κ of the most likely token's probability is noise and
+is not protected. The rarest of the other tokens get a second term. It is 0 at π_proxy and pulls up
+below it, more strongly the further a token has fallen.
 
-What the spring holds: with nothing filtered out, Â = -1 and β = 1 the weight is -r + 1/r - 1, which
-is 0 at r = 0.62. Left to itself such a token falls to three fifths within a rollout, and no
-further. On-policy the term is small: at r = 1 it is the mass filtered out, over the rest. And PPO's
-clip would end the fall at 0.8; the authors' clip has no lower bound (ε_low = 1), so that the spring
-is all that holds. But a clip only stops pushing. A token that others drag down it lets go, and the
-spring pulls.
+With nothing filtered out, Â = -1 and β = 1, the weight is -r + 1/r - 1, which is 0 at r = 0.62. So
+such a token, left alone, falls to three fifths within a rollout and no further. On-policy the term
+is small: at r = 1 it is the filtered probability over the rest. PPO's clip would end the fall at
+0.8. The authors' clip has no lower bound (ε_low = 1), so only the regulariser acts. A clip only
+stops pushing, so other tokens can still drag a token down; the regulariser pulls it back.
 
 Base file: justrl.py. Differs from it in:
-1. The term β I k3, by a column π_proxy that the pass for π_old reads off beside it.
+1. The term β I k3, from a column π_proxy that the pass for π_old computes, too.
 2. ε_low = 1, ε_high = 9: in effect r <= 10 where Â > 0, and no bound where Â < 0.
 3. One more forward pass per mini-batch: δ is a quantile of π_θ over all of it.
 
 Differs from the paper in:
 1. δ is over the mini-batch of all ranks together, and at least one token is at or below it. The
-   authors' code sorts each micro-batch, so that what is protected depends on what fits into memory,
-   and does nothing where ρ of its bad tokens is less than two.
-2. Its k3 is verl's, cut at 10, which takes the gradient away from a token that has fallen to a
-   thirteenth of π_proxy: just where it is needed most. Ours is not cut.
-3. The paper writes KL(π_proxy ‖ π_θ) and asks for π_proxy > 0; the code has k3 of the token drawn,
-   and asks for π_proxy > π_θ. Ours is the code's.
-4. ρ is 0.01 at 14B and 0.005 at 32B, here 0.05: of a mini-batch's few hundred bad tokens 0.01 are
-   two to five, most of them noise by κ.
-5. The runs that the authors' README shows are on-policy, one optimiser step per rollout: the second
-   command. There r = 1, and the spring is no more than the mass filtered out over the rest.
+   authors' code sorts each micro-batch. So memory decides which tokens are protected, and none is
+   if ρ of the micro-batch's negative-advantage tokens is less than two.
+2. k3 is not cut. The authors' code takes verl's k3, cut at 10. This removes the gradient of a token
+   that has fallen to a thirteenth of π_proxy, where it is needed most.
+3. As in the authors' code, k3 is of the sampled token, and π_proxy > π_θ is required. The paper
+   writes KL(π_proxy ‖ π_θ) and requires π_proxy > 0.
+4. ρ is 0.05 here, 0.01 at 14B and 0.005 at 32B. A mini-batch here has a few hundred
+   negative-advantage tokens. 0.01 of them are two to five tokens, most of them noise by κ.
+5. The authors' README shows on-policy runs, with one optimiser step per rollout: the second
+   command. There r = 1, and the term is only the filtered probability over the rest.
 
-Confidence: loss, proxy, constants and sizes read in the authors' code; the paper's own formula
-second hand.
+Confidence: we read loss, proxy, constants and sizes in the authors' code; the paper's own formula
+is second hand.
 
 Run it:
     torchrun -m variants.lp_reg                             # laptop, two minutes, no download
@@ -130,9 +129,9 @@ class Args(Flags):
     """ρ: share of negative-advantage tokens, the rarest ones, that may be protected (our choice;
     paper: 0.01 at 14B, 0.005 at 32B)."""
     kappa: PositiveShare = 0.02  # <own>
-    """κ: a token with less than this part of the likeliest one's probability is noise (paper)."""
+    """κ: a token below this share of the most likely token's probability is noise (paper)."""
     proxy_weight: NonNegative = 1.0  # <own>
-    """β of the term that protects (authors' script)."""
+    """β of the protecting term (authors' script)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -148,14 +147,14 @@ def advantages(rewards: Tensor) -> Tensor:
 
 # <own>
 def proxy_logprobs(logprobs: Tensor, tokens: Tensor, kappa: float) -> Tensor:
-    """log π_proxy of the tokens `[b]`, given log π_old `[b, V]`; -inf for what is filtered out."""
+    """log π_proxy of the tokens `[b]`, given log π_old `[b, V]`; -inf for filtered tokens."""
     noise = logprobs.exp() < kappa * logprobs.amax(-1, keepdim=True).exp()  # [b, V]
     left = logprobs.masked_fill(noise, -torch.inf)  # [b, V]
     return left.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
 
 def rare_threshold(args: Args, logp: Tensor) -> Tensor:
-    """log δ, given log π_θ `[M]` of all tokens of bad responses; below every token without any."""
+    """log δ, given log π_θ `[M]` of all negative-advantage tokens; below all tokens if M is 0."""
     if len(logp) == 0:
         return logp.new_tensor(-torch.inf)
     values = logp.detach().cpu().numpy()  # torch.quantile takes at most 2^24 numbers
@@ -166,9 +165,9 @@ def rare_threshold(args: Args, logp: Tensor) -> Tensor:
 # Metrics that show whether the mechanism acts; the first is 0 as long as it does not.
 # <own>
 ACTED = {
-    "protected_share": "tokens of bad responses protected (share)",
+    "protected_share": "negative-advantage tokens protected (share)",
     "protected_pull": "their pull upwards, β (π_proxy/π_θ - 1)",
-    "noise_share": "of the rarest, taken for noise (share)",
+    "noise_share": "rarest tokens that count as noise (share)",
 }
 # </own>
 
@@ -207,10 +206,10 @@ def policy_loss(
     bad, now = (A < 0) & mask.bool(), logp.detach()  # [n, T], [n, T]
     proxy_logp = old_logp if proxy_logp is None else proxy_logp  # [n, T]: with nothing filtered out
     threshold = rare_threshold(args, now[bad]) if threshold is None else threshold  # []: log δ
-    # 1e-5: siblings begin alike, and rounding must not part them; a pull below that is rounding.
+    # 1e-5: responses of a group begin alike, and rounding must not make their tokens differ.
     rare = bad & (now <= threshold + 1e-5)  # [n, T]
     protected = rare & (now < proxy_logp - 1e-5)  # [n, T]: I
-    # Filled first: log 0 is -inf, and what is infinite cannot be masked away later.
+    # Filled first: log 0 is -inf, and a mask cannot remove an infinite value later.
     log_proxy_ratio = (proxy_logp - logp).masked_fill(~protected, 0.0)  # [n, T]
     k3 = log_proxy_ratio.exp() - log_proxy_ratio - 1  # [n, T]
     objective = objective - args.proxy_weight * k3  # [n, T]
@@ -273,7 +272,7 @@ def main(args: Args, world: World) -> None:
         # In the same micro-batches as in the update, so that the first ratios are exactly 1.
         for minibatch in minibatches:
             # <own>
-            readout = partial(proxy_logprobs, kappa=args.kappa)  # in the entropy's place
+            readout = partial(proxy_logprobs, kappa=args.kappa)  # instead of entropy
             both = all_logprobs(policy, minibatch, args, world, readout)  # [n, T], [n, T]
             minibatch.old_logp, minibatch.proxy_logp = both
             # </own>

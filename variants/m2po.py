@@ -14,35 +14,36 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
 
     M_t w Â
 
-μ are the probabilities with which the tokens were sampled, by whatever weights that was.
-T are the *trust-region tokens*: they have moved as their advantage asks, and their gradient moves
-them further from μ. PPO's clip can act on them alone, and so does this mask. A token that fell
-although it was rewarded keeps its weight, because its gradient leads back.
+μ are the probabilities with which the tokens were sampled, by any weights. T are the *trust-region
+tokens*: they have moved in the direction of their advantage, and their gradient moves them further
+from μ. PPO's clip can act only on these tokens, and so does this mask. A token that fell although
+it was rewarded keeps its weight, because its gradient leads back.
+
 The second moment, the mean of (log w)², bounds the variance of w. The mean of log w, a KL, does
-not: tokens that rose and tokens that fell cancel in it. The bound is one for the mini-batch. With
-stale samples many tokens are a little outside any clip range, and PPO's clip drops them all. Here
-nothing is dropped while the mean holds; beyond it only the farthest tokens are dropped. The authors
-report stable training on samples 256 updates old, with 0.06% of the tokens masked where GRPO clips
-1.22%.
+not, because tokens that rose and tokens that fell cancel in it. There is one bound for the
+mini-batch. With stale samples many tokens are a little outside any clip range, and PPO's clip drops
+them all. Here nothing is dropped while the mean holds; beyond it only the farthest tokens are
+dropped. The authors report stable training on samples 256 updates old, with 0.06% of the tokens
+masked where GRPO clips 1.22%.
 
 Base file: justrl.py. Differs from it in:
 1. The mask of the mini-batch's second moment instead of min and clip.
-2. w against the sampler instead of r against π_old: one ratio corrects for its numerics and for
-   staleness, as in minirl.py. It has no cap: Â < 0 and w > 1 is not a trust-region token.
+2. w against the sampler instead of r against π_old. One ratio corrects for the sampler's numerics
+   and for staleness, as in minirl.py. It has no cap: Â < 0 and w > 1 is not a trust-region token.
 
 Differs from the paper in:
-1. The mask is chosen once for each mini-batch, over all ranks, before its gradient: one more
-   forward pass. We know of no other difference from Algorithm 1.
+1. The mask is chosen once for each mini-batch, over all ranks, before its gradient. This takes one
+   more forward pass. We know of no other difference from Algorithm 1.
 
-Other code differs from Algorithm 1. The authors' own finds one bound b for which the mean of
-min((log w)², b) over the trust-region tokens is τ, and applies PPO's min and clip at exp(±√b), for
-each micro-batch: it drops more tokens (with log w normal of spread 0.3, 19% of all instead of 10%).
-AReaL pools and masks all tokens. It drops 19% there, and the gradient of half of those leads back
-to μ.
+Other code differs from Algorithm 1. The authors' code finds the bound b for which the mean of
+min((log w)², b) over the trust-region tokens is τ. It then applies PPO's min and clip at exp(±√b),
+for each micro-batch. This drops more tokens: if log w is normal with spread 0.3, 19% of all tokens
+instead of 10%. AReaL pools and masks all tokens. It drops 19% there, and the gradient of half of
+those leads back to μ.
 
-Confidence: the rule is in the authors' code and in an independent implementation of Algorithm 1
-(ms-swift), both read; τ = 0.04 is in the authors' scripts and on their project page; title and
-findings are the abstract's.
+Confidence: we read the rule in the authors' code and in an independent implementation of Algorithm
+1 (ms-swift), and τ = 0.04 in the authors' scripts and on their project page. Title and findings are
+from the abstract.
 
 Run it:
     torchrun -m variants.m2po                               # laptop, two minutes, no download
@@ -128,16 +129,16 @@ def advantages(rewards: Tensor) -> Tensor:
 
 # <own>
 def trust_region_tokens(log_weight: Tensor, A: Tensor) -> Tensor:
-    """Where `[n, T]` a token has moved as its advantage `[n, 1]` asks: Â > 0 and w > 1, or Â < 0
-    and w < 1."""
+    """True `[n, T]` for tokens that moved in the direction of their advantage `[n, 1]`: Â > 0 and
+    w > 1, or Â < 0 and w < 1."""
     return ((A > 0) & (log_weight > 0)) | ((A < 0) & (log_weight < 0))  # [n, T]
 
 
 def second_moment_bound(args: Args, squares: Tensor) -> Tensor:
-    """The largest of the squares `[M]` that is kept: as many as possible, the smallest first, while
-    their mean is at most `--budget`. 0 where none can be kept."""
+    """The largest of the squares `[M]` that is kept. The smallest ones are kept, as many as their
+    mean stays at most `--budget`. Returns 0 if none can be kept."""
     ordered = squares.double().cpu().sort().values  # [M]
-    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1)  # [M]: these only rise
+    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1)  # [M]: increasing
     kept = int((means <= args.budget).sum())
     return ordered[kept - 1].to(squares) if kept else squares.new_tensor(0.0)  # []
 
@@ -172,7 +173,7 @@ def policy_loss(
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    log_weight = logp - rollout_logp  # [n, T]: from what sampled to what is trained, in one step
+    log_weight = logp - rollout_logp  # [n, T]: log π_θ/μ
     weight = log_weight.exp()  # [n, T]: w, not clipped
     squares = log_weight.detach().square()  # [n, T]
     outward = trust_region_tokens(log_weight, A) & mask.bool()  # [n, T]

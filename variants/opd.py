@@ -1,4 +1,4 @@
-"""OPD: on-policy distillation, a teacher's word on every token of the student's own samples.
+"""OPD: on-policy distillation, a teacher scores every token of the student's own samples.
 
 Agarwal et al., "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
 2023, arXiv 2306.13649.
@@ -13,38 +13,39 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
 
     min(w, C) { β log(π_T/π_θ) + α Â_i }
 
-π_T is the teacher, a frozen model that reads the same tokens, and μ the sampler. By default α is 0:
-no reward trains, and no group is compared. The rewards are judged all the same, to be looked at.
+π_T is the teacher, a frozen model that reads the same tokens, and μ is the sampler. By default α is
+0: training uses no reward and compares no group. The verifier still runs, so the metrics show
+rewards.
 
-A token that the teacher finds likelier than the student is pushed up by as much, another down. In
-the mean over what π_θ would draw next that is the gradient of -KL(π_θ ‖ π_T) at this prefix, w
-standing for tokens that were drawn by μ. What a token does to the prefixes after it is left out:
-the gradient of the KL of whole responses has the sum of all later differences, too. What the
-teacher says of a prefix that it would never have written may be worth little (labs/teacher);
-`strayed` is the share of tokens behind one that it finds foreign.
+A token that the teacher finds more likely than the student does is pushed up, any other token down.
+In the mean over the next token that π_θ would draw, this is the gradient of -KL(π_θ ‖ π_T) at this
+prefix; w corrects for tokens drawn by μ. It leaves out how a token changes the prefixes after it.
+The gradient of the KL of whole responses has the sum of all later differences, too. A teacher's
+advice may be worth little on a prefix that it would never have written (labs/teacher). `strayed` is
+the share of tokens after one that is very unlikely under the teacher.
 
-log π_θ is that of now, not π_old's: as the student arrives, its advantage goes to 0 by itself.
-There is no clip: a signal that ends at its target should need none, which we have not measured.
-C bounds the weight of a token that the sampler found rare.
+The advantage uses log π_θ of now, not π_old. So it goes to 0 by itself as the student approaches
+the teacher. There is no clip. We guess that a signal that ends at its target needs none. C bounds
+the weight of a token that was rare under the sampler.
 
 Base file: grpo.py. Differs from it in:
-1. The teacher's difference in place of the clipped ratio and of k3, which keeps a policy near π_ref
-   and does not lead it anywhere. π_T is held and asked as π_ref is there (--offload_reference).
-2. The mean over all tokens of the mini-batch in place of the mean of response means.
+1. The teacher's difference instead of the clipped ratio and k3. π_T is loaded and run as π_ref is
+   there (--offload_reference).
+2. The mean over all tokens of the mini-batch instead of the mean of response means.
 
 Differs from the paper, and from public code, in:
-1. The paper goes through whole distributions and their derivatives (KL either way, or between).
-   This is the form with the sampled token as an action, which Thinking Machines' blog (2025) made
-   usual; it needs one number of the teacher for each token.
-2. slime adds β times the difference, with π_old's log-probs, to any advantage (β 1) and hands the
-   sum to PPO's clip. verl takes the student's of now, can bound the difference (its scripts: 10),
-   and clips likewise; or it derives a divergence over the teacher's top tokens. prime-rl has w
-   without a bound, adds 1e-3 log² w, and leaves out tokens with π_θ - μ below -0.2, whatever the
-   advantage (its code of 21 August 2026).
-3. β, α, C and the learning rate are ours. Groups are only needed where α > 0: without a reward
-   `--group_size 1` will do.
+1. The paper uses whole distributions and their derivatives (KL in either direction, or between).
+   Here the sampled token is an action, as in Thinking Machines' blog (2025). This needs one number
+   of the teacher for each token.
+2. slime adds β times the difference, with π_old's log-probs, to any advantage (β 1) and passes the
+   sum to PPO's clip. verl uses the student's current log-probs, can bound the difference (its
+   scripts: 10), and clips as well; or it derives a divergence over the teacher's top tokens.
+   prime-rl has w without a bound, adds 1e-3 log² w, and leaves out all tokens with π_θ - μ below
+   -0.2 (its code of 21 August 2026).
+3. β, α, C and the learning rate are ours. Groups are needed only if α > 0; without a reward
+   `--group_size 1` is enough.
 
-Confidence: formulas read in the three projects' code of 2026, the paper's abstract read.
+Confidence: we read the formulas in the three projects' code of 2026, and the paper's abstract.
 
 Run it:
     torchrun -m variants.opd                                # laptop, two minutes, no download
@@ -120,18 +121,18 @@ class Args(Flags):
     reward_weight: NonNegative = 0.0  # <own>
     """α: weight of the reward's advantage (our choice; 1 with beta 1 is slime's mix with GRPO)."""
     weights: Literal["mu", "none"] = "mu"  # <own>
-    """What w is: π_θ/μ, or 1, as if every token were from the policy of now."""
+    """w: π_θ/μ, or 1, as if every token came from the current policy."""
     is_cap: Positive = 5.0  # <own>
     """C: largest weight (our choice; minirl.py's)."""
 
     def compares(self) -> bool:  # <own>
-        return self.reward_weight > 0  # the teacher judges each token by itself  # <own>
+        return self.reward_weight > 0  # the teacher scores single tokens  # <own>
 
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
     # <own>
-    if rewards.shape[1] == 1:  # no other response to compare with: α is 0, and Â is not used
+    if rewards.shape[1] == 1:  # no other response to compare with; α is 0, so Â is not used
         return torch.zeros_like(rewards)  # [P, 1]
     # </own>
     # Subtract one reward first, so that equal rewards are exactly 0: in floating point the mean of
@@ -145,7 +146,7 @@ def advantages(rewards: Tensor) -> Tensor:
 
 # Metrics that show whether the mechanism acts; the first is 0 as long as it does not.
 ACTED = {"teacher_kl": "KL to the teacher (nats per token)"}  # <own>
-# log 0.01: below it a token is none that the teacher would write, and what follows strange to it.
+# log 0.01: we assume that the teacher would not write a token below this probability.
 FOREIGN = -4.6  # <own>
 
 
@@ -171,12 +172,12 @@ def policy_loss(
     A = args.reward_weight * A.expand_as(mask)  # [n, T]: α Â_i
     stats = {}
     if args.beta > 0:
-        # Detached: an advantage is a number, and no way for the gradient.
+        # Detached: no gradient flows through an advantage.
         apart = ref_logp - logp.detach()  # [n, T]: log π_T - log π_θ, 0 where they agree
         A = A + args.beta * apart
         stats["teacher_kl"] = (-apart * mask).sum(), mask.sum()
         foreign = (ref_logp < FOREIGN) * mask  # [n, T]
-        strayed = (foreign.cumsum(dim=1) - foreign > 0) * mask  # [n, T]: behind one of them
+        strayed = (foreign.cumsum(dim=1) - foreign > 0) * mask  # [n, T]: after such a token
         stats["strayed"] = strayed.sum(), mask.sum()
     uncapped = (logp.detach() - rollout_logp).exp()  # [n, T]: w
     weight = uncapped.clamp(max=args.is_cap) if args.weights == "mu" else torch.ones_like(mask)
@@ -189,11 +190,11 @@ def policy_loss(
 
 # <own>
 def frozen_teacher(args: Args, tokenizer: PreTrainedTokenizerBase, world: World) -> Policy | None:
-    """π_T, held as a reference model is. BadInput where it cannot read what the student writes."""
+    """π_T, loaded like a reference model. BadInput if it cannot read the student's tokens."""
     if args.beta <= 0:
         return None
     lm, its = load_model(args.teacher, world, "--teacher")
-    # By number: a teacher with another tokenizer would be asked about other words.
+    # Tokens are passed by number. With another tokenizer they would be other words.
     if not tokenizer.get_vocab().items() <= its.get_vocab().items():
         raise BadInput(f"--teacher {args.teacher}: its tokens are not the student's")
     longest = min(args.max_prompt_tokens + args.max_new_tokens, tokenizer.model_max_length)

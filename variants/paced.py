@@ -13,38 +13,39 @@ Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mea
 
     Â_i - β log (π_θ(y_i) / π_old(y_i)),     Â_i = R_i - V(q)
 
-Max E[R] - β KL(π_θ ‖ π_old) has one answer, π* = π_old exp(R/β) / Z: not the best response alone,
-but every one at its old chance times exp(R/β). Trajectory balance asks each single response to
-agree with that. All squares are 0 exactly where π_θ = π* and Z = E_old[exp(R/β)], which for rewards
-0 and 1 is 1 + p (exp(1/β) - 1), p the chance to be right. So log Z has to be learned with π_θ.
+Max E[R] - β KL(π_θ ‖ π_old) has one answer, π* = π_old exp(R/β) / Z: every response at its old
+probability times exp(R/β). Trajectory balance asks each single response to agree with that. All
+squares are 0 exactly where π_θ = π* and Z = E_old[exp(R/β)]. For rewards 0 and 1 this is 1 + p
+(exp(1/β) - 1), where p is the probability of a right answer. So log Z has to be learned together
+with π_θ.
 
-Elsewhere it is a normaliser and no more. But for any π_θ the log Z of least loss obeys
-β log Z = p + β KL(π_old ‖ π_θ), and at the start of a step that is p. What training has to know
-anyway says how hard a prompt is, from its text, tried or not: take those that the model solves half
-the time (goldilocks.py says why).
+For any π_θ, the log Z with the least loss obeys β log Z = p + β KL(π_old ‖ π_θ). At the start of a
+step this is p. So the number that training needs anyway predicts from a prompt's text how hard it
+is. The curriculum takes prompts that the model solves half the time (goldilocks.py says why).
 
-At π_θ = π_old the gradient is the plain policy gradient with V as its baseline. It needs no group:
-one that is all right still says that V was too low. As π_θ leaves π_old the second term pulls it
+At π_θ = π_old the gradient is the plain policy gradient with the baseline V. It needs no group: a
+group that is all right still shows that V was too low. As π_θ leaves π_old the second term pulls it
 back, where PPO's clip would cut.
 
 Base file: goldilocks.py. Differs from it in:
-1. The teacher predicts the mean reward in place of sqrt(p (1-p)); its choice is what is nearest to
-   τ, not what is largest.
-2. The same number, as it was before the rollout, is log Z in the loss: trajectory balance in place
-   of the clipped ratio, no z-score, no reference model.
+1. The teacher predicts the mean reward instead of sqrt(p (1-p)), and the candidate nearest to τ is
+   chosen, not the largest.
+2. The same number, computed before the rollout, is log Z in the loss. The loss is trajectory
+   balance instead of the clipped ratio; no z-score, no reference model.
 
 Differs from the paper in:
-1. There log Z is a small network on embeddings that are made once, trained by the loss along with
-   the policy: next to free. Here it is goldilocks' teacher, a language model, with two updates of
-   its own a step, from a window, at π_θ = π_old.
-2. No replay. There batches also hold earlier right answers to the prompts whose V was most wrong,
-   from a buffer of 128 (64 new ones a step).
+1. The paper's log Z is a small network on fixed embeddings, trained by the loss along with the
+   policy, at almost no cost. Here it is goldilocks' teacher, a language model with two updates per
+   step of its own, from a window, at π_θ = π_old.
+2. No replay. In the paper batches also hold earlier right answers to the prompts whose V was most
+   wrong, from a buffer of 128 (64 new ones a step).
 3. J is trajectory balance times β/2, so that the first term of the weight is the policy gradient's.
-4. K, the share of random choices and the teacher's rates are goldilocks' (ours).
+4. K, the share of random choices and the teacher's rates are those of goldilocks.py (ours).
 
-Confidence: balance against π_old, the proposition on V, τ and β as two readers of the paper report
-them, the paper not read; the identities are derived, and tested with all responses enumerated
-(checks/paced.py). How candidates are drawn and replay enters the loss its text would settle.
+Confidence: balance against π_old, the proposition on V, τ and β are as two readers of the paper
+report them; we have not read the paper. We derived the identities and tested them with all
+responses enumerated (checks/paced.py). We do not know how the paper draws candidates and how replay
+enters the loss.
 
 Run it:
     torchrun -m variants.paced                              # laptop, two minutes, no download
@@ -121,7 +122,7 @@ class Args(Flags):
     anchor: Positive = 0.05  # <own>
     """β: weight of KL(π_θ ‖ π_old) against the reward (paper)."""
     target: Share = 0.5  # <own>
-    """τ: chance of a right answer that prompts are chosen to have (paper)."""
+    """τ: the chosen prompts should have this chance of a right answer (paper)."""
     teacher: str = ""  # <own>
     """Model that the teacher starts from: hub name or folder (default: the student's)."""
     candidates: Count = 16  # <own>
@@ -129,24 +130,24 @@ class Args(Flags):
     explore: Share = 0.1  # <own>
     """η: share of slots filled at random, so that the teacher sees all kinds (our choice)."""
     window: Count = 256  # <own>
-    """Latest prompts the teacher learns from: few, as V has to follow the student (our choice)."""
+    """Latest prompts the teacher learns from; few, as V has to follow the student (our choice)."""
     teacher_batch: Count = 64  # <own>
-    """Prompts in one update of the teacher; until it has so many, choice is random (our choice)."""
+    """Prompts in one update of the teacher; before it has them, choice is random (our choice)."""
     teacher_updates: Whole = 2  # <own>
     """Updates of the teacher per step (our choice)."""
     teacher_lr: Positive = 1e-3  # <own>
-    """The teacher's learning rate; its head has ten times it (our choice; real models: 1e-5)."""
+    """The teacher's learning rate; its head has ten times this (our choice; real models: 1e-5)."""
 
 
 def advantages(rewards: Tensor, expected: Tensor) -> Tensor:  # <own>
-    """R - V: `[P, G]`, `[P]` -> `[P, G]`. The baseline is what the prompt's text let expect."""
+    """R - V: `[P, G]`, `[P]` -> `[P, G]`. The baseline V is predicted from the prompt's text."""
     return rewards - expected[:, None]  # [P, G]  # <own>
 
 
 # <own>
 class Teacher(torch.nn.Module):
-    """V(q) = β log Z(q) = σ(u · mean_t h_t(q) + v): the student's chance to be right, from the text
-    of the prompt."""
+    """V(q) = β log Z(q) = σ(u · mean_t h_t(q) + v): the student's chance to be right, as
+    predicted from the text of the prompt."""
 
     def __init__(self, backbone: torch.nn.Module):
         super().__init__()
@@ -162,8 +163,8 @@ class Teacher(torch.nn.Module):
 
 
 def select(values: Tensor, candidates: list[list], explore: float, rng: Random) -> list[tuple]:
-    """For each slot (which candidate, whether by chance): the best of `values [B, K]`, or with
-    probability `explore` any. No prompt is taken twice while its slot has another left."""
+    """Returns (candidate, whether by chance) for each slot: the best of `values [B, K]`, or with
+    probability `explore` a random one. A prompt is taken twice only if its slot has no other."""
     chosen, taken = [], set()
     for scores, problems in zip(values.tolist(), candidates):
         order = sorted(range(len(problems)), key=lambda k: -scores[k])
@@ -177,12 +178,11 @@ def select(values: Tensor, candidates: list[list], explore: float, rng: Random) 
 
 
 class Curriculum:
-    """Which prompts the student gets. In each step `choose`, before the rollout, asks the teacher
-    for V(q) of all candidates; `expects` has it for this rank's choices; `learn`, after the
-    rewards, fits it to how often they were solved.
+    """Chooses the student's prompts. In each step `choose` asks the teacher for V(q) of all
+    candidates before the rollout. `expects` returns V of this rank's choices. After the rewards
+    `learn` fits V to the mean rewards.
 
-    The ranks divide the teacher's work and share what comes of it: all see the same values, make
-    the same choice and keep the same window.
+    The ranks divide the teacher's work and share the results. All ranks make the same choice.
     """
 
     def __init__(self, args: Args, task: Task, world: World):
@@ -191,7 +191,7 @@ class Curriculum:
             raise BadInput(f"{given}: must be a multiple of the ranks, and at most --window")
         self.args, self.task, self.world = args, task, world
         backbone, self.tokenizer = load_model(args.teacher or args.model, world, "--teacher")
-        self.encode(task.held_out[:1])  # refuses now, not after the run has begun
+        self.encode(task.held_out[:1])  # a bad prompt fails here, before the run
         self.teacher = shard(Teacher(backbone.base_model), args, world)
         head = {"params": self.teacher.head.parameters(), "lr": 10 * args.teacher_lr}
         groups = [{"params": self.teacher.lm.parameters()}, head]
@@ -199,18 +199,18 @@ class Curriculum:
         self.window = deque(maxlen=args.window)  # the latest choices: (prompt ids, value observed)
 
     def choose(self, step: int) -> list[Problem]:
-        """The problems of a step, all ranks', one for each of its B slots: of K candidates the one
-        with V(q) nearest to τ, or by chance any."""
+        """The problems of a step on all ranks, one for each of its B slots: the one of K candidates
+        with V(q) nearest to τ, or a random one."""
         args, B, K = self.args, self.args.prompts_per_step, self.args.candidates
         P, rank = B // self.world.size, self.world.rank
         slots = range((step - 1) * B, step * B)
         pool = [[self.task.train(slot * K + k) for k in range(K)] for slot in slots]  # [B, K]
-        # Each rank asks about its own slots; then all choose for all slots alike, so that none
-        # takes a prompt that another has taken.
+        # Each rank computes V for its own slots. Then every rank chooses for all slots, so that no
+        # two ranks take the same prompt.
         asked = [problem for slot in pool[rank * P : (rank + 1) * P] for problem in slot]
         values = gather(self.predict(self.encode(asked)), self.world).view(B, K).cpu()  # [B, K]
         explore = args.explore if len(self.window) >= args.teacher_batch else 1.0  # no teacher yet
-        self.rng = Random(f"{args.seed}/{step}")  # each step's own: nothing to save
+        self.rng = Random(f"{args.seed}/{step}")  # seeded by the step, so no state is saved
         merits = -(values - args.target).abs()  # [B, K]
         choice = select(merits, pool, explore, self.rng)
         picks = [k for k, _ in choice]
@@ -221,14 +221,14 @@ class Curriculum:
         return self.chosen
 
     def expects(self) -> Tensor:
-        """V `[P]` of this rank's choices, as they were chosen: the log Z of the step, times β."""
+        """V `[P]` of this rank's prompts, as computed by `choose`: β log Z of the step."""
         P, rank = len(self.chosen) // self.world.size, self.world.rank
         return self.predicted[rank * P : (rank + 1) * P].to(self.world.device)
 
     def learn(self, rewards: Tensor, means: Means) -> None:
-        """From this rank's rewards `[P, G]`: how often every rank's choices were solved goes into
-        the window, and the teacher is updated."""
-        # The mean alone: Σ_i (V - R_i)² and G (V - mean R)² have the same gradient.
+        """Add the mean rewards of all ranks' prompts to the window and update the teacher;
+        `rewards [P, G]` are this rank's."""
+        # Only the mean is stored: Σ_i (V - R_i)² and G (V - mean R)² have the same gradient.
         observed = gather(rewards.mean(dim=1), self.world).cpu()  # [B]
         self.window.extend(zip(self.encode(self.chosen), observed.tolist()))
         if len(self.window) >= self.args.teacher_batch:
@@ -241,7 +241,7 @@ class Curriculum:
         means.add(zero_groups_uniform=((idle & ~best).sum(), (~best).sum()))
 
     def encode(self, problems: list[Problem]) -> list[list[int]]:
-        """The bare prompts as the teacher's tokens."""
+        """The prompts, without chat template, as the teacher's tokens."""
         return [encode(problem.prompt, None, self.tokenizer, "--teacher") for problem in problems]
 
     def predict(self, prompts: list[list[int]], targets: Tensor | None = None) -> Tensor:
@@ -259,7 +259,7 @@ class Curriculum:
         return values
 
     def teach(self) -> None:
-        """One update: squared error on `--teacher_batch` random rows, each rank its share."""
+        """One update: squared error on `--teacher_batch` random rows, divided over the ranks."""
         rows = self.rng.sample(self.window, self.args.teacher_batch)
         share = rows[self.world.rank :: self.world.size]
         targets = torch.tensor([observed for _, observed in share], device=self.world.device)
@@ -272,7 +272,7 @@ class Curriculum:
 
 # </own>
 # Metrics that show whether the mechanism acts; the first is 0 as long as it does not.
-ACTED = {"chosen_over_mean": "nearer to τ than the mean candidate by"}  # <own>
+ACTED = {"chosen_over_mean": "how much nearer to τ than the mean candidate"}  # <own>
 
 
 def policy_loss(
@@ -294,7 +294,7 @@ def policy_loss(
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    # One ratio for the whole response: balance is a statement about trajectories.
+    # One ratio for the whole response, because trajectory balance is about whole responses.
     log_ratio = ((logp - old_logp) * mask).sum(dim=1, keepdim=True)  # [n, 1]
     # β (log Z + log π_θ - log π_old) - R, with V = β log Z in the advantage
     imbalance = args.anchor * log_ratio - A  # [n, 1]
@@ -332,7 +332,7 @@ def main(args: Args, world: World) -> None:
     for step in run.steps(done, args.steps):
         means = Means()
 
-        # Choice: for each slot of the batch the candidate that is most evenly right and wrong.
+        # Choice: for each slot of the batch the candidate with V nearest to τ.
         run.clock("teacher")  # <own>
         chosen = curriculum.choose(step)  # <own>
 

@@ -1,4 +1,4 @@
-"""PMD: policy mirror descent, a regulariser in place of every clip.
+"""PMD: policy mirror descent, a regulariser instead of a clip.
 
 Kimi Team, "Kimi k1.5: Scaling Reinforcement Learning with LLMs",
 2025, arXiv 2501.12599.
@@ -13,35 +13,35 @@ Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mea
 
     (Â_i - τ log (π_θ(y_i) / π_old(y_i))) / L
 
-Max E[R] - τ KL(π_θ ‖ π_old) has one answer, π* = π_old exp(R/τ) / Z, and that is a statement about
-every response: R - τ log Z = τ log π*/π_old. Nothing in it asks who sampled the response. So the
-square of the difference can be made small on old samples, with no importance weight and no clip:
-the method is off-policy by design. On-policy its gradient is REINFORCE's with the group's mean; as
-a response moves, τ log(π_θ/π_old) is taken off its advantage, and once that is used up the sign
-turns. A clip is silent beyond its bound and has no say in how far a token goes that others carry
-along; this pulls back, more strongly the further out.
+Max E[R] - τ KL(π_θ ‖ π_old) has one answer, π* = π_old exp(R/τ) / Z. So every response obeys R - τ
+log Z = τ log π*/π_old, whoever sampled it. PMD therefore makes the square of the difference small
+on old samples, without importance weight and clip: it is off-policy by design. On-policy its
+gradient is REINFORCE's with the group's mean. As a response moves, τ log(π_θ/π_old) is subtracted
+from its advantage; once it exceeds the advantage the sign turns. A clip gives a token beyond its
+bound no gradient, even if other tokens carry it further. This penalty pulls back, more strongly the
+further the response has moved.
 
-The group's mean stands for τ log Z, and they are not near. At τ = 0.01 and one right answer in two
-τ log Z is 0.993 and asks a right response for log π_θ/π_old = 0.69, twice as likely; the mean, 0.5,
-asks for 50, which no probability can do. Within a step the squares cannot become 0, then: τ is a
-brake and no target. paced.py learns the Z that fits; on what the mean does instead there is an
-analysis (arXiv 2602.05933: a mixture of KL and χ² that is stricter where rewards are low).
+The group's mean stands for τ log Z, but the two are far apart. At τ = 0.01 and one right answer in
+two, τ log Z is 0.993. It asks a right response for log π_θ/π_old = 0.69, twice the probability. The
+mean, 0.5, asks for 50, which is impossible. So the squares cannot become 0 within a step: τ is a
+brake, not a target. paced.py learns the Z that fits. arXiv 2602.05933 analyses the mean: it acts
+like a mixture of KL and χ² that is stricter where rewards are low.
 
 Base file: dr_grpo.py. Differs from it in:
-1. The square of the whole response's log ratio in place of ratio and clip.
+1. The square of the whole response's log ratio instead of ratio and clip.
 
 Differs from the paper in:
-1. 1/L is the base file's. There the sum over tokens is not divided; OpenKimi divides by |y_i|.
-2. Four optimiser steps per rollout. There an iteration has many, on its samples and on older ones,
-   and starts with a new optimiser.
+1. 1/L is the base file's. The paper does not divide the sum over tokens; OpenKimi divides by |y_i|.
+2. Four optimiser steps per rollout. An iteration of the paper has many, on its samples and on older
+   ones, and starts with a new optimiser.
 3. No punishment for length, no curriculum, no partial rollouts.
-4. τ is not given there; 0.01 is OpenKimi's (arXiv 2602.05933), for responses of thousands of
+4. The paper does not give τ; 0.01 is OpenKimi's (arXiv 2602.05933), for responses of thousands of
    tokens. On short ones it does little: `--tau 0.5` shows it at work.
 
-Confidence: the square, the mean for τ log Z and the gradient as two readers of the paper report
-them; the paper not read. Kimi's τ would settle the rest. OpenKimi's code (February 2026) has the
-square; its scripts take the mean of the other responses, which makes Â 16/15 of ours at their
-G = 16, and its `ploo` estimates τ log Z itself, also from the others.
+Confidence: the square, the mean for τ log Z and the gradient are as two readers of the paper report
+them; we have not read the paper. OpenKimi's code (February 2026) has the square. Its scripts take
+the mean of the other responses, which makes Â 16/15 of ours at their G = 16. Its `ploo` estimates τ
+log Z itself, also from the others.
 
 Run it:
     torchrun -m variants.pmd                                # laptop, two minutes, no download
@@ -114,7 +114,7 @@ class Args(Flags):
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """Reward over the group's mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
+    """Reward minus group mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
     # Subtract one reward first, so that equal rewards are exactly 0: in floating point the mean of
     # eight 0.3 is not quite 0.3.
     rewards = rewards - rewards[:, :1]  # [P, G]
@@ -127,7 +127,7 @@ def advantages(rewards: Tensor) -> Tensor:
 # Metrics that show whether the mechanism acts; the first is 0 as long as it does not.
 # <own>
 ACTED = {
-    "pull": "mean |τ log(π_θ/π_old)| of a response, against |Â|",
+    "pull": "mean |τ log(π_θ/π_old)| of a response, divided by |Â|",
     "turned": "responses whose weight has changed its sign (share)",
 }
 # </own>
@@ -152,12 +152,12 @@ def policy_loss(
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    # The whole response's: what the regulariser holds is a distribution over responses.
+    # One ratio for the whole response: the regulariser is about a distribution over responses.
     log_ratio = ((logp - old_logp) * mask).sum(dim=1, keepdim=True)  # [n, 1]
-    # A square and no bound: far out it does not let go, it pulls back.
+    # The square has no bound: the further the response has moved, the more it pulls back.
     objective = A * log_ratio - args.tau / 2 * log_ratio**2  # [n, 1]
     weight = A - args.tau * log_ratio.detach()  # [n, 1]: on ∇ log π_θ(y)
-    live = A != 0  # [n, 1]: the others have no sign to change
+    live = A != 0  # [n, 1]: Â = 0 has no sign
     stats = {
         "pull": (args.tau * log_ratio.abs().sum(), A.abs().sum()),
         "turned": ((live & (weight * A < 0)).sum(), live.sum()),

@@ -15,47 +15,46 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
     M r Â_t
     M = 0 if (Â_t > 0 and r > 1+ε) or (Â_t < 0 and r < 1-ε), else 1
 
-s_t is the prompt with the tokens before y_t, and V(s_t), the critic, another language model with
-one number for an output: what is still to come from s_t on. Each token is judged by what it
-changed: δ_t, how much better things look behind y_t than before it. With λ = 1 these add up to
-R - V(s_t) and the critic is a baseline, whose mistakes move no mean until the clip asks for the
-sign of Â; with λ = 0 there is δ_t alone, which is quiet, and as wrong as V is. λ between them
-weighs noise against the critic's mistakes (labs/bound has both, exactly).
+s_t is the prompt with the tokens before y_t. V(s_t) is the critic, another language model whose
+output is one number: the reward that is still to come from s_t on. δ_t says how much better things
+look after y_t than before it. With λ = 1 the δ_t add up to R - V(s_t), so the critic is a baseline.
+Its mistakes change no mean, until the clip uses the sign of Â. With λ = 0 there is only δ_t, which
+has little noise but all mistakes of V. λ between them weighs noise against the critic's mistakes
+(labs/bound computes both exactly).
 
-What GRPO removed, as `diff variants/ppo.py grpo.py` shows it: the critic, a model to train, save
-and keep in memory beside the policy; GAE; its seven flags, its warm-up, its loss. What it put in:
-siblings as the baseline, one advantage for all tokens of a response, a mean over responses, the KL
-term in the loss in place of the reward.
+GRPO removed the critic, a second model to train, save and keep in memory, and with it GAE, seven
+flags, a warm-up and a loss. It added the group's mean as the baseline, one advantage for all tokens
+of a response, a mean over responses, and the KL term in the loss instead of the reward. `diff
+variants/ppo.py grpo.py` shows it.
 
-VAPO (arXiv 2504.05118) brought the critic back for long responses, whose reward λ = 0.95 forgets on
-the way (0.95^100 = 0.006): the critic learns from λ = 1 (`--lam_critic`), the policy's λ is
-1 - 1/(α|y|) (`--lam_length` is α), and the critic begins before the policy (`--critic_warmup`).
+VAPO (arXiv 2504.05118) brought the critic back for long responses, on which λ = 0.95 loses the
+reward (0.95^100 = 0.006). The critic learns from λ = 1 (`--lam_critic`), the policy's λ is 1 -
+1/(α|y|) (`--lam_length` is α), and the critic begins before the policy (`--critic_warmup`).
 
 Base file: grpo.py. Differs from it in:
-1. Advantages: by token, of a critic. KL in the reward. The mean over all tokens.
-2. The critic: a second model, with an optimiser of its own, sharded and saved like the policy. It
-   starts as the policy's weights with an output of 0, and trains alone for some steps: the policy
-   has no update there, as in verl.
-3. No group is needed: `--group_size 1` is PPO's usual rollout, and one all right or all wrong
-   teaches, too (`zero_groups` counts it all the same). Eight keep the rollout grpo.py's.
+1. One advantage per token, from a critic. KL in the reward. The mean over all tokens.
+2. The critic is a second model with its own optimiser, sharded and saved like the policy. It starts
+   from the policy's weights with an output of 0. In the first steps it trains alone, as in verl.
+3. No group is needed: `--group_size 1` is PPO's usual rollout. A group that is all right or all
+   wrong has a gradient, too (`zero_groups` still counts it). The default 8 keeps grpo.py's rollout.
 
 Differs from the paper in:
-1. It is about games and robots. Its authors' code clips the value and whitens, too, the latter in
-   each mini-batch; here, as in verl, all tokens of the rollout at once. Tokens as actions, KL in
-   the reward and R at the last token are older than InstructGPT (arXiv 2203.02155), which made
-   them known: Ziegler et al. (2019, arXiv 1909.08593), Stiennon et al. (2020, arXiv 2009.01325).
+1. The paper is about games and robots. Its authors' code also clips the value, and whitens each
+   mini-batch; here, as in verl, all tokens of the rollout are whitened at once. InstructGPT (arXiv
+   2203.02155) made tokens as actions, KL in the reward and R at the last token known. They are from
+   Ziegler et al. (2019, arXiv 1909.08593) and Stiennon et al. (2020, arXiv 2009.01325).
 2. One pass over a rollout where the paper takes several, no entropy bonus, no shared backbone.
-3. γ 1 (the paper: 0.99): no reward should be worth less for being reached by more words.
-4. A response that the length limit cuts ends there like any other, with V = 0 behind it.
-5. VAPO also has ε 0.28 above (`--clip_high`) and a likelihood term on right responses, which is
-   not here. On responses of fewer than 1/α = 20 tokens its λ would be below 0: here it is 0.
+3. γ 1 (paper: 0.99), so that a reward is worth the same after more words.
+4. A response that the length limit cuts ends there like any other, with V = 0 after it.
+5. VAPO also has ε 0.28 above (`--clip_high`) and a likelihood term on right responses, which is not
+   here. On responses of fewer than 1/α = 20 tokens its λ would be below 0: here it is 0.
 
-Confidence: PPO, GAE and the clipped value loss agree with public code; VAPO's λs and α as read in
-its listing and in summaries, its rates and steps of pre-training not known to us.
+Confidence: PPO, GAE and the clipped value loss agree with public code. VAPO's λs and α are as in
+its listing and in summaries; we do not know its rates and steps of pre-training.
 
 Run it:
     torchrun -m variants.ppo                                # laptop, two minutes, no download
-    torchrun -m variants.ppo --lam 1                        # the critic as a mere baseline
+    torchrun -m variants.ppo --lam 1                        # the critic as a baseline only
     # a node of eight, VAPO's λs and ε; batch, rates and warm-up ours
     torchrun --nproc_per_node=8 -m variants.ppo --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
         --eval_task aime24 --prompts_per_step 512 --group_size 16 --minibatches 16 --lr 1e-6 \\
@@ -132,39 +131,39 @@ class Args(Flags):
     beta: NonNegative = 0.01  # <own>
     """β of the KL in the reward; 0 loads no reference model (our choice; TRL: 0.05)."""
     gamma: PositiveShare = 1.0  # <own>
-    """γ: what a reward is worth one token earlier (verl, TRL; PPO's paper: 0.99)."""
+    """γ: discount of a reward per token (verl, TRL; PPO's paper: 0.99)."""
     lam: Share = 0.95  # <own>
-    """λ of the policy's advantages: 1 trusts what happened, 0 the critic (paper; verl: 1)."""
+    """λ of the policy's advantages: 1 trusts the rewards, 0 the critic (paper; verl: 1)."""
     lam_critic: Share = 0.95  # <own>
-    """λ of what the critic is fitted to (paper: the policy's; VAPO's paper: 1)."""
+    """λ of the critic's targets (paper: the policy's; VAPO's paper: 1)."""
     lam_length: NonNegative = 0.0  # <own>
-    """α: the policy's λ of a response is 1 - 1/(α|y|), in place of `lam` (VAPO's paper: 0.05; 0:
+    """α: the policy's λ of a response is 1 - 1/(α|y|) instead of `lam` (VAPO's paper: 0.05; 0:
     off)."""
     value_clip: Positive = 0.2  # <own>
-    """ε_V: how far V may move in a step without losing its gradient (TRL, PPO's authors' code; verl
-    0.5)."""
+    """ε_V: how far V may move in a step without losing its gradient (TRL, PPO's authors' code;
+    verl: 0.5)."""
     critic_lr: Positive = 1e-3  # <own>
-    """AdamW's rate for the critic, without a warm-up (our choice; verl: ten times the
+    """AdamW's learning rate for the critic, without warm-up (our choice; verl: ten times the
     policy's)."""
     critic_warmup: Whole = 5  # <own>
     """First steps train only the critic; the policy's warm-up follows (our choice; verl: 0)."""
 
     def compares(self) -> bool:  # <own>
-        return False  # the critic is the baseline, and not the group  # <own>
+        return False  # the baseline is the critic, not the group  # <own>
 
 
 # <own>
 def advantages(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """GAE (arXiv 1506.02438): advantages Â, and Â + V, to which a critic is fitted: two `[N, T]`.
+    """GAE (arXiv 1506.02438): advantages Â, and the critic's targets Â + V: two `[N, T]`.
 
     `rewards`, `values` and `mask` are `[N, T]`, `lam` may be one for each row `[N]`. Where the mask
-    is 0 there is no step: behind a response, or between its tokens, where somebody else wrote.
+    is 0 there is no step: after a response, or between its tokens, in text of another author.
     """
     found = torch.zeros_like(values)  # [N, T]
     ahead = following = values.new_zeros(len(values))  # [N]: Â and V of the next token
-    for t in reversed(range(values.shape[1])):  # what comes later is known first
+    for t in reversed(range(values.shape[1])):  # later tokens first
         here = mask[:, t] > 0  # [N]
         surprise = rewards[:, t] + gamma * following - values[:, t]  # [N]: δ_t
         ahead = torch.where(here, surprise + gamma * lam * ahead, ahead)  # [N]
@@ -174,10 +173,10 @@ def advantages(
 
 
 def token_rewards(batch: Rollout, beta: float) -> Tensor:
-    """ρ_t `[n, T]`: R at the last token, and what each token pays for having left π_ref."""
+    """ρ_t `[n, T]`: R at the last token, minus each token's price for its distance from π_ref."""
     ends = batch.mask * (batch.mask.cumsum(1) == batch.mask.sum(1, keepdim=True))  # [n, T]
     found = ends * batch.rewards[:, None]  # [n, T]
-    if beta > 0:  # in the reward the plain log-ratio is right: what it moves is the KL's gradient
+    if beta > 0:  # in the reward, the plain log-ratio gives the gradient of the KL
         found = found - beta * (batch.old_logp - batch.ref_logp) * batch.mask  # [n, T]
     return found
 
@@ -200,8 +199,8 @@ def value_loss(
     """1/2 max{(V - V̂)², (clip(V) - V̂)²} summed over the tokens `[n, T]`, and statistics."""
     near = old_values + (values - old_values).clamp(-clip, clip)  # [n, T]
     free, held = (values - returns).square(), (near - returns).square()  # [n, T]
-    # The larger of two errors: V that has left ε_V towards V̂ has no gradient, V that left it the
-    # other way is still called back.
+    # The larger of two errors. A V that moved by more than ε_V towards V̂ has no gradient; a V that
+    # moved away from V̂ still has one.
     loss = 0.5 * (torch.maximum(free, held) * mask).sum()
     stats = {"value_loss": (loss, mask.sum())}
     stats["value_clipped"] = ((held > free) * mask).sum(), mask.sum()
@@ -209,9 +208,9 @@ def value_loss(
 
 
 class Value(Policy):
-    """A language model with one number for an output: V(s_t) in the place of log π(y_t).
+    """A language model whose output is one number: V(s_t) instead of log π(y_t).
 
-    So `all_logprobs` and `response_logprobs` read it, in micro-batches, as they read a policy.
+    So `all_logprobs` and `response_logprobs` work on it as on a policy, in micro-batches.
     """
 
     def __init__(self, lm: nn.Module):
@@ -222,7 +221,7 @@ class Value(Policy):
     def forward(
         self, sequences: Tensor, predicts: Tensor, temperature: float, readout: Readout = entropies
     ) -> Pair:
-        """V of the state in which each NEXT token is drawn that `predicts [n, S]` asks for: `[M]`;
+        """V `[M]` of the states in which the next tokens marked by `predicts [n, S]` are drawn;
         temperature and readout are a policy's."""
         output = self.lm(input_ids=sequences, use_cache=False)
         hidden = output.last_hidden_state[predicts]  # [M, H]
@@ -242,7 +241,7 @@ class Critic:
 
     def judge(self, batches: list[Rollout], means: Means) -> None:
         """Give every mini-batch its `values`, `returns` and `token_advantages` `[n, T]`, and
-        `advantages` `[n]`, by which metrics tell good responses from bad."""
+        `advantages` `[n]`, which metrics use to separate good and bad responses."""
         args, world, masks = self.args, self.world, [batch.mask for batch in batches]
         earned, errors = [], []
         for batch in batches:
@@ -250,24 +249,24 @@ class Critic:
             rewards = token_rewards(batch, args.beta)  # [n, T]
             known = rewards, batch.values, batch.mask, args.gamma
             lam = args.lam
-            if args.lam_length > 0:  # at 0.95 a long response's reward fades before its first token
+            if args.lam_length > 0:  # λ grows with the response's length
                 lam = (1 - 1 / (args.lam_length * batch.mask.sum(1))).clamp(min=0)  # [n]
             batch.token_advantages, _ = advantages(*known, lam)  # [n, T]
             _, batch.returns = advantages(*known, args.lam_critic)  # [n, T]
-            _, came = advantages(*known, 1.0)  # [n, T]: what did come, whatever the critic says
+            _, came = advantages(*known, 1.0)  # [n, T]: the rewards that came (λ = 1)
             batch.advantages = (came - batch.values)[:, 0]  # [n]
             earned, errors = [*earned, came], [*errors, came - batch.values]
             means.add(value=((batch.values * batch.mask).sum(), batch.mask.sum()))
             means.add(kl_paid=((batch.rewards - rewards.sum(dim=1)).sum(), len(batch)))
         mean, variance = moments([batch.token_advantages for batch in batches], masks, world)
-        for batch in batches:  # whitened: the loss has the same scale, whatever rewards are
+        for batch in batches:  # whitened, so the scale of rewards does not matter
             centred = (batch.token_advantages - mean) * batch.mask  # [n, T]
             batch.token_advantages = centred / (variance**0.5 + 1e-8)  # [n, T]
         (_, unknown), (_, spread) = (moments(x, masks, world) for x in (errors, earned))
         means.add(explained_variance=(1 - unknown / spread if spread else 0.0, spread > 0))
 
     def learn(self, batch: Rollout, means: Means) -> None:
-        """One optimiser step on a mini-batch: V towards what came, or is still expected."""
+        """One optimiser step of V towards its targets, on a mini-batch."""
         args, tokens = self.args, 0.0
         for rows in micro_batches(self.value, batch, args.micro_tokens, self.world):
             micro = batch.rows(rows)
@@ -289,7 +288,7 @@ class Critic:
 # Metrics that show whether the mechanism acts; the first is 0 as long as it does not.
 # <own>
 ACTED = {
-    "explained_variance": "share of the returns' variance that V knew",
+    "explained_variance": "share of the returns' variance explained by V",
     "value_loss": "squared error of V, halved",
     "clip_share": "tokens clipped (share)",
 }
@@ -313,7 +312,7 @@ def policy_loss(
     and ranks and divides once: a mean of micro-batch means is another objective. Every file gets
     the same tensors, whether it needs them or not.
     """
-    # An advantage for each token; `[n]`, one for a whole response, is taken too.
+    # One advantage for each token; `[n]`, one for a whole response, is accepted, too.
     A = advantages if advantages.dim() == 2 else advantages[:, None]  # [n, T]  # <own>
     # <own>
     ratio = (logp - old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
@@ -365,13 +364,13 @@ def main(args: Args, world: World) -> None:
         prompts = [problem.prompt_ids for problem in problems]
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
-        # Reward. What it says of each token the critic tells below.
+        # Reward. The critic computes advantages from it below.
         run.clock("reward")
         texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
         scores = task.verifier(texts, [p.answer for p in problems for _ in range(G)])
         rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
         rollout.record_rewards(problems, rewards)  # for samples.jsonl
-        rollout.advantages = rollout.rewards  # [N]: R, until the critic has judged  # <own>
+        rollout.advantages = rollout.rewards  # [N]: R, replaced by `judge`  # <own>
         means.add(distinct=(task.distinct(texts, G), P))  # at 1, nothing is left to compare
 
         run.clock("old_logp")
@@ -389,7 +388,7 @@ def main(args: Args, world: World) -> None:
         # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
         sampler = run.check_sampler(sampler_gap(minibatches, world))
 
-        # Values and advantages, of the critic before this step's lessons.
+        # Values and advantages, from the critic before this step's updates.
         run.clock("critic")  # <own>
         critic.judge(minibatches, means)  # <own>
 
@@ -400,7 +399,7 @@ def main(args: Args, world: World) -> None:
             group["lr"] = args.lr * min(1.0, begun / max(1, args.warmup))  # <own>
         for minibatch in minibatches:
             critic.learn(minibatch, means)  # <own>
-            # A critic that knows nothing makes advantages that would stay in Adam's moments.
+            # An untrained critic gives bad advantages, which would stay in Adam's moments.
             if step <= args.critic_warmup:  # <own>
                 continue  # <own>
             denominator = 0.0

@@ -16,8 +16,8 @@ Gradient weight on ∇ log π_θ(y_t), before each stream's average (a branch's 
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
 π_old are the weights when the batch is due, μ those that sampled it. b is vcpo.py's baseline, or
-the mean; F maspo.py's gate. T_main and T_branch count the tokens left, I = 1.
-Each layer acts at its own place of a step, which is why they can be combined:
+the mean. F is maspo.py's gate. T_main and T_branch count the tokens with I = 1.
+Each layer acts at its own place in a step, so layers can be combined:
 
     layer                        where              its file        off
     1 clip-higher, token mean    loss, average      justrl.py       --clip_high 0.2 --no_token_mean
@@ -26,23 +26,25 @@ Each layer acts at its own place of a step, which is why they can be combined:
     4 branches                   after the rewards  deep_grpo.py    --branches 0
     5 stale batches              queue, Â, lr       vcpo.py         --lag 0
 
-With none this is grpo.py without its KL term, with 1 justrl.py, with 1 and 2 stapo.py or maspo.py,
-with 3 goldilocks.py (no KL term). 4 and 5 differ as said below. The parts are imported.
+Without layers this is grpo.py without its KL term; with 1, justrl.py; with 1 and 2, stapo.py or
+maspo.py; with 3, goldilocks.py without KL term. Layers 4 and 5 differ as said below. The parts are
+imported.
 
-Where layers meet: the teacher of 3 and the pivots of 4 learn from rewards when they are sampled,
-the policy of 5 when they are due. STAPO's quantile is over main rows and branches. A branch's w is
-of its own tokens, not of its prefix. b is for groups of main rows; a branch is compared with its
-siblings' plain mean.
+The teacher of layer 3 and the pivots of layer 4 learn from rewards when these are sampled. With
+layer 5, the policy learns from them when they are due. STAPO's quantile is over main rows and
+branches. The w of a branch is that of its own tokens, without its prefix. Only groups of main rows
+use b; a branch is compared with the plain mean of its siblings.
 
 Differs from grpo.py in:
 1. The five layers; no KL term, no reference model.
 
 Differs from the papers in:
-1. One kind of advantage for all, grpo.py's z-score. (Branches: mean-centred there. vcpo.py: the
+1. All advantages are grpo.py's z-score. (Papers: branches are mean-centred; vcpo.py has the
    population's std, a constant factor.)
-2. vcpo.py has one optimiser step per batch, with w = π_θ/μ and no ratio. Here π_old is evaluated
-   anew when a stale batch is due: w says how far the policy had gone by then, r how far this batch
-   takes it, and the clip bounds r alone. With one step per batch it is the same gradient.
+2. vcpo.py has one optimiser step per batch, with w = π_θ/μ and no ratio. Here π_old is computed
+   anew when a stale batch is due. So w measures how far the policy had moved by then, r how far
+   this batch moves it, and the clip bounds r alone. With one step per batch the gradient is the
+   same.
 
 Confidence: the combination is ours and in no paper; each part as in its file.
 
@@ -91,11 +93,11 @@ class Args(justrl.Args):  # <own>
     token_mean: bool = True  # <own>
     """Layer 1: the mean over all tokens; False: the mean of the responses' means."""
     tokens: Literal["none", "stapo", "maspo"] = "stapo"  # <own>
-    """Layer 2: STAPO's mask of spurious tokens, or MASPO's soft gate in place of the clip."""
+    """Layer 2: STAPO's mask of spurious tokens, or MASPO's soft gate instead of the clip."""
     tau_p: Share = 0.002  # <own>
     """stapo: a token below this probability may be spurious (paper)."""
     entropy_quantile: Share = 0.8  # <own>
-    """stapo, τ_h: so may tokens below this quantile of the entropies (paper, versions 1 to 3)."""
+    """stapo, τ_h: entropy quantile below which a token may be spurious (paper, versions 1 to 3)."""
     sigma_base: Positive = 1.0  # <own>
     """maspo: width of the gate for a token of probability 1 (authors' code)."""
     sigma_high: Positive = 10.0  # <own>
@@ -107,7 +109,7 @@ class Args(justrl.Args):  # <own>
     beta_neg: NonNegative = 0.03  # <own>
     """maspo: how much a negative advantage narrows it (authors' code)."""
     curriculum: bool = True  # <own>
-    """Layer 3: a teacher chooses the prompts; False: they come in their order."""
+    """Layer 3: a teacher chooses the prompts; False: prompts come in their order."""
     teacher: str = ""  # <own>
     """Model that the teacher starts from: hub name or folder (default: the student's)."""
     candidates: Count = 16  # <own>
@@ -115,40 +117,40 @@ class Args(justrl.Args):  # <own>
     explore: Share = 0.1  # <own>
     """η: share of slots filled at random, so that the teacher sees all kinds (our choice)."""
     window: Count = 2048  # <own>
-    """How many of the latest prompts the teacher learns from (our choice)."""
+    """Number of latest prompts from which the teacher learns (our choice)."""
     teacher_batch: Count = 64  # <own>
-    """Prompts in one update of the teacher; until it has so many, choice is random (our choice)."""
+    """Prompts in one update of the teacher; before it has them, choice is random (our choice)."""
     teacher_updates: Whole = 2  # <own>
     """Updates of the teacher per step (our choice)."""
     teacher_lr: Positive = 1e-3  # <own>
-    """The teacher's learning rate; its head has ten times it (our choice; real models: 1e-5)."""
+    """The teacher's learning rate; its head has ten times this (our choice; real models: 1e-5)."""
     branches: Whole = 8  # <own>
     """Layer 4, K: new endings from a pivot of each failed response; 0: none (DEEP-GRPO's paper)."""
     boundary: str = ";"  # <own>
-    """Text that ends a segment: a token that ends in it is a place to branch (paper: `.`)."""
+    """Text that ends a segment; a token that ends in it allows a branch (paper: `.`)."""
     branch_weight: NonNegative = 1.0  # <own>
     """λ: weight of the branches' stream (paper)."""
     depth_power: Exponent = 2.0  # <own>
     """γ: preference for deep pivots (paper)."""
     lag: Whole = 2  # <own>
-    """Layer 5, k: batches trained on between a batch's sampling and its own training; 0: none
-    (our choice: by four mini-batches eight updates, as in vcpo.py)."""
+    """Layer 5, k: batches that are trained between sampling a batch and training on it; 0: none
+    (our choice: with four mini-batches this is eight updates, as in vcpo.py)."""
     is_cap: Positive = 8.0  # <own>
     """Largest weight of a response in the loss (paper); ESS sees the weights uncut."""
     ess_scaling: bool = True  # <own>
-    """With a lag: shorten the step by the square root of the batch's effective sample size."""
+    """With a lag: lower the learning rate by the square root of the effective sample size."""
     rho_on: Positive = 1.0  # <own>
-    """ESS ratio at which the step has its full length (paper: 1)."""
+    """ESS ratio from which the learning rate has its full value (paper: 1)."""
     optimal_baseline: bool = True  # <own>
-    """With a lag: centre advantages on b, see vcpo.py; False: on the group's mean."""
+    """With a lag: subtract b (see vcpo.py); False: the group's mean."""
 
 
 # <own>
 def tokens_left(
     args: Args, now: tuple, advantages: Tensor, mask: Tensor, world: World | None = None
 ) -> Tensor:
-    """I `[n, T]`: the mask, without STAPO's spurious tokens. `now`: log π_θ and entropy `[n, T]` of
-    a whole mini-batch; with `world`, of this rank's part."""
+    """I `[n, T]`: the mask without STAPO's spurious tokens. `now`: log π_θ and entropy `[n, T]` of
+    a whole mini-batch, or with `world` of this rank's part."""
     if args.tokens != "stapo":
         return mask
     logp, entropy = now  # [n, T], [n, T]
@@ -160,7 +162,7 @@ def tokens_left(
 def soft_gate(args: Args, ratio: Tensor, old_logp: Tensor, A: Tensor) -> Tensor:
     """MASPO's F `[n, T]` in (0, 1]; A `[n, 1]`."""
     with torch.no_grad():
-        old_p = old_logp.exp()  # [n, T]: the mass a token had
+        old_p = old_logp.exp()  # [n, T]
         width = args.sigma_base / old_p**args.alpha  # [n, T]
         width = width.clamp(args.sigma_base, args.sigma_high)  # [n, T]: m
         risk = torch.where(A > 0, 1 + args.beta_pos * A, 1 / (1 - args.beta_neg * A))  # [n, 1]
@@ -171,19 +173,19 @@ def soft_gate(args: Args, ratio: Tensor, old_logp: Tensor, A: Tensor) -> Tensor:
 
 
 def divided_by_std(args: Args, grown: Rollout) -> Tensor:
-    """The advantages of branches `[n]` as z-scores among siblings; deep_grpo.py centres them only.
+    """The advantages of branches `[n]` as z-scores among siblings; deep_grpo.py only centres them.
 
-    (Siblings share their origin. Those left out of `grown` have an advantage of 0.)
+    Siblings share their origin. Siblings that are not in `grown` have the advantage 0.
     """
     _, family = grown.origin.unique(return_inverse=True)  # [n]: which siblings
-    squares = torch.zeros_like(grown.advantages)  # [n]: of the first families its sum of squares
+    squares = torch.zeros_like(grown.advantages)  # [n]: each family's sum of squares
     squares.index_add_(0, family, grown.advantages.square())
     std = (squares[family] / (args.branches - 1)).sqrt()  # [n]
     return grown.advantages / (std + 1e-6)
 
 
 def balanced(part: Rollout, world: World, G: int) -> Rollout:
-    """`balance_tokens` for main rows in whole groups, as b needs them, and for branches row by
+    """`balance_tokens`, for main rows in whole groups, which b needs, and for branches row by
     row."""
     main = part.branch == 0  # [n]
     rows = balance_tokens(part.rows(main), world, G)
@@ -191,14 +193,14 @@ def balanced(part: Rollout, world: World, G: int) -> Rollout:
 
 
 def prepare(args: Args, policy: Policy, batch: Rollout, means: Means, world: World) -> None:
-    """What the first gradient needs to know of a whole mini-batch; all ranks call it together.
+    """Computes what needs a whole mini-batch before its first gradient; all ranks call it together.
 
-    b leaves the advantages, the tokens that count become a column `kept`, and `branch` is then what
-    main rows are divided by over what branches are.
+    Subtracts b from the advantages, stores I in the column `kept`, and sets `branch` to the divisor
+    of main rows over that of branches.
     """
     main = batch.branch == 0  # [n]
     if args.lag:
-        shift = torch.zeros_like(batch.advantages)  # [n]: a branch keeps its siblings' mean
+        shift = torch.zeros_like(batch.advantages)  # [n]: 0 for branches
         shift[main] = baseline_shifts(args, policy, batch.rows(main), world)
         batch.advantages = batch.advantages - shift
         means.add(baseline_shift=(shift.abs().sum(), main.sum()))
@@ -212,7 +214,7 @@ def prepare(args: Args, policy: Policy, batch: Rollout, means: Means, world: Wor
 
 
 def counted(args: Args, kept: Tensor) -> Tensor:
-    """What a row adds to its stream's denominator `[n]`: its tokens left, or 1."""
+    """What a row adds to its stream's denominator `[n]`: its kept tokens, or 1."""
     return kept.sum(dim=1) if args.token_mean else torch.ones_like(kept[:, 0])
 
 
@@ -224,7 +226,7 @@ ACTED = {
     "branches_used": "branches in the batch",
     "ess_ratio": "effective sample size (share of the batch)",
 }
-# What tells of each layer that it acted
+# One metric for each layer, which is above 0 if the layer acted
 LAYERS = "clip_share gate_closed silenced chosen_over_mean branches_used lr_damping".split()
 # </own>
 
@@ -262,7 +264,7 @@ def policy_loss(
     stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
     stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
     stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
-    if args.tokens == "maspo":  # in place of min and clip
+    if args.tokens == "maspo":  # instead of min and clip
         gate = soft_gate(args, ratio, old_logp, A)  # [n, T]: F
         objective = gate * ratio * A  # [n, T]
         stats = {"gate_closed": (((1 - gate) * mask).sum(), mask.sum())}
@@ -281,8 +283,8 @@ def policy_loss(
         objective = objective / kept.sum(dim=1, keepdim=True).clamp(min=1)  # [n, T]: 1/|y_i|
     branch = torch.zeros_like(advantages) if branch is None else branch  # [n]
     main = branch == 0  # [n]
-    # The caller divides by the main rows' size; times `branch` first, the branches are averaged
-    # over their own. λ weighs them.
+    # The caller divides by the size of the main rows. The factor `branch` makes the mean of the
+    # branches one over their own size. λ weighs them.
     stream = torch.where(main, 1.0, args.branch_weight * branch)  # [n]
     return -(objective * kept * stream[:, None]).sum(), size[main].sum(), stats
     # </own>
@@ -373,8 +375,8 @@ def main(args: Args, world: World) -> None:
 
         run.clock("old_logp")
         # <own>
-        # Mini-batches. The ranks exchange whole groups, as b needs them, until their token
-        # counts are about equal.
+        # Mini-batches. The ranks exchange whole groups, which b needs, until their token counts
+        # are about equal.
         minibatches = [balanced(part, world, G) for part in parts]
         # </own>
         # π_old: log-probs under the weights that sampled, computed by the trainer. The sampler's
@@ -403,8 +405,8 @@ def main(args: Args, world: World) -> None:
         # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
         run.clock("update")
         # <own>
-        # π_old of a stale batch is what the update starts from: the clip bounds how far one
-        # batch moves the policy, its age is the weights' affair.
+        # π_old of a stale batch is the policy before this update. So the clip bounds how far one
+        # batch moves the policy; the weights w correct for its age.
         for minibatch in minibatches if args.lag else ():
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
         # </own>
@@ -443,7 +445,7 @@ def main(args: Args, world: World) -> None:
                 rho = ess_ratio(gather(log_w, world)).item()
                 scale = min(1.0, rho / args.rho_on) ** 0.5 if args.ess_scaling else 1.0
                 optimizer.param_groups[0]["lr"] = warm_lr * scale
-                # A count of 0 logs nothing where it is off
+                # A count of 0: nothing is logged
                 means.add(ess_ratio=(rho, 1), lr_damping=(1 - scale, args.ess_scaling))
             # </own>
             norm = clip_gradients(policy, args.grad_clip)

@@ -1,4 +1,4 @@
-"""Signs: right and wrong responses weighed apart, odd ones left out.
+"""Signs: separate weights for right and wrong responses, and outliers left out.
 
 Zhu et al., "The Surprising Effectiveness of Negative Reinforcement in LLM Reasoning",
 2025, arXiv 2506.01347.
@@ -15,24 +15,24 @@ Gradient weight on ∇ log π_θ(y_t), before the two averages:
     M r u Â + β (π_ref/π_θ - 1)        (with `--kl_ratio` the second term is β r log(π_ref/π_θ))
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
-k3 is grpo.py's, a KL term towards π_ref.
-Two pieces of advice that are often given for stability, in one file to be tried, not to be
-believed. The first: weigh right and wrong responses apart. Which of them should weigh more is
-disputed. The usual advice goes easy on the wrong ones: to push a sampled token down lifts all
-others, most of all the likeliest, whether they are any good; arXiv 2505.18830 finds right tokens
-dragged down with the wrong response they stand in. This paper finds the opposite. What is pushed up
-is sampled more and pushed up again, until one way is left: pass@1 rises and pass@k falls. Pushing
-wrong responses down spreads what they lose over the rest, by the policy's own chances; wrong ones
-alone (λ = 0) often match PPO and GRPO, and λ = 0.1, the authors' choice, improves pass@k on the
-whole. arXiv 2606.16154 lets it depend on the tokens' distribution. Adam undoes a common scale, so
-that λ sets a ratio: 10 is the advice, 0.1 the paper, 1 grpo.py. `python -m labs.signs` shows both
-sides on one prompt, and that half of a z-score is not the paper's half: it finds nothing rare.
+k3 is grpo.py's, a KL term towards π_ref. This file tests two pieces of advice for stability.
 
-The second: leave outliers out, here by length and by mean log-probability. No source gives numbers,
-and what is odd need not be noise. In 30 default steps (seed 1) 3% of the responses were outliers,
-and 94% of those were wrong: once most responses are right, to be wrong is to be odd, and the filter
-takes away what the paper found worth most. Rewards are not filtered: the one right answer to a hard
-prompt is an outlier, too.
+The first is to give right and wrong responses different weights. Which of them should weigh more is
+disputed. The usual advice gives wrong ones a small weight: pushing a sampled token down lifts all
+others, most of all the most likely one, whether it is good or not. arXiv 2505.18830 finds that
+right tokens fall together with the wrong response they are in. This paper finds the opposite. A
+response that is pushed up is sampled more and pushed up again, until only one is left: pass@1 rises
+and pass@k falls. Pushing wrong responses down spreads their probability over the rest. Wrong ones
+alone (λ = 0) often match PPO and GRPO, and λ = 0.1, the authors' choice, improves pass@k on the
+whole. Adam cancels a common scale, so λ sets a ratio: 10 is the advice, 0.1 the paper, 1 grpo.py.
+The lab labs/signs shows both sides on one prompt. It also shows that half of a z-score is not the
+paper's half: it does not find rare right answers.
+
+The second is to leave outliers out, here by length and by mean log-probability. No source gives
+numbers, and an outlier need not be noise. In 30 default steps (seed 1) 3% of the responses were
+outliers, and 94% of those were wrong: once most responses are right, a wrong one is unusual. So the
+filter removes the responses that the paper found most useful. We do not filter by reward: the one
+right answer to a hard prompt would be an outlier, too.
 
 Base file: grpo.py. Differs from it in:
 1. Positive advantages times λ.
@@ -40,15 +40,16 @@ Base file: grpo.py. Differs from it in:
 3. `--baseline none`, the paper's: Â = 1 for a right response and -1 for a wrong one.
 
 Differs from the paper in:
-1. It has no baseline: λ for a right response, -1 for a wrong one, so that a group without any right
-   one is pushed down. Ours weighs the group's z-scores, which are 0 there, by default.
-2. No outliers are left out there.
-3. It has no KL term, the mean over tokens, and an entropy bonus of 0.001, the default of its copy
-   of verl, which its scripts keep, as they keep ε 0.2. Four updates a rollout are theirs, too, but
-   PSR and NSR (λ = 0) first drop the responses that have no weight, and make as many fewer.
+1. The paper has no baseline: the advantage is λ for a right response and -1 for a wrong one, so a
+   group without any right response is pushed down. By default ours weights the group's z-scores,
+   which are 0 there.
+2. The paper leaves no outliers out.
+3. The paper has the mean over tokens, no KL term, and an entropy bonus of 0.001. Its scripts keep
+   this default of verl, and ε 0.2. It also makes four updates per rollout, but PSR and NSR (λ = 0)
+   first drop the responses without weight, and make fewer updates.
 
-Confidence: λ, sizes and settings read in the authors' code, the findings in the abstracts; the
-filter is ours.
+Confidence: we read λ, sizes and settings in the authors' code, and the findings in the abstracts.
+The filter is ours.
 
 Run it:
     torchrun -m variants.signs                              # laptop, two minutes, no download
@@ -128,12 +129,12 @@ class Args(Flags):
     kl_ratio: bool = False  # <own>
     """Multiply k3 by r, so that its gradient is the gradient of the KL (DeepSeek-V3.2)."""
     positive_weight: NonNegative = 0.1  # <own>
-    """λ: weight of right responses; 0: learn from wrong ones alone (paper)."""
+    """λ: weight of right responses; 0: learn only from wrong ones (paper)."""
     baseline: Literal["group", "none"] = "group"  # <own>
     """group: Â is the group's z-score; none: 1 for a right response, -1 for a wrong one (paper)."""
     outliers: NonNegative = 3.0  # <own>
-    """k: a response further than k standard deviations from the rollout's mean, in its length or
-    its mean log μ, is an outlier; 0: none is (our choice)."""
+    """k: a response is an outlier if its length or its mean log μ is more than k standard
+    deviations from the rollout's mean; 0: off (our choice)."""
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -154,7 +155,7 @@ def signs(rewards: Tensor) -> Tensor:
 
 
 def measures(rollout: Rollout) -> Tensor:
-    """Of each response the length and the mean log μ: `[N, 2]`."""
+    """The length and the mean log μ of each response: `[N, 2]`."""
     lengths = rollout.mask.sum(1)  # [N]
     return torch.stack([lengths, rollout.rollout_logp.sum(1) / lengths], dim=1).double()
 
@@ -162,7 +163,7 @@ def measures(rollout: Rollout) -> Tensor:
 def outliers(args: Args, own: Tensor, every: Tensor) -> Tensor:
     """True `[N]` where one of the measures `own [N, 2]` is more than k standard deviations from the
     mean of `every [M, 2]`, those of all ranks."""
-    # 1e-5: where all are alike, rounding makes no outlier.
+    # 1e-5: if all are alike, rounding makes no outlier.
     limit = args.outliers * every.std(0, correction=0) + 1e-5  # [2]
     return ((own - every.mean(0)).abs() > limit).any(1) & (args.outliers > 0)
 
@@ -265,7 +266,7 @@ def main(args: Args, world: World) -> None:
             rollout.advantages = signs(rewards).flatten()  # [N]
         own = measures(rollout)  # [N, 2]
         odd = outliers(args, own, gather(own, world))  # [N]
-        rollout.advantages[odd] = 0.0  # not before: the baseline counts them
+        rollout.advantages[odd] = 0.0  # after the baseline, which counts them
         means.add(outlier_share=(odd.sum(), len(odd)))
         means.add(outlier_reward=(rewards.flatten()[odd].sum(), odd.sum()))
         # </own>

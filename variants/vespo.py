@@ -14,29 +14,30 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
     φ(W) Â
 
 Responses were sampled from π_old, so the gradient of the expected reward has the weight W, the
-product of all token ratios. That is unbiased, but a product of hundreds of factors is next to 0 or
-huge, and one response carries the batch. GSPO takes the |y|-th root, which is no importance weight
-any more; vcpo.py caps W, and what is far above pushes with the whole cap.
+product of all token ratios. This is unbiased. But a product of hundreds of factors is near 0 or
+huge, and one response can dominate the batch. GSPO takes the |y|-th root, which is no longer an
+importance weight. vcpo.py caps W, so responses far above the cap keep the whole cap.
 
-VESPO keeps the product and bends it. A proposal that is to stay near both π_old and π_θ, within a
-budget for its mean weight, reweighs by W^k e^{-λW}: small where W is small, and gone where it is
-large. φ(1) = 1, an on-policy response has the plain policy gradient. The top is at W = k / λ, and
-there the signs differ. A good response is pulled most at W = 2/3, where other updates have made it
-less likely than it was, and let go as it rises: φ(2) = 0.20. A bad one is pushed most at W = 1.5,
-where it has become likelier, still at W = 2, φ = 1.08, and let go as it falls: φ(0.5) = 0.34.
+VESPO replaces W by φ(W). A proposal near both π_old and π_θ, with a budget for its mean weight,
+leads to W^k e^{-λW}: small where W is small, and almost 0 where W is large. φ(1) = 1, so an
+on-policy response has the plain policy gradient. The maximum is at W = k/λ and depends on the sign
+of Â. For Â > 0 it is at W = 2/3, where other updates have lowered the response's probability; φ
+falls as the response rises: φ(2) = 0.20. For Â < 0 it is at W = 1.5, where the response has become
+more likely; φ(2) = 1.08, and φ falls as the response falls: φ(0.5) = 0.34.
 
 Base file: justrl.py. Differs from it in:
-1. -log π with the detached weight φ(W) of the whole response in place of min and clip.
+1. -log π with the detached weight φ(W) of the whole response instead of min and clip.
 
 Differs from the paper in:
-1. Its W is against the sampler. The released runs without asynchrony take the trainer's π_old, as
-   here, and can fold the sampler's π_old/μ into W.
-2. By its listing version 3 (May 2026, not read) has "Stable" no longer in its title and bounds the
-   variance explicitly; title, φ and constants here are those of versions 1 and 2.
+1. The paper's W is against the sampler. The released runs without asynchrony take the trainer's
+   π_old, as here, and can multiply the sampler's π_old/μ into W.
+2. Title, φ and constants here are those of versions 1 and 2. According to its listing, version 3
+   (May 2026, not read) has "Stable" no longer in its title and bounds the variance explicitly.
 
-Confidence: φ, constants, clamps and sizes read in the authors' code and scripts (the constants in
-that code's docstring are others, which nothing uses), the proposal in their README. Its runs take
-4 to 64 optimiser steps per rollout, the released scripts without asynchrony 8 to 64.
+Confidence: we read φ, constants, clamps and sizes in the authors' code and scripts, and the
+proposal in their README. (The docstring of that code has other constants, which nothing uses.) The
+paper's runs take 4 to 64 optimiser steps per rollout, the released scripts without asynchrony 8 to
+64.
 
 Run it:
     torchrun -m variants.vespo                              # laptop, two minutes, no download
@@ -131,7 +132,7 @@ def advantages(rewards: Tensor) -> Tensor:
 # <own>
 ACTED = {
     "reshaped": "mean |φ - 1|, φ the weight of a response",
-    "weight_max": "largest W, before φ bends it",
+    "weight_max": "largest W, before φ",
 }
 # </own>
 
@@ -155,8 +156,8 @@ def policy_loss(
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    log_ratio = (logp.detach() - old_logp).clamp(-20, 20)  # [n, T]: log r, a number, no gradient
-    # No 1/|y|: the product of the ratios itself. The authors' clamps keep W finite; φ is 0 there.
+    log_ratio = (logp.detach() - old_logp).clamp(-20, 20)  # [n, T]: log r, without gradient
+    # No 1/|y|: W is the product of the ratios. The authors' clamps keep it finite; φ is 0 there.
     log_W = (log_ratio * mask).sum(dim=1, keepdim=True).clamp(-20, 20)  # [n, 1]
     k = torch.where(A >= 0, args.k_pos, args.k_neg)  # [n, 1]
     lam = torch.where(A >= 0, args.lambda_pos, args.lambda_neg)  # [n, 1]

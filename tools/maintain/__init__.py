@@ -1,1 +1,1 @@
-"""Programs for whoever carries this on: docs/development.md has a line for each."""
+"""Programs for maintainers: docs/development.md has a line for each."""

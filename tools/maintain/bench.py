@@ -2,12 +2,12 @@
 
     python -m tools.maintain.bench MODEL [--full]
 
-MODEL is tiny, a folder, or qwen3-1.7b (its shape, random weights). The same model, prompts, group
-size, length limit (`--size P G T`), reward, KL term, precision and optimiser steps per rollout
-(`--minibatches`: for tiny grpo.py's four, else the paper's one) on both sides. With `--full` EOS
+MODEL is tiny, a folder, or qwen3-1.7b (its shape, random weights). Both sides use the same model,
+prompts, group size, length limit (`--size P G T`), reward, KL term, precision and optimiser steps
+per rollout (`--minibatches`: for tiny grpo.py's four, otherwise the paper's one). With `--full` EOS
 ends no response, so all responses have the same length. Each side runs in its own process, three
-times, alternating. Prints medians, ratios and peak memory. TRL is not a dependency of the project:
-`pip install trl accelerate`.
+times, alternating. The program prints medians, ratios and peak memory. TRL is not a dependency of
+the project: `pip install trl accelerate`.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def folder_of(model: str, scratch: str) -> str:
 
 
 def peak_memory() -> float:
-    """GB: of the GPU if there is one, else of this process."""
+    """GB: of the GPU if there is one, otherwise of this process."""
     import torch
 
     if torch.cuda.is_available():
@@ -118,7 +118,7 @@ def ours(model: str, folder: str, full: bool, size: list[int], minibatches: int)
 
 
 def trl(model: str, folder: str, full: bool, size: list[int], minibatches: int) -> dict:
-    """The same of TRL's GRPOTrainer at the same settings."""
+    """The same measurements of TRL's GRPOTrainer at the same settings."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
@@ -249,11 +249,11 @@ SIDES = {"ours": ours, "trl": trl}
 
 
 def main() -> None:
-    """One side in this process, or (without --side) both in turn and the table."""
+    """One side in this process, or (without --side) both alternating, and the table."""
     parser = arguments(__doc__)
     add, words = parser.add_argument, ("P", "G", "T")
     add("model", nargs="?", default="tiny", help="tiny, a model folder, or qwen3-1.7b")
-    add("--full", action="store_true", help="every response as long as the limit")
+    add("--full", action="store_true", help="make every response as long as the limit")
     add("--side", choices=[*SIDES], help=argparse.SUPPRESS)
     add("--folder", default="", help=argparse.SUPPRESS)
     add("--rounds", type=int, default=3)

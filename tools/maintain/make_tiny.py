@@ -2,13 +2,13 @@
 
     python -m tools.maintain.make_tiny tiny|tiny-teacher|tiny-moe FOLDER
 
-A Qwen3 of 124k parameters (or a Qwen3-MoE of 248k: 8 experts, 2 for each token) learns, by plain
-supervised training, to imitate a sloppy teacher: 55% of its demonstrations guess the answer without
-working, 3% of worked steps are wrong. The result guesses when greedy and works nearly half the time
-when sampled: a habit that pays and that reinforcement learning can make the rule. 6 to 11 minutes
-on one thread, three times that for the mixture of experts. tiny-teacher (variants/opd.py) is tiny
-after 2,000 steps more, on demonstrations that neither guess nor slip. FOLDER must be new or empty:
-to replace a model that is embedded, delete it first.
+A Qwen3 of 124k parameters (or a Qwen3-MoE of 248k: 8 experts, 2 for each token) learns by
+supervised training to imitate an imperfect teacher: 55% of its demonstrations guess the answer
+without working, and 3% of worked steps are wrong. The result guesses when greedy and shows its
+working nearly half the time when sampled. Reinforcement learning can make this the rule. Training
+takes 6 to 11 minutes on one thread, three times that for the mixture of experts. tiny-teacher
+(variants/opd.py) is tiny after 2,000 more steps, on demonstrations without guesses and slips.
+FOLDER must be new or empty: to replace an embedded model, delete it first.
 """
 
 import math
@@ -24,13 +24,14 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-# Pad and EOS differ: a padded EOS would leave the loss silently
+# Pad and EOS differ: otherwise the mask would remove EOS from the loss
 VOCABULARY = ["<pad>", "<eos>", *"0123456789+-*=;#"]
 STEPS, BATCH, LR, GUESS, SLIP = 6000, 64, 3e-3, 0.55, 0.03
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character; one outside the vocabulary is an error, not an unknown token."""
+    """One token per character. A character outside the vocabulary is an error, not an unknown
+    token."""
     core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     core.decoder = decoders.Fuse()
@@ -38,7 +39,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def demonstration(rng: random.Random, guess: float, slip: float) -> tuple[str, str]:
-    """A training prompt and the response of a teacher as sloppy as the two shares say."""
+    """A training prompt and the response of a teacher with these shares of guesses and slips."""
     prompt = arithmetic.draw(rng)
     while arithmetic.held_out(prompt):
         prompt = arithmetic.draw(rng)
@@ -49,7 +50,7 @@ def demonstration(rng: random.Random, guess: float, slip: float) -> tuple[str, s
 
 
 def untrained(kind: str) -> PreTrainedModel:
-    """The model before its warm start; tiny-teacher's is tiny after it."""
+    """The model before its warm start; for tiny-teacher this is tiny after its warm start."""
     if kind == "tiny-teacher":
         return load_model("tiny")[0].train()
     shape = {"vocab_size": len(VOCABULARY), "max_position_embeddings": 256}
@@ -65,7 +66,7 @@ def untrained(kind: str) -> PreTrainedModel:
 
 
 def emptied(folder: Path) -> Path:
-    """The folder, made if need be; OSError, before any work is done, where something is in it."""
+    """The folder, created if needed. OSError, before any work, if it is not empty."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise FileExistsError(f"{folder}: is not empty, give another")
@@ -111,7 +112,7 @@ if __name__ == "__main__":
     parser = arguments(__doc__)
     parser.add_argument("kind", choices=list(EMBEDDED))
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--steps", type=int, metavar="N", help="at most, to try it: no model")
+    parser.add_argument("--steps", type=int, metavar="N", help="stop after N (a test: no model)")
     chosen = parser.parse_args()
     try:
         folder = emptied(chosen.folder)

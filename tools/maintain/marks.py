@@ -57,8 +57,8 @@ def marked_lines(source: str) -> set[int]:
 
 
 def changes(path: Path, base: Path) -> tuple[list[str], int]:
-    """Changed code lines against `base` that lie outside the marks of either file, and how many
-    changed in all."""
+    """Changed code lines against `base` that are outside the marks of either file, and the number
+    of all changed lines."""
     source, base_source = path.read_text("utf-8"), base.read_text("utf-8")
     lines, base_lines = code_lines(source), code_lines(base_source)
     marks, base_marks = marked_lines(source), marked_lines(base_source)
@@ -82,7 +82,7 @@ def changes(path: Path, base: Path) -> tuple[list[str], int]:
 
 
 def main() -> int:
-    """Print every file's distance from its base file; returns how many changes no mark covers."""
+    """Print every file's distance from its base file. Returns the number of unmarked changes."""
     unmarked = 0
     for path in algorithms():
         base = base_of(path)

@@ -82,7 +82,7 @@ def ranges(folders: list[Path]) -> str:
 
 if __name__ == "__main__":
     parser = arguments(__doc__)
-    parser.add_argument("--ranges", action="store_true", help="every metric, at both ends of a run")
+    parser.add_argument("--ranges", action="store_true", help="every metric, at start and end")
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER")
     try:
         words = parser.parse_args()

@@ -5,8 +5,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 
 def qwen3(hidden: int, intermediate: int, toy: bool = False) -> Qwen3ForCausalLM:
-    """A tied model of Qwen3's kind (0.6B has 1024 and 3072, 1.7B 2048 and 6144); a toy's width and
-    vocabulary are 32 and 300, whatever is asked for."""
+    """A tied model of Qwen3's kind (0.6B has 1024 and 3072, 1.7B 2048 and 6144). A toy always has
+    width 32 and vocabulary 300."""
     shape = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": 28}
     shape |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     shape |= {"vocab_size": 151_936, "tie_word_embeddings": True, "rope_theta": 1_000_000.0}
@@ -24,8 +24,8 @@ def qwen3_1_7b() -> Qwen3ForCausalLM:
 
 
 def byte_tokenizer(size: int) -> PreTrainedTokenizerFast:
-    """A token for each byte and dummies up to a vocabulary of `size`: any text in, any token id
-    out."""
+    """A token for each byte, and dummy tokens up to a vocabulary of `size`. It reads any text and
+    any token id."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["<pad>", "<eos>", *alphabet]
     words += [f"{alphabet[i % 200]}{i}" for i in range(size - len(words))]

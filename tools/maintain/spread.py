@@ -1,12 +1,12 @@
-"""Carry a change of a base file into every file that grows from it.
+"""Copy a change of a base file into every file that is based on it.
 
     python -m tools.maintain.spread [COMMIT]        the changes since COMMIT (default: HEAD)
     python -m tools.maintain.spread --dry [COMMIT]  only say what would be done
 
-Edit grpo.py, run this, and read the output. A hunk is placed where the file still has the lines
-that it replaces. An insertion is placed where the two lines around it still follow each other. All
+Edit grpo.py, run this, and read the output. A hunk is applied where the file still has the lines
+that it replaces. An insertion is applied where the two lines around it still follow each other. All
 other hunks are printed, to be done by hand, and so are new lines that the base file marks as its
-own. Headers (the first docstring) are not touched. Exit code 1 if hunks are left to do.
+own. Headers (the first docstring) are not changed. Exit code 1 if hunks are left to do.
 """
 
 import difflib
@@ -24,8 +24,8 @@ MARK = r"# </?\w+>$"
 
 @dataclass
 class Spread:
-    """One file after its base file's change: its new lines, how many hunks were placed, and
-    those that were not."""
+    """One file after its base file's change: its new lines, the number of applied hunks, and the
+    hunks that were not applied."""
 
     lines: list[str]
     placed: int = 0
@@ -33,7 +33,7 @@ class Spread:
 
 
 def body(source: str) -> tuple[list[str], list[str]]:
-    """(header, rest): the lines of the module's docstring, and all after it."""
+    """(header, rest): the lines of the module's docstring, and all lines after it."""
     lines = source.splitlines()
     end = lines.index('"""', 1) + 1
     return lines[:end], lines[end:]
@@ -105,7 +105,7 @@ def committed(path: Path, commit: str) -> str | None:
 
 
 def main(commit: str, dry: bool) -> int:
-    """Spread every base file's change, grpo.py's first; returns how many hunks were left."""
+    """Spread every base file's change, grpo.py's first. Returns the number of hunks left."""
     left, waiting, done = 0, algorithms(), set()
     while waiting:
         path = next(path for path in waiting if base_of(path) is None or base_of(path) in done)

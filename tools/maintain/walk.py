@@ -74,7 +74,7 @@ def said(number: float, digits: int = 2) -> str:
 
 
 def found(calls: dict[str, list[tuple]]) -> dict[str, str]:
-    """Name -> its number or table in the page."""
+    """Name -> its number or table on the page."""
     tokenizer, task = calls["load_task"][0][0][1], calls["load_task"][0][2]
     (rewards,), _, A = calls["advantages"][0]
     rollout = calls["of_rollout"][0][0][0]
@@ -150,7 +150,7 @@ def found(calls: dict[str, list[tuple]]) -> dict[str, str]:
 
 
 def filled(page: str, source: str, values: dict[str, str]) -> str:
-    """The page with the code of `source` and with `values` in their places."""
+    """The page with the code of `source` and with `values` inserted."""
     lines = source.splitlines()
     stripped = [line.strip() for line in lines]
     anchors = [block.splitlines()[0].strip() for block in CODE.findall(page)]

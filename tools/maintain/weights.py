@@ -6,7 +6,7 @@ advantage.
 Each curve is the autograd gradient of the file's own `policy_loss` on one-token responses, so a
 response's ratio is its token's. goldilocks.py and deep_grpo.py have grpo.py's weight (deep_grpo's
 branches times λ = 1). minirl is shown without a gap between sampler and trainer (μ = π_old), vcpo
-before its baseline. No curve goes beyond r = 1/π_old, where the token's probability would pass 1.
+without its baseline. Each curve ends at r = 1/π_old, where the token's probability is 1.
 """
 
 import importlib
