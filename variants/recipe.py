@@ -26,9 +26,8 @@ Each layer acts at its own place in a step, so layers can be combined:
     4 branches                   after the rewards  deep_grpo.py    --branches 0
     5 stale batches              queue, Â, lr       vcpo.py         --lag 0
 
-Without layers this is grpo.py without its KL term; with 1, justrl.py; with 1 and 2, stapo.py or
-maspo.py; with 3, goldilocks.py without KL term. Layers 4 and 5 differ as said below. The parts are
-imported.
+Without layers this is grpo.py without KL term; with 1, justrl.py; with 1 and 2, stapo.py or
+maspo.py; with 3, goldilocks.py without KL term. Layers 4 and 5 differ as said below.
 
 The teacher of layer 3 and the pivots of layer 4 learn from rewards when these are sampled. With
 layer 5, the policy learns from them when they are due. STAPO's quantile is over main rows and
@@ -43,8 +42,7 @@ Differs from the papers in:
    population's std, a constant factor.)
 2. vcpo.py has one optimiser step per batch, with w = π_θ/μ and no ratio. Here π_old is computed
    anew when a stale batch is due. So w measures how far the policy had moved by then, r how far
-   this batch moves it, and the clip bounds r alone. With one step per batch the gradient is the
-   same.
+   this batch moves it, and the clip bounds r alone. With one step the gradient is the same.
 
 Confidence: the combination is ours and in no paper; each part as in its file.
 
