@@ -10,7 +10,7 @@ Objective, GRPO's, on prompts q that a teacher f chooses, each as the best of K 
     q = argmax f over K candidates,     f(q) = 1/2 σ(u · mean_t h_t(q) + v)
     f is fitted to sqrt(p̂ (1-p̂)),     p̂ the share of right answers in q's own group
 
-Gradient weight on ∇ log π_θ(y_t), before 1/G and 1/|y_i|:
+Gradient weight on ∇ log π_θ(y_t), without the factors 1/G and 1/|y_i|:
 
     M r Â + β (π_ref/π_θ - 1)          (with `--kl_ratio` the second term is β r log(π_ref/π_θ))
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1

@@ -9,7 +9,7 @@ Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) 
     Â_i = (R_i - mean R) / std R
     f(r) = 4/τ σ(τ (r - 1)),     τ = τ_pos if Â_i > 0, else τ_neg
 
-Gradient weight on ∇ log π_θ(y_t), before 1/G and 1/|y_i|:
+Gradient weight on ∇ log π_θ(y_t), without the factors 1/G and 1/|y_i|:
 
     r Â sech²(τ (r - 1) / 2)          which is Â at r = 1, for every τ
 

@@ -9,7 +9,7 @@ Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) 
     Â_i = (R'_i - mean R') / std R',     R'_i = R_i - λ max(0, |y_i|/B - 1)
     after each step: λ <- clip(λ + η (mean |y| / B - 1), floor, Λ)
 
-Gradient weight on ∇ log π_θ(y_t), before 1/G and 1/|y_i|:
+Gradient weight on ∇ log π_θ(y_t), without the factors 1/G and 1/|y_i|:
 
     M r Â + β (π_ref/π_θ - 1)          (with `--kl_ratio` the second term is β r log(π_ref/π_θ))
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
