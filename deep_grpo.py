@@ -263,7 +263,7 @@ class Branches:
 
 
 # </own>
-# Metrics that show whether the mechanism acts; the first is 0 as long as it does not.
+# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
 # <own>
 ACTED = {
     "branches_used": "branches in the batch",
@@ -285,7 +285,8 @@ def policy_loss(
     mask: Tensor,
     branch: Tensor | None = None,  # <own>
 ) -> tuple[Tensor, Tensor, dict]:
-    """-J summed over the n rows, the count to divide it by, and statistics as (sum, count) pairs.
+    """Returns -J summed over the n rows, the count to divide it by, and statistics as pairs (sum,
+    count).
 
     Tensors are `[n, T]`, except advantages `[n]` and branch `[n]`: 0 on main rows, and on branches
     T_main / T_branch of the whole mini-batch. The caller adds up sums and counts of all
@@ -308,7 +309,7 @@ def policy_loss(
     stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
     stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
     if args.beta > 0:
-        log_ref_ratio = ref_logp - logp  # [n, T]: log(π_ref/π_θ); reversed it is another KL
+        log_ref_ratio = ref_logp - logp  # [n, T]: log(π_ref/π_θ), not log(π_θ/π_ref)
         k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
         k3 = ratio * k3 if args.kl_ratio else k3  # [n, T]: r has a gradient too
         objective = objective - args.beta * k3  # [n, T]
@@ -361,7 +362,7 @@ def main(args: Args, world: World) -> None:
         rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
         rollout.record_rewards(problems, rewards)  # for samples.jsonl
         rollout.advantages = advantages(rewards).flatten()  # [N]
-        means.add(distinct=(task.distinct(texts, G), P))  # at 1, nothing is left to compare
+        means.add(distinct=(task.distinct(texts, G), P))  # 1: all of a group are equal
 
         # Branches: K new endings of every failed response.
         run.clock("branch")  # <own>
@@ -372,10 +373,10 @@ def main(args: Args, world: World) -> None:
         # equally many tokens.
         parts = branches.join(rollout, grown)  # <own>
         minibatches = [balance_tokens(part, world) for part in parts]  # <own>
-        # π_old: log-probs under the weights that sampled, computed by the trainer. The sampler's
-        # own come from other kernels. A ratio against those would mix two things: how far the
+        # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
+        # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # In the same micro-batches as in the update, so that the first ratios are exactly 1.
+        # The micro-batches are those of the update, so that the first ratios are exactly 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:
@@ -422,7 +423,7 @@ def main(args: Args, world: World) -> None:
         if run.due(step, args.eval_every):
             run.clock("evaluate")
             metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # before the checkpoint, or a kill in between loses it
+        run.log(step, metrics)  # first: a kill after the checkpoint must not lose it
         if run.due(step, args.save_every):
             run.clock("save")
             state = {"engine": engine.state_dict()}

@@ -7,7 +7,7 @@ Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) 
 
     J = 1/G Σ_i 1/|y_i| Σ_t { min(r Â_i, clip(r, 1-ε, 1+ε) Â_i) - β k3 }
     Â_i = (R_i - mean R) / std R
-    k3 = π_ref/π_θ - log(π_ref/π_θ) - 1     (>= 0; under samples of π_θ its mean is KL(π_θ ‖ π_ref))
+    k3 = π_ref/π_θ - log(π_ref/π_θ) - 1     (>= 0; its mean over samples of π_θ is KL(π_θ ‖ π_ref))
 
 Gradient weight on ∇ log π_θ(y_t), without the factors 1/G and 1/|y_i|:
 
@@ -21,8 +21,8 @@ prompt and the tokens before y_t.
 The group replaces PPO's value network: a response is good if its reward is above the mean of its
 group. The clip removes the gradient of a token whose ratio has already moved by ε in the direction
 of its advantage (`--clip_high` up, `--clip_low` down). The KL term keeps the policy near π_ref, so
-that it does not forget what it could do before. Its gradient is that of another KL
-(docs/questions.md, question 24); with `--kl_ratio` it is the gradient of the KL itself.
+that it does not forget what it could do before. The gradient of k3 is not the gradient of this KL
+but of another one (docs/questions.md, question 24). With `--kl_ratio` it is that of this KL.
 
 This is the base file. Every other file repeats it, except for the lines marked `# <own>`.
 
@@ -31,17 +31,18 @@ Differs from the paper in:
 2. std is the sample standard deviation (divided by G-1) plus 1e-6, as in verl. TRL also divides by
    G-1. The paper does not say what it divides by. Dividing by G would make every advantage
    sqrt(G/(G-1)) times larger (7% at G = 8), which acts like a larger lr.
-3. β is 0.04 in the paper and 0.001 in DeepSeek-R1. Here it is 0.01, because the embedded model must
-   be able to move far.
+3. β is 0.04 in the paper and 0.001 in DeepSeek-R1. Here it is 0.01, because the small model of
+   this repository must be able to move far from π_ref.
 4. Four optimiser steps per rollout; the paper takes one. With one step, r is always 1 and the clip
    never acts.
-5. No dual clip. A negative-advantage token that became more likely (r > 1) keeps the weight r, and
-   one such token can outweigh a batch. Some frameworks therefore bound r at 3 by default.
-6. log r is not clamped (verl clamps it to ±20). Above 88 exp overflows, and the step is skipped.
+5. A negative-advantage token that became more likely (r > 1) keeps the weight r, and one such token
+   can outweigh a batch. Some frameworks therefore bound r at 3 for these tokens (a dual clip).
+6. log r is not clamped (verl clamps it to ±20). If it is above 88, exp(log r) overflows, and the
+   step is skipped.
 
 Run it:
     torchrun grpo.py                                        # laptop, two minutes, no download
-    # a node of eight; paper: batch 1024, G = 64, lr 1e-6
+    # one node of eight GPUs (the paper has a batch of 1024 and G = 64)
     torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
         --eval_task math500 --prompts_per_step 64 --group_size 16 --max_new_tokens 4096 \\
         --lr 1e-6 --beta 0.04 --minibatches 1 --micro_tokens 8192
@@ -128,7 +129,7 @@ def advantages(rewards: Tensor) -> Tensor:
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
-# Metrics that show whether the mechanism acts; the first is 0 as long as it does not.
+# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
 ACTED = {"clip_share": "tokens clipped (share)", "ref_kl": "KL to π_ref (nats per token)"}  # <own>
 
 
@@ -143,11 +144,12 @@ def policy_loss(
     advantages: Tensor,
     mask: Tensor,
 ) -> tuple[Tensor, Tensor, dict]:
-    """-J summed over the n rows, the count to divide it by, and statistics as (sum, count) pairs.
+    """Returns -J summed over the n rows, the count to divide it by, and statistics as pairs (sum,
+    count).
 
-    Tensors are `[n, T]`, except advantages `[n]`. The caller adds up sums and counts of all
-    micro-batches and ranks and divides once: a mean of micro-batch means is another objective.
-    Every file gets the same tensors, whether it needs them or not.
+    Tensors are `[n, T]`, except advantages `[n]`. The caller adds up the sums and the counts of all
+    micro-batches and ranks, and then divides once. A mean of micro-batch means would be another
+    objective. Every file gets the same tensors, whether it needs them or not.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
@@ -162,13 +164,13 @@ def policy_loss(
     stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
     stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
     if args.beta > 0:
-        log_ref_ratio = ref_logp - logp  # [n, T]: log(π_ref/π_θ); reversed it is another KL
+        log_ref_ratio = ref_logp - logp  # [n, T]: log(π_ref/π_θ), not log(π_θ/π_ref)
         k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
         k3 = ratio * k3 if args.kl_ratio else k3  # [n, T]: r has a gradient too
         objective = objective - args.beta * k3  # [n, T]
         stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
     per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
-    # Divided by the count over all ranks: 1/G in a group, and the mean over prompts
+    # The caller divides by the count over all ranks: 1/G in a group, and the mean over prompts.
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
     # </own>
 
@@ -212,16 +214,16 @@ def main(args: Args, world: World) -> None:
         rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
         rollout.record_rewards(problems, rewards)  # for samples.jsonl
         rollout.advantages = advantages(rewards).flatten()  # [N]
-        means.add(distinct=(task.distinct(texts, G), P))  # at 1, nothing is left to compare
+        means.add(distinct=(task.distinct(texts, G), P))  # 1: all of a group are equal
 
         run.clock("old_logp")
         # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
         # equally many tokens.
         minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
-        # π_old: log-probs under the weights that sampled, computed by the trainer. The sampler's
-        # own come from other kernels. A ratio against those would mix two things: how far the
+        # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
+        # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # In the same micro-batches as in the update, so that the first ratios are exactly 1.
+        # The micro-batches are those of the update, so that the first ratios are exactly 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:
@@ -267,7 +269,7 @@ def main(args: Args, world: World) -> None:
         if run.due(step, args.eval_every):
             run.clock("evaluate")
             metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # before the checkpoint, or a kill in between loses it
+        run.log(step, metrics)  # first: a kill after the checkpoint must not lose it
         if run.due(step, args.save_every):
             run.clock("save")
             state = {"engine": engine.state_dict()}

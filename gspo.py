@@ -122,7 +122,7 @@ def advantages(rewards: Tensor) -> Tensor:
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
-# Metrics that show whether the mechanism acts; the first is 0 as long as it does not.
+# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
 # <own>
 ACTED = {
     "clip_share": "responses clipped (share)",
@@ -142,11 +142,12 @@ def policy_loss(
     advantages: Tensor,
     mask: Tensor,
 ) -> tuple[Tensor, Tensor, dict]:
-    """-J summed over the n rows, the count to divide it by, and statistics as (sum, count) pairs.
+    """Returns -J summed over the n rows, the count to divide it by, and statistics as pairs (sum,
+    count).
 
-    Tensors are `[n, T]`, except advantages `[n]`. The caller adds up sums and counts of all
-    micro-batches and ranks and divides once: a mean of micro-batch means is another objective.
-    Every file gets the same tensors, whether it needs them or not.
+    Tensors are `[n, T]`, except advantages `[n]`. The caller adds up the sums and the counts of all
+    micro-batches and ranks, and then divides once. A mean of micro-batch means would be another
+    objective. Every file gets the same tensors, whether it needs them or not.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
@@ -215,16 +216,16 @@ def main(args: Args, world: World) -> None:
         rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
         rollout.record_rewards(problems, rewards)  # for samples.jsonl
         rollout.advantages = advantages(rewards).flatten()  # [N]
-        means.add(distinct=(task.distinct(texts, G), P))  # at 1, nothing is left to compare
+        means.add(distinct=(task.distinct(texts, G), P))  # 1: all of a group are equal
 
         run.clock("old_logp")
         # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
         # equally many tokens.
         minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
-        # π_old: log-probs under the weights that sampled, computed by the trainer. The sampler's
-        # own come from other kernels. A ratio against those would mix two things: how far the
+        # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
+        # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # In the same micro-batches as in the update, so that the first ratios are exactly 1.
+        # The micro-batches are those of the update, so that the first ratios are exactly 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:
@@ -270,7 +271,7 @@ def main(args: Args, world: World) -> None:
         if run.due(step, args.eval_every):
             run.clock("evaluate")
             metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # before the checkpoint, or a kill in between loses it
+        run.log(step, metrics)  # first: a kill after the checkpoint must not lose it
         if run.due(step, args.save_every):
             run.clock("save")
             state = {"engine": engine.state_dict()}

@@ -214,7 +214,7 @@ class Stale:
 
 
 # </own>
-# Metrics that show whether the mechanism acts; the first is 0 as long as it does not.
+# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
 # <own>
 ACTED = {
     "lr_damping": "reduction of the learning rate (share)",
@@ -235,11 +235,12 @@ def policy_loss(
     advantages: Tensor,
     mask: Tensor,
 ) -> tuple[Tensor, Tensor, dict]:
-    """-J summed over the n rows, the count to divide it by, and statistics as (sum, count) pairs.
+    """Returns -J summed over the n rows, the count to divide it by, and statistics as pairs (sum,
+    count).
 
-    Tensors are `[n, T]`, except advantages `[n]`. The caller adds up sums and counts of all
-    micro-batches and ranks and divides once: a mean of micro-batch means is another objective.
-    Every file gets the same tensors, whether it needs them or not.
+    Tensors are `[n, T]`, except advantages `[n]`. The caller adds up the sums and the counts of all
+    micro-batches and ranks, and then divides once. A mean of micro-batch means would be another
+    objective. Every file gets the same tensors, whether it needs them or not.
     """
     # <own>
     log_w = log_weight(logp, rollout_logp, mask)  # [n]
@@ -297,7 +298,7 @@ def main(args: Args, world: World) -> None:
         rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
         rollout.record_rewards(problems, rewards)  # for samples.jsonl
         rollout.advantages = advantages(rewards).flatten()  # [N]
-        means.add(distinct=(task.distinct(texts, G), P))  # at 1, nothing is left to compare
+        means.add(distinct=(task.distinct(texts, G), P))  # 1: all of a group are equal
 
         # π_old: the weights that sampled, evaluated by the trainer. The loss does not use it: its
         # weights are against μ, what the sampler reported, and correct for staleness and engine at
@@ -380,7 +381,7 @@ def main(args: Args, world: World) -> None:
         if run.due(step, args.eval_every):
             run.clock("evaluate")
             metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # before the checkpoint, or a kill in between loses it
+        run.log(step, metrics)  # first: a kill after the checkpoint must not lose it
         if run.due(step, args.save_every):
             run.clock("save")
             state = {"engine": engine.state_dict()}

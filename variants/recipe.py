@@ -217,7 +217,7 @@ def counted(args: Args, kept: Tensor) -> Tensor:
 
 
 # </own>
-# Metrics that show whether the mechanism acts; the first is 0 as long as it does not.
+# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
 # <own>
 ACTED = {
     "layers_acted": "how many layers acted in the step",
@@ -242,7 +242,8 @@ def policy_loss(
     kept: Tensor | None = None,  # <own>
     branch: Tensor | None = None,  # <own>
 ) -> tuple[Tensor, Tensor, dict]:
-    """-J summed over the n rows, the count to divide it by, and statistics as (sum, count) pairs.
+    """Returns -J summed over the n rows, the count to divide it by, and statistics as pairs (sum,
+    count).
 
     Tensors are `[n, T]`, except advantages `[n]` and branch `[n]`: 0 on main rows, and on branches
     the divisor of main rows over that of branches. `kept` is chosen in the whole mini-batch
@@ -354,7 +355,7 @@ def main(args: Args, world: World) -> None:
         rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
         rollout.record_rewards(problems, rewards)  # for samples.jsonl
         rollout.advantages = advantages(rewards).flatten()  # [N]
-        means.add(distinct=(task.distinct(texts, G), P))  # at 1, nothing is left to compare
+        means.add(distinct=(task.distinct(texts, G), P))  # 1: all of a group are equal
 
         # <own>
         if curriculum:
@@ -377,10 +378,10 @@ def main(args: Args, world: World) -> None:
         # are about equal.
         minibatches = [balanced(part, world, G) for part in parts]
         # </own>
-        # π_old: log-probs under the weights that sampled, computed by the trainer. The sampler's
-        # own come from other kernels. A ratio against those would mix two things: how far the
+        # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
+        # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # In the same micro-batches as in the update, so that the first ratios are exactly 1.
+        # The micro-batches are those of the update, so that the first ratios are exactly 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:
@@ -461,7 +462,7 @@ def main(args: Args, world: World) -> None:
         if run.due(step, args.eval_every):
             run.clock("evaluate")
             metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # before the checkpoint, or a kill in between loses it
+        run.log(step, metrics)  # first: a kill after the checkpoint must not lose it
         if run.due(step, args.save_every):
             run.clock("save")
             state = {"engine": engine.state_dict()}
