@@ -1,0 +1,83 @@
+"""Does the tiny model's race predict the race of a real model?
+
+    python -m labs.race.transfer        compares table.json with real.json, method by method
+
+Each cell is compared with grpo.py's under the same stress. `+` or `-`: all seeds lie above, or
+below, all of grpo.py's. `up` or `down`: the median does. docs/real.md has the printed tables.
+"""
+
+import importlib
+
+from checks.files import ROOT
+
+from labs import lab
+
+race = importlib.import_module("labs.race.__main__")
+REAL = ROOT / "labs/race/real.json"
+SAME_ROW = {"grpo --lr 1e-5": "grpo, lr/3"}  # the real race's name -> the tiny race's
+SAME_STRESS = {"lr x10": "lr x3"}  # factor 3 does not hurt the real model
+METHODS = "grpo --lr 1e-5,sapo,maspo,stapo,minirl,gspo,goldilocks,deep_grpo,vcpo".split(",")
+STRESSES = ["none", "lr x10", "stale sampler", "all four at half strength"]
+
+
+def sign(table: dict, method: str, stress: str) -> str:
+    """`+`, `-` or `=`, as the race has it; `=`: the seeds overlap."""
+    return race.sign(table, method, stress).strip("?") or "="
+
+
+def direction(table: dict, method: str, stress: str) -> str:
+    """Whether the median lies above grpo.py's: `up`, or `down`."""
+    own, other = (race.median(table, name, stress) for name in (method, "grpo"))
+    return "up" if own > other else "down"
+
+
+def predicted(method: str, stress: str) -> tuple[str, str]:
+    """Sign and direction of a cell in the tiny model's race."""
+    tiny = race.stored(race.TABLE, race.BUDGET)
+    cell = SAME_ROW.get(method, method), SAME_STRESS.get(stress, stress)
+    return sign(tiny, *cell), direction(tiny, *cell)
+
+
+def predictions() -> list[list[str]]:
+    """A line for each method: what the tiny model's race says of each stress."""
+    told = [["method", *STRESSES]]
+    for method in METHODS:
+        cells = [" ".join(predicted(method, stress)) for stress in STRESSES]
+        told.append([method, *cells])
+    return told
+
+
+def comparison(real: dict) -> tuple[list[list[str]], str]:
+    """A line for each cell that was measured with enough seeds, and the number of hits."""
+    told = [["stress", "method", "predicted", "measured", "grpo", "method's", "sign", "direction"]]
+    signs, directions = [], []
+    for stress in race.columns(real):
+        for method in METHODS:
+            seeds = len(race.scores(real, method, stress))
+            if min(seeds, len(race.scores(real, "grpo", stress))) < race.SEEDS:
+                continue
+            before = predicted(method, stress)
+            now = sign(real, method, stress), direction(real, method, stress)
+            hits = [one == other for one, other in zip(before, now)]
+            signs.append(hits[0])
+            directions.append(hits[1])
+            medians = [f"{race.median(real, name, stress):.2f}" for name in ("grpo", method)]
+            words = ["hit" if hit else "miss" for hit in hits]
+            told.append([stress, method, " ".join(before), " ".join(now), *medians, *words])
+    n = len(signs)
+    by_chance = sum(0.9 if row[2].startswith("=") else 0.05 for row in told[1:])
+    hits = f"signs {sum(signs)} of {n} (chance: {by_chance:.1f})"
+    return told, f"{hits}, directions {sum(directions)} of {n} (chance: {n / 2:.1f})"
+
+
+def main() -> None:
+    print(lab.text(predictions()))
+    if REAL.exists():
+        import json
+
+        rows, hits = comparison(json.loads(REAL.read_text(encoding="utf-8")))
+        print("", lab.text(rows), "", hits, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
