@@ -17,7 +17,7 @@ REAL = ROOT / "labs/race/real.json"
 SAME_ROW = {"grpo --lr 1e-5": "grpo, lr/3"}  # the real race's name -> the tiny race's
 SAME_STRESS = {"lr x10": "lr x3"}  # factor 3 does not hurt the real model
 METHODS = "grpo --lr 1e-5,sapo,maspo,stapo,minirl,gspo,goldilocks,deep_grpo,vcpo".split(",")
-STRESSES = ["none", "lr x10", "stale sampler", "all four at half strength"]
+STRESSES = ["none", "lr x10", "all four at half strength"]
 
 
 def sign(table: dict, method: str, stress: str) -> str:
