@@ -238,7 +238,7 @@ def launched(folder: Path, *words: object, ranks: Sequence[dict[str, str]] = ({}
     return said
 
 
-def written(folder: str, world: World, hidden: int, intermediate: int) -> None:
+def written(folder: str | Path, world: World, hidden: int, intermediate: int) -> None:
     """A model with random weights, to be loaded by another process, which needs the memory."""
     with world.device:
         lm = qwen3(hidden, intermediate, toy=not GPU)
@@ -316,9 +316,9 @@ def two_ranks(world: World) -> str:
     """
     nccl = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
     nccl |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN"}
-    common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | nccl
-    ranks = [common | {"RANK": str(rank), "NCCL_HOSTID": str(rank)} for rank in range(2)]
+    shared = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | nccl
+    ranks = [shared | {"RANK": str(rank), "NCCL_HOSTID": str(rank)} for rank in range(2)]
     with tempfile.TemporaryDirectory() as scratch:
         run = Path(scratch) / "run"
         words = f"grpo.py {' '.join(HF)} --dtype bfloat16 --save_every 2 --run_dir {run}".split()
@@ -335,7 +335,8 @@ def two_ranks(world: World) -> str:
 
 # A program whose reward is a coin flip; held-out problems keep the true verifier.
 COIN = """
-import random, runpy, sys
+import os, random, runpy, sys
+sys.path[0] = os.getcwd()  # it is empty, and the verifier's workers would not find this repository
 from common import data
 load_task = data.load_task
 
@@ -358,17 +359,20 @@ def learns(world: World) -> str:
     if GPU and missing:
         return f"skipped: no package {', '.join(missing)}"
     with tempfile.TemporaryDirectory() as scratch:
-        folder, words = Path(scratch), f"grpo.py {' '.join(HF)} --beta 0 --minibatches 2".split()
+        folder = Path(scratch)
         if GPU:
             launched(folder, "-m", "tools.make_smollm2", folder / "model")
-            words += f"--model {folder}/model --task {folder}/model/sums.jsonl --lr 1e-5".split()
-            words += "--instruction= --max_new_tokens 24 --dtype bfloat16 --steps 60".split()
-        else:
-            words += "--steps 4 --eval_problems 32 --eval_samples 1".split()
+        else:  # random weights, which answer nothing
+            written(folder / "model", world, 32, 32)
+            lines = "".join(json.dumps(row) + "\n" for row in make_smollm2.sums())
+            (folder / "model/sums.jsonl").write_text(lines)
+        words = f"grpo.py --model {folder}/model --task {folder}/model/sums.jsonl --instruction="
+        words += f" {' '.join(HF)} --beta 0 --minibatches 2 --lr 1e-5 --max_new_tokens 24"
+        words += " --steps 60 --dtype bfloat16" if GPU else " --steps 2 --eval_problems 8"
         rewards = {"true": [], "coin": ["-c", COIN]}
         told = []
         for name, program in rewards.items():
-            launched(folder, *program, *words, "--run_dir", folder / name)
+            launched(folder, *program, *words.split(), "--run_dir", folder / name)
             told.append(f"{name} reward: {results(folder / name)}")
         (before, after), (_, control) = greedy(folder / "true"), greedy(folder / "coin")
         # Standard errors on 100 problems are below 0.05
