@@ -427,31 +427,31 @@ def norms(world: World) -> str:
     return f"within {worst:.1%} of backward passes; {seconds:.2f} s, {peak:.1f} GB"
 
 
-# In the order of what they tell; minutes on one H100 or H200, estimated
+# In the order of what they tell; tests/gpu/run.sh has the minutes of each
 BLOCKS: dict[str, dict[str, Check]] = {
-    "facts": {  # 2
+    "facts": {
         "machine": machine,
         "exactness": exactness,
         "ratios": ratios,
     },
-    "norms": {"norms": norms},  # 1
-    "learns": {"learns": learns},  # 8
-    "ranks": {"two ranks on one card": two_ranks},  # 3
-    "grid": GRID | {"vocabulary": vocabulary},  # 6
-    "runs": {  # 8; four at a time: they are small
-        **{name: short_run(name, *HF) for name in FILES},
-        "moe_r3": short_run("minirl", *HF, "--model", "tiny-moe", "--routing_replay", "r3"),
-        "offload": short_run("grpo", *HF, "--offload_reference", "--gradient_checkpointing"),
+    "norms": {"norms": norms},
+    "learns": {"learns": learns},
+    "ranks": {"two ranks on one card": two_ranks},
+    "vllm": {  # one after the other: vLLM measures the free memory when it starts
+        "vllm": short_run("grpo", *VLLM),
+        "vllm_sleep": short_run("grpo", *VLLM, "--vllm_sleep"),
+        "vllm_moe_r3": short_run("minirl", *VLLM, "--model", "tiny-moe", "--routing_replay", "r3"),
     },
-    "resume": {  # 5
+    "grid": GRID | {"vocabulary": vocabulary},
+    "resume": {
         "resumed": resumed,
         "0.6B on 24 GB": on_a_card(24, 1024, 3072),
         "1.7B on 24 GB, --offload": on_a_card(24, 2048, 6144, "--offload"),
     },
-    "vllm": {  # 10; one after the other: vLLM measures the free memory when it starts
-        "vllm": short_run("grpo", *VLLM),
-        "vllm_sleep": short_run("grpo", *VLLM, "--vllm_sleep"),
-        "vllm_moe_r3": short_run("minirl", *VLLM, "--model", "tiny-moe", "--routing_replay", "r3"),
+    "runs": {  # four at a time: they are small
+        **{name: short_run(name, *HF) for name in FILES},
+        "moe_r3": short_run("minirl", *HF, "--model", "tiny-moe", "--routing_replay", "r3"),
+        "offload": short_run("grpo", *HF, "--offload_reference", "--gradient_checkpointing"),
     },
 }
 
