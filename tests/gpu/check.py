@@ -429,11 +429,7 @@ def norms(world: World) -> str:
 
 # In the order of what they tell; tests/gpu/run.sh has the minutes of each
 BLOCKS: dict[str, dict[str, Check]] = {
-    "facts": {
-        "machine": machine,
-        "exactness": exactness,
-        "ratios": ratios,
-    },
+    "facts": {"machine": machine, "exactness": exactness, "ratios": ratios},
     "norms": {"norms": norms},
     "learns": {"learns": learns},
     "ranks": {"two ranks on one card": two_ranks},
