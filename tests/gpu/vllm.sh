@@ -39,7 +39,7 @@ install() { # FOLDER PYTHON PACKAGES: for that Python on x86-64 Linux
 }
 
 cut_up() { # FOLDER FIRST NUMBER: the folder as that many loads, numbered from FIRST
-    tar -C "$1" -c . | xz -T0 > "$1.xz"
+    tar -C "$1" -c . | xz -9 > "$1.xz"
     split -n "$3" -a 1 --numeric-suffixes="$2" "$1.xz" "$loads/"
 }
 
