@@ -14,15 +14,15 @@ cd "$(dirname "$0")/../.."
 loads=tests/gpu/vllm
 ours="tyro typeguard docstring_parser tqdm"  # what the programs of this repository import, and may be missing there
 vllm="aiohappyeyeballs aiohttp aiosignal annotated-doc annotated-types anyio apache-tvm-ffi attrs blake3
-    cachetools cbor2 cloudpickle compressed-tensors depyf dill einops email-validator fastapi
-    frozenlist googleapis-common-protos grpcio h11 httpcore2 httpx2 llguidance loguru msgspec multidict openai
+    cachetools cbor2 certifi charset-normalizer cloudpickle compressed-tensors depyf dill einops email-validator fastapi
+    frozenlist googleapis-common-protos grpcio h11 httpcore2 httpx2 idna llguidance loguru msgspec multidict openai
     opentelemetry-api opentelemetry-exporter-http-transport opentelemetry-exporter-otlp
     opentelemetry-exporter-otlp-common opentelemetry-exporter-otlp-proto-common
     opentelemetry-exporter-otlp-proto-grpc opentelemetry-exporter-otlp-proto-http opentelemetry-proto
     opentelemetry-sdk opentelemetry-semantic-conventions opentelemetry-semantic-conventions-ai oss-harmony
     partial-json-parser pillow prometheus_client propcache protobuf psutil py-cpuinfo pybase64 pydantic
-    pydantic-extra-types pydantic_core python-multipart pyzmq sentencepiece setproctitle sniffio starlette tiktoken
-    truststore typing-inspection uvloop xgrammar yarl"
+    pydantic-extra-types pydantic_core python-multipart pyzmq requests sentencepiece setproctitle sniffio starlette tiktoken
+    truststore typing-inspection urllib3 uvloop xgrammar yarl"
 # Below vllm/
 unused="vllm-rs _flashkda_C.abi3.so _deepselect_C.abi3.so _flashmla_C.abi3.so _flashmla_extension_C.abi3.so
     _qutlass_C.abi3.so vllm_flash_attn/_vllm_fa2_C.abi3.so vllm_flash_attn/cute third_party/deep_gemm third_party/fmha_sm100
