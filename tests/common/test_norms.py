@@ -96,7 +96,7 @@ MUTANTS = {
     "a token's places apart": ("same.to(d.dtype) @ d", "d"),
     "a gradient for <pad>": ("if embedding.padding_idx is not None", "if False"),
     "the head a place late": ("micro.prompt_len[:, None] - 1", "micro.prompt_len[:, None]"),
-    "the head at temperature 1": ("micro.mask[at], temperature", "micro.mask[at], 1.0"),
+    "the head at temperature 1": ("micro.mask[at], self.temperature", "micro.mask[at], 1.0"),
     "no biases": ("found if module.bias is None", "found if True"),
     "the diagonal alone": ("torch.linalg.vecdot(*pairs)", "sum(p.sum(1) for p in pairs)"),
 }

@@ -11,13 +11,14 @@ import gc
 import importlib.util
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from common.logprobs import response_logprobs, token_logprobs  # noqa: E402
 from common.plumbing.model import head_logits, load_model  # noqa: E402
 from common.plumbing.norms import in_one_pass  # noqa: E402
 from common.rollout import HFEngine  # noqa: E402
+from tools import make_smollm2  # noqa: E402
 from tools.maintain.shapes import byte_tokenizer, qwen3  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -207,23 +209,36 @@ def vocabulary(world: World) -> str:
     return "; ".join(told)
 
 
-# Blocks `runs`, `resume`, `vllm`: whole programs, in processes of their own
+# The other blocks: whole programs, in processes of their own
 
 
-def launched(folder: Path, *words: object) -> str:
-    """Run a Python program and return what it says; a RuntimeError with its end where it fails."""
+def launched(folder: Path, *words: object, ranks: Sequence[dict[str, str]] = ({},)) -> str:
+    """Run a Python program and return what it says; a RuntimeError with its end where it fails.
+
+    `ranks` has further environment variables for each process of the program. The first process
+    that fails ends the others.
+    """
     with (folder / "messages").open("w+") as messages:
-        how = {"cwd": ROOT, "timeout": SECONDS, "stdout": messages, "stderr": messages}
+        how = {"cwd": ROOT, "stdout": messages, "stderr": messages}
+        command, end = [sys.executable, *map(str, words)], time.monotonic() + SECONDS
+        started = [subprocess.Popen(command, env=os.environ | rank, **how) for rank in ranks]
         try:
-            subprocess.run([sys.executable, *map(str, words)], check=True, **how)
-        except subprocess.SubprocessError as error:
-            messages.seek(0)
-            raise RuntimeError(f"{type(error).__name__}: {messages.read()[-600:]}") from error
+            codes = [None]  # None: still running
+            while None in codes and not any(codes) and time.monotonic() < end:
+                time.sleep(0.1)
+                codes = [process.poll() for process in started]
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
         messages.seek(0)
-        return messages.read()
+        said = messages.read()
+    if any(code != 0 for code in codes):
+        raise RuntimeError(f"exit codes {codes} (None: killed): {said[-600:]}")
+    return said
 
 
-def written(folder: str, world: World, hidden: int, intermediate: int) -> None:
+def written(folder: str | Path, world: World, hidden: int, intermediate: int) -> None:
     """A model with random weights, to be loaded by another process, which needs the memory."""
     with world.device:
         lm = qwen3(hidden, intermediate, toy=not GPU)
@@ -233,14 +248,28 @@ def written(folder: str, world: World, hidden: int, intermediate: int) -> None:
     free_memory()
 
 
+def metrics(run: Path) -> list[dict]:
+    """A run's rows, of which the first is the evaluation before training."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def largest_gap(run: Path) -> float:
+    """The largest difference between sampler and trainer in a run."""
+    return max(line.get("sampler_gap", 0.0) for line in metrics(run)[1:])
+
+
+def greedy(run: Path) -> tuple[float, float]:
+    """Greedy accuracy before and after training."""
+    summary = json.loads((run / "summary.json").read_text())
+    return summary["greedy_before"], summary["greedy_after"]
+
+
 def results(run: Path) -> str:
     """Accuracies, the sampler's gap, and seconds a step."""
-    summary = json.loads((run / "summary.json").read_text())
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    gap = max(line.get("sampler_gap", 0.0) for line in lines[1:])
-    step = statistics.median(line["seconds"] for line in lines[1:])
-    accuracy = f"greedy {summary['greedy_before']:.2f} → {summary['greedy_after']:.2f}"
-    return f"{accuracy}, largest sampler gap {gap:.1e}, {step:.1f} s a step"
+    before, after = greedy(run)
+    step = statistics.median(line["seconds"] for line in metrics(run)[1:])
+    gap = f"largest sampler gap {largest_gap(run):.1e}"
+    return f"greedy {before:.2f} → {after:.2f}, {gap}, {step:.1f} s a step"
 
 
 def short_run(name: str, *flags: str) -> Check:
@@ -263,11 +292,95 @@ def resumed(world: World) -> str:
         words = f"grpo.py --rollout hf --save_every 2 --eval_every 4 --run_dir {run}".split()
         launched(Path(scratch), *words, "--steps", 4)
         launched(Path(scratch), *words, "--steps", 8, "--resume")
-        lines = (run / "metrics.jsonl").read_text().splitlines()
-        steps = [json.loads(line)["step"] for line in lines]
+        steps = [line["step"] for line in metrics(run)]
         assert steps == [*range(9)], steps
         return results(run)
 
+
+# Block `ranks`
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def two_ranks(world: World) -> str:
+    """Two ranks share a model on one card; then one rank continues their run.
+
+    Each rank says that it is alone on its node, so NCCL connects them through the loopback
+    interface as if there were two nodes. NVIDIA does not support two ranks on one card: NCCL may
+    refuse, and this row then says so. Without a GPU the ranks use gloo.
+    """
+    nccl = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+    nccl |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "WARN"}
+    shared = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | nccl
+    ranks = [shared | {"RANK": str(rank), "NCCL_HOSTID": str(rank)} for rank in range(2)]
+    with tempfile.TemporaryDirectory() as scratch:
+        run = Path(scratch) / "run"
+        words = f"grpo.py {' '.join(HF)} --dtype bfloat16 --save_every 2 --run_dir {run}".split()
+        launched(Path(scratch), *words, "--steps", 4, "--shard_ranks", 2, ranks=ranks)
+        launched(Path(scratch), *words, "--steps", 6, "--resume")
+        steps = [line["step"] for line in metrics(run)]
+        assert steps == [*range(7)], steps
+        gap = largest_gap(run)
+        assert gap < 0.02, gap  # both sides compute in bfloat16
+        return results(run)
+
+
+# Block `learns`
+
+# A program whose reward is a coin flip; held-out problems keep the true verifier.
+COIN = """
+import os, random, runpy, sys
+sys.path[0] = os.getcwd()  # it is empty, and the verifier's workers would not find this repository
+from common import data
+load_task = data.load_task
+
+def with_a_coin(args, tokenizer):
+    task, coin = load_task(args, tokenizer), random.Random(args.seed)
+    task.held_out_verifier = task.held_out_verifier or task.verifier
+    task.verifier = lambda texts, answers: [float(coin.random() < 0.5) for text in texts]
+    return task
+
+data.load_task = with_a_coin
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def learns(world: World) -> str:
+    """SmolLM2-135M-Instruct learns sums of one-digit numbers, and does not where the reward is a
+    coin flip. Seed, problems and flags of the two runs are the same."""
+    missing = [name for name in make_smollm2.NEEDED if not importlib.util.find_spec(name)]
+    if GPU and missing:
+        return f"skipped: no package {', '.join(missing)}"
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        if GPU:
+            launched(folder, "-m", "tools.make_smollm2", folder / "model")
+        else:  # random weights, which answer nothing
+            written(folder / "model", world, 32, 32)
+            lines = "".join(json.dumps(row) + "\n" for row in make_smollm2.sums())
+            (folder / "model/sums.jsonl").write_text(lines)
+        words = f"grpo.py --model {folder}/model --task {folder}/model/sums.jsonl --instruction="
+        words += f" {' '.join(HF)} --beta 0 --minibatches 2 --lr 1e-5 --max_new_tokens 24"
+        words += " --steps 60 --dtype bfloat16" if GPU else " --steps 2 --eval_problems 8"
+        rewards = {"true": [], "coin": ["-c", COIN]}
+        told = []
+        for name, program in rewards.items():
+            launched(folder, *program, *words.split(), "--run_dir", folder / name)
+            told.append(f"{name} reward: {results(folder / name)}")
+        (before, after), (_, control) = greedy(folder / "true"), greedy(folder / "coin")
+        # Standard errors on 100 problems are below 0.05
+        assert not GPU or (after > before + 0.2 and control < before + 0.15), told
+        return "; ".join(told)
+
+
+# Block `resume`: a part of the GPU's memory
 
 LIMITED = """
 import sys, runpy, common, torch
@@ -314,29 +427,27 @@ def norms(world: World) -> str:
     return f"within {worst:.1%} of backward passes; {seconds:.2f} s, {peak:.1f} GB"
 
 
-# In the order of what they tell; minutes on one H100 or H200, estimated
+# In the order of what they tell; tests/gpu/run.sh has the minutes of each
 BLOCKS: dict[str, dict[str, Check]] = {
-    "facts": {  # 2
-        "machine": machine,
-        "exactness": exactness,
-        "ratios": ratios,
+    "facts": {"machine": machine, "exactness": exactness, "ratios": ratios},
+    "norms": {"norms": norms},
+    "learns": {"learns": learns},
+    "ranks": {"two ranks on one card": two_ranks},
+    "vllm": {  # one after the other: vLLM measures the free memory when it starts
+        "vllm": short_run("grpo", *VLLM),
+        "vllm_sleep": short_run("grpo", *VLLM, "--vllm_sleep"),
+        "vllm_moe_r3": short_run("minirl", *VLLM, "--model", "tiny-moe", "--routing_replay", "r3"),
     },
-    "grid": GRID | {"vocabulary": vocabulary},  # 6
-    "runs": {  # 8; four at a time: they are small
-        **{name: short_run(name, *HF) for name in FILES},
-        "moe_r3": short_run("minirl", *HF, "--model", "tiny-moe", "--routing_replay", "r3"),
-        "offload": short_run("grpo", *HF, "--offload_reference", "--gradient_checkpointing"),
-    },
-    "resume": {  # 5
+    "grid": GRID | {"vocabulary": vocabulary},
+    "resume": {
         "resumed": resumed,
         "0.6B on 24 GB": on_a_card(24, 1024, 3072),
         "1.7B on 24 GB, --offload": on_a_card(24, 2048, 6144, "--offload"),
     },
-    "norms": {"norms": norms},  # 1
-    "vllm": {  # 10; one after the other: vLLM measures the free memory when it starts
-        "vllm": short_run("grpo", *VLLM),
-        "vllm_sleep": short_run("grpo", *VLLM, "--vllm_sleep"),
-        "vllm_moe_r3": short_run("minirl", *VLLM, "--model", "tiny-moe", "--routing_replay", "r3"),
+    "runs": {  # four at a time: they are small
+        **{name: short_run(name, *HF) for name in FILES},
+        "moe_r3": short_run("minirl", *HF, "--model", "tiny-moe", "--routing_replay", "r3"),
+        "offload": short_run("grpo", *HF, "--offload_reference", "--gradient_checkpointing"),
     },
 }
 
