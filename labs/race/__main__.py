@@ -28,9 +28,8 @@ from common.plumbing.errors import BadInput, blame, in_one_line
 from common.plumbing.folder import read_lines, whole
 
 from labs import lab
-from labs.race.stresses import STRESSES, STRONGER, load, put_under
+from labs.race.stresses import STRESSES, load, put_under
 
-KNOWN = STRESSES | STRONGER
 TABLE = ROOT / "labs/race/table.json"
 # No run ends because its sampler differs from the trainer (the last flag): that is measured here.
 BUDGET = "--steps 40 --prompts_per_step 16 --group_size 8 --eval_every 8 --eval_problems 256"
@@ -78,7 +77,7 @@ def last_value(words: str, flag: str) -> int:
 def measured(file: Path, flags: str, stress: str, seed: int, budget: str) -> dict:
     """One run, as a process of its own -> what is stored of it, or why it `broke`."""
     rows = last_value(budget, "--prompts_per_step") * last_value(budget, "--group_size")
-    words = shlex.split(f"{budget} {flags} {KNOWN[stress].flags(rows)} --seed {seed}")
+    words = shlex.split(f"{budget} {flags} {STRESSES[stress].flags(rows)} --seed {seed}")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
     if "--model" not in budget:  # the embedded model: one thread of the CPU, in float32
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -126,7 +125,7 @@ def run_row(name: str, file: Path, path: Path, budget: str, words: argparse.Name
     stresses = words.stresses or list(STRESSES)
     jobs = [(stress, seed) for seed in range(1, 1 + words.seeds) for stress in stresses]
     if "--task" in budget:  # which prompts are uninformative is known of arithmetic only
-        jobs = [job for job in jobs if not KNOWN[job[0]].uninformative]
+        jobs = [job for job in jobs if not STRESSES[job[0]].uninformative]
     jobs = [job for job in jobs if job[1] not in [r["seed"] for r in runs_of(table, name, job[0])]]
     with ThreadPoolExecutor(words.workers) as pool:
         found = pool.map(lambda job: measured(file, words.flags, *job, budget), jobs)
@@ -153,7 +152,7 @@ def scores(table: dict, method: str, stress: str) -> list[float]:
 def columns(table: dict) -> list[str]:
     """The stresses that the table has."""
     known = {one["stress"] for one in table["cells"]}
-    return [stress for stress in KNOWN if stress in known]
+    return [stress for stress in STRESSES if stress in known]
 
 
 def methods(table: dict) -> list[str]:
@@ -270,7 +269,7 @@ def main() -> None:
     parser.add_argument("file", nargs="?", help="a file in the form of grpo.py")
     parser.add_argument("--flags", default="", help='the method\'s own: --flags="--lr 1e-4"')
     parser.add_argument("--seeds", type=int, default=SEEDS, help=f"default: {SEEDS}")
-    choice = {"choices": KNOWN, "metavar": "STRESS", "help": "default: all ten"}
+    choice = {"choices": STRESSES, "metavar": "STRESS", "help": "default: all ten"}
     parser.add_argument("--stresses", nargs="+", **choice)
     parser.add_argument("--workers", type=int, default=2, help="runs at a time (default: 2)")
     parser.add_argument("--out", type=Path, help="the table (default: runs/race/FILE-....json)")

@@ -59,7 +59,6 @@ STRESSES = {
     "groups of two": Stress(group_size=2),
     "all four at half strength": Stress(lr=2.0, sync_every=8, temperature=0.75, flipped=0.05),
 }
-STRONGER = {"lr x10": Stress(lr=10.0)}  # run on request, for models that `lr x3` does not hurt
 
 
 def load(path: Path) -> ModuleType:
@@ -158,7 +157,7 @@ def put_under(module: ModuleType, stress: Stress) -> None:
 if __name__ == "__main__":  # one run, whose metrics.jsonl labs.race reads
     file, name, *flags = sys.argv[1:]
     raced = load(Path(file))
-    put_under(raced, (STRESSES | STRONGER)[name])
+    put_under(raced, STRESSES[name])
     Run.finish = lambda run: None  # no curves, no summary
     sys.argv = [Path(file).name, *flags]
     launch(raced.main, raced.Args)

@@ -353,7 +353,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def learns(world: World) -> str:
-    """SmolLM2-135M-Instruct learns sums of one-digit numbers, and does not where the reward is a
+    """SmolLM2-135M-Instruct learns sums of two-digit numbers, and does not where the reward is a
     coin flip. Seed, problems and flags of the two runs are the same."""
     missing = [name for name in make_smollm2.NEEDED if not importlib.util.find_spec(name)]
     if GPU and missing:
@@ -364,10 +364,8 @@ def learns(world: World) -> str:
             launched(folder, "-m", "tools.make_smollm2", folder / "model")
         else:  # random weights, which answer nothing
             written(folder / "model", world, 32, 32)
-            lines = "".join(json.dumps(row) + "\n" for row in make_smollm2.sums())
-            (folder / "model/sums.jsonl").write_text(lines)
-        words = f"grpo.py --model {folder}/model --task {folder}/model/sums.jsonl --instruction="
-        words += f" {' '.join(HF)} --beta 0 --minibatches 2 --lr 1e-5 --max_new_tokens 24"
+        words = f"grpo.py --model {folder}/model --task {ROOT}/labs/real/sums.py"
+        words += f" {' '.join(HF)} --beta 0 --minibatches 2 --lr 1e-5 --max_new_tokens 6"
         words += " --steps 60 --dtype bfloat16" if GPU else " --steps 2 --eval_problems 8"
         rewards = {"true": [], "coin": ["-c", COIN]}
         told = []
