@@ -3,12 +3,17 @@
     python -m labs.race.transfer        compares table.json with real.json, method by method
 
 Each cell is compared with grpo.py's under the same stress. `+` or `-`: all seeds lie above, or
-below, all of grpo.py's. `up` or `down`: the median does. docs/real.md has the printed tables.
+below, all of grpo.py's. `up` or `down`: the median does. docs/real.md has the printed tables and
+the picture, real.png.
 """
 
 import importlib
+import json
+from pathlib import Path
 
+import numpy as np
 from checks.files import ROOT
+from common.plumbing.folder import whole
 
 from labs import lab
 
@@ -69,13 +74,59 @@ def comparison(real: dict) -> tuple[list[list[str]], str]:
     return told, f"{hits}, directions {sum(directions)} of {n} (chance: {n / 2:.1f})"
 
 
+def control(real: dict) -> list[list[str]]:
+    """A line for each method without a stress: medians of its seeds."""
+    told = [
+        ["method", "seeds", "before", "after", "score", "thousand tokens", "acted", "GB", "CPU s"]
+    ]
+    for method in race.methods(real):
+        runs = race.runs_of(real, method, "none")
+        if runs:
+            accuracies = np.median([run["sampled"] for run in runs], axis=0)
+            keys = "tokens acted gigabytes cpu_seconds".split()
+            rest = [f"{np.median([run[key] for run in runs]):.3g}" for key in keys]
+            scored = race.cell(real, method, "none")
+            ends = [f"{accuracies[place]:.2f}" for place in (0, -1)]
+            told.append([method, str(len(runs)), *ends, scored, *rest])
+    return told
+
+
+def draw(real: dict, path: Path) -> None:
+    """Sampled accuracy by step: a panel for each method, a line for each stress (medians, with all
+    seeds in between)."""
+    from matplotlib.figure import Figure
+
+    names = race.methods(real)
+    columns = -(-len(names) // 2)
+    figure = Figure(figsize=(2.4 * columns, 5.2), layout="constrained")
+    axes = figure.subplots(2, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    steps = real["cells"][0]["runs"][0]["at"]  # the same for all runs
+    for axis, name in zip(axes, names):
+        for stress, colour in zip(STRESSES, (lab.BLACK, lab.BLUE, lab.ORANGE)):
+            runs = race.runs_of(real, name, stress)
+            if runs:
+                lines = np.array([run["sampled"] for run in runs])  # [seeds, measurements]
+                axis.plot(steps, np.median(lines, axis=0), color=colour, label=stress)
+                edges = lines.min(axis=0), lines.max(axis=0)
+                axis.fill_between(steps, *edges, color=colour, alpha=0.2, linewidth=0)
+        axis.set_title(name, fontsize=10)
+        axis.set_xticks(steps)
+    for axis in axes[len(names) :]:
+        axis.set_visible(False)
+    axes[0].legend(fontsize=7)
+    figure.supxlabel("step")
+    lab.entitle(figure, "SmolLM2-135M on two-digit sums: sampled accuracy on held-out problems")
+    with whole(path) as partial:
+        figure.savefig(partial, dpi=130, format="png", metadata={"Software": None})
+
+
 def main() -> None:
     print(lab.text(predictions()))
     if REAL.exists():
-        import json
-
-        rows, hits = comparison(json.loads(REAL.read_text(encoding="utf-8")))
-        print("", lab.text(rows), "", hits, sep="\n")
+        real = json.loads(REAL.read_text(encoding="utf-8"))
+        rows, hits = comparison(real)
+        print("", lab.text(rows), "", hits, "", lab.text(control(real)), sep="\n")
+        draw(real, REAL.with_suffix(".png"))
 
 
 if __name__ == "__main__":

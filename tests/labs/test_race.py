@@ -11,7 +11,7 @@ from common.data import load_task
 from common.plumbing.errors import BadInput
 from common.plumbing.model import load_model
 from common.tiny.arithmetic import KINDS
-from labs.race import stresses
+from labs.race import stresses, transfer
 from labs.race.stresses import STRESSES, Stress
 
 race = importlib.import_module("labs.race.__main__")
@@ -231,3 +231,16 @@ def test_another_races_table_is_refused(tmp_path):
     path.write_text('{"budget": "--steps 3", "cells": []}')
     with pytest.raises(BadInput, match="another --out"):
         race.stored(path, race.BUDGET)
+
+
+def test_hits_and_misses_of_the_predictions(monkeypatch):
+    """The tiny model says `+ up` of sapo and `= up` of maspo; the real one says `+ up` of both."""
+    tiny = cells("grpo", 3, 0.5) + cells("sapo", 3, 0.6) + cells("maspo", 3, 0.5)
+    runs = race.runs_of({"cells": tiny}, "maspo", "none")
+    runs[0]["sampled"] = runs[1]["sampled"] = [0.51]  # its median is above, its lowest seed is not
+    real = cells("grpo", 3, 0.2) + cells("sapo", 3, 0.4) + cells("maspo", 3, 0.4)
+    monkeypatch.setattr(transfer.race, "stored", lambda *_: {"cells": tiny})
+    monkeypatch.setattr(transfer, "METHODS", ["sapo", "maspo"])
+    rows, hits = transfer.comparison({"cells": [one for one in real if one["stress"] == "none"]})
+    assert [row[-2:] for row in rows[1:]] == [["hit", "hit"], ["miss", "hit"]]
+    assert hits == "signs 1 of 2 (chance: 0.9), directions 2 of 2 (chance: 1.0)"
