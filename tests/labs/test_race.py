@@ -243,4 +243,4 @@ def test_hits_and_misses_of_the_predictions(monkeypatch):
     monkeypatch.setattr(transfer, "METHODS", ["sapo", "maspo"])
     rows, hits = transfer.comparison({"cells": [one for one in real if one["stress"] == "none"]})
     assert [row[-2:] for row in rows[1:]] == [["hit", "hit"], ["miss", "hit"]]
-    assert hits == "signs 1 of 2 (chance: 0.9), directions 2 of 2 (chance: 1.0)"
+    assert hits == "signs 1 of 2 (chance: 1.0), directions 2 of 2 (chance: 1.0)"
