@@ -105,19 +105,19 @@ class Args(Flags):
     resume: bool | Literal["auto"] = False
     """Continue from the newest checkpoint in the run folder; auto: only if there is one."""
     micro_tokens: Count = 16384
-    """Tokens, with padding, in one pass: changes memory, never the gradient (our choice)."""
+    """Tokens, with padding, in one pass: limits memory; the gradient is the same (our choice)."""
     warmup: Whole = 5
     """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (as in OpenRLHF; verl, which most papers use: 0.9 0.999)."""
+    """AdamW's decay rates (OpenRLHF's; verl's, which most papers have, are 0.9 0.999)."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
     """Largest gradient norm; larger gradients are scaled down to it (verl's default)."""
     clip_low: NonNegative = 0.2
-    """ε below 1: the lower clip is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
+    """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
     clip_high: NonNegative = 0.2
-    """ε above 1: the upper clip is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
+    """ε of the upper clip, which is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
     beta: NonNegative = 0.01  # <own>
     """β of the KL term; 0: no reference model (our choice; DeepSeekMath: 0.04, R1: 0.001)."""
     kl_ratio: bool = False  # <own>
@@ -140,12 +140,12 @@ class Args(Flags):
 
 def advantages(rewards: Tensor) -> Tensor:
     """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
-    # Subtract one reward first, so that equal rewards are exactly 0: in floating point the mean of
-    # eight 0.3 is not quite 0.3.
+    # If all rewards are equal, all advantages must be exactly 0. But rounding makes the mean of
+    # eight rewards of 0.3 not quite 0.3. So subtract the first reward from all of them.
     rewards = rewards - rewards[:, :1]  # [P, G]
     centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # A group that is all right or all wrong gets exactly 0: a prompt that is too easy or too hard
-    # teaches nothing. The 1e-6 only prevents 0/0.
+    # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
+    # too easy or too hard teaches nothing. The 1e-6 only prevents 0/0.
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
@@ -287,16 +287,17 @@ def policy_loss(
     advantages: Tensor,
     mask: Tensor,
 ) -> tuple[Tensor, Tensor, dict]:
-    """Returns -J summed over the n rows, the count to divide it by, and statistics as pairs (sum,
-    count).
+    """Returns three things: the sum of the loss over the n rows, the count that divides this sum,
+    and statistics as pairs (sum, count).
 
-    Tensors are `[n, T]`, except advantages `[n]`. The caller adds up the sums and the counts of all
-    micro-batches and ranks, and then divides once. A mean of micro-batch means would be another
-    objective. Every file gets the same tensors, whether it needs them or not.
+    A row is one response of up to T tokens. Tensors are `[n, T]`, except advantages `[n]`. The
+    caller adds up the sums and the counts of all micro-batches and ranks, and then divides once. A
+    mean of micro-batch means would be another objective. Every file gets the same tensors, whether
+    it needs them or not.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    ratio = (logp - old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
+    ratio = (logp - old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
     # that it can come back.
@@ -313,7 +314,8 @@ def policy_loss(
         objective = objective - args.beta * k3  # [n, T]
         stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
     per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
-    # The caller divides by the count over all ranks: 1/G in a group, and the mean over prompts.
+    # The caller divides by the number of responses on all ranks: that is 1/G and the mean over
+    # prompts in one.
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
     # </own>
 
@@ -363,7 +365,7 @@ def main(args: Args, world: World) -> None:
         rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
         rollout.record_rewards(problems, rewards)  # for samples.jsonl
         rollout.advantages = advantages(rewards).flatten()  # [N]
-        means.add(distinct=(task.distinct(texts, G), P))  # 1: all of a group are equal
+        means.add(distinct=(task.distinct(texts, G), P))  # 1: equal answers
 
         run.clock("teacher")  # <own>
         curriculum.learn(rewards, means)  # <own>
@@ -375,7 +377,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # The micro-batches are those of the update, so that the first ratios are exactly 1.
+        # Another division into micro-batches would round differently. These are the micro-batches
+        # of the update, so the first ratios are exactly 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:
@@ -421,7 +424,7 @@ def main(args: Args, world: World) -> None:
         if run.due(step, args.eval_every):
             run.clock("evaluate")
             metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # first: a kill after the checkpoint must not lose it
+        run.log(step, metrics)  # before saving, so that no kill can lose this line
         if run.due(step, args.save_every):
             run.clock("save")
             state = {"engine": engine.state_dict()}

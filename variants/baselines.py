@@ -113,19 +113,19 @@ class Args(Flags):
     resume: bool | Literal["auto"] = False
     """Continue from the newest checkpoint in the run folder; auto: only if there is one."""
     micro_tokens: Count = 16384
-    """Tokens, with padding, in one pass: changes memory, never the gradient (our choice)."""
+    """Tokens, with padding, in one pass: limits memory; the gradient is the same (our choice)."""
     warmup: Whole = 5
     """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
     betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (as in OpenRLHF; verl, which most papers use: 0.9 0.999)."""
+    """AdamW's decay rates (OpenRLHF's; verl's, which most papers have, are 0.9 0.999)."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
     """Largest gradient norm; larger gradients are scaled down to it (verl's default)."""
     clip_low: NonNegative = 0.2
-    """ε below 1 (authors' script)."""
+    """ε of the lower clip (authors' script)."""
     clip_high: NonNegative = 0.28  # <own>
-    """ε above 1 (authors' script)."""
+    """ε of the upper clip (authors' script)."""
     baseline: Literal["none", "rloo", "batch", "group", "maxrl", "scalerl"] = "rloo"  # <own>
     """How Â is computed (see the table above)."""
 
@@ -141,8 +141,8 @@ def advantages(
 
     Rewards [1, 0, 0, 0] give 1 and 0s (none), 1 and -1/3s (rloo), 3 and -1s (maxrl).
     """
-    # Subtract one reward first, so that equal rewards are exactly 0: in floating point the mean of
-    # eight 0.3 is not quite 0.3.
+    # If all rewards are equal, all advantages must be exactly 0. But rounding makes the mean of
+    # eight rewards of 0.3 not quite 0.3. So subtract the first reward from all of them.
     equal = rewards - rewards[:, :1]  # [P, G]
     centred, G = equal - equal.mean(dim=1, keepdim=True), rewards.shape[1]  # [P, G]
     each = torch.ones_like(rewards)  # [P, G]
@@ -199,16 +199,17 @@ def policy_loss(
     advantages: Tensor,
     mask: Tensor,
 ) -> tuple[Tensor, Tensor, dict]:
-    """Returns -J summed over the n rows, the count to divide it by, and statistics as pairs (sum,
-    count).
+    """Returns three things: the sum of the loss over the n rows, the count that divides this sum,
+    and statistics as pairs (sum, count).
 
-    Tensors are `[n, T]`, except advantages `[n]`. The caller adds up the sums and the counts of all
-    micro-batches and ranks, and then divides once. A mean of micro-batch means would be another
-    objective. Every file gets the same tensors, whether it needs them or not.
+    A row is one response of up to T tokens. Tensors are `[n, T]`, except advantages `[n]`. The
+    caller adds up the sums and the counts of all micro-batches and ranks, and then divides once. A
+    mean of micro-batch means would be another objective. Every file gets the same tensors, whether
+    it needs them or not.
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    ratio = (logp - old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
+    ratio = (logp - old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
     # that it can come back.
@@ -246,8 +247,8 @@ def main(args: Args, world: World) -> None:
     for step in run.steps(done, args.steps):
         means = Means()
 
-        # Rollout: this rank's P prompts, G responses each. The step number says which prompts come,
-        # so a checkpoint saves no position.
+        # Rollout: this rank's P prompts, G responses each. The step number alone decides which
+        # prompts are used, so a checkpoint need not save a position in the data.
         run.clock("rollout")
         cursor = (step - 1) * args.prompts_per_step + world.rank * P
         problems = [task.train(cursor + i) for i in range(P)]
@@ -266,7 +267,7 @@ def main(args: Args, world: World) -> None:
         rollout.advantages = A.flatten()  # [N]
         means.add(**effect(rewards, A))
         # </own>
-        means.add(distinct=(task.distinct(texts, G), P))  # 1: all of a group are equal
+        means.add(distinct=(task.distinct(texts, G), P))  # 1: equal answers
 
         run.clock("old_logp")
         # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
@@ -275,7 +276,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # The micro-batches are those of the update, so that the first ratios are exactly 1.
+        # Another division into micro-batches would round differently. These are the micro-batches
+        # of the update, so the first ratios are exactly 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:
@@ -321,7 +323,7 @@ def main(args: Args, world: World) -> None:
         if run.due(step, args.eval_every):
             run.clock("evaluate")
             metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # first: a kill after the checkpoint must not lose it
+        run.log(step, metrics)  # before saving, so that no kill can lose this line
         if run.due(step, args.save_every):
             run.clock("save")
             state = {"engine": engine.state_dict()}

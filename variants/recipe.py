@@ -242,8 +242,8 @@ def policy_loss(
     kept: Tensor | None = None,  # <own>
     branch: Tensor | None = None,  # <own>
 ) -> tuple[Tensor, Tensor, dict]:
-    """Returns -J summed over the n rows, the count to divide it by, and statistics as pairs (sum,
-    count).
+    """Returns three things: the sum of the loss over the n rows, the count that divides this sum,
+    and statistics as pairs (sum, count).
 
     Tensors are `[n, T]`, except advantages `[n]` and branch `[n]`: 0 on main rows, and on branches
     the divisor of main rows over that of branches. `kept` is chosen in the whole mini-batch
@@ -253,7 +253,7 @@ def policy_loss(
     """
     A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    ratio = (logp - old_logp).exp()  # [n, T]: r; 1 until the rollout's first optimiser step
+    ratio = (logp - old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
     # that it can come back.
@@ -355,7 +355,7 @@ def main(args: Args, world: World) -> None:
         rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
         rollout.record_rewards(problems, rewards)  # for samples.jsonl
         rollout.advantages = advantages(rewards).flatten()  # [N]
-        means.add(distinct=(task.distinct(texts, G), P))  # 1: all of a group are equal
+        means.add(distinct=(task.distinct(texts, G), P))  # 1: equal answers
 
         # <own>
         if curriculum:
@@ -381,7 +381,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # The micro-batches are those of the update, so that the first ratios are exactly 1.
+        # Another division into micro-batches would round differently. These are the micro-batches
+        # of the update, so the first ratios are exactly 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:
@@ -462,7 +463,7 @@ def main(args: Args, world: World) -> None:
         if run.due(step, args.eval_every):
             run.clock("evaluate")
             metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # first: a kill after the checkpoint must not lose it
+        run.log(step, metrics)  # before saving, so that no kill can lose this line
         if run.due(step, args.save_every):
             run.clock("save")
             state = {"engine": engine.state_dict()}
