@@ -55,7 +55,7 @@ Run it:
     # a node of eight, the sizes of verl's script (which trains Qwen3-30B-A3B-Base)
     torchrun --nproc_per_node=8 -m variants.dppo --model Qwen/Qwen3-8B-Base --task dapo-math-17k \\
         --eval_task aime24 --prompts_per_step 256 --group_size 16 --minibatches 8 --lr 1e-6 \\
-        --max_new_tokens 8192 --gradient_checkpointing
+        --max_new_tokens 8192 --gradient_checkpointing --vllm_sleep --vllm_memory 0.7
 """
 
 from dataclasses import dataclass

@@ -65,7 +65,7 @@ Run it:
     torchrun --nproc_per_node=8 -m variants.entropy20 --model Qwen/Qwen3-8B-Base \\
         --task dapo-math-17k --eval_task aime24 --prompts_per_step 512 --group_size 16 \\
         --minibatches 16 --max_new_tokens 20480 --lr 1e-6 --warmup 0 --tensor_parallel 2 \\
-        --gradient_checkpointing
+        --gradient_checkpointing --vllm_sleep --vllm_memory 0.7
 """
 
 from collections.abc import Callable  # <own>

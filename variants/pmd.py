@@ -49,7 +49,7 @@ Run it:
     # a node of eight, OpenKimi's sizes
     torchrun --nproc_per_node=8 -m variants.pmd --model Qwen/Qwen2.5-7B --task dapo-math-17k \\
         --eval_task aime24 --prompts_per_step 512 --group_size 16 --minibatches 16 --lr 1e-6 \\
-        --max_new_tokens 8192 --gradient_checkpointing
+        --max_new_tokens 8192 --gradient_checkpointing --vllm_sleep --vllm_memory 0.7
 """
 
 from dataclasses import dataclass

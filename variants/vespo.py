@@ -44,7 +44,7 @@ Run it:
     # a node of eight; the authors: 2048 prompts, Qwen3-30B-A3B-Base, eight nodes, else the same
     torchrun --nproc_per_node=8 -m variants.vespo --model Qwen/Qwen3-8B-Base --task dapo-math-17k \\
         --eval_task aime25 --prompts_per_step 256 --group_size 8 --minibatches 8 --lr 1e-6 \\
-        --max_new_tokens 15360 --gradient_checkpointing --vllm_memory 0.4
+        --max_new_tokens 15360 --gradient_checkpointing --vllm_sleep --vllm_memory 0.7
 """
 
 from dataclasses import dataclass
