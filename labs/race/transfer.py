@@ -4,11 +4,12 @@
 
 Each cell is compared with grpo.py's under the same stress. `+` or `-`: all seeds lie above, or
 below, all of grpo.py's. `up` or `down`: the median does. docs/real.md has the printed tables and
-the picture, real.png.
+the picture, real-curves.png.
 """
 
 import importlib
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from labs import lab
 
 race = importlib.import_module("labs.race.__main__")
 REAL = ROOT / "labs/race/real.json"
+CURVES = ROOT / "labs/race/real-curves.png"
 SAME_ROW = {"grpo --lr 3.3e-6": "grpo, lr/3"}  # the real race's name -> the tiny race's
 METHODS = "grpo --lr 3.3e-6,sapo,maspo,stapo,minirl,gspo,goldilocks,deep_grpo".split(",")
 STRESSES = ["none", "lr x3", "all four at half strength"]
@@ -51,10 +53,19 @@ def predictions() -> list[list[str]]:
     return told
 
 
+def chance(sign: str, ours: int, theirs: int) -> float:
+    """The probability that `sign` is right if both methods draw their scores from one distribution.
+
+    All seeds of one method are above all of the other's in one of C(ours + theirs, ours) orders.
+    """
+    apart = 1 / math.comb(ours + theirs, ours)
+    return 1 - 2 * apart if sign == "=" else apart
+
+
 def comparison(real: dict) -> tuple[list[list[str]], str]:
     """A line for each cell that was measured with enough seeds, and the number of hits."""
     told = [["stress", "method", "predicted", "measured", "grpo", "method's", "sign", "direction"]]
-    signs, directions = [], []
+    signs, directions, by_chance = [], [], 0.0
     for stress in race.columns(real):
         for method in METHODS:
             seeds = len(race.scores(real, method, stress))
@@ -68,8 +79,8 @@ def comparison(real: dict) -> tuple[list[list[str]], str]:
             medians = [f"{race.median(real, name, stress):.2f}" for name in ("grpo", method)]
             words = ["hit" if hit else "miss" for hit in hits]
             told.append([stress, method, " ".join(before), " ".join(now), *medians, *words])
+            by_chance += chance(before[0], seeds, len(race.scores(real, "grpo", stress)))
     n = len(signs)
-    by_chance = sum(0.9 if row[2].startswith("=") else 0.05 for row in told[1:])
     hits = f"signs {sum(signs)} of {n} (chance: {by_chance:.1f})"
     return told, f"{hits}, directions {sum(directions)} of {n} (chance: {n / 2:.1f})"
 
@@ -105,10 +116,7 @@ def draw(real: dict, path: Path) -> None:
         for stress, colour in zip(STRESSES, (lab.BLACK, lab.BLUE, lab.ORANGE)):
             runs = race.runs_of(real, name, stress)
             if runs:
-                lines = np.array([run["sampled"] for run in runs])  # [seeds, measurements]
-                axis.plot(steps, np.median(lines, axis=0), color=colour, label=stress)
-                edges = lines.min(axis=0), lines.max(axis=0)
-                axis.fill_between(steps, *edges, color=colour, alpha=0.2, linewidth=0)
+                lab.line(axis, steps, runs, "sampled", colour, label=stress)
         axis.set_title(name, fontsize=10)
         axis.set_xticks(steps)
     for axis in axes[len(names) :]:
@@ -126,7 +134,7 @@ def main() -> None:
         real = json.loads(REAL.read_text(encoding="utf-8"))
         rows, hits = comparison(real)
         print("", lab.text(rows), "", hits, "", lab.text(control(real)), sep="\n")
-        draw(real, REAL.with_suffix(".png"))
+        draw(real, CURVES)
 
 
 if __name__ == "__main__":
