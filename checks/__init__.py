@@ -113,6 +113,27 @@ def loss_of(module: ModuleType, args: object, **tensors: Tensor) -> tuple[Tensor
     return total / count, stats
 
 
+def add_up(
+    module: ModuleType, args: object, batch: dict[str, Tensor], parts: list, **known: Tensor
+) -> None:
+    """The sums of these parts of the rows, divided once, are the whole batch's loss. `known` is
+    what only the whole batch knows: a number, or a column of the rows. Without it the parts give
+    another loss."""
+
+    def mean(columns: dict[str, Tensor]) -> Tensor:
+        total, count = 0.0, 0.0
+        for rows in parts:
+            part = {name: x[rows] if x.dim() else x for name, x in columns.items()}
+            found = terms(module, args, **part)
+            total, count = total + found[0], count + found[1]
+        return total / count
+
+    whole = loss_of(module, args, **batch)[0]
+    near(mean(batch | known), whole, "sums of the parts, divided once")
+    if known:
+        assert (mean(batch) - whole).abs() > 1e-4 * whole.abs(), "the parts decide alone"
+
+
 def no_kl(module: ModuleType, **flags: object) -> object:
     """The file's Args, without a KL term if the file has one."""
     return replace(
@@ -179,21 +200,12 @@ def weighs(
     assert abs(found - expected) <= tolerance, f"{', '.join(places)}: {told}"
 
 
-def gradient(module: ModuleType, **flags: object) -> Tensor:
-    """The gradient on the toy batch."""
-    batch = toy_batch()
-    batch["logp"].requires_grad_()
-    loss_of(module, no_kl(module, **flags), **batch)[0].backward()
-    return batch["logp"].grad
-
-
 def matches(module: ModuleType, case: str, **flags: object) -> None:
     """Value and gradient on the toy batch equal the fixture's case, to 1e-8."""
-    expected, batch = FIXTURE["cases"][case], toy_batch()
-    loss = loss_of(module, no_kl(module, **flags), **batch)[0]
+    expected = FIXTURE["cases"][case]
+    loss, gradient, _ = outcome(module, toy_batch(), no_kl(module, **flags))
     near(loss, expected["loss"], "the loss of the toy batch", 1e-8)
-    wanted = torch.tensor(expected["grad"], dtype=torch.float64)
-    near(gradient(module, **flags), wanted, "∂ loss / ∂ log π on the toy batch", 1e-8)
+    near(gradient, expected["grad"], "∂ loss / ∂ log π on the toy batch", 1e-8)
 
 
 def advantages_match(module: ModuleType, case: str, tolerance: float) -> None:
@@ -313,14 +325,7 @@ def check_centred_advantages(module: ModuleType) -> None:
 
 def check_parts_add_up(module: ModuleType) -> None:
     """Summing before dividing gives the whole batch's loss for any split."""
-    batch, args = busy_batch(), module.Args()
-    whole = loss_of(module, args, **batch)[0]
-    parts = []
-    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
-        part = {name: x[rows] for name, x in batch.items()}
-        parts.append(terms(module, args, **part))
-    total, count = sum(part[0] for part in parts), sum(part[1] for part in parts)
-    near(total / count, whole, "sums of the parts, divided once")
+    add_up(module, module.Args(), busy_batch(), [slice(0, 1), slice(1, 4), slice(4, 6)])
 
 
 def check_clip_statistics(module: ModuleType) -> None:

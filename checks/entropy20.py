@@ -7,8 +7,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import CLIP, FIXTURE, ZSCORE, ZSCORES, check_clip_statistics, counts, loss_of, matches, near
-from . import no_kl, terms, toy_batch, written_here
+from . import CLIP, FIXTURE, ZSCORE, ZSCORES, add_up, check_clip_statistics, counts, loss_of
+from . import matches, near, no_kl, toy_batch, written_here
 
 
 def forks_of_the_fixture() -> Tensor:
@@ -57,12 +57,7 @@ def check_is_exact_in_parts(module: ModuleType) -> None:
     """With the tokens that the whole mini-batch chooses, sums over any parts give the loss of the
     whole. With the choices of the parts they do not."""
     batch, args = two_rows(), no_kl(module, top_entropy=0.25)
-    whole, chosen = terms(module, args, **batch), module.chosen_tokens(args, **batch)
-    rows = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(2)]
-    split = [terms(module, args, **row, chosen=chosen[i : i + 1]) for i, row in enumerate(rows)]
-    assert torch.isclose(sum(s[0] for s in split), whole[0])
-    assert sum(s[1] for s in split) == whole[1]
-    assert sum(terms(module, args, **row)[1] for row in rows) != whole[1]
+    add_up(module, args, batch, [[0], [1]], chosen=module.chosen_tokens(args, **batch))
 
 
 def surprised() -> dict[str, Tensor]:

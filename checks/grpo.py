@@ -102,7 +102,6 @@ MUTANTS = {
         AVERAGE,
         "(objective * mask).sum(dim=1) / mask.sum(dim=1).max()",
     ),
-    "max for min": (SURROGATE, SURROGATE.replace("minimum", "maximum")),
     "sequence ratio": (RATIO, SEQUENCE_RATIO),
     "detached ratio": (RATIO, "(logp.detach() - old_logp).exp()"),
     "no mask": (AVERAGE, "objective.mean(dim=1)"),

@@ -6,8 +6,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import TOKEN_MEAN, ZSCORE, ZSCORES, busy_batch, counts, loss_of, near, no_kl, number
-from . import response_tokens, terms, written_here
+from . import TOKEN_MEAN, ZSCORE, ZSCORES, add_up, busy_batch, counts, loss_of, near, no_kl
+from . import number, response_tokens, terms, written_here
 
 
 def kept_by_hand(squares: list[float], budget: float) -> set[int]:
@@ -70,13 +70,7 @@ def check_is_exact_in_parts(module: ModuleType) -> None:
     log_weight = batch["logp"] - batch["rollout_logp"]
     outward = module.trust_region_tokens(log_weight, batch["advantages"][:, None])
     bound = module.second_moment_bound(args, log_weight[outward & (batch["mask"] > 0)] ** 2)
-    whole = terms(module, args, **batch)
-    parts = [{name: x[i : i + 1] for name, x in batch.items()} for i in range(3)]
-    split = [terms(module, args, **part, bound=bound) for part in parts]
-    near(sum(s[0] for s in split), whole[0], "the sum of the parts")
-    assert sum(s[1] for s in split) == whole[1] == 8
-    alone = [terms(module, args, **part) for part in parts]
-    assert abs(sum(s[0] for s in alone) - whole[0]) > 0.1
+    add_up(module, args, batch, [[0], [1], [2]], bound=bound)
 
 
 def check_rounding_drops_nobody(module: ModuleType) -> None:

@@ -85,27 +85,6 @@ def test_log_probs_never_hold_the_logits_of_all_tokens():
     assert largest.size == V * H < TOKENS * V
 
 
-def test_policy_matches_the_model_and_ignores_padding(world, tiny):
-    """Log-probs and entropies are those of the transformers model's logits; pads change nothing."""
-    lm, tokenizer = tiny
-    rows = [tokenizer(text)["input_ids"] for text in ("7*8-9=7*8=56;56-9=47#47", "1+2=#3")]
-    sequences = torch.full((2, 30), 1)
-    predicts = torch.zeros(2, 30, dtype=torch.bool)
-    want, uncertain = [], []
-    for i, row in enumerate(rows):
-        sequences[i, : len(row)] = torch.tensor(row)
-        predicts[i, 3 : len(row) - 1] = True
-        with torch.no_grad():
-            logits = lm(torch.tensor([row])).logits[0, 3:-1]
-        full = torch.log_softmax(logits / 0.8, -1)
-        want.append(full.gather(1, torch.tensor(row[4:])[:, None])[:, 0])
-        uncertain.append(-(full.exp() * full).sum(-1))
-    with torch.no_grad():
-        logp, entropy = Policy(lm)(sequences, predicts, 0.8)
-    assert torch.allclose(logp, torch.cat(want), atol=1e-5)
-    assert torch.allclose(entropy, torch.cat(uncertain), atol=1e-5)
-
-
 def step_of(policy: Policy, tokenizer: object) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of a text, and the gradient of their sum."""
     sequences = torch.tensor([tokenizer("7*8-9=7*8=56;56-9=47#47")["input_ids"]])

@@ -371,11 +371,6 @@ def test_without_a_reference(alone):
     assert not any("ref_kl" in line for line in o.records[0].metrics)
 
 
-@slow
-def test_gradient_checkpointing_changes_no_gradient(alone):
-    check_gradients(alone("grpo", gradient_checkpointing=True))
-
-
 # Mutants
 
 
