@@ -121,7 +121,7 @@ def draw(real: dict, path: Path) -> None:
         axis.set_xticks(steps)
     for axis in axes[len(names) :]:
         axis.set_visible(False)
-    axes[0].legend(fontsize=7)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=3)
     figure.supxlabel("step")
     lab.entitle(figure, "SmolLM2-135M on two-digit sums: sampled accuracy on held-out problems")
     with whole(path) as partial:
