@@ -1,12 +1,14 @@
 """Does the tiny model's race predict the race of a real model?
 
-    python -m labs.race.transfer        compares table.json with real.json, method by method
+    python -m labs.race.transfer                   compares table.json with real.json
+    python -m labs.race.transfer runs/real.json    the same for a table of your own
 
 Each cell is compared with grpo.py's under the same stress. `+` or `-`: all seeds lie above, or
-below, all of grpo.py's. `up` or `down`: the median does. docs/real.md has the printed tables and
-the picture, real-curves.png.
+below, all of grpo.py's. `up` or `down`: the median does. The picture of the curves lies beside
+the table. docs/real.md has the printed tables and the picture of real.json.
 """
 
+import argparse
 import importlib
 import json
 import math
@@ -20,7 +22,6 @@ from labs import lab
 
 race = importlib.import_module("labs.race.__main__")
 REAL = ROOT / "labs/race/real.json"
-CURVES = ROOT / "labs/race/real-curves.png"
 SAME_ROW = {"grpo --lr 3.3e-6": "grpo, lr/3"}  # the real race's name -> the tiny race's
 METHODS = "grpo --lr 3.3e-6,sapo,maspo,stapo,minirl,gspo,goldilocks,deep_grpo".split(",")
 STRESSES = ["none", "lr x3", "all four at half strength"]
@@ -129,12 +130,15 @@ def draw(real: dict, path: Path) -> None:
 
 
 def main() -> None:
-    print(lab.text(predictions()))
-    if REAL.exists():
-        real = json.loads(REAL.read_text(encoding="utf-8"))
-        rows, hits = comparison(real)
-        print("", lab.text(rows), "", hits, "", lab.text(control(real)), sep="\n")
-        draw(real, CURVES)
+    parser = argparse.ArgumentParser(description="Compare a real model's race with the tiny's")
+    parser.add_argument("table", type=Path, nargs="?", default=REAL, help="default: real.json")
+    path = parser.parse_args().table
+    if not path.is_file():
+        parser.error(f"{path}: not a file; docs/real.md has the command that makes a table")
+    real = json.loads(path.read_text(encoding="utf-8"))
+    rows, hits = comparison(real)
+    print(lab.text(predictions()), lab.text(rows), hits, lab.text(control(real)), sep="\n\n")
+    draw(real, path.with_name(f"{path.stem}-curves.png"))
 
 
 if __name__ == "__main__":
