@@ -82,8 +82,9 @@ def comparison(real: dict) -> tuple[list[list[str]], str]:
             told.append([stress, method, " ".join(before), " ".join(now), *medians, *words])
             by_chance += chance(before[0], seeds, len(race.scores(real, "grpo", stress)))
     n = len(signs)
-    hits = f"signs {sum(signs)} of {n} (chance: {by_chance:.1f})"
-    return told, f"{hits}, directions {sum(directions)} of {n} (chance: {n / 2:.1f})"
+    summary = f"signs {sum(signs)} of {n} (chance: {by_chance:.1f}), "
+    summary += f"directions {sum(directions)} of {n} (chance: {n / 2:.1f})"
+    return told, summary
 
 
 def control(real: dict) -> list[list[str]]:
@@ -136,8 +137,8 @@ def main() -> None:
     if not path.is_file():
         parser.error(f"{path}: not a file; docs/real.md has the command that makes a table")
     real = json.loads(path.read_text(encoding="utf-8"))
-    rows, hits = comparison(real)
-    print(lab.text(predictions()), lab.text(rows), hits, lab.text(control(real)), sep="\n\n")
+    rows, summary = comparison(real)
+    print(lab.text(predictions()), lab.text(rows), summary, lab.text(control(real)), sep="\n\n")
     draw(real, path.with_name(f"{path.stem}-curves.png"))
 
 
