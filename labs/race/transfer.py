@@ -110,9 +110,9 @@ def draw(real: dict, path: Path) -> None:
     from matplotlib.figure import Figure
 
     names = race.methods(real)
-    columns = -(-len(names) // 2)
-    figure = Figure(figsize=(2.4 * columns, 5.2), layout="constrained")
-    axes = figure.subplots(2, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    rows = math.ceil(len(names) / 6)
+    figure = Figure(figsize=(14.4, 2.6 * rows), layout="constrained")
+    axes = figure.subplots(rows, 6, sharey=True).flatten()
     steps = real["cells"][0]["runs"][0]["at"]  # the same for all runs
     for axis, name in zip(axes, names):
         for stress, colour in zip(STRESSES, (lab.BLACK, lab.BLUE, lab.ORANGE)):
