@@ -15,15 +15,15 @@ Gradient weight on ∇ log π_θ(y_t), without the factors 1/G and 1/|y_i|:
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
 R_i is the reward of y_i and |y_i| its number of tokens. π_θ is the policy being trained, π_old the
-policy that generated the responses, and π_ref the model before training. All are conditioned on the
-prompt and the tokens before y_t.
+policy that generated the responses, and π_ref the model before training. π(y_t) is the probability
+of the token y_t after the prompt and the tokens before it.
 
 PPO compares a reward with the prediction of a second model, the value network. GRPO compares it
-with the mean reward of the group. The clip removes the gradient of a token whose ratio has already
-moved by ε in the direction of its advantage (`--clip_high` up, `--clip_low` down). The KL term
-keeps the policy near π_ref, so that it does not forget what it could do before. k3 estimates
-KL(π_θ ‖ π_ref), but its gradient is that of the reverse, KL(π_ref ‖ π_θ) (docs/questions.md,
-question 24). With `--kl_ratio` the term has the gradient of KL(π_θ ‖ π_ref).
+with the mean reward of the group. The clip removes the gradient of a token that has become likely
+enough (Â > 0 and r > 1 + `--clip_high`) or unlikely enough (Â < 0 and r < 1 - `--clip_low`). The KL
+term keeps the policy near π_ref, so that it does not forget what it could do before. The *value* of
+k3 estimates KL(π_θ ‖ π_ref), its *gradient* belongs to KL(π_ref ‖ π_θ). With `--kl_ratio` both
+belong to KL(π_θ ‖ π_ref). Skip this at first (docs/questions.md, question 24).
 
 This is the base file. Every other file repeats it, except for the lines marked `# <own>`.
 
@@ -31,14 +31,15 @@ Differs from the paper in:
 1. The paper does not state ε. 0.2 is PPO's value, and customary.
 2. std is the sample standard deviation (divided by G-1) plus 1e-6, as in verl. TRL also divides by
    G-1. The paper does not say what it divides by. Dividing by G would make every advantage
-   sqrt(G/(G-1)) times larger (7% at G = 8), which acts like a larger lr.
-3. β is 0.04 in the paper and 0.001 in DeepSeek-R1. Here it is 0.01, because the small model of
-   this repository must be able to move far from π_ref.
+   sqrt(G/(G-1)) times larger (7% at G = 8). AdamW cancels such a constant factor, except through
+   `--grad_clip`, its epsilon, and the balance with the KL term.
+3. β is 0.04 in the paper and 0.001 in DeepSeek-R1. Here it is 0.01, because the small model must
+   move far from π_ref to learn its task.
 4. Here a rollout (all responses of one step) is used for four optimiser steps; the paper takes one.
    With one step, r is always 1 and the clip never acts.
-5. As in the paper, a token with Â < 0 that became more likely (r > 1) is never clipped: its weight
-   r Â grows with r, and one such token can outweigh a batch. Some frameworks bound r at 3 for these
-   tokens (a dual clip).
+5. As in the paper, a token with Â < 0 that became more likely (r > 1) is never clipped. With Â = -1
+   and r = 50 its weight is -50, as much as that of 50 tokens at r = 1. Some frameworks bound r at 3
+   for these tokens (a dual clip).
 6. log r is not clamped (verl clamps it to ±20). If it is above 88, exp(log r) overflows, and the
    step is skipped.
 

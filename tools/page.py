@@ -32,6 +32,7 @@ import common  # noqa: F401  (before torch)
 from common.plumbing.errors import BadInput, blame, in_one_line
 import numpy
 import torch
+from common.plumbing.curves import ROUNDING
 from common.plumbing.folder import read_lines
 from torch import Tensor
 
@@ -335,6 +336,8 @@ def told(folder: Path, files: dict[str, File], every: int) -> Told:
         args = {name: flags_of(one.module, config, one is own) for name, one in files.items()}
     names = [name for name in dict.fromkeys([*CURVES, *config["acted"]])]
     names = [name for name in names if any(row.get(name) is not None for row in metrics)]
+    if all((row.get("sampler_kl") or 0) < ROUNDING for row in metrics):
+        names = [name for name in names if name != "sampler_kl"]  # it would show rounding only
     thin = max(1, math.ceil(len(metrics) / POINTS))
     curves = {
         name: [

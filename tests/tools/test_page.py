@@ -13,7 +13,7 @@ from common.plumbing.errors import BadInput
 from tools import look, page
 
 from tests.helpers import MORE, ROOT, SMALL, module_of, run_here
-from tests.tools.made import a_group, read_lines, row_of, with_samples, write_lines
+from tests.tools.made import a_group, metrics_of, read_lines, row_of, with_samples, write_lines
 
 HOSTILE = [
     "</script><script>problems.push('run')</script>",
@@ -133,6 +133,16 @@ def test_every_chooses_steps_and_variants_chooses_files(group, tmp_path):
     (shown,) = page.page_data([run], ROOT, every=10)["runs"]
     assert [row["step"] for row in shown["rows"]] == [1, 10, 20, 30, 33] and shown["stored"] == 6
     assert shown["rows"][0]["under"].keys() == {*NINE, "dapo"}
+
+
+@pytest.mark.parametrize("gap, drawn", [(1e-12, False), (1e-3, True)])
+def test_a_curve_of_rounding_is_not_drawn(gap, drawn, group, tmp_path):
+    """Its own scale would make it a climb, which troubleshooting teaches as a cause of collapse."""
+    run = with_samples(tmp_path, [row_of(group)])
+    lines = [line | {"sampler_kl": gap * line["step"] / 20} for line in metrics_of(20)]
+    write_lines(run / "metrics.jsonl", lines)
+    (shown,) = page.page_data([run], ROOT)["runs"]
+    assert ("sampler_kl" in shown["curves"]) == drawn
 
 
 def test_hostile_text_stays_text_and_nothing_is_fetched(group, tmp_path):
