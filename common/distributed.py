@@ -139,10 +139,15 @@ def full_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name as in the Hugging Face model, whole tensor), one at a time; all ranks together.
 
-    Shards are cast to `dtype` before they are gathered: half the traffic, the same numbers.
+    Shards are cast to `dtype` before they are gathered: half the traffic, the same numbers. Buffers
+    that belong to a checkpoint, such as a router's bias, come last.
     """
     for name, parameter in policy.lm.named_parameters():
         yield name, whole_tensor(parameter.detach(), dtype)
+    saved = policy.lm.state_dict().keys()
+    for name, buffer in policy.lm.named_buffers():
+        if name in saved:
+            yield name, buffer
 
 
 def whole_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -169,12 +169,12 @@ def test_a_weight_that_never_arrives_stops_the_run(engine_of, world, monkeypatch
     said = capsys.readouterr().out
     assert "three minutes" in said and "responses of full length" in said
     assert gap(engine, policy, tokenizer, args, world) < 1e-4
-    whole = vllm_module.checkpoint_parameters
+    whole = vllm_module.checkpoint_tensors
 
     def without_a_matrix(*given: object) -> list:
         return [pair for pair in whole(*given) if "layers.1.mlp.up_proj" not in pair[0]]
 
-    monkeypatch.setattr(vllm_module, "checkpoint_parameters", without_a_matrix)
+    monkeypatch.setattr(vllm_module, "checkpoint_tensors", without_a_matrix)
     engine.sync(policy)
     with pytest.raises(RunStopped, match="sampler and trainer disagree"):
         gap(engine, policy, tokenizer, args, world)
