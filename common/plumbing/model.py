@@ -133,7 +133,9 @@ def check_structure(lm: PreTrainedModel) -> None:
     # They scale by the longest row of a micro-batch: log-probs would depend on the rows beside.
     for kind in ("dynamic", "longrope"):
         if f"'{kind}'" in str(getattr(lm.config, "rope_parameters", "")):  # maybe by kind of layer
-            raise ValueError(f"RoPE type {kind} scales by the batch's longest row: use another model")
+            raise ValueError(
+                f"RoPE type {kind} scales by the batch's longest row: use another model"
+            )
 
 
 def eos_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
