@@ -3,13 +3,13 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor
 from common.plumbing.errors import BadInput
 
 # How long a collective waits for the last rank. Before it, ranks may sample, or wait for verifiers,
-# for unequal times.
+# for unequal times. To the update's collectives they come together, from the sum in
+# `micro_batches`: who is missing there has failed.
 TIMEOUT = timedelta(hours=4)
+UPDATE_TIMEOUT = timedelta(minutes=20)
 CLOSING: list[Callable[[], None]] = []  # called at the end, before the process group is destroyed
 SMALL = 10_000_000  # parameters; below it, gathering shards takes longer than computing
 
@@ -31,6 +33,7 @@ class World:
     size: int
     device: torch.device
     store: dist.Store | None = None  # key-value store of all ranks; works after a rank has died
+    groups: dict = field(default_factory=dict)  # see update_groups
 
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -86,6 +89,7 @@ def shard(policy: nn.Module, args: object, world: World, offload: bool = False) 
     offload = offload or args.offload
     small = sum(parameter.numel() for parameter in policy.parameters()) < SMALL
     sharing = args.shard_ranks or (1 if small else world.size)  # ranks
+    sharers, policy.replicas = update_groups(world, sharing)
     if sharing == 1 and args.dtype == "float32" and not offload:
         return broadcast_module(policy, world)
     how = {}
@@ -94,15 +98,23 @@ def shard(policy: nn.Module, args: object, world: World, offload: bool = False) 
     # Every unit frees its gathered weights after a pass. By default the root waits for a backward
     # pass, which a reference model never has.
     how["reshard_after_forward"] = True
-    shape = (world.size // sharing, sharing)
-    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("replicas", "shards"))
-    how["mesh"] = mesh["shards"]
-    policy.replicas = mesh["replicas"].get_group()
+    how["mesh"] = DeviceMesh.from_group(sharers, world.device.type)
     if offload:
         how["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for layer in policy.lm.base_model.layers:
         fully_shard(broadcast_module(layer, world), **how)
     return fully_shard(broadcast_module(policy, world), **how)
+
+
+def update_groups(world: World, sharing: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """This rank's two groups in the update: the `sharing` neighbours that share one model, and the
+    ranks that hold the same shards in other replicas. All models use the same ones."""
+    if sharing not in world.groups:
+        ranks = torch.arange(world.size).view(-1, sharing)  # [replicas, sharing]
+        sharers, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), UPDATE_TIMEOUT)
+        replicas, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), UPDATE_TIMEOUT)
+        world.groups[sharing] = sharers, replicas
+    return world.groups[sharing]
 
 
 def broadcast_module(module: nn.Module, world: World) -> nn.Module:
@@ -139,10 +151,15 @@ def full_parameters(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name as in the Hugging Face model, whole tensor), one at a time; all ranks together.
 
-    Shards are cast to `dtype` before they are gathered: half the traffic, the same numbers.
+    Shards are cast to `dtype` before they are gathered: half the traffic, the same numbers. Buffers
+    that belong to a checkpoint, such as a router's bias, come last.
     """
     for name, parameter in policy.lm.named_parameters():
         yield name, whole_tensor(parameter.detach(), dtype)
+    saved = policy.lm.state_dict().keys()
+    for name, buffer in policy.lm.named_buffers():
+        if name in saved:
+            yield name, buffer
 
 
 def whole_tensor(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -204,7 +221,7 @@ def divide_gradients(policy: nn.Module, count: float | Tensor, world: World) -> 
                 dist.all_reduce(gradient.to_local(), group=policy.replicas)
     elif world.size > 1:
         flat = nn.utils.parameters_to_vector(gradients)
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, group=policy.replicas)
         nn.utils.vector_to_parameters(flat, gradients)
     factor = averaged / global_sum({"count": count}, world)["count"]
     for gradient in gradients:

@@ -52,7 +52,7 @@ class HFEngine:
 
     def sync(self, policy: torch.nn.Module) -> None:
         """Copy the trainer's weights into the sampler's, one whole tensor at a time."""
-        own = dict(self.lm.named_parameters())
+        own = self.lm.state_dict()
         for name, full in full_parameters(policy, self.sync_dtype):
             matrix = full.dim() >= 2 and ".layers." in name and not name.endswith(ROUTERS)
             own[name].copy_(float8(full) if self.float8 and matrix else full)

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from common.distributed import ALONE, World
 from common.plumbing.errors import BadInput, blame
@@ -79,7 +80,10 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
         how = SAFE | {"config": config_of(source), "dtype": torch.float32}
         if world.rank == 0:
             lm, found = AutoModelForCausalLM.from_pretrained(source, **how, **report)
+            check_structure(lm)
             check_weights(lm, found)
+            if not hasattr(lm.config, "quantization_config"):
+                check_numbers(source)
             lm.generation_config.eos_token_id = sorted(eos_ids(lm, tokenizer))
         else:
             with torch.device("meta"):
@@ -105,9 +109,33 @@ def check_weights(lm: PreTrainedModel, report: dict) -> None:
     wrong += [f"{key} has no place" for key in extra]
     if wrong:
         raise ValueError(f"{len(wrong)} weights do not fit its config.json, first: {min(wrong)}")
+
+
+def check_numbers(source: str) -> None:
+    """Refuse quantised weights: without their scales transformers casts them, as they are."""
+    folder = Path(cached_file(source, "config.json")).parent
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():
+                kind = file.get_slice(name).get_dtype()
+                if name.endswith("weight") and kind not in ("F64", "F32", "F16", "BF16"):
+                    raise ValueError(f"{name} is {kind}: use a checkpoint that is not quantised")
+
+
+def check_structure(lm: PreTrainedModel) -> None:
+    """Refuse what Policy cannot compute, or would compute wrongly."""
+    name = type(lm).__name__
+    if lm.config.get_text_config() is not lm.config:
+        raise ValueError(f"{name} is more than a text model: use the family's text-only checkpoint")
     head = getattr(lm, "lm_head", None)
     if not isinstance(head, nn.Linear) or head.bias is not None:  # Policy uses its weight alone
-        raise ValueError(f"{type(lm).__name__} has no output head lm_head without a bias")
+        raise ValueError(f"{name} has no output head lm_head without a bias")
+    # They scale by the longest row of a micro-batch: log-probs would depend on the rows beside.
+    for kind in ("dynamic", "longrope"):
+        if f"'{kind}'" in str(getattr(lm.config, "rope_parameters", "")):  # maybe by kind of layer
+            raise ValueError(
+                f"RoPE type {kind} scales by the batch's longest row: use another model"
+            )
 
 
 def eos_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from common.batch import Rollout
 from common.distributed import CLOSING, TIMEOUT, World
@@ -54,11 +55,13 @@ class VLLMEngine:
         except (TypeError, ValueError, AssertionError) as error:  # too little memory, among others
             raise BadInput(f"{why} ({in_one_line(error)})") from error
         CLOSING.append(self._close)
-        self.awake, self.pushed = {"weights", "kv_cache"}, False
+        self.awake = {"weights", "kv_cache"}
         cache = self.llm.llm_engine.vllm_config.cache_config
         room = cache.num_gpu_blocks * cache.block_size // options["max_model_len"]
+        rows = options["max_num_seqs"]
+        more = ": few; --vllm_sleep --vllm_memory 0.8 makes room" if room < rows / 4 else ""
         if world.rank == 0:
-            print(f"vLLM has room for {room} responses of full length per engine", flush=True)
+            print(f"vLLM has room for {room} full-length responses of {rows}{more}", flush=True)
         if args.offload:  # vLLM has set one thread, and the optimiser steps on the CPU
             processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             torch.set_num_threads(max(1, os.cpu_count() // processes))
@@ -87,12 +90,13 @@ class VLLMEngine:
     def sync(self, policy: torch.nn.Module) -> None:
         """Push the trainer's weights into the engine, one whole tensor at a time. They stay awake,
         because sampling or a checkpoint follows."""
-        weights = {"weights_iterator": checkpoint_parameters(policy, self.dtype)}
+        weights = {"weights_iterator": checkpoint_tensors(policy, self.dtype)}
         self._wake("weights")
-        if not self.pushed:  # a weight that no push reaches is then 0, and the sampler check stops
-            self.llm.collective_rpc("reset_weights")
-            self.pushed = True
+        self.llm.apply_model(forget)
         self.llm.collective_rpc("reload_weights", kwargs=weights)
+        (missed,) = self.llm.apply_model(forgotten)
+        if missed:
+            raise RunStopped(f"the push did not reach vLLM's {missed[0]}: use --rollout hf")
         if not self.llm.reset_prefix_cache():
             raise RunStopped("vLLM kept its prefix cache: keys and values of old weights")
 
@@ -203,22 +207,24 @@ def passed_through(words: tuple[str, ...], own: dict) -> dict:
     return given
 
 
-def checkpoint_parameters(
-    policy: torch.nn.Module, dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
-    """`full_parameters` by the names of published checkpoints, where each expert has its own."""
+def checkpoint_tensors(policy: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """`full_parameters` by the names and shapes of published checkpoints, which vLLM reads.
+
+    transformers stacks a layer's experts, for example; it undoes this when it saves a model.
+    """
     for name, full in full_parameters(policy, dtype):
-        yield from experts_apart(name, full)  # a function of its own frees its gigabytes at once
+        yield from revert_weight_conversion(policy.lm, {name: full}).items()
 
 
-def experts_apart(name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A parameter as it is, or stacked experts one by one."""
-    if name.endswith(".experts.gate_up_proj"):  # [experts, 2·I, H]
-        for i, (gate, up) in enumerate(expert.chunk(2) for expert in full):
-            yield name.replace("gate_up_proj", f"{i}.gate_proj.weight"), gate
-            yield name.replace("gate_up_proj", f"{i}.up_proj.weight"), up
-    elif name.endswith(".experts.down_proj"):  # [experts, H, I]
-        for i, down in enumerate(full):
-            yield name.replace("down_proj", f"{i}.down_proj.weight"), down
-    else:
-        yield name, full
+def forget(model: torch.nn.Module) -> None:
+    """Make vLLM's weights NaN: what a push does not reach, `forgotten` finds. (Its warnings also
+    name what a right push leaves out.) A matrix in float8 comes with a scale in float32."""
+    for weight in model.parameters():
+        if weight.element_size() > 1:
+            weight.data.fill_(torch.nan)
+
+
+def forgotten(model: torch.nn.Module) -> list[str]:
+    """The names of vLLM's weights that hold a NaN."""
+    wide = [pair for pair in model.named_parameters() if pair[1].element_size() > 1]
+    return [name for name, weight in wide if weight.isnan().any()]

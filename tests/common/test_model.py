@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from tests.helpers import SMALL, run_here
@@ -145,11 +146,39 @@ def reward_model(folder: Path) -> None:
     Qwen3ForSequenceClassification(config).save_pretrained(folder)
 
 
+def whole_numbers(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights[name] = (100 * weights[name]).to(torch.int8)
+    save_file(weights, path, {"format": "pt"})
+
+
+def image_model(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "head_dim": 16}
+    text, image = {"vocab_size": 64, **sizes}, {"image_size": 28, **sizes}
+    config = Gemma3Config(text_config=text, vision_config=image)
+    Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+
+
+def rope(kind: str) -> dict:
+    """Entries of config.json for which transformers scales positions by the longest row."""
+    given = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 2.0}
+    given |= {"original_max_position_embeddings": 128}
+    return {"rope_parameters": given | {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}}
+
+
 DAMAGES = [  # entries of config.json, or a function; what is said
     ({"intermediate_size": 96}, "6 weights do not fit"),
     ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
     (reward_model, "score.weight has no place"),
     (cut_weights, "incomplete metadata"),
+    (whole_numbers, "up_proj.weight is I8"),
+    (image_model, "Gemma3ForConditionalGeneration is more than a text model"),
+    (rope("dynamic"), "RoPE type dynamic"),
+    (rope("longrope"), "RoPE type longrope"),
 ]
 
 

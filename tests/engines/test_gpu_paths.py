@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 from common.distributed import World
+from common.logprobs import Policy
 from common.plumbing.errors import BadInput
 from common.plumbing.launch import resolve_auto
 from common.plumbing.model import add_product, head_logits, load_model
-from common.plumbing.vllm import VLLMEngine, vllm_options
+from common.plumbing.vllm import VLLMEngine, checkpoint_tensors, vllm_options
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers import run_here
 
@@ -99,6 +101,21 @@ def test_a_sleeping_engine_wakes_before_it_is_shut_down():
     engine._wake = partial(VLLMEngine._wake, engine)
     VLLMEngine._close(engine)
     assert calls == ["wake kv_cache weights", "shutdown"]
+
+
+def test_a_push_has_the_names_of_published_checkpoints():
+    """Experts one by one, routers' biases, which are buffers, in float32: rounded they would choose
+    other experts."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 99}
+    config = AutoConfig.for_model("minimax_m2", **sizes, num_local_experts=4)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config)
+    found = dict(checkpoint_tensors(Policy(lm), torch.bfloat16))
+    block = "model.layers.0.block_sparse_moe"
+    for i in range(4):
+        assert found[f"{block}.experts.{i}.w3.weight"].shape == (96, 64)
+        assert found[f"{block}.experts.{i}.w2.weight"].dtype == torch.bfloat16
+    assert found[f"{block}.e_score_correction_bias"].dtype == torch.float32
 
 
 def test_vllm_without_a_compiler_is_one_line(cuda, monkeypatch):

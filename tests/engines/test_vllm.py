@@ -17,7 +17,7 @@ from common.plumbing.model import load_model
 from common.rollout import make_engine
 from common.plumbing.vllm import VLLMEngine
 from common.plumbing.tracking import Run
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.engines.cpu_vllm import use_cpu_build
 from tests.helpers import SMALL, metrics, started
@@ -42,18 +42,21 @@ def moved(name: str, seed: int = 0, only: str = "") -> tuple[Policy, object]:
     return Policy(lm), tokenizer
 
 
-def biased(tmp_path: Path) -> Path:
-    """A small model with biases in its attention, as Qwen2's: vLLM packs them."""
+def random(tmp_path: Path, family: str) -> Path:
+    """A small model of a family, with random weights."""
     _, tokenizer = load_model("tiny")
-    tokens = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+    sizes = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    sizes |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+    sizes |= {"head_dim": 32, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    sizes |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    sizes |= {"scoring_func": "sigmoid", "rotary_dim": 32}  # MiniMax-M2's, as published
     torch.manual_seed(0)
-    lm = AutoModelForCausalLM.from_config(Qwen2Config(**tokens, **sizes, **heads))
+    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
     lm.generation_config.eos_token_id = [tokenizer.eos_token_id]
-    lm.save_pretrained(tmp_path / "biased")
-    tokenizer.save_pretrained(tmp_path / "biased")
-    return tmp_path / "biased"
+    lm.save_pretrained(tmp_path / family)
+    tokenizer.save_pretrained(tmp_path / family)
+    return tmp_path / family
 
 
 def untied(tmp_path: Path) -> Path:
@@ -104,8 +107,9 @@ def engine_of(world, tmp_path_factory):
 
     def build(name: str) -> tuple[VLLMEngine, str]:
         if name not in built:
-            make = {"untied": untied, "biased": biased}.get(name)
-            path = str(make(tmp_path_factory.mktemp("model"))) if make else name
+            path, folder = name, tmp_path_factory.mktemp("model")
+            if not name.startswith("tiny"):
+                path = str(untied(folder) if name == "untied" else random(folder, name))
             built[name] = make_engine(args_of(model=path), load_model(path)[0], world), path
         engine, path = built[name]
         engine.sync(Policy(load_model(path)[0]))
@@ -127,7 +131,7 @@ def test_a_saved_model_is_loadable(engine_of, world, tmp_path, model):
     assert gap(engine, policy, tokenizer, args, world) < 1e-4
 
 
-@pytest.mark.parametrize("model", ["tiny", "untied", "biased", "tiny-moe"])
+@pytest.mark.parametrize("model", ["tiny", "untied", "qwen2", "tiny-moe"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_are_the_trainers(engine_of, world, model, temperature):
     """Processed log-probs, at the sampling temperature, to float32's rounding; a push changes them
@@ -141,10 +145,10 @@ def test_log_probs_are_the_trainers(engine_of, world, model, temperature):
     assert gap(engine, policy, tokenizer, args, world) < 1e-4
 
 
-@pytest.mark.parametrize("model", ["tiny", "untied", "biased", "tiny-moe"])
+@pytest.mark.parametrize("model", ["tiny", "untied", "qwen2", "tiny-moe"])
 def test_every_group_of_weights_is_pushed(engine_of, world, model):
-    """Pushed one group at a time: embedding (and tied head), head, attention, MLP or router and
-    experts, norms."""
+    """Pushed one group at a time: embedding (and tied head), head, attention with biases (Qwen2's),
+    MLP or router and experts, norms."""
     engine, path = engine_of(model)
     lm, tokenizer = load_model(path)
     groups = {
@@ -159,22 +163,62 @@ def test_every_group_of_weights_is_pushed(engine_of, world, model):
         assert gap(engine, policy, tokenizer, args_of(model=path), world) < 1e-4, group
 
 
-def test_a_weight_that_never_arrives_stops_the_run(engine_of, world, monkeypatch, capsys):
-    """The engine starts from the same checkpoint, so that a name which the push lacks would show
-    only after many updates. The first push sets all weights to 0 before."""
+@pytest.mark.parametrize("family", ["mixtral", "granitemoe", "qwen2_moe"])
+def test_every_familys_experts_are_pushed(engine_of, world, family):
+    """By the names and shapes of its own checkpoints: one by one as w1, w2, w3, stacked, or beside
+    a shared one."""
+    engine, path = engine_of(family)
+    policy, tokenizer = moved(path)
+    engine.sync(policy)
+    assert gap(engine, policy, tokenizer, args_of(model=path), world) < 1e-4
+
+
+def test_a_routers_bias_is_pushed(engine_of):
+    """MiniMax-M2's is a buffer in transformers. (The CPU build cannot sample from this family.)"""
+    engine, path = engine_of("minimax_m2")
+    policy, _ = moved(path)
+    biases = [b for name, b in policy.lm.named_buffers() if "e_score_correction_bias" in name]
+    for bias in biases:
+        bias.copy_(torch.randn(bias.shape))
+    engine.sync(policy)
+    theirs = engine.llm.apply_model(lambda model: dict(model.named_parameters()))[0]
+    received = [weight for name, weight in theirs.items() if "e_score_correction_bias" in name]
+    assert len(received) == 2 and all(torch.equal(*pair) for pair in zip(received, biases))
+
+
+@pytest.fixture
+def incomplete(monkeypatch):
+    """Lets pushes leave out the tensors with a text in their names."""
+    whole = vllm_module.checkpoint_tensors
+
+    def leave_out(text: str) -> None:
+        def rest(*given: object) -> list:
+            return [pair for pair in whole(*given) if text not in pair[0]]
+
+        monkeypatch.setattr(vllm_module, "checkpoint_tensors", rest)
+
+    return leave_out
+
+
+def test_a_weight_that_stops_arriving_stops_the_run(engine_of, incomplete):
+    """At lr 1e-6 no log-prob would show that a norm is some updates old."""
+    engine, _ = engine_of("tiny")
+    policy, _ = moved("tiny")
+    incomplete("layers.1.input_layernorm")
+    with pytest.raises(RunStopped, match="reach vLLM's model.layers.1.input_layernorm.weight"):
+        engine.sync(policy)
+
+
+def test_a_part_of_a_weight_that_never_arrives_stops_the_run(engine_of, world, incomplete, capsys):
+    """vLLM fuses two matrices; the half without values is what was in memory. And the room for
+    responses is printed, with what to do if it is small."""
     lm, tokenizer = load_model("tiny")
-    policy, args = Policy(lm), args_of()
+    policy, args = Policy(lm), args_of(vllm=("num_gpu_blocks_override=8",))
     engine_of("tiny")
     engine = make_engine(args, lm, world)
     said = capsys.readouterr().out
-    assert "three minutes" in said and "responses of full length" in said
-    assert gap(engine, policy, tokenizer, args, world) < 1e-4
-    whole = vllm_module.checkpoint_parameters
-
-    def without_a_matrix(*given: object) -> list:
-        return [pair for pair in whole(*given) if "layers.1.mlp.up_proj" not in pair[0]]
-
-    monkeypatch.setattr(vllm_module, "checkpoint_parameters", without_a_matrix)
+    assert "three minutes" in said and "room for 4 full-length responses of 128: few" in said
+    incomplete("layers.1.mlp.up_proj")
     engine.sync(policy)
     with pytest.raises(RunStopped, match="sampler and trainer disagree"):
         gap(engine, policy, tokenizer, args, world)

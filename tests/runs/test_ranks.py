@@ -1,6 +1,8 @@
 """How weights get to the ranks and back: one of them loads, all receive; checkpoints of others."""
 
+import contextlib
 import copy
+from datetime import timedelta
 from pathlib import Path
 
 import grpo
@@ -8,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import vcpo
-from common.distributed import full_parameters, setup, shard
+from common import distributed
+from common.distributed import full_parameters, global_sum, setup, shard
 from common.logprobs import Policy, frozen_reference
 from common.plumbing.checkpoint import load_checkpoint
 from common.plumbing.model import load_model
@@ -63,6 +66,31 @@ def receives(names: list[str]) -> None:
 def test_rank_0_loads_for_all(tmp_path):
     """Parameters, buffers, ties, log-probs: to the bit what a rank would have loaded itself."""
     ended = forked(receives, ["tiny", "tiny-moe", untied(tmp_path / "untied")], ranks=2)
+    assert ended.codes == [0, 0], ended.stderr
+
+
+def misses_an_update() -> None:
+    """One of two ranks: the second comes late to a sum, and not at all to the forward pass."""
+    distributed.UPDATE_TIMEOUT = timedelta(seconds=1)
+    world = setup()
+    lm, _ = load_model("tiny", world)
+    policy = shard(Policy(lm), grpo.Args(dtype="float32", shard_ranks=2), world)
+    if world.rank == 1:
+        with contextlib.suppress(dist.DistStoreError):
+            world.store.wait(["a verifier's scores"], timedelta(seconds=2))
+    assert global_sum({"tokens": 1.0}, world) == {"tokens": 2.0}
+    if world.rank == 1:
+        world.store.wait(["rank 0 has ended"], timedelta(seconds=20))
+    else:
+        with pytest.raises(RuntimeError, match="[Tt]imed out"):
+            logprobs_of(policy)
+        world.store.set("rank 0 has ended", "")
+
+
+def test_an_update_waits_for_minutes_and_a_step_for_hours():
+    """A rank that is slow to sample or to score is waited for; one that fails in the update would
+    else hold the others for hours."""
+    ended = forked(misses_an_update, ranks=2)
     assert ended.codes == [0, 0], ended.stderr
 
 
