@@ -34,8 +34,8 @@ Differs from grpo.py in:
    stream (main responses, branches).
 
 Differs from the paper in:
-1. Four optimiser steps per rollout. The released code takes one, so its clip never acts. No dual
-   clip at 3.
+1. Four optimiser steps per rollout. The released code (named below) takes one, so its clip never
+   acts. No dual clip at 3.
 2. Only branches with zero advantage are dropped, as main rows stay in GRPO's average. The released
    code drops all such rows. It also drops a step's branches if fewer than 128 are left; batches
    here are too small for that.
@@ -44,6 +44,14 @@ Differs from the paper in:
    P = 1 again if the latest 10,000 outcomes were all the same.
 4. A segment ends with any token whose text ends in `--boundary` (".", ")."). In the released code
    only the token "." ends one.
+
+Confidence: we read formulas and sizes in the released code, github befocuss/Deep-GRPO 4d45405 (31
+January 2026), and of the paper the start of versions 1 and 2 (12 June 2026). Version 2 links
+AgentCombo/DEEP-GRPO (b49943b, 4 July 2026), where pivots are only an option. They are chosen in the
+same way: checks/deep_grpo.py has the numbers of both. By default, a teacher corrects failed
+responses, and the verified right prefixes become prompts. The README says why: branches cost much
+generation, and as the first error is not known, most of them start where all is lost, or where
+nothing was wrong yet.
 
 Run it:
     torchrun deep_grpo.py                                   # laptop, a few minutes, no download

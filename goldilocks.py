@@ -38,6 +38,11 @@ Differs from the paper in:
 2. The teacher takes turns with the student on the same devices; the paper gives it 2 of 8 GPUs.
 3. The paper streams through OpenMathReasoning (3M problems). The command below draws 64 x 16
    candidates per step from MATH's 7,500 problems, so after seven steps prompts come back.
+4. f averages the last hidden states. The paper says only MeanPool(Embed(q)).
+
+Confidence: f, its target, the choice and the law are as two summaries of version 1 report. Of the
+paper itself (version 1, 16 February, and version 2, 8 May 2026) we read the start. The std (sample,
++ 1e-6) is GRPO's usual one; we do not know the paper's.
 
 Run it:
     torchrun goldilocks.py                                  # laptop, two minutes, no download

@@ -35,6 +35,10 @@ Differs from the paper in:
 4. The gate is detached, as in their code; their README calls it differentiable. With its derivative
    the weight would be Â r F (1 - r (r - 1) / σ²), which is negative beyond r = 1.618 (σ = 1).
 
+Confidence: we read all formulas in the authors' code (22b4681, 20 April 2026), whose numbers
+checks/maspo.py has. The std (sample, + 1e-6) is that of their code. Of the paper (version 3, 18
+April 2026) we read the abstract; its batch and mini-batches are from a summary.
+
 Run it:
     torchrun maspo.py                                       # laptop, two minutes, no download
     # the paper's model, data and batch; group and length are ours

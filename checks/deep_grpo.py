@@ -6,9 +6,10 @@ from types import ModuleType
 
 import torch
 
-from . import CENTRE, CENTRED, KL, SIDES, add_up, check_clip_statistics, check_kl_ratio, loss_of
-from . import matches, no_kl, toy_batch, written_here
+from . import CENTRE, CENTRED, FIXTURE, KL, SIDES, add_up, check_clip_statistics, check_kl_ratio
+from . import loss_of, matches, near, no_kl, toy_batch, written_here
 
+AUTHORS = FIXTURE["deep_grpo"]["cases"]
 IS_BRANCH = torch.tensor([False, True, False, False, True, False])  # of the toy batch
 
 
@@ -57,14 +58,11 @@ def check_pivots(module: ModuleType) -> None:
 
 
 def check_pivot_distribution(module: ModuleType) -> None:
-    """Q ∝ σ(u d + v) d^γ with d = (i+1)/(M+1), summing to 1; γ and the fit each matter."""
-    depth, q = module.pivot_distribution(3, -4.0, 1.0, 2.0)
-    d = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
-    expected = d**2 / (1 + torch.exp(4 * d - 1))
-    assert torch.allclose(depth, d) and torch.allclose(q, expected / expected.sum())
-    uniform = module.pivot_distribution(4, 0.0, math.inf, 0.0)[1]
-    assert torch.allclose(uniform, torch.full((4,), 0.25).double())
-    assert module.pivot_distribution(1, -50.0, -50.0, 2.0)[1].item() == 1
+    """Q ∝ σ(u d + v) d^γ with d = (i+1)/(M+1): the probabilities with which the authors draw."""
+    for case in AUTHORS:
+        u, v = case["fit"] or (0.0, math.inf)
+        found = module.pivot_distribution(case["segments"], u, v, case["gamma"])[1]
+        near(found, torch.tensor(case["q"], dtype=torch.float64), "Q", 1e-10)
 
 
 def check_choice_is_in_proportion(module: ModuleType) -> None:
@@ -77,43 +75,13 @@ def check_choice_is_in_proportion(module: ModuleType) -> None:
         assert abs(count - 6000 * q[i]) < 4 * (6000 * q[i] * (1 - q[i])) ** 0.5
 
 
-def simulated(n: int, u: float, v: float, seed: int = 0) -> list[tuple[float, float]]:
-    """n pairs (depth, success) with P(success) = σ(u d + v)."""
-    generator = torch.Generator().manual_seed(seed)
-    depth = torch.rand(n, generator=generator, dtype=torch.float64)
-    success = torch.bernoulli(torch.sigmoid(u * depth + v), generator=generator)
-    return list(zip(depth.tolist(), success.tolist()))
-
-
-def fitted(pairs: list[tuple[float, float]]) -> torch.Tensor:
-    """argmin of Σ log-loss + u²/2, by a library's optimiser."""
-    depth, success = torch.tensor(pairs, dtype=torch.float64).T
-    found = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    how = {"max_iter": 500, "tolerance_grad": 1e-12, "line_search_fn": "strong_wolfe"}
-    lbfgs = torch.optim.LBFGS([found], **how)
-    log_loss = torch.nn.functional.binary_cross_entropy_with_logits
-
-    def objective() -> torch.Tensor:
-        lbfgs.zero_grad()
-        loss = log_loss(found[0] * depth + found[1], success, reduction="sum") + found[0] ** 2 / 2
-        loss.backward()
-        return loss
-
-    lbfgs.step(objective)
-    return found.detach()
-
-
 def check_fit(module: ModuleType) -> None:
-    """Finds known (u, v) from 10,000 pairs and equals LBFGS on the same objective; P = 1 before it
-    can be fitted."""
-    u, v = module.fit_success(simulated(10_000, -5.0, 3.0))
-    assert abs(u + 5) < 0.35 and abs(v - 3) < 0.25
-    lopsided = [(0.5, 1.0)] * 3000 + [(0.4, 0.0)]
-    for pairs in (simulated(40, -5.0, 3.0), simulated(400, 2.0, -1.0, 1), lopsided):
-        ours = torch.tensor(module.fit_success(pairs)).double()
-        assert torch.allclose(ours, fitted(pairs), rtol=1e-4, atol=1e-4)
-    assert module.fit_success(simulated(10, -5.0, 3.0)) == (0.0, math.inf)
-    assert module.fit_success([(0.5, 1.0)] * 50) == (0.0, math.inf)
+    """u and v are those of the authors' scikit-learn, to the tolerance of its optimiser. P = 1 for
+    up to 10 outcomes, and if all are the same."""
+    for case in AUTHORS:
+        pairs = [(i / segments, float(success)) for i, segments, success in case["feedback"]]
+        found, expected = module.fit_success(pairs), case["fit"] or (0.0, math.inf)
+        near(torch.tensor(found).double(), torch.tensor(expected).double(), "u and v", 2e-3)
 
 
 CHECKS = [*written_here(globals()), *CENTRED, check_clip_statistics, check_kl_ratio]

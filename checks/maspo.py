@@ -1,23 +1,12 @@
-"""MASPO: the authors' own function and numbers, the limit of an infinite width."""
+"""MASPO: the numbers of the authors' function."""
 
 from dataclasses import replace
 from types import ModuleType
 
 import torch
 
-from . import TOKEN_MEAN, ZSCORE, ZSCORES, busy_batch, check_parts_add_up, counts, loss_of, matches
-from . import response_tokens, weighs, weight, written_here
-
-TABLE = {  # r: weights at π_old = .9 and .01, for Â = 1 and for Â = -1 (without the sign)
-    0.5: (0.5, 0.5, 0.4415, 0.4958),
-    0.75: (0.75, 0.75, 0.7270, 0.7484),
-    0.9: (0.9, 0.9, 0.8955, 0.8997),
-    1.0: (1, 1, 1, 1),
-    1.1: (1.0951, 1.0997, 1.1, 1.1),
-    1.3: (1.2493, 1.2965, 1.3, 1.3),
-    2.0: (1.2850, 1.9414, 2, 2),
-    4.0: (0.0746, 3.0608, 4, 4),
-}
+from . import FIXTURE, TOKEN_MEAN, ZSCORE, ZSCORES, busy_batch, check_parts_add_up, counts, loss_of
+from . import matches, response_tokens, weighs, written_here
 
 
 def check_fixture(module: ModuleType) -> None:
@@ -26,24 +15,12 @@ def check_fixture(module: ModuleType) -> None:
 
 
 def check_weights(module: ModuleType) -> None:
-    """The gradient weight of likely and rare tokens, of either sign, at eight ratios."""
-    for ratio, row in TABLE.items():
-        cases = [(advantage, old) for advantage in (1.0, -1.0) for old in (0.9, 0.01)]
-        for (advantage, old), expected in zip(cases, row):
-            weighs(module, ratio, advantage, advantage * expected, 6e-5, old=old)
-
-
-def check_gates(module: ModuleType) -> None:
-    """F alone, at five points, from the authors' code; the clamps on width and risk."""
-    table = {(2, 0.9, 1): 0.642476, (2, 0.001, 1): 0.992558, (2, 0.9, 2): 0.658535}
-    table |= {(0.5, 0.9, -1): 0.882948, (0.5, 0.01, -1): 0.991668}
-    for (ratio, old, advantage), gate in table.items():
-        weighs(module, ratio, advantage, gate * ratio * advantage, 1e-5, old=old)
-    # Width 501 without the cap, 10 with it
-    capped = weight(module, 2.0, 1.0, 1e-9, beta_pos=0.0) / 2
-    assert abs(capped - torch.tensor(-1 / 200.0).exp().item()) < 1e-6
-    narrow = weight(module, 0.5, -1000.0, 1.0) / -500  # risk 1/31 without the floor, 0.1 with it
-    assert abs(narrow - torch.tensor(-0.25 / 0.02).exp().item()) < 1e-6
+    """Gradient weights by the authors' function: likely and rare tokens of either sign, ratios far
+    out and on the way back, other flags, width and risk at their bounds."""
+    for case in FIXTURE["maspo"]["cases"]:
+        for ratio, old, advantage, expected in case["rows"]:
+            tolerance = 1e-9 * max(1, abs(expected))
+            weighs(module, ratio, advantage, expected, tolerance, old=old, **case["flags"])
 
 
 def check_statistics(module: ModuleType) -> None:

@@ -176,19 +176,19 @@ def response_logprobs(
 ) -> Pair:
     """log π(token) and entropy of every sampled token: two `[n, T]`, zero on padding."""
     blank, where = torch.zeros_like(batch.mask), batch.mask.bool()  # [n, T]
-    if len(batch) == 0:  # other ranks have rows left, and FSDP's collectives need all ranks
-        pair = torch.zeros(1, 2, dtype=torch.long, device=blank.device)  # [1, 2]
-        first = torch.tensor([[True, False]], device=blank.device)  # [1, 2]
-        policy.routing.replay = None
-        logp, _ = policy(pair, first, temperature)
-        return blank.masked_scatter(where, logp), blank
-    sequences = batch.sequences[:, : batch.ends.max()]  # [n, S]
-    after = torch.arange(1, sequences.shape[1] + 1, device=sequences.device)  # [S]: next columns
-    predicts = (after >= batch.prompt_len[:, None]) & (after < batch.ends[:, None])  # [n, S]
-    replayed = getattr(batch, "replayed_experts", None)  # [n, S, layers, k]
-    if replayed is not None:
-        replayed = replayed[:, : sequences.shape[1]].flatten(0, 1)  # [n·S, layers, k]
-        replayed = replayed.to(blank.device)
+    replayed = None
+    if len(batch) == 0:
+        # Other ranks have rows left, and FSDP's collectives need all ranks: a pass over two tokens,
+        # of which nothing is used. Its gradients are zeros.
+        sequences = torch.zeros(1, 2, dtype=torch.long, device=blank.device)  # [1, 2]
+        predicts = torch.tensor([[True, False]], device=blank.device)  # [1, 2]
+    else:
+        sequences = batch.sequences[:, : batch.ends.max()]  # [n, S]
+        after = torch.arange(1, sequences.shape[1] + 1, device=blank.device)  # [S]: next columns
+        predicts = (after >= batch.prompt_len[:, None]) & (after < batch.ends[:, None])  # [n, S]
+        if hasattr(batch, "replayed_experts"):
+            replayed = batch.replayed_experts[:, : sequences.shape[1]]  # [n, S, layers, k]
+            replayed = replayed.flatten(0, 1).to(blank.device)  # [n·S, layers, k]
     policy.routing.replay = replayed
     found = policy(sequences, predicts, temperature, readout)  # [M], [M]
     logp = blank.masked_scatter(where, found[0])  # [n, T]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from common.batch import Rollout
 from common.distributed import setup
+from common.logprobs import micro_batches
 
 from tests.loop import formulas
 from checks.files import ALGORITHMS, NINE, VARIANTS
@@ -76,13 +77,22 @@ def test_row_order_changes_nothing(reference, world, tmp_path, monkeypatch):
 
 
 def on_a_rank(folder: Path, jobs: list[tuple[str, int]]) -> None:
-    """One of several ranks, with micro-batches of its own: the gradients of (file, --shard_ranks)
-    pairs."""
+    """One of several ranks: the gradients of (file, --shard_ranks) pairs. All ranks but the first
+    have their rows in one micro-batch, and no rows in the others."""
     world, stored = setup(), Rollout(**torch.load(folder / "rollout.pt"))
-    flags, patch = {"minibatches": 1, "micro_tokens": 300 + 200 * world.rank}, pytest.MonkeyPatch()
-    found = {}
+    patch, found = pytest.MonkeyPatch(), {}
+
+    def uneven(*arguments: object) -> list[torch.Tensor]:
+        micros = micro_batches(*arguments)
+        if world.rank == 0:
+            return micros
+        return [torch.cat(micros)] + [rows[:0] for rows in micros[1:]]
+
+    patch.setattr("common.logprobs.micro_batches", uneven)
+    patch.setattr("common.plumbing.norms.micro_batches", uneven)
     for name, shard_ranks in jobs:
-        how = flags | {"shard_ranks": shard_ranks}
+        patch.setattr(module_of(name), "micro_batches", uneven)
+        how = {"minibatches": 1, "micro_tokens": 300, "shard_ranks": shard_ranks}
         found[name, shard_ranks] = gradients(stored, PROMPTS, world, folder, patch, name, **how)
     if world.rank == 0:
         torch.save(found, folder / "gradients.pt")
@@ -98,8 +108,9 @@ SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
 
 @pytest.mark.parametrize(("ranks", "jobs"), [(2, TWO), *SLOW])
 def test_ranks_change_nothing(world, tmp_path, monkeypatch, ranks, jobs):
-    """Several gloo ranks, each with its share of the groups and micro-batches of its own, against
-    one: a model's weights shared by all, each with its own, and two pairs.
+    """Several gloo ranks, each with its share of the groups, against one: a model's weights shared
+    by all, each with its own, and two pairs. Samples are on, and ranks meet micro-batches without
+    rows.
 
     A rank's share is cut into mini-batches on its own, so one mini-batch is compared: all groups of
     all ranks.
