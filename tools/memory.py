@@ -295,7 +295,8 @@ def answer(name: str, model: str, gpus: int, gpu: float, response: int, task: st
     lines[0] += f" are {16 * n:.0f} GB in all (float32; estimates, no GPU has seen them)"
     if fits := fit(name, model, shape, gpus, gpu, response, task):
         words, found = fits
-        lines += [f"{cards}: fits", f"    torchrun {' '.join(words)}"]
+        lines += [f"{cards}: fits (FILE and --task name another command)"]
+        lines += [f"    torchrun {' '.join(words)}"]
         room = f"room for {found['responses in cache']:.0f} responses of full length per GPU"
         lines += [f"    peak {found['peak']:.1f} GB per GPU, {room}"]
         lines += [f"    needs {found['host']:.0f} GB of host memory"]
