@@ -45,7 +45,7 @@ paper itself (version 1, 16 February, and version 2, 8 May 2026) we read the sta
 + 1e-6) is GRPO's usual one; we do not know the paper's.
 
 Run it:
-    torchrun goldilocks.py                                  # laptop, two minutes, no download
+    torchrun goldilocks.py                                  # laptop, two to four minutes, no download
     torchrun goldilocks.py --explore 1                      # the same, prompts drawn uniformly
     # one node
     torchrun --nproc_per_node=8 goldilocks.py --model Qwen/Qwen2.5-1.5B --task math \\
@@ -277,7 +277,7 @@ class Curriculum:
 
 
 # </own>
-# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 ACTED = {"chosen_over_mean": "f of chosen prompts, minus their candidates' mean"}  # <own>
 
 
@@ -319,8 +319,7 @@ def policy_loss(
         objective = objective - args.beta * k3  # [n, T]
         stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
     per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
-    # The caller divides by the number of responses on all ranks: that is 1/G and the mean over
-    # prompts in one.
+    # The caller divides by P·G, the responses of all ranks: 1/G, and the mean over P prompts.
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
     # </own>
 
@@ -382,8 +381,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # Another division into micro-batches would round differently. These are the micro-batches
-        # of the update, so the first ratios are exactly 1.
+        # The micro-batches are those of the update. With others, rounding would make the first
+        # ratios differ from 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:

@@ -44,7 +44,7 @@ Differs from the paper in:
    step is skipped.
 
 Run it:
-    torchrun grpo.py                                        # laptop, two minutes, no download
+    torchrun grpo.py                                        # laptop, two to four minutes, no download
     # one node of eight GPUs, 64 x 16 = 1024 responses per step (the paper: 1024, with G = 64)
     torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
         --eval_task math500 --prompts_per_step 64 --group_size 16 --max_new_tokens 4096 \\
@@ -132,7 +132,7 @@ def advantages(rewards: Tensor) -> Tensor:
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
-# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 ACTED = {"clip_share": "tokens clipped (share)", "ref_kl": "KL to π_ref (nats per token)"}  # <own>
 
 
@@ -174,8 +174,7 @@ def policy_loss(
         objective = objective - args.beta * k3  # [n, T]
         stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
     per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
-    # The caller divides by the number of responses on all ranks: that is 1/G and the mean over
-    # prompts in one.
+    # The caller divides by P·G, the responses of all ranks: 1/G, and the mean over P prompts.
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
     # </own>
 
@@ -228,8 +227,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # Another division into micro-batches would round differently. These are the micro-batches
-        # of the update, so the first ratios are exactly 1.
+        # The micro-batches are those of the update. With others, rounding would make the first
+        # ratios differ from 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:

@@ -34,7 +34,7 @@ Differs from the paper in:
    as we know no numbers of the paper's.
 
 Run it:
-    torchrun gspo.py                                        # laptop, two minutes, no download
+    torchrun gspo.py                                        # laptop, two to four minutes, no download
     # one node
     torchrun --nproc_per_node=8 gspo.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
         --eval_task aime24 --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 \\
@@ -122,7 +122,7 @@ def advantages(rewards: Tensor) -> Tensor:
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
-# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 # <own>
 ACTED = {
     "clip_share": "responses clipped (share)",
@@ -226,8 +226,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # Another division into micro-batches would round differently. These are the micro-batches
-        # of the update, so the first ratios are exactly 1.
+        # The micro-batches are those of the update. With others, rounding would make the first
+        # ratios differ from 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:

@@ -52,7 +52,7 @@ could not check them again. When to replay is from a summary. Of the paper (vers
 2025) we read the start. We found no released code.
 
 Run it:
-    torchrun minirl.py                                      # laptop, two minutes, no download
+    torchrun minirl.py                                      # laptop, two to four minutes, no download
     torchrun minirl.py --model tiny-moe --routing_replay r3
     # one node
     torchrun --nproc_per_node=8 minirl.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
@@ -163,7 +163,7 @@ def experts_differ(batch: Rollout) -> tuple[Tensor, Tensor]:
 
 
 # </own>
-# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 # <own>
 ACTED = {
     "masked_share": "tokens masked (share)",
@@ -210,8 +210,7 @@ def policy_loss(
         "weight": ((weight * mask).sum(), mask.sum()),
         "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), None),
     }
-    # The caller divides by the number of responses on all ranks: that is 1/G and the mean over
-    # prompts in one.
+    # The caller divides by P·G, the responses of all ranks: 1/G, and the mean over P prompts.
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
     # </own>
 
@@ -274,8 +273,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # Another division into micro-batches would round differently. These are the micro-batches
-        # of the update, so the first ratios are exactly 1.
+        # The micro-batches are those of the update. With others, rounding would make the first
+        # ratios differ from 1.
         for minibatch in minibatches:
             if args.routing_replay == "r3":  # in π_old's own evaluation, too  # <own>
                 minibatch.replayed_experts = minibatch.sampler_experts  # <own>

@@ -57,7 +57,7 @@ Confidence: RLOO and REINFORCE++ as in verl and TRL; ScaleRL's division as in it
 prime-rl. The papers' other choices are second hand.
 
 Run it:
-    torchrun -m variants.baselines                          # laptop, two minutes, no download
+    torchrun -m variants.baselines                          # laptop, two to four minutes, no download
     # a node of eight
     torchrun --nproc_per_node=8 -m variants.baselines --task dapo-math-17k --eval_task aime24 \\
         --model Qwen/Qwen3-1.7B-Base --baseline batch --prompts_per_step 128 --group_size 8 \\
@@ -179,7 +179,7 @@ def effect(rewards: Tensor, advantages: Tensor) -> dict[str, tuple[Tensor, Tenso
 
 
 # </own>
-# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 # <own>
 ACTED = {
     "apart": "distance of Â from R minus the group's mean, mean",
@@ -276,8 +276,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # Another division into micro-batches would round differently. These are the micro-batches
-        # of the update, so the first ratios are exactly 1.
+        # The micro-batches are those of the update. With others, rounding would make the first
+        # ratios differ from 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:

@@ -51,7 +51,7 @@ Confidence: loss, baselines and sizes are as read in the paper; there is no code
 do not know how it treats a response without its last block; ours counts as 0.
 
 Run it:
-    torchrun -m variants.blockwise                          # laptop, two minutes, no download
+    torchrun -m variants.blockwise                          # laptop, two to four minutes, no download
     # a node of eight, the paper's batch; blocks: the thinking, and what follows it
     torchrun --nproc_per_node=8 -m variants.blockwise --task dapo-math-17k --marker "</think>" \\
         --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --eval_task math500 \\
@@ -188,7 +188,7 @@ def block_texts(rollout: Rollout, marker: int, tokenizer: object) -> tuple[list[
 
 
 # </own>
-# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 # <own>
 ACTED = {
     "advantages_apart": "|Â of the working - Â of the answer|",
@@ -301,8 +301,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # Another division into micro-batches would round differently. These are the micro-batches
-        # of the update, so the first ratios are exactly 1.
+        # The micro-batches are those of the update. With others, rounding would make the first
+        # ratios differ from 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:

@@ -42,7 +42,7 @@ Confidence: formula and "no lower bound" are as two frameworks quote the paper. 
 token mean in TRL's code, the conventions in TRL's, slime's and verl's.
 
 Run it:
-    torchrun -m variants.cispo                              # laptop, two minutes, no download
+    torchrun -m variants.cispo                              # laptop, two to four minutes, no download
     # a node of eight; M1's steps per rollout
     torchrun --nproc_per_node=8 -m variants.cispo --model Qwen/Qwen3-1.7B-Base \\
         --task dapo-math-17k --eval_task math500 --prompts_per_step 128 --group_size 16 \\
@@ -125,7 +125,7 @@ def advantages(rewards: Tensor) -> Tensor:
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
-# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 # <own>
 ACTED = {
     "kept_beyond_clip": "tokens that justrl's clip would drop (share)",
@@ -215,8 +215,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # Another division into micro-batches would round differently. These are the micro-batches
-        # of the update, so the first ratios are exactly 1.
+        # The micro-batches are those of the update. With others, rounding would make the first
+        # ratios differ from 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:

@@ -49,7 +49,7 @@ Confidence: we read masks and caps in the authors' code and verl's, and IPO in p
 page. δ is as TRL and verl's script give the paper's, which asks for a large cap.
 
 Run it:
-    torchrun -m variants.dppo                               # laptop, two minutes, no download
+    torchrun -m variants.dppo                               # laptop, two to four minutes, no download
     torchrun -m variants.dppo --trust_region kl
     torchrun -m variants.dppo --two_sided --delta 0.3 --log_square 1e-3 --is_cap 1e9    # IPO
     # a node of eight, the sizes of verl's script (which trains Qwen3-30B-A3B-Base)
@@ -140,7 +140,7 @@ def advantages(rewards: Tensor) -> Tensor:
     return centred  # no std: dividing by it would weight prompts by their difficulty  # <own>
 
 
-# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 # <own>
 ACTED = {
     "masked_share": "tokens masked (share)",
@@ -196,8 +196,7 @@ def policy_loss(
         "weight": ((weight * mask).sum(), mask.sum()),
         "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), None),
     }
-    # The caller divides by the number of responses on all ranks: that is 1/G and the mean over
-    # prompts in one.
+    # The caller divides by P·G, the responses of all ranks: 1/G, and the mean over P prompts.
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
     # </own>
 
@@ -250,8 +249,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # Another division into micro-batches would round differently. These are the micro-batches
-        # of the update, so the first ratios are exactly 1.
+        # The micro-batches are those of the update. With others, rounding would make the first
+        # ratios differ from 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:

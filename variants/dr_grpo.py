@@ -40,7 +40,7 @@ Differs from the paper in:
 Confidence: we read objective, constant and sizes in the authors' code; ε is their default, 0.2.
 
 Run it:
-    torchrun -m variants.dr_grpo                            # laptop, two minutes, no download
+    torchrun -m variants.dr_grpo                            # laptop, two to four minutes, no download
     # a node of eight; the authors: batch 128 prompts, G = 8, at most 3000 tokens
     torchrun --nproc_per_node=8 -m variants.dr_grpo --model Qwen/Qwen2.5-Math-1.5B \\
         --task dapo-math-17k --eval_task math500 --prompts_per_step 128 --group_size 8 \\
@@ -121,7 +121,7 @@ def advantages(rewards: Tensor) -> Tensor:
     return centred  # no std: 1/std would weight prompts by their difficulty  # <own>
 
 
-# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 ACTED = {"clip_share": "tokens clipped (share)"}  # <own>
 
 
@@ -158,8 +158,7 @@ def policy_loss(
     stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
     # 1/L for all: dividing by its own length would make a long wrong response cheap.
     per_response = (objective * mask).sum(dim=1) / args.max_new_tokens  # [n]
-    # The caller divides by the number of responses on all ranks: that is 1/G and the mean over
-    # prompts in one.
+    # The caller divides by P·G, the responses of all ranks: 1/G, and the mean over P prompts.
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
     # </own>
 
@@ -212,8 +211,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # Another division into micro-batches would round differently. These are the micro-batches
-        # of the update, so the first ratios are exactly 1.
+        # The micro-batches are those of the update. With others, rounding would make the first
+        # ratios differ from 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:

@@ -59,7 +59,7 @@ are as in verl's code, with its defaults except KL-Cov's 0.2% and coefficient 1.
 scripts for 7B, read in copies; verl's are 0.02% and, in its configuration, 0.1.
 
 Run it:
-    torchrun -m variants.entropy20                          # laptop, two minutes, no download
+    torchrun -m variants.entropy20                          # laptop, two to four minutes, no download
     torchrun -m variants.entropy20 --tokens kl_cov          # or clip_cov
     # a node of eight; the paper's rollout, with 16 mini-batches and no warm-up
     torchrun --nproc_per_node=8 -m variants.entropy20 --model Qwen/Qwen3-8B-Base \\
@@ -207,7 +207,7 @@ def chosen_tokens(
 
 
 # </own>
-# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 # <own>
 ACTED = {
     "left_out": "tokens not trained (share)",
@@ -312,8 +312,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # Another division into micro-batches would round differently. These are the micro-batches
-        # of the update, so the first ratios are exactly 1.
+        # The micro-batches are those of the update. With others, rounding would make the first
+        # ratios differ from 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:

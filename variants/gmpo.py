@@ -39,7 +39,7 @@ Confidence: we read clip, order, one-sidedness, 0.4 and the division by std in t
 gives the same numbers. We have not read the paper itself.
 
 Run it:
-    torchrun -m variants.gmpo                               # laptop, two minutes, no download
+    torchrun -m variants.gmpo                               # laptop, two to four minutes, no download
     torchrun -m variants.gmpo --clip_low 0.05 --clip_high 0.05    # where the clip acts
     # a node of eight, sizes are ours
     torchrun --nproc_per_node=8 -m variants.gmpo --model Qwen/Qwen3-1.7B-Base --lr 1e-6 \\
@@ -121,7 +121,7 @@ def advantages(rewards: Tensor) -> Tensor:
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
-# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 ACTED = {"clip_share": "tokens clipped (share)"}  # <own>
 
 
@@ -213,8 +213,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # Another division into micro-batches would round differently. These are the micro-batches
-        # of the update, so the first ratios are exactly 1.
+        # The micro-batches are those of the update. With others, rounding would make the first
+        # ratios differ from 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:

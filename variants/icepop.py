@@ -59,7 +59,7 @@ have it. We read tis, mis and opsm also in TRL's code, geometric in verl's. We d
 paper's α and β; Online IcePop is second hand.
 
 Run it:
-    torchrun -m variants.icepop                             # laptop, two minutes, no download
+    torchrun -m variants.icepop                             # laptop, two to four minutes, no download
     torchrun -m variants.icepop --w_low 0.8 --w_high 1.25   # where it drops tokens
     torchrun -m variants.icepop --correction mis --correction_level sequence --w_high 2
     # a node of eight
@@ -190,7 +190,7 @@ def correction(
 
 
 # </own>
-# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 # <own>
 ACTED = {
     "corrected": "mean |C - 1|, C the correction",
@@ -240,8 +240,7 @@ def policy_loss(
         "weight": ((weight * mask).sum(), mask.sum()),
         "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), None),
     }
-    # The caller divides by the number of responses on all ranks: that is 1/G and the mean over
-    # prompts in one.
+    # The caller divides by P·G, the responses of all ranks: 1/G, and the mean over P prompts.
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
     # </own>
 
@@ -300,8 +299,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # Another division into micro-batches would round differently. These are the micro-batches
-        # of the update, so the first ratios are exactly 1.
+        # The micro-batches are those of the update. With others, rounding would make the first
+        # ratios differ from 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:

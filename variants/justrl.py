@@ -35,7 +35,7 @@ Confidence: we read formula, ε and sizes in the authors' script. Their findings
 abstract and second hand.
 
 Run it:
-    torchrun -m variants.justrl                             # laptop, two minutes, no download
+    torchrun -m variants.justrl                             # laptop, two to four minutes, no download
     # a node of eight, the paper's sizes (it has four)
     torchrun --nproc_per_node=8 -m variants.justrl --task dapo-math-17k --eval_task aime24 \\
         --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --prompts_per_step 256 --group_size 8 \\
@@ -116,7 +116,7 @@ def advantages(rewards: Tensor) -> Tensor:
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
-# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 ACTED = {"clip_share": "tokens clipped (share)"}  # <own>
 
 
@@ -203,8 +203,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # Another division into micro-batches would round differently. These are the micro-batches
-        # of the update, so the first ratios are exactly 1.
+        # The micro-batches are those of the update. With others, rounding would make the first
+        # ratios differ from 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:

@@ -42,7 +42,7 @@ Confidence: cost, update, their order and constants are from the authors' README
 code; we have not read the code. We assume that the rest of the objective is GRPO's, with std.
 
 Run it:
-    torchrun -m variants.laconic                            # laptop, two minutes, no download
+    torchrun -m variants.laconic                            # laptop, two to four minutes, no download
     torchrun -m variants.laconic --length_budget 14 --price_lr 0.5 --price_ceiling 1
     # a node of eight, the authors' sizes and constants
     torchrun --nproc_per_node=8 -m variants.laconic --length_budget 1500 --price_lr 0.002 \\
@@ -176,7 +176,7 @@ class Budget:
 
 
 # </own>
-# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 # <own>
 ACTED = {
     "charged": "reward paid for length, mean",
@@ -224,8 +224,7 @@ def policy_loss(
         objective = objective - args.beta * k3  # [n, T]
         stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
     per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
-    # The caller divides by the number of responses on all ranks: that is 1/G and the mean over
-    # prompts in one.
+    # The caller divides by P·G, the responses of all ranks: 1/G, and the mean over P prompts.
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
     # </own>
 
@@ -282,8 +281,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # Another division into micro-batches would round differently. These are the micro-batches
-        # of the update, so the first ratios are exactly 1.
+        # The micro-batches are those of the update. With others, rounding would make the first
+        # ratios differ from 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:

@@ -51,7 +51,7 @@ Confidence: we read loss, proxy, constants and sizes in the authors' code; the p
 is second hand.
 
 Run it:
-    torchrun -m variants.lp_reg                             # laptop, two minutes, no download
+    torchrun -m variants.lp_reg                             # laptop, two to four minutes, no download
     torchrun -m variants.lp_reg --minibatches 1             # on-policy
     # a node of eight, the authors' sizes off-policy (they have 14B on eight nodes)
     torchrun --nproc_per_node=8 -m variants.lp_reg --model Qwen/Qwen3-8B-Base \\
@@ -162,7 +162,7 @@ def rare_threshold(args: Args, logp: Tensor) -> Tensor:
 
 
 # </own>
-# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 # <own>
 ACTED = {
     "protected_share": "negative-advantage tokens protected (share)",
@@ -271,8 +271,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # Another division into micro-batches would round differently. These are the micro-batches
-        # of the update, so the first ratios are exactly 1.
+        # The micro-batches are those of the update. With others, rounding would make the first
+        # ratios differ from 1.
         for minibatch in minibatches:
             # <own>
             readout = partial(proxy_logprobs, kappa=args.kappa)  # instead of entropy

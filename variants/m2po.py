@@ -46,7 +46,7 @@ Confidence: we read the rule in the authors' code and in an independent implemen
 from the abstract.
 
 Run it:
-    torchrun -m variants.m2po                               # laptop, two minutes, no download
+    torchrun -m variants.m2po                               # laptop, two to four minutes, no download
     torchrun -m variants.m2po --budget 1e-4                 # where it acts
     # a node of eight, sizes are ours
     torchrun --nproc_per_node=8 -m variants.m2po --model Qwen/Qwen3-1.7B-Base --lr 1e-6 \\
@@ -144,7 +144,7 @@ def second_moment_bound(args: Args, squares: Tensor) -> Tensor:
 
 
 # </own>
-# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 # <own>
 ACTED = {
     "masked_share": "tokens masked (share)",
@@ -241,8 +241,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # Another division into micro-batches would round differently. These are the micro-batches
-        # of the update, so the first ratios are exactly 1.
+        # The micro-batches are those of the update. With others, rounding would make the first
+        # ratios differ from 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:

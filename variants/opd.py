@@ -48,7 +48,7 @@ Differs from the paper, and from public code, in:
 Confidence: we read the formulas in the three projects' code of 2026, and the paper's abstract.
 
 Run it:
-    torchrun -m variants.opd                                # laptop, two minutes, no download
+    torchrun -m variants.opd                                # laptop, two to four minutes, no download
     # a node of eight; the teacher's weights are sharded like the student's
     torchrun --nproc_per_node=8 -m variants.opd --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
         --teacher Qwen/Qwen3-8B --eval_task math500 --prompts_per_step 64 --max_new_tokens 4096 \\
@@ -144,7 +144,7 @@ def advantages(rewards: Tensor) -> Tensor:
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
-# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 ACTED = {"teacher_kl": "KL to the teacher (nats per token)"}  # <own>
 # log 0.01: we assume that the teacher would not write a token below this probability.
 FOREIGN = -4.6  # <own>
@@ -256,8 +256,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # Another division into micro-batches would round differently. These are the micro-batches
-        # of the update, so the first ratios are exactly 1.
+        # The micro-batches are those of the update. With others, rounding would make the first
+        # ratios differ from 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:

@@ -48,7 +48,7 @@ responses enumerated (checks/paced.py). We do not know how the paper draws candi
 enters the loss.
 
 Run it:
-    torchrun -m variants.paced                              # laptop, two minutes, no download
+    torchrun -m variants.paced                              # laptop, two to four minutes, no download
     torchrun -m variants.paced --explore 1                  # the same, prompts drawn uniformly
     # a node of eight, the paper's lengths
     torchrun --nproc_per_node=8 -m variants.paced --model Qwen/Qwen2.5-Math-1.5B --task math \\
@@ -271,7 +271,7 @@ class Curriculum:
 
 
 # </own>
-# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 ACTED = {"chosen_over_mean": "how much nearer to τ than the mean candidate"}  # <own>
 
 
@@ -363,8 +363,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # Another division into micro-batches would round differently. These are the micro-batches
-        # of the update, so the first ratios are exactly 1.
+        # The micro-batches are those of the update. With others, rounding would make the first
+        # ratios differ from 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:

@@ -44,7 +44,7 @@ the mean of the other responses, which makes Â 16/15 of ours at their G = 16. I
 log Z itself, also from the others.
 
 Run it:
-    torchrun -m variants.pmd                                # laptop, two minutes, no download
+    torchrun -m variants.pmd                                # laptop, two to four minutes, no download
     torchrun -m variants.pmd --tau 0.5
     # a node of eight, OpenKimi's sizes
     torchrun --nproc_per_node=8 -m variants.pmd --model Qwen/Qwen2.5-7B --task dapo-math-17k \\
@@ -124,7 +124,7 @@ def advantages(rewards: Tensor) -> Tensor:
     return centred  # no std: 1/std would weight prompts by their difficulty  # <own>
 
 
-# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 # <own>
 ACTED = {
     "pull": "mean |τ log(π_θ/π_old)| of a response, divided by |Â|",
@@ -217,8 +217,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # Another division into micro-batches would round differently. These are the micro-batches
-        # of the update, so the first ratios are exactly 1.
+        # The micro-batches are those of the update. With others, rounding would make the first
+        # ratios differ from 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:

@@ -53,7 +53,7 @@ Confidence: PPO, GAE and the clipped value loss agree with public code. VAPO's �
 its listing and in summaries; we do not know its rates and steps of pre-training.
 
 Run it:
-    torchrun -m variants.ppo                                # laptop, two minutes, no download
+    torchrun -m variants.ppo                                # laptop, two to four minutes, no download
     torchrun -m variants.ppo --lam 1                        # the critic as a baseline only
     # a node of eight, VAPO's λs and ε; batch, rates and warm-up ours
     torchrun --nproc_per_node=8 -m variants.ppo --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
@@ -285,7 +285,7 @@ class Critic:
 
 
 # </own>
-# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 # <own>
 ACTED = {
     "explained_variance": "share of the returns' variance explained by V",
@@ -381,8 +381,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # Another division into micro-batches would round differently. These are the micro-batches
-        # of the update, so the first ratios are exactly 1.
+        # The micro-batches are those of the update. With others, rounding would make the first
+        # ratios differ from 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:

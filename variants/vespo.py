@@ -40,7 +40,7 @@ paper's runs take 4 to 64 optimiser steps per rollout, the released scripts with
 64.
 
 Run it:
-    torchrun -m variants.vespo                              # laptop, two minutes, no download
+    torchrun -m variants.vespo                              # laptop, two to four minutes, no download
     # a node of eight; the authors: 2048 prompts, Qwen3-30B-A3B-Base, eight nodes, else the same
     torchrun --nproc_per_node=8 -m variants.vespo --model Qwen/Qwen3-8B-Base --task dapo-math-17k \\
         --eval_task aime25 --prompts_per_step 256 --group_size 8 --minibatches 8 --lr 1e-6 \\
@@ -128,7 +128,7 @@ def advantages(rewards: Tensor) -> Tensor:
     return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
 
 
-# Metrics that show whether the method has an effect. The first one is 0 as long as it has none.
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 # <own>
 ACTED = {
     "reshaped": "mean |φ - 1|, φ the weight of a response",
@@ -222,8 +222,8 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # Another division into micro-batches would round differently. These are the micro-batches
-        # of the update, so the first ratios are exactly 1.
+        # The micro-batches are those of the update. With others, rounding would make the first
+        # ratios differ from 1.
         for minibatch in minibatches:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
             if reference:
