@@ -1,4 +1,4 @@
-# make run: the environment (once), then a training run of two minutes.  make test: the fast tests.
+# make run: the environment (once), then a training run of some minutes.  make test: the fast tests.
 PYTHON ?= python3
 VENV := .venv/bin
 

@@ -45,7 +45,7 @@ paper itself (version 1, 16 February, and version 2, 8 May 2026) we read the sta
 + 1e-6) is GRPO's usual one; we do not know the paper's.
 
 Run it:
-    torchrun goldilocks.py                                  # laptop, two to four minutes, no download
+    torchrun goldilocks.py                                  # laptop, 2 to 4 minutes, no download
     torchrun goldilocks.py --explore 1                      # the same, prompts drawn uniformly
     # one node
     torchrun --nproc_per_node=8 goldilocks.py --model Qwen/Qwen2.5-1.5B --task math \\

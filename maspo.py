@@ -40,7 +40,7 @@ checks/maspo.py has. The std (sample, + 1e-6) is that of their code. Of the pape
 April 2026) we read the abstract; its batch and mini-batches are from a summary.
 
 Run it:
-    torchrun maspo.py                                       # laptop, two to four minutes, no download
+    torchrun maspo.py                                       # laptop, 2 to 4 minutes, no download
     # the paper's model, data and batch; group and length are ours
     torchrun --nproc_per_node=8 maspo.py --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B \\
         --task dapo-math-17k --eval_task aime24 --prompts_per_step 512 --minibatches 16 \\

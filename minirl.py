@@ -52,7 +52,7 @@ could not check them again. When to replay is from a summary. Of the paper (vers
 2025) we read the start. We found no released code.
 
 Run it:
-    torchrun minirl.py                                      # laptop, two to four minutes, no download
+    torchrun minirl.py                                      # laptop, 2 to 4 minutes, no download
     torchrun minirl.py --model tiny-moe --routing_replay r3
     # one node
     torchrun --nproc_per_node=8 minirl.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\

@@ -34,7 +34,7 @@ Differs from the paper in:
    as we know no numbers of the paper's.
 
 Run it:
-    torchrun sapo.py                                        # laptop, two to four minutes, no download
+    torchrun sapo.py                                        # laptop, 2 to 4 minutes, no download
     # one node
     torchrun --nproc_per_node=8 sapo.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
         --eval_task aime25 --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 \\

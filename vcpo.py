@@ -56,7 +56,7 @@ Confidence: we read everything in the released code (mit-han-lab/vcpo c7f030f, 2
 numbers checks/vcpo.py has. Of the paper (version 2, same day) we read quotations.
 
 Run it:
-    torchrun vcpo.py                                        # laptop, two to four minutes, no download
+    torchrun vcpo.py                                        # laptop, 2 to 4 minutes, no download
     torchrun vcpo.py --no_optimal_baseline --no_ess_scaling # only the lag and the cut at 8
     # the paper's batch, lag and lengths on MATH
     torchrun --nproc_per_node=8 vcpo.py --model Qwen/Qwen2.5-7B --task math --prompts_per_step 32 \\

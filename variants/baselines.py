@@ -57,7 +57,7 @@ Confidence: RLOO and REINFORCE++ as in verl and TRL; ScaleRL's division as in it
 prime-rl. The papers' other choices are second hand.
 
 Run it:
-    torchrun -m variants.baselines                          # laptop, two to four minutes, no download
+    torchrun -m variants.baselines                          # laptop, 2 to 4 minutes, no download
     # a node of eight
     torchrun --nproc_per_node=8 -m variants.baselines --task dapo-math-17k --eval_task aime24 \\
         --model Qwen/Qwen3-1.7B-Base --baseline batch --prompts_per_step 128 --group_size 8 \\

@@ -51,7 +51,7 @@ Confidence: loss, baselines and sizes are as read in the paper; there is no code
 do not know how it treats a response without its last block; ours counts as 0.
 
 Run it:
-    torchrun -m variants.blockwise                          # laptop, two to four minutes, no download
+    torchrun -m variants.blockwise                          # laptop, 2 to 4 minutes, no download
     # a node of eight, the paper's batch; blocks: the thinking, and what follows it
     torchrun --nproc_per_node=8 -m variants.blockwise --task dapo-math-17k --marker "</think>" \\
         --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --eval_task math500 \\

@@ -42,7 +42,7 @@ Confidence: formula and "no lower bound" are as two frameworks quote the paper. 
 token mean in TRL's code, the conventions in TRL's, slime's and verl's.
 
 Run it:
-    torchrun -m variants.cispo                              # laptop, two to four minutes, no download
+    torchrun -m variants.cispo                              # laptop, 2 to 4 minutes, no download
     # a node of eight; M1's steps per rollout
     torchrun --nproc_per_node=8 -m variants.cispo --model Qwen/Qwen3-1.7B-Base \\
         --task dapo-math-17k --eval_task math500 --prompts_per_step 128 --group_size 16 \\

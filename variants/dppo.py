@@ -49,7 +49,7 @@ Confidence: we read masks and caps in the authors' code and verl's, and IPO in p
 page. δ is as TRL and verl's script give the paper's, which asks for a large cap.
 
 Run it:
-    torchrun -m variants.dppo                               # laptop, two to four minutes, no download
+    torchrun -m variants.dppo                               # laptop, 2 to 4 minutes, no download
     torchrun -m variants.dppo --trust_region kl
     torchrun -m variants.dppo --two_sided --delta 0.3 --log_square 1e-3 --is_cap 1e9    # IPO
     # a node of eight, the sizes of verl's script (which trains Qwen3-30B-A3B-Base)

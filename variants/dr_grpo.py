@@ -40,7 +40,7 @@ Differs from the paper in:
 Confidence: we read objective, constant and sizes in the authors' code; ε is their default, 0.2.
 
 Run it:
-    torchrun -m variants.dr_grpo                            # laptop, two to four minutes, no download
+    torchrun -m variants.dr_grpo                            # laptop, 2 to 4 minutes, no download
     # a node of eight; the authors: batch 128 prompts, G = 8, at most 3000 tokens
     torchrun --nproc_per_node=8 -m variants.dr_grpo --model Qwen/Qwen2.5-Math-1.5B \\
         --task dapo-math-17k --eval_task math500 --prompts_per_step 128 --group_size 8 \\

@@ -59,7 +59,7 @@ are as in verl's code, with its defaults except KL-Cov's 0.2% and coefficient 1.
 scripts for 7B, read in copies; verl's are 0.02% and, in its configuration, 0.1.
 
 Run it:
-    torchrun -m variants.entropy20                          # laptop, two to four minutes, no download
+    torchrun -m variants.entropy20                          # laptop, 2 to 4 minutes, no download
     torchrun -m variants.entropy20 --tokens kl_cov          # or clip_cov
     # a node of eight; the paper's rollout, with 16 mini-batches and no warm-up
     torchrun --nproc_per_node=8 -m variants.entropy20 --model Qwen/Qwen3-8B-Base \\

@@ -39,7 +39,7 @@ Confidence: we read clip, order, one-sidedness, 0.4 and the division by std in t
 gives the same numbers. We have not read the paper itself.
 
 Run it:
-    torchrun -m variants.gmpo                               # laptop, two to four minutes, no download
+    torchrun -m variants.gmpo                               # laptop, 2 to 4 minutes, no download
     torchrun -m variants.gmpo --clip_low 0.05 --clip_high 0.05    # where the clip acts
     # a node of eight, sizes are ours
     torchrun --nproc_per_node=8 -m variants.gmpo --model Qwen/Qwen3-1.7B-Base --lr 1e-6 \\

@@ -59,7 +59,7 @@ have it. We read tis, mis and opsm also in TRL's code, geometric in verl's. We d
 paper's α and β; Online IcePop is second hand.
 
 Run it:
-    torchrun -m variants.icepop                             # laptop, two to four minutes, no download
+    torchrun -m variants.icepop                             # laptop, 2 to 4 minutes, no download
     torchrun -m variants.icepop --w_low 0.8 --w_high 1.25   # where it drops tokens
     torchrun -m variants.icepop --correction mis --correction_level sequence --w_high 2
     # a node of eight

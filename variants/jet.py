@@ -43,7 +43,7 @@ Confidence: we read the abstract. Which parts are rounded, in which blocks, is s
 no public code.
 
 Run it:
-    torchrun -m variants.jet                                # laptop, two to four minutes, no download
+    torchrun -m variants.jet                                # laptop, 2 to 4 minutes, no download
     torchrun -m variants.jet --model tiny-moe --routing_replay r3
     # a node of eight; a model of the paper's, sizes are ours
     torchrun --nproc_per_node=8 -m variants.jet --model Qwen/Qwen3-8B-Base --task dapo-math-17k \\

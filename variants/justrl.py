@@ -35,7 +35,7 @@ Confidence: we read formula, ε and sizes in the authors' script. Their findings
 abstract and second hand.
 
 Run it:
-    torchrun -m variants.justrl                             # laptop, two to four minutes, no download
+    torchrun -m variants.justrl                             # laptop, 2 to 4 minutes, no download
     # a node of eight, the paper's sizes (it has four)
     torchrun --nproc_per_node=8 -m variants.justrl --task dapo-math-17k --eval_task aime24 \\
         --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B --prompts_per_step 256 --group_size 8 \\

@@ -42,7 +42,7 @@ Confidence: cost, update, their order and constants are from the authors' README
 code; we have not read the code. We assume that the rest of the objective is GRPO's, with std.
 
 Run it:
-    torchrun -m variants.laconic                            # laptop, two to four minutes, no download
+    torchrun -m variants.laconic                            # laptop, 2 to 4 minutes, no download
     torchrun -m variants.laconic --length_budget 14 --price_lr 0.5 --price_ceiling 1
     # a node of eight, the authors' sizes and constants
     torchrun --nproc_per_node=8 -m variants.laconic --length_budget 1500 --price_lr 0.002 \\

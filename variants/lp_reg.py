@@ -51,7 +51,7 @@ Confidence: we read loss, proxy, constants and sizes in the authors' code; the p
 is second hand.
 
 Run it:
-    torchrun -m variants.lp_reg                             # laptop, two to four minutes, no download
+    torchrun -m variants.lp_reg                             # laptop, 2 to 4 minutes, no download
     torchrun -m variants.lp_reg --minibatches 1             # on-policy
     # a node of eight, the authors' sizes off-policy (they have 14B on eight nodes)
     torchrun --nproc_per_node=8 -m variants.lp_reg --model Qwen/Qwen3-8B-Base \\

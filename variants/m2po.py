@@ -46,7 +46,7 @@ Confidence: we read the rule in the authors' code and in an independent implemen
 from the abstract.
 
 Run it:
-    torchrun -m variants.m2po                               # laptop, two to four minutes, no download
+    torchrun -m variants.m2po                               # laptop, 2 to 4 minutes, no download
     torchrun -m variants.m2po --budget 1e-4                 # where it acts
     # a node of eight, sizes are ours
     torchrun --nproc_per_node=8 -m variants.m2po --model Qwen/Qwen3-1.7B-Base --lr 1e-6 \\

@@ -48,7 +48,7 @@ Differs from the paper, and from public code, in:
 Confidence: we read the formulas in the three projects' code of 2026, and the paper's abstract.
 
 Run it:
-    torchrun -m variants.opd                                # laptop, two to four minutes, no download
+    torchrun -m variants.opd                                # laptop, 2 to 4 minutes, no download
     # a node of eight; the teacher's weights are sharded like the student's
     torchrun --nproc_per_node=8 -m variants.opd --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
         --teacher Qwen/Qwen3-8B --eval_task math500 --prompts_per_step 64 --max_new_tokens 4096 \\

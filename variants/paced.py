@@ -48,7 +48,7 @@ responses enumerated (checks/paced.py). We do not know how the paper draws candi
 enters the loss.
 
 Run it:
-    torchrun -m variants.paced                              # laptop, two to four minutes, no download
+    torchrun -m variants.paced                              # laptop, 2 to 4 minutes, no download
     torchrun -m variants.paced --explore 1                  # the same, prompts drawn uniformly
     # a node of eight, the paper's lengths
     torchrun --nproc_per_node=8 -m variants.paced --model Qwen/Qwen2.5-Math-1.5B --task math \\

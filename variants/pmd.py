@@ -44,7 +44,7 @@ the mean of the other responses, which makes Â 16/15 of ours at their G = 16. I
 log Z itself, also from the others.
 
 Run it:
-    torchrun -m variants.pmd                                # laptop, two to four minutes, no download
+    torchrun -m variants.pmd                                # laptop, 2 to 4 minutes, no download
     torchrun -m variants.pmd --tau 0.5
     # a node of eight, OpenKimi's sizes
     torchrun --nproc_per_node=8 -m variants.pmd --model Qwen/Qwen2.5-7B --task dapo-math-17k \\

@@ -53,7 +53,7 @@ Confidence: PPO, GAE and the clipped value loss agree with public code. VAPO's �
 its listing and in summaries; we do not know its rates and steps of pre-training.
 
 Run it:
-    torchrun -m variants.ppo                                # laptop, two to four minutes, no download
+    torchrun -m variants.ppo                                # laptop, 2 to 4 minutes, no download
     torchrun -m variants.ppo --lam 1                        # the critic as a baseline only
     # a node of eight, VAPO's λs and ε; batch, rates and warm-up ours
     torchrun --nproc_per_node=8 -m variants.ppo --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\

@@ -52,7 +52,7 @@ Confidence: we read λ, sizes and settings in the authors' code, and the finding
 The filter is ours.
 
 Run it:
-    torchrun -m variants.signs                              # laptop, two to four minutes, no download
+    torchrun -m variants.signs                              # laptop, 2 to 4 minutes, no download
     torchrun -m variants.signs --baseline none --outliers 0 --beta 0    # W-REINFORCE; NSR with
     #                                                                     --positive_weight 0
     # a node of eight, the authors' sizes (they have 7B)

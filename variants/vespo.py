@@ -40,7 +40,7 @@ paper's runs take 4 to 64 optimiser steps per rollout, the released scripts with
 64.
 
 Run it:
-    torchrun -m variants.vespo                              # laptop, two to four minutes, no download
+    torchrun -m variants.vespo                              # laptop, 2 to 4 minutes, no download
     # a node of eight; the authors: 2048 prompts, Qwen3-30B-A3B-Base, eight nodes, else the same
     torchrun --nproc_per_node=8 -m variants.vespo --model Qwen/Qwen3-8B-Base --task dapo-math-17k \\
         --eval_task aime25 --prompts_per_step 256 --group_size 8 --minibatches 8 --lr 1e-6 \\
