@@ -124,8 +124,15 @@ class Args(Flags):
     """ε of the upper clip (paper)."""
     tau_p: Share = 0.002  # <own>
     """A token below this probability may be spurious (paper); a larger value finds more of them."""
-    entropy_quantile: Share = 0.8  # <own>
-    """τ_h: tokens below this quantile of the entropies may be spurious (paper, versions 1 to 3)."""
+    # <own>
+    entropy_rule: Literal["all", "candidates"] = "all"
+    """Tokens over whose entropies τ_h is a quantile: all (paper, versions 1 to 3), or candidates,
+    which are those below tau_p in right responses (paper, version 4)."""
+    entropy_quantile: Share = 0.8
+    """all: the quantile; tokens of a lower entropy may be spurious (paper, versions 1 to 3)."""
+    candidate_quantile: Share = 0.75
+    """candidates: the quantile; candidates of a lower entropy are spurious (paper, version 4)."""
+    # </own>
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -140,21 +147,37 @@ def advantages(rewards: Tensor) -> Tensor:
 
 
 # <own>
+def candidate_tokens(args: Args, logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """True `[n, T]` on the improbable tokens of right responses."""
+    improbable = logp.detach().exp() < args.tau_p  # [n, T]
+    return (advantages[:, None] > 0) & improbable & mask.bool()
+
+
+def quantile_tokens(args: Args, logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """True `[n, T]` on the tokens over whose entropies τ_h is a quantile."""
+    if args.entropy_rule == "candidates":
+        return candidate_tokens(args, logp, advantages, mask)
+    return mask.bool()
+
+
 def entropy_threshold(args: Args, entropies: Tensor) -> Tensor:
-    """τ_h: the quantile of the entropies `[M]` of all response tokens."""
+    """τ_h: the quantile of the entropies `[M]` at a mini-batch's `quantile_tokens`."""
+    if len(entropies) == 0:  # there are no candidates, and τ_h = 0 silences nothing
+        return entropies.new_tensor(0.0)
+    of_candidates = args.entropy_rule == "candidates"
+    quantile = args.candidate_quantile if of_candidates else args.entropy_quantile
     values = entropies.cpu().numpy()  # torch.quantile takes at most 2^24 numbers
-    return entropies.new_tensor(numpy.quantile(values, args.entropy_quantile))
+    return entropies.new_tensor(numpy.quantile(values, quantile))
 
 
 def spurious_tokens(
     args: Args, logp: Tensor, entropy: Tensor, advantages: Tensor, mask: Tensor, threshold: Tensor
 ) -> Tensor:
-    """True `[n, T]` on tokens to silence: Â > 0, improbable, and the policy was sure of another."""
-    improbable = logp.detach().exp() < args.tau_p  # [n, T]
+    """True `[n, T]` on tokens to silence: candidates where the policy was sure of another token."""
     # Responses of a group begin alike. Without the 1e-5, rounding could treat the same place
     # differently in two of them.
     sure = entropy < threshold - 1e-5  # [n, T]
-    return (advantages[:, None] > 0) & improbable & sure & mask.bool()
+    return candidate_tokens(args, logp, advantages, mask) & sure
 
 
 # </own>
@@ -196,7 +219,8 @@ def policy_loss(
     out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
     cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
     if threshold is None:  # these rows are the whole mini-batch
-        threshold = entropy_threshold(args, entropy[mask.bool()])  # []
+        among = quantile_tokens(args, logp, advantages, mask)  # [n, T]
+        threshold = entropy_threshold(args, entropy[among])  # []
     spurious = spurious_tokens(args, logp, entropy, advantages, mask, threshold)  # [n, T]
     kept = mask * ~spurious  # [n, T]: I
     stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
@@ -273,10 +297,10 @@ def main(args: Args, world: World) -> None:
             group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
         for minibatch in minibatches:
             # <own>
-            # H of the whole mini-batch under π_θ, on all ranks: τ_h before any gradient.
-            _, entropy = all_logprobs(policy, minibatch, args, world)  # [m, T]
-            entropies = gather(entropy[minibatch.mask.bool()], world)  # [M]
-            threshold = entropy_threshold(args, entropies)  # []
+            # p and H of the whole mini-batch under π_θ, on all ranks: τ_h before any gradient.
+            logp, entropy = all_logprobs(policy, minibatch, args, world)  # [m, T]
+            among = quantile_tokens(args, logp, minibatch.advantages, minibatch.mask)  # [m, T]
+            threshold = entropy_threshold(args, gather(entropy[among], world))  # []
             # </own>
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):

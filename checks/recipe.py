@@ -40,6 +40,7 @@ def check_no_layer(module: ModuleType) -> None:
 def check_stapos_mask(module: ModuleType) -> None:
     """Layer 2 with layer 1 is STAPO: π_θ's own probabilities, the quantile over response tokens."""
     checks = [stapo.check_fixture, stapo.check_silences_the_spurious, stapo.check_quantile]
+    checks.append(stapo.check_quantile_of_candidates)
     both = ("clip", "tokens")
     passes(module, [*checks, stapo.check_uses_the_current_policy], *both)
     stats = loss_of(module, module.Args(**off(*both)), **stapo.spurious_batch())[1]

@@ -55,6 +55,26 @@ def check_quantile(module: ModuleType) -> None:
         assert loss_of(module, module.Args(), **batch)[1]["silenced"][0] == silenced
 
 
+def check_quantile_of_candidates(module: ModuleType) -> None:
+    """candidates: τ_h is the 75% quantile of the entropies of improbable tokens in right responses,
+    and of no others. Of two, the lower one is silenced; one is never below its own quantile."""
+    probs = [[0.001, 0.001, 0.001, 0.001, 0.001, 0.9, 0.001], [0.001] * 7]
+    entropy = [[0.3, 0.1, 0.5, 0.2, 0.4, 3.0, 9.0], [3.0] * 7]
+    mask = [[1.0, 1, 1, 1, 1, 1, 0], [1.0] * 7]  # the token of entropy 9 is padding
+    columns = {"logp": probs, "entropy": entropy, "mask": mask, "advantages": [1.0, -1.0]}
+    batch = {name: torch.tensor(x, dtype=torch.float64) for name, x in columns.items()}
+    args = module.Args(entropy_rule="candidates")
+    # The quantiles of the first 5, 2 and 1 entropies: 0.4, 0.25 and 0.3
+    for candidates, silenced in ((5, [0, 1, 3]), (2, [1]), (1, []), (0, [])):
+        p = batch["logp"].clone()
+        p[0, candidates:5] = 0.9
+        logp = p.log().requires_grad_()
+        changed = {"logp": logp, "old_logp": p.log()}
+        loss_of(module, args, **batch | changed)[0].backward()
+        assert (logp.grad[0, :6] == 0).nonzero().flatten().tolist() == silenced
+        assert (logp.grad[1] != 0).all()
+
+
 def check_is_exact_in_parts(module: ModuleType) -> None:
     """With τ_h of the whole mini-batch, sums over any parts give the loss of the whole. With τ_h of
     the parts they do not."""
@@ -89,6 +109,8 @@ READS = ("old_logp", "entropy")  # columns that the loss uses
 CHECKS = [*written_here(globals()), *ZSCORES]
 RARE = "(advantages[:, None] > 0) & improbable"
 SPURIOUS = "spurious_tokens(args, logp, entropy, advantages, mask, threshold)  # [n, T]"
+RULE = 'if args.entropy_rule == "candidates":'
+QUANTILE = "quantile = args.candidate_quantile if of_candidates else args.entropy_quantile"
 CLAMP = "ratio.clamp(1 - args.clip_low, 1 + args.clip_high)"
 RETURN = "return -(objective * kept).sum(), kept.sum()"
 MUTANTS = {
@@ -98,8 +120,10 @@ MUTANTS = {
     "μ for π_old": ("ratio = (logp - old_logp).exp()", "ratio = (logp - rollout_logp).exp()"),
     "clip_share of what is left": (SHARE, SHARE.replace("cut * mask", "cut * kept")),
     "silenced_prob of π_old": ("(logp.detach().exp() * spurious)", "(old_logp.exp() * spurious)"),
-    "entropy ignored": (" & sure & mask", " & mask"),
-    "padding in the quantile": ("entropy[mask.bool()])  # []", "entropy.flatten())  # []"),
+    "entropy ignored": (" mask) & sure", " mask)"),
+    "padding in the quantile": ("return mask.bool()", "return torch.ones_like(mask).bool()"),
+    "candidates: all tokens in the quantile": (RULE, "if False:"),
+    "candidates: the other rule's quantile": (QUANTILE, "quantile = args.entropy_quantile"),
     "all tokens in the denominator": (RETURN, RETURN.replace("kept.sum()", "mask.sum()")),
     "π_old for π_θ": (SPURIOUS, SPURIOUS.replace("logp", "old_logp")),
     "own threshold in every part": ("if threshold is None:", "if True:"),

@@ -80,7 +80,7 @@ from variants import justrl  # <own>
 from variants.justrl import advantages  # <own>
 from deep_grpo import Branches  # <own>
 from goldilocks import Curriculum  # <own>
-from stapo import entropy_threshold, spurious_tokens  # <own>
+from stapo import entropy_threshold, quantile_tokens, spurious_tokens  # <own>
 import torch
 from torch import Tensor
 from vcpo import Stale, baseline_shifts, ess_ratio, log_weight, truncated  # <own>
@@ -94,8 +94,12 @@ class Args(justrl.Args):  # <own>
     """Layer 2: STAPO's mask of spurious tokens, or MASPO's soft gate instead of the clip."""
     tau_p: Share = 0.002  # <own>
     """stapo: a token below this probability may be spurious (paper)."""
+    entropy_rule: Literal["all", "candidates"] = "all"  # <own>
+    """stapo: tokens over whose entropies τ_h is a quantile (see stapo.py)."""
     entropy_quantile: Share = 0.8  # <own>
-    """stapo, τ_h: entropy quantile below which a token may be spurious (paper, versions 1 to 3)."""
+    """stapo, all: the quantile (paper, versions 1 to 3)."""
+    candidate_quantile: Share = 0.75  # <own>
+    """stapo, candidates: the quantile (paper, version 4)."""
     sigma_base: Positive = 1.0  # <own>
     """maspo: width of the gate for a token of probability 1 (authors' code)."""
     sigma_high: Positive = 10.0  # <own>
@@ -152,7 +156,7 @@ def tokens_left(
     if args.tokens != "stapo":
         return mask
     logp, entropy = now  # [n, T], [n, T]
-    entropies = entropy[mask.bool()]  # [M]
+    entropies = entropy[quantile_tokens(args, logp, advantages, mask)]  # [M]
     threshold = entropy_threshold(args, gather(entropies, world) if world else entropies)  # []
     return mask * ~spurious_tokens(args, logp, entropy, advantages, mask, threshold)
 

@@ -470,7 +470,10 @@ def silent(b: Batch) -> Tensor:
     """stapo's rare tokens of right responses where the entropy is low."""
     p, everywhere = b.logp.detach().exp(), b.mask > 0
     rare = everywhere & (p < b.args["tau_p"]) & (b.A[:, None] > 0)
-    height = numpy.quantile(b.entropy[everywhere].numpy(), b.args["entropy_quantile"])
+    among, quantile = everywhere, b.args["entropy_quantile"]
+    if b.args["entropy_rule"] == "candidates":
+        among, quantile = rare, b.args["candidate_quantile"]
+    height = numpy.quantile(b.entropy[among].numpy(), quantile)
     return rare & (b.entropy < height - 1e-5)
 
 

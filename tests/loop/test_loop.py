@@ -349,7 +349,7 @@ def test_routing_replay(alone, replay):
             assert not close(o.gradient(update)[0], free.gradient(update)[0])
 
 
-ALSO = []
+ALSO = [("stapo", {"entropy_rule": "candidates"})]
 for variant in formulas.FORMULAS:
     ALSO += [(variant, flags) for flags in formulas.of(variant, "ALSO", [])]
 
@@ -418,13 +418,14 @@ def together(tmp_path_factory):
         # One micro-batch is enough to see a damage
         jobs[name] = (algorithm, damage, {"micro_tokens": 1000} | flags)
     jobs["whole models"] = ("grpo", (), {"steps": STEPS, "shard_ranks": 1})
+    jobs["candidates"] = ("stapo", (), {"steps": STEPS, "entropy_rule": "candidates"})
     jobs["skipped"] = ("grpo", ("grpo", *SKIP), {"steps": 1})
     found = on_two_ranks(list(jobs.values()), tmp_path_factory.mktemp("ranks"))
     return {name: Oracle(job[0], records) for (name, job), records in zip(jobs.items(), found)}
 
 
 @slow
-@pytest.mark.parametrize("name", [*NINE, *formulas.FORMULAS, "whole models"])
+@pytest.mark.parametrize("name", [*NINE, *formulas.FORMULAS, "whole models", "candidates"])
 def test_two_ranks(together, name):
     o = together[name]
     for check in checks_of(o.name):
