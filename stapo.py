@@ -25,27 +25,35 @@ weight above:
 
 V is the size of the vocabulary. These are bounds, not a proportionality. They are largest for a low
 probability together with a low entropy. The authors find that about one token in ten thousand is
-enough to destroy a run, and that silencing it loses no signal.
+enough to destroy a run, and that silencing it loses no signal. Versions 4 and 5 report an average
+gain over GRPO, 80/20 and JustRL of 11.49% at temperature 1 and of 3.73% at 0.7 (before: 7.13% and
+3.69%). Version 4 calls the accuracy largely insensitive to τ_p.
+
+The mask cannot tell a slip from a discovery. In lab junk one rare token decides the reward: with
+STAPO it stays at probability 0.001 in all 20 seeds, and with GRPO it is learned in all of them. In
+runs of the tiny model the mask hardly acts: it silences some two tokens in half a million.
 
 Differs from grpo.py in:
 1. The mask I, and a denominator that counts the kept tokens.
 2. Token-mean instead of the mean of response means, ε 0.2 / 0.28, no KL term (the JustRL recipe on
    which the paper builds).
-3. One more forward pass per mini-batch: τ_h is a quantile over all its tokens, which must be known
+3. One more forward pass per mini-batch: τ_h is a quantile over the whole of it, which must be known
    before the first gradient.
 
 Differs from the paper in:
-1. The rule for τ_h is that of versions 1 to 3. Version 4, the latest one that we read (a version 5
-   is listed), takes the 75th percentile over the low-probability tokens of right responses. This
-   needs large mini-batches, because a single such token is never below its own quantile. In 150
-   steps here (seed 1), no mini-batch (a thousand tokens each) held two that differ.
+1. The rule for τ_h is that of versions 1 to 3. `--entropy_rule candidates` is that of version 4
+   (of version 5 we know the abstract): the 75% quantile over the low-probability tokens of right
+   responses. It needs large mini-batches, because a single such token is never below its own
+   quantile. Here a mini-batch has a thousand tokens, and in 150 steps (seed 1) none held two that
+   differ. With --tau_p 0.05, each rule silenced two tokens of 155,000 (50 steps, seed 1).
 2. Versions 1 to 3 call the same optimum both "80%" and "τ_h = 20%". Their text fits one reading:
    the top 20% by entropy are always kept, τ_h = quantile(H, 0.80). (It says that the bottom 80% of
    low-entropy tokens is masked, and that going from 20% to 80% shrinks the candidates.) quantile(H,
    0.20) is often quoted, but wrong. It is also our reading that the quantile is over all response
    tokens: they only say "mini-batch".
 3. A right response is one with Â > 0. If the whole group is right, Â is 0, and its tokens are in no
-   gradient.
+   gradient. std R divides by G - 1. The paper does not say so, but the advantages of its examples
+   show it (2.47 for the only right response of eight).
 
 Run it:
     torchrun stapo.py                                       # laptop, 2 to 4 minutes, no download
@@ -147,7 +155,7 @@ def advantages(rewards: Tensor) -> Tensor:
 
 
 # <own>
-def candidate_tokens(args: Args, logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+def candidates(args: Args, logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """True `[n, T]` on the improbable tokens of right responses."""
     improbable = logp.detach().exp() < args.tau_p  # [n, T]
     return (advantages[:, None] > 0) & improbable & mask.bool()
@@ -155,19 +163,15 @@ def candidate_tokens(args: Args, logp: Tensor, advantages: Tensor, mask: Tensor)
 
 def quantile_tokens(args: Args, logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """True `[n, T]` on the tokens over whose entropies τ_h is a quantile."""
-    if args.entropy_rule == "candidates":
-        return candidate_tokens(args, logp, advantages, mask)
-    return mask.bool()
+    return mask.bool() if args.entropy_rule == "all" else candidates(args, logp, advantages, mask)
 
 
 def entropy_threshold(args: Args, entropies: Tensor) -> Tensor:
     """τ_h: the quantile of the entropies `[M]` at a mini-batch's `quantile_tokens`."""
-    if len(entropies) == 0:  # there are no candidates, and τ_h = 0 silences nothing
-        return entropies.new_tensor(0.0)
-    of_candidates = args.entropy_rule == "candidates"
-    quantile = args.candidate_quantile if of_candidates else args.entropy_quantile
+    quantile = args.entropy_quantile if args.entropy_rule == "all" else args.candidate_quantile
     values = entropies.cpu().numpy()  # torch.quantile takes at most 2^24 numbers
-    return entropies.new_tensor(numpy.quantile(values, quantile))
+    # Without any candidate there is no quantile. A τ_h of 0 silences nothing.
+    return entropies.new_tensor(numpy.quantile(values, quantile) if len(values) else 0.0)
 
 
 def spurious_tokens(
@@ -177,7 +181,7 @@ def spurious_tokens(
     # Responses of a group begin alike. Without the 1e-5, rounding could treat the same place
     # differently in two of them.
     sure = entropy < threshold - 1e-5  # [n, T]
-    return candidate_tokens(args, logp, advantages, mask) & sure
+    return candidates(args, logp, advantages, mask) & sure
 
 
 # </own>

@@ -109,8 +109,7 @@ READS = ("old_logp", "entropy")  # columns that the loss uses
 CHECKS = [*written_here(globals()), *ZSCORES]
 RARE = "(advantages[:, None] > 0) & improbable"
 SPURIOUS = "spurious_tokens(args, logp, entropy, advantages, mask, threshold)  # [n, T]"
-RULE = 'if args.entropy_rule == "candidates":'
-QUANTILE = "quantile = args.candidate_quantile if of_candidates else args.entropy_quantile"
+AMONG = "else candidates(args, logp, advantages, mask)"
 CLAMP = "ratio.clamp(1 - args.clip_low, 1 + args.clip_high)"
 RETURN = "return -(objective * kept).sum(), kept.sum()"
 MUTANTS = {
@@ -122,8 +121,8 @@ MUTANTS = {
     "silenced_prob of π_old": ("(logp.detach().exp() * spurious)", "(old_logp.exp() * spurious)"),
     "entropy ignored": (" mask) & sure", " mask)"),
     "padding in the quantile": ("return mask.bool()", "return torch.ones_like(mask).bool()"),
-    "candidates: all tokens in the quantile": (RULE, "if False:"),
-    "candidates: the other rule's quantile": (QUANTILE, "quantile = args.entropy_quantile"),
+    "candidates: all tokens in the quantile": (AMONG, "else mask.bool()"),
+    "candidates: the other rule's quantile": ("else args.candidate", "else args.entropy"),
     "all tokens in the denominator": (RETURN, RETURN.replace("kept.sum()", "mask.sum()")),
     "π_old for π_θ": (SPURIOUS, SPURIOUS.replace("logp", "old_logp")),
     "own threshold in every part": ("if threshold is None:", "if True:"),
