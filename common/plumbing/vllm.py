@@ -93,10 +93,14 @@ class VLLMEngine:
         weights = {"weights_iterator": checkpoint_tensors(policy, self.dtype)}
         self._wake("weights")
         self.llm.apply_model(forget)
-        self.llm.collective_rpc("reload_weights", kwargs=weights)
-        (missed,) = self.llm.apply_model(forgotten)
-        if missed:
-            raise RunStopped(f"the push did not reach vLLM's {missed[0]}: use --rollout hf")
+        try:
+            self.llm.collective_rpc("reload_weights", kwargs=weights)
+            (missed,) = self.llm.apply_model(forgotten)
+            if missed:
+                raise ValueError(f"nothing reached {missed[0]}")
+        except (AttributeError, KeyError, ValueError, AssertionError) as error:  # of its loaders
+            why = f"vLLM does not take over the trainer's weights ({in_one_line(error)})"
+            raise RunStopped(f"{why}: use --rollout hf") from error
         if not self.llm.reset_prefix_cache():
             raise RunStopped("vLLM kept its prefix cache: keys and values of old weights")
 

@@ -50,9 +50,13 @@ def random(tmp_path: Path, family: str) -> Path:
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
     sizes |= {"head_dim": 32, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
     sizes |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
-    sizes |= {"scoring_func": "sigmoid", "rotary_dim": 32}  # MiniMax-M2's, as published
+    sizes |= {"n_routed_experts": 4, "first_k_dense_replace": 0, "topk_method": "noaux_tc"}
+    sizes |= {"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 32}
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    for name, bias in lm.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(bias)
     lm.generation_config.eos_token_id = [tokenizer.eos_token_id]
     lm.save_pretrained(tmp_path / family)
     tokenizer.save_pretrained(tmp_path / family)
@@ -163,27 +167,20 @@ def test_every_group_of_weights_is_pushed(engine_of, world, model):
         assert gap(engine, policy, tokenizer, args_of(model=path), world) < 1e-4, group
 
 
-@pytest.mark.parametrize("family", ["mixtral", "granitemoe", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "granitemoe", "glm4_moe"])
 def test_every_familys_experts_are_pushed(engine_of, world, family):
-    """By the names and shapes of its own checkpoints: one by one as w1, w2, w3, stacked, or beside
-    a shared one."""
+    """By the names and shapes of its own checkpoints: one by one as w1, w2, w3, stacked, or with a
+    bias for the choice, a buffer in transformers."""
     engine, path = engine_of(family)
     policy, tokenizer = moved(path)
     engine.sync(policy)
     assert gap(engine, policy, tokenizer, args_of(model=path), world) < 1e-4
 
 
-def test_a_routers_bias_is_pushed(engine_of):
-    """MiniMax-M2's is a buffer in transformers. (The CPU build cannot sample from this family.)"""
-    engine, path = engine_of("minimax_m2")
-    policy, _ = moved(path)
-    biases = [b for name, b in policy.lm.named_buffers() if "e_score_correction_bias" in name]
-    for bias in biases:
-        bias.copy_(torch.randn(bias.shape))
-    engine.sync(policy)
-    theirs = engine.llm.apply_model(lambda model: dict(model.named_parameters()))[0]
-    received = [weight for name, weight in theirs.items() if "e_score_correction_bias" in name]
-    assert len(received) == 2 and all(torch.equal(*pair) for pair in zip(received, biases))
+def test_a_family_that_vllm_cannot_reload_is_named(engine_of):
+    """MiniMax-M2: its loaders of two norms have no name, which vLLM asks for."""
+    with pytest.raises(RunStopped, match="take over the trainer's weights .*: use --rollout hf"):
+        engine_of("minimax_m2")
 
 
 @pytest.fixture
@@ -205,7 +202,7 @@ def test_a_weight_that_stops_arriving_stops_the_run(engine_of, incomplete):
     engine, _ = engine_of("tiny")
     policy, _ = moved("tiny")
     incomplete("layers.1.input_layernorm")
-    with pytest.raises(RunStopped, match="reach vLLM's model.layers.1.input_layernorm.weight"):
+    with pytest.raises(RunStopped, match="nothing reached model.layers.1.input_layernorm.weight"):
         engine.sync(policy)
 
 
