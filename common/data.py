@@ -28,6 +28,7 @@ from common.tiny import arithmetic
 PLAIN_PROMPT = "Question: {prompt}\nAnswer:"  # for tokenizers without a chat template
 TRIED = 1000  # prompts that are tokenised to find one that fits
 PURE = "they must not depend on chance, the time or a set's order (draw with random.Random(i))"
+ASKED = 64  # training problems that a digest covers, at most
 SEEN = 4  # problems of a task file, training and held-out, that its fingerprint covers
 Score = Callable[[list[str], list], list[float]]  # (completions, answers) -> rewards
 
@@ -60,6 +61,26 @@ class Task:
         answers = [(i // group, self.final(text)) for i, text in enumerate(texts)]
         return len(set(answers))
 
+    def seen(self, begin: int, number: int) -> int:
+        """A number that stands for the held-out problems, as token ids, and for the `number`
+        training problems from `begin` on, of which the first ASKED are asked for.
+
+        All ranks together. BadInput if another rank, or the same one when it asks again, would be
+        given others.
+        """
+
+        def asked() -> list:
+            problems = [self.train(begin + i) for i in range(min(number, ASKED))]
+            return [(problem.prompt_ids, problem.answer) for problem in problems]
+
+        given = asked()
+        held_out = [(problem.prompt_ids, problem.answer) for problem in self.held_out]
+        found = digest([self.fingerprint, held_out, given])
+        if given != asked() or not same_everywhere(found):
+            others = "gives other problems when it is asked again, or on another rank"
+            raise BadInput(f"--task {self.name} {others}; {PURE}")
+        return int(found[:12], 16)
+
 
 def load_task(args: object, tokenizer: Tokenizer) -> Task:
     """The task that `--task` names, with `--eval_problems` held-out problems."""
@@ -73,11 +94,7 @@ def load_task(args: object, tokenizer: Tokenizer) -> Task:
     if args.eval_task and make != dataset_task:
         raise BadInput(f"--eval_task: --task {args.task} has its own held-out problems")
     task = make(args, tokenizer)
-    first = task.train(0)  # an error now, if no training prompt fits
-    # Each rank measures its share of the held-out problems: they have to be the same ones.
-    seen = [(problem.prompt, problem.answer) for problem in (first, *task.held_out)]
-    if not same_everywhere(digest([task.fingerprint, seen])):
-        raise BadInput(f"--task {args.task}: ranks see different problems; {PURE}")
+    task.seen(0, ASKED)  # an error now, if no training prompt fits, or they are not the same ones
     return task
 
 
@@ -153,8 +170,6 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
 
     held_out = [as_row(pair) for pair in pairs]
     first = [train(index) for index in range(SEEN)]
-    if first != [train(index) for index in range(SEEN)]:
-        raise BadInput(f"{flag}: train(i) gives other problems when it is asked again; {PURE}")
     begin = ((args.seed - 1) % 2**20) * 1_000_003  # where this seed's stream starts
     instruction = "" if tokenizer.chat_template else None
     task = tokenised(

@@ -1,6 +1,8 @@
 """Errors that are one line for people; `launch` shows them. Standard library only."""
 
 import contextlib
+import os
+import sys
 from collections.abc import Iterator
 
 
@@ -24,6 +26,14 @@ def blame(what: str, kind: type = BadInput) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         raise kind(f"{what} ({in_one_line(error)})") from error
+
+
+def say(*lines: str) -> None:
+    """Print. What cannot be said, on a full disk or into a closed pipe, ends no program."""
+    try:
+        print(*lines, sep="\n", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def in_one_line(error: BaseException) -> str:
