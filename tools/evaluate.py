@@ -24,6 +24,7 @@ from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
 
 from common.data import Problem, as_problem, chat_options, limit_in_words, load_task
 from common.distributed import World, global_sum, shard
+from common.plumbing import errors
 from common.plumbing.checkpoint import PICKLE, check_digests, first_failure
 from common.plumbing.flags import Count, Flags, broken_rule
 from common.plumbing.folder import as_lines, checkpoints
@@ -181,8 +182,8 @@ def main(args: Args, world: World) -> None:
     def say(*lines: str) -> None:
         """Print on rank 0, above the progress bar."""
         with tqdm.external_write_mode():
-            for line in lines if world.rank == 0 else ():
-                print(line, flush=True)
+            if lines and world.rank == 0:
+                errors.say(*lines)
 
     if ".py" in args.task and args.task == config.get("task") and not args.eval_task:
         say(f"running {args.task}, which {run}/config.json names")

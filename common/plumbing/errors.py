@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from typing import TextIO
 
 
 class BadInput(ValueError):
@@ -28,12 +29,13 @@ def blame(what: str, kind: type = BadInput) -> Iterator[None]:
         raise kind(f"{what} ({in_one_line(error)})") from error
 
 
-def say(*lines: str) -> None:
-    """Print. What cannot be said, on a full disk or into a closed pipe, ends no program."""
+def say(*lines: str, file: TextIO | None = None) -> None:
+    """Print on `file`, or stdout. A full disk or a closed pipe there ends no program."""
+    file = file or sys.stdout
     try:
-        print(*lines, sep="\n", flush=True)
+        print(*lines, sep="\n", file=file, flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # also for what is in the buffer
 
 
 def in_one_line(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from common.batch import Rollout
 from common.distributed import CLOSING, StopFlag, World
-from common.data import PURE
+from common.data import PURE, unreadable
 from common.plumbing.curves import draw_curves
 from common.plumbing.errors import BadInput, RunStopped, blame, say
 from common.plumbing.folder import as_lines, checkpoints, lock, new_folder, other_flags
@@ -103,7 +103,7 @@ class Run:
     def start(self, done: int) -> None:
         """Make the run folder, now that all input is known to be right, and say what comes."""
         args, self.done = self.args, done
-        seen = self._problems_of(done)
+        seen, warning = self._problems_of(done), unreadable(self.task)
         with blame(f"--run_dir {self.folder}: cannot be used"):
             if self.world.rank == 0:
                 self._open(seen)
@@ -122,6 +122,7 @@ class Run:
         self.say(
             f"{self.config['algorithm']}: {args.model} on {args.task}; {ranks} samples",
             f"steps {done + 1} to {args.steps}, each {rows} in {parts}; results in {self.folder}",
+            *[warning] * bool(warning),
         )
 
     def _problems_of(self, step: int) -> int:
