@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import lru_cache
 from itertools import islice
 
@@ -28,6 +29,9 @@ from common.tiny import arithmetic
 PLAIN_PROMPT = "Question: {prompt}\nAnswer:"  # for tokenizers without a chat template
 TRIED = 1000  # prompts that are tokenised to find one that fits
 PURE = "they must not depend on chance, the time or a set's order (draw with random.Random(i))"
+DRAWS = 300_000  # of the embedded task's held-out problems: some seconds
+DATE = datetime(2024, 7, 26)  # for chat templates that write today's: Llama's own default
+ASKED = 64  # training problems that a digest covers, at most
 SEEN = 4  # problems of a task file, training and held-out, that its fingerprint covers
 Score = Callable[[list[str], list], list[float]]  # (completions, answers) -> rewards
 
@@ -60,6 +64,26 @@ class Task:
         answers = [(i // group, self.final(text)) for i, text in enumerate(texts)]
         return len(set(answers))
 
+    def seen(self, begin: int, number: int) -> int:
+        """A number that stands for the held-out problems, as token ids, and for the `number`
+        training problems from `begin` on, of which the first ASKED are asked for.
+
+        All ranks together. BadInput if another rank, or the same one when it asks again, would be
+        given others.
+        """
+
+        def asked() -> list:
+            problems = [self.train(begin + i) for i in range(min(number, ASKED))]
+            return [(problem.prompt_ids, problem.answer) for problem in problems]
+
+        given = asked()
+        held_out = [(problem.prompt_ids, problem.answer) for problem in self.held_out]
+        found = digest([self.fingerprint, held_out, given])
+        if given != asked() or not same_everywhere(found):
+            others = "gives other problems when it is asked again, or on another rank"
+            raise BadInput(f"--task {self.name}: {others}; {PURE}")
+        return int(found[:12], 16)
+
 
 def load_task(args: object, tokenizer: Tokenizer) -> Task:
     """The task that `--task` names, with `--eval_problems` held-out problems."""
@@ -73,11 +97,7 @@ def load_task(args: object, tokenizer: Tokenizer) -> Task:
     if args.eval_task and make != dataset_task:
         raise BadInput(f"--eval_task: --task {args.task} has its own held-out problems")
     task = make(args, tokenizer)
-    first = task.train(0)  # an error now, if no training prompt fits
-    # Each rank measures its share of the held-out problems: they have to be the same ones.
-    seen = [(problem.prompt, problem.answer) for problem in (first, *task.held_out)]
-    if not same_everywhere(digest([task.fingerprint, seen])):
-        raise BadInput(f"--task {args.task}: ranks see different problems; {PURE}")
+    task.seen(0, ASKED)  # an error now, if no training prompt fits, or they are not the same ones
     return task
 
 
@@ -101,17 +121,43 @@ def arithmetic_task(args: object, tokenizer: Tokenizer) -> Task:
     held_out_kind = kind._replace(terms=kind.held_out or kind.terms)
     rng = random.Random("held-out")
     held_out = {}  # prompt: answer, in the order in which they are drawn
-    while len(held_out) < args.eval_problems:
+    for _ in range(DRAWS):
         prompt = arithmetic.draw(rng, held_out_kind)
         if arithmetic.held_out(prompt):
             _, answer = arithmetic.work(prompt)
             held_out[prompt] = answer
+        if len(held_out) == args.eval_problems:
+            break
+    else:
+        most = f"--task {args.task} has {len(held_out)} that are quickly drawn"
+        raise BadInput(f"--eval_problems {args.eval_problems}: {most}")
     exact = score_each(arithmetic.arithmetic_reward)
     task = tokenised(train, list(held_out.items()), exact, None, args, tokenizer)
     if kind.reward:
         task.verifier, task.held_out_verifier = score_each(kind.reward), exact
     task.final = arithmetic.final_number
     return task
+
+
+def unreadable(task: Task) -> str:
+    """How many of some answers math-verify cannot read, with an example, or "".
+
+    No response equals such an answer, not even the answer itself. BadInput if all are like that.
+    """
+    verifier = task.verifier
+    if not isinstance(verifier, Verifier) or verifier.spec:
+        return ""
+    problems = [*map(task.train, range(ASKED)), *task.held_out[:ASKED]]
+    answers = list({problem.answer: None for problem in problems})
+    scores = verifier([f"\\boxed{{{answer}}}" for answer in answers], answers)
+    unread = [answer for answer, score in zip(answers, scores) if score == 0]
+    if not unread:
+        return ""
+    example = f"such as {unread[0][:80]!r}: no response to them earns anything"
+    found = f"math-verify cannot read {len(unread)} of {len(answers)} answers, {example}"
+    if len(unread) == len(answers):
+        raise BadInput(f"--task {task.name}: {found}")
+    return f"WARNING: {found}"
 
 
 def score_each(reward: Callable[[str, str], float]) -> Score:
@@ -153,8 +199,6 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
 
     held_out = [as_row(pair) for pair in pairs]
     first = [train(index) for index in range(SEEN)]
-    if first != [train(index) for index in range(SEEN)]:
-        raise BadInput(f"{flag}: train(i) gives other problems when it is asked again; {PURE}")
     begin = ((args.seed - 1) % 2**20) * 1_000_003  # where this seed's stream starts
     instruction = "" if tokenizer.chat_template else None
     task = tokenised(
@@ -258,7 +302,7 @@ def longest_prompt(args: object, tokenizer: Tokenizer) -> int:
 
 def limit_in_words(args: object, tokenizer: Tokenizer) -> str:
     """`longest_prompt` in words."""
-    most = f"fits into {longest_prompt(args, tokenizer)} tokens"
+    most = f"fits into {max(0, longest_prompt(args, tokenizer))} tokens"
     return f"{most}: --max_prompt_tokens, or the model's positions less --max_new_tokens"
 
 
@@ -285,6 +329,8 @@ def chat_options(words: tuple[str, ...], tokenizer: Tokenizer) -> dict:
             raise BadInput(f"--chat {key}: the model's tokenizer has no chat template")
         if key not in str(tokenizer.chat_template):
             raise BadInput(f"--chat {key}: the model's chat template does not read it")
+    if "strftime_now" in str(tokenizer.chat_template):  # prompts must not change at midnight
+        given["strftime_now"] = DATE.strftime
     return given
 
 

@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
-from common.plumbing.errors import RunStopped
+from common.plumbing.errors import RunStopped, say
 
 SECONDS, MEMORY = 5.0, 2 * 2**30  # bounds on one answer; `bounds` of a task file may set others
 START = 120.0  # seconds, bound on the start of a worker: disks may be slow, but a hang must end
@@ -65,7 +65,10 @@ def reward(completion: str, reference: str) -> float:
 
 def source_of(spec: str) -> str:
     """The text of the task file FILE.py or FILE.py:NAME."""
-    return Path(spec.partition(":")[0]).read_text("utf-8-sig")
+    path = Path(spec.partition(":")[0])
+    if path.exists() and not path.is_file():  # a pipe could be read for ever
+        raise OSError(f"{path} is not a file")
+    return path.read_text("utf-8-sig")
 
 
 def load_task_file(spec: str, source: str = "") -> object:
@@ -97,6 +100,9 @@ class Verifier:
     def __init__(
         self, spec: str = "", workers: int = 0, seconds: float = SECONDS, memory: int = MEMORY
     ):
+        for name, bound, most in (("seconds", seconds, 1e6), ("memory", memory, 2**60)):
+            if not isinstance(bound, int | float) or not 0 < bound <= most:  # also false for NaN
+                raise ValueError(f"bounds: {name} is {bound!r}, and must be above 0, up to {most}")
         self.spec, self.seconds, self.memory = spec, seconds, memory
         self.killed, self.failure, self.works = 0, "", False
         # Workers that start later get the same text, even if the file is edited during the run.
@@ -114,7 +120,7 @@ class Verifier:
         if failures and self.spec and not self.failure:
             self.failure = failures[0]
             line = f"{self.spec}: reward fails ({self.failure}): 0 points"
-            print(f"\n{line}", file=sys.stderr, flush=True)
+            say(f"\n{line}", file=sys.stderr)
         self.killed += len(failures)
         self.works = self.works or len(failures) < len(verdicts)
         return [score for score, _ in verdicts]

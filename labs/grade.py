@@ -34,7 +34,7 @@ import checks
 import torch
 from checks import near, number
 from checks.files import MODULES
-from common.plumbing.errors import BadInput, in_one_line
+from common.plumbing.errors import BadInput, in_one_line, say
 from torch import Tensor
 
 from labs import exercise_checks
@@ -90,6 +90,13 @@ def limit_this_process() -> None:
 def run_checks(name: str, path: Path, source: str, results: Connection) -> None:
     """The student's process: load the file and run its checks; after each, send what is wrong."""
     limit_this_process()
+    own_process = os.getpid()
+
+    def send(reason: str) -> None:
+        if os.getpid() != own_process:  # a fork that came back would go on with the checks
+            os._exit(1)
+        results.send(reason)
+
     module = ModuleType("handed_in")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses look their module up
@@ -97,16 +104,16 @@ def run_checks(name: str, path: Path, source: str, results: Connection) -> None:
     try:
         exec(compile(source, str(path), "exec"), vars(module))
     except BaseException as error:
-        results.send(in_words(error, path))
+        send(in_words(error, path))
         return
     wanted = TAKEN if name in MODULES else (name,)
     missing = [one for one in wanted if not hasattr(module, one)]
     if missing:
-        results.send(f"it has no function {' and no '.join(missing)}")
+        send(f"it has no function {' and no '.join(missing)}")
         return
-    results.send("")
+    send("")
     for check in checks_of(name):
-        results.send(verdict(module, check, path))
+        send(verdict(module, check, path))
 
 
 def verdict(module: ModuleType, check: Check, path: Path) -> str:
@@ -186,21 +193,24 @@ def grade(name: str, path: Path, source: str) -> tuple[dict[Check | None, str], 
         child = os.fork()  # torch is loaded already
     if child == 0:
         try:
+            os.setpgid(0, 0)
             run_checks(name, path, source, theirs)
         finally:
             os._exit(0)
     theirs.close()
     found, held = {}, 0
-    for step in [None, *checks_of(name)]:
-        reason, goes_on = next_verdict(ours)
-        if reason:
-            found[step] = reason
-        elif step:
-            held += 1
-        if not goes_on or None in found:
-            break
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    try:
+        for step in [None, *checks_of(name)]:
+            reason, goes_on = next_verdict(ours)
+            if reason:
+                found[step] = reason
+            elif step:
+                held += 1
+            if not goes_on or None in found:
+                break
+    finally:
+        os.killpg(child, signal.SIGKILL)  # and what it has forked
+        os.waitpid(child, 0)
     return found, held
 
 
@@ -280,9 +290,9 @@ def main() -> int:
     except (BadInput, OSError) as error:
         parser.error(in_one_line(error))
     found, held = grade(name, words.file, source)
-    print(report(found, held, len(checks_of(name))))
+    say(report(found, held, len(checks_of(name))))
     if found and words.hint:
-        print(textwrap.fill(f"Hint. {hint(name, found)}", 100))
+        say(textwrap.fill(f"Hint. {hint(name, found)}", 100))
     return 1 if found else 0
 
 

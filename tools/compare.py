@@ -33,7 +33,7 @@ from common.plumbing.curves import (
     sheet,
     smooth,
 )
-from common.plumbing.errors import BadInput, blame, in_one_line
+from common.plumbing.errors import BadInput, blame, in_one_line, say
 from common.plumbing.folder import read_lines, saved_config, whole
 from tools import arguments
 
@@ -369,7 +369,7 @@ def save_sheet(folders: list[Path], picture: Path) -> None:
         figure.savefig(partial, dpi=100, format="png")
         few_colours = Image.open(partial).convert("RGB").quantize(64)  # a third of the bytes
         few_colours.save(partial, format="png", optimize=True)
-    print(picture)
+    say(picture)
 
 
 def main(folders: list[Path], out: str) -> None:
@@ -383,7 +383,7 @@ def main(folders: list[Path], out: str) -> None:
         partial.write_text(made, encoding="utf-8")
     with whole(picture) as partial:
         figure.savefig(partial, dpi=100, format="png")
-    print(rows, "", picture, text, sep="\n")
+    say(rows, "", picture, text)
 
 
 if __name__ == "__main__":
@@ -397,7 +397,7 @@ if __name__ == "__main__":
         if words.curves:
             for folder in words.folders:
                 run_of(folder)  # BadInput where there is no run
-                print(draw_curves(folder))
+                say(draw_curves(folder))
         elif words.sheet:
             save_sheet(words.folders, words.sheet)
         else:

@@ -24,7 +24,8 @@ from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
 
 from common.data import Problem, as_problem, chat_options, limit_in_words, load_task
 from common.distributed import World, global_sum, shard
-from common.plumbing.checkpoint import PICKLE, first_failure
+from common.plumbing import errors
+from common.plumbing.checkpoint import PICKLE, check_digests, first_failure
 from common.plumbing.flags import Count, Flags, broken_rule
 from common.plumbing.folder import as_lines, checkpoints
 from common.plumbing.launch import launch, resolve_auto
@@ -152,7 +153,7 @@ def load_sets(
     return sets, remarks
 
 
-def load_weights(folder: Path, policy: nn.Module) -> int:
+def load_weights(folder: Path, policy: nn.Module, world: World) -> int:
     """Give the policy the weights of a run's newest checkpoint; returns its step.
 
     Any algorithm may have written it, on any number of ranks.
@@ -163,6 +164,7 @@ def load_weights(folder: Path, policy: nn.Module) -> int:
     weights, shards = get_model_state_dict(policy), dcp.FileSystemReader(found[-1] / "shards")
     what = f"MODEL {folder}: {found[-1]} is damaged or does not fit its model"
     with blame(what), first_failure():
+        check_digests(found[-1], world)
         # If several models were saved as one, the policy is the first.
         alone = f"policy.{next(iter(weights))}" in shards.read_metadata().state_dict_metadata
         named = weights if alone else {f"0.{name}": value for name, value in weights.items()}
@@ -180,8 +182,8 @@ def main(args: Args, world: World) -> None:
     def say(*lines: str) -> None:
         """Print on rank 0, above the progress bar."""
         with tqdm.external_write_mode():
-            for line in lines if world.rank == 0 else ():
-                print(line, flush=True)
+            if lines and world.rank == 0:
+                errors.say(*lines)
 
     if ".py" in args.task and args.task == config.get("task") and not args.eval_task:
         say(f"running {args.task}, which {run}/config.json names")
@@ -191,7 +193,7 @@ def main(args: Args, world: World) -> None:
     if config:
         policy = shard(Policy(lm), args, world)
         say(f"reading {run}/checkpoints {PICKLE}")
-        step = load_weights(run, policy)
+        step = load_weights(run, policy, world)
         engine.sync(policy)
         del policy
     del lm

@@ -44,7 +44,7 @@ import re
 from dataclasses import dataclass
 
 from common.logprobs import BLOCK_ELEMENTS
-from common.plumbing.errors import BadInput, blame
+from common.plumbing.errors import BadInput, blame, say
 from common.plumbing.flags import Count, Positive, broken_rule
 from tools import arguments
 from checks.files import ROOT, algorithms
@@ -336,15 +336,15 @@ def main(names: list[str]) -> None:
     """Print a row for each command of the files named."""
     shown = "parameters ranks states reference gathered activations".split()
     shown += ["vLLM weights", "KV cache", "peak", "responses in cache", "host"]
-    print("| " + " | ".join(["file", "model", *shown]) + " |")
-    print("|---" * (len(shown) + 2) + "|")
+    say("| " + " | ".join(["file", "model", *shown]) + " |")
+    say("|---" * (len(shown) + 2) + "|")
     for name in names:
         for words in commands(name):
             found = estimate(name, words)
             model = words[words.index("--model") + 1].partition("/")[2]
             whole = ("ranks", "responses in cache", "host")
             cells = [f"{found[part]:.{0 if part in whole else 1}f}" for part in shown]
-            print("| " + " | ".join([name, model, *cells]) + " |")
+            say("| " + " | ".join([name, model, *cells]) + " |")
 
 
 if __name__ == "__main__":
@@ -369,9 +369,9 @@ if __name__ == "__main__":
     given = (args.model, args.gpus, args.gpu_memory, args.max_new_tokens, args.task)
     try:
         if args.model is not None:
-            print(answer((args.files or ["grpo"])[0], *given))
+            say(answer((args.files or ["grpo"])[0], *given))
         elif args.cards:
-            print("\n".join(cards()))
+            say("\n".join(cards()))
         else:
             main(args.files or list(FILES))
     except BadInput as error:

@@ -1,6 +1,8 @@
 """Checkpoints that survive a kill at any moment, and the model in the Hugging Face format."""
 
 import contextlib
+import hashlib
+import json
 import random
 import shutil
 from collections.abc import Iterator
@@ -16,8 +18,8 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.distributed import World, full_parameters
-from common.plumbing.errors import RunStopped, blame
-from common.plumbing.folder import checkpoints, how_to_continue
+from common.plumbing.errors import RunStopped, blame, say
+from common.plumbing.folder import checkpoints, how_to_continue, sync, whole
 
 KEEP_CHECKPOINTS = 3
 PICKLE = "with pickle, which runs any code that is in it: use only runs of your own"
@@ -55,12 +57,43 @@ def save_checkpoint(
             generators["cuda"] = torch.cuda.get_rng_state()
         share = {"generators": generators, "state": state, "ranks": world.size}
         torch.save(share, partial / f"rank{world.rank}.pt")
-        dist.barrier()
+        sync(partial / f"rank{world.rank}.pt")  # torch has synced the shards
+        write_digests(partial, world)
         if world.rank == 0:
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
+            sync(final.parent)
             for old in checkpoints(folder)[:-KEEP_CHECKPOINTS]:
                 shutil.rmtree(old)
+
+
+def write_digests(checkpoint: Path, world: World) -> None:
+    """Write the SHA-256 of every file to digests.json; each rank reads the files it has written."""
+    own = [checkpoint / f"rank{world.rank}.pt", *checkpoint.glob(f"shards/__{world.rank}_*")]
+    if world.rank == 0:
+        own.append(checkpoint / "shards/.metadata")
+    digests = {str(path.relative_to(checkpoint)): sha256(path) for path in own}
+    parts = [None] * world.size
+    dist.all_gather_object(parts, digests)
+    if world.rank == 0:
+        for part in parts:
+            digests |= part
+        with whole(checkpoint / "digests.json") as path:
+            path.write_text(json.dumps(digests))
+
+
+def check_digests(checkpoint: Path, world: World) -> None:
+    """ValueError if a file has changed since it was saved; the ranks share the reading."""
+    digests = json.loads((checkpoint / "digests.json").read_text())
+    for name in sorted(digests)[world.rank :: world.size]:
+        if sha256(checkpoint / name) != digests[name]:
+            raise ValueError(f"{name} has changed since it was saved")
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, which may be larger than the memory."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
@@ -84,10 +117,11 @@ def load_checkpoint(
     """
     checkpoint = checkpoints(folder)[-1]
     if world.rank == 0:
-        print(f"reading {checkpoint} {PICKLE}", flush=True)
+        say(f"reading {checkpoint} {PICKLE}")
     weights, moments = get_state_dict(policy, optimizer)
     wrong = f"--resume: {checkpoint} does not fit --model, or is damaged"
     with blame(f"{wrong}: then delete it, and the one before it is taken"), first_failure():
+        check_digests(checkpoint, world)
         shards = dcp.FileSystemReader(checkpoint / "shards")
         shards.read_metadata()  # if it is damaged, dcp.load would log a page of traceback
         dcp.load({"policy": weights, "optimizer": moments}, storage_reader=shards)
@@ -103,7 +137,7 @@ def load_checkpoint(
         torch.cuda.set_rng_state(generators["cuda"])
     other = saved["ranks"] if saved["ranks"] != world.size else 0
     if other and world.rank == 0:
-        print(f"{checkpoint}: saved by {other} rank(s), now {world.size}: not bit-exact")
+        say(f"{checkpoint}: saved by {other} rank(s), now {world.size}: not bit-exact")
     return int(checkpoint.name.removeprefix("step_")), saved["state"] | {"other_ranks": other}
 
 

@@ -74,7 +74,7 @@ def draw_curves(folder: Path) -> Path:
     titles = {}
     for name in dict.fromkeys([*first, *acted, *later]):
         _, values = series(lines, name)
-        least = ROUNDING if name == "sampler_kl" else -np.inf
+        least = ROUNDING if name in ("sampler_kl", "grad_norm") else -np.inf
         if np.any(values >= least):  # False for NaN
             titles[name] = (PANELS | acted)[name]
     if not titles:

@@ -1,7 +1,10 @@
 """Errors that are one line for people; `launch` shows them. Standard library only."""
 
 import contextlib
+import os
+import sys
 from collections.abc import Iterator
+from typing import TextIO
 
 
 class BadInput(ValueError):
@@ -24,6 +27,15 @@ def blame(what: str, kind: type = BadInput) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         raise kind(f"{what} ({in_one_line(error)})") from error
+
+
+def say(*lines: str, file: TextIO | None = None) -> None:
+    """Print on `file`, or stdout. A full disk or a closed pipe there ends no program."""
+    file = file or sys.stdout
+    try:
+        print(*lines, sep="\n", file=file, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # also for what is in the buffer
 
 
 def in_one_line(error: BaseException) -> str:

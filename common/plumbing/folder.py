@@ -1,4 +1,4 @@
-"""The run folder: making and locking it, and atomic file writes."""
+"""The run folder: making and locking it, and file writes that survive a kill or a power loss."""
 
 import contextlib
 import fcntl
@@ -80,6 +80,8 @@ def other_flags(folder: Path, config: dict) -> str:
     """The first difference between the run in `folder` and `config` that forbids to resume it; ""
     if there is none."""
     saved = saved_config(folder)
+    if not saved:
+        return "no config.json of a run"
     fixed = sorted(config.keys() - FREE_ON_RESUME - {"data"})
     for name in fixed:
         if saved.get(name) != config[name]:
@@ -95,9 +97,22 @@ def whole(path: Path) -> Iterator[Path]:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         yield partial
+        sync(partial)  # else a power loss could leave the new name with nothing in it
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # some file systems cannot do it for folders
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def as_lines(rows: list[dict]) -> str:
@@ -108,6 +123,8 @@ def as_lines(rows: list[dict]) -> str:
 
 def read_lines(path: Path) -> list[dict]:
     """The rows of a run's JSON-lines file, without a last one that a kill has cut short."""
+    if not path.is_file():  # reading a pipe could wait for ever
+        raise BadInput(f"{path}: no such file")
     lines = path.read_bytes().splitlines()
     rows = []
     for number, line in enumerate(lines, 1):

@@ -36,7 +36,9 @@ def launch(main: Stage, Args: type, prepare: Stage | None = None) -> None:
     Errors meant for people are one line on stderr: exit code 2 for bad input, 1 for a run that had
     to stop. A program that does not train gives a `prepare(args, world)`, which replaces `check`.
     """
-    world, code = ALONE, 0
+    world, code, Run.new = ALONE, 0, None
+    if sys.stdout:  # None if it is closed; it may know neither Greek letters nor a folder's name
+        sys.stdout.reconfigure(errors="replace")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while all loads: end without a traceback
     try:
         args = parse(Args)
@@ -52,6 +54,8 @@ def launch(main: Stage, Args: type, prepare: Stage | None = None) -> None:
     except Exception as error:
         code = 2 if isinstance(error, BadInput) else 1
         Run.bar.close()  # ends its line, before anything is said
+        if Run.new and code == 2:
+            shutil.rmtree(Run.new)
         report(error, world)
         if world.size > 1:  # a clean-up would wait for ranks that wait for this one
             os._exit(code)
@@ -74,7 +78,8 @@ def report(error: Exception, world: World) -> None:
         with contextlib.suppress(Exception):  # the store may be gone with a lost rank
             if world.store.add(f"failures of start {start}", 1) > 1:
                 return
-    if isinstance(error, torch.OutOfMemoryError):
+    # torch has no class of errors for the memory of CPUs.
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "alloc_cpu" in str(error):
         lower = "--micro_tokens, or of the sampler --rollout_rows or --vllm_memory"
         message = f"out of memory in {Run.phase or 'set-up'} ({in_one_line(error)}): lower {lower}"
     elif isinstance(error, BadInput | RunStopped):

@@ -60,9 +60,9 @@ def rows_of(
     columns = HUB.get(name)
     if columns is None:
         file, columns = spec, Columns("", prompt_column, answer_column)
-    if file and Path(file).suffix not in (".jsonl", ".parquet"):
+    if (file or not columns.path) and Path(file).suffix not in (".jsonl", ".parquet"):
         known = f"arithmetic, a .py, .jsonl or .parquet file, or one of {', '.join(HUB)}"
-        raise BadInput(f"{spec}: unknown, use {known}")
+        raise BadInput(f"{spec or repr(spec)}: unknown, use {known}")
     if file and not Path(file).is_file():  # reading a pipe could wait for ever
         raise BadInput(f"{file}: no such file")
     if not file and split == "train" and not columns.train:
@@ -120,7 +120,7 @@ def checked(prompt: object, reference: object) -> Row:
             raise TypeError("no text, and no chat messages")
     if not "".join(turn["content"] for turn in turns).strip() or reference == "":
         raise ValueError("empty")
-    return prompt, reference
+    return json.loads(json.dumps(prompt)), reference  # a copy, and plain: the task keeps its own
 
 
 def as_text(answer: object) -> str:

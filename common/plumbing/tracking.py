@@ -17,10 +17,11 @@ from tqdm import tqdm
 
 from common.batch import Rollout
 from common.distributed import CLOSING, StopFlag, World
+from common.data import PURE, unreadable
 from common.plumbing.curves import draw_curves
-from common.plumbing.errors import BadInput, RunStopped, blame
+from common.plumbing.errors import BadInput, RunStopped, blame, say
 from common.plumbing.folder import as_lines, checkpoints, lock, new_folder, other_flags
-from common.plumbing.folder import read_lines, runs_called, how_to_continue, whole
+from common.plumbing.folder import read_lines, runs_called, how_to_continue, sync, whole
 from common.plumbing.metrics import Means
 from common.plumbing.samples import Samples, before_and_after
 
@@ -43,7 +44,8 @@ class Run:
 
     # Class attributes: `launch` reports a failure, maybe before there is a Run, and then ends the
     # progress bar and names the phase. `phase` is the work being done now, since the time `since`.
-    phase = ""
+    # `new` is the folder of a new run until its first line: of bad input nothing is left behind.
+    phase, new = "", None
     bar = tqdm(disable=True)
     since = time.perf_counter()
 
@@ -65,7 +67,8 @@ class Run:
         task_name = Path(args.task.replace(".py:", "-")).stem  # my/words.py:train -> words-train
         task_name = re.sub(r"[^\w.-]+", "-", task_name)
         name = args.run_dir or f"runs/{algorithm}-{task_name}-s{args.seed}"
-        self.folder = Path(name).expanduser()
+        with blame(f"--run_dir {name}: cannot be used"):
+            self.folder = Path(name).expanduser()
         if args.resume and world.rank == 0:
             args.resume = self._find_run()
         self.folder, args.resume = self._rank_0s(self.folder, args.resume)
@@ -100,9 +103,10 @@ class Run:
     def start(self, done: int) -> None:
         """Make the run folder, now that all input is known to be right, and say what comes."""
         args, self.done = self.args, done
+        seen, warning = self._problems_of(done), unreadable(self.task)
         with blame(f"--run_dir {self.folder}: cannot be used"):
             if self.world.rank == 0:
-                self._open()
+                self._open(seen)
         (self.folder,) = self._rank_0s(self.folder)
         self.stop = StopFlag()  # until here a signal ends the program at once
         if args.wandb and self.world.rank == 0:
@@ -118,21 +122,36 @@ class Run:
         self.say(
             f"{self.config['algorithm']}: {args.model} on {args.task}; {ranks} samples",
             f"steps {done + 1} to {args.steps}, each {rows} in {parts}; results in {self.folder}",
+            *[warning] * bool(warning),
         )
 
-    def _open(self) -> None:
+    def _problems_of(self, step: int) -> int:
+        """A number that stands for the problems of a step; all ranks together."""
+        number = self.args.prompts_per_step
+        return self.task.seen(max(0, step - 1) * number, number)
+
+    def _open(self, seen: int) -> None:
         """Make a folder; or, with --resume, forget what was done after the checkpoint."""
         if self.args.resume:
             if self.done > self.args.steps:
                 raise BadInput(f"--steps {self.args.steps}: {self.folder} is at step {self.done}")
-            for name in ROWS:
-                if (self.folder / name).exists():
-                    rows = read_lines(self.folder / name)
-                    kept = [row for row in rows if row["step"] <= self.done]
-                    self._write(name, as_lines(kept))
+            metrics, samples = (self.folder / name for name in ROWS)
+            kept = read_lines(metrics)[: self.done + 1]
+            if [row["step"] for row in kept] != list(range(self.done + 1)):
+                lacks = f"{metrics} does not hold the steps 0 to {self.done}, each once, in order"
+                raise BadInput(f"--resume: {lacks}")
+            with blame(f"--resume: {metrics}: damaged"):
+                summary_of(kept)
+            if kept[-1].get("problems") != seen:
+                wrong = f"--task {self.args.task} gives other problems than it did in the run"
+                raise BadInput(f"--resume: {wrong}; {PURE}")
+            self._write(metrics.name, as_lines(kept))
+            if samples.exists():
+                kept = [row for row in read_lines(samples) if row["step"] <= self.done]
+                self._write(samples.name, as_lines(kept))
             (self.folder / "summary.json").unlink(missing_ok=True)  # of fewer steps
         else:
-            self.folder = new_folder(self.folder)
+            self.folder = Run.new = new_folder(self.folder)
             self._lock_folder()
         self._write("config.json", json.dumps(self.config, indent=2) + "\n")
 
@@ -143,7 +162,7 @@ class Run:
     def say(self, *lines: str) -> None:
         """Print on rank 0."""
         if lines and self.world.rank == 0:
-            print(*lines, sep="\n", flush=True)
+            say(*lines)
 
     def steps(self, done: int, last: int) -> Iterator[int]:
         """Step numbers from `done` + 1 to `last`, or until a signal asks to stop; rank 0 shows a
@@ -181,8 +200,11 @@ class Run:
         line = {"step": step} | metrics | self.seconds
         line |= {"tokens_per_s": metrics.get("tokens", 0) / seconds, "seconds": seconds}
         self.seconds.clear()
-        self.note("metrics.jsonl", [line])
         self.done, self.stopping = step, self.stop.anywhere(self.world)
+        if self.due(step, self.args.save_every):
+            line["problems"] = self._problems_of(step)
+        self.note("metrics.jsonl", [line])
+        Run.new = None
         if self.wandb:
             self.wandb.log(line, step=step)
         shown = [name for name in (*SHOWN, self.acted) if name in line]
@@ -193,8 +215,10 @@ class Run:
         if rows and self.world.rank == 0:
             advice = f"{how_to_continue(self.folder)} once that is fixed"
             what = f"cannot write {self.folder / name}; {advice}"
-            with blame(what, RunStopped), (self.folder / name).open("a") as file:
-                file.write(as_lines(rows))
+            with blame(what, RunStopped):
+                with (self.folder / name).open("a") as file:
+                    file.write(as_lines(rows))
+                sync(self.folder / name)
 
     def gradient_is_finite(self, norm: float, batch: Rollout, means: Means) -> bool:
         """Whether to apply the gradient, by its norm, which is the same on every rank.
@@ -286,7 +310,7 @@ def summary_of(lines: list[dict]) -> dict:
     measured = [line for line in lines if "greedy" in line]
     summary = {}
     for how in ("greedy", "sampled"):
-        summary[f"{how}_before"] = measured[0][how]
+        summary[f"{how}_before"] = lines[0][how]
         summary[f"{how}_after"] = measured[-1][how]
     split = defaultdict(float)
     for line in lines:

@@ -4,8 +4,10 @@ import random
 
 import datasets
 import pytest
+from common.data import unreadable
 from common.plumbing.errors import BadInput
 from common.plumbing.evaluation import evaluate
+from common.plumbing.model import load_model
 from common.rollout import HFEngine
 from common.tiny import arithmetic
 from grpo import Args
@@ -263,6 +265,16 @@ def test_the_fingerprint_is_of_the_files_contents(tmp_path):
 
 # Task files
 
+CHANCE = "__import__('random').random()"
+SHARED = """
+turn, asked = {"role": "user", "content": ""}, []
+def train(i):
+    asked.append(i)
+    turn["content"] = str(len(asked))
+    return [turn], "1"
+held_out = [("8+1=", "9")]
+"""
+
 
 def test_a_custom_task(mine):
     """Its problems in order, its held-out ones, its reward in a bounded worker; another seed begins
@@ -282,13 +294,37 @@ def test_a_custom_task(mine):
     ("text", "message"),
     [
         ("held_out = []\ntrain = lambda i: ('1+1=', '2')", "no held-out problems"),
-        (MINE.replace("i % 7}", "__import__('random').random()}"), "problems when it is asked"),
+        (MINE.replace("i % 7}", f"{CHANCE}}}"), "problems when it is asked"),
+        (MINE.replace("i % 7}", f"i if i < 4 else {CHANCE}}}"), "problems when it is asked"),
+        (SHARED, "problems when it is asked"),
+        (MINE.replace('f"{i % 7}+1="', "[UserDict(role='user', content='1')]"), "no .prompt, ref"),
+        (MINE + 'bounds = {"seconds": float("nan")}', "bounds: seconds is nan"),
+        (MINE + 'bounds = {"memory": "2"}', "bounds: memory is '2'"),
     ],
 )
 def test_an_error_in_a_custom_task_is_named(mine, text, message):
-    mine.write_text(text)
+    mine.write_text("from collections import UserDict\n" + text)
     with pytest.raises(BadInput, match=message):
-        load(str(mine))
+        load(str(mine), Chat())
+
+
+def test_a_template_with_the_date_gives_the_same_prompts_every_day(words, tmp_path):
+    _, tokenizer = load_model(words)
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y %f') }}: {{ messages[0]['content'] }}"
+    path = write(tmp_path / "set.jsonl", numbered(8))
+    one, other = (load(path, tokenizer, instruction="").train(0) for _ in range(2))
+    assert one.prompt_ids == other.prompt_ids
+    assert "26 Jul 2024 000000: question" in tokenizer.decode(one.prompt_ids)
+
+
+def test_answers_that_math_verify_cannot_read(mine):
+    """Nothing equals them: they are counted, and refused where there are no others."""
+    text = MINE.partition("def reward")[0].replace('("9+1=", "10")', r'("9+1=", "\\frac{")')
+    mine.write_text(text)
+    assert r"cannot read 1 of 9 answers, such as '\\frac{'" in unreadable(load(str(mine)))
+    mine.write_text(text.replace("str(i % 7 + 1)", r"'\\sqrt{'").replace('"9"', r'"\\sqrt{"'))
+    with pytest.raises(BadInput, match="cannot read 2 of 2 answers"):
+        unreadable(load(str(mine)))
 
 
 def test_a_prompt_may_be_chat_messages(tmp_path, mine):
@@ -319,12 +355,12 @@ def test_prompts_that_the_model_cannot_read(mine, tiny):
 
 @pytest.mark.slow
 def test_a_reward_that_fails_on_every_answer_ends_the_run(tmp_path, mine):
-    """Before the first step; also where one rank has no held-out problem."""
+    """Before the first step; also where one rank has no held-out problem. No folder is left."""
     held_out = 'held_out = [("8+1=", "9")]\ndef reward(response, answer): return rewrad\n'
     mine.write_text(MINE.partition("held_out")[0] + held_out)
     flags = ["--task", mine, "--run_dir", tmp_path / "run", *SMALL, "--steps", 1]
     ended = command("grpo", *flags, ranks=2)
-    assert ended.codes == [2, 2] and (tmp_path / "run/metrics.jsonl").read_text() == ""
+    assert ended.codes == [2, 2] and not (tmp_path / "run").exists()
     (line,) = [line for line in ended.stderr.splitlines() if "error: " in line]
     why = "(mine.py:4: NameError: name 'rewrad' is not defined)"
     assert f"{mine}: no answer could be scored" in line and why in ended.stderr
@@ -338,4 +374,4 @@ def test_ranks_with_other_problems_end_in_a_line(tmp_path):
     file.write_text(held_out + "train = lambda i: ('2+1=', '3')")
     ended = command("grpo", "--task", file, "--run_dir", tmp_path / "run", ranks=2)
     assert ended.codes == [2, 2] and not (tmp_path / "run").exists()
-    assert f"--task {file}: ranks see different problems" in ended.stderr
+    assert f"--task {file}: gives other problems" in ended.stderr

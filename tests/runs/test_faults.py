@@ -31,6 +31,15 @@ def test_several_nans_in_a_row_stop_the_run(tmp_path, monkeypatch, capsys):
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
 
 
+def test_memory_of_the_cpu(tmp_path, monkeypatch, capsys):
+    """For which torch has no class of errors."""
+    generate = lambda *arguments, **keywords: torch.empty(2**50)  # noqa: E731
+    monkeypatch.setattr("common.rollout.HFEngine.generate", generate)
+    assert run_here(grpo.main, *SMALL, "--run_dir", tmp_path / "run") == 1
+    said = capsys.readouterr().err
+    assert "out of memory in evaluate" in said and "Traceback" not in said
+
+
 # Disks that fill
 
 
@@ -69,6 +78,13 @@ def with_little_room(*flags: object) -> None:
     """One of two ranks; the second's disk is full at its second save."""
     torch.save = at_the(2, torch.save, lambda what, path: str(path).endswith("rank1.pt"))
     drive("grpo", flags)
+
+
+def test_a_screen_that_takes_nothing(tmp_path, monkeypatch):
+    """`grpo.py | head -1`, or > /dev/full: the results are in the folder."""
+    monkeypatch.setattr("sys.stdout", open("/dev/full", "w"))
+    assert run_here(grpo.main, *SMALL, "--steps", 1, "--run_dir", tmp_path / "run") == 0
+    assert (tmp_path / "run/summary.json").exists()
 
 
 @slow

@@ -1,6 +1,7 @@
 """The run folder: one run at a time, nothing of others touched, damage named."""
 
 import json
+import os
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from pathlib import Path
 import grpo
 import pytest
 from common.data import load_task
+from common.plumbing.errors import BadInput
 from common.plumbing.folder import checkpoints, new_folder, read_lines, runs_called
 from common.plumbing.tracking import Run
 
@@ -106,7 +108,14 @@ def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 64
+    path.write_bytes(content)
+
+
 DAMAGE = {
+    "one bit": lambda checkpoint: flip_a_bit(next((checkpoint / "shards").glob("*.distcp"))),
     "rank0.pt": lambda checkpoint: cut_short(checkpoint / "rank0.pt"),
     "shards": lambda checkpoint: cut_short(next((checkpoint / "shards").glob("*.distcp"))),
     "nothing there": lambda checkpoint: (shutil.rmtree(checkpoint), checkpoint.mkdir()),
@@ -127,6 +136,58 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_taken(
     shutil.rmtree(run / "checkpoints/step_000004")
     assert run_here(grpo.main, *flags) == 0
     assert_same_run(run, finished, 4, tmp_path)
+
+
+LINES = {  # what happens to the lines of steps 0 to 4
+    "all lost": lambda lines: [],
+    "the last one cut": lambda lines: [*lines[:4], lines[4][:-20]],
+    "one missing": lambda lines: [*lines[:2], *lines[3:]],
+    "one twice": lambda lines: [*lines[:3], *lines[2:]],
+    "no seconds": lambda lines: [lines[0].replace('"seconds"', '"lost"'), *lines[1:]],
+}
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_resume_needs_the_metrics_of_every_step(case, run, capsys):
+    """Or the summary would compare with another step than the first."""
+    path = run / "metrics.jsonl"
+    path.write_text("\n".join(LINES[case](path.read_text().splitlines())))
+    before = tree(run)
+    assert run_here(grpo.main, *SMALL, "--steps", 5, "--run_dir", run, "--resume") == 2
+    assert f"--resume: {path}" in capsys.readouterr().err and tree(run) == before
+
+
+def test_a_pipe_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(BadInput, match="metrics.jsonl: no such file"):
+        read_lines(tmp_path / "metrics.jsonl")
+
+
+def test_a_power_loss_leaves_a_checkpoint(tmp_path, monkeypatch):
+    """What is written is on the disk before an older checkpoint goes: the step's metrics and every
+    file, and then the new name."""
+    events, fsync, rmtree = [], os.fsync, shutil.rmtree
+
+    def synced(number: int) -> None:
+        events.append(os.readlink(f"/proc/self/fd/{number}"))
+        fsync(number)
+
+    def removed(path: Path, **how: object) -> None:
+        events.append(f"removed {path.name}")
+        rmtree(path, **how)
+
+    monkeypatch.setattr("os.fsync", synced)
+    monkeypatch.setattr("shutil.rmtree", removed)
+    flags = [*SMALL, "--save_every", 1, "--steps", 4, "--run_dir", tmp_path / "run"]
+    assert run_here(grpo.main, *flags) == 0
+    partial = str(tmp_path / "run/checkpoints/partial")
+    last = events[events.index("removed step_000004") + 1 :]
+    earlier = events[: events.index("removed step_000004")][::-1]
+    of_step_4 = earlier[: earlier.index("removed partial")]
+    assert last.index(str(tmp_path / "run/checkpoints")) < last.index("removed step_000001")
+    names = {Path(path).name for path in of_step_4 if path.startswith(partial)}
+    assert {"rank0.pt", "__0_0.distcp"} <= names
+    assert str(tmp_path / "run/metrics.jsonl") in earlier[len(of_step_4) :][:3]
 
 
 @slow

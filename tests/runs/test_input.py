@@ -1,5 +1,6 @@
 """Bad input, in flags, files and environment: one line, exit code 2, and nothing written."""
 
+import os
 from pathlib import Path
 
 import grpo
@@ -14,6 +15,7 @@ BAD_INPUT = [
     ("grpo", "--lr fast", "Error parsing --lr: could not"),
     ("grpo", "--task nowhere.jsonl", "nowhere.jsonl: no such file"),
     ("grpo", "--task bad.jsonl", "bad.jsonl:2: no JSON"),
+    ("grpo", "--task pipe.py", "pipe.py is not a file"),  # it would be read for ever
     ("grpo", "--model empty", "holds no *.safetensors weights"),
     # The embedded model's defaults would train another model silently wrong
     ("grpo", "--model big", "give --lr (usual in full fine-tuning: 1e-6 for billions of"),
@@ -27,6 +29,7 @@ BAD_INPUT = [
 # Each kind of limit, and what a file checks of its own
 OWN_FLAGS = [
     ("grpo", "--temperature 1e-40", "--temperature 1e-40: must be from 0.01 to 100"),
+    ("grpo", "--eval_problems 999999", "--task arithmetic has 41231 that are quickly drawn"),
     ("grpo", "--vllm_memory 30", "--vllm_memory 30.0: must be above 0 and at most 1"),
     ("stapo", "--entropy_quantile 80", "--entropy_quantile 80.0: must be from 0 to 1"),
     ("minirl", "--routing_replay r3", "tiny has no experts"),
@@ -46,6 +49,7 @@ CASES = [*BAD_INPUT, *(pytest.param(*case, marks=pytest.mark.slow) for case in O
 def files(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("input")
     (folder / "empty").mkdir()
+    os.mkfifo(folder / "pipe.py")
     (folder / "empty/config.json").write_text("{}")
     (folder / "bad.jsonl").write_text('{"prompt": "1+1", "answer": 2}\noops\n')
     Qwen3Config(hidden_size=1024, num_hidden_layers=1).save_pretrained(folder / "big")
