@@ -224,8 +224,8 @@ def checkpoint_tensors(policy: torch.nn.Module, dtype: torch.dtype) -> Iterator[
 
 
 def forget(model: torch.nn.Module) -> None:
-    """Make vLLM's weights NaN: what a push does not reach, `forgotten` finds. (Its warnings also
-    name what a right push leaves out.) A matrix in float8 comes with a scale in float32."""
+    """Make vLLM's weights NaN: `forgotten` then finds those that a push did not reach. (vLLM's own
+    warnings appear after right pushes, too.) A float8 matrix is found by its float32 scale."""
     for weight in model.parameters():
         if weight.element_size() > 1:
             weight.data.fill_(torch.nan)
