@@ -100,7 +100,7 @@ class VLLMEngine:
             # One rank alone may miss a weight: its share of a vocabulary may be padding.
             everywhere = set.intersection(*missed)
             if everywhere:
-                raise ValueError(f"nothing reached {min(everywhere)}")
+                raise ValueError(f"{min(everywhere)} did not arrive, or is NaN")
         except (AttributeError, KeyError, ValueError, AssertionError) as error:  # of its loaders
             why = f"vLLM does not take over the trainer's weights ({in_one_line(error)})"
             raise RunStopped(f"{why}: use --rollout hf") from error

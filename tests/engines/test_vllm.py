@@ -202,7 +202,7 @@ def test_a_weight_that_stops_arriving_stops_the_run(engine_of, incomplete):
     engine, _ = engine_of("tiny")
     policy, _ = moved("tiny")
     incomplete("layers.1.input_layernorm")
-    with pytest.raises(RunStopped, match="nothing reached model.layers.1.input_layernorm.weight"):
+    with pytest.raises(RunStopped, match="model.layers.1.input_layernorm.weight did not arrive"):
         engine.sync(policy)
 
 
