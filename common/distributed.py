@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from common.plumbing.errors import BadInput
 
 # How long a collective waits for the last rank. Before it, ranks may sample, or wait for verifiers,
-# for unequal times. To the update's collectives they come together, from the sum in
-# `micro_batches`: who is missing there has failed.
+# for unequal times. They wait for each other in the sum of `micro_batches`, and enter the update
+# together: a rank that is missing there has failed.
 TIMEOUT = timedelta(hours=4)
 UPDATE_TIMEOUT = timedelta(minutes=20)
 CLOSING: list[Callable[[], None]] = []  # called at the end, before the process group is destroyed

@@ -123,14 +123,14 @@ def check_numbers(source: str) -> None:
 
 
 def check_structure(lm: PreTrainedModel) -> None:
-    """Refuse what Policy cannot compute, or would compute wrongly."""
+    """Refuse models that `Policy` cannot compute, or would compute wrongly."""
     name = type(lm).__name__
     if lm.config.get_text_config() is not lm.config:
         raise ValueError(f"{name} is more than a text model: use the family's text-only checkpoint")
     head = getattr(lm, "lm_head", None)
     if not isinstance(head, nn.Linear) or head.bias is not None:  # Policy uses its weight alone
         raise ValueError(f"{name} has no output head lm_head without a bias")
-    # They scale by the longest row of a micro-batch: log-probs would depend on the rows beside.
+    # These types look at the longest row of a micro-batch: log-probs would depend on other rows.
     for kind in ("dynamic", "longrope"):
         if f"'{kind}'" in str(getattr(lm.config, "rope_parameters", "")):  # maybe by kind of layer
             raise ValueError(

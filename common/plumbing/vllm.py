@@ -95,9 +95,12 @@ class VLLMEngine:
         self.llm.apply_model(forget)
         try:
             self.llm.collective_rpc("reload_weights", kwargs=weights)
-            (missed,) = self.llm.apply_model(forgotten)
-            if missed:
-                raise ValueError(f"nothing reached {missed[0]}")
+            missed = [None] * dist.get_world_size(self.group)  # by rank
+            dist.all_gather_object(missed, *self.llm.apply_model(forgotten), group=self.group)
+            # One rank alone may miss a weight: its share of a vocabulary may be padding.
+            everywhere = set.intersection(*missed)
+            if everywhere:
+                raise ValueError(f"{min(everywhere)} did not arrive, or is NaN")
         except (AttributeError, KeyError, ValueError, AssertionError) as error:  # of its loaders
             why = f"vLLM does not take over the trainer's weights ({in_one_line(error)})"
             raise RunStopped(f"{why}: use --rollout hf") from error
@@ -221,14 +224,14 @@ def checkpoint_tensors(policy: torch.nn.Module, dtype: torch.dtype) -> Iterator[
 
 
 def forget(model: torch.nn.Module) -> None:
-    """Make vLLM's weights NaN: what a push does not reach, `forgotten` finds. (Its warnings also
-    name what a right push leaves out.) A matrix in float8 comes with a scale in float32."""
+    """Make vLLM's weights NaN: `forgotten` then finds those that a push did not reach. (vLLM's own
+    warnings appear after right pushes, too.) A float8 matrix is found by its float32 scale."""
     for weight in model.parameters():
         if weight.element_size() > 1:
             weight.data.fill_(torch.nan)
 
 
-def forgotten(model: torch.nn.Module) -> list[str]:
+def forgotten(model: torch.nn.Module) -> set[str]:
     """The names of vLLM's weights that hold a NaN."""
     wide = [pair for pair in model.named_parameters() if pair[1].element_size() > 1]
-    return [name for name, weight in wide if weight.isnan().any()]
+    return {name for name, weight in wide if weight.isnan().any()}

@@ -167,9 +167,9 @@ def test_every_group_of_weights_is_pushed(engine_of, world, model):
         assert gap(engine, policy, tokenizer, args_of(model=path), world) < 1e-4, group
 
 
-@pytest.mark.parametrize("family", ["mixtral", "granitemoe", "glm4_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "glm4_moe"])
 def test_every_familys_experts_are_pushed(engine_of, world, family):
-    """By the names and shapes of its own checkpoints: one by one as w1, w2, w3, stacked, or with a
+    """By the names of its own checkpoints (w1, w2 and w3 in Mixtral), and with GLM-4's
     bias for the choice, a buffer in transformers."""
     engine, path = engine_of(family)
     policy, tokenizer = moved(path)
@@ -202,7 +202,7 @@ def test_a_weight_that_stops_arriving_stops_the_run(engine_of, incomplete):
     engine, _ = engine_of("tiny")
     policy, _ = moved("tiny")
     incomplete("layers.1.input_layernorm")
-    with pytest.raises(RunStopped, match="nothing reached model.layers.1.input_layernorm.weight"):
+    with pytest.raises(RunStopped, match="model.layers.1.input_layernorm.weight did not arrive"):
         engine.sync(policy)
 
 
