@@ -30,13 +30,13 @@ MOST_IDLE = 0.9  # share of zero-variance groups, above which the end of a run w
 MOST_APART = 3  # steps in a row in which sampler and trainer disagree, before the run stops
 # Largest mean |log π_old - log μ| by the lowest precision in use.
 TOLERANCE = {"float32": 0.001, "bfloat16": 0.05, "float8": 0.1}
-ROWS = ("metrics.jsonl", "samples.jsonl")  # written line by line; cut back on resume
+ROWS = ("metrics.jsonl", "samples.jsonl", "problems.jsonl")  # lines, cut back on resume
 SHOWN = ("reward", "greedy", "tokens_per_s")  # on the progress bar
 
 
 class Run:
-    """The run folder: config.json, metrics.jsonl, samples.jsonl, curves.png, summary.json and
-    checkpoints/.
+    """The run folder: config.json, metrics.jsonl, samples.jsonl, curves.png, summary.json,
+    checkpoints/, and problems.jsonl, with a number for what the task gave before each checkpoint.
 
     A run makes its own folder, or with --resume continues in one that no other process uses:
     nothing of another run is ever moved or written over.
@@ -135,25 +135,30 @@ class Run:
         if self.args.resume:
             if self.done > self.args.steps:
                 raise BadInput(f"--steps {self.args.steps}: {self.folder} is at step {self.done}")
-            metrics, samples = (self.folder / name for name in ROWS)
-            kept = read_lines(metrics)[: self.done + 1]
-            if [row["step"] for row in kept] != list(range(self.done + 1)):
-                lacks = f"{metrics} does not hold the steps 0 to {self.done}, each once, in order"
-                raise BadInput(f"--resume: {lacks}")
-            with blame(f"--resume: {metrics}: damaged"):
-                summary_of(kept)
-            if kept[-1].get("problems") != seen:
-                wrong = f"--task {self.args.task} gives other problems than it did in the run"
-                raise BadInput(f"--resume: {wrong}; {PURE}")
-            self._write(metrics.name, as_lines(kept))
-            if samples.exists():
-                kept = [row for row in read_lines(samples) if row["step"] <= self.done]
-                self._write(samples.name, as_lines(kept))
+            kept = {}
+            for name in ROWS:
+                if (self.folder / name).exists():
+                    rows = read_lines(self.folder / name)
+                    kept[name] = [row for row in rows if row["step"] <= self.done]
+            self._check(kept.get("metrics.jsonl", []), kept.get("problems.jsonl", []), seen)
+            for name, rows in kept.items():
+                self._write(name, as_lines(rows))
             (self.folder / "summary.json").unlink(missing_ok=True)  # of fewer steps
         else:
             self.folder = Run.new = new_folder(self.folder)
             self._lock_folder()
         self._write("config.json", json.dumps(self.config, indent=2) + "\n")
+
+    def _check(self, metrics: list[dict], problems: list[dict], seen: int) -> None:
+        """Refuse to resume without the metrics of every step, or with other problems."""
+        path = self.folder / "metrics.jsonl"
+        if [row["step"] for row in metrics] != list(range(self.done + 1)):
+            raise BadInput(f"--resume: {path} does not hold the steps 0 to {self.done}, each once")
+        with blame(f"--resume: {path}: damaged"):
+            summary_of(metrics)
+        if {"step": self.done, "seen": seen} not in problems:
+            wrong = f"--task {self.args.task} gives other problems than it did in the run"
+            raise BadInput(f"--resume: {wrong}; {PURE}")
 
     def _write(self, name: str, text: str) -> None:
         with whole(self.folder / name) as path:
@@ -202,7 +207,7 @@ class Run:
         self.seconds.clear()
         self.done, self.stopping = step, self.stop.anywhere(self.world)
         if self.due(step, self.args.save_every):
-            line["problems"] = self._problems_of(step)
+            self.note("problems.jsonl", [{"step": step, "seen": self._problems_of(step)}])
         self.note("metrics.jsonl", [line])
         Run.new = None
         if self.wandb:
