@@ -70,6 +70,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from common.batch import Rollout
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather  # <own>
@@ -155,33 +156,29 @@ def advantages(rewards: Tensor) -> Tensor:
 
 
 # <own>
-def candidates(args: Args, logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """True `[n, T]` on the improbable tokens of right responses."""
-    improbable = logp.detach().exp() < args.tau_p  # [n, T]
-    return (advantages[:, None] > 0) & improbable & mask.bool()
-
-
-def quantile_tokens(args: Args, logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """True `[n, T]` on the tokens over whose entropies τ_h is a quantile."""
-    return mask.bool() if args.entropy_rule == "all" else candidates(args, logp, advantages, mask)
-
-
 def entropy_threshold(args: Args, entropies: Tensor) -> Tensor:
-    """τ_h: the quantile of the entropies `[M]` at a mini-batch's `quantile_tokens`."""
+    """τ_h: the quantile of the entropies `[M]` that `--entropy_rule` looks at."""
     quantile = args.entropy_quantile if args.entropy_rule == "all" else args.candidate_quantile
     values = entropies.cpu().numpy()  # torch.quantile takes at most 2^24 numbers
     # Without any candidate there is no quantile. A τ_h of 0 silences nothing.
     return entropies.new_tensor(numpy.quantile(values, quantile) if len(values) else 0.0)
 
 
-def spurious_tokens(
-    args: Args, logp: Tensor, entropy: Tensor, advantages: Tensor, mask: Tensor, threshold: Tensor
-) -> Tensor:
-    """True `[n, T]` on tokens to silence: candidates where the policy was sure of another token."""
+def choose_tokens(args: Args, batch: Rollout, logp: Tensor, entropy: Tensor, world: World) -> None:
+    """Write the column `spurious` `[m, T]` of a mini-batch: True on the tokens to silence.
+
+    They are candidates, which are the improbable tokens of right responses, where the policy was
+    sure of another token. τ_h is a quantile over the mini-batch of all ranks.
+    """
+    mask = batch.mask.bool()  # [m, T]
+    improbable = logp.exp() < args.tau_p  # [m, T]
+    candidates = (batch.advantages[:, None] > 0) & improbable & mask  # [m, T]
+    among = mask if args.entropy_rule == "all" else candidates  # [m, T]
+    threshold = entropy_threshold(args, gather(entropy[among], world))  # []
     # Responses of a group begin alike. Without the 1e-5, rounding could treat the same place
     # differently in two of them.
-    sure = entropy < threshold - 1e-5  # [n, T]
-    return candidates(args, logp, advantages, mask) & sure
+    sure = entropy < threshold - 1e-5  # [m, T]
+    batch.spurious = candidates & sure  # [m, T]
 
 
 # </own>
@@ -196,36 +193,25 @@ ACTED = {
 
 
 def policy_loss(
-    args: Args,
-    *,
-    logp: Tensor,
-    old_logp: Tensor,
-    rollout_logp: Tensor,
-    ref_logp: Tensor | None,
-    entropy: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    threshold: Tensor | None = None,  # <own>
+    args: Args, logp: Tensor, entropy: Tensor, batch: Rollout
 ) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows, the count that divides this sum,
-    and statistics as pairs (sum, count).
+    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
+    this sum, and statistics as pairs (sum, count).
 
-    A row is one response of up to T tokens. Tensors are `[n, T]`, except advantages `[n]`. The
-    caller adds up the sums and the counts of all micro-batches and ranks, and then divides once. A
-    mean of micro-batch means would be another objective. Every file gets the same tensors, whether
-    it needs them or not.
+    A row is one response of up to T tokens. `logp` (with gradient) and `entropy` are of π_θ, both
+    `[n, T]`. `Rollout` lists the columns of `batch`. The caller adds up the sums and the counts of
+    all micro-batches and ranks, and then divides once. Dividing in each micro-batch would give the
+    tokens of a small one a larger weight.
     """
-    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
+    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    ratio = (logp - old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
     out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
     cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
-    if threshold is None:  # these rows are the whole mini-batch
-        among = quantile_tokens(args, logp, advantages, mask)  # [n, T]
-        threshold = entropy_threshold(args, entropy[among])  # []
-    spurious = spurious_tokens(args, logp, entropy, advantages, mask, threshold)  # [n, T]
+    spurious = batch.spurious  # [n, T]
     kept = mask * ~spurious  # [n, T]: I
     stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
     stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
@@ -301,26 +287,15 @@ def main(args: Args, world: World) -> None:
             group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
         for minibatch in minibatches:
             # <own>
-            # p and H of the whole mini-batch under π_θ, on all ranks: τ_h before any gradient.
+            # p and H of the whole mini-batch under π_θ: τ_h before any gradient.
             logp, entropy = all_logprobs(policy, minibatch, args, world)  # [m, T]
-            among = quantile_tokens(args, logp, minibatch.advantages, minibatch.mask)  # [m, T]
-            threshold = entropy_threshold(args, gather(entropy[among], world))  # []
+            choose_tokens(args, minibatch, logp, entropy, world)
             # </own>
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                 micro = minibatch.rows(rows)
                 logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                loss, count, stats = policy_loss(
-                    args,
-                    logp=logp,
-                    old_logp=micro.old_logp,
-                    rollout_logp=micro.rollout_logp,
-                    ref_logp=micro.ref_logp,
-                    entropy=entropy,
-                    advantages=micro.advantages,
-                    mask=micro.mask,
-                    threshold=threshold,  # <own>
-                )
+                loss, count, stats = policy_loss(args, logp, entropy, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
                 run.watch(minibatch, rows, logp, entropy, count)  # logp.grad, for samples.jsonl

@@ -72,7 +72,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from common.batch import Rollout  # <own>
+from common.batch import Rollout
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather  # <own>
@@ -233,26 +233,19 @@ ACTED = {
 
 
 def policy_loss(
-    args: Args,
-    *,
-    logp: Tensor,
-    old_logp: Tensor,
-    rollout_logp: Tensor,
-    ref_logp: Tensor | None,
-    entropy: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    args: Args, logp: Tensor, entropy: Tensor, batch: Rollout
 ) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows, the count that divides this sum,
-    and statistics as pairs (sum, count).
+    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
+    this sum, and statistics as pairs (sum, count).
 
-    A row is one response of up to T tokens. Tensors are `[n, T]`, except advantages `[n]`. The
-    caller adds up the sums and the counts of all micro-batches and ranks, and then divides once. A
-    mean of micro-batch means would be another objective. Every file gets the same tensors, whether
-    it needs them or not.
+    A row is one response of up to T tokens. `logp` (with gradient) and `entropy` are of π_θ, both
+    `[n, T]`. `Rollout` lists the columns of `batch`. The caller adds up the sums and the counts of
+    all micro-batches and ranks, and then divides once. Dividing in each micro-batch would give the
+    tokens of a small one a larger weight.
     """
+    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     # <own>
-    log_w = log_weight(logp, rollout_logp, mask)  # [n]
+    log_w = log_weight(logp, batch.rollout_logp, mask)  # [n]
     weight = truncated(args, log_w)  # [n]: without gradient
     per_response = (logp * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i| Σ log π
     stats = {
@@ -260,7 +253,7 @@ def policy_loss(
         "weight_max": (torch.cat([mask.new_zeros(1), log_w.clamp(max=20).exp()]).max(), None),
     }
     # The mean over responses
-    return -(weight * advantages * per_response).sum(), mask.new_tensor(len(mask)), stats
+    return -(weight * batch.advantages * per_response).sum(), mask.new_tensor(len(mask)), stats
     # </own>
 
 
@@ -354,16 +347,7 @@ def main(args: Args, world: World) -> None:
                 micro = minibatch.rows(rows)
                 logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
                 log_w[rows] = log_weight(logp, micro.rollout_logp, micro.mask)  # <own>
-                loss, count, stats = policy_loss(
-                    args,
-                    logp=logp,
-                    old_logp=micro.old_logp,
-                    rollout_logp=micro.rollout_logp,
-                    ref_logp=micro.ref_logp,
-                    entropy=entropy,
-                    advantages=micro.advantages,
-                    mask=micro.mask,
-                )
+                loss, count, stats = policy_loss(args, logp, entropy, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
                 run.watch(minibatch, rows, logp, entropy, count)  # logp.grad, for samples.jsonl

@@ -20,8 +20,11 @@ from types import ModuleType, SimpleNamespace
 
 import common  # noqa: F401  (before torch)
 import torch
+from common.batch import Rollout
+from common.distributed import ALONE
 from torch import Tensor
 
+CHOSEN = {"spurious", "chosen", "kept", "rare", "masked"}  # what a `choose_tokens` writes
 FIXTURE = json.loads(Path(__file__).with_name("losses.json").read_text(encoding="utf-8"))
 
 
@@ -97,14 +100,35 @@ def near(found: object, expected: object, what: str, tolerance: float = 1e-12) -
         raise AssertionError(f"{what}{where}: {told}")
 
 
-def terms(module: ModuleType, args: object, **tensors: Tensor) -> tuple[Tensor, Tensor, dict]:
-    """The result of `policy_loss`. Defaults: μ is π_old, the entropy 0, π_ref None."""
-    tensors = {
-        "rollout_logp": tensors["old_logp"],
-        "entropy": torch.zeros_like(tensors["logp"]),
-        "ref_logp": None,
-    } | tensors
-    return module.policy_loss(args, **tensors)
+def mini_batch(
+    module: ModuleType, args: object, **columns: Tensor
+) -> tuple[Tensor, Tensor, Rollout]:
+    """log π_θ, entropy and the batch of a whole mini-batch with these columns.
+
+    Of what is not given, μ is π_old, the entropy 0, no row is a branch and no token is working. The
+    column that the file's `choose_tokens` writes is computed from these rows.
+    """
+    logp, A, mask = columns["logp"], columns["advantages"], columns["mask"]
+    entropy = columns.get("entropy", torch.zeros_like(logp))
+    usual = {
+        "rollout_logp": columns["old_logp"],
+        "token_advantages": A if A.dim() == 2 else A[:, None].expand_as(mask),  # ppo
+        "finished": torch.ones(len(mask), dtype=torch.bool),  # dapo
+        "branch": torch.zeros_like(mask[:, 0]),  # deep_grpo, recipe
+        "working": torch.zeros_like(mask),  # blockwise
+        "working_advantages": A,  # blockwise
+        "proxy_logp": columns["old_logp"],  # lp_reg
+        "teacher_logp": columns.get("ref_logp"),  # opd
+    }
+    batch = Rollout(**usual | columns)
+    if hasattr(module, "choose_tokens") and not CHOSEN & columns.keys():
+        module.choose_tokens(args, batch, logp.detach(), entropy, ALONE)
+    return logp, entropy, batch
+
+
+def terms(module: ModuleType, args: object, **columns: Tensor) -> tuple[Tensor, Tensor, dict]:
+    """The result of `policy_loss` on a whole mini-batch, see `mini_batch`."""
+    return module.policy_loss(args, *mini_batch(module, args, **columns))
 
 
 def loss_of(module: ModuleType, args: object, **tensors: Tensor) -> tuple[Tensor, dict]:
@@ -484,10 +508,10 @@ SIDES = CLIP | {
         f"{ABOVE}\n    {BELOW}",
         f"{ABOVE.replace('out_above', 'out_below')}\n    {BELOW.replace('out_below', 'out_above')}",
     ),
-    "μ for π_old": ("ratio = (logp - old_logp).exp()", "ratio = (logp - rollout_logp).exp()"),
+    "μ for π_old": ("(logp - batch.old_logp).exp()", "(logp - batch.rollout_logp).exp()"),
 }
 KL = {
-    "KL of π_old": ("ref_logp - logp", "ref_logp - old_logp"),
+    "KL of π_old": ("ref_logp - logp", "ref_logp - batch.old_logp"),
     "KL times r": ("- args.beta * k3", "- args.beta * ratio * k3"),
     "k3 times r, a number": ("k3 = ratio * k3", "k3 = ratio.detach() * k3"),
     "ref_kl times β": ('"ref_kl"] = ((k3 *', '"ref_kl"] = ((args.beta * k3 *'),

@@ -110,9 +110,9 @@ def check_marker(module: ModuleType) -> None:
 CHECKS = [*written_here(globals()), *CENTRED]
 CHECKS += [check_parts_add_up, check_clip_statistics]
 MEANS = "(objective * block).sum(1) / block.sum(1).clamp(min=1)"
-A = "torch.where(working > 0, working_advantages[:, None], advantages[:, None])"
+A = "torch.where(working > 0, batch.working_advantages[:, None], batch.advantages[:, None])"
 MUTANTS = SIDES | {
-    "the answer's for both": (A, "advantages[:, None] + 0 * working"),
+    "the answer's for both": (A, "batch.advantages[:, None] + 0 * working"),
     "one mean for both": (MEANS, "(objective * block).sum(1) / mask.sum(1)"),
     "padding in the answer": ("mask * (1 - working)", "(1 - working)"),
     "outcome is ignored": (

@@ -33,18 +33,18 @@ def check_statistics(module: ModuleType) -> None:
 
 
 CHECKS = [*written_here(globals()), *ZSCORES, check_parts_add_up]
-RATIO, WEIGHT = "(logp.detach() - old_logp).exp()", "ratio.clamp(max=args.is_cap)"
+RATIO, WEIGHT = "(logp.detach() - batch.old_logp).exp()", "ratio.clamp(max=args.is_cap)"
 KEPT = "((A > 0) & out_above) | ((A < 0) & out_below)"
 MUTANTS = {
     **ZSCORE,
     **TOKEN_MEAN,
-    "μ for π_old": (RATIO, "(logp.detach() - rollout_logp).exp()"),
+    "μ for π_old": (RATIO, "(logp.detach() - batch.rollout_logp).exp()"),
     "capped_share by the clip": (
         "((ratio > args.is_cap) * mask)",
         "((ratio > 1 + args.clip_high) * mask)",
     ),
     "weight_max after the cap": ("ratio[mask > 0]]).max()", "weight[mask > 0]]).max()"),
-    "weight not detached": (RATIO, "(logp - old_logp).exp()"),
+    "weight not detached": (RATIO, "(logp - batch.old_logp).exp()"),
     "no cap": (WEIGHT, "ratio"),
     "a lower bound": (WEIGHT, "ratio.clamp(1 - args.clip_low, args.is_cap)"),
     "counted wrongly": (KEPT, "((A > 0) & out_below) | ((A < 0) & out_above)"),

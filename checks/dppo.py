@@ -114,8 +114,8 @@ MUTANTS = {
     **RESPONSE_MEAN,
     **minirl.COUNTED,
     "anchored at π_old": (
-        "p, mu = logp.detach().exp(), rollout_logp.exp()",
-        "p, mu = logp.detach().exp(), old_logp.exp()",
+        "p, mu = logp.detach().exp(), batch.rollout_logp.exp()",
+        "p, mu = logp.detach().exp(), batch.old_logp.exp()",
     ),
     "a ratio's bound": (TV, "(p / mu - 1).abs()"),
     "NaN is within": (
@@ -125,5 +125,8 @@ MUTANTS = {
     "masked inward, too": (SIDES, "out_above, out_below = beyond, beyond"),
     "weight not detached": ("log_weight = logp.detach()", "log_weight = logp"),
     "two-sided inward alone": ("cut = beyond  #", "cut = beyond & ~cut  #"),
-    "the square from π_old": ("* (logp - rollout_logp) ** 2", "* (logp - old_logp) ** 2"),
+    "the square from π_old": (
+        "* (logp - batch.rollout_logp) ** 2",
+        "* (logp - batch.old_logp) ** 2",
+    ),
 }

@@ -5,10 +5,12 @@ order."""
 from types import ModuleType
 
 import torch
+from common.batch import Rollout
+from common.distributed import ALONE
 from torch import Tensor
 
 from . import CLIP, FIXTURE, ZSCORE, ZSCORES, add_up, check_clip_statistics, counts, loss_of
-from . import matches, near, no_kl, toy_batch, written_here
+from . import matches, mini_batch, near, no_kl, toy_batch, written_here
 
 
 def forks_of_the_fixture() -> Tensor:
@@ -57,7 +59,8 @@ def check_is_exact_in_parts(module: ModuleType) -> None:
     """With the tokens that the whole mini-batch chooses, sums over any parts give the loss of the
     whole. With the choices of the parts they do not."""
     batch, args = two_rows(), no_kl(module, top_entropy=0.25)
-    add_up(module, args, batch, [[0], [1]], chosen=module.chosen_tokens(args, **batch))
+    _, _, whole = mini_batch(module, args, **batch)
+    add_up(module, args, batch, [[0], [1]], chosen=whole.chosen)
 
 
 def surprised() -> dict[str, Tensor]:
@@ -125,14 +128,17 @@ def check_the_draw(module: ModuleType) -> None:
     generator = torch.Generator().manual_seed(3)
     logp = torch.randn(40, 5, generator=generator, dtype=torch.float64) - 3
     A = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(20)
-    batch = {"logp": logp, "old_logp": logp, "entropy": 0 * logp, "mask": 0 * logp + 1}
+    columns = {"logp": logp, "old_logp": logp, "entropy": 0 * logp, "mask": 0 * logp + 1}
+    batch = Rollout(**columns, tokens=logp, advantages=A)
     flags = {"tokens": "clip_cov", "clip_cov_share": 0.05, "clip_cov_low": 0.1}
     args, order = no_kl(module, **flags), torch.randperm(40, generator=generator)
-    mixed = {name: x[order] for name, x in batch.items()}
+    mixed = batch.rows(order)
     hits = torch.zeros_like(logp)
     for step in range(60):
-        chosen = module.chosen_tokens(args, **batch, advantages=A, step=step)
-        again = module.chosen_tokens(args, **mixed, advantages=A[order], step=step)
+        chosen, again = (
+            module.chosen_tokens(args, rows, rows.logp, rows.entropy, ALONE, step)
+            for rows in (batch, mixed)
+        )
         assert chosen.sum() == 10 and torch.equal(again, chosen[order])
         hits += chosen
     c = (logp - logp.mean()) * A[:, None]
@@ -145,14 +151,13 @@ READS = ("old_logp", "entropy")  # columns that the loss uses
 CHECKS = [*written_here(globals()), *ZSCORES, check_clip_statistics]
 RETURN = "return -(objective * trained).sum(), kept.sum()"
 FORKS = "score >= top_threshold(share, pooled(score[on])) - 1e-5"
-PULL = "pull = args.kl_cov_coef * (logp - old_logp).abs() * chosen"
+PULL = "pull = args.kl_cov_coef * (logp - batch.old_logp).abs() * chosen"
 MUTANTS = {
     **ZSCORE,
     **CLIP,
     "TRL's denominator": (RETURN, RETURN.replace("kept.sum()", "mask.sum()")),
     "the surest tokens": (FORKS, FORKS.replace(">=", "<=").replace("- 1e-5", "+ 1e-5")),
     "padding in the quantile": (FORKS, FORKS.replace("score[on]", "score.flatten()")),
-    "own threshold in every part": ("if chosen is None:", "if True:"),
     "KL-Cov clips": ("objective = ratio * A - pull", "objective = objective - pull"),
     "pulled everywhere": (PULL, PULL.replace(" * chosen", "")),
     "what is drawn is not counted": (RETURN, RETURN.replace("kept.sum()", "trained.sum()")),

@@ -59,10 +59,13 @@ MUTANTS = {
     **ZSCORE,
     "clipped on both sides": (BOUNDED, "clipped"),
     "bounds swapped": (CLIP, "log_ratio.clamp(-args.clip_high, args.clip_low)"),
-    "padding in the ratio": ("(logp - old_logp) * mask", "logp - old_logp"),
+    "padding in the ratio": ("(logp - batch.old_logp) * mask", "logp - batch.old_logp"),
     "padding in the length": (MEAN, "bounded.mean(dim=1).exp()"),
-    "detached": ("(logp - old_logp) * mask", "(logp.detach() - old_logp) * mask + 0 * logp"),
-    "μ for π_old": ("(logp - old_logp) * mask", "(logp - rollout_logp) * mask"),
+    "detached": (
+        "(logp - batch.old_logp) * mask",
+        "(logp.detach() - batch.old_logp) * mask + 0 * logp",
+    ),
+    "μ for π_old": ("(logp - batch.old_logp) * mask", "(logp - batch.rollout_logp) * mask"),
     "sign": (RETURN, "return objective.sum()"),
     "clip_above and clip_below swapped": (
         "(((cut & out_above) * mask)",

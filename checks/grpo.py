@@ -83,14 +83,14 @@ def check_kl_gradient(module: ModuleType) -> None:
 
 CHECKS = [*written_here(globals()), *ZSCORES, check_parts_add_up]
 CHECKS += [check_clip_statistics, check_kl_ratio]
-RATIO, SURROGATE = "(logp - old_logp).exp()", "torch.minimum(ratio * A, clipped * A)"
+RATIO, SURROGATE = "(logp - batch.old_logp).exp()", "torch.minimum(ratio * A, clipped * A)"
 AVERAGE = "(objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)"
 RETURN = "return -per_response.sum(), mask.new_tensor(len(mask)), stats"
 STD = "rewards.std(dim=1, keepdim=True)"
 NO_EOS = "(objective * (e := mask * (mask.cumsum(1) < mask.sum(1)[:, None]))).sum(1) / e.sum(1)"
-SEQUENCE_RATIO = "((logp - old_logp) * mask).sum(1, keepdim=True).exp().expand_as(logp)"
+SEQUENCE_RATIO = "((logp - batch.old_logp) * mask).sum(1, keepdim=True).exp().expand_as(logp)"
 CLIPPED = "ratio.clamp(1 - args.clip_low, 1 + args.clip_high)"
-IN_LOGS = "(logp - old_logp).clamp(-args.clip_low, args.clip_high).exp()"
+IN_LOGS = "(logp - batch.old_logp).clamp(-args.clip_low, args.clip_high).exp()"
 MUTANTS = {
     **ZSCORE,
     **SIDES,
@@ -103,12 +103,12 @@ MUTANTS = {
         "(objective * mask).sum(dim=1) / mask.sum(dim=1).max()",
     ),
     "sequence ratio": (RATIO, SEQUENCE_RATIO),
-    "detached ratio": (RATIO, "(logp.detach() - old_logp).exp()"),
+    "detached ratio": (RATIO, "(logp.detach() - batch.old_logp).exp()"),
     "no mask": (AVERAGE, "objective.mean(dim=1)"),
     "sum for mean": (AVERAGE, "(objective * mask).sum(dim=1)"),
     "dropped EOS": (AVERAGE, NO_EOS),
     "mean of the part": (RETURN, "return -per_response.mean(), mask.new_tensor(1.0), stats"),
-    "KL direction": ("ref_logp - logp", "logp - ref_logp"),
+    "KL direction": ("batch.ref_logp - logp", "logp - batch.ref_logp"),
     "KL rewarded": ("objective - args.beta * k3", "objective + args.beta * k3"),
     "population std": (STD, "rewards.std(dim=1, keepdim=True, correction=0)"),
     "mean of the batch": ("rewards.mean(dim=1, keepdim=True)", "rewards.mean()"),

@@ -55,13 +55,16 @@ CLAMP = "s.clamp(1 - args.clip_low, 1 + args.clip_high)"
 MUTANTS = {
     **ZSCORE,
     "sum for mean in the ratio": (ROOT_MEAN, "log_ratio.sum(dim=1)"),
-    "padding in the ratio": ("(logp - old_logp) * mask", "logp - old_logp"),
+    "padding in the ratio": ("(logp - batch.old_logp) * mask", "logp - batch.old_logp"),
     "padding in the length": (ROOT_MEAN, "log_ratio.mean(dim=1)"),
     "sign": ("return -objective.sum()", "return objective.sum()"),
     "no clip": (f"clipped = {CLAMP}", "clipped = s"),
     "bounds swapped": (CLAMP, "s.clamp(1 - args.clip_high, 1 + args.clip_low)"),
-    "detached": ("(logp - old_logp) * mask", "(logp.detach() - old_logp) * mask + 0 * logp"),
-    "μ for π_old": ("(logp - old_logp) * mask", "(logp - rollout_logp) * mask"),
+    "detached": (
+        "(logp - batch.old_logp) * mask",
+        "(logp.detach() - batch.old_logp) * mask + 0 * logp",
+    ),
+    "μ for π_old": ("(logp - batch.old_logp) * mask", "(logp - batch.rollout_logp) * mask"),
     "clip_share of all responses": (
         '"clip_share": (cut.sum(), live.sum())',
         '"clip_share": (cut.sum(), len(cut))',

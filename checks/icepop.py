@@ -103,7 +103,7 @@ def check_statistics(module: ModuleType) -> None:
 
 READS = ("old_logp", "rollout_logp")  # columns that the loss uses
 CHECKS = [*written_here(globals()), *CENTRED, check_parts_add_up]
-W = "old_logp - rollout_logp) * mask"
+W = "(batch.old_logp - batch.rollout_logp) * mask"
 OBJECTIVE = "weight * torch.minimum(ratio * A, clipped * A)"
 SEQUENCE = '(over_response(log_w) if args.correction_level == "sequence" else log_w).exp()'
 INSIDE = OBJECTIVE.replace("weight * ", "").replace("ratio", "weight * ratio")
@@ -112,14 +112,17 @@ MUTANTS = {
     **CENTRE,
     **RESPONSE_MEAN,
     **minirl.COUNTED,
-    "w the other way": (W, "rollout_logp - old_logp) * mask"),
-    "w of π_θ": (W, "logp - rollout_logp) * mask"),
+    "w the other way": (W, "(batch.rollout_logp - batch.old_logp) * mask"),
+    "w of π_θ": (W, "(logp - batch.rollout_logp) * mask"),
     "inside the clip": (OBJECTIVE, INSIDE),
     "mask without weight": ("torch.where(kept(w), w, 0.0)", "torch.where(kept(w), 1.0, 0.0 * w)"),
     "cap for mask": ("torch.where(kept(w), w, 0.0)", "w.clamp(args.w_low, args.w_high)"),
     "no upper bound": ("(x >= args.w_low) & (x <= args.w_high)", "x >= args.w_low"),
     "sequences as tokens": (SEQUENCE, "log_w.exp()"),
     "opsm of good ones, too": ("(A >= 0) | (drift <= args.opsm_delta)", "drift <= args.opsm_delta"),
-    "ratio to μ": ("ratio = (logp - old_logp).exp()", "ratio = (logp - rollout_logp).exp()"),
+    "ratio to μ": (
+        "ratio = (logp - batch.old_logp).exp()",
+        "ratio = (logp - batch.rollout_logp).exp()",
+    ),
     "no clip": ("torch.minimum(ratio * A, clipped * A)", "ratio * A"),
 }

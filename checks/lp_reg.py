@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import SIDES, TOKEN_MEAN, ZSCORE, ZSCORES, add_up, check_clip_statistics, loss_of, matches
-from . import no_kl, one, weight, written_here
+from . import mini_batch, no_kl, one, weight, written_here
 
 OFF = {"clip_low": 0.2, "clip_high": 0.28, "proxy_weight": 0.0}
 
@@ -81,25 +81,23 @@ def check_is_exact_in_parts(module: ModuleType) -> None:
     """With δ of the whole mini-batch, sums over any parts give the loss of the whole. With δ of the
     parts they do not."""
     batch, args = rare_batch(), no_kl(module, rare_share=0.9)
-    bad = (batch["advantages"][:, None] < 0) & batch["mask"].bool()
-    threshold = module.rare_threshold(args, batch["logp"][bad])
-    add_up(module, args, batch, [[0], [1], [2]], threshold=threshold)
+    _, _, whole = mini_batch(module, args, **batch)
+    add_up(module, args, batch, [[0], [1], [2]], rare=whole.rare)
 
 
 CHECKS = [*written_here(globals()), *ZSCORES, check_clip_statistics]
 RATIO = "(proxy_logp - logp).masked_fill"
-BAD = "bad, now = (A < 0) & mask.bool(), logp.detach()"
+BAD = "bad = (batch.advantages[:, None] < 0) & batch.mask.bool()"
 MUTANTS = {
     **ZSCORE,
     **SIDES,
     **TOKEN_MEAN,
-    "padding protected": (BAD, BAD.replace("mask.bool()", "(mask >= 0)")),
-    "the likeliest protected": ("now <= threshold + 1e-5", "now >= threshold - 1e-5"),
+    "padding protected": (BAD, BAD.replace("batch.mask.bool()", "(batch.mask >= 0)")),
+    "the likeliest protected": ("logp <= threshold + 1e-5", "logp >= threshold - 1e-5"),
     "risen tokens pulled down": ("rare & (now < proxy_logp - 1e-5)", "rare"),
-    "by π_old": ("now <= threshold", "old_logp <= threshold"),
+    "by π_old": ("logp <= threshold", "batch.old_logp <= threshold"),
     "the spring pushes": ("objective - args.proxy_weight", "objective + args.proxy_weight"),
     "k3 without gradient": (RATIO, "(proxy_logp - now).masked_fill"),
-    "own threshold in every part": ("if threshold is None else threshold", ""),
     "not renormalised": ("left.log_softmax(-1)", "left"),
     "infinite where filtered out": (".masked_fill(~protected, 0.0)", " * protected"),
 }

@@ -52,7 +52,10 @@ CHECKS = [*written_here(globals()), *ZSCORES, check_parts_add_up]
 MUTANTS = {
     **ZSCORE,
     **TOKEN_MEAN,
-    "μ for π_old": ("ratio = (logp - old_logp).exp()", "ratio = (logp - rollout_logp).exp()"),
+    "μ for π_old": (
+        "ratio = (logp - batch.old_logp).exp()",
+        "ratio = (logp - batch.rollout_logp).exp()",
+    ),
     "gate_closed without the mask": ("((1 - gate) * mask).sum()", "(1 - gate).sum()"),
     "gates swapped": (
         "up, down = (A > 0) * mask, (A < 0) * mask",

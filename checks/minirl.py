@@ -81,8 +81,8 @@ def check_first_order(module: ModuleType) -> None:
 
 READS = ("old_logp", "rollout_logp")  # columns that the loss uses
 CHECKS = [*written_here(globals()), *CENTRED, check_parts_add_up]
-BEHAVIOUR = "rollout_logp if args.correct_mismatch else old_logp"
-RATIO = "ratio = (logp.detach() - old_logp).exp()"
+BEHAVIOUR = "batch.rollout_logp if args.correct_mismatch else batch.old_logp"
+RATIO = "ratio = (logp.detach() - batch.old_logp).exp()"
 MASKED = '"masked_above": (((cut & out_above) * mask).sum(), mask.sum())'
 UNCAPPED = "uncapped[mask > 0]]).max()"
 COUNTED = {  # those of dppo and icepop, too

@@ -127,13 +127,16 @@ def check_teacher(module: ModuleType) -> None:
 
 READS = ("rollout_logp",)  # columns that the loss uses
 CHECKS = [*written_here(globals()), *ZSCORES, check_parts_add_up]
-APART = "ref_logp - logp.detach()"
-WEIGHT, CAPPED = "(logp.detach() - rollout_logp).exp()", "uncapped.clamp(max=args.is_cap)"
+APART = "teacher_logp - logp.detach()"
+WEIGHT, CAPPED = "(logp.detach() - batch.rollout_logp).exp()", "uncapped.clamp(max=args.is_cap)"
 MUTANTS = {
     **ZSCORE,
     **TOKEN_MEAN,
-    "the teacher's difference not detached": (APART, "ref_logp - logp"),
-    "the student leads the teacher": (APART, "logp.detach() - ref_logp"),
+    "the teacher's difference not detached": (APART, "teacher_logp - logp"),
+    "the student leads the teacher": (
+        "batch.teacher_logp - logp.detach()",
+        "logp.detach() - batch.teacher_logp",
+    ),
     "the reward thrown away": ("A = A + args.beta * apart", "A = args.beta * apart"),
     "weight not detached": (WEIGHT, WEIGHT.replace("logp.detach()", "logp")),
     "no bound on w": (CAPPED, "uncapped"),

@@ -80,12 +80,12 @@ def check_teacher_range_and_padding(module: ModuleType) -> None:
 
 SHARED = (goldilocks.check_select, goldilocks.check_select_is_uniform_at_explore_1)
 CHECKS = [*written_here(globals()), *SHARED]
-SUM = "((logp - old_logp) * mask).sum(dim=1, keepdim=True)"
+SUM = "((logp - batch.old_logp) * mask).sum(dim=1, keepdim=True)"
 RETURN = "return imbalance.square().sum() / (2 * args.anchor), mask.new_tensor(len(mask)), stats"
 MUTANTS = {
     "mean over tokens": (SUM, SUM.replace(".sum(", ".mean(")),
-    "balance of each token": (SUM, "(logp - old_logp) * mask"),
-    "padding": (SUM, "(logp - old_logp).sum(dim=1, keepdim=True)"),
+    "balance of each token": (SUM, "(logp - batch.old_logp) * mask"),
+    "padding": (SUM, "(logp - batch.old_logp).sum(dim=1, keepdim=True)"),
     "pushed away from π_old": ("args.anchor * log_ratio - A", "-args.anchor * log_ratio - A"),
     "sign": (RETURN, RETURN.replace("return ", "return -")),
     "no 1/β": (RETURN, RETURN.replace(" / (2 * args.anchor)", " / 2")),

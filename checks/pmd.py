@@ -60,7 +60,10 @@ def check_statistics(module: ModuleType) -> None:
 
 
 CHECKS = [*written_here(globals()), *CENTRED, check_parts_add_up]
-RATIO, SQUARE = "((logp - old_logp) * mask).sum(dim=1, keepdim=True)", "args.tau / 2 * log_ratio**2"
+RATIO, SQUARE = (
+    "((logp - batch.old_logp) * mask).sum(dim=1, keepdim=True)",
+    "args.tau / 2 * log_ratio**2",
+)
 RETURN = "return -objective.sum() / args.max_new_tokens, mask.new_tensor(len(mask)), stats"
 MUTANTS = {
     **CENTRE,
@@ -68,7 +71,7 @@ MUTANTS = {
     "pushed away": (f"- {SQUARE}", f"+ {SQUARE}"),
     "the square detached": (SQUARE, f"({SQUARE}).detach()"),
     "mean for sum": (RATIO, f"{RATIO} / mask.sum(dim=1, keepdim=True)"),
-    "padding in the ratio": (RATIO, "(logp - old_logp).sum(dim=1, keepdim=True)"),
+    "padding in the ratio": (RATIO, "(logp - batch.old_logp).sum(dim=1, keepdim=True)"),
     "μ for π_old": (RATIO, RATIO.replace("old_logp", "rollout_logp")),
     "token-mean": (RETURN, RETURN.replace("mask.new_tensor(len(mask))", "mask.sum()")),
     "sign": (RETURN, RETURN.replace("-objective", "objective")),

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-from . import add_up, grpo, loss_of, maspo, one, stapo, toy_batch, weight, written_here
+from . import add_up, grpo, loss_of, maspo, mini_batch, one, stapo, toy_batch, weight, written_here
 
 # The layers, and what turns each off
 OFF = {
@@ -38,9 +38,8 @@ def check_no_layer(module: ModuleType) -> None:
 
 
 def check_stapos_mask(module: ModuleType) -> None:
-    """Layer 2 with layer 1 is STAPO: π_θ's own probabilities, the quantile over response tokens."""
-    checks = [stapo.check_fixture, stapo.check_silences_the_spurious, stapo.check_quantile]
-    checks.append(stapo.check_quantile_of_candidates)
+    """Layer 2 with layer 1 is STAPO: with the probabilities of π_θ."""
+    checks = [stapo.check_fixture, stapo.check_silences_the_spurious]
     both = ("clip", "tokens")
     passes(module, [*checks, stapo.check_uses_the_current_policy], *both)
     stats = loss_of(module, module.Args(**off(*both)), **stapo.spurious_batch())[1]
@@ -104,8 +103,7 @@ def check_parts_add_up(module: ModuleType) -> None:
     batch["rollout_logp"] = batch["old_logp"] - 0.3 * batch["entropy"]
     for token_mean in (True, False):
         args = module.Args(tau_p=0.9, entropy_quantile=0.7, token_mean=token_mean)
-        now = batch["logp"], batch["entropy"]
-        kept = module.tokens_left(args, now, batch["advantages"], batch["mask"])
+        kept = mini_batch(module, args, **batch)[2].kept
         assert 0 < kept.sum() < batch["mask"].sum()
         batch["branch"] = streams(kept.sum(1) if token_mean else torch.ones(6).double())
         add_up(module, args, batch, [[0], [1, 4], [2, 3, 5]], kept=kept)
@@ -114,7 +112,7 @@ def check_parts_add_up(module: ModuleType) -> None:
 READS = ("old_logp", "rollout_logp", "entropy")  # columns that the loss uses
 CHECKS = written_here(globals())
 RETURN = "return -(objective * kept * stream[:, None]).sum(), size[main].sum(), stats"
-BY_AGE = "log_w = log_weight(old_logp, rollout_logp, mask)"
+BY_AGE = "log_w = log_weight(batch.old_logp, batch.rollout_logp, mask)"
 STREAM = "stream = torch.where(main, 1.0, args.branch_weight * branch)"
 MUTANTS = {
     "sign": (RETURN, RETURN.replace("-(", "(")),
@@ -122,12 +120,14 @@ MUTANTS = {
     "one stream": (STREAM, STREAM.replace("* branch", "")),
     "λ on main": (STREAM, STREAM.replace("main, 1.0", "main, args.branch_weight")),
     "silenced tokens counted": ("size = counted(args, kept)", "size = counted(args, mask)"),
-    "own tokens in every part": ("if kept is None:", "if True:"),
-    "age of π_θ": (BY_AGE, BY_AGE.replace("old_logp", "logp")),
+    "age of π_θ": (BY_AGE, BY_AGE.replace("batch.old_logp", "logp")),
     "no age": ("objective * weight[:, None]", "objective"),
     "age by token": (
         "objective = objective * weight[:, None]",
-        "objective = objective * (old_logp - rollout_logp).exp().clamp(max=8)",
+        "objective = objective * (batch.old_logp - batch.rollout_logp).exp().clamp(max=8)",
     ),
-    "the other mask": ('if args.tokens != "stapo":', 'if args.tokens == "stapo":'),
+    "the other mask": (
+        '    if args.tokens == "stapo":\n        stapo.',
+        '    if args.tokens != "stapo":\n        stapo.',
+    ),
 }

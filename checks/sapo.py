@@ -54,7 +54,10 @@ AVERAGE = "(objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)"
 MUTANTS = {
     **ZSCORE,
     **RESPONSE_MEAN,
-    "μ for π_old": ("ratio = (logp - old_logp).exp()", "ratio = (logp - rollout_logp).exp()"),
+    "μ for π_old": (
+        "ratio = (logp - batch.old_logp).exp()",
+        "ratio = (logp - batch.rollout_logp).exp()",
+    ),
     "τ not divided out": ("4 / tau * torch.sigmoid", "4 * torch.sigmoid"),
     "gate_closed without the mask": ("((1 - gate) * mask).sum()", "(1 - gate).sum()"),
     "gates swapped": (
@@ -63,6 +66,6 @@ MUTANTS = {
     ),
     "temperatures swapped": ("where(A > 0", "where(A < 0"),
     "detached": (SIGMOID, f"{SIGMOID}.detach() * (1 + 0 * logp)"),
-    "log-ratio": (SIGMOID, "torch.sigmoid(tau * (logp - old_logp))"),
+    "log-ratio": (SIGMOID, "torch.sigmoid(tau * (logp - batch.old_logp))"),
     "no mask": (AVERAGE, "objective.mean(dim=1)"),
 }

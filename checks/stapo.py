@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from . import CLIP, SHARE, ZSCORE, ZSCORES, add_up, busy_batch, clipped
-from . import counts, loss_of, matches, no_kl, response_tokens, written_here
+from . import counts, loss_of, matches, mini_batch, no_kl, response_tokens, written_here
 
 
 def check_fixture(module: ModuleType) -> None:
@@ -79,8 +79,8 @@ def check_is_exact_in_parts(module: ModuleType) -> None:
     """With τ_h of the whole mini-batch, sums over any parts give the loss of the whole. With τ_h of
     the parts they do not."""
     batch, args = spurious_batch(), module.Args()
-    threshold = module.entropy_threshold(args, batch["entropy"][batch["mask"].bool()])
-    add_up(module, args, batch, [[0], [1], [2]], threshold=threshold)
+    _, _, whole = mini_batch(module, args, **batch)
+    add_up(module, args, batch, [[0], [1], [2]], spurious=whole.spurious)
 
 
 def check_statistics(module: ModuleType) -> None:
@@ -107,25 +107,33 @@ def check_quantile_of_many(module: ModuleType) -> None:
 
 READS = ("old_logp", "entropy")  # columns that the loss uses
 CHECKS = [*written_here(globals()), *ZSCORES]
-RARE = "(advantages[:, None] > 0) & improbable"
-SPURIOUS = "spurious_tokens(args, logp, entropy, advantages, mask, threshold)  # [n, T]"
-AMONG = "else candidates(args, logp, advantages, mask)"
+RARE = "(batch.advantages[:, None] > 0) & improbable"
+IMPROBABLE = "logp.exp() < args.tau_p"
+AMONG = 'among = mask if args.entropy_rule == "all" else candidates'
 CLAMP = "ratio.clamp(1 - args.clip_low, 1 + args.clip_high)"
 RETURN = "return -(objective * kept).sum(), kept.sum()"
 MUTANTS = {
     **ZSCORE,
     **CLIP,
     "negative advantages silenced too": (RARE, RARE.replace(">", "!=")),
-    "μ for π_old": ("ratio = (logp - old_logp).exp()", "ratio = (logp - rollout_logp).exp()"),
+    "μ for π_old": (
+        "ratio = (logp - batch.old_logp).exp()",
+        "ratio = (logp - batch.rollout_logp).exp()",
+    ),
     "clip_share of what is left": (SHARE, SHARE.replace("cut * mask", "cut * kept")),
-    "silenced_prob of π_old": ("(logp.detach().exp() * spurious)", "(old_logp.exp() * spurious)"),
-    "entropy ignored": (" mask) & sure", " mask)"),
-    "padding in the quantile": ("return mask.bool()", "return torch.ones_like(mask).bool()"),
-    "candidates: all tokens in the quantile": (AMONG, "else mask.bool()"),
+    "silenced_prob of π_old": (
+        "(logp.detach().exp() * spurious)",
+        "(batch.old_logp.exp() * spurious)",
+    ),
+    "entropy ignored": ("candidates & sure", "candidates"),
+    "padding in the quantile": (AMONG, AMONG.replace("= mask if", "= mask | True if")),
+    "candidates: all tokens in the quantile": (
+        AMONG,
+        AMONG.replace("else candidates", "else mask"),
+    ),
     "candidates: the other rule's quantile": ("else args.candidate", "else args.entropy"),
     "all tokens in the denominator": (RETURN, RETURN.replace("kept.sum()", "mask.sum()")),
-    "π_old for π_θ": (SPURIOUS, SPURIOUS.replace("logp", "old_logp")),
-    "own threshold in every part": ("if threshold is None:", "if True:"),
+    "π_old for π_θ": (IMPROBABLE, IMPROBABLE.replace("logp", "batch.old_logp")),
     "symmetric clip": (CLAMP, CLAMP.replace("clip_high", "clip_low")),
     "sign": ("return -(objective * kept)", "return (objective * kept)"),
 }

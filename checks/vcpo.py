@@ -104,8 +104,8 @@ MUTANTS = {
     "weight_max after the cap": ("log_w.clamp(max=20).exp()]).max()", "weight]).max()"),
     "mean for sum in the weight": (f"{LOG_WEIGHT}.sum(dim=1)", f"{LOG_WEIGHT}.mean(dim=1)"),
     "π_old for μ": (
-        "log_w = log_weight(logp, rollout_logp, mask)  # [n]",
-        "log_w = log_weight(logp, old_logp, mask)  # [n]",
+        "log_w = log_weight(logp, batch.rollout_logp, mask)  # [n]",
+        "log_w = log_weight(logp, batch.old_logp, mask)  # [n]",
     ),
     "no cap": (".exp().clamp(max=args.is_cap)", ".exp()"),
     "weight not detached": (LOG_WEIGHT, "((logp - rollout_logp) * mask)"),

@@ -8,25 +8,39 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 class Rollout:
-    """N = P·G sampled responses; row i answers prompt i // G. Every column is a tensor of N rows.
+    """N = P·G sampled responses; row i answers prompt i // G. Every column is a tensor of N rows,
+    and a loss reads what it needs.
 
-    sequences `[N, S]`      prompt, prefix and response, right-padded
-    prompt_len `[N]`        tokens before the sampled response (prefix included)
-    prefix_len `[N]`        how many of those are a given response prefix (0 where none was given)
-    tokens `[N, T]`         the sampled tokens, right-padded
-    mask `[N, T]`           1.0 on sampled tokens, the EOS that ended them included; 0.0 on padding
-    rollout_logp `[N, T]`   log μ(token) at the sampling temperature, as the sampler reports it
-    finished `[N]`          False where the length limit cut the response
-    sampler_experts `[N, S, layers, k]`  of a mixture of experts: where the sampler sent each token
+    Written by the sampler, in `generate`:
+        sequences `[N, S]`      prompt, prefix and response, right-padded
+        prompt_len `[N]`        tokens before the sampled response (prefix included)
+        prefix_len `[N]`        how many of those are a given response prefix (0 without one)
+        tokens `[N, T]`         the sampled tokens, right-padded
+        mask `[N, T]`           1.0 on sampled tokens, the EOS that ended them included; else 0.0
+        rollout_logp `[N, T]`   log μ(token) at the sampling temperature, as the sampler reports it
+        finished `[N]`          False where the length limit cut the response
+        sampler_experts `[N, S, layers, k]`  of a mixture of experts: where each token was sent
+    Written by every `main`, after the rewards:
+        problem `[N]`           the number of the training problem
+        rewards `[N]`           of the verifier
+        advantages `[N]`        Â of the whole response
+    Written by every `main`, before the first update:
+        old_logp `[N, T]`       log π_old(token), by the trainer
+        ref_logp `[N, T]`       log π_ref(token), of the model before training; only with a KL term
+    Written by some files:
+        trainer_experts, replayed_experts  like sampler_experts: what the trainer chose, and what it
+                                is told to choose (minirl)
+        branch `[N]`            0 on main rows, on branches their factor (deep_grpo)
+        spurious `[N, T]`       True on tokens to silence (stapo); `choose_tokens` of a file writes
+                                such a column from a whole mini-batch, before its update
+        values, returns, token_advantages `[N, T]`  V, its target, and Â of each token (ppo)
+        teacher_logp `[N, T]`   log π_T(token), of another model, to be learned from (opd)
 
-    The trainer attaches its own columns (old_logp, advantages, ...). If there is a column
-    `replayed_experts`, like `sampler_experts`, the trainer routes tokens by it. Columns of experts
-    stay on the CPU: with long responses they are gigabytes, read a micro-batch at a time.
+    Columns of experts stay on the CPU: with long responses they are gigabytes, read a micro-batch
+    at a time.
     """
 
-    # None where the objective has no such term; only what is set is among the columns (`vars`).
-    ref_logp: Tensor | None = None  # log π_ref `[N, T]`, of the model before training
-    teacher_logp: Tensor | None = None  # log π_T `[N, T]`, of another model, to be learned from
+    ref_logp: Tensor | None = None  # without a KL term; only what is set is a column (`vars`)
 
     def __init__(self, **columns: Tensor):
         vars(self).update(columns)

@@ -199,6 +199,8 @@ def same_everywhere(text: str) -> bool:
 
 def gather(values: Tensor, world: World) -> Tensor:
     """The ranks' vectors, of any lengths, end to end in rank order, on every rank."""
+    if world.size == 1:
+        return values
     parts = [None] * world.size
     dist.all_gather_object(parts, values.cpu())
     return torch.cat(parts).to(values.device)

@@ -151,7 +151,7 @@ BUGS = [
     Bug(
         (
             "return -per_response.sum(), mask.new_tensor(len(mask)), stats",
-            "return -(per_response * (logp.detach() - rollout_logp).sum(1).exp()).sum(), "
+            "return -(per_response * (logp.detach() - batch.rollout_logp).sum(1).exp()).sum(), "
             "mask.new_tensor(len(mask)), stats",
         ),
         "check_coefficients",

@@ -6,6 +6,7 @@ from dataclasses import replace
 import common  # noqa: F401  (before torch)
 from common.reward import Verifier
 from common.tiny.arithmetic import arithmetic_reward
+from checks import terms
 from checks.files import ALGORITHMS, MODULES, NINE, PATHS, VARIANTS  # noqa: F401  (offered, too)
 from torch import Tensor
 
@@ -36,16 +37,9 @@ def policy_loss(
     if hasattr(args, "beta") and ref_logp is None:
         args.beta = 0.0
     args = replace(args, **hparams)
-    loss, count, stats = module.policy_loss(
-        args,
-        logp=logp,
-        old_logp=old_logp,
-        rollout_logp=rollout_logp,
-        ref_logp=ref_logp,
-        entropy=entropy,
-        advantages=advantages,
-        mask=mask,
-    )
+    given = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp}
+    given |= {"entropy": entropy, "advantages": advantages, "mask": mask}
+    loss, count, stats = terms(module, args, logp=logp, **given)
     return loss / count, {
         name: float(total if number is None else total / number)
         for name, (total, number) in stats.items()

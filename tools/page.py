@@ -8,8 +8,8 @@ by side. It shows the groups of each stored step: prompt, responses, reward, Â,
 coloured by the factor on its ∇ log π in the update that trained it. The program also passes the
 same tokens through the `policy_loss` of each of the nine files (`--variants`: of the variants as
 well). So the page shows the weight that another file would have given them. It finds the variable
-and line that clipped or masked a token by running the file's own function. It reads from the file's
-loop which column is passed for which parameter. No formula of any file is repeated here.
+and line that clipped or masked a token by running the file's own function.
+No formula of any file is repeated here.
 
 The page's form and its program are tools/page.html and tools/look.*. Opened as page.html#check, the
 page tests itself.
@@ -18,11 +18,11 @@ page tests itself.
 import argparse
 import ast
 import base64
-import inspect
+import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +38,7 @@ from torch import Tensor
 
 from tools.compare import NUMBER, config_of, fit, run_of
 from tools.look import coloured, filled, module_of, short, write
+from checks import terms
 from checks.files import ROOT, algorithms
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -48,13 +49,13 @@ COLUMNS = ("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp", "entr
 OF_THE_BATCH = {"max_new_tokens", "temperature", "group_size", "prompts_per_step", "minibatches"}
 CURVES = "reward greedy entropy grad_norm response_len sampler_kl ess_ratio".split()
 POINTS = 400  # of a curve
-# Further arguments of some losses: their meaning in a run and on this page
+# Columns that only some losses read: their meaning in a run and on this page
 HANDED = {
-    "threshold": "a quantile over the whole mini-batch, here over this group alone",
     "kept": "chosen in the whole mini-batch, here in this group alone",
     "chosen": "chosen in the whole mini-batch, here in this group alone",
-    "bound": "of the whole mini-batch, here of this group alone",
-    "balance": "of the whole mini-batch, here of this group alone",
+    "spurious": "chosen in the whole mini-batch, here in this group alone",
+    "masked": "chosen in the whole mini-batch, here in this group alone",
+    "rare": "chosen in the whole mini-batch, here in this group alone",
     "branch": "which responses are branches; here no response is one",
     "proxy_logp": "π_old without its noise, here π_old itself",
     "working": "which tokens are working; here all tokens count as answer",
@@ -117,7 +118,9 @@ def pushed(module: ModuleType, args: object, given: dict[str, Tensor]) -> Pushed
     def weight(**other: Tensor) -> tuple[Tensor, float]:
         batch = given | other
         logp = batch["logp"].clone().requires_grad_()  # [n, T]
-        total, count, _ = called(module.policy_loss, found, args, **batch | {"logp": logp})
+        columns = batch | {"logp": logp}
+        with locals_of(module.policy_loss, found):
+            total, count, _ = terms(module, args, **columns)
         (gradient,) = torch.autograd.grad(total, logp)
         return -gradient, float(count)
 
@@ -135,8 +138,9 @@ def pushed(module: ModuleType, args: object, given: dict[str, Tensor]) -> Pushed
     return Pushed(now, count, live, stopped, kept, variables(found, given))
 
 
-def called(function: Callable, found: dict, *args: object, **kwargs: object) -> tuple:
-    """The function's result; its variables, as they are at its end, go into `found`."""
+@contextlib.contextmanager
+def locals_of(function: Callable, found: dict) -> Iterator[None]:
+    """The function's variables, as they are at the end of a call of it, go into `found`."""
 
     def note(frame: object, event: str, _: object) -> None:
         if event == "return" and frame.f_code is function.__code__:
@@ -146,7 +150,7 @@ def called(function: Callable, found: dict, *args: object, **kwargs: object) -> 
     before = sys.getprofile()
     sys.setprofile(note)
     try:
-        return function(*args, **kwargs)
+        yield
     finally:
         sys.setprofile(before)
 
@@ -190,17 +194,12 @@ class File:
             for name in (one for target in targets for one in ast.walk(target)):
                 if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
                     self.assigned.setdefault(name.id, []).append(node.lineno)
-        parameters = inspect.signature(self.module.policy_loss).parameters
-        # Parameter -> the batch's column: of the same name, or the one that the file's loop passes
-        self.columns = {name: name for name in parameters if name != "args"}
-        calls = [node for node in ast.walk(named["main"]) if isinstance(node, ast.Call)]
-        (call,) = [one for one in calls if ast.unparse(one.func) == "policy_loss"]
-        for word in call.keywords:
-            if isinstance(word.value, ast.Attribute):  # such as micro.teacher_logp
-                self.columns[word.arg] = word.value.attr
-        # Parameters that only this file's loss takes have defaults
-        own = [one for one in parameters.values() if one.default is not inspect.Parameter.empty]
-        self.beside = [one.name for one in own]
+        # The batch's columns that the loss reads, and those of them that no row stores
+        self.reads = set()
+        for node in ast.walk(named["policy_loss"]):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "batch":
+                self.reads.add(node.attr)
+        self.beside = sorted(self.reads & HANDED.keys())
         # Where a weight comes from when nothing stopped the token: all lines of one variable
         kept = [name for name in self.assigned if name in ("objective", "imbalance")]
         self.objective = (kept or ["per_response"])[-1]
@@ -211,20 +210,17 @@ class File:
 
     def push(self, batch: dict, args: object, own: bool) -> tuple[Pushed | None, list[str]]:
         """Its weights on a group, or None; and notes on the differences from a run of its own."""
-        stored = {name: column for name, column in self.columns.items() if column in batch}
-        given = {"ref_logp": None} | {name: batch[column] for name, column in stored.items()}
-        given["advantages"] = A = batch["advantages"]  # [n], or [n, T]
+        given = {name: column for name, column in batch.items() if name != "weight"}
+        A = given["advantages"]  # [n], or [n, T]
         missing = [name for name in self.beside if name not in given]
-        said = [
-            f"`{name}` is not stored: {HANDED.get(name, 'here the file does without')}"
-            for name in missing
-        ]
-        if given["ref_logp"] is None and getattr(args, "beta", 0) and not own:
-            if self.columns["ref_logp"] != "ref_logp":  # not π_ref
+        said = [f"`{name}` is not stored: {HANDED[name]}" for name in missing]
+        if getattr(args, "beta", 0) and not own:
+            if "teacher_logp" in self.reads and "teacher_logp" not in given:
                 return None, [*said, "needs a teacher, whose log-probs this run does not have"]
-            args = replace(args, beta=0.0)
-            said.append("no log π_ref is stored: without its KL term")
-        by_token = self.columns["advantages"] == "token_advantages"
+            if "ref_logp" in self.reads and "ref_logp" not in given:
+                args = replace(args, beta=0.0)
+                said.append("no log π_ref is stored: without its KL term")
+        by_token = "token_advantages" in self.reads
         if A.dim() == 1 and by_token:
             given["advantages"] = A[:, None] * batch["mask"]  # [n, T]
             said.append("each token has its response's Â")

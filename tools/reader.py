@@ -23,7 +23,7 @@ from types import ModuleType
 import common  # noqa: F401  (before torch)
 import torch
 from checks import of as checks_of
-from checks import replaced
+from checks import replaced, terms
 from checks.files import ROOT, algorithms, base_of
 from common.plumbing.errors import BadInput, in_one_line
 from torch import Tensor
@@ -100,11 +100,11 @@ def weights_together(module: ModuleType, ratios: Tensor) -> Tensor:
     old_logp = column(old[:, None].log())  # [n, 1]
     logp = (old_logp + column(ratios.log())).requires_grad_()  # [n, 1]
     signs = torch.tensor([1.0, -1.0], dtype=torch.float64)[:, None, None]  # [2, 1, 1]
-    total, _, _ = module.policy_loss(
+    total, _, _ = terms(
+        module,
         module.Args(),
         logp=logp,
         old_logp=old_logp,
-        rollout_logp=old_logp,
         ref_logp=logp.detach(),
         entropy=column(entropy[:, None]),
         advantages=column(signs)[:, 0],

@@ -63,7 +63,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from common.batch import Rollout  # <own>
+from common.batch import Rollout
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import global_sum  # <own>
@@ -199,32 +199,22 @@ ACTED = {
 
 
 def policy_loss(
-    args: Args,
-    *,
-    logp: Tensor,
-    old_logp: Tensor,
-    rollout_logp: Tensor,
-    ref_logp: Tensor | None,
-    entropy: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    working_advantages: Tensor | None = None,  # <own>
-    working: Tensor | None = None,  # <own>
+    args: Args, logp: Tensor, entropy: Tensor, batch: Rollout
 ) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows, the count that divides this sum,
-    and statistics as pairs (sum, count).
+    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
+    this sum, and statistics as pairs (sum, count).
 
-    A row is one response of up to T tokens. Tensors are `[n, T]`, except advantages `[n]`. The
-    caller adds up the sums and the counts of all micro-batches and ranks, and then divides once. A
-    mean of micro-batch means would be another objective. Every file gets the same tensors, whether
-    it needs them or not.
+    A row is one response of up to T tokens. `logp` (with gradient) and `entropy` are of π_θ, both
+    `[n, T]`. `Rollout` lists the columns of `batch`. The caller adds up the sums and the counts of
+    all micro-batches and ranks, and then divides once. Dividing in each micro-batch would give the
+    tokens of a small one a larger weight.
     """
+    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     # <own>
-    if working is None:  # one block: the answer alone
-        working, working_advantages = torch.zeros_like(mask), advantages
+    working = batch.working  # [n, T]: 1 on the working, 0 on the answer
     # [n, T]: each token has its block's advantage
-    A = torch.where(working > 0, working_advantages[:, None], advantages[:, None])
-    ratio = (logp - old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    A = torch.where(working > 0, batch.working_advantages[:, None], batch.advantages[:, None])
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
     # that it can come back.
@@ -234,7 +224,7 @@ def policy_loss(
     stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
     stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
     stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
-    stats["advantages_apart"] = (working_advantages - advantages).abs().sum(), len(mask)
+    stats["advantages_apart"] = (batch.working_advantages - batch.advantages).abs().sum(), len(mask)
     # 1/|T_ik|: a block's mean, so three tokens of answer weigh as much as thirty of working.
     blocks = (mask * working, mask * (1 - working))  # [n, T], [n, T]
     means = [(objective * block).sum(1) / block.sum(1).clamp(min=1) for block in blocks]  # [n] each
@@ -319,18 +309,7 @@ def main(args: Args, world: World) -> None:
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                 micro = minibatch.rows(rows)
                 logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                loss, count, stats = policy_loss(
-                    args,
-                    logp=logp,
-                    old_logp=micro.old_logp,
-                    rollout_logp=micro.rollout_logp,
-                    ref_logp=micro.ref_logp,
-                    entropy=entropy,
-                    advantages=micro.advantages,
-                    mask=micro.mask,
-                    working_advantages=micro.working_advantages,  # <own>
-                    working=micro.working,  # <own>
-                )
+                loss, count, stats = policy_loss(args, logp, entropy, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
                 run.watch(minibatch, rows, logp, entropy, count)  # logp.grad, for samples.jsonl

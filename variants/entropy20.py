@@ -68,11 +68,11 @@ Run it:
         --gradient_checkpointing --vllm_sleep --vllm_memory 0.7
 """
 
-from collections.abc import Callable  # <own>
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from common.batch import Rollout
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather  # <own>
@@ -172,28 +172,31 @@ def top_threshold(share: float, pool: Tensor) -> Tensor:
     return pool.new_tensor(numpy.quantile(values, 1 - share))
 
 
+def choose_tokens(
+    args: Args, batch: Rollout, logp: Tensor, entropy: Tensor, world: World, step: int = 0
+) -> None:
+    """Write the column `chosen` `[m, T]`: the tokens that `--tokens` chooses from a mini-batch of
+    all ranks. `step` seeds clip_cov's draw."""
+    batch.chosen = chosen_tokens(args, batch, logp, entropy, world, step)  # [m, T]
+
+
 def chosen_tokens(
-    args: Args,
-    *,
-    logp: Tensor,
-    old_logp: Tensor,
-    entropy: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    pooled: Callable[[Tensor], Tensor] = lambda values: values,
-    step: int = 0,
+    args: Args, batch: Rollout, logp: Tensor, entropy: Tensor, world: World, step: int
 ) -> Tensor:
-    """The tokens `[n, T]` that `--tokens` chooses from a mini-batch. `pooled` joins the values of
-    all ranks, `step` seeds clip_cov's draw."""
-    on, score, share = mask.bool(), entropy, args.top_entropy  # [n, T]
+    """See `choose_tokens`."""
+
+    def pooled(values: Tensor) -> Tensor:
+        return gather(values, world)
+
+    on, score, share = batch.mask.bool(), entropy, args.top_entropy  # [n, T]
     if args.tokens != "entropy":
-        A = advantages[:, None].expand_as(logp)  # [n, T]
+        A = batch.advantages[:, None].expand_as(logp)  # [n, T]
         score = (logp - pooled(logp[on]).mean()) * (A - pooled(A[on]).mean())  # [n, T]: c
         share = args.kl_cov_share
     if args.tokens != "clip_cov":
         # Responses of a group begin alike; rounding must not make them differ
         return score >= top_threshold(share, pooled(score[on])) - 1e-5
-    ratio = (logp - old_logp).exp()  # [n, T]
+    ratio = (logp - batch.old_logp).exp()  # [n, T]
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     score = score.masked_fill(clipped * A < ratio * A, -torch.inf)  # no gradient to lose
     pool = pooled(score[on])  # [M]
@@ -217,43 +220,33 @@ ACTED = {
 
 
 def policy_loss(
-    args: Args,
-    *,
-    logp: Tensor,
-    old_logp: Tensor,
-    rollout_logp: Tensor,
-    ref_logp: Tensor | None,
-    entropy: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    chosen: Tensor | None = None,  # <own>
+    args: Args, logp: Tensor, entropy: Tensor, batch: Rollout
 ) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows, the count that divides this sum,
-    and statistics as pairs (sum, count).
+    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
+    this sum, and statistics as pairs (sum, count).
 
-    A row is one response of up to T tokens. Tensors are `[n, T]`, except advantages `[n]`. The
-    caller adds up the sums and the counts of all micro-batches and ranks, and then divides once. A
-    mean of micro-batch means would be another objective. Every file gets the same tensors, whether
-    it needs them or not.
+    A row is one response of up to T tokens. `logp` (with gradient) and `entropy` are of π_θ, both
+    `[n, T]`. `Rollout` lists the columns of `batch`. The caller adds up the sums and the counts of
+    all micro-batches and ranks, and then divides once. Dividing in each micro-batch would give the
+    tokens of a small one a larger weight.
     """
-    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
+    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    ratio = (logp - old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
     out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
     clips = args.tokens != "kl_cov"
     cut = (((A > 0) & out_above) | ((A < 0) & out_below)) & clips  # [n, T]: M = 0
-    if chosen is None:
-        now = {"logp": logp.detach(), "old_logp": old_logp, "entropy": entropy}
-        chosen = chosen_tokens(args, **now, advantages=advantages, mask=mask)
+    chosen = batch.chosen  # [n, T]
     kept = mask * (chosen if args.tokens == "entropy" else True)  # [n, T]: I, counted below
     trained = mask * ~chosen if args.tokens == "clip_cov" else kept  # [n, T]
     stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
     stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
     stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
     if args.tokens == "kl_cov":
-        pull = args.kl_cov_coef * (logp - old_logp).abs() * chosen  # [n, T]
+        pull = args.kl_cov_coef * (logp - batch.old_logp).abs() * chosen  # [n, T]
         objective = ratio * A - pull  # [n, T]
         stats["held_share"] = (mask * chosen).sum(), mask.sum()
         stats["held_pull"] = (pull.detach() * mask).sum(), (mask * chosen).sum()
@@ -329,32 +322,13 @@ def main(args: Args, world: World) -> None:
             # <own>
             # H of the whole mini-batch under π_θ, on all ranks: τ before any gradient.
             logp, entropy = all_logprobs(policy, minibatch, args, world)  # [m, T]
-            minibatch.chosen = chosen_tokens(
-                args,
-                logp=logp,
-                old_logp=minibatch.old_logp,
-                entropy=entropy,
-                advantages=minibatch.advantages,
-                mask=minibatch.mask,
-                pooled=lambda values: gather(values, world),
-                step=step,
-            )
+            choose_tokens(args, minibatch, logp, entropy, world, step)
             # </own>
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                 micro = minibatch.rows(rows)
                 logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                loss, count, stats = policy_loss(
-                    args,
-                    logp=logp,
-                    old_logp=micro.old_logp,
-                    rollout_logp=micro.rollout_logp,
-                    ref_logp=micro.ref_logp,
-                    entropy=entropy,
-                    advantages=micro.advantages,
-                    mask=micro.mask,
-                    chosen=micro.chosen,  # <own>
-                )
+                loss, count, stats = policy_loss(args, logp, entropy, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
                 run.watch(minibatch, rows, logp, entropy, count)  # logp.grad, for samples.jsonl

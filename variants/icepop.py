@@ -72,6 +72,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from common.batch import Rollout
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
@@ -161,10 +162,9 @@ def advantages(rewards: Tensor) -> Tensor:
 
 
 # <own>
-def correction(
-    args: Args, logp: Tensor, old_logp: Tensor, rollout_logp: Tensor, A: Tensor, mask: Tensor
-) -> Tensor:
-    """C `[n, T]`: the factor on a token's term that corrects for the engines' gap. A: `[n, 1]`."""
+def correction(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
+    """C `[n, T]`: the factor on a token's term that corrects for the engines' gap."""
+    mask, A = batch.mask, batch.advantages[:, None]  # [n, T], [n, 1]
 
     def kept(x: Tensor) -> Tensor:
         return (x >= args.w_low) & (x <= args.w_high)
@@ -173,9 +173,9 @@ def correction(
         return (x * mask).sum(dim=1, keepdim=True)  # [n, 1]
 
     length = over_response(mask).clamp(min=1)  # [n, 1]
-    log_w = (old_logp - rollout_logp) * mask  # [n, T]: the same weights, other numerics
+    log_w = (batch.old_logp - batch.rollout_logp) * mask  # [n, T]: the same weights, other numerics
     geometric = (over_response(log_w) / length).exp()  # [n, 1]: a mean over tokens
-    drift = over_response(rollout_logp - logp) / length  # [n, 1]: of π_θ, gap and staleness
+    drift = over_response(batch.rollout_logp - logp) / length  # [n, 1]: of π_θ, gap and staleness
     w = (over_response(log_w) if args.correction_level == "sequence" else log_w).exp()
     masked = torch.where(kept(w), w, 0.0)  # as w: [n, T], or W [n, 1]. ∞ · False would be NaN
     weight = {
@@ -201,29 +201,22 @@ ACTED = {
 
 
 def policy_loss(
-    args: Args,
-    *,
-    logp: Tensor,
-    old_logp: Tensor,
-    rollout_logp: Tensor,
-    ref_logp: Tensor | None,
-    entropy: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    args: Args, logp: Tensor, entropy: Tensor, batch: Rollout
 ) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows, the count that divides this sum,
-    and statistics as pairs (sum, count).
+    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
+    this sum, and statistics as pairs (sum, count).
 
-    A row is one response of up to T tokens. Tensors are `[n, T]`, except advantages `[n]`. The
-    caller adds up the sums and the counts of all micro-batches and ranks, and then divides once. A
-    mean of micro-batch means would be another objective. Every file gets the same tensors, whether
-    it needs them or not.
+    A row is one response of up to T tokens. `logp` (with gradient) and `entropy` are of π_θ, both
+    `[n, T]`. `Rollout` lists the columns of `batch`. The caller adds up the sums and the counts of
+    all micro-batches and ranks, and then divides once. Dividing in each micro-batch would give the
+    tokens of a small one a larger weight.
     """
-    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
+    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    uncapped = (old_logp - rollout_logp).exp()  # [n, T]: w
-    weight = correction(args, logp.detach(), old_logp, rollout_logp, A, mask)  # [n, T]: C
-    ratio = (logp - old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    uncapped = (batch.old_logp - batch.rollout_logp).exp()  # [n, T]: w
+    weight = correction(args, logp.detach(), batch)  # [n, T]: C
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
     cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
@@ -317,16 +310,7 @@ def main(args: Args, world: World) -> None:
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                 micro = minibatch.rows(rows)
                 logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                loss, count, stats = policy_loss(
-                    args,
-                    logp=logp,
-                    old_logp=micro.old_logp,
-                    rollout_logp=micro.rollout_logp,
-                    ref_logp=micro.ref_logp,
-                    entropy=entropy,
-                    advantages=micro.advantages,
-                    mask=micro.mask,
-                )
+                loss, count, stats = policy_loss(args, logp, entropy, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
                 run.watch(minibatch, rows, logp, entropy, count)  # logp.grad, for samples.jsonl

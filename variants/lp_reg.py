@@ -65,6 +65,7 @@ from functools import partial  # <own>
 from pathlib import Path
 from typing import Literal
 
+from common.batch import Rollout
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather  # <own>
@@ -161,6 +162,14 @@ def rare_threshold(args: Args, logp: Tensor) -> Tensor:
     return logp.new_tensor(numpy.quantile(values, args.rare_share))
 
 
+def choose_tokens(args: Args, batch: Rollout, logp: Tensor, entropy: Tensor, world: World) -> None:
+    """Write the column `rare` `[m, T]` of a mini-batch, whose δ is one of all ranks."""
+    bad = (batch.advantages[:, None] < 0) & batch.mask.bool()  # [m, T]
+    threshold = rare_threshold(args, gather(logp[bad], world))  # []: log δ
+    # 1e-5: responses of a group begin alike, and rounding must not make their tokens differ.
+    batch.rare = bad & (logp <= threshold + 1e-5)  # [m, T]
+
+
 # </own>
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 # <own>
@@ -173,29 +182,20 @@ ACTED = {
 
 
 def policy_loss(
-    args: Args,
-    *,
-    logp: Tensor,
-    old_logp: Tensor,
-    rollout_logp: Tensor,
-    ref_logp: Tensor | None,
-    entropy: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    proxy_logp: Tensor | None = None,  # <own>
-    threshold: Tensor | None = None,  # <own>
+    args: Args, logp: Tensor, entropy: Tensor, batch: Rollout
 ) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows, the count that divides this sum,
-    and statistics as pairs (sum, count).
+    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
+    this sum, and statistics as pairs (sum, count).
 
-    A row is one response of up to T tokens. Tensors are `[n, T]`, except advantages `[n]`. The
-    caller adds up the sums and the counts of all micro-batches and ranks, and then divides once. A
-    mean of micro-batch means would be another objective. Every file gets the same tensors, whether
-    it needs them or not.
+    A row is one response of up to T tokens. `logp` (with gradient) and `entropy` are of π_θ, both
+    `[n, T]`. `Rollout` lists the columns of `batch`. The caller adds up the sums and the counts of
+    all micro-batches and ranks, and then divides once. Dividing in each micro-batch would give the
+    tokens of a small one a larger weight.
     """
-    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
+    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    ratio = (logp - old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
     # that it can come back.
@@ -206,10 +206,7 @@ def policy_loss(
     stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
     stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
     bad, now = (A < 0) & mask.bool(), logp.detach()  # [n, T], [n, T]
-    proxy_logp = old_logp if proxy_logp is None else proxy_logp  # [n, T]: with nothing filtered out
-    threshold = rare_threshold(args, now[bad]) if threshold is None else threshold  # []: log δ
-    # 1e-5: responses of a group begin alike, and rounding must not make their tokens differ.
-    rare = bad & (now <= threshold + 1e-5)  # [n, T]
+    rare, proxy_logp = batch.rare, batch.proxy_logp  # [n, T], [n, T]
     protected = rare & (now < proxy_logp - 1e-5)  # [n, T]: I
     # Filled first: log 0 is -inf, and a mask cannot remove an infinite value later.
     log_proxy_ratio = (proxy_logp - logp).masked_fill(~protected, 0.0)  # [n, T]
@@ -291,26 +288,14 @@ def main(args: Args, world: World) -> None:
         for minibatch in minibatches:
             # <own>
             # π_θ of the whole mini-batch, on all ranks: δ before any gradient.
-            now, _ = all_logprobs(policy, minibatch, args, world)  # [m, T]
-            bad = (minibatch.advantages[:, None] < 0) & minibatch.mask.bool()  # [m, T]
-            threshold = rare_threshold(args, gather(now[bad], world))  # []
+            logp, entropy = all_logprobs(policy, minibatch, args, world)  # [m, T]
+            choose_tokens(args, minibatch, logp, entropy, world)
             # </own>
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                 micro = minibatch.rows(rows)
                 logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                loss, count, stats = policy_loss(
-                    args,
-                    logp=logp,
-                    old_logp=micro.old_logp,
-                    rollout_logp=micro.rollout_logp,
-                    ref_logp=micro.ref_logp,
-                    entropy=entropy,
-                    advantages=micro.advantages,
-                    mask=micro.mask,
-                    proxy_logp=micro.proxy_logp,  # <own>
-                    threshold=threshold,  # <own>
-                )
+                loss, count, stats = policy_loss(args, logp, entropy, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
                 run.watch(minibatch, rows, logp, entropy, count)  # logp.grad, for samples.jsonl

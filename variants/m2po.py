@@ -58,6 +58,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from common.batch import Rollout
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather  # <own>
@@ -143,6 +144,15 @@ def second_moment_bound(args: Args, squares: Tensor) -> Tensor:
     return ordered[kept - 1].to(squares) if kept else squares.new_tensor(0.0)  # []
 
 
+def choose_tokens(args: Args, batch: Rollout, logp: Tensor, entropy: Tensor, world: World) -> None:
+    """Write the column `masked` `[m, T]` of a mini-batch, whose bound is one of all ranks."""
+    log_weight = logp - batch.rollout_logp  # [m, T]: log π_θ/μ
+    outward = trust_region_tokens(log_weight, batch.advantages[:, None])  # [m, T]
+    outward &= batch.mask.bool()
+    squares = log_weight.square()  # [m, T]
+    batch.masked = outward & (squares > second_moment_bound(args, gather(squares[outward], world)))
+
+
 # </own>
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 # <own>
@@ -154,34 +164,24 @@ ACTED = {
 
 
 def policy_loss(
-    args: Args,
-    *,
-    logp: Tensor,
-    old_logp: Tensor,
-    rollout_logp: Tensor,
-    ref_logp: Tensor | None,
-    entropy: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    bound: Tensor | None = None,  # <own>
+    args: Args, logp: Tensor, entropy: Tensor, batch: Rollout
 ) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows, the count that divides this sum,
-    and statistics as pairs (sum, count).
+    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
+    this sum, and statistics as pairs (sum, count).
 
-    A row is one response of up to T tokens. Tensors are `[n, T]`, except advantages `[n]`. The
-    caller adds up the sums and the counts of all micro-batches and ranks, and then divides once. A
-    mean of micro-batch means would be another objective. Every file gets the same tensors, whether
-    it needs them or not.
+    A row is one response of up to T tokens. `logp` (with gradient) and `entropy` are of π_θ, both
+    `[n, T]`. `Rollout` lists the columns of `batch`. The caller adds up the sums and the counts of
+    all micro-batches and ranks, and then divides once. Dividing in each micro-batch would give the
+    tokens of a small one a larger weight.
     """
-    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
+    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    log_weight = logp - rollout_logp  # [n, T]: log π_θ/μ
+    log_weight = logp - batch.rollout_logp  # [n, T]: log π_θ/μ
     weight = log_weight.exp()  # [n, T]: w, not clipped
     squares = log_weight.detach().square()  # [n, T]
     outward = trust_region_tokens(log_weight, A) & mask.bool()  # [n, T]
-    if bound is None:
-        bound = second_moment_bound(args, squares[outward])  # []
-    masked = outward & (squares > bound + 1e-6)  # [n, T]: rounding must not drop the last one kept
+    masked = batch.masked  # [n, T]
     objective = ~masked * weight * A  # [n, T]
     largest = torch.cat([mask.new_zeros(1), weight.detach()[mask > 0]]).max()  # []
     stats = {
@@ -257,27 +257,14 @@ def main(args: Args, world: World) -> None:
         for minibatch in minibatches:
             # <own>
             # π_θ/μ of the whole mini-batch, on all ranks: the bound before any gradient.
-            logp, _ = all_logprobs(policy, minibatch, args, world)  # [m, T]
-            log_weight = logp - minibatch.rollout_logp  # [m, T]
-            outward = trust_region_tokens(log_weight, minibatch.advantages[:, None])  # [m, T]
-            outward &= minibatch.mask.bool()  # [m, T]
-            bound = second_moment_bound(args, gather(log_weight[outward].square(), world))  # []
+            logp, entropy = all_logprobs(policy, minibatch, args, world)  # [m, T]
+            choose_tokens(args, minibatch, logp, entropy, world)
             # </own>
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                 micro = minibatch.rows(rows)
                 logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                loss, count, stats = policy_loss(
-                    args,
-                    logp=logp,
-                    old_logp=micro.old_logp,
-                    rollout_logp=micro.rollout_logp,
-                    ref_logp=micro.ref_logp,
-                    entropy=entropy,
-                    advantages=micro.advantages,
-                    mask=micro.mask,
-                    bound=bound,  # <own>
-                )
+                loss, count, stats = policy_loss(args, logp, entropy, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
                 run.watch(minibatch, rows, logp, entropy, count)  # logp.grad, for samples.jsonl

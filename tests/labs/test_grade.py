@@ -69,7 +69,7 @@ ANSWERS = {
         "",
     ),
     "textbook": ([(CENTRE, ""), (RATIO, "")], 11, "equal rewards not made 0"),
-    "k3 reversed": ([("= ref_logp - logp", "= logp - ref_logp")], 9, "KL direction"),
+    "k3 reversed": ([("= batch.ref_logp - logp", "= logp - batch.ref_logp")], 9, "KL direction"),
     "population std": ([(STD, STD.replace(")", ", correction=0)"))], 12, "population std"),
     "no min": ([("torch.minimum(ratio * A, clipped * A)", "clipped * A")], 11, "clip without min"),
     "token mean": (

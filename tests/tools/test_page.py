@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+import checks
 from checks.files import ALGORITHMS, NINE
 from common.plumbing.errors import BadInput
 from tools import look, page
@@ -53,9 +54,9 @@ def words_of(data: dict, name: str) -> str:
 def weights(name: str, batch: dict, **flags: object) -> torch.Tensor:
     """The factor on ∇ log π `[n, T]`, the batch being the whole mini-batch: by autograd."""
     module = module_of(name)
-    given = {key: value for key, value in batch.items() if key != "teacher_logp"}
-    logp = given.pop("logp").clone().requires_grad_()
-    loss, count, _ = module.policy_loss(module.Args(**flags), logp=logp, **given)
+    columns = {key: value for key, value in batch.items() if key != "teacher_logp"}
+    logp = columns.pop("logp").clone().requires_grad_()
+    loss, count, _ = checks.terms(module, module.Args(**flags), logp=logp, **columns)
     return -torch.autograd.grad(loss / count, logp)[0]
 
 
@@ -73,8 +74,8 @@ def data(group, tmp_path_factory):
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "opd"])  # has a teacher
 def test_the_weights_under_a_file_are_its_losss_gradient(name, group, data):
-    """Arguments that no group stores have their default; then the page says so."""
-    assert words_of(data, name) or not module_of(name).policy_loss.__kwdefaults__
+    """Columns that no group stores are made of its rows; then the page says so."""
+    assert words_of(data, name) or not hasattr(module_of(name), "choose_tokens")
     batch = dict(group)
     if "each token has its response's" in words_of(data, name):
         batch["advantages"] = group["advantages"][:, None] * group["mask"]

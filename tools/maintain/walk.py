@@ -124,7 +124,9 @@ def found(calls: dict[str, list[tuple]]) -> dict[str, str]:
     losses, lines, start = calls["policy_loss"], [], 0
     for k, (_, _, micros) in enumerate(calls["micro_batches"][-len(parts) :]):
         now, start = losses[start : start + len(micros)], start + len(micros)
-        ratios = [(x["logp"] - x["old_logp"]).exp()[x["mask"] > 0] for _, x, _ in now]
+        ratios = []
+        for (_, logp, _, batch), _, _ in now:
+            ratios.append((logp - batch.old_logp).exp()[batch.mask > 0])
         sums = " + ".join(said(loss, 3) for _, _, (loss, _, _) in now).replace("+ -", "- ")
         total = sum(loss.item() for _, _, (loss, _, _) in now)
         count = sum(int(count) for _, _, (_, count, _) in now)
@@ -137,12 +139,12 @@ def found(calls: dict[str, list[tuple]]) -> dict[str, str]:
     # A wrong response of the last mini-batch, whose ratios are alive
     index = max(range(G), key=lambda i: (-rewards[SEEN[1], i].item(), len(last[1][i])))
     place = SEEN[1] * G + index - (N - len(parts[-1]))
-    for (_, x, _), rows in zip(losses[-len(micros) :], micros):
+    for ((_, logp, _, batch), _, _), rows in zip(losses[-len(micros) :], micros):
         if place in rows.tolist():
             at = rows.tolist().index(place)
-            a = x["advantages"][at].item()
-            r = (x["logp"] - x["old_logp"])[at].exp()
-            columns = zip(x["old_logp"][at], x["logp"][at], r, r * a, last[1][index])
+            a = batch.advantages[at].item()
+            r = (logp - batch.old_logp)[at].exp()
+            columns = zip(batch.old_logp[at], logp[at], r, r * a, last[1][index])
             lines = [[*(said(number, 3) for number in row), word] for *row, word in columns]
     numbers |= {"last row": index, "last Â": said(a, 4)}
     blocks["ratio"] = table("log_π_old log_π_θ r r·Â token", lines)

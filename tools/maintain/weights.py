@@ -19,6 +19,7 @@ from matplotlib import pyplot
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 from tools import arguments
+from checks import terms
 from checks.files import ROOT
 
 NARROW = 1e-3  # half the width of gspo's axis
@@ -44,18 +45,12 @@ def weights(
     old_logp = torch.full((len(ratios), 1), old, dtype=torch.float64).log()  # [N, 1]
     logp = (old_logp + ratios[:, None].log()).requires_grad_()  # [N, 1]
     mask = torch.ones_like(old_logp)
-    extra = {"threshold": torch.tensor(0.5)} if name == "stapo" else {}
-    total, _, _ = module.policy_loss(
-        replace(module.Args(), **flags),
-        logp=logp,
-        old_logp=old_logp,
-        rollout_logp=old_logp,
-        ref_logp=None,
-        entropy=torch.full_like(mask, entropy),
-        advantages=sign * mask[:, 0],
-        mask=mask,
-        **extra,
-    )
+    args = replace(module.Args(), **flags)
+    columns = {"advantages": sign * mask[:, 0], "mask": mask}
+    columns["entropy"] = torch.full_like(mask, entropy)
+    if name == "stapo":  # among tokens of other entropies, with τ_h = 0.5
+        columns["spurious"] = (logp.exp() < args.tau_p) & (sign > 0) & (entropy < 0.5)  # [N, 1]
+    total, _, _ = terms(module, args, logp=logp, old_logp=old_logp, **columns)
     return -torch.autograd.grad(total, logp)[0][:, 0]
 
 
