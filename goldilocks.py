@@ -58,18 +58,19 @@ Run it:
 
 from collections import deque  # <own>
 from dataclasses import dataclass
+import math
 from pathlib import Path
 from random import Random  # <own>
-from typing import Literal
 
 from common.batch import Rollout
 from common.data import Problem, Task, encode, load_task  # <own>
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather  # <own>
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
-from common.logprobs import response_logprobs, sampler_gap
+from common.logprobs import response_logprobs
 from common.plumbing.balance import balance_tokens
 from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.plumbing.clock import timed  # <own>
 from common.plumbing.errors import BadInput  # <own>
 from common.plumbing.evaluation import evaluate
 from common.plumbing.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
@@ -85,8 +86,6 @@ from torch import Tensor
 
 @dataclass
 class Args(Flags):
-    model: str = "tiny"
-    """Hub name, local folder, or `tiny`: the small model in this repository."""
     steps: Count = 150
     """Training steps: a rollout, then `minibatches` optimiser steps (our choice)."""
     prompts_per_step: Count = 16
@@ -101,16 +100,6 @@ class Args(Flags):
     """Sampling temperature, also used for all log-probabilities (papers: 1)."""
     lr: Positive = 3e-4
     """AdamW's learning rate after warm-up, chosen for `tiny` (DeepSeekMath: 1e-6 at 7B)."""
-    eval_every: Count = 25
-    """Steps between two evaluations on the held-out problems (our choice)."""
-    save_every: Count = 50
-    """Steps between two checkpoints (our choice)."""
-    save_hf: bool = False
-    """Save the final model in the Hugging Face format, in `model` in the run folder."""
-    resume: bool | Literal["auto"] = False
-    """Continue from the newest checkpoint in the run folder; auto: only if there is one."""
-    micro_tokens: Count = 16384
-    """Tokens, with padding, in one pass: limits memory; the gradient is the same (our choice)."""
     warmup: Whole = 5
     """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
     betas: Betas = (0.9, 0.95)
@@ -214,6 +203,12 @@ class Curriculum:
         self.optimizer = torch.optim.AdamW(groups, lr=args.teacher_lr, weight_decay=0.0, fused=True)
         self.window = deque(maxlen=args.window)  # the latest choices: (prompt ids, value observed)
 
+    def state_dict(self) -> dict:
+        return {"window": list(self.window)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.window.extend(state["window"])
+
     def choose(self, step: int) -> list[Problem]:
         """The problems of a step on all ranks, one for each of its B slots: the one of K candidates
         with the largest f(q), or a random one."""
@@ -250,6 +245,7 @@ class Curriculum:
         """The prompts, without chat template, as the teacher's tokens."""
         return [encode(problem.prompt, None, self.tokenizer, "--teacher") for problem in problems]
 
+    @timed("teacher")
     def predict(self, prompts: list[list[int]], targets: Tensor | None = None) -> Tensor:
         """f(q) of these prompts `[n]`; with `targets [n]` also the gradient of Σ (f - target)²."""
         # A batch of prompts without responses
@@ -318,56 +314,44 @@ def policy_loss(
 
 
 def main(args: Args, world: World) -> None:
-    """The whole training loop."""
     lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
     curriculum = Curriculum(args, task, world)  # <own>
     policy = shard(Policy(lm), args, world)
-    decay = {"betas": args.betas, "weight_decay": args.weight_decay}
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
+    adam = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
     both = torch.nn.ModuleList([policy, curriculum.teacher])  # <own>
     optimizers = [optimizer, curriculum.optimizer]  # <own>
     run = Run(args, task, world, Path(__file__).stem, ACTED)
+    # What else a checkpoint holds: each has a state_dict.
+    parts = {"engine": engine, "curriculum": curriculum}  # <own>
     done = 0  # steps trained so far
     if args.resume:
-        done, state = load_checkpoint(run.folder, both, optimizers, world)  # <own>
-        engine.load_state_dict(state["engine"])
-        curriculum.window.extend(state["window"])  # <own>
+        done = load_checkpoint(run.folder, both, optimizers, parts, world)  # <own>
     engine.sync(policy)
     run.start(done)
     if done == 0:
-        run.clock("evaluate")
-        run.log(0, evaluate(engine, task, tokenizer, args, world))
+        run.log(0, evaluate(engine, task, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
     for step in run.steps(done, args.steps):
         means = Means()
 
         # Choice: for each slot of the batch the candidate from which most can be learned.
-        run.clock("teacher")  # <own>
-        chosen = curriculum.choose(step)  # <own>
 
         # Rollout: this rank's P prompts, G responses each.
-        run.clock("rollout")
-        problems = chosen[world.rank * P : (world.rank + 1) * P]  # <own>
+        problems = curriculum.choose(step)[world.rank * P : (world.rank + 1) * P]  # <own>
         prompts = [problem.prompt_ids for problem in problems]
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        run.clock("reward")
-        texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
-        scores = task.verifier(texts, [p.answer for p in problems for _ in range(G)])
-        rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
-        rollout.record_rewards(problems, rewards)  # for samples.jsonl
+        rewards = task.score(rollout, problems, means)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
-        means.add(distinct=(task.distinct(texts, G), P))  # 1: equal answers
 
-        run.clock("teacher")  # <own>
         curriculum.learn(rewards, means)  # <own>
 
-        run.clock("old_logp")
         # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
         # equally many tokens.
         minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
@@ -381,12 +365,10 @@ def main(args: Args, world: World) -> None:
             if reference:
                 minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
         # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
-        sampler = run.check_sampler(sampler_gap(minibatches, world))
+        sampler = run.check_sampler(minibatches)
 
         # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
-        run.clock("update")
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+        optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
         for minibatch in minibatches:
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
@@ -395,29 +377,25 @@ def main(args: Args, world: World) -> None:
                 loss, count, stats = policy_loss(args, logp, entropy, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                run.watch(minibatch, rows, logp, entropy, count)  # logp.grad, for samples.jsonl
-                means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
-            divide_gradients(policy, denominator, world)  # by the count on all ranks: the mean
+                minibatch.put(rows, logp=logp.detach(), entropy=entropy, weight=-logp.grad)
+                means.add(loss=(loss, count), **stats)
+            # From sums to means: by the count of all ranks. So are the weights of the tokens.
+            minibatch.weight /= divide_gradients(policy, denominator, world)
             norm = clip_gradients(policy, args.grad_clip)
-            if run.gradient_is_finite(norm, minibatch, means):  # else skip the step
+            run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN
+            if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
-
-        run.clock("sync")
+            means.add(**by_sign(minibatch))
         engine.sync(policy)
 
         means.add(**of_rollout(rollout, rewards, task))
-        metrics = means.reduce(world) | sampler
-        metrics["lr"] = optimizer.param_groups[0]["lr"]
+        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
-            run.clock("evaluate")
-            metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # before saving, so that no kill can lose this line
+            metrics |= evaluate(engine, task, args, world)
+        run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
         if run.due(step, args.save_every):
-            run.clock("save")
-            state = {"engine": engine.state_dict()}
-            state["window"] = list(curriculum.window)  # <own>
-            save_checkpoint(run.folder, step, both, optimizers, state, world)  # <own>
+            save_checkpoint(run.folder, step, both, optimizers, parts, world)  # <own>
     if args.save_hf:
         save_model(policy, tokenizer, run.folder / "model", world)
     run.finish()

@@ -69,15 +69,15 @@ Run it:
 
 from collections import deque  # <own>
 from dataclasses import dataclass
+import math
 from pathlib import Path
-from typing import Literal
 
 from common.batch import Rollout
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather  # <own>
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
-from common.logprobs import response_logprobs, sampler_gap
+from common.logprobs import response_logprobs
 from common.plumbing.balance import balance_tokens
 from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.plumbing.errors import BadInput  # <own>
@@ -95,8 +95,6 @@ from torch import Tensor
 
 @dataclass
 class Args(Flags):
-    model: str = "tiny"
-    """Hub name, local folder, or `tiny`: the small model in this repository."""
     steps: Count = 150
     """Rollouts, all but the first `lag` followed by `minibatches` optimiser steps (our choice)."""
     prompts_per_step: Count = 8  # <own>
@@ -111,16 +109,6 @@ class Args(Flags):
     """Sampling temperature, also used for all log-probabilities (papers: 1)."""
     lr: Positive = 3e-4
     """AdamW's learning rate after warm-up, chosen for `tiny` (DeepSeekMath: 1e-6 at 7B)."""
-    eval_every: Count = 25
-    """Steps between two evaluations on the held-out problems (our choice)."""
-    save_every: Count = 50
-    """Steps between two checkpoints (our choice)."""
-    save_hf: bool = False
-    """Save the final model in the Hugging Face format, in `model` in the run folder."""
-    resume: bool | Literal["auto"] = False
-    """Continue from the newest checkpoint in the run folder; auto: only if there is one."""
-    micro_tokens: Count = 16384
-    """Tokens, with padding, in one pass: limits memory; the gradient is the same (our choice)."""
     warmup: Whole = 0  # <own>
     """Trained batches over which lr rises linearly (paper: none)."""
     betas: Betas = (0.9, 0.95)
@@ -202,7 +190,7 @@ class Stale:
     def __init__(self, args: Args, world: World):
         if args.lag >= args.steps:
             raise BadInput(f"--lag {args.lag}: must be below --steps {args.steps}")
-        self.lag, self.device = args.lag, world.device
+        self.lag, self.device, self.ranks = args.lag, world.device, world.size
         self.queue: deque[list[Rollout]] = deque()  # a batch is a list of mini-batches
 
     def exchange(self, batch: list[Rollout]) -> list[Rollout]:
@@ -212,11 +200,12 @@ class Stale:
         return self.queue.popleft() if len(self.queue) > self.lag else []
 
     def state_dict(self) -> dict:
-        return {"queue": [[vars(part) for part in batch] for batch in self.queue]}
+        queue = [[vars(part) for part in batch] for batch in self.queue]
+        return {"queue": queue, "ranks": self.ranks}
 
     def load_state_dict(self, state: dict) -> None:
-        if state["other_ranks"] and state["queue"]:
-            raise BadInput(f"--resume: batches in flight: use {state['other_ranks']} rank(s)")
+        if state["ranks"] != self.ranks and state["queue"]:
+            raise BadInput(f"--resume: batches in flight: use {state['ranks']} rank(s)")
         for batch in state["queue"]:
             self.queue.append([Rollout(**part).to(self.device) for part in batch])
 
@@ -258,28 +247,26 @@ def policy_loss(
 
 
 def main(args: Args, world: World) -> None:
-    """The whole training loop."""
     lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
     policy = shard(Policy(lm), args, world)
-    decay = {"betas": args.betas, "weight_decay": args.weight_decay}
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
+    adam = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
     run = Run(args, task, world, Path(__file__).stem, ACTED)
-    done = 0  # steps trained so far
     stale = Stale(args, world)  # <own>
+    # What else a checkpoint holds: each has a state_dict.
+    parts = {"engine": engine, "stale": stale}  # <own>
+    done = 0  # steps trained so far
     if args.resume:
-        done, state = load_checkpoint(run.folder, policy, optimizer, world)
-        engine.load_state_dict(state["engine"])
-        stale.load_state_dict(state)  # <own>
+        done = load_checkpoint(run.folder, policy, optimizer, parts, world)
     engine.sync(policy)
     if args.optimal_baseline and (part := strange_part(policy)):  # <own>
         raise BadInput(f"{part}: no gradient norms, use --no_optimal_baseline")  # <own>
     run.start(done)
     if done == 0:
-        run.clock("evaluate")
-        run.log(0, evaluate(engine, task, tokenizer, args, world))
+        run.log(0, evaluate(engine, task, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
     for step in run.steps(done, args.steps):
@@ -287,25 +274,18 @@ def main(args: Args, world: World) -> None:
 
         # Rollout: this rank's P prompts, G responses each. The step number alone decides which
         # prompts are used, so a checkpoint need not save a position in the data.
-        run.clock("rollout")
         cursor = (step - 1) * args.prompts_per_step + world.rank * P
         problems = [task.train(cursor + i) for i in range(P)]
         prompts = [problem.prompt_ids for problem in problems]
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        run.clock("reward")
-        texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
-        scores = task.verifier(texts, [p.answer for p in problems for _ in range(G)])
-        rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
-        rollout.record_rewards(problems, rewards)  # for samples.jsonl
+        rewards = task.score(rollout, problems, means)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
-        means.add(distinct=(task.distinct(texts, G), P))  # 1: equal answers
 
         # π_old: the weights that sampled, evaluated by the trainer. The loss does not use it: its
         # weights are against μ, what the sampler reported, and correct for staleness and engine at
         # once. The sampler check needs it.
-        run.clock("old_logp")
         # <own>
         # Mini-batches. The ranks exchange whole groups, which b needs, until their token counts
         # are about equal.
@@ -316,7 +296,7 @@ def main(args: Args, world: World) -> None:
             if reference:
                 minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
         # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
-        sampler = run.check_sampler(sampler_gap(minibatches, world))
+        sampler = run.check_sampler(minibatches)
 
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
         # fills there is none: the step trains on nothing and logs what it sampled.
@@ -331,10 +311,8 @@ def main(args: Args, world: World) -> None:
         # </own>
 
         # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
-        run.clock("update")
         warm_lr = args.lr * min(1.0, (trained + 1) / max(1, args.warmup))  # <own>
-        for group in optimizer.param_groups:
-            group["lr"] = warm_lr  # <own>
+        optimizer.param_groups[0]["lr"] = warm_lr  # <own>
         for minibatch in minibatches:
             # <own>
             shift = baseline_shifts(args, policy, minibatch, world)  # [n]
@@ -350,9 +328,10 @@ def main(args: Args, world: World) -> None:
                 loss, count, stats = policy_loss(args, logp, entropy, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                run.watch(minibatch, rows, logp, entropy, count)  # logp.grad, for samples.jsonl
-                means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
-            divide_gradients(policy, denominator, world)  # by the count on all ranks: the mean
+                minibatch.put(rows, logp=logp.detach(), entropy=entropy, weight=-logp.grad)
+                means.add(loss=(loss, count), **stats)
+            # From sums to means: by the count of all ranks. So are the weights of the tokens.
+            minibatch.weight /= divide_gradients(policy, denominator, world)
             # <own>
             rho = ess_ratio(gather(log_w, world)).item()
             scale = min(1.0, rho / args.rho_on) ** 0.5 if args.ess_scaling else 1.0
@@ -361,25 +340,20 @@ def main(args: Args, world: World) -> None:
             means.add(ess_ratio=(rho, 1), lr_damping=(1 - scale, args.ess_scaling))
             # </own>
             norm = clip_gradients(policy, args.grad_clip)
-            if run.gradient_is_finite(norm, minibatch, means):  # else skip the step
+            run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN
+            if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
-
-        run.clock("sync")
+            means.add(**by_sign(minibatch))
         engine.sync(policy)
 
         means.add(**of_rollout(rollout, rewards, task) | own)  # <own>
-        metrics = means.reduce(world) | sampler
-        metrics["lr"] = optimizer.param_groups[0]["lr"]
+        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
-            run.clock("evaluate")
-            metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # before saving, so that no kill can lose this line
+            metrics |= evaluate(engine, task, args, world)
+        run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
         if run.due(step, args.save_every):
-            run.clock("save")
-            state = {"engine": engine.state_dict()}
-            state |= stale.state_dict()  # <own>
-            save_checkpoint(run.folder, step, policy, optimizer, state, world)
+            save_checkpoint(run.folder, step, policy, optimizer, parts, world)
     if args.save_hf:
         save_model(policy, tokenizer, run.folder / "model", world)
     run.finish()

@@ -11,6 +11,7 @@ To follow one step of `grpo.py`, read these six modules, in this order:
     launch, flags, errors      from the command line to `main`; errors of one line
     tracking, folder, samples  what a run writes: metrics, samples, its folder
     metrics, curves            sums and counts -> metrics.jsonl -> curves.png
+    clock                      where the time of a step goes
     checkpoint                 saving, and bit-exact resume
     model                      loading weights and tokenizer
     evaluation                 the two accuracies of a run

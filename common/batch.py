@@ -126,6 +126,13 @@ class Rollout:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def put(self, rows: Tensor, **columns: Tensor) -> None:
+        """Write the values of these rows into columns, which are 0 elsewhere."""
+        for name, values in columns.items():
+            if name not in vars(self):
+                setattr(self, name, values.new_zeros(len(self), *values.shape[1:]))
+            getattr(self, name)[rows] = values
+
     def record_rewards(self, problems: list, rewards: Tensor) -> None:
         """Add the columns `problem` (the number of the training problem that a row answers) and
         `rewards`, both `[N]`, for samples.jsonl. `rewards` is given as `[P, G]`."""

@@ -17,11 +17,16 @@ from functools import lru_cache
 from itertools import islice
 
 import numpy as np
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from common.batch import Rollout
 from common.distributed import same_everywhere
+from common.plumbing.clock import timed
 from common.plumbing.errors import BadInput, blame
 from common.plumbing.flags import key_values
+from common.plumbing.metrics import Means
 from common.plumbing.sets import HUB, Prompt, Row, as_text, checked, rows_of
 from common.reward import Verifier, final_answer, load_task_file, source_of
 from common.tiny import arithmetic
@@ -58,6 +63,18 @@ class Task:
     held_out_verifier: Score | None = None  # where it is not `verifier`
     final: Callable[[str], str] = final_answer  # a response's answer, without its working
     tokenizer: Tokenizer | None = None  # of the prompts
+
+    @timed("reward")
+    def score(self, rollout: Rollout, problems: list[Problem], means: Means) -> Tensor:
+        """The rewards `[P, G]` of the responses to these P problems, which are also written into
+        the rollout's columns `rewards` and `problem`."""
+        G = len(rollout) // max(1, len(problems))  # a rank may have no problem
+        texts = self.tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+        scores = self.verifier(texts, [problem.answer for problem in problems for _ in range(G)])
+        rewards = torch.tensor(scores, device=rollout.mask.device).view(len(problems), G)  # [P, G]
+        rollout.record_rewards(problems, rewards)
+        means.add(distinct=(self.distinct(texts, G), len(problems)))
+        return rewards
 
     def distinct(self, texts: list[str], group: int) -> int:
         """How many different answers, added up over groups of `group` responses."""

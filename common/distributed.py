@@ -206,13 +206,13 @@ def gather(values: Tensor, world: World) -> Tensor:
     return torch.cat(parts).to(values.device)
 
 
-def divide_gradients(policy: nn.Module, count: float | Tensor, world: World) -> None:
+def divide_gradients(policy: nn.Module, count: float | Tensor, world: World) -> float:
     """From each rank's gradient of its own sum to the gradient of the mean over all ranks.
 
     `count` is the number of terms in this rank's sum. FSDP has averaged the gradients over the
     ranks that share a model. Times the number of these ranks, they are sums again. They are then
     summed over replicas, and divided by the count of all ranks. The result is the mean in the
-    objective, for any micro-batches and any number of ranks.
+    objective, for any micro-batches and any number of ranks. Returns the count of all ranks.
     """
     gradients = [one.grad for one in policy.parameters() if one.grad is not None]
     averaged = 1  # ranks
@@ -225,9 +225,10 @@ def divide_gradients(policy: nn.Module, count: float | Tensor, world: World) -> 
         flat = nn.utils.parameters_to_vector(gradients)
         dist.all_reduce(flat, group=policy.replicas)
         nn.utils.vector_to_parameters(flat, gradients)
-    factor = averaged / global_sum({"count": count}, world)["count"]
+    total = global_sum({"count": count}, world)["count"]
     for gradient in gradients:
-        gradient.mul_(factor)
+        gradient.mul_(averaged / total)
+    return total
 
 
 def clip_gradients(policy: nn.Module, max_norm: float) -> float:

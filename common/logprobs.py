@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from common.batch import Rollout
 from common.distributed import World, global_sum, shard
+from common.plumbing.clock import timed
 from common.plumbing.model import add_product, head_logits
 from common.plumbing.routing import Routing, routers
 
@@ -194,10 +195,11 @@ def response_logprobs(
     logp = blank.masked_scatter(where, found[0])  # [n, T]
     entropy = blank.masked_scatter(where, found[1])  # [n, T]
     if logp.requires_grad:
-        logp.retain_grad()  # ∂loss/∂logp is each token's weight: samples.jsonl shows it
+        logp.retain_grad()  # ∂loss/∂logp is minus each token's weight, which samples.jsonl shows
     return logp, entropy
 
 
+@timed("logprobs")
 @torch.no_grad()
 def all_logprobs(
     policy: nn.Module, batch: Rollout, args: object, world: World, readout: Readout = entropies

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel as Model
 
 from common.batch import Rollout
 from common.distributed import World, full_parameters, broadcast_module
+from common.plumbing.clock import timed
 from common.plumbing.errors import RunStopped
 from common.plumbing.model import head_logits
 from common.plumbing.routing import Routing
@@ -50,6 +51,7 @@ class HFEngine:
         self.rank = world.rank
         self.generator = torch.Generator(world.device).manual_seed(seed * 100_003 + world.rank)
 
+    @timed("sync")
     def sync(self, policy: torch.nn.Module) -> None:
         """Copy the trainer's weights into the sampler's, one whole tensor at a time."""
         own = self.lm.state_dict()
@@ -64,6 +66,7 @@ class HFEngine:
         if state["rank"] == self.rank:  # a rank that did not save keeps its fresh seed
             self.generator.set_state(state["generator"])
 
+    @timed("rollout")
     def generate(
         self,
         prompts: list[list[int]],

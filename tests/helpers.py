@@ -37,6 +37,7 @@ SMALL += "--eval_problems 8 --eval_samples 1 --eval_every 2 --save_every 2".spli
 # What makes an algorithm act within 6 small steps
 MORE = {"vcpo": ["--lag", 1], "goldilocks": "--candidates 4 --teacher_batch 8 --window 20".split()}
 MORE["paced"] = MORE["goldilocks"]
+CLOCKED = ("tokens_per_s", "problems")  # the second only stands where a checkpoint follows
 SECONDS = 240  # after which a process that does not end is killed
 
 
@@ -86,10 +87,10 @@ def drive(algorithm: str, flags: Sequence, number: int = 0, step: int = 0) -> No
     before its metrics are written."""
     log, module = Run.log, module_of(algorithm)
 
-    def signal_and_log(self: Run, done: int, metrics: dict) -> None:
+    def signal_and_log(self: Run, done: int, metrics: dict, minibatches: Sequence = ()) -> None:
         if number and done == step and self.world.rank == self.world.size - 1:
             signal.raise_signal(number)
-        log(self, done, metrics)
+        log(self, done, metrics, minibatches)
 
     Run.log = signal_and_log
     sys.argv = [f"{algorithm}.py", *map(str, flags)]
@@ -171,8 +172,7 @@ def metrics(folder: Path) -> list[dict]:
     """metrics.jsonl without what depends on the clock."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
-        {k: v for k, v in line.items() if "seconds" not in k and k != "tokens_per_s"}
-        for line in lines
+        {k: v for k, v in line.items() if "seconds" not in k and k not in CLOCKED} for line in lines
     ]
 
 

@@ -206,7 +206,6 @@ def main(args: Args, world: World) -> None:
     say(f"{what}; {world.size} rank(s) on {world.device}, {args.dtype}", *remarks)
     say(*head(args.eval_samples))
     Run.bar = tqdm(total=total, disable=hidden, dynamic_ncols=True, unit="problem")
-    Run.phase = "evaluate"  # for messages about failures
     for one in sets:
         for temperature, top_p in SETTINGS:
             rows = measure(engine, one, temperature, top_p, tokenizer, args, world)

@@ -65,7 +65,7 @@ HANDED = {
 VALUE = NUMBER | None
 EXAMPLE = {"prompt": str, "answer": str, "response": str, "reward": VALUE}
 GROUP = {name: int for name in ("step", "minibatch", "minibatches", "group", "rows", "tokens")}
-GROUP |= {"count": NUMBER, "prompt": str, "answer": str, "responses": list}
+GROUP |= {"prompt": str, "answer": str, "responses": list}
 RESPONSE = {"text": str, "given": str, "finished": bool, "reward": VALUE, "ids": [int]}
 RESPONSE |= {"tokens": [str], "weight": [VALUE]}
 RESPONSE |= {name: [VALUE] for name in ("logp", "old_logp", "rollout_logp", "entropy")}
@@ -358,7 +358,9 @@ def told(folder: Path, files: dict[str, File], every: int) -> Told:
         for batch in batches
     ]
     units = {name: unit([one[name][0] for one in did], batches) for name in files}
-    units |= {name: "count" for name, file in files.items() if file is own}  # as it was
+    for name, file in files.items():
+        if file is own and not units[name]:
+            units[name] = "count"  # which `drawn_group` estimates
     return Told(about, own, config.get("group_size", 0), groups, batches, did, units)
 
 
@@ -454,11 +456,15 @@ def drawn_group(
     given = {name: batch[name] for name in (*COLUMNS, "weight") if name in batch}
     if batch["advantages"].dim() == 2:
         given["advantage"] = batch["advantages"]
-    one = {key: row[key] for key in ("step", "minibatch", "minibatches", "count", "group")}
+    one = {key: row[key] for key in ("step", "minibatch", "minibatches", "group")}
     one |= {"prompt": row["prompt"], "answer": row["answer"]}
+    mine = run.own and did[run.own.path.stem][0]
+    if mine:
+        estimate = divisor(mine.weight, batch["weight"])
+        row = row | {"count": row.get(run.units[run.own.path.stem], estimate)}
+        one["count"] = short(row["count"], 7)
     one["columns"] = {name: table.numbers(value[there]) for name, value in given.items()}
     one["responses"] = [response(answer) for answer in row["responses"]]
-    mine = run.own and did[run.own.path.stem][0]
     if mine:
         one["kept"] = table.numbers(mine.kept[there])
         one["own"] = [
@@ -475,6 +481,13 @@ def drawn_group(
             said = [*said, *own_advantages(files[name], row, batch, run.size)]
         one["under"][name] = under(files[name], found, said, run.units[name], row, table, there)
     return one
+
+
+def divisor(weight: Tensor, stored: Tensor) -> float:
+    """What a run has divided its loss's weights by, from them and from what it stored; 0 if that is
+    nothing."""
+    products = (weight * stored).sum().item()
+    return weight.square().sum().item() / products if products > 0 else 0.0
 
 
 def under(

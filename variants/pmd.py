@@ -53,14 +53,14 @@ Run it:
 """
 
 from dataclasses import dataclass
+import math
 from pathlib import Path
-from typing import Literal
 
 from common.batch import Rollout
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
-from common.logprobs import response_logprobs, sampler_gap
+from common.logprobs import response_logprobs
 from common.plumbing.balance import balance_tokens
 from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.plumbing.evaluation import evaluate
@@ -76,8 +76,6 @@ from torch import Tensor
 
 @dataclass
 class Args(Flags):
-    model: str = "tiny"
-    """Hub name, local folder, or `tiny`: the small model in this repository."""
     steps: Count = 150
     """Training steps: a rollout, then `minibatches` optimiser steps (our choice)."""
     prompts_per_step: Count = 16
@@ -92,16 +90,6 @@ class Args(Flags):
     """Sampling temperature, also used for all log-probabilities (papers: 1)."""
     lr: Positive = 3e-4
     """AdamW's learning rate after warm-up, chosen for `tiny` (DeepSeekMath: 1e-6 at 7B)."""
-    eval_every: Count = 25
-    """Steps between two evaluations on the held-out problems (our choice)."""
-    save_every: Count = 50
-    """Steps between two checkpoints (our choice)."""
-    save_hf: bool = False
-    """Save the final model in the Hugging Face format, in `model` in the run folder."""
-    resume: bool | Literal["auto"] = False
-    """Continue from the newest checkpoint in the run folder; auto: only if there is one."""
-    micro_tokens: Count = 16384
-    """Tokens, with padding, in one pass: limits memory; the gradient is the same (our choice)."""
     warmup: Whole = 5
     """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
     betas: Betas = (0.9, 0.95)
@@ -164,24 +152,22 @@ def policy_loss(
 
 
 def main(args: Args, world: World) -> None:
-    """The whole training loop."""
     lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
     policy = shard(Policy(lm), args, world)
-    decay = {"betas": args.betas, "weight_decay": args.weight_decay}
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
+    adam = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
     run = Run(args, task, world, Path(__file__).stem, ACTED)
+    parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
     done = 0  # steps trained so far
     if args.resume:
-        done, state = load_checkpoint(run.folder, policy, optimizer, world)
-        engine.load_state_dict(state["engine"])
+        done = load_checkpoint(run.folder, policy, optimizer, parts, world)
     engine.sync(policy)
     run.start(done)
     if done == 0:
-        run.clock("evaluate")
-        run.log(0, evaluate(engine, task, tokenizer, args, world))
+        run.log(0, evaluate(engine, task, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
     for step in run.steps(done, args.steps):
@@ -189,22 +175,15 @@ def main(args: Args, world: World) -> None:
 
         # Rollout: this rank's P prompts, G responses each. The step number alone decides which
         # prompts are used, so a checkpoint need not save a position in the data.
-        run.clock("rollout")
         cursor = (step - 1) * args.prompts_per_step + world.rank * P
         problems = [task.train(cursor + i) for i in range(P)]
         prompts = [problem.prompt_ids for problem in problems]
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        run.clock("reward")
-        texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
-        scores = task.verifier(texts, [p.answer for p in problems for _ in range(G)])
-        rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
-        rollout.record_rewards(problems, rewards)  # for samples.jsonl
+        rewards = task.score(rollout, problems, means)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
-        means.add(distinct=(task.distinct(texts, G), P))  # 1: equal answers
 
-        run.clock("old_logp")
         # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
         # equally many tokens.
         minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
@@ -218,12 +197,10 @@ def main(args: Args, world: World) -> None:
             if reference:
                 minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
         # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
-        sampler = run.check_sampler(sampler_gap(minibatches, world))
+        sampler = run.check_sampler(minibatches)
 
         # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
-        run.clock("update")
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+        optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
         for minibatch in minibatches:
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
@@ -232,28 +209,25 @@ def main(args: Args, world: World) -> None:
                 loss, count, stats = policy_loss(args, logp, entropy, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                run.watch(minibatch, rows, logp, entropy, count)  # logp.grad, for samples.jsonl
-                means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
-            divide_gradients(policy, denominator, world)  # by the count on all ranks: the mean
+                minibatch.put(rows, logp=logp.detach(), entropy=entropy, weight=-logp.grad)
+                means.add(loss=(loss, count), **stats)
+            # From sums to means: by the count of all ranks. So are the weights of the tokens.
+            minibatch.weight /= divide_gradients(policy, denominator, world)
             norm = clip_gradients(policy, args.grad_clip)
-            if run.gradient_is_finite(norm, minibatch, means):  # else skip the step
+            run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN
+            if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
-
-        run.clock("sync")
+            means.add(**by_sign(minibatch))
         engine.sync(policy)
 
         means.add(**of_rollout(rollout, rewards, task))
-        metrics = means.reduce(world) | sampler
-        metrics["lr"] = optimizer.param_groups[0]["lr"]
+        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
-            run.clock("evaluate")
-            metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # before saving, so that no kill can lose this line
+            metrics |= evaluate(engine, task, args, world)
+        run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
         if run.due(step, args.save_every):
-            run.clock("save")
-            state = {"engine": engine.state_dict()}
-            save_checkpoint(run.folder, step, policy, optimizer, state, world)
+            save_checkpoint(run.folder, step, policy, optimizer, parts, world)
     if args.save_hf:
         save_model(policy, tokenizer, run.folder / "model", world)
     run.finish()

@@ -56,15 +56,16 @@ Run it:
 """
 
 from dataclasses import dataclass
+import math
 from pathlib import Path
-from typing import Literal
+from typing import Literal  # <own>
 
 from common.batch import Rollout
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather, global_sum  # <own>
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
-from common.logprobs import response_logprobs, sampler_gap
+from common.logprobs import response_logprobs
 from common.plumbing.balance import balance_tokens
 from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.plumbing.errors import BadInput  # <own>
@@ -279,7 +280,6 @@ def policy_loss(
 
 
 def main(args: Args, world: World) -> None:
-    """The whole training loop."""
     lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
@@ -291,8 +291,8 @@ def main(args: Args, world: World) -> None:
     # </own>
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
     policy = shard(Policy(lm), args, world)
-    decay = {"betas": args.betas, "weight_decay": args.weight_decay}
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **decay)
+    adam = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
     # <own>
     both, optimizers = policy, optimizer
     if curriculum:
@@ -300,72 +300,60 @@ def main(args: Args, world: World) -> None:
         optimizers = [optimizer, curriculum.optimizer]
     # </own>
     run = Run(args, task, world, Path(__file__).stem, ACTED)
+    # <own>
+    stale = Stale(args, world)
+    # What else a checkpoint holds: each has a state_dict.
+    parts = {"engine": engine, "stale": stale}
+    if curriculum:
+        parts["curriculum"] = curriculum
+    if branches:
+        parts["branches"] = branches
+    # </own>
     done = 0  # steps trained so far
-    stale = Stale(args, world)  # <own>
     if args.resume:
-        done, state = load_checkpoint(run.folder, both, optimizers, world)  # <own>
-        engine.load_state_dict(state["engine"])
-        # <own>
-        stale.load_state_dict(state)
-        if curriculum:
-            curriculum.window.extend(state["window"])
-        if branches:
-            branches.feedback = state["feedback"]
-        # </own>
+        done = load_checkpoint(run.folder, both, optimizers, parts, world)  # <own>
     engine.sync(policy)
     if args.lag and args.optimal_baseline and (part := strange_part(policy)):  # <own>
         raise BadInput(f"{part}: no gradient norms, use --no_optimal_baseline")  # <own>
     run.start(done)
     if done == 0:
-        run.clock("evaluate")
-        run.log(0, evaluate(engine, task, tokenizer, args, world))
+        run.log(0, evaluate(engine, task, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
     for step in run.steps(done, args.steps):
         means = Means()
 
         # Rollout: this rank's P prompts, G responses each: in their order, or the teacher's choice.
-        run.clock("rollout")
         cursor = (step - 1) * args.prompts_per_step + world.rank * P
         problems = [task.train(cursor + i) for i in range(P)]
         # <own>
         if curriculum:
-            run.clock("teacher")
             problems = curriculum.choose(step)[world.rank * P : (world.rank + 1) * P]
-            run.clock("rollout")
         # </own>
         prompts = [problem.prompt_ids for problem in problems]
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        run.clock("reward")
-        texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
-        scores = task.verifier(texts, [p.answer for p in problems for _ in range(G)])
-        rewards = torch.tensor(scores, device=world.device).view(P, G)  # [P, G]
-        rollout.record_rewards(problems, rewards)  # for samples.jsonl
+        rewards = task.score(rollout, problems, means)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
-        means.add(distinct=(task.distinct(texts, G), P))  # 1: equal answers
 
         # <own>
         if curriculum:
-            run.clock("teacher")
             curriculum.learn(rewards, means)
         sampled = rollout.mask.sum()  # tokens
         rollout.branch = torch.zeros_like(rollout.advantages)  # [N]
-        parts = rollout.split(args.minibatches)
+        shares = rollout.split(args.minibatches)
         if branches:
             # K new endings of every failed response, beside the main rows of its mini-batch.
-            run.clock("branch")
             grown = branches.grow(rollout, rewards, problems, means)
             grown.advantages = divided_by_std(args, grown)
-            parts = branches.join(rollout, grown)
+            shares = branches.join(rollout, grown)
         # </own>
 
-        run.clock("old_logp")
         # <own>
         # Mini-batches. The ranks exchange whole groups, which b needs, until their token counts
         # are about equal.
-        minibatches = [balanced(part, world, G) for part in parts]
+        minibatches = [balanced(part, world, G) for part in shares]
         # </own>
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
@@ -377,7 +365,7 @@ def main(args: Args, world: World) -> None:
             if reference:
                 minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
         # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
-        sampler = run.check_sampler(sampler_gap(minibatches, world))
+        sampler = run.check_sampler(minibatches)
 
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
         # fills there is none: the step trains on nothing and logs what it sampled.
@@ -392,7 +380,6 @@ def main(args: Args, world: World) -> None:
         # </own>
 
         # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
-        run.clock("update")
         # <own>
         # π_old of a stale batch is the policy before this update. So the clip bounds how far one
         # batch moves the policy; the weights w correct for its age.
@@ -400,8 +387,7 @@ def main(args: Args, world: World) -> None:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
         # </own>
         warm_lr = args.lr * min(1.0, (trained + 1) / max(1, args.warmup))  # <own>
-        for group in optimizer.param_groups:
-            group["lr"] = warm_lr  # <own>
+        optimizer.param_groups[0]["lr"] = warm_lr  # <own>
         for minibatch in minibatches:
             # <own>
             prepare(args, policy, minibatch, means, world)
@@ -415,9 +401,10 @@ def main(args: Args, world: World) -> None:
                 loss, count, stats = policy_loss(args, logp, entropy, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                run.watch(minibatch, rows, logp, entropy, count)  # logp.grad, for samples.jsonl
-                means.add(loss=(loss, count), **stats, **by_sign(entropy, micro))
-            divide_gradients(policy, denominator, world)  # by the count on all ranks: the mean
+                minibatch.put(rows, logp=logp.detach(), entropy=entropy, weight=-logp.grad)
+                means.add(loss=(loss, count), **stats)
+            # From sums to means: by the count of all ranks. So are the weights of the tokens.
+            minibatch.weight /= divide_gradients(policy, denominator, world)
             # <own>
             if args.lag:
                 rho = ess_ratio(gather(log_w, world)).item()
@@ -427,30 +414,21 @@ def main(args: Args, world: World) -> None:
                 means.add(ess_ratio=(rho, 1), lr_damping=(1 - scale, args.ess_scaling))
             # </own>
             norm = clip_gradients(policy, args.grad_clip)
-            if run.gradient_is_finite(norm, minibatch, means):  # else skip the step
+            run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN
+            if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
-
-        run.clock("sync")
+            means.add(**by_sign(minibatch))
         engine.sync(policy)
 
         means.add(**of_rollout(rollout, rewards, task) | {"tokens": (sampled, None)})  # <own>
-        metrics = means.reduce(world) | sampler
-        metrics["lr"] = optimizer.param_groups[0]["lr"]
+        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         metrics["layers_acted"] = sum(bool(metrics.get(name)) for name in LAYERS)  # <own>
         if run.due(step, args.eval_every):
-            run.clock("evaluate")
-            metrics |= evaluate(engine, task, tokenizer, args, world)
-        run.log(step, metrics)  # before saving, so that no kill can lose this line
+            metrics |= evaluate(engine, task, args, world)
+        run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
         if run.due(step, args.save_every):
-            run.clock("save")
-            state = {"engine": engine.state_dict()}
-            # <own>
-            state |= stale.state_dict()
-            state["window"] = list(curriculum.window) if curriculum else []
-            state["feedback"] = branches.feedback if branches else []
-            # </own>
-            save_checkpoint(run.folder, step, both, optimizers, state, world)  # <own>
+            save_checkpoint(run.folder, step, both, optimizers, parts, world)  # <own>
     if args.save_hf:
         save_model(policy, tokenizer, run.folder / "model", world)
     run.finish()

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.distributed import World, full_parameters
+from common.plumbing.clock import timed
 from common.plumbing.errors import RunStopped, blame, say
 from common.plumbing.folder import checkpoints, how_to_continue, sync, whole
 
@@ -25,11 +26,12 @@ KEEP_CHECKPOINTS = 3
 PICKLE = "with pickle, which runs any code that is in it: use only runs of your own"
 
 
+@timed("save")
 def save_checkpoint(
-    folder: Path, step: int, policy: nn.Module, optimizer: Optimizer, state: dict, world: World
+    folder: Path, step: int, policy: nn.Module, optimizer: Optimizer, parts: dict, world: World
 ) -> None:
     """Write `folder/checkpoints/step_<n>`: sharded weights and moments, and each rank's random
-    number generators and `state`.
+    number generators and the `state_dict()` of each of `parts` (name -> object).
 
     It is written under another name and renamed when complete: a kill at any moment leaves the
     older checkpoints usable. `optimizer` may be a list of several.
@@ -55,7 +57,8 @@ def save_checkpoint(
         generators = {"python": random.getstate(), "torch": torch.get_rng_state()}
         if world.device.type == "cuda":
             generators["cuda"] = torch.cuda.get_rng_state()
-        share = {"generators": generators, "state": state, "ranks": world.size}
+        states = {name: part.state_dict() for name, part in parts.items()}
+        share = {"generators": generators, "parts": states, "ranks": world.size}
         torch.save(share, partial / f"rank{world.rank}.pt")
         sync(partial / f"rank{world.rank}.pt")  # torch has synced the shards
         write_digests(partial, world)
@@ -107,13 +110,14 @@ def first_failure() -> Iterator[None]:
 
 
 def load_checkpoint(
-    folder: Path, policy: nn.Module, optimizer: Optimizer, world: World
-) -> tuple[int, dict]:
-    """Restore the newest checkpoint in place; returns its step and this rank's `state`.
+    folder: Path, policy: nn.Module, optimizer: Optimizer, parts: dict, world: World
+) -> int:
+    """Restore the newest checkpoint in place, with the `parts` that it was saved with; returns its
+    step.
 
-    Weights and moments fit any number of ranks, `state` does not. If another number of ranks saved
-    the checkpoint, `state["other_ranks"]` is that number, else 0; a rank that did not exist then
-    gets the first rank's state. The caller must refuse state that belongs to one rank alone.
+    Weights and moments fit any number of ranks. A part has the state of its own rank; on a rank
+    that did not exist when it was saved, that of the first one. So a part whose state belongs to
+    one rank alone must refuse another number of ranks in its `load_state_dict`.
     """
     checkpoint = checkpoints(folder)[-1]
     if world.rank == 0:
@@ -135,10 +139,12 @@ def load_checkpoint(
     torch.set_rng_state(generators["torch"])
     if "cuda" in generators and world.device.type == "cuda":
         torch.cuda.set_rng_state(generators["cuda"])
-    other = saved["ranks"] if saved["ranks"] != world.size else 0
-    if other and world.rank == 0:
-        say(f"{checkpoint}: saved by {other} rank(s), now {world.size}: not bit-exact")
-    return int(checkpoint.name.removeprefix("step_")), saved["state"] | {"other_ranks": other}
+    if saved["ranks"] != world.size and world.rank == 0:
+        ranks = f"saved by {saved['ranks']} rank(s), now {world.size}"
+        say(f"{checkpoint}: {ranks}: not bit-exact")
+    for name, part in parts.items():
+        part.load_state_dict(saved["parts"][name])
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def save_model(policy: nn.Module, tokenizer: Tokenizer, folder: Path, world: World) -> None:

@@ -1,13 +1,13 @@
 """The two accuracies of a run: greedy and sampled, on problems that training never sees."""
 
-from transformers import PreTrainedTokenizerBase as Tokenizer
-
 from common.data import Task
 from common.distributed import World, global_sum
+from common.plumbing.clock import timed
 from common.plumbing.errors import BadInput
 
 
-def evaluate(engine: object, task: Task, tokenizer: Tokenizer, args: object, world: World) -> dict:
+@timed("evaluate")
+def evaluate(engine: object, task: Task, args: object, world: World) -> dict:
     """Accuracy on the held-out problems, over all ranks.
 
     `greedy`: of one response at temperature 0; `sampled`: the mean of --eval_samples responses;
@@ -21,7 +21,7 @@ def evaluate(engine: object, task: Task, tokenizer: Tokenizer, args: object, wor
     ways = (("greedy", 1, 0.0), ("sampled", args.eval_samples, args.temperature))
     for name, n, temperature in ways:
         rollout = engine.generate(prompts, n, args.max_new_tokens, temperature)
-        texts = tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+        texts = task.tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
         answers = [problem.answer for problem in problems for _ in range(n)]
         scores = verifier(texts, answers)
         right[name] = sum(scores) / n

@@ -40,6 +40,18 @@ Betas = Annotated[tuple[float, float], Rule("from 0 to below 1", lambda x: 0 <= 
 class Flags:
     """The flags that only `common` reads; the same in every file."""
 
+    model: str = "tiny"
+    """Hub name, local folder, or `tiny`: the small model in this repository."""
+    eval_every: Count = 25
+    """Steps between two evaluations on the held-out problems (our choice)."""
+    save_every: Count = 50
+    """Steps between two checkpoints (our choice)."""
+    save_hf: bool = False
+    """Save the final model in the Hugging Face format, in `model` in the run folder."""
+    resume: bool | Literal["auto"] = False
+    """Continue from the newest checkpoint in the run folder; auto: only if there is one."""
+    micro_tokens: Count = 16384
+    """Tokens, with padding, in one pass: limits memory; the gradient is the same (our choice)."""
     task: str = "arithmetic"
     """`arithmetic` (or arithmetic:mix, :deep, :noisy, :steps), a .jsonl or .parquet file, a hub set
     (gsm8k, math, dapo-math-17k, ...), or a .py file of your own (see docs/yours.md)."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import tyro
 
 from common.distributed import ALONE, CLOSING, SMALL, World, setup
+from common.plumbing.clock import RUNNING, SECONDS
 from common.plumbing.errors import BadInput, RunStopped, blame, in_one_line
 from common.plumbing.flags import broken_rule
 from common.plumbing.model import EMBEDDED, parameters_of
@@ -37,6 +38,8 @@ def launch(main: Stage, Args: type, prepare: Stage | None = None) -> None:
     to stop. A program that does not train gives a `prepare(args, world)`, which replaces `check`.
     """
     world, code, Run.new = ALONE, 0, None
+    RUNNING.clear()
+    SECONDS.clear()
     if sys.stdout:  # None if it is closed; it may know neither Greek letters nor a folder's name
         sys.stdout.reconfigure(errors="replace")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while all loads: end without a traceback
@@ -81,13 +84,14 @@ def report(error: Exception, world: World) -> None:
     # torch has no class of errors for the memory of CPUs.
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "alloc_cpu" in str(error):
         lower = "--micro_tokens, or of the sampler --rollout_rows or --vllm_memory"
-        message = f"out of memory in {Run.phase or 'set-up'} ({in_one_line(error)}): lower {lower}"
+        phase = RUNNING[0] if RUNNING else "update or set-up"
+        message = f"out of memory in {phase} ({in_one_line(error)}): lower {lower}"
     elif isinstance(error, BadInput | RunStopped):
         message = " ".join(str(error).splitlines())
     else:
         traceback.print_exc()
         return
-    if world.rank > 0 and Run.phase:
+    if world.rank > 0:
         print(file=sys.stderr)  # ends the first rank's progress bar
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
 

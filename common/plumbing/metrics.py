@@ -39,11 +39,12 @@ class Means:
         return means | {name: sums[name] for name in self.plain}
 
 
-def by_sign(entropy: Tensor, batch: Rollout) -> dict[str, tuple[Tensor, Tensor]]:
-    """Entropy `[n, T]` per token, over all rows and over those of Â > 0 (good) and Â < 0 (bad); and
+def by_sign(batch: Rollout) -> dict[str, tuple[Tensor, Tensor]]:
+    """Entropy per token, over all rows and over those of Â > 0 (good) and Â < 0 (bad); and
     tokens per row of both. The mean over all rows hides how a collapse begins: the responses of
     negative advantage grow longer.
     """
+    entropy = batch.entropy  # [n, T]
     found = {"entropy": (entropy.sum(), batch.mask.sum())}
     by_row, lengths = entropy.sum(1), batch.mask.sum(1)  # [n], [n]
     for name, rows in (("good", batch.advantages > 0), ("bad", batch.advantages < 0)):

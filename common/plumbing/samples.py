@@ -2,9 +2,9 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch.distributed as dist
-from torch import Tensor
 
 from common.batch import Rollout
 
@@ -23,49 +23,46 @@ class Samples:
     """
 
     def __init__(self, task: object, args: object):
-        self.task, self.args, self.step = task, args, 0
-        self.batch, self.number, self.kept = None, 0, []
+        self.task, self.args = task, args
 
-    def wanted(self) -> bool:
+    def wanted(self, step: int) -> bool:
         """Whether something is kept of this step."""
-        args, step = self.args, self.step
+        args = self.args
         if args.sample_every == 0:
             return False
         first_or_last = step in (1, args.steps)
         return first_or_last or step % args.eval_every == 0 or step % args.sample_every == 0
 
-    def watch(
-        self,
-        minibatch: Rollout,
-        rows: Tensor,
-        logp: Tensor,
-        entropy: Tensor,
-        count: Tensor,
-        token_advantages: Tensor | None = None,
-    ) -> None:
-        """Keep what is shown of these rows `[n]`, after their backward pass; all ranks together.
+    def collect(
+        self, step: int, example: dict | None, minibatches: Sequence[Rollout]
+    ) -> list[dict]:
+        """The rows of a step: an evaluation's example, and a group of the first and of the last
+        mini-batch that was trained on. All ranks together."""
+        rows = []
+        if example and self.args.sample_every:
+            rows.append({"step": step, "example": as_texts(example)})
+        trained = [batch for batch in minibatches if hasattr(batch, "weight")]
+        numbers = sorted({0, len(trained) - 1}) if trained and self.wanted(step) else []
+        for number in numbers:
+            row = {"step": step, "minibatch": number + 1, "minibatches": len(trained)}
+            rows.append(row | self._group(trained[number]))
+        return rows
 
-        `token_advantages [n, T]`: where a response has more than one advantage.
-        """
-        if not self.wanted():
-            return
-        if minibatch is not self.batch:
-            self.batch, self.number = minibatch, self.number + 1
-            group = {"minibatch": self.number, "group": self._choose_group(minibatch)}
-            tokens = int(minibatch.mask.sum())
-            sums = {"count": 0.0, "tokens": tokens, "rows": len(minibatch)}  # of this rank
-            del self.kept[1:]  # of a step the first mini-batch is kept, and the latest
-            self.kept.append((group, sums, []))
-        group, sums, responses = self.kept[-1]
-        sums["count"] += float(count)
-        columns = {"logp": logp, "entropy": entropy, "weight": -logp.grad}  # [n, T]
-        if token_advantages is not None:
-            columns["advantage"] = token_advantages  # [n, T], instead of the response's
-        shown = (minibatch.problem[rows] == group["group"]).nonzero()[:, 0]
-        for i, row in zip(shown.tolist(), rows[shown].tolist()):
-            one = minibatch.rows(slice(row, row + 1))
-            own = {name: column[i] for name, column in columns.items()}  # [T]
-            responses.append((row, self._response(one, own)))
+    def _group(self, batch: Rollout) -> dict:
+        """A group of a mini-batch, with the responses of all ranks."""
+        group = self._choose_group(batch)
+        own = (batch.problem == group).nonzero()[:, 0].tolist()
+        responses = [self._response(batch.rows(slice(row, row + 1))) for row in own]
+        sums = {"tokens": int(batch.mask.sum()), "rows": len(batch)}
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, (sums, responses))
+        found = {"group": group}
+        for name in sums:
+            found[name] = sum(part[name] for part, _ in parts)
+        problem = self.task.train(group)
+        found |= as_texts({"prompt": problem.prompt, "answer": problem.answer})
+        found["responses"] = [response for _, part in parts for response in part]
+        return found
 
     def _choose_group(self, minibatch: Rollout) -> int:
         """The lowest number of a problem with different rewards, or else of any problem."""
@@ -79,12 +76,15 @@ class Samples:
         different = [problem for problem in rewards if len(rewards[problem]) > 1]
         return min(different) if different else min(rewards)
 
-    def _response(self, one: Rollout, columns: dict[str, Tensor]) -> dict:
+    def _response(self, one: Rollout) -> dict:
         """The batch of one row, as plain numbers and texts."""
         length, decode = int(one.mask.sum()), self.task.tokenizer.decode
+        columns = {name: getattr(one, name)[0] for name in ("logp", "entropy", "weight")}  # [T]
         for name, column in vars(one).items():
             if name.endswith("_logp"):  # by every policy that was asked: π_old, μ, π_ref, a teacher
                 columns[name] = column[0]
+        if hasattr(one, "token_advantages"):  # instead of the response's
+            columns["advantage"] = one.token_advantages[0]
         ids, response = one.tokens[0, :length].tolist(), one.response_ids()[0]
         listed = {"ids": ids, "tokens": [decode([token]) for token in ids]}
         for name, column in columns.items():
@@ -101,29 +101,6 @@ class Samples:
             found["left_out"] = [end, length - 2 * end]
             listed = {name: column[:end] + column[-end:] for name, column in listed.items()}
         return found | listed
-
-    def collect(self, step: int, example: dict | None) -> list[dict]:
-        """The kept groups of all ranks and an evaluation's example, as rows; then they are gone."""
-        if not self.args.sample_every:
-            return []
-        kept, minibatches, rows = self.kept, self.number, []
-        self.batch, self.number, self.kept = None, 0, []
-        if example:
-            rows.append({"step": step, "example": as_texts(example)})
-        for group, sums, responses in kept:
-            parts = [None] * dist.get_world_size()
-            dist.all_gather_object(parts, (sums, responses))
-            total = {name: sum(part[name] for part, _ in parts) for name in sums}
-            shown = []
-            for _, part in parts:
-                for _, response in sorted(part, key=lambda pair: pair[0]):
-                    weights = [value / total["count"] for value in response["weight"]]
-                    shown.append(response | {"weight": six_digits(weights)})
-            problem = self.task.train(group["group"])
-            asked = as_texts({"prompt": problem.prompt, "answer": problem.answer})
-            row = group | {"step": step, "minibatches": minibatches} | total | asked
-            rows.append(row | {"responses": shown})
-        return rows
 
 
 def as_texts(row: dict) -> dict:

@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,8 @@ from tqdm import tqdm
 from common.batch import Rollout
 from common.distributed import CLOSING, StopFlag, World
 from common.data import PURE, unreadable
+from common.logprobs import sampler_gap
+from common.plumbing.clock import SECONDS, wait_for_gpu
 from common.plumbing.curves import draw_curves
 from common.plumbing.errors import BadInput, RunStopped, blame, say
 from common.plumbing.folder import as_lines, checkpoints, lock, new_folder, other_flags
@@ -25,6 +27,7 @@ from common.plumbing.folder import read_lines, runs_called, how_to_continue, syn
 from common.plumbing.metrics import Means
 from common.plumbing.samples import Samples, before_and_after
 
+START = time.perf_counter()  # of the program, nearly
 MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
 MOST_IDLE = 0.9  # share of zero-variance groups, above which the end of a run warns
 MOST_APART = 3  # steps in a row in which sampler and trainer disagree, before the run stops
@@ -43,11 +46,10 @@ class Run:
     """
 
     # Class attributes: `launch` reports a failure, maybe before there is a Run, and then ends the
-    # progress bar and names the phase. `phase` is the work being done now, since the time `since`.
-    # `new` is the folder of a new run until its first line: of bad input nothing is left behind.
-    phase, new = "", None
+    # progress bar. `new` is the folder of a new run until its first line: of bad input nothing is
+    # left behind.
+    new = None
     bar = tqdm(disable=True)
-    since = time.perf_counter()
 
     def __init__(
         self, args: object, task: object, world: World, algorithm: str, acted: dict[str, str]
@@ -57,10 +59,9 @@ class Run:
         The first one stays 0 while the algorithm's own mechanism does nothing. Writes nothing yet.
         """
         self.args, self.task, self.world, self.acted = args, task, world, next(iter(acted))
-        self.seconds, self.stopping = defaultdict(float), False
+        self.since, self.stopping = START, False
         self.wandb, self.skipped, self.apart = None, 0, 0
         self.samples = Samples(task, args)
-        self.watch = self.samples.watch
         config = {"algorithm": algorithm, "acted": acted, "ranks": world.size}
         config |= asdict(args) | {"data": task.fingerprint}
         self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
@@ -103,6 +104,7 @@ class Run:
     def start(self, done: int) -> None:
         """Make the run folder, now that all input is known to be right, and say what comes."""
         args, self.done = self.args, done
+        self.rest = "load"  # the phase of the time that no timed function takes
         seen, warning = self._problems_of(done), unreadable(self.task)
         with blame(f"--run_dir {self.folder}: cannot be used"):
             if self.world.rank == 0:
@@ -177,34 +179,24 @@ class Run:
         for step in range(done + 1, last + 1):
             if self.stopping:
                 return
-            self.samples.step = step
+            self.rest = "update"
             yield step
             self.bar.update()
-
-    def clock(self, phase: str) -> None:
-        """From here on time counts towards `phase`."""
-        if self.world.device.type == "cuda":
-            # Kernels run after the call returns. Without this, another phase gets their time.
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        self.seconds[f"seconds_{Run.phase or 'load'}"] += now - self.since
-        self.since, Run.phase = now, phase
 
     def due(self, step: int, every: int) -> bool:
         """Whether this step is one of every `every`, or the last one."""
         return step % every == 0 or step == self.args.steps or self.stopping
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(
+        self, step: int, metrics: dict[str, float], minibatches: Sequence[Rollout] = ()
+    ) -> None:
         """Append the step's line to metrics.jsonl and show it on the progress bar.
 
         Also finds out whether a signal asked the run to stop after this step."""
-        self.clock("log")
         example = metrics.pop("example", None)
-        self.note("samples.jsonl", self.samples.collect(step, example))
-        seconds = sum(self.seconds.values())
-        line = {"step": step} | metrics | self.seconds
-        line |= {"tokens_per_s": metrics.get("tokens", 0) / seconds, "seconds": seconds}
-        self.seconds.clear()
+        self.note("samples.jsonl", self.samples.collect(step, example, minibatches))
+        line = {"step": step} | metrics | self._seconds()
+        line["tokens_per_s"] = metrics.get("tokens", 0) / line["seconds"]
         self.done, self.stopping = step, self.stop.anywhere(self.world)
         if self.due(step, self.args.save_every):
             self.note("problems.jsonl", [{"step": step, "seen": self._problems_of(step)}])
@@ -214,6 +206,17 @@ class Run:
             self.wandb.log(line, step=step)
         shown = [name for name in (*SHOWN, self.acted) if name in line]
         self.bar.set_postfix({name: f"{line[name]:.3g}" for name in shown}, refresh=False)
+
+    def _seconds(self) -> dict[str, float]:
+        """The seconds since the last line, in all and by phase."""
+        wait_for_gpu()
+        now = time.perf_counter()
+        seconds = now - self.since
+        self.since = now
+        phases = {f"seconds_{phase}": spent for phase, spent in SECONDS.items()}
+        SECONDS.clear()
+        phases[f"seconds_{self.rest}"] = seconds - sum(phases.values())
+        return phases | {"seconds": seconds}
 
     def note(self, name: str, rows: list[dict]) -> None:
         """Append rows to a JSON-lines file of the run folder, on rank 0."""
@@ -225,11 +228,11 @@ class Run:
                     file.write(as_lines(rows))
                 sync(self.folder / name)
 
-    def gradient_is_finite(self, norm: float, batch: Rollout, means: Means) -> bool:
-        """Whether to apply the gradient, by its norm, which is the same on every rank.
+    def check_gradient(self, norm: float, batch: Rollout, means: Means) -> None:
+        """Stop the run if the norms of MOST_SKIPPED gradients in a row were no numbers, and leave
+        the batch in its folder. The norm is the same on every rank.
 
-        Logs `grad_norm` (of applied gradients) and `skipped` (how many were not). After
-        MOST_SKIPPED in a row the run stops, and leaves the batch in its folder.
+        Adds `grad_norm` (of applied gradients) and `skipped` (how many were not) to the metrics.
         """
         finite = math.isfinite(norm)
         means.add(grad_norm=(norm if finite else 0.0, finite))
@@ -244,14 +247,14 @@ class Run:
             wrong = f"{MOST_SKIPPED} gradients in a row were NaN or infinite, none was applied"
             causes = "a learning rate, weight or penalty far too large, a mask or length of 0"
             raise RunStopped(f"{wrong}; the last batch is in {path}. Usual causes: {causes}.")
-        return finite
 
-    def check_sampler(self, sampler: dict[str, float]) -> dict[str, float]:
+    def check_sampler(self, minibatches: list[Rollout]) -> dict[str, float]:
         """Stop the run if sampler and trainer disagree; else return the metrics of the sampler.
 
         They disagree if the gap is above the tolerance in MOST_APART steps in a row, or above ten
         times the tolerance once. Then every ratio would be wrong, and nothing else would show it.
         """
+        sampler = sampler_gap(minibatches, self.world)
         gap = sampler["sampler_gap"]
         precisions = (self.args.dtype, self.args.rollout_dtype)  # the second one may be "auto"
         usual = max(TOLERANCE.get(precision, 0.0) for precision in precisions)

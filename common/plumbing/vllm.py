@@ -13,6 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from common.batch import Rollout
 from common.distributed import CLOSING, TIMEOUT, World
 from common.distributed import full_parameters
+from common.plumbing.clock import timed
 from common.plumbing.errors import BadInput, RunStopped, blame, in_one_line
 from common.plumbing.flags import key_values
 from common.plumbing.model import EMBEDDED
@@ -87,6 +88,7 @@ class VLLMEngine:
             self.llm.wake_up(tags=asleep)
             self.awake.update(asleep)
 
+    @timed("sync")
     def sync(self, policy: torch.nn.Module) -> None:
         """Push the trainer's weights into the engine, one whole tensor at a time. They stay awake,
         because sampling or a checkpoint follows."""
@@ -113,6 +115,7 @@ class VLLMEngine:
     def load_state_dict(self, state: dict) -> None:
         self.calls = state["calls"]
 
+    @timed("rollout")
     def generate(
         self,
         prompts: list[list[int]],

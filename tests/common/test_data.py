@@ -118,7 +118,7 @@ def test_evaluation_asks_the_held_out_verifier(tiny, world):
     task.held_out_verifier = lambda texts, answers: [0.0] * len(texts)
     engine = HFEngine(tiny[0], world, 0, "float32", 64)
     for expected in (0, 1):
-        found = evaluate(engine, task, tiny[1], Args(), world)
+        found = evaluate(engine, task, Args(), world)
         assert found["greedy"] == found["sampled"] == found["example"]["reward"] == expected
         task.held_out_verifier = None
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from common import logprobs as rollout_module
 from common.batch import Rollout
-from common.distributed import World
-from common.logprobs import Policy, micro_batches, response_logprobs, sampler_gap
+from common.distributed import ALONE, World
+from common.logprobs import Policy, micro_batches, response_logprobs
 from common.plumbing.errors import RunStopped
 from common.rollout import HFEngine
 from common.plumbing.tracking import Run
@@ -120,8 +120,12 @@ def test_chunks_of_rows_give_one_rollout(tiny, world, prompts):
 
 def verifier(args: Args) -> Callable[[float], dict]:
     """`Run.check_sampler` of a run that has just begun, as a function of the gap."""
-    run = SimpleNamespace(args=args, apart=0, say=print)
-    return lambda gap: Run.check_sampler(run, {"sampler_gap": gap})
+    run, one = SimpleNamespace(args=args, apart=0, world=ALONE), torch.ones(1, 1)
+
+    def check(gap: float) -> dict:
+        return Run.check_sampler(run, [Rollout(old_logp=gap * one, rollout_logp=0 * one, mask=one)])
+
+    return check
 
 
 def test_check_fires_where_the_gap_stays(world):
@@ -132,9 +136,7 @@ def test_check_fires_where_the_gap_stays(world):
         step(gap)
     with pytest.raises(RunStopped, match="--sampler_tolerance"):
         step(2e-3)
-    one = torch.ones(1, 1)
-    batch = Rollout(old_logp=one * float("nan"), rollout_logp=-one, mask=one)
-    for gap in (0.011, sampler_gap([batch], world)["sampler_gap"]):
+    for gap in (0.011, float("nan")):
         with pytest.raises(RunStopped):
             verifier(Args(dtype="float32"))(gap)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from common.plumbing.checkpoint import save_model
 from common.distributed import CLOSING, setup, shard
-from common.logprobs import Policy, all_logprobs, sampler_gap
+from common.logprobs import Policy, all_logprobs
 from common.plumbing import vllm as vllm_module
 from common.plumbing.errors import RunStopped
 from common.plumbing.model import load_model
@@ -85,7 +85,7 @@ def gap(
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     rollout = engine.generate(prompts, 4, 32, args.temperature, **how)
     rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)
-    Run.check_sampler(SimpleNamespace(args=args, apart=2), sampler_gap([rollout], world))
+    Run.check_sampler(SimpleNamespace(args=args, apart=2, world=world), [rollout])
     return ((rollout.old_logp - rollout.rollout_logp) * rollout.mask).abs().max().item()
 
 

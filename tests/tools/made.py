@@ -74,7 +74,7 @@ def row_of(batch: dict[str, torch.Tensor], **more: object) -> dict:
             if name in batch:
                 answer[name] = batch[name][i, :length].tolist()
         responses.append(answer)
-    row = {"step": 1, "minibatch": 1, "minibatches": 1, "count": float(len(responses)), "group": 0}
+    row = {"step": 1, "minibatch": 1, "minibatches": 1, "group": 0}
     row |= {"rows": len(responses), "tokens": int(batch["mask"].sum())}
     return row | {"prompt": "1+1=", "answer": "2", "responses": responses} | more
 

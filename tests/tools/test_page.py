@@ -105,8 +105,8 @@ def test_another_files_divisor_is_the_mini_batchs(name, own, group, tmp_path):
         shorter = torch.nn.functional.pad(column, (0, 14)) if column.dim() == 2 else column
         whole[key] = torch.cat([shorter, longer])
     sizes = {"rows": len(whole["mask"]), "tokens": int(whole["mask"].sum())}
-    counted, theirs = ("rows", "tokens") if name == "grpo" else ("tokens", "rows")
-    row = row_of(group, **sizes | {"count": float(sizes[theirs])})
+    counted = "rows" if name == "grpo" else "tokens"
+    row = row_of(group, **sizes)
     found, _, told = under(
         page.page_data([with_samples(tmp_path, [row], own)], ROOT, variants=True), name
     )
@@ -165,7 +165,7 @@ def test_hostile_text_stays_text_and_nothing_is_fetched(group, tmp_path):
 
 DAMAGED = [  # file, line, the value's place in it, and its new value (None: deleted)
     ("metrics.jsonl", 3, ["reward"], "0.5"),
-    ("samples.jsonl", 1, ["count"], None),
+    ("samples.jsonl", 1, ["prompt"], None),
     ("samples.jsonl", 1, ["responses", 1, "logp"], [0.0]),
     ("samples.jsonl", 1, ["responses", 1, "logp", 0], 10**400),
     ("samples.jsonl", 1, ["responses", 1, "text"], "\ud800"),

@@ -27,7 +27,7 @@ from pathlib import Path
 from tools import arguments
 from checks.files import ROOT
 
-PHASES = ("rollout", "reward", "old_logp", "update", "sync")  # TRL samples with the policy itself
+PHASES = ("rollout", "reward", "logprobs", "update", "sync")  # TRL samples with the policy itself
 SCORE = "_generate_and_score_completions"  # TRL's rollout, rewards and old log-probs
 # model: prompts, responses to each, tokens of each, steps measured after two to warm up
 SIZES = {"tiny": (16, 8, 64, 12), "other": (2, 4, 32, 3), "qwen3-1.7b": (8, 8, 512, 4)}
@@ -192,7 +192,7 @@ def trl(model: str, folder: str, full: bool, size: list[int], minibatches: int) 
     step = statistics.median(b - a for a, b in zip(moments[1:], moments[2:]))
     rollout, reward_part, score = (statistics.median(times[2:]) for times in spent.values())
     found = {"step": step, "rollout": rollout, "reward": reward_part, "update": step - score}
-    found |= {"old_logp": score - rollout - reward_part}
+    found |= {"logprobs": score - rollout - reward_part}
     logged = [line for line in trainer.state.log_history if "reward" in line]
     length = statistics.median(line["completions/mean_length"] for line in logged[2:])
     return found | {"memory": peak_memory(), "tokens": length * P * G}
@@ -222,7 +222,7 @@ def table(found: dict[str, list[dict]]) -> str:
     lines = ["| | grpo.py | TRL | ratio |", "|---|---|---|---|"]
     for rounds in found.values():
         for one in rounds:
-            one["both"] = one["old_logp"] + one["update"]
+            one["both"] = one["logprobs"] + one["update"]
     for label, name in rows.items():
         cells, medians = [], []
         for rounds in found.values():

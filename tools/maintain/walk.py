@@ -28,9 +28,8 @@ from tools import arguments
 from checks.files import ROOT
 
 PAGE = ROOT / "docs" / "walk.md"
-KEPT = (
-    "load_task advantages sampler_gap policy_loss micro_batches clip_gradients of_rollout".split()
-)
+KEPT = "load_task advantages balance_tokens policy_loss micro_batches".split()
+KEPT += ["clip_gradients", "of_rollout"]
 SEEN = 0, 15  # problems whose responses the page shows: of the first and of the last mini-batch
 CODE = re.compile(r"(?<=```python\n).+?(?=\n```)", re.DOTALL)
 
@@ -78,7 +77,7 @@ def found(calls: dict[str, list[tuple]]) -> dict[str, str]:
     tokenizer, task = calls["load_task"][0][0][1], calls["load_task"][0][2]
     (rewards,), _, A = calls["advantages"][0]
     rollout = calls["of_rollout"][0][0][0]
-    parts = calls["sampler_gap"][0][0][0]
+    parts = [part for _, _, part in calls["balance_tokens"]]
     metrics = calls["log"][-1][0][2]
     P, G = rewards.shape
     N, T = rollout.tokens.shape
