@@ -36,7 +36,8 @@ def launch(main: Stage, Args: type, prepare: Stage | None = None) -> None:
     Errors meant for people are one line on stderr: exit code 2 for bad input, 1 for a run that had
     to stop. A program that does not train gives a `prepare(args, world)`, which replaces `check`.
     """
-    world, code, Run.new = ALONE, 0, None
+    world, code = ALONE, 0
+    Run.new = None
     if sys.stdout:  # None if it is closed; it may know neither Greek letters nor a folder's name
         sys.stdout.reconfigure(errors="replace")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while all loads: end without a traceback
