@@ -37,7 +37,8 @@ def launch(main: Stage, Args: type, prepare: Stage | None = None) -> None:
     Errors meant for people are one line on stderr: exit code 2 for bad input, 1 for a run that had
     to stop. A program that does not train gives a `prepare(args, world)`, which replaces `check`.
     """
-    world, code, Run.new = ALONE, 0, None
+    world, code = ALONE, 0
+    Run.new = None
     RUNNING.clear()
     SECONDS.clear()
     if sys.stdout:  # None if it is closed; it may know neither Greek letters nor a folder's name
