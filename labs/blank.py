@@ -58,8 +58,6 @@ STATISTICS = {
     "capped_share": f"tokens with r over the cap {TOKENS}",
     "reshaped": "|φ - 1| / responses",
     "second_moment": f"(log π_θ/μ)², masked or not {TOKENS}",
-    "pull": "τ |log π_θ(y)/π_old(y)| of responses / |Â| of responses",
-    "turned": "responses whose weight has not the sign of Â / responses with Â ≠ 0",
     "left_out": f"tokens that are not trained {TOKENS}",
     "held_share": f"tokens held near π_old {TOKENS}",
     "held_pull": "κ |log r| of the tokens held / tokens held",
@@ -83,8 +81,6 @@ OWN = {
     ("vespo", "weight_max"): "the largest W / None",
     ("vcpo", "weight"): "min(w, cap) of the whole response / responses",
     ("vcpo", "weight_max"): "the largest w of a response, before its cap / None",
-    ("gmpo", "clip_share"): f"tokens with M = 0: Â > 0 and log r > ε, or Â < 0 and log r < -ε "
-    f"{TOKENS}",
     ("m2po", "weight_max"): "the largest π_θ/μ of a response token / None",
     ("cispo", "weight_max"): "the largest r of a response token, before its cap / None",
     ("icepop", "weight"): f"C {TOKENS}",

@@ -16,7 +16,7 @@ from tools.maintain.marks import changes, code_lines
 from tests.helpers import ROOT, module_of
 
 COMMON = sorted((ROOT / "common").rglob("*.py"))
-LOSS_ONLY = [name for name in ("gspo", "sapo", "maspo", "gmpo", "pmd") if name in PATHS]
+LOSS_ONLY = [name for name in ("gspo", "sapo", "maspo") if name in PATHS]
 # Code lines, and changed code lines against the base file. stapo also finds its quantile over
 # ranks; vcpo, deep_grpo and goldilocks change more than the loss, each by one object.
 USUAL = (178, 34)
