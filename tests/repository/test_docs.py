@@ -1,5 +1,5 @@
 """The promises of the pages: commands would start, links and pointers lead somewhere, every metric
-is explained."""
+is explained, and the code to write from memory computes what the files do."""
 
 import ast
 import importlib
@@ -8,15 +8,18 @@ import math
 import re
 import shlex
 import sys
-from collections import Counter
 from pathlib import Path
 
+import grpo
 import pytest
 import torch
 from common.distributed import World
 from common.plumbing import launch
 from labs import blank, bug
+from torch import Tensor
+from variants import ppo
 
+from checks import no_kl, terms
 from checks.files import ALGORITHMS, MODULES, PATHS
 from tests.helpers import ROOT, metrics, module_of
 
@@ -115,26 +118,6 @@ def test_every_pointer_names_a_definition_that_exists(path):
         assert name in definitions((ROOT / file).read_text("utf-8")), (file, name)
 
 
-def facts(page: Path) -> tuple[Counter, Counter]:
-    """Its pieces of code and its numbers, without blocks of code and where links lead."""
-    text = re.sub(r"```.*?```|\]\([^)]+\)", "", page.read_text("utf-8"), flags=re.DOTALL)
-    code = re.findall(r"`[^`]+`", text)
-    return Counter(" ".join(one.split()) for one in code), Counter(
-        re.findall(r"\d+(?:[.,]\d+)*", text)
-    )
-
-
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.zh.md", *ROOT.glob("docs/zh/*.md")], ids=name_of_path
-)
-def test_a_chinese_page_has_the_code_and_the_numbers_of_the_english_one(page):
-    docs = ROOT / "docs"
-    english = ROOT / "README.md" if page.parent == ROOT else docs / page.name
-    for mine, theirs in zip(facts(page), facts(english)):
-        assert mine == theirs, (mine - theirs, theirs - mine)
-    assert commands(page.read_text("utf-8")) == commands(english.read_text("utf-8"))
-
-
 # Metrics
 
 
@@ -149,3 +132,53 @@ def test_every_metric_is_explained(finished):
     for algorithm in ALGORITHMS:
         logged |= module_of(algorithm).ACTED.keys()
     assert logged <= explained, logged - explained
+
+
+# Code to write from memory
+
+
+def code(start: str) -> dict:
+    """What the block of code in docs/questions.md that begins so defines."""
+    page = (ROOT / "docs/questions.md").read_text("utf-8")
+    block = re.search(rf"```python\n({re.escape(start)}.+?)```", page, re.DOTALL)[1]
+    defined: dict = {"torch": torch}
+    exec(block, defined)
+    return defined
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_grpo_from_memory():
+    """Question 72's code is grpo.py's."""
+    written = code("def advantages")
+    draw = iter(torch.randn(6, 8, 5, generator=torch.Generator().manual_seed(0)).double())
+    rewards = torch.cat([(next(draw) > 0).double(), torch.full((1, 5), 0.7)])
+    assert same(written["advantages"](rewards), grpo.advantages(rewards))
+    assert written["advantages"](rewards)[-1].eq(0).all()
+    mask = (torch.arange(5) < torch.tensor([5, 3, 1, 4, 5, 2, 1, 5])[:, None]).double()
+    old_logp, A = next(draw), next(draw)[:, 0]
+    logp, ref_logp = old_logp + 0.3 * next(draw), old_logp + 0.3 * next(draw)
+    policies = {"logp": logp, "old_logp": old_logp, "ref_logp": ref_logp}
+    loss, count = written["policy_loss"](*policies.values(), A, mask)
+    real, real_count, _ = terms(grpo, grpo.Args(beta=0.01), **policies, advantages=A, mask=mask)
+    assert same(loss, real) and count == real_count
+
+
+def test_ppo_from_memory():
+    """Question 75's code is variants/ppo.py's."""
+    written = code("def gae")
+    draw = iter(torch.randn(8, 3, 5, generator=torch.Generator().manual_seed(0)).double())
+    mask = (torch.arange(5) < torch.tensor([[5], [3], [1]])).double()
+    values, rewards = next(draw) * mask, next(draw) * mask
+    A, target = written["gae"](rewards, values, mask, 0.9, 0.8)
+    for found, real in zip((A, target), ppo.advantages(rewards, values, mask, 0.9, 0.8)):
+        assert same(found, real)
+    old_logp, V = next(draw), values + next(draw)
+    logp = old_logp + 0.3 * next(draw)
+    policy, value = written["ppo"](logp, old_logp, A, V, values, target, mask)
+    rest = {"logp": logp, "old_logp": old_logp, "advantages": A, "mask": mask}
+    loss, count, _ = terms(ppo, no_kl(ppo), **rest)
+    assert same(policy, loss / count)
+    assert same(value, ppo.value_loss(V, values, target, mask, 0.2)[0] / mask.sum())
