@@ -201,7 +201,7 @@ class Branches:
         if not args.boundary or not ends:
             raise BadInput(f"--boundary {args.boundary!r}: no token ends in it")
         self.args, self.engine, self.task, self.world = args, engine, task, world
-        self.boundaries = ends
+        self.tokenizer, self.boundaries = tokenizer, ends
         self.feedback: list[tuple[float, float]] = []  # depth, whether some branch succeeded
 
     def state_dict(self) -> dict:
@@ -228,7 +228,10 @@ class Branches:
         # From each pivot K new endings, all sampled in one batch
         starts = [parent.prompt_ids for parent in parents]
         grown = self.engine.generate(starts, K, args.max_new_tokens, args.temperature, prefixes)
-        outcome = self.task.score(grown, parents, Means())  # [F, K]; not in the rollout's metrics
+        texts = self.tokenizer.batch_decode(grown.response_ids(), skip_special_tokens=True)
+        scores = self.task.verifier(texts, [parent.answer for parent in parents for _ in range(K)])
+        outcome = torch.tensor(scores, device=world.device).view(len(failed), K)  # [F, K]
+        grown.record_rewards(parents, outcome)
         grown.advantages = advantages(outcome).flatten()  # [F·K]: over siblings only
         grown.origin = failed.repeat_interleave(K)  # [F·K]
         # The regression is fitted to the latest pivots of all ranks

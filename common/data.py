@@ -68,7 +68,7 @@ class Task:
     def score(self, rollout: Rollout, problems: list[Problem], means: Means) -> Tensor:
         """The rewards `[P, G]` of the responses to these P problems, which are also written into
         the rollout's columns `rewards` and `problem`."""
-        G = len(rollout) // max(1, len(problems))  # a rank may have no problem
+        G = len(rollout) // len(problems)
         texts = self.tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
         scores = self.verifier(texts, [problem.answer for problem in problems for _ in range(G)])
         rewards = torch.tensor(scores, device=rollout.mask.device).view(len(problems), G)  # [P, G]

@@ -89,8 +89,11 @@ def shard(policy: nn.Module, args: object, world: World, offload: bool = False) 
     offload = offload or args.offload
     small = sum(parameter.numel() for parameter in policy.parameters()) < SMALL
     sharing = args.shard_ranks or (1 if small else world.size)  # ranks
+    plain = sharing == 1 and args.dtype == "float32" and not offload
+    if plain and world.size == 1:
+        return broadcast_module(policy, world)
     sharers, policy.replicas = update_groups(world, sharing)
-    if sharing == 1 and args.dtype == "float32" and not offload:
+    if plain:
         return broadcast_module(policy, world)
     how = {}
     if args.dtype == "bfloat16":

@@ -190,7 +190,10 @@ class Draws:
             problems = self.problems(int(idle.sum()))  # F, on some ranks 0
             prompts = [problem.prompt_ids for problem in problems]
             fresh = self.engine.generate(prompts, G, args.max_new_tokens, args.temperature)
-            verdicts = self.task.score(fresh, problems, Means())  # [F, G]
+            texts = self.tokenizer.batch_decode(fresh.response_ids(), skip_special_tokens=True)
+            scores = self.task.verifier(texts, [p.answer for p in problems for _ in range(G)])
+            verdicts = rewards.new_tensor(scores).view(-1, G)  # [F, G]
+            fresh.record_rewards(problems, verdicts)
             rewards[idle] = verdicts
             # New rows are appended; their indices replace those of the idle groups.
             rows = torch.arange(P * G + len(fresh), device=rewards.device).view(-1, G)  # [P + F, G]

@@ -31,5 +31,7 @@ def test_a_rank_without_failures_waits_for_the_other(tmp_path):
     run = forked(second_rank_succeeds, *flags, ranks=2)
     assert run.returncode == 0, run.stderr[-3000:]
     saved = tmp_path / "run/checkpoints/step_000002"
-    one, other = (torch.load(saved / f"rank{rank}.pt")["state"]["feedback"] for rank in (0, 1))
+    one, other = (
+        torch.load(saved / f"rank{rank}.pt")["parts"]["branches"]["feedback"] for rank in (0, 1)
+    )
     assert one == other and len(one) > 0

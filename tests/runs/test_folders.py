@@ -55,8 +55,8 @@ def test_a_run_goes_on_alone(tmp_path, monkeypatch):
     folder, others = tmp_path / "run", []
     flags, log = [*SMALL, "--run_dir", folder, "--steps"], Run.log
 
-    def log_and_try(self: Run, step: int, metrics: dict) -> None:
-        log(self, step, metrics)
+    def log_and_try(self: Run, step: int, metrics: dict, minibatches: list = ()) -> None:
+        log(self, step, metrics, minibatches)
         if step == 3:  # a checkpoint is there
             before = tree(folder)
             others.append(command("grpo", *flags, 4, "--resume"))
