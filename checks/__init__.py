@@ -11,7 +11,6 @@ that the loss may use besides log π, advantages and mask. Without it, π_old is
 import importlib
 import itertools
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -43,15 +42,11 @@ def written_here(namespace: dict) -> list[Callable]:
 
 
 def replaced(path: Path, old: str, new: str) -> str:
-    """A file's text with `old` replaced, which must be there once. Line breaks inside it do not
-    matter, so that a formatter may move them."""
-    source, tokens = path.read_text(encoding="utf-8"), re.findall(r"\w+|\s+|.", old.strip())
-    # A formatter also puts a comma before a bracket that closes on a line of its own
-    loose = [r",?\s*" + re.escape(t) if t in ")]}" else re.escape(t) for t in tokens if t.strip()]
-    found = re.findall(re.escape(old), source) or re.findall(r"\s*".join(loose), source)
-    if len(found) != 1:  # no AssertionError: that is what a damage that was seen raises
-        raise LookupError(f"{path.name} has {len(found)} times {old!r}")
-    return source.replace(found[0], new)
+    """A file's text with `old` replaced, which must be there once."""
+    source = path.read_text(encoding="utf-8")
+    if source.count(old) != 1:
+        raise LookupError(f"{path.name} has {source.count(old)} times {old!r}")
+    return source.replace(old, new)
 
 
 def mutate(module: ModuleType, old: str, new: str) -> ModuleType:
