@@ -201,7 +201,7 @@ class Branches:
         if not args.boundary or not ends:
             raise BadInput(f"--boundary {args.boundary!r}: no token ends in it")
         self.args, self.engine, self.task, self.world = args, engine, task, world
-        self.tokenizer, self.boundaries = tokenizer, ends
+        self.boundaries = ends
         self.feedback: list[tuple[float, float]] = []  # depth, whether some branch succeeded
 
     def state_dict(self) -> dict:
@@ -228,15 +228,13 @@ class Branches:
         # From each pivot K new endings, all sampled in one batch
         starts = [parent.prompt_ids for parent in parents]
         grown = self.engine.generate(starts, K, args.max_new_tokens, args.temperature, prefixes)
-        texts = self.tokenizer.batch_decode(grown.response_ids(), skip_special_tokens=True)
-        scores = self.task.verifier(texts, [parent.answer for parent in parents for _ in range(K)])
-        outcome = torch.tensor(scores, device=world.device).view(len(failed), K)  # [F, K]
-        grown.record_rewards(parents, outcome)
+        outcome = self.task.score(grown, parents, K)  # [F, K]
         grown.advantages = advantages(outcome).flatten()  # [F·K]: over siblings only
         grown.origin = failed.repeat_interleave(K)  # [F·K]
         # The regression is fitted to the latest pivots of all ranks
         saved = (outcome > 0).any(dim=1)  # [F]
-        depth, success = (gather(x, world).tolist() for x in (torch.tensor(depths), saved.float()))
+        depth = gather(torch.tensor(depths), world).tolist()
+        success = gather(saved.float(), world).tolist()
         self.feedback = [*self.feedback, *zip(depth, success)][-10_000:]
         # Siblings that are all right or all wrong have no gradient
         used = grown.rows(grown.advantages.abs() > 1e-8)
@@ -349,7 +347,7 @@ def main(args: Args, world: World) -> None:
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, means)  # [P, G]
+        rewards = task.score(rollout, problems, G, means)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
         # Branches: K new endings of every failed response.
@@ -383,7 +381,7 @@ def main(args: Args, world: World) -> None:
                 denominator = denominator + count
                 minibatch.put(rows, logp=logp.detach(), entropy=entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
-            # From sums to means: by the count of all ranks. So are the weights of the tokens.
+            # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
             norm = clip_gradients(policy, args.grad_clip)
             run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN

@@ -280,7 +280,7 @@ def main(args: Args, world: World) -> None:
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, means)  # [P, G]
+        rewards = task.score(rollout, problems, G, means)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
         # π_old: the weights that sampled, evaluated by the trainer. The loss does not use it: its
@@ -330,7 +330,7 @@ def main(args: Args, world: World) -> None:
                 denominator = denominator + count
                 minibatch.put(rows, logp=logp.detach(), entropy=entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
-            # From sums to means: by the count of all ranks. So are the weights of the tokens.
+            # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
             # <own>
             rho = ess_ratio(gather(log_w, world)).item()

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import torch
 from common.batch import Rollout
+from common.data import Task
 from common.distributed import World
 
 from . import justrl, written_here
@@ -18,7 +19,10 @@ class Known:
     """Sampler, tokenizer and verifier in one. The answers to prompt n get the verdicts `groups[n]`
     (later prompts [1, 1]). Response j has n + j tokens: n, its verdict, and filler."""
 
+    score = Task.score
+
     def __init__(self, groups: list[list[int]]):
+        self.tokenizer = self
         self.groups, self.asked = dict(enumerate(groups)), []
 
     def train(self, n: int) -> SimpleNamespace:
@@ -49,7 +53,7 @@ def refilled(module: ModuleType, groups: list[list[int]], **flags: object) -> tu
     known = Known([[], [], *groups])
     sizes = {"group_size": 2, "max_new_tokens": 9, "overlong_buffer": 9, "temperature": 0.5}
     args = replace(module.Args(), **sizes, **flags)
-    draws = module.Draws(args, known, known, known, World(0, 1, torch.device("cpu")))
+    draws = module.Draws(args, known, known, World(0, 1, torch.device("cpu")))
     draws.drawn = 2
     with patch.object(module, "gather", lambda values, world: values):  # of one rank
         problems = draws.problems(2)
@@ -145,9 +149,6 @@ MUTANTS = {
     "every rank the same prompts": ("sum(counts[: self.world.rank])", "0"),
     "old rows under new rewards": (INDEX, "pass"),
     "order lost": (INDEX, "rows[:P] = torch.cat([rows[:P][~idle], rows[P:]])"),
-    "judged by others' answers": (
-        "scores = self.task.verifier(texts, [p.answer for p in problems for _ in range(G)])",
-        "scores = self.task.verifier(texts, [p.answer for _ in range(G) for p in problems])",
-    ),
+    "judged by others' answers": ("score(fresh, problems, G)", "score(fresh, problems[::-1], G)"),
     "everything counted as dropped": ("(self.tokens - used, used)", "(self.tokens, used)"),
 }

@@ -135,10 +135,9 @@ def check_the_draw(module: ModuleType) -> None:
     mixed = batch.rows(order)
     hits = torch.zeros_like(logp)
     for step in range(60):
-        chosen, again = (
-            module.chosen_tokens(args, rows, rows.logp, rows.entropy, ALONE, step)
-            for rows in (batch, mixed)
-        )
+        for rows in (batch, mixed):
+            module.choose_tokens(args, rows, rows.logp, rows.entropy, ALONE, step)
+        chosen, again = batch.chosen, mixed.chosen
         assert chosen.sum() == 10 and torch.equal(again, chosen[order])
         hits += chosen
     c = (logp - logp.mean()) * A[:, None]

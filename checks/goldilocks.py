@@ -81,5 +81,5 @@ MUTANTS = {
     "a prompt twice": ("if problems[k].prompt not in taken", "if True"),
     "mean over padding": ("(hidden * real[..., None])", "hidden"),
     "range (0, 1)": ("return 0.5 * self.head", "return self.head"),
-    "random head": ("torch.nn.init.zeros_(self.head.weight), ", ""),
+    "random head": ("        torch.nn.init.zeros_(self.head.weight)\n", ""),
 }

@@ -27,10 +27,15 @@ class Rollout:
     Written by every `main`, before the first update:
         old_logp `[N, T]`       log π_old(token), by the trainer
         ref_logp `[N, T]`       log π_ref(token), of the model before training; only with a KL term
+    Written by every `main`, in the update; metrics and samples.jsonl are made of them:
+        logp, entropy `[N, T]`  of π_θ, before the optimiser step
+        weight `[N, T]`         on ∇ log π_θ(token) in the gradient
     Written by some files:
         trainer_experts, replayed_experts  like sampler_experts: what the trainer chose, and what it
                                 is told to choose (minirl)
-        branch `[N]`            0 on main rows, on branches their factor (deep_grpo)
+        branch, origin `[N]`    0 on main rows, on branches their factor; the parent (deep_grpo)
+        working `[N, T]`, working_advantages `[N]`  1 on the working, and its own Â (blockwise)
+        proxy_logp `[N, T]`     log π_proxy(token) (lp_reg)
         spurious `[N, T]`       True on tokens to silence (stapo); `choose_tokens` of a file writes
                                 such a column from a whole mini-batch, before its update
         values, returns, token_advantages `[N, T]`  V, its target, and Â of each token (ppo)

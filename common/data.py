@@ -65,15 +65,17 @@ class Task:
     tokenizer: Tokenizer | None = None  # of the prompts
 
     @timed("reward")
-    def score(self, rollout: Rollout, problems: list[Problem], means: Means) -> Tensor:
-        """The rewards `[P, G]` of the responses to these P problems, which are also written into
-        the rollout's columns `rewards` and `problem`."""
-        G = len(rollout) // len(problems)
+    def score(
+        self, rollout: Rollout, problems: list[Problem], G: int, means: Means | None = None
+    ) -> Tensor:
+        """The rewards `[P, G]` of G responses to each of P problems (on some ranks 0). They are
+        also written into the rollout's columns `rewards` and `problem`."""
         texts = self.tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
         scores = self.verifier(texts, [problem.answer for problem in problems for _ in range(G)])
         rewards = torch.tensor(scores, device=rollout.mask.device).view(len(problems), G)  # [P, G]
         rollout.record_rewards(problems, rewards)
-        means.add(distinct=(self.distinct(texts, G), len(problems)))
+        if means:
+            means.add(distinct=(self.distinct(texts, G), len(problems)))
         return rewards
 
     def distinct(self, texts: list[str], group: int) -> int:
@@ -96,7 +98,8 @@ class Task:
         given = asked()
         held_out = [(problem.prompt_ids, problem.answer) for problem in self.held_out]
         found = digest([self.fingerprint, held_out, given])
-        if given != asked() or not same_everywhere(found):
+        same = same_everywhere(found)  # by itself: all ranks must take part in it
+        if given != asked() or not same:
             others = "gives other problems when it is asked again, or on another rank"
             raise BadInput(f"--task {self.name}: {others}; {PURE}")
         return int(found[:12], 16)

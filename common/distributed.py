@@ -228,7 +228,7 @@ def divide_gradients(policy: nn.Module, count: float | Tensor, world: World) -> 
         flat = nn.utils.parameters_to_vector(gradients)
         dist.all_reduce(flat, group=policy.replicas)
         nn.utils.vector_to_parameters(flat, gradients)
-    total = global_sum({"count": count}, world)["count"]
+    total = global_sum({"count": count}, world)["count"] or 1.0  # of no terms, all gradients are 0
     for gradient in gradients:
         gradient.mul_(averaged / total)
     return total

@@ -90,6 +90,7 @@ def group_of(row: dict) -> dict[str, Tensor]:
     names = [name for name in responses[0] if name in ("entropy", "weight") or "logp" in name]
     batch = {name: padded([one[name] for one in responses]) for name in names}
     batch["mask"] = padded([[1.0] * len(one["ids"]) for one in responses])
+    batch["finished"] = torch.tensor([one["finished"] for one in responses])
     given = [one["advantage"] for one in responses]
     batch["advantages"] = padded(given) if isinstance(given[0], list) else tensor(given)
     return batch

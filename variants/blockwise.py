@@ -65,6 +65,7 @@ from pathlib import Path
 from typing import Literal  # <own>
 
 from common.batch import Rollout
+from common.data import Task  # <own>
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import global_sum  # <own>
@@ -72,6 +73,7 @@ from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batche
 from common.logprobs import response_logprobs
 from common.plumbing.balance import balance_tokens
 from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.plumbing.clock import timed  # <own>
 from common.plumbing.errors import BadInput, blame  # <own>
 from common.plumbing.evaluation import evaluate
 from common.plumbing.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
@@ -176,6 +178,15 @@ def block_texts(rollout: Rollout, marker: int, tokenizer: object) -> tuple[list[
     return texts[: len(rows)], texts[len(rows) :]
 
 
+@timed("reward")
+def block_rewards(task: Task, rollout: Rollout, answers: list[str], marker: int) -> list[Tensor]:
+    """The rewards of the workings and those of the answers, `[N]` each."""
+    found = []
+    for texts in block_texts(rollout, marker, task.tokenizer):
+        found.append(torch.tensor(task.verifier(texts, answers), device=rollout.mask.device))
+    return found
+
+
 # </own>
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 # <own>
@@ -252,12 +263,12 @@ def main(args: Args, world: World) -> None:
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, means)  # [P, G]
+        rewards = task.score(rollout, problems, G, means)  # [P, G]
         # <own>
         rollout.working = working_mask(rollout, marker)  # [N, T]
-        solutions = [p.answer for p in problems for _ in range(G)]
-        own = [task.verifier(block, solutions) for block in block_texts(rollout, marker, tokenizer)]
-        working, answer = torch.tensor(own, device=world.device).view(2, P, G)  # [P, G], [P, G]
+        answers = [p.answer for p in problems for _ in range(G)]
+        working, answer = block_rewards(task, rollout, answers, marker)  # [N], [N]
+        working, answer = working.view(P, G), answer.view(P, G)
         rollout.working_advantages = advantages(working).flatten()  # [N]
         rollout.advantages = answer_advantages(args, answer, working, world).flatten()  # [N]
         alone = compared(args, working).sum(dim=2) == 1  # [P, G]
@@ -292,7 +303,7 @@ def main(args: Args, world: World) -> None:
                 denominator = denominator + count
                 minibatch.put(rows, logp=logp.detach(), entropy=entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
-            # From sums to means: by the count of all ranks. So are the weights of the tokens.
+            # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
             norm = clip_gradients(policy, args.grad_clip)
             run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN

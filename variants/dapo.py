@@ -158,12 +158,12 @@ class Draws:
     same prompts. A rank without idle slots takes part in the others' rounds with no prompt.
     """
 
-    def __init__(self, args: Args, engine: object, task: Task, tokenizer: object, world: World):
+    def __init__(self, args: Args, engine: object, task: Task, world: World):
         if args.overlong_buffer > (limit := args.max_new_tokens):
             wrong = f"--overlong_buffer {args.overlong_buffer}: is above --max_new_tokens {limit}"
             raise BadInput(wrong)
         self.args, self.engine, self.task, self.world = args, engine, task, world
-        self.tokenizer, self.drawn = tokenizer, 0  # prompts read so far, by all ranks
+        self.drawn = 0  # prompts read so far, by all ranks
 
     def state_dict(self) -> dict:
         return {"drawn": self.drawn}
@@ -182,7 +182,8 @@ class Draws:
     def refill(self, rollout: Rollout, rewards: Tensor) -> tuple[Rollout, Tensor]:
         """The rollout and its rewards `[P, G]` with new groups instead of zero-variance groups."""
         args, (P, G) = self.args, rewards.shape
-        self.rounds, self.groups, self.tokens, self.sum = 1, P, rollout.mask.sum(), rewards.sum()
+        self.rounds, self.groups = 1, P
+        self.tokens, self.sum = rollout.mask.sum(), rewards.sum()
         while self.rounds < args.max_draws:
             idle = (rewards == rewards[:, :1]).all(dim=1)  # [P]: all right or all wrong
             if not global_sum({"idle": idle.sum()}, self.world)["idle"]:
@@ -190,10 +191,7 @@ class Draws:
             problems = self.problems(int(idle.sum()))  # F, on some ranks 0
             prompts = [problem.prompt_ids for problem in problems]
             fresh = self.engine.generate(prompts, G, args.max_new_tokens, args.temperature)
-            texts = self.tokenizer.batch_decode(fresh.response_ids(), skip_special_tokens=True)
-            scores = self.task.verifier(texts, [p.answer for p in problems for _ in range(G)])
-            verdicts = rewards.new_tensor(scores).view(-1, G)  # [F, G]
-            fresh.record_rewards(problems, verdicts)
+            verdicts = self.task.score(fresh, problems, G)  # [F, G]
             rewards[idle] = verdicts
             # New rows are appended; their indices replace those of the idle groups.
             rows = torch.arange(P * G + len(fresh), device=rewards.device).view(-1, G)  # [P + F, G]
@@ -259,7 +257,7 @@ def main(args: Args, world: World) -> None:
     lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
-    draws = Draws(args, engine, task, tokenizer, world)  # <own>
+    draws = Draws(args, engine, task, world)  # <own>
     reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
     policy = shard(Policy(lm), args, world)
     adam = {"betas": args.betas, "weight_decay": args.weight_decay}
@@ -285,7 +283,7 @@ def main(args: Args, world: World) -> None:
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, means)  # [P, G]
+        rewards = task.score(rollout, problems, G, means)  # [P, G]
         rollout, rewards = draws.refill(rollout, rewards)  # <own>
         rollout.advantages = advantages(punished(rewards, rollout, args)).flatten()  # <own>
 
@@ -316,7 +314,7 @@ def main(args: Args, world: World) -> None:
                 denominator = denominator + count
                 minibatch.put(rows, logp=logp.detach(), entropy=entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
-            # From sums to means: by the count of all ranks. So are the weights of the tokens.
+            # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
             norm = clip_gradients(policy, args.grad_clip)
             run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN

@@ -166,25 +166,20 @@ def choose_tokens(
 ) -> None:
     """Write the column `chosen` `[m, T]`: the tokens that `--tokens` chooses from a mini-batch of
     all ranks. `step` seeds clip_cov's draw."""
-    batch.chosen = chosen_tokens(args, batch, logp, entropy, world, step)  # [m, T]
-
-
-def chosen_tokens(
-    args: Args, batch: Rollout, logp: Tensor, entropy: Tensor, world: World, step: int
-) -> Tensor:
-    """See `choose_tokens`."""
 
     def pooled(values: Tensor) -> Tensor:
         return gather(values, world)
 
-    on, score, share = batch.mask.bool(), entropy, args.top_entropy  # [n, T]
+    on = batch.mask.bool()  # [m, T]
+    score, share = entropy, args.top_entropy  # [m, T]
     if args.tokens != "entropy":
         A = batch.advantages[:, None].expand_as(logp)  # [n, T]
         score = (logp - pooled(logp[on]).mean()) * (A - pooled(A[on]).mean())  # [n, T]: c
         share = args.kl_cov_share
     if args.tokens != "clip_cov":
         # Responses of a group begin alike; rounding must not make them differ
-        return score >= top_threshold(share, pooled(score[on])) - 1e-5
+        batch.chosen = score >= top_threshold(share, pooled(score[on])) - 1e-5
+        return
     ratio = (logp - batch.old_logp).exp()  # [n, T]
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     score = score.masked_fill(clipped * A < ratio * A, -torch.inf)  # no gradient to lose
@@ -192,10 +187,9 @@ def chosen_tokens(
     # Sorted by c, the band is the same list on any number of ranks.
     band = pool[(pool > args.clip_cov_low) & (pool < args.clip_cov_high)].sort().values
     order = torch.randperm(len(band), generator=torch.Generator().manual_seed(step))
-    chosen = torch.zeros_like(on)
+    batch.chosen = torch.zeros_like(on)
     for drawn in band[order.to(band.device)][: max(1, int(args.clip_cov_share * len(pool)))]:
-        chosen |= (score - drawn).abs() < 1e-5
-    return chosen
+        batch.chosen |= (score - drawn).abs() < 1e-5
 
 
 # </own>
@@ -276,7 +270,7 @@ def main(args: Args, world: World) -> None:
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, means)  # [P, G]
+        rewards = task.score(rollout, problems, G, means)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
         # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
@@ -311,7 +305,7 @@ def main(args: Args, world: World) -> None:
                 denominator = denominator + count
                 minibatch.put(rows, logp=logp.detach(), entropy=entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
-            # From sums to means: by the count of all ranks. So are the weights of the tokens.
+            # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
             norm = clip_gradients(policy, args.grad_clip)
             run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN

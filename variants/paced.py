@@ -261,7 +261,7 @@ class Curriculum:
         targets = torch.tensor([observed for _, observed in share], device=self.world.device)
         self.predict([ids for ids, _ in share], targets)
         divide_gradients(self.teacher, len(share), self.world)
-        if clip_gradients(self.teacher, self.args.grad_clip) < float("inf"):  # nor NaN
+        if math.isfinite(clip_gradients(self.teacher, self.args.grad_clip)):
             self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -321,15 +321,13 @@ def main(args: Args, world: World) -> None:
     for step in run.steps(done, args.steps):
         means = Means()
 
-        # Choice: for each slot of the batch the candidate with V nearest to τ.
-
-        # Rollout: this rank's P prompts, G responses each.
+        # Rollout: for each of P slots the candidate with V nearest to τ, G responses.
         problems = curriculum.choose(step)[world.rank * P : (world.rank + 1) * P]  # <own>
         prompts = [problem.prompt_ids for problem in problems]
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, means)  # [P, G]
+        rewards = task.score(rollout, problems, G, means)  # [P, G]
         rollout.advantages = advantages(rewards, curriculum.expects()).flatten()  # [N]  # <own>
 
         curriculum.learn(rewards, means)  # <own>
@@ -361,7 +359,7 @@ def main(args: Args, world: World) -> None:
                 denominator = denominator + count
                 minibatch.put(rows, logp=logp.detach(), entropy=entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
-            # From sums to means: by the count of all ranks. So are the weights of the tokens.
+            # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
             norm = clip_gradients(policy, args.grad_clip)
             run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN

@@ -245,14 +245,16 @@ class Critic:
             _, batch.returns = advantages(*known, args.lam_critic)  # [n, T]
             _, came = advantages(*known, 1.0)  # [n, T]: the rewards that came (λ = 1)
             batch.advantages = (came - batch.values)[:, 0]  # [n]
-            earned, errors = [*earned, came], [*errors, came - batch.values]
+            earned.append(came)
+            errors.append(came - batch.values)
             means.add(value=((batch.values * batch.mask).sum(), batch.mask.sum()))
             means.add(kl_paid=((batch.rewards - rewards.sum(dim=1)).sum(), len(batch)))
         mean, variance = moments([batch.token_advantages for batch in batches], masks, world)
         for batch in batches:  # whitened, so the scale of rewards does not matter
             centred = (batch.token_advantages - mean) * batch.mask  # [n, T]
             batch.token_advantages = centred / (variance**0.5 + 1e-8)  # [n, T]
-        (_, unknown), (_, spread) = (moments(x, masks, world) for x in (errors, earned))
+        _, unknown = moments(errors, masks, world)
+        _, spread = moments(earned, masks, world)
         means.add(explained_variance=(1 - unknown / spread if spread else 0.0, spread > 0))
 
     def learn(self, batch: Rollout, means: Means) -> None:
@@ -268,10 +270,11 @@ class Critic:
             means.add(**stats)
         divide_gradients(self.value, tokens, self.world)
         norm = clip_gradients(self.value, args.grad_clip)
-        if healthy := norm < float("inf"):  # nor NaN
+        finite = math.isfinite(norm)
+        if finite:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        means.add(critic_norm=(norm if healthy else 0.0, healthy))
+        means.add(critic_norm=(norm if finite else 0.0, finite))
 
 
 # </own>
@@ -346,7 +349,7 @@ def main(args: Args, world: World) -> None:
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward. The critic computes advantages from it below.
-        rewards = task.score(rollout, problems, means)  # [P, G]
+        rewards = task.score(rollout, problems, G, means)  # [P, G]
         rollout.advantages = rollout.rewards  # [N]: R, replaced by `judge`  # <own>
 
         # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
@@ -384,7 +387,7 @@ def main(args: Args, world: World) -> None:
                 denominator = denominator + count
                 minibatch.put(rows, logp=logp.detach(), entropy=entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
-            # From sums to means: by the count of all ranks. So are the weights of the tokens.
+            # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
             norm = clip_gradients(policy, args.grad_clip)
             run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN

@@ -6,8 +6,10 @@ from torch import Tensor
 
 from common.batch import Rollout
 from common.distributed import World
+from common.plumbing.clock import timed
 
 
+@timed("balance")  # here a rank first waits for those that still sample or score
 def balance_tokens(batch: Rollout, world: World, unit: int = 1) -> Rollout:
     """Exchange rows until all ranks have about equally many tokens; all ranks call it together.
 

@@ -64,6 +64,8 @@ def save_checkpoint(
         write_digests(partial, world)
         if world.rank == 0:
             shutil.rmtree(final, ignore_errors=True)
+            sync(partial / "shards")
+            sync(partial)
             partial.rename(final)
             sync(final.parent)
             for old in checkpoints(folder)[:-KEEP_CHECKPOINTS]:

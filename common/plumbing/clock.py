@@ -16,7 +16,7 @@ RUNNING: list[str] = []
 @contextlib.contextmanager
 def timed(phase: str) -> Iterator[None]:
     """Above a function: its seconds count towards `phase`. If another timed function calls it, they
-    count towards the phase of that one alone."""
+    count towards the phase of that one alone. Only `launch` may catch what they raise."""
     wait_for_gpu()
     start = time.perf_counter()
     RUNNING.append(phase)

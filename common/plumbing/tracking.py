@@ -39,7 +39,8 @@ SHOWN = ("reward", "greedy", "tokens_per_s")  # on the progress bar
 
 class Run:
     """The run folder: config.json, metrics.jsonl, samples.jsonl, curves.png, summary.json,
-    checkpoints/, and problems.jsonl, with a number for what the task gave before each checkpoint.
+    checkpoints/, and problems.jsonl: at each step that may be resumed, a digest of the held-out
+    problems and of some training problems.
 
     A run makes its own folder, or with --resume continues in one that no other process uses:
     nothing of another run is ever moved or written over.
@@ -58,7 +59,8 @@ class Run:
 
         The first one stays 0 while the algorithm's own mechanism does nothing. Writes nothing yet.
         """
-        self.args, self.task, self.world, self.acted = args, task, world, next(iter(acted))
+        self.args, self.task, self.world = args, task, world
+        self.acted = next(iter(acted))
         self.since, self.stopping = START, False
         self.wandb, self.skipped, self.apart = None, 0, 0
         self.samples = Samples(task, args)
@@ -104,7 +106,6 @@ class Run:
     def start(self, done: int) -> None:
         """Make the run folder, now that all input is known to be right, and say what comes."""
         args, self.done = self.args, done
-        self.rest = "load"  # the phase of the time that no timed function takes
         seen, warning = self._problems_of(done), unreadable(self.task)
         with blame(f"--run_dir {self.folder}: cannot be used"):
             if self.world.rank == 0:
@@ -126,9 +127,11 @@ class Run:
             f"steps {done + 1} to {args.steps}, each {rows} in {parts}; results in {self.folder}",
             *[warning] * bool(warning),
         )
+        SECONDS["load"] = time.perf_counter() - self.since - sum(SECONDS.values())
 
     def _problems_of(self, step: int) -> int:
-        """A number that stands for the problems of a step; all ranks together."""
+        """A digest of the held-out problems and of some training problems, other ones for every
+        step; all ranks together."""
         number = self.args.prompts_per_step
         return self.task.seen(max(0, step - 1) * number, number)
 
@@ -179,7 +182,6 @@ class Run:
         for step in range(done + 1, last + 1):
             if self.stopping:
                 return
-            self.rest = "update"
             yield step
             self.bar.update()
 
@@ -190,7 +192,8 @@ class Run:
     def log(
         self, step: int, metrics: dict[str, float], minibatches: Sequence[Rollout] = ()
     ) -> None:
-        """Append the step's line to metrics.jsonl and show it on the progress bar.
+        """Append the step to metrics.jsonl, samples.jsonl and, if it is saved, problems.jsonl; show
+        it on the progress bar.
 
         Also finds out whether a signal asked the run to stop after this step."""
         example = metrics.pop("example", None)
@@ -198,10 +201,14 @@ class Run:
         line = {"step": step} | metrics | self._seconds()
         line["tokens_per_s"] = metrics.get("tokens", 0) / line["seconds"]
         self.done, self.stopping = step, self.stop.anywhere(self.world)
-        if self.due(step, self.args.save_every):
-            self.note("problems.jsonl", [{"step": step, "seen": self._problems_of(step)}])
         self.note("metrics.jsonl", [line])
         Run.new = None
+        if self.due(step, self.args.save_every):
+            try:
+                seen = self._problems_of(step)
+            except BadInput as error:  # the run has begun: what it has written stays
+                raise RunStopped(str(error)) from error
+            self.note("problems.jsonl", [{"step": step, "seen": seen}])
         if self.wandb:
             self.wandb.log(line, step=step)
         shown = [name for name in (*SHOWN, self.acted) if name in line]
@@ -215,7 +222,7 @@ class Run:
         self.since = now
         phases = {f"seconds_{phase}": spent for phase, spent in SECONDS.items()}
         SECONDS.clear()
-        phases[f"seconds_{self.rest}"] = seconds - sum(phases.values())
+        phases["seconds_update"] = seconds - sum(phases.values())  # all that is not timed
         return phases | {"seconds": seconds}
 
     def note(self, name: str, rows: list[dict]) -> None:

@@ -14,7 +14,7 @@ from common.batch import Rollout
 from common.distributed import CLOSING, TIMEOUT, World
 from common.distributed import full_parameters
 from common.plumbing.clock import timed
-from common.plumbing.errors import BadInput, RunStopped, blame, in_one_line
+from common.plumbing.errors import BadInput, RunStopped, blame, in_one_line, say
 from common.plumbing.flags import key_values
 from common.plumbing.model import EMBEDDED
 from common.plumbing.routing import why_not_replayed
@@ -50,7 +50,7 @@ class VLLMEngine:
         if args.vllm:
             why = f"--vllm {' '.join(args.vllm)}: vLLM refuses that"
         if world.rank == 0:
-            print("vLLM starts; the first time this takes one to three minutes", flush=True)
+            say("vLLM starts; the first time this takes one to three minutes")
         try:
             self.llm = vllm.LLM(**options)
         except (TypeError, ValueError, AssertionError) as error:  # too little memory, among others
@@ -62,7 +62,7 @@ class VLLMEngine:
         rows = options["max_num_seqs"]
         more = ": few; --vllm_sleep --vllm_memory 0.8 makes room" if room < rows / 4 else ""
         if world.rank == 0:
-            print(f"vLLM has room for {room} full-length responses of {rows}{more}", flush=True)
+            say(f"vLLM has room for {room} full-length responses of {rows}{more}")
         if args.offload:  # vLLM has set one thread, and the optimiser steps on the CPU
             processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             torch.set_num_threads(max(1, os.cpu_count() // processes))

@@ -24,12 +24,12 @@ BUDGET = {
     "minirl": (192, 48),
     "stapo": (189, 45),
     "vcpo": (220, 100),
-    "deep_grpo": (266, 109),
+    "deep_grpo": (266, 108),
     "goldilocks": (268, 111),
-    "blockwise": (212, 66),  # where a response is cut, and two advantages
+    "blockwise": (218, 72),  # where a response is cut, and two advantages
     "lp_reg": (232, 46),  # a column, a quantile over ranks, a term
     "entropy20": (229, 74),  # two rules by covariance; what stapo has and it has not
-    "dapo": (225, 77),  # rounds of sampling, and two more parts of the recipe
+    "dapo": (225, 76),  # rounds of sampling, and two more parts of the recipe
     "dppo": (210, 46),  # two flags more: prime-rl's mask and square
     "paced": (284, 46),  # without its base file's KL term
     "laconic": (199, 43),  # a price, and where it is paid
