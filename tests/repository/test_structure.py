@@ -25,8 +25,8 @@ BUDGET = {
     "stapo": (189, 45),
     "vcpo": (220, 100),
     "deep_grpo": (266, 108),
-    "goldilocks": (268, 111),
-    "blockwise": (218, 72),  # where a response is cut, and two advantages
+    "goldilocks": (268, 112),
+    "blockwise": (218, 67),  # where a response is cut, and two advantages
     "lp_reg": (232, 46),  # a column, a quantile over ranks, a term
     "entropy20": (229, 74),  # two rules by covariance; what stapo has and it has not
     "dapo": (225, 76),  # rounds of sampling, and two more parts of the recipe
