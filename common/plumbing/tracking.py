@@ -125,8 +125,9 @@ class Run:
         self.say(
             f"{self.config['algorithm']}: {args.model} on {args.task}; {ranks} samples",
             f"steps {done + 1} to {args.steps}, each {rows} in {parts}; results in {self.folder}",
-            *[warning] * bool(warning),
         )
+        if warning:
+            self.say(warning)
         SECONDS["load"] = time.perf_counter() - self.since - sum(SECONDS.values())
 
     def _problems_of(self, step: int) -> int:
