@@ -99,7 +99,7 @@ def check_one_stream_for_all_ranks(module: ModuleType) -> None:
     prompts."""
     known = Known([])
     for rank, mine in ((0, [10, 11]), (1, []), (2, [12, 13, 14])):
-        draws = module.Draws(module.Args(), known, known, known, World(rank, 3, None))
+        draws = module.Draws(module.Args(), known, known, World(rank, 3, None))
         draws.drawn = 10
         with patch.object(module, "gather", lambda values, world: torch.tensor([2, 0, 3])):
             assert [problem.prompt_ids[0] for problem in draws.problems(len(mine))] == mine

@@ -138,7 +138,9 @@ def choose_tokens(args: Args, batch: Rollout, logp: Tensor, entropy: Tensor, wor
     outward = trust_region_tokens(log_weight, batch.advantages[:, None])  # [m, T]
     outward &= batch.mask.bool()
     squares = log_weight.square()  # [m, T]
-    batch.masked = outward & (squares > second_moment_bound(args, gather(squares[outward], world)))
+    bound = second_moment_bound(args, gather(squares[outward], world))  # []
+    # 1e-6: rounding must not treat equal tokens differently.
+    batch.masked = outward & (squares > bound + 1e-6)  # [m, T]
 
 
 # </own>
