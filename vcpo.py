@@ -32,7 +32,7 @@ Differs from grpo.py in:
 3. The baseline and the learning rate, as above; one optimiser step per batch.
 4. One more pass before each update, because b needs the gradient norm of every response. One
    backward pass gives the norms of a whole micro-batch, without any weight gradient
-   (common/plumbing/norms.py). The update is then grpo.py's loop.
+   (common/norms.py). The update is then grpo.py's loop.
 
 Differs from the paper in:
 1. b is weighted by w²|g|², as in the paper. The released code has min(w, 8)² w² |g|², as its g
@@ -72,23 +72,20 @@ from dataclasses import dataclass
 import math
 from pathlib import Path
 
-from common.batch import Rollout
+from common.batch import Rollout, balance_tokens
+from common.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.cli import BadInput  # <own>
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather  # <own>
-from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
-from common.logprobs import response_logprobs
-from common.plumbing.balance import balance_tokens
-from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
-from common.plumbing.errors import BadInput  # <own>
-from common.plumbing.evaluation import evaluate
-from common.plumbing.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
-from common.plumbing.launch import launch
-from common.plumbing.metrics import Means, by_sign, of_rollout
-from common.plumbing.model import load_model
-from common.plumbing.norms import gradient_norms, strange_part  # <own>
-from common.plumbing.tracking import Run
+from common.launch import launch
+from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches, response_logprobs
+from common.metrics import Means, by_sign, evaluate, of_rollout
+from common.model import load_model
+from common.norms import gradient_norms, strange_part  # <own>
 from common.rollout import make_engine
+from common.run import Run
 import torch
 from torch import Tensor
 

@@ -4,8 +4,8 @@ are cut, and the baseline of an answer."""
 from types import ModuleType, SimpleNamespace
 
 import torch
+from common.cli import BadInput
 from common.distributed import World
-from common.plumbing.errors import BadInput
 from torch import Tensor
 
 from . import CENTRED, SIDES, check_clip_statistics, check_parts_add_up, loss_of, matches, no_kl

@@ -5,7 +5,7 @@ import random
 from types import ModuleType, SimpleNamespace
 
 import torch
-from common.plumbing.model import load_model
+from common.model import load_model
 
 from . import gradient_law, grpo, written_here
 

@@ -4,7 +4,7 @@ from types import ModuleType
 
 import torch
 from common.logprobs import Policy
-from common.plumbing.model import ALONE, load_model
+from common.model import ALONE, load_model
 from common.rollout import HFEngine
 from torch import Tensor
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import torch
+from common.cli import BadInput
 from common.distributed import ALONE
 from common.logprobs import Policy
-from common.plumbing.errors import BadInput
 from torch import Tensor
 
 from . import TOKEN_MEAN, ZSCORE, ZSCORES, busy_batch, check_parts_add_up, counts, loss_of, near

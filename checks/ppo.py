@@ -6,7 +6,7 @@ import torch
 from common.batch import Rollout
 from common.distributed import World
 from common.logprobs import response_logprobs
-from common.plumbing.model import load_model
+from common.model import load_model
 from torch import Tensor
 
 from . import SIDES, TOKEN_MEAN, busy_batch, check_parts_add_up, clipped, counts, loss_of

@@ -1,25 +1,23 @@
 """What all algorithm files share; imported before torch, because of the settings below.
 
 To follow one step of `grpo.py`, read these six modules, in this order:
-    batch         the batch passed between the stages of a step
+    batch         the batch passed between the stages of a step; equal tokens on all ranks
     distributed   ranks: sharding, exact sums and means, clean stops
     rollout       sampling: prompts in, responses and their log-probabilities out
     logprobs      the trainer's log-probabilities of the same tokens, in micro-batches
     reward        the verifiers
-    data          tasks: where prompts and reference answers come from
-`plumbing/` need not be read to understand an algorithm:
-    launch, flags, errors      from the command line to `main`; errors of one line
-    tracking, folder, samples  what a run writes: metrics, samples, its folder
-    metrics, curves            sums and counts -> metrics.jsonl -> curves.png
-    clock                      where the time of a step goes
-    checkpoint                 saving, and bit-exact resume
-    model                      loading weights and tokenizer
-    evaluation                 the two accuracies of a run
-    sets                       the rows of a hub set or a file (hub.json lists sets and columns)
-    balance                    load balancing: equal tokens on all ranks
-    vllm                       the vLLM engine
-    routing                    mixtures of experts: recording and replaying their routing (minirl)
-    norms                      the norm of each response's gradient, in one pass (vcpo)
+    data          tasks: where prompts and reference answers come from (hub.json lists sets)
+The others need not be read to understand an algorithm:
+    cli, launch     flags, errors of one line; from the command line to `main`
+    model           loading weights and tokenizer
+    metrics         sums and counts over micro-batches and ranks; the two accuracies of a run
+    run, samples    what a run writes: its folder, metrics, responses token by token
+    curves          metrics.jsonl -> curves.png
+    clock           where the time of a step goes
+    checkpoint      saving, and bit-exact resume
+    vllm            the vLLM engine
+    routing         mixtures of experts: recording and replaying their routing (minirl)
+    norms           the norm of each response's gradient, in one pass (vcpo)
 `tiny/` is the embedded task and its models.
 """
 

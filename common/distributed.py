@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
-from common.plumbing.errors import BadInput
+from common.cli import BadInput
 
 # How long a collective waits for the last rank. Before it, ranks may sample, or wait for verifiers,
 # for unequal times. They wait for each other in the sum of `micro_batches`, and enter the update

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from common.batch import Rollout
+from common.clock import timed
 from common.distributed import World, global_sum, shard
-from common.plumbing.clock import timed
-from common.plumbing.model import add_product, head_logits
-from common.plumbing.routing import Routing, routers
+from common.model import add_product, head_logits
+from common.routing import Routing, routers
 
 # Logits made at once: 512 MB in float32, whatever the vocabulary, and three such tensors at a time.
 BLOCK_ELEMENTS = 2**27

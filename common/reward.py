@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
-from common.plumbing.errors import RunStopped, say
+from common.cli import RunStopped, say
 
 SECONDS, MEMORY = 5.0, 2 * 2**30  # bounds on one answer; `bounds` of a task file may set others
 START = 120.0  # seconds, bound on the start of a worker: disks may be slow, but a hang must end

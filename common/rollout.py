@@ -15,11 +15,11 @@ from transformers import DynamicCache
 from transformers import PreTrainedModel as Model
 
 from common.batch import Rollout
-from common.distributed import World, full_parameters, broadcast_module
-from common.plumbing.clock import timed
-from common.plumbing.errors import RunStopped
-from common.plumbing.model import head_logits
-from common.plumbing.routing import Routing
+from common.cli import RunStopped
+from common.clock import timed
+from common.distributed import World, broadcast_module, full_parameters
+from common.model import head_logits
+from common.routing import Routing
 
 # Float8 leaves routers as they are: a rounded one chooses other experts.
 ROUTERS = ("gate.weight", "router.weight")
@@ -195,7 +195,7 @@ def make_engine(args: object, lm: Model, world: World, record_experts: bool = Fa
     `record_experts`: its rollouts say which experts each token was sent to.
     """
     if args.rollout == "vllm":
-        from common.plumbing.vllm import VLLMEngine
+        from common.vllm import VLLMEngine
 
         return VLLMEngine(args, lm, world, record_experts)
     dtype = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype

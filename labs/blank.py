@@ -16,7 +16,7 @@ import textwrap
 from pathlib import Path
 
 from checks.files import algorithms
-from common.plumbing.errors import BadInput
+from common.cli import BadInput
 
 EXERCISES = Path(__file__).parent / "exercises.py"
 TAKEN = ("advantages", "policy_loss")

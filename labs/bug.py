@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import common  # noqa: F401  (before torch)
-from common.plumbing.errors import BadInput, in_one_line
-from common.plumbing.folder import read_lines, whole
+from common.cli import BadInput, in_one_line
+from common.run import read_lines, whole
 import checks
 from tools import compare
 from checks.files import ROOT, algorithms

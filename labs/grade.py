@@ -34,7 +34,7 @@ import checks
 import torch
 from checks import near, number
 from checks.files import MODULES
-from common.plumbing.errors import BadInput, in_one_line, say
+from common.cli import BadInput, in_one_line, say
 from torch import Tensor
 
 from labs import exercise_checks

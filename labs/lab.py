@@ -48,9 +48,9 @@ from types import ModuleType
 
 import common  # noqa: F401  (before torch)
 import numpy as np
-from common.plumbing.curves import series, smooth
-from common.plumbing.errors import BadInput, blame, in_one_line
-from common.plumbing.folder import read_lines, whole
+from common.cli import BadInput, blame, in_one_line
+from common.curves import series, smooth
+from common.run import read_lines, whole
 from checks import replaced
 from checks.files import ROOT
 from tqdm import tqdm

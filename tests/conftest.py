@@ -13,7 +13,7 @@ import grpo
 import torch
 import torch.distributed as dist
 from common.distributed import setup
-from common.plumbing.model import load_model
+from common.model import load_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tools.maintain.shapes import byte_tokenizer
@@ -31,7 +31,7 @@ def _no_curves(request, monkeypatch):
         return folder / "curves.png"
 
     if "curves" not in request.keywords:
-        monkeypatch.setattr("common.plumbing.tracking.draw_curves", no_curves)
+        monkeypatch.setattr("common.run.draw_run", no_curves)
 
 
 @pytest.fixture

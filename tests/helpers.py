@@ -24,8 +24,8 @@ from pathlib import Path
 import common  # noqa: F401  (before torch)
 import pytest
 import torch
-from common.plumbing.launch import launch
-from common.plumbing.tracking import Run
+from common.launch import launch
+from common.run import Run
 from torch.distributed import TCPStore
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 

@@ -23,18 +23,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import numpy as np
-from common.plumbing.curves import (
-    BLUE,
-    ORANGE,
-    PANELS,
-    ROUNDING,
-    draw_curves,
-    series,
-    sheet,
-    smooth,
-)
-from common.plumbing.errors import BadInput, blame, in_one_line, say
-from common.plumbing.folder import read_lines, saved_config, whole
+from common.cli import BadInput, blame, in_one_line, say
+from common.curves import BLUE, ORANGE, PANELS, ROUNDING, series, sheet, smooth
+from common.run import draw_run, read_lines, saved_config, whole
 from tools import arguments
 
 # Flags that do not change the training
@@ -397,7 +388,7 @@ if __name__ == "__main__":
         if words.curves:
             for folder in words.folders:
                 run_of(folder)  # BadInput where there is no run
-                say(draw_curves(folder))
+                say(draw_run(folder))
         elif words.sheet:
             save_sheet(words.folders, words.sheet)
         else:

@@ -22,21 +22,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
 
-from common.data import Problem, as_problem, chat_options, limit_in_words, load_task
+from common import cli
+from common.checkpoint import PICKLE, check_digests, first_failure
+from common.cli import BadInput, Count, Flags, RunStopped, blame, broken_rule
+from common.data import Problem, as_problem, chat_options, limit_in_words, load_task, rows_of
 from common.distributed import World, global_sum, shard
-from common.plumbing import errors
-from common.plumbing.checkpoint import PICKLE, check_digests, first_failure
-from common.plumbing.flags import Count, Flags, broken_rule
-from common.plumbing.folder import as_lines, checkpoints
-from common.plumbing.launch import launch, resolve_auto
+from common.launch import launch, resolve_auto
 from common.logprobs import Policy
-from common.plumbing.errors import BadInput, RunStopped, blame
-from common.plumbing.model import load_model
-from common.plumbing.sets import rows_of
+from common.model import load_model
 from common.reward import Verifier
 from common.rollout import make_engine
+from common.run import Run, as_lines, checkpoints
 from common.tiny import arithmetic
-from common.plumbing.tracking import Run
 from tools.compare import config_of
 import torch
 import torch.distributed as dist
@@ -183,7 +180,7 @@ def main(args: Args, world: World) -> None:
         """Print on rank 0, above the progress bar."""
         with tqdm.external_write_mode():
             if lines and world.rank == 0:
-                errors.say(*lines)
+                cli.say(*lines)
 
     if ".py" in args.task and args.task == config.get("task") and not args.eval_task:
         say(f"running {args.task}, which {run}/config.json names")

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 import common  # noqa: F401  (before torch)
-from common.plumbing.errors import BadInput
-from common.plumbing.folder import whole
+from common.cli import BadInput
+from common.run import whole
 from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
 

@@ -43,9 +43,8 @@ import math
 import re
 from dataclasses import dataclass
 
+from common.cli import BadInput, Count, Positive, blame, broken_rule, say
 from common.logprobs import BLOCK_ELEMENTS
-from common.plumbing.errors import BadInput, blame, say
-from common.plumbing.flags import Count, Positive, broken_rule
 from tools import arguments
 from checks.files import ROOT, algorithms
 

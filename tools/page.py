@@ -29,11 +29,11 @@ from types import ModuleType
 from typing import NamedTuple
 
 import common  # noqa: F401  (before torch)
-from common.plumbing.errors import BadInput, blame, in_one_line
+from common.cli import BadInput, blame, in_one_line
 import numpy
 import torch
-from common.plumbing.curves import ROUNDING
-from common.plumbing.folder import read_lines
+from common.curves import ROUNDING
+from common.run import read_lines
 from torch import Tensor
 
 from tools.compare import NUMBER, config_of, fit, run_of

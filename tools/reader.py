@@ -25,7 +25,7 @@ import torch
 from checks import of as checks_of
 from checks import replaced, terms
 from checks.files import ROOT, algorithms, base_of
-from common.plumbing.errors import BadInput, in_one_line
+from common.cli import BadInput, in_one_line
 from torch import Tensor
 
 from tools.look import coloured, filled, module_of, short, write

@@ -67,24 +67,21 @@ from dataclasses import dataclass
 import math
 from pathlib import Path
 
-from common.batch import Rollout
+from common.batch import Rollout, balance_tokens
+from common.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.cli import PositiveShare, Share  # <own>
+from common.clock import timed  # <own>
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import global_sum  # <own>
-from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches
-from common.logprobs import response_logprobs
+from common.launch import launch
+from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches, response_logprobs
 from common.logprobs import Pair, Readout, entropies  # <own>
-from common.plumbing.balance import balance_tokens
-from common.plumbing.checkpoint import load_checkpoint, save_checkpoint, save_model
-from common.plumbing.clock import timed  # <own>
-from common.plumbing.evaluation import evaluate
-from common.plumbing.flags import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
-from common.plumbing.flags import PositiveShare, Share  # <own>
-from common.plumbing.launch import launch
-from common.plumbing.metrics import Means, by_sign, of_rollout
-from common.plumbing.model import load_model
-from common.plumbing.tracking import Run
+from common.metrics import Means, by_sign, evaluate, of_rollout
+from common.model import load_model
 from common.rollout import make_engine
+from common.run import Run
 import torch
 from torch import Tensor, nn  # <own>
 

@@ -7,8 +7,7 @@ are answered by this sampler (`greedy`, `sampled`) and by the policy (`policy_gr
 `policy_sampled`).
 """
 
-from common import rollout
-from common.plumbing import evaluation
+from common import metrics, rollout
 from torch import Tensor, nn
 
 
@@ -37,8 +36,8 @@ def make_engine(*args: object, **named: object) -> object:
 
 def evaluate(engine: object, *args: object) -> dict:
     """Both accuracies of the sampler, and both of the policy."""
-    found = evaluation.evaluate(engine, *args)
+    found = metrics.evaluate(engine, *args)
     engine.sync(engine.policy, rounded=False)
-    itself = evaluation.evaluate(engine, *args)
+    itself = metrics.evaluate(engine, *args)
     engine.sync(engine.policy)
     return found | {f"policy_{name}": value for name, value in itself.items() if name != "example"}

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from common.batch import Rollout
 from common.data import load_task
-from common.distributed import clip_gradients
+from common.distributed import ALONE, clip_gradients
 from common.logprobs import Policy, response_logprobs
-from common.distributed import ALONE
-from common.plumbing.model import load_model
+from common.model import load_model
 from common.rollout import HFEngine
 import checks
 

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import numpy as np
 from checks.files import ROOT
-from common.plumbing.errors import BadInput, blame, in_one_line
-from common.plumbing.folder import read_lines, whole
+from common.cli import BadInput, blame, in_one_line
+from common.run import read_lines, whole
 
 from labs import lab
 from labs.race.stresses import STRESSES, load, put_under

@@ -19,8 +19,8 @@ from types import ModuleType
 
 import common  # noqa: F401  (before torch)
 from common.distributed import World
-from common.plumbing.launch import launch
-from common.plumbing.tracking import Run
+from common.launch import launch
+from common.run import Run
 from common.tiny.arithmetic import KINDS
 from torch import nn
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from checks.files import ROOT
-from common.plumbing.folder import whole
+from common.run import whole
 
 from labs import lab
 

@@ -15,7 +15,7 @@ import sys
 
 import common  # noqa: F401  (before torch)
 import numpy as np
-from common.plumbing.curves import smooth
+from common.curves import smooth
 
 from labs import lab
 

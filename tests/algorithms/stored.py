@@ -8,7 +8,7 @@ import torch
 from common.batch import Rollout
 from common.data import Problem, Task
 from common.distributed import World
-from common.plumbing.model import load_model
+from common.model import load_model
 from common.rollout import HFEngine
 from common.tiny import arithmetic
 from common.tiny.arithmetic import arithmetic_reward, steps_reward
@@ -115,7 +115,7 @@ def gradients(
         patch.setattr(module, "make_engine", lambda *arguments, **named: Fixed(rollout, world))
         patch.setattr(module, "evaluate", lambda *arguments: {"greedy": 0.0, "sampled": 0.0})
         patch.setattr(module, "clip_gradients", spy)
-        patch.setattr("common.plumbing.tracking.draw_curves", lambda *arguments: "")
+        patch.setattr("common.run.draw_run", lambda *arguments: "")
         patch.setattr(module, "save_checkpoint", lambda *arguments: None)
         module.main(args, world)
     return torch.nn.utils.rnn.pad_sequence(seen, batch_first=True)  # a critic has its own length

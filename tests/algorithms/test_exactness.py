@@ -88,7 +88,7 @@ def on_a_rank(folder: Path, jobs: list[tuple[str, int]]) -> None:
         return [torch.cat(micros)] + [rows[:0] for rows in micros[1:]]
 
     patch.setattr("common.logprobs.micro_batches", uneven)
-    patch.setattr("common.plumbing.norms.micro_batches", uneven)
+    patch.setattr("common.norms.micro_batches", uneven)
     for name, shard_ranks in jobs:
         patch.setattr(module_of(name), "micro_batches", uneven)
         how = {"minibatches": 1, "micro_tokens": 300, "shard_ranks": shard_ranks}

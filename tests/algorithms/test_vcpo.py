@@ -7,7 +7,7 @@ import torch
 import vcpo
 from common.batch import Rollout
 from common.logprobs import Policy
-from common.plumbing.model import load_model
+from common.model import load_model
 from common.rollout import HFEngine
 from torch import Tensor
 

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import torch
-from common.batch import Rollout
+from common.batch import Rollout, balance_tokens
 from common.distributed import World, setup
-from common.plumbing.balance import balance_tokens
 
 from tests.helpers import forked
 

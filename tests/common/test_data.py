@@ -4,10 +4,10 @@ import random
 
 import datasets
 import pytest
+from common.cli import BadInput
 from common.data import unreadable
-from common.plumbing.errors import BadInput
-from common.plumbing.evaluation import evaluate
-from common.plumbing.model import load_model
+from common.metrics import evaluate
+from common.model import load_model
 from common.rollout import HFEngine
 from common.tiny import arithmetic
 from grpo import Args

@@ -8,11 +8,11 @@ import grpo
 import pytest
 import torch
 from common import logprobs as model_module
+from common.cli import BadInput
 from common.data import encode
 from common.distributed import shard, whole_tensor
 from common.logprobs import Policy, token_logprobs
-from common.plumbing.errors import BadInput
-from common.plumbing.model import EMBEDDED, config_of, load_model
+from common.model import EMBEDDED, config_of, load_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode

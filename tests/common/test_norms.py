@@ -3,7 +3,7 @@
 import copy
 from types import SimpleNamespace
 
-import common.plumbing.norms
+import common.norms
 import pytest
 import torch
 import vcpo
@@ -78,8 +78,8 @@ def check(module: object, name: str, world: World, tolerance: float = 1e-5, **ho
 @pytest.mark.parametrize("name", MODELS)
 def test_norms_are_those_of_separate_passes(world, name):
     """Tied and untied heads, biases, q/k norms; padded micro-batches of several sizes."""
-    assert not common.plumbing.norms.strange_part(Policy(model(name)))
-    check(common.plumbing.norms, name, world)
+    assert not common.norms.strange_part(Policy(model(name)))
+    check(common.norms, name, world)
 
 
 @pytest.mark.slow
@@ -87,9 +87,9 @@ def test_either_side_of_a_linear_map(world, monkeypatch):
     """Short responses go by pairs of places, long ones by the gradient itself; for a large
     vocabulary one response, and one token of it, at a time."""
     for longest in (5, 120):
-        check(common.plumbing.norms, "Qwen2, q/k/v biases, tied", world, longest=longest)
-    monkeypatch.setattr(common.plumbing.norms, "BLOCK_ELEMENTS", 1)
-    check(common.plumbing.norms, "Qwen3, q/k norms, tied", world, longest=60)
+        check(common.norms, "Qwen2, q/k/v biases, tied", world, longest=longest)
+    monkeypatch.setattr(common.norms, "BLOCK_ELEMENTS", 1)
+    check(common.norms, "Qwen3, q/k norms, tied", world, longest=60)
 
 
 MUTANTS = {
@@ -105,7 +105,7 @@ MUTANTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(world, name):
-    mutant = mutate(common.plumbing.norms, *MUTANTS[name])
+    mutant = mutate(common.norms, *MUTANTS[name])
     with pytest.raises(AssertionError):
         for longest in (5, 40):
             check(mutant, "Qwen2, q/k/v biases, tied", world, longest=longest)
@@ -119,7 +119,7 @@ def test_sharded_and_recomputed(world, dtype, tolerance):
     backward pass, and counted once."""
     batch, args = responses(), vcpo.Args(dtype=dtype, gradient_checkpointing=True)
     policy = shard(Policy(model("Qwen2, q/k/v biases, tied")), args, world, offload=True)
-    _, norms = common.plumbing.norms.gradient_norms(policy, batch, ARGS, world)
+    _, norms = common.norms.gradient_norms(policy, batch, ARGS, world)
     for i, norm in enumerate(norms.tolist()):
         response_logprobs(policy, batch.rows(slice(i, i + 1)), T)[0].sum().backward()
         alone = clip_gradients(policy, float("inf"))  # measures and does not clip
@@ -130,10 +130,10 @@ def test_sharded_and_recomputed(world, dtype, tolerance):
 def test_nothing_is_left_behind(world):
     """No gradient and no hook; an empty batch is possible."""
     policy, batch = Policy(model("Qwen3, q/k norms, tied")), responses()
-    common.plumbing.norms.gradient_norms(policy, batch, ARGS, world)
+    common.norms.gradient_norms(policy, batch, ARGS, world)
     assert all(p.grad is None for p in policy.parameters())
     assert not any(m._forward_hooks for m in policy.modules())
-    logp, norms = common.plumbing.norms.gradient_norms(policy, batch.rows(slice(0, 0)), ARGS, world)
+    logp, norms = common.norms.gradient_norms(policy, batch.rows(slice(0, 0)), ARGS, world)
     assert logp.shape == (0, batch.mask.shape[1]) and norms.shape == (0,)
 
 

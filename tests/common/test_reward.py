@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
-from common.plumbing.errors import RunStopped
+from common.cli import RunStopped
 from common.reward import Verifier, load_task_file
 
 from tests import adapters

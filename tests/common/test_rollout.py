@@ -8,11 +8,11 @@ import pytest
 import torch
 from common import logprobs as rollout_module
 from common.batch import Rollout
+from common.cli import RunStopped
 from common.distributed import ALONE, World
 from common.logprobs import Policy, micro_batches, response_logprobs
-from common.plumbing.errors import RunStopped
 from common.rollout import HFEngine
-from common.plumbing.tracking import Run
+from common.run import Run
 from grpo import Args
 
 DENSE = SimpleNamespace(lm=torch.nn.Module())  # as a policy without experts

@@ -9,9 +9,9 @@ import torch
 from common.batch import Rollout
 from common.distributed import shard
 from common.logprobs import Policy, all_logprobs
-from common.plumbing.model import load_model
+from common.model import load_model
 from common.rollout import HFEngine
-from common.plumbing.routing import Routing, routers
+from common.routing import Routing, routers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 PROMPTS = ["7*8-9+6=", "1+2=", "3*3*3*3*3*3*3=", "9-9="]

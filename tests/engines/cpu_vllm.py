@@ -1,4 +1,4 @@
-"""What vLLM's CPU build needs beyond `common.plumbing.vllm`, which is written for GPUs.
+"""What vLLM's CPU build needs beyond `common.vllm`, which is written for GPUs.
 
 `use_cpu_build()` changes the engine of this process. A program runs with it by
 `python -m tests.engines.cpu_vllm MODULE FLAGS`.
@@ -10,7 +10,7 @@ import sys
 
 import common  # noqa: F401  (before torch)
 import torch
-from common.plumbing import vllm as engine
+from common import vllm as engine
 
 
 def use_cpu_build() -> None:

@@ -11,12 +11,12 @@ import grpo
 import numpy as np
 import pytest
 import torch
+from common.cli import BadInput
 from common.distributed import World
+from common.launch import resolve_auto
 from common.logprobs import Policy
-from common.plumbing.errors import BadInput
-from common.plumbing.launch import resolve_auto
-from common.plumbing.model import add_product, head_logits, load_model
-from common.plumbing.vllm import VLLMEngine, checkpoint_tensors, vllm_options
+from common.model import add_product, head_logits, load_model
+from common.vllm import VLLMEngine, checkpoint_tensors, vllm_options
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers import run_here
@@ -121,7 +121,7 @@ def test_a_push_has_the_names_of_published_checkpoints():
 def test_vllm_without_a_compiler_is_one_line(cuda, monkeypatch):
     """It would end in a traceback when Triton compiles its first kernel."""
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr("common.plumbing.launch.shutil.which", lambda name: None)
+    monkeypatch.setattr("common.launch.shutil.which", lambda name: None)
     with pytest.raises(BadInput, match="a C compiler is missing: apt install gcc"):
         resolve_auto(grpo.Args(rollout="vllm"), World(0, 1, torch.device("cuda", 0)), "tiny")
 
@@ -152,6 +152,6 @@ def test_a_rank_that_fails_does_not_wait_for_the_others(monkeypatch, capsys):
         raise ValueError("a mistake of ours")
 
     monkeypatch.setattr(fail, "__module__", "grpo", raising=False)
-    monkeypatch.setattr("common.plumbing.launch.os._exit", lambda code: sys.exit(10 + code))
+    monkeypatch.setattr("common.launch.os._exit", lambda code: sys.exit(10 + code))
     assert run_here(fail, "--steps", 1) == 11
     assert "ValueError: a mistake of ours\n" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import math
 import datasets
 import grpo
 import pytest
-from common.plumbing.sets import HUB, rows_of
+from common.data import HUB, rows_of
 
 from tests.helpers import SMALL, metrics, run_here
 from tests.common.rows import ROWS, load

@@ -8,15 +8,15 @@ import common  # noqa: F401  (before torch)
 import grpo
 import pytest
 import torch
-from common.plumbing.checkpoint import save_model
+from common import vllm as vllm_module
+from common.checkpoint import save_model
+from common.cli import RunStopped
 from common.distributed import CLOSING, setup, shard
 from common.logprobs import Policy, all_logprobs
-from common.plumbing import vllm as vllm_module
-from common.plumbing.errors import RunStopped
-from common.plumbing.model import load_model
+from common.model import load_model
 from common.rollout import make_engine
-from common.plumbing.vllm import VLLMEngine
-from common.plumbing.tracking import Run
+from common.run import Run
+from common.vllm import VLLMEngine
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.engines.cpu_vllm import use_cpu_build

@@ -17,8 +17,8 @@ import minirl
 import pytest
 import torch
 from common.distributed import World
-from common.plumbing.model import load_model
-from common.plumbing.vllm import passed_through, vllm_options
+from common.model import load_model
+from common.vllm import passed_through, vllm_options
 
 from tests.helpers import started
 

@@ -32,10 +32,9 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 from common.batch import Rollout  # noqa: E402
 from common.distributed import World, clip_gradients, setup, shard  # noqa: E402
-from common.logprobs import Policy, all_logprobs, micro_batches  # noqa: E402
-from common.logprobs import response_logprobs, token_logprobs  # noqa: E402
-from common.plumbing.model import head_logits, load_model  # noqa: E402
-from common.plumbing.norms import in_one_pass  # noqa: E402
+from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs, token_logprobs  # noqa: E402
+from common.model import head_logits, load_model  # noqa: E402
+from common.norms import in_one_pass  # noqa: E402
 from common.rollout import HFEngine  # noqa: E402
 from tools import make_smollm2  # noqa: E402
 from tools.maintain.shapes import byte_tokenizer, qwen3  # noqa: E402

@@ -11,10 +11,9 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from common.plumbing.errors import BadInput
-from common.plumbing.flags import broken_rule
-from common.plumbing.folder import as_lines
-from common.plumbing.launch import parse
+from common.cli import BadInput, broken_rule
+from common.launch import parse
+from common.run import as_lines
 from labs import bug, lab
 
 import checks

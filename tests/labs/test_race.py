@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from common.cli import BadInput
 from common.data import load_task
-from common.plumbing.errors import BadInput
-from common.plumbing.model import load_model
+from common.model import load_model
 from common.tiny.arithmetic import KINDS
 from labs.race import stresses, transfer
 from labs.race.stresses import STRESSES, Stress
@@ -21,7 +21,7 @@ FAKE = '''"""Base file: grpo.py"""
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from common.plumbing.flags import Flags
+from common.cli import Flags
 
 @dataclass
 class Args(Flags):

@@ -33,7 +33,7 @@ import torch
 from common.batch import Rollout
 from common.data import Problem, Task
 from common.distributed import CLOSING, World, setup
-from common.plumbing.model import load_model
+from common.model import load_model
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -328,14 +328,14 @@ def record(
         patch.setattr(module, "load_task", lambda *arguments: task())
         patch.setattr(module, "make_engine", lambda *arguments, **named: engine)
         patch.setattr(module, "save_checkpoint", lambda *arguments: None)
-        patch.setattr("common.plumbing.tracking.draw_curves", lambda *arguments: "")
+        patch.setattr("common.run.draw_run", lambda *arguments: "")
         patch.setattr(torch.optim, "AdamW", Watched)
         if hasattr(module, "Branches"):  # recipe.py imports it
             home = sys.modules[module.Branches.__module__]
             choose_pivot = home.choose_pivot
             patch.setattr(home, "choose_pivot", choose)
         still = SimpleNamespace(anywhere=lambda world: False)
-        patch.setattr("common.plumbing.tracking.StopFlag", lambda: still)
+        patch.setattr("common.run.StopFlag", lambda: still)
         module.main(args, world)
     while CLOSING:
         CLOSING.pop()()

@@ -13,8 +13,8 @@ from pathlib import Path
 import grpo
 import pytest
 import torch
+from common import launch
 from common.distributed import World
-from common.plumbing import launch
 from labs import blank, bug
 from torch import Tensor
 from variants import ppo

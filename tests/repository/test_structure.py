@@ -10,7 +10,7 @@ from typing import get_type_hints
 
 import pytest
 from checks.files import ALGORITHMS, NINE, PATHS, base_of
-from common.plumbing.flags import Flags, Rule
+from common.cli import Flags, Rule
 from tools.maintain.marks import changes, code_lines
 
 from tests.helpers import ROOT, module_of

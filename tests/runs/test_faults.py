@@ -3,11 +3,11 @@ resumable."""
 
 import errno
 
-import common.plumbing.checkpoint
+import common.checkpoint
 import grpo
 import pytest
 import torch
-from common.plumbing.folder import checkpoints
+from common.run import checkpoints
 
 from tests.helpers import SMALL, assert_same_run, command, drive, forked, metrics, run_here
 
@@ -62,7 +62,7 @@ def at_the(number: int, function, counts=lambda *arguments: True):
 def test_a_full_disk_during_a_save(tmp_path, finished, monkeypatch, capsys):
     """The second save fails: a line that says why, the first checkpoint whole, resume goes on."""
     flags = [*SMALL, "--steps", 4, "--run_dir", tmp_path / "parts"]
-    dcp = common.plumbing.checkpoint.dcp
+    dcp = common.checkpoint.dcp
     with monkeypatch.context() as patch:
         patch.setattr(dcp, "save", at_the(2, dcp.save))
         assert run_here(grpo.main, *flags) == 1

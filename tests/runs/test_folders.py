@@ -10,10 +10,9 @@ from pathlib import Path
 
 import grpo
 import pytest
+from common.cli import BadInput
 from common.data import load_task
-from common.plumbing.errors import BadInput
-from common.plumbing.folder import checkpoints, new_folder, read_lines, runs_called
-from common.plumbing.tracking import Run
+from common.run import Run, checkpoints, new_folder, read_lines, runs_called
 
 from tests.helpers import SMALL, assert_same_run, command, metrics, run_here, tree
 

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 import vcpo
 from common import distributed
+from common.checkpoint import load_checkpoint
 from common.distributed import full_parameters, global_sum, setup, shard
 from common.logprobs import Policy, frozen_reference
-from common.plumbing.checkpoint import load_checkpoint
-from common.plumbing.model import load_model
+from common.model import load_model
 from common.rollout import HFEngine
 
 from tests.helpers import MORE, SMALL, command, forked, run_here, tensors

@@ -10,8 +10,8 @@ from pathlib import Path
 import grpo
 import pytest
 from checks.files import ALGORITHMS, FIRST
-from common.plumbing import checkpoint
-from common.plumbing.folder import checkpoints
+from common import checkpoint
+from common.run import checkpoints
 
 from tests.helpers import MORE, SMALL, assert_same_run, command, drive, forked, metrics, module_of
 from tests.helpers import run_here, started, tree

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from common.plumbing.errors import BadInput
+from common.cli import BadInput
 from tools import compare
 
 from tests.helpers import refused

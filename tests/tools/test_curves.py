@@ -1,7 +1,7 @@
 """A run's picture: its lines are the run's numbers, and what is null is a gap."""
 
 import numpy as np
-from common.plumbing.curves import draw_curves
+from common.run import draw_run
 from matplotlib.figure import Figure
 
 from tests.tools.made import a_run, metrics_of
@@ -19,7 +19,7 @@ def test_the_lines_are_the_runs_numbers(tmp_path, monkeypatch):
         save(figure, *given, **more)
 
     monkeypatch.setattr(Figure, "savefig", keep)
-    draw_curves(a_run(tmp_path / "run", lines))
+    draw_run(a_run(tmp_path / "run", lines))
     axes = {axis.get_title().replace("\n", " "): axis for axis in figures[0].axes}
     raw, _ = axes["reward (training samples)"].lines
     assert [*raw.get_ydata()] == [row["reward"] for row in lines[1:]]

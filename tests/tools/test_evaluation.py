@@ -11,7 +11,7 @@ import pytest
 import torch
 from common.data import load_task
 from common.distributed import World
-from common.plumbing.launch import launch, parse
+from common.launch import launch, parse
 from tools import evaluate
 from tools.evaluate import Args, bootstrap, line_of, pass_at_k
 

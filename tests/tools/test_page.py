@@ -10,7 +10,7 @@ import pytest
 import torch
 import checks
 from checks.files import ALGORITHMS, NINE
-from common.plumbing.errors import BadInput
+from common.cli import BadInput
 from tools import look, page
 
 from tests.helpers import MORE, ROOT, SMALL, module_of, run_here

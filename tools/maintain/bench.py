@@ -48,7 +48,7 @@ def prompts_of(model: str, count: int) -> list[str]:
 def folder_of(model: str, scratch: str) -> str:
     """The model's folder: the embedded one, the one given, or random weights of Qwen3-1.7B, which
     are written to the empty folder `scratch`."""
-    from common.plumbing.model import EMBEDDED
+    from common.model import EMBEDDED
 
     if model != "qwen3-1.7b":
         return str(EMBEDDED.get(model, model))
@@ -78,8 +78,8 @@ def ours(model: str, folder: str, full: bool, size: list[int], minibatches: int)
     import torch
     from common.data import Problem, Task
     from common.distributed import setup
-    from common.plumbing.launch import check
-    from common.plumbing.model import load_model
+    from common.launch import check
+    from common.model import load_model
     from common.rollout import make_engine
 
     P, G, T, steps = size
@@ -264,7 +264,7 @@ def main() -> None:
     size = SIZES.get(args.model, SIZES["other"])
     size = [*(args.size or size[:3]), size[3]]
     if args.side:
-        from common.plumbing.errors import BadInput
+        from common.cli import BadInput
 
         side, folder = SIDES[args.side], args.folder or args.model
         try:

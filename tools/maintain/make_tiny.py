@@ -15,7 +15,7 @@ import math
 import random
 from pathlib import Path
 
-from common.plumbing.model import EMBEDDED, load_model
+from common.model import EMBEDDED, load_model
 from common.tiny import arithmetic
 from tools import arguments
 import torch

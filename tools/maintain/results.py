@@ -9,7 +9,7 @@ All numbers come from metrics.jsonl. A run is finished if its last line is that 
 from collections import defaultdict
 from pathlib import Path
 
-from common.plumbing.errors import BadInput, in_one_line
+from common.cli import BadInput, in_one_line
 from tools import arguments
 from tools.compare import load
 

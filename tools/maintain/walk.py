@@ -19,9 +19,8 @@ from unittest import mock
 import common  # noqa: F401  (before torch)
 import grpo
 import torch
-from common.plumbing.folder import whole
-from common.plumbing.launch import launch
-from common.plumbing.tracking import Run
+from common.launch import launch
+from common.run import Run, whole
 from torch import Tensor
 
 from tools import arguments

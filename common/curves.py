@@ -1,12 +1,10 @@
-"""A run's picture: metrics.jsonl and config.json -> curves.png."""
+"""A run's picture, of its flags and the lines of its metrics.jsonl."""
 
 import textwrap
-from pathlib import Path
 
 import numpy as np
 
-from common.plumbing.errors import BadInput
-from common.plumbing.folder import read_lines, saved_config, whole
+from common.cli import BadInput
 
 PANELS = {  # metric -> title of its panel; the algorithm's own metrics stand before `entropy`
     "reward": "reward (training samples)",
@@ -64,12 +62,9 @@ def sheet(titles: dict[str, str], heading: str) -> tuple:
     return figure, axes
 
 
-def draw_curves(folder: Path) -> Path:
-    """Draw the run in `folder`; the path of its curves.png. BadInput where nothing can be drawn."""
-    config = saved_config(folder)
-    if not config:
-        raise BadInput(f"{folder}: holds no run")
-    lines, acted = read_lines(folder / "metrics.jsonl"), config["acted"]
+def draw_curves(config: dict, lines: list[dict]) -> object:
+    """The figure of a run with these flags and metrics. BadInput where nothing can be drawn."""
+    acted = config["acted"]
     first, later = list(PANELS)[:3], list(PANELS)[3:]
     titles = {}
     for name in dict.fromkeys([*first, *acted, *later]):
@@ -78,7 +73,7 @@ def draw_curves(folder: Path) -> Path:
         if np.any(values >= least):  # False for NaN
             titles[name] = (PANELS | acted)[name]
     if not titles:
-        raise BadInput(f"{folder}: nothing to draw yet, metrics.jsonl holds no number")
+        raise BadInput("nothing to draw yet, metrics.jsonl holds no number")
     width = len(lines) // 12 | 1  # odd
     setting = f"{config['model']} on {config['task']}, seed {config['seed']}, lr {config['lr']}"
     drawn = f"faint: each step; line: mean of {width} step(s)"
@@ -93,6 +88,4 @@ def draw_curves(folder: Path) -> Path:
         else:
             axis.plot(steps, values, ".-", markersize=1, linewidth=1, color=color, alpha=0.3)
             axis.plot(steps, smooth(values, width), color=color)
-    with whole(folder / "curves.png") as partial:
-        figure.savefig(partial, dpi=100, format="png")
-    return folder / "curves.png"
+    return figure

@@ -11,13 +11,11 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from common.batch import Rollout
-from common.distributed import CLOSING, TIMEOUT, World
-from common.distributed import full_parameters
-from common.plumbing.clock import timed
-from common.plumbing.errors import BadInput, RunStopped, blame, in_one_line, say
-from common.plumbing.flags import key_values
-from common.plumbing.model import EMBEDDED
-from common.plumbing.routing import why_not_replayed
+from common.cli import BadInput, RunStopped, blame, in_one_line, key_values, say
+from common.clock import timed
+from common.distributed import CLOSING, TIMEOUT, World, full_parameters
+from common.model import EMBEDDED
+from common.routing import why_not_replayed
 
 
 class VLLMEngine:

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from common.cli import RunStopped, blame, say
+from common.clock import timed
 from common.distributed import World, full_parameters
-from common.plumbing.clock import timed
-from common.plumbing.errors import RunStopped, blame, say
-from common.plumbing.folder import checkpoints, how_to_continue, sync, whole
+from common.run import checkpoints, how_to_continue, sync, whole
 
 KEEP_CHECKPOINTS = 3
 PICKLE = "with pickle, which runs any code that is in it: use only runs of your own"

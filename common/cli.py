@@ -1,16 +1,54 @@
-"""Command-line flags: their kinds of numbers, and the flags that only `common` reads.
+"""What a person gives and is told: flags, their rules, and errors of one line.
 
 An algorithm file declares the flags that it reads itself, each by its kind (`lr: Positive = 3e-4`),
 and inherits the others: `class Args(Flags)`. A value that breaks the rule of its kind ends the run
-before it begins.
+before it begins. `launch` shows the errors.
 """
 
+import contextlib
 import json
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple, get_type_hints
+from typing import Annotated, Literal, NamedTuple, TextIO, get_type_hints
 
-from common.plumbing.errors import BadInput
+
+class BadInput(ValueError):
+    """The user gave something wrong: shown as one line, exit code 2, nothing written."""
+
+
+class RunStopped(RuntimeError):
+    """Going on would train on wrong numbers: shown as one line, exit code 1."""
+
+
+@contextlib.contextmanager
+def blame(what: str, kind: type = BadInput) -> Iterator[None]:
+    """Any error inside becomes one line for people: "`what` (its message)".
+
+    For other people's code, which raises many kinds: file formats, tokenizers, hub clients.
+    """
+    try:
+        yield
+    except (BadInput, RunStopped):
+        raise
+    except (Exception, SystemExit) as error:
+        raise kind(f"{what} ({in_one_line(error)})") from error
+
+
+def say(*lines: str, file: TextIO | None = None) -> None:
+    """Print on `file`, or stdout. A full disk or a closed pipe there ends no program."""
+    file = file or sys.stdout
+    try:
+        print(*lines, sep="\n", file=file, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # also for what is in the buffer
+
+
+def in_one_line(error: BaseException) -> str:
+    """The first 240 characters of an exception's message, without line breaks."""
+    return " ".join(str(error).split())[:240] or type(error).__name__
+
 
 LARGEST = 2**31 - 1  # the largest size of a tensor; every sensible value here is far below it
 

@@ -10,11 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file, logging
 
+from common.cli import BadInput, blame
 from common.distributed import ALONE, World
-from common.plumbing.errors import BadInput, blame
 
 logging.disable_progress_bar()  # the run has its own
-TINY = Path(__file__).parents[1] / "tiny"
+TINY = Path(__file__).with_name("tiny")
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 EMBEDDED = {
     "tiny": TINY / "model",

@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 import tyro
 
+from common.cli import BadInput, RunStopped, blame, broken_rule, in_one_line
+from common.clock import RUNNING, SECONDS
 from common.distributed import ALONE, CLOSING, SMALL, World, setup
-from common.plumbing.clock import RUNNING, SECONDS
-from common.plumbing.errors import BadInput, RunStopped, blame, in_one_line
-from common.plumbing.flags import broken_rule
-from common.plumbing.model import EMBEDDED, parameters_of
-from common.plumbing.tracking import Run
+from common.model import EMBEDDED, parameters_of
+from common.run import Run
 
 Stage = Callable[[object, World], None]  # called with the flags and the ranks
 # Flags whose right value depends on the model, and their usual values.
