@@ -103,7 +103,7 @@ def gradients(
         if hasattr(batch, "old_logp"):
             return recompute(policy, batch, args, world, *readout)
         found = recompute(policy, batch, args, world, *readout)[1] if readout else None
-        return batch.stored_logp, found
+        return batch.stored_logp.clone(), found
 
     flags = {"minibatches": 2} | FLAGS.get(name, formulas.of(name, "STORED", {})) | flags
     flags |= {"steps": 1, "prompts_per_step": len(prompts), "group_size": G, "lr": 1e-12}
