@@ -1,7 +1,7 @@
 """What all algorithm files share; imported before torch, because of the settings below.
 
 To follow one step of `grpo.py`, read these six modules, in this order:
-    batch         the batch passed between the stages of a step; equal tokens on all ranks
+    batch         the batch passed between the stages of a step, and its balance over ranks
     distributed   ranks: sharding, exact sums and means, clean stops
     rollout       sampling: prompts in, responses and their log-probabilities out
     logprobs      the trainer's log-probabilities of the same tokens, in micro-batches
@@ -11,7 +11,7 @@ The others need not be read to understand an algorithm:
     cli, launch     flags, errors of one line; from the command line to `main`
     model           loading weights and tokenizer
     metrics         sums and counts over micro-batches and ranks; the two accuracies of a run
-    run, samples    what a run writes: its folder, metrics, responses token by token
+    run, samples    a run's folder: metrics, and some responses token by token
     curves          metrics.jsonl -> curves.png
     clock           where the time of a step goes
     checkpoint      saving, and bit-exact resume

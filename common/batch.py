@@ -1,4 +1,4 @@
-"""The batch passed between the stages of a step, and its load balancing over the ranks."""
+"""The batch passed between the stages of a step, and its balance over the ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Rollout:
         rewards `[N]`           of the verifier
         advantages `[N]`        Â of the whole response
     Written by every `main`, before the first update:
-        old_logp `[N, T]`       log π_old(token), by the trainer
+        old_logp `[N, T]`       log π_old(token), by the trainer; of the first mini-batch in its
+                                update, where π_θ is still π_old
         ref_logp `[N, T]`       log π_ref(token), of the model before training; only with a KL term
     Written by every `main`, in the update; metrics and samples.jsonl are made of them:
         logp, entropy `[N, T]`  of π_θ, before the optimiser step

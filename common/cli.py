@@ -1,4 +1,4 @@
-"""What a person gives and is told: flags, their rules, and errors of one line.
+"""The command line: flags and their rules, and errors of one line.
 
 An algorithm file declares the flags that it reads itself, each by its kind (`lr: Positive = 3e-4`),
 and inherits the others: `class Args(Flags)`. A value that breaks the rule of its kind ends the run

@@ -1,6 +1,7 @@
-"""A run's picture, of its flags and the lines of its metrics.jsonl."""
+"""A run's picture, made of its config.json and its metrics.jsonl."""
 
 import textwrap
+from pathlib import Path
 
 import numpy as np
 
@@ -62,8 +63,9 @@ def sheet(titles: dict[str, str], heading: str) -> tuple:
     return figure, axes
 
 
-def draw_curves(config: dict, lines: list[dict]) -> object:
-    """The figure of a run with these flags and metrics. BadInput where nothing can be drawn."""
+def draw_curves(folder: Path, config: dict, lines: list[dict]) -> object:
+    """The figure of the run in `folder`, with its config.json and its metrics. BadInput where there
+    is nothing to draw."""
     acted = config["acted"]
     first, later = list(PANELS)[:3], list(PANELS)[3:]
     titles = {}
@@ -73,7 +75,7 @@ def draw_curves(config: dict, lines: list[dict]) -> object:
         if np.any(values >= least):  # False for NaN
             titles[name] = (PANELS | acted)[name]
     if not titles:
-        raise BadInput("nothing to draw yet, metrics.jsonl holds no number")
+        raise BadInput(f"{folder}: nothing to draw yet, metrics.jsonl holds no number")
     width = len(lines) // 12 | 1  # odd
     setting = f"{config['model']} on {config['task']}, seed {config['seed']}, lr {config['lr']}"
     drawn = f"faint: each step; line: mean of {width} step(s)"

@@ -32,11 +32,11 @@ def entropies(logprobs: Tensor, tokens: Tensor) -> Tensor:
 
 
 class Policy(nn.Module):
-    """A causal language model as a policy: token ids in, log π(token) and a readout out.
+    """A causal language model as a policy: token ids in, log π(token) and a statistic out.
 
-    The `readout` is a statistic of each token's distribution: `entropies`, another one, or None
-    where nobody reads it (zeros). The output head runs inside this module's forward, where FSDP has
-    gathered its weight.
+    The `readout` computes this statistic of each token's distribution. It is usually `entropies`.
+    Without a readout the statistic is 0, and costs nothing. The output head runs inside this
+    module's forward, where FSDP has gathered its weight.
     """
 
     def __init__(self, lm: PreTrainedModel):
@@ -50,7 +50,7 @@ class Policy(nn.Module):
         temperature: float,
         readout: Readout | None = None,
     ) -> Pair:
-        """log π and readout, two `[M]`, of the token after each place that `predicts [n, S]` marks.
+        """log π and statistic, two `[M]`, of the token after each place in `predicts [n, S]`.
 
         `sequences [n, S]` are right-padded: with causal attention no real token sees a pad, and no
         attention mask is needed.
@@ -67,7 +67,7 @@ class Policy(nn.Module):
 class TokenLogprobs(torch.autograd.Function):
     """log softmax(hidden @ weight.T / temperature)[targets], and what `readout` makes of it.
 
-    hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, readout `[M]` (without gradient),
+    hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, statistic `[M]` (no gradient),
     both float32. Makes the logits a block of rows at a time, and again in the backward pass.
 
     At a vocabulary of 152k, 16k tokens of float32 logits are 10 GB a copy, and the plain formula
@@ -109,14 +109,14 @@ class TokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, targets)
         ctx.temperature = temperature
         logp = torch.empty(len(hidden), device=hidden.device)  # [M]
-        found = torch.zeros_like(logp)  # [M]
+        statistic = torch.zeros_like(logp)  # [M]
         for rows in TokenLogprobs.blocks(hidden, weight):
             logprobs = TokenLogprobs.logits(hidden[rows], weight, temperature).log_softmax(-1)
             logp[rows] = logprobs.gather(-1, targets[rows, None])[:, 0]
             if readout:
-                found[rows] = readout(logprobs, targets[rows])
-        ctx.mark_non_differentiable(found)
-        return logp, found
+                statistic[rows] = readout(logprobs, targets[rows])
+        ctx.mark_non_differentiable(statistic)
+        return logp, statistic
 
     @staticmethod
     def backward(ctx, d_logp: Tensor, _: None) -> tuple:
@@ -176,7 +176,7 @@ def micro_batches(policy: nn.Module, batch: Rollout, max_tokens: int, world: Wor
 def response_logprobs(
     policy: nn.Module, batch: Rollout, temperature: float, readout: Readout | None = entropies
 ) -> Pair:
-    """log π(token) and readout of every sampled token: two `[n, T]`, zero on padding."""
+    """log π(token) and a statistic of every sampled token: two `[n, T]`, zero on padding."""
     blank, where = torch.zeros_like(batch.mask), batch.mask.bool()  # [n, T]
     replayed = None
     if len(batch) == 0:
@@ -192,12 +192,12 @@ def response_logprobs(
             replayed = batch.replayed_experts[:, : sequences.shape[1]]  # [n, S, layers, k]
             replayed = replayed.flatten(0, 1).to(blank.device)  # [n·S, layers, k]
     policy.routing.replay = replayed
-    of_token, read = policy(sequences, predicts, temperature, readout)  # [M], [M]
-    logp = blank.masked_scatter(where, of_token)  # [n, T]
-    entropy = blank.masked_scatter(where, read)  # [n, T]
+    logp, statistic = policy(sequences, predicts, temperature, readout)  # [M], [M]
+    logp = blank.masked_scatter(where, logp)  # [n, T]
+    statistic = blank.masked_scatter(where, statistic)  # [n, T]
     if logp.requires_grad:
         logp.retain_grad()  # ∂loss/∂logp is minus each token's weight, which samples.jsonl shows
-    return logp, entropy
+    return logp, statistic
 
 
 @timed("logprobs")
@@ -211,12 +211,12 @@ def all_logprobs(
     With a mixture of experts the batch gets a column `trainer_experts`, like the sampler's, if
     there is the sampler's to compare it with, or if `policy.routing.wanted`.
     """
-    logp, read = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)  # [N, T]
+    logp, statistic = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)  # [N, T]
     routed = None
     wanted = policy.routing.wanted or hasattr(batch, "sampler_experts")
     for rows in micro_batches(policy, batch, args.micro_tokens, world):
         micro = batch.rows(rows)
-        logp[rows], read[rows] = response_logprobs(policy, micro, args.temperature, readout)
+        logp[rows], statistic[rows] = response_logprobs(policy, micro, args.temperature, readout)
         if policy.routing.active and len(rows) and wanted:
             part = policy.routing.recorded().cpu().unflatten(0, (len(rows), -1))
             if routed is None:
@@ -224,7 +224,7 @@ def all_logprobs(
             routed[rows.cpu(), : part.shape[1]] = part  # [n, S, layers, k]
     if routed is not None:
         batch.trainer_experts = routed  # [N, S, layers, k]
-    return logp, read
+    return logp, statistic
 
 
 def sampler_gap(batches: list[Rollout], world: World) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A run's folder: metrics, samples, curves and summary; how it is resumed; what a run prints."""
+"""A run: its folder with metrics, samples, curves and summary; resuming it; its messages."""
 
 import contextlib
 import fcntl
@@ -454,7 +454,7 @@ def draw_run(folder: Path) -> Path:
     config = saved_config(folder)
     if not config:
         raise BadInput(f"{folder}: holds no run")
-    figure = draw_curves(config, read_lines(folder / "metrics.jsonl"))
+    figure = draw_curves(folder, config, read_lines(folder / "metrics.jsonl"))
     with whole(folder / "curves.png") as partial:
         figure.savefig(partial, dpi=100, format="png")
     return folder / "curves.png"
