@@ -9,6 +9,8 @@ from common.model import load_model
 
 from . import gradient_law, grpo, written_here
 
+objective, statistics, CASES = grpo.objective, grpo.statistics, grpo.CASES
+
 
 def check_learning_value(module: ModuleType) -> None:
     """sqrt(p̂ (1-p̂)) with p̂ over the group; 0 for all right, all wrong, and all equally partly
@@ -74,12 +76,8 @@ CHECKS = [*written_here(globals()), *grpo.CHECKS]
 STD = "std(dim=1, correction=0)"
 MUTANTS = {
     "p (1-p)": (STD, "var(dim=1, correction=0)"),
-    "over the batch": (STD, "std(correction=0).expand(len(rewards))"),
-    "rounding for a difference": ("(rewards - rewards[:, :1]).std", "rewards.std"),
     "the worst candidate": ("key=lambda k: -scores[k]", "key=lambda k: scores[k]"),
-    "no exploration": ("rng.random() < explore", "rng.random() < 0"),
     "a prompt twice": ("if problems[k].prompt not in taken", "if True"),
     "mean over padding": ("(hidden * real[..., None])", "hidden"),
     "range (0, 1)": ("return 0.5 * self.head", "return self.head"),
-    "random head": ("        torch.nn.init.zeros_(self.head.weight)\n", ""),
 }
