@@ -194,7 +194,7 @@ def busy_batch() -> dict[str, Tensor]:
     batch["proxy_logp"][1, 1] = -torch.inf
     batch["branch"] = torch.tensor([0, 1, 0, 0, 1, 0]).double()
     batch["working"] = (noise[6] > 0.4).double() * mask
-    batch["working_advantages"] = torch.tensor([-0.5, -1, 0, 0.7, 1, 0]).double()
+    batch["working_advantages"] = torch.tensor([-0.5, -1, 2, -0.7, 1, 0]).double()
     return batch
 
 

@@ -9,8 +9,28 @@ import torch
 from common.batch import Rollout
 from common.data import Task
 from common.distributed import World
+from torch import Tensor
 
-from . import justrl, written_here
+from . import Batch, cut_shares, justrl, surrogate, token_mean, written_here
+
+
+def trained(b: Batch) -> Tensor:
+    """With `--mask_truncated` responses that were cut off have no token in the loss."""
+    return b.mask * (b.finished[:, None] | (not b.args.mask_truncated))
+
+
+def objective(b: Batch) -> tuple[Tensor, Tensor]:
+    """Equation 8, with the filter of overlong responses of section 3.4."""
+    return token_mean(surrogate(b), trained(b))
+
+
+def statistics(b: Batch) -> dict[str, tuple]:
+    """Of the tokens that are trained: clip_share counts those that lose their gradient by the clip,
+    clip_above and clip_below its two sides."""
+    return cut_shares(Batch(**vars(b) | {"mask": trained(b)}), b.r, b.A[:, None])
+
+
+CASES = [{}, {"mask_truncated": True, "clip_high": 0.2}]
 
 IDLE, MIXED = [1, 1], [0, 1]
 
@@ -129,26 +149,8 @@ def check_idle_groups_stay_idle(module: ModuleType) -> None:
     assert module.advantages(made)[0].tolist() == [0, 0] and module.advantages(made)[1, 0] > 0
 
 
-def check_truncated(module: ModuleType) -> None:
-    """With the flag, responses that were cut are not in the loss, but in everything else."""
-    rows = [[3, 9], [3, 4]]
-    logps = [[0.0, 0.0]] * 2
-    batch = Rollout.pack(prompts=[[1]], tokens=rows, logps=logps, eos=[9], device="cpu")
-    assert torch.equal(module.trained(batch, module.Args()), batch.mask)
-    masked = module.trained(batch, replace(module.Args(), mask_truncated=True))
-    assert masked.tolist() == [[1, 1], [0, 0]] and batch.mask.sum() == 4
-
-
 CHECKS = [*written_here(globals()), *justrl.CHECKS]
-INDEX = "rows[:P][idle] = rows[P:]"
 MUTANTS = {
-    "length rewarded": ("return -args.overlong_penalty", "return args.overlong_penalty"),
-    "idle groups punished": ("mixed * overlong(", "overlong(", check_idle_groups_stay_idle),
-    "truncated kept": ("if args.mask_truncated else", "if False else"),
-    "the same prompts again": ("self.drawn += sum(counts)", "pass"),
-    "every rank the same prompts": ("sum(counts[: self.world.rank])", "0"),
-    "old rows under new rewards": (INDEX, "pass"),
-    "order lost": (INDEX, "rows[:P] = torch.cat([rows[:P][~idle], rows[P:]])"),
-    "judged by others' answers": ("score(fresh, problems, G)", "score(fresh, problems[::-1], G)"),
-    "everything counted as dropped": ("(self.tokens - used, used)", "(self.tokens, used)"),
+    "idle groups punished": ("mixed * overlong(", "overlong("),
+    "old rows under new rewards": ("rows[:P][idle] = rows[P:]", "pass"),
 }

@@ -9,8 +9,20 @@ from common.logprobs import response_logprobs
 from common.model import load_model
 from torch import Tensor
 
-from . import SIDES, TOKEN_MEAN, busy_batch, check_parts_add_up, clipped, counts, loss_of
-from . import matches, near, no_kl, one, response_tokens, toy_batch, weighs, written_here
+from . import Batch, clipped, counts, cut_shares, matches, near, one, token_mean, written_here
+
+CASES = [{}, {"clip_high": 0.28}]
+
+
+def objective(b: Batch) -> tuple[Tensor, Tensor]:
+    """PPO's clipped objective with an advantage for each token."""
+    return token_mean(clipped(b.r, b.tokens_A, b.args), b.mask)
+
+
+def statistics(b: Batch) -> dict[str, tuple]:
+    """clip_share is the share of response tokens that lose their gradient by the clip; clip_above
+    and clip_below are its two sides."""
+    return cut_shares(b, b.r, b.tokens_A)
 
 
 def random_rows(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,66 +121,16 @@ def check_value_of_the_state_before(module: ModuleType) -> None:
     assert found.abs().min(dim=1).values[0] > 0.01
 
 
-def check_an_advantage_for_each_token(module: ModuleType) -> None:
-    """With advantages `[n, T]` each token has its own: the gradient weight is r Â_t inside the
-    clip, and 0 outside in the direction of its own sign."""
-    batch, generator = toy_batch(), torch.Generator().manual_seed(0)
-    A = torch.randn(batch["mask"].shape, generator=generator, dtype=torch.float64)
-    logp = batch["logp"].requires_grad_()
-    loss_of(module, no_kl(module), **batch | {"advantages": A})[0].backward()
-    r = (logp - batch["old_logp"]).exp().detach()
-    cut = ((A > 0) & (r > 1.2)) | ((A < 0) & (r < 0.8))
-    expected = -(~cut * r * A * batch["mask"]) / batch["mask"].sum()
-    near(
-        logp.grad, expected, "∂ loss / ∂ log π of the toy batch, an advantage for each token", 1e-9
-    )
-
-
 def check_fixture(module: ModuleType) -> None:
     """With DAPO's ε value and gradient agree with TRL, OpenRLHF and others."""
     matches(module, "dapo_eps0.2_0.28_tokenmean", clip_high=0.28)
 
 
-def check_weights(module: ModuleType) -> None:
-    """M r Â with ε 0.2 on both sides."""
-    for ratio in (0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 4.0):
-        weighs(module, ratio, 1.0, ratio if ratio < 1.2 else 0.0)
-        weighs(module, ratio, -1.0, -ratio if ratio > 0.8 else 0.0)
-
-
-def check_clip_statistics(module: ModuleType) -> None:
-    """clip_share is the share of response tokens that lose their gradient by the clip; clip_above
-    and clip_below are its two sides."""
-    batch = busy_batch()
-    expected = clipped(response_tokens(batch), 0.2, 0.28)
-    stats = loss_of(module, no_kl(module, clip_high=0.28), **batch)[1]
-    counts(stats, {f"clip_{name}": pair for name, pair in expected.items()})
-
-
-CHECKS = [*written_here(globals()), check_parts_add_up]
-SURPRISE = "surprise = rewards[:, t] + gamma * following - values[:, t]"
-FOLLOWING = "following = torch.where(here, values[:, t], following)"
-LOSS = "0.5 * (torch.maximum(free, held) * mask).sum()"
+CHECKS = written_here(globals())
 MUTANTS = {
-    **SIDES,
-    **TOKEN_MEAN,
     "forwards in time": (
         "for t in reversed(range(values.shape[1])):",
         "for t in range(values.shape[1]):",
     ),
-    "no V ahead": (SURPRISE, SURPRISE.replace("gamma * following", "0 * following")),
-    "V of padding": (FOLLOWING, "following = values[:, t]"),
-    "returns without V": ("(found + values) * mask", "found * mask"),
-    "R at the first token": (
-        "batch.mask.cumsum(1) == batch.mask.sum(1, keepdim=True)",
-        "batch.mask.cumsum(1) == 1",
-    ),
-    "the KL as a prize": ("found - beta * (batch.old_logp", "found + beta * (batch.old_logp"),
-    "the smaller error": (LOSS, LOSS.replace("maximum", "minimum")),
     "moments with padding": ("x = (column * mask).double()", "x = column.double()"),
-    "random head": ("nn.init.zeros_(self.head.weight)", "pass"),
-    "V of the token itself": (
-        "output.last_hidden_state[predicts]",
-        "output.last_hidden_state.roll(-1, dims=1)[predicts]",
-    ),
 }
