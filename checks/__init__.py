@@ -38,7 +38,7 @@ def of(algorithm: str) -> tuple[list[Callable], dict[str, tuple]]:
     """All checks and the mutants of an algorithm, by its file's stem."""
     module = importlib.import_module(f"checks.{algorithm}")
     shared = [
-        agree(module.objective, module.CASES),
+        *agree(module.objective, module.CASES),
         count_alike(module.statistics, module.CASES),
         check_padding_counts_for_nothing,
         unread(getattr(module, "READS", ("old_logp",))),
@@ -163,12 +163,6 @@ def clip_statistics(b: Batch) -> dict[str, tuple]:
 
 # The comparison with them
 
-PARTS = (
-    [[0, 1, 2, 3, 4, 5]],
-    [[0, 3], [1, 4], [2, 5]],
-    [[5], [2, 4], [0, 1, 3]],
-)  # of the rows of `busy_batch`: whole, and in micro-batches, some with branches alone
-
 
 def busy_batch() -> dict[str, Tensor]:
     """The toy batch with its own μ, π_ref, entropies and all that some file reads: responses of 1
@@ -221,30 +215,35 @@ def written(args: object, batch: Rollout) -> Batch:
     return Batch(args=args, **vars(batch) | columns)
 
 
-def agree(objective: Callable, cases: list[dict]) -> Callable:
-    """The check that `policy_loss` is an objective."""
+def agree(objective: Callable, cases: list[dict]) -> list[Callable]:
+    """The checks that `policy_loss` is an objective."""
 
-    def check_loss(module: ModuleType) -> None:
-        """Value, gradient and count are those of J, which checks/ states a second time: for the
-        whole batch, and for the sums of its micro-batches, divided once by their count."""
+    def compare(module: ModuleType, divisions: list) -> None:
         for flags in cases:
             args, logp, entropy, batch = reached(module, flags)
             J, count = objective(written(args, batch))
             (slope,) = torch.autograd.grad(J, logp)
-            for parts in PARTS:
+            for parts in divisions:
                 total, number = 0.0, 0.0
                 for rows in parts:
                     given = logp[rows], entropy[rows], batch.rows(rows)
                     added, counted, _ = module.policy_loss(args, *given)
                     total, number = total + added, number + counted
-                where = f"of {len(parts)} micro-batches" if len(parts) > 1 else "of the batch"
-                told = " ".join([where, *(f"--{name} {value}" for name, value in flags.items())])
                 (gradient,) = torch.autograd.grad(total / number, logp)
-                near(total / number, -J, f"the loss {told}", 1e-9)
-                near(gradient, -slope, f"∂ loss / ∂ log π {told}", 1e-9)
-                near(number, count, f"the count {told}", 1e-9)
+                told = "".join(f" --{name} {value}" for name, value in flags.items())
+                near(total / number, -J, f"the loss{told}", 1e-9)
+                near(gradient, -slope, f"∂ loss / ∂ log π{told}", 1e-9)
+                near(number, count, f"the count{told}", 1e-9)
 
-    return check_loss
+    def check_loss(module: ModuleType) -> None:
+        """Value, gradient and count are those of J, which checks/ states a second time."""
+        compare(module, [[[0, 1, 2, 3, 4, 5]]])
+
+    def check_parts_add_up(module: ModuleType) -> None:
+        """The sums of any micro-batches, divided once by their count, are the whole batch's J."""
+        compare(module, [[[0, 3], [1, 4], [2, 5]], [[5], [2, 4], [0, 1, 3]]])
+
+    return [check_loss, check_parts_add_up]
 
 
 def count_alike(statistics: Callable, cases: list[dict]) -> Callable:

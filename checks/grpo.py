@@ -100,7 +100,7 @@ def check_kl_ratio(module: ModuleType) -> None:
     assert not torch.allclose(found[False][1], truth, rtol=1e-2)
 
 
-CHECKS = [*written_here(globals()), *ZSCORES]
+CHECKS = [*ZSCORES, *written_here(globals())]
 RATIO, SURROGATE = "(logp - batch.old_logp).exp()", "torch.minimum(ratio * A, clipped * A)"
 AVERAGE = "(objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)"
 RETURN = "return -per_response.sum(), mask.new_tensor(len(mask)), stats"
