@@ -4,13 +4,11 @@ are cut, and the baseline of an answer."""
 from types import ModuleType, SimpleNamespace
 
 import torch
-from common.cli import BadInput
-from common.distributed import World
+from common.distributed import ALONE
 from torch import Tensor
 
-from . import CENTRED, Batch, centred, clipped, cut_shares, matches, no_kl, written_here
+from . import CENTRED, Batch, centred, clipped, cut_shares, no_kl, written_here
 
-ALONE = World(0, 1, torch.device("cpu"))
 advantages = centred
 CASES = [{}, {"clip_high": 0.28}]
 
@@ -29,15 +27,9 @@ def objective(b: Batch) -> tuple[Tensor, int]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """clip_share, clip_above and clip_below as in grpo.py; advantages_apart is the mean over
-    responses of the distance between the two advantages."""
+    """clip_share and its sides; advantages_apart is the mean distance of the two advantages."""
     found = cut_shares(b, b.r, token_advantages(b))
     return found | {"advantages_apart": ((b.working_A - b.A).abs().sum(), len(b.A))}
-
-
-def check_fixture(module: ModuleType) -> None:
-    """With one block it is GRPO without KL: value and gradient of TRL, OpenRLHF and others."""
-    matches(module, "grpo_eps0.2_seqmean")
 
 
 WORKING = torch.tensor([[0.4, 0.4, 0.4, 0.0, 0.0, 0.2]])
@@ -60,11 +52,6 @@ def check_baselines(module: ModuleType) -> None:
 
 class Letters:
     """A tokenizer with one token per letter."""
-
-    eos_token_id = ord("$")
-
-    def __call__(self, text: str, add_special_tokens: bool) -> dict:
-        return {"input_ids": [ord(letter) for letter in text]}
 
     def batch_decode(self, rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
         return ["".join(map(chr, row)) for row in rows]
@@ -91,18 +78,6 @@ def check_cuts(module: ModuleType) -> None:
     first, second = module.block_texts(rollout, ord("#"), Letters())
     assert first == ["a;b#", "a#b#", "#", "a;b;c", "ab#"]
     assert second == ["#12", "#3", "#7", "#", "#"]
-
-
-def check_marker(module: ModuleType) -> None:
-    """The marker is one token of the model; otherwise the error is one line."""
-    assert module.marker_token(no_kl(module, marker="="), Letters()) == ord("=")
-    for marker in ("</think>", "$"):  # eight tokens; the one that ends a response
-        try:
-            module.marker_token(no_kl(module, marker=marker), Letters())
-        except BadInput as error:
-            assert f"--marker {marker}" in str(error)
-        else:
-            raise AssertionError("such a marker is taken")
 
 
 CHECKS = [*written_here(globals()), *CENTRED]

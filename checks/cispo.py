@@ -14,8 +14,7 @@ def objective(b: Batch) -> tuple[Tensor, Tensor]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """Of all response tokens: kept_beyond_clip those from which PPO's clip would take the gradient,
-    capped_share those with r beyond the cap. weight_max is the largest r before the cap."""
+    """Of all response tokens: those that PPO's clip would cut, and those beyond the cap."""
     return {
         "kept_beyond_clip": cut_shares(b, b.r, b.A[:, None])["clip_share"],
         "capped_share": share(b.r > b.args.is_cap, b.mask),

@@ -35,9 +35,7 @@ def objective(b: Batch) -> tuple[Tensor, int]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """Of all response tokens: masked_share those with M = 0, masked_above those of them with π_θ >
-    μ, masked_below those with π_θ < μ; weight is the mean weight, capped; weight_max the largest
-    π_θ/μ before its cap."""
+    """Of all response tokens; weight_max is the largest π_θ/μ before its cap."""
     w, cut = (b.logp - b.mu).exp(), masked(b)
     return {
         "masked_share": share(cut, b.mask),

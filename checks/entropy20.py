@@ -9,7 +9,7 @@ from common.batch import Rollout
 from common.distributed import ALONE
 from torch import Tensor
 
-from . import FIXTURE, ZSCORES, Batch, clip_statistics, loss_of, matches, no_kl, share
+from . import FIXTURE, ZSCORES, Batch, clip_statistics, near, no_kl, outcome, share
 from . import surrogate, token_mean, toy_batch, written_here
 
 CASES = [
@@ -49,9 +49,7 @@ def objective(b: Batch) -> tuple[Tensor, Tensor]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """left_out is the share of response tokens that are not trained, fork_entropy the mean entropy
-    of the others. KL-Cov: held_share is the share of chosen tokens, held_pull their mean κ |log r|.
-    clip_share and its parts are of all response tokens."""
+    """Of the response tokens; held_pull is the mean κ |log r| of those that are held."""
     if b.args.tokens == "kl_cov":
         pull, held = b.args.kl_cov_coef * (b.logp - b.old).abs(), top(b).double()
         cut = {"clip_share": (0, b.mask.sum())}
@@ -60,29 +58,16 @@ def statistics(b: Batch) -> dict[str, tuple]:
     return found | {"fork_entropy": share(b.entropy, trained(b))} | clip_statistics(b)
 
 
-def forks_of_the_fixture() -> Tensor:
-    """The entropies `[6, 6]` that the fixture's top-20% case was given."""
-    return (36 - torch.arange(36, dtype=torch.float64)).reshape(6, 6) / 10
-
-
 def check_fixture(module: ModuleType) -> None:
     """Value and gradient are TRL's times 21/4, because TRL divides by all tokens, not by the kept
     ones. (Of 21 tokens five are at its threshold or above. It loses the fifth, which is the
     threshold, by rounding to float32. A share of 0.19 keeps the same four.)"""
-    expected = FIXTURE["cases"]["dapo_eps0.2_top20pct_entropy"]
-    batch = toy_batch() | {"entropy": forks_of_the_fixture()}
-    batch["logp"].requires_grad_()
-    loss, stats = loss_of(module, no_kl(module, clip_high=0.2, top_entropy=0.19), **batch)
-    loss.backward()
-    (out, tokens), wanted = stats["left_out"], torch.tensor(expected["grad"], dtype=torch.float64)
-    assert (int(tokens - out), int(tokens)) == (4, 21)
-    assert abs(loss.item() - expected["loss"] * 21 / 4) < 1e-8
-    assert torch.allclose(batch["logp"].grad, wanted * 21 / 4, rtol=0, atol=1e-8)
-
-
-def check_all_tokens(module: ModuleType) -> None:
-    """With a share of 1 it is its base objective: DAPO's token mean, with outside numbers."""
-    matches(module, "dapo_eps0.2_0.28_tokenmean", top_entropy=1.0)
+    entropy = (36 - torch.arange(36, dtype=torch.float64)).reshape(6, 6) / 10
+    args, case = module.Args(clip_high=0.2, top_entropy=0.19), "dapo_eps0.2_top20pct_entropy"
+    loss, gradient, _ = outcome(module, toy_batch() | {"entropy": entropy}, args)
+    expected = FIXTURE["cases"][case]
+    near(loss * 4 / 21, expected["loss"], "the loss of the toy batch", 1e-8)
+    near(gradient * 4 / 21, expected["grad"], "∂ loss / ∂ log π on the toy batch", 1e-8)
 
 
 def check_the_draw(module: ModuleType) -> None:

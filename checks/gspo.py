@@ -19,9 +19,7 @@ def objective(b: Batch) -> tuple[Tensor, int]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """Of responses with Â ≠ 0: clip_share counts those that the clip cuts, clip_above those of them
-    with Â > 0, clip_below those with Â < 0. Of their tokens: clip_share_of_tokens counts those of
-    cut responses, token_clip_share those with r beyond 1 ± token_clip in the direction of Â."""
+    """Of responses with Â ≠ 0, and (clip_share_of_tokens, token_clip_share) of their tokens."""
     s, live, tokens = sequence_ratio(b), (b.A != 0).sum(), b.mask[b.A != 0].sum()
     above, below = (b.A > 0) & (s > 1 + b.args.clip_high), (b.A < 0) & (s < 1 - b.args.clip_low)
     far = b.A.sign()[:, None] * (b.r - 1) * b.mask > b.args.token_clip

@@ -77,5 +77,3 @@ def check_distance(module: ModuleType) -> None:
 
 READS = ("old_logp", "rollout_logp")
 CHECKS = [*minirl.CHECKS, *written_here(globals())]
-STEP = "with self.lifted():\n            optimizer.step()"
-MUTANTS = {"no masters": (STEP, "optimizer.step()\n        self.round()")}

@@ -30,8 +30,7 @@ def objective(b: Batch) -> tuple[Tensor, Tensor]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """masked_share: the share of all response tokens with M = 0; second_moment: the mean of (log
-    w)² over the trust-region tokens, masked ones included; weight_max: the largest w."""
+    """second_moment is that of the trust-region tokens, masked or not; weight_max the largest w."""
     squares, outward = trust_region(b)
     return {
         "masked_share": (masked(b).sum(), b.mask.sum()),

@@ -28,10 +28,8 @@ def objective(b: Batch) -> tuple[Tensor, Tensor]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """Of response tokens: the mean gate F where Â > 0 (gate_pos) and where Â < 0 (gate_neg), the
-    mean of 1 - F (gate_closed); the share of those with r beyond 1 ± token_clip in the direction of
-    Â (grpo_cut_share), and of these Σ F r |Â| over Σ r |Â| (kept_where_grpo_cuts); the mean of σ
-    where π_old is below 0.1 (width_rare) and above 0.9 (width_common)."""
+    """The mean gate F by the sign of Â; the share of tokens that GRPO would cut, and of these
+    Σ F r |Â| over Σ r |Â|; the mean width σ of rare and of common tokens."""
     A, old, gate, sigma = b.A[:, None], b.old.exp(), gates(b), widths(b)
     cut = b.mask * (A.sign() * (b.r - 1) > b.args.token_clip)
     return {

@@ -27,9 +27,7 @@ def objective(b: Batch) -> tuple[Tensor, int]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """Of all response tokens: masked_share those with M = 0, masked_above those of them with Â > 0,
-    masked_below those with Â < 0; weight is the mean weight, capped; weight_max the largest π_θ/μ
-    before its cap."""
+    """Of all response tokens; weight_max is the largest π_θ/μ before its cap."""
     return cut_shares(b, b.r, b.A[:, None], "masked") | {
         "weight": share(weights(b).clip(max=b.args.is_cap), b.mask),
         "weight_max": (weights(b)[b.mask > 0].max(), None),

@@ -7,7 +7,6 @@ from types import ModuleType, SimpleNamespace
 import torch
 from common.cli import BadInput
 from common.distributed import ALONE
-from common.logprobs import Policy
 from torch import Tensor
 
 from . import ZSCORES, Batch, loss_of, near, one, share, token_mean, written_here
@@ -24,9 +23,8 @@ def objective(b: Batch) -> tuple[Tensor, Tensor]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """Of all response tokens: teacher_kl is log(π_θ/π_T), not times β; weight the mean capped w;
-    weight_max the largest w before the cap. strayed is the share of tokens after one with log π_T <
-    -4.6 (a hundredth); that token itself does not count."""
+    """Of all response tokens; strayed are those behind one with log π_T < -4.6 (a hundredth), not
+    that token itself."""
     w = (b.logp - b.mu).exp()
     foreign = (b.teacher < -4.6) * b.mask
     weight = w.clip(max=b.args.is_cap) if b.args.weights == "mu" else 0 * w + 1
@@ -36,17 +34,6 @@ def statistics(b: Batch) -> dict[str, tuple]:
         "weight": share(weight, b.mask),
         "weight_max": (w[b.mask > 0].max(), None),
     }
-
-
-def check_without_a_teacher(module: ModuleType) -> None:
-    """With β = 0 no teacher is needed, and only the reward counts: α Â."""
-    logp = one(0.2).log().requires_grad_()
-    given = {"old_logp": logp.detach(), "mask": one(1.0), "advantages": one(0.7)[0]}
-    alone = replace(module.Args(), beta=0.0, reward_weight=1.0)
-    loss, stats = loss_of(module, alone, logp=logp, **given)
-    loss.backward()
-    near(logp.grad, one(-0.7), "without a teacher, α = 1: ∂ loss / ∂ log π")
-    assert "teacher_kl" not in stats, "teacher_kl without a teacher"
 
 
 def distributions() -> tuple[Tensor, Tensor, Tensor]:
@@ -90,30 +77,20 @@ def check_is_the_gradient_of_the_reverse_kl(module: ModuleType) -> None:
 def check_teacher(module: ModuleType) -> None:
     """The teacher is the requested model, frozen. It is refused if it numbers the student's tokens
     differently or reads fewer tokens than prompt and response. With β = 0 none is loaded."""
-    args, loaded = module.Args(dtype="float32"), module.load_model("tiny-teacher")
-    policy = module.frozen_teacher(args, loaded[1], ALONE)
-    assert isinstance(policy, Policy) and not any(p.requires_grad for p in policy.parameters())
-    pairs = zip(policy.lm.parameters(), loaded[0].parameters(), strict=True)
-    assert all(torch.equal(*pair) for pair in pairs), "these are not the teacher's weights"
-    assert module.frozen_teacher(replace(args, beta=0.0, teacher="none"), loaded[1], ALONE) is None
-    words = loaded[1].get_vocab()
+    args, (lm, tokenizer) = module.Args(dtype="float32"), module.load_model("tiny-teacher")
+    policy = module.frozen_teacher(args, tokenizer, ALONE)
+    for ours, its in zip(policy.parameters(), lm.parameters(), strict=True):
+        assert torch.equal(ours, its) and not ours.requires_grad
+    assert module.frozen_teacher(replace(args, beta=0.0, teacher="none"), tokenizer, ALONE) is None
+    words = tokenizer.get_vocab()
     shifted = {word: number + 1 for word, number in words.items()}
-    fewer = {word: number for word, number in words.items() if word != "#"}
-    for vocabulary, reads, right in (
-        (shifted, 256, False),
-        (words | {"x": 99}, 256, False),
-        (words, 300, False),
-        (fewer, 256, True),  # a teacher may know more tokens
-    ):
+    for vocabulary, reads in ((shifted, 256), (words | {"x": 99}, 256), (words, 300)):
         student = SimpleNamespace(get_vocab=vocabulary.copy, model_max_length=reads)
         try:
             module.frozen_teacher(args, student, ALONE)
-            refused = False
-        except BadInput as error:
-            assert str(error).startswith("--teacher tiny-teacher: "), f"says {error}"
-            refused = True
-        told = f"a student of {len(vocabulary)} tokens that reads {reads}"
-        assert refused != right, f"{told} is {'' if refused else 'not '}refused"
+        except BadInput:
+            continue
+        raise AssertionError(f"a student of {len(words)} tokens that reads {reads} is not refused")
 
 
 READS = ("rollout_logp",)

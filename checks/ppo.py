@@ -3,13 +3,10 @@
 from types import ModuleType
 
 import torch
-from common.batch import Rollout
-from common.distributed import World
-from common.logprobs import response_logprobs
-from common.model import load_model
+from common.distributed import ALONE
 from torch import Tensor
 
-from . import Batch, clipped, counts, cut_shares, matches, near, one, token_mean, written_here
+from . import Batch, clipped, counts, cut_shares, near, one, token_mean, written_here
 
 CASES = [{}, {"clip_high": 0.28}]
 
@@ -20,8 +17,7 @@ def objective(b: Batch) -> tuple[Tensor, Tensor]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """clip_share is the share of response tokens that lose their gradient by the clip; clip_above
-    and clip_below are its two sides."""
+    """clip_share and its sides, clip_above and clip_below."""
     return cut_shares(b, b.r, b.tokens_A)
 
 
@@ -56,29 +52,6 @@ def check_gae_is_a_mean_of_returns(module: ModuleType) -> None:
         near(found, (expected - values) * mask, f"advantages at γ = {gamma}")
 
 
-def a_batch(**columns: Tensor) -> Rollout:
-    """Two responses of 3 and 1 tokens, with rewards 1 and 0."""
-    batch = Rollout.pack(
-        prompts=[[2, 3], [4]],
-        tokens=[[5, 6, 1], [7]],
-        logps=[[-0.1, -0.2, -0.3], [-0.4]],
-        eos=[1],
-        device="cpu",
-    )
-    vars(batch).update({"rewards": torch.tensor([1.0, 0.0])} | columns)
-    return batch
-
-
-def check_token_rewards(module: ModuleType) -> None:
-    """R at the last token, minus β log(π_old/π_ref) at each token; padding has none."""
-    old = torch.tensor([[-0.1, -0.2, -0.3], [-0.4, -9.0, -9.0]])
-    ref = torch.tensor([[-0.3, -0.1, -0.3], [-0.2, -5.0, -1.0]])
-    batch = a_batch(old_logp=old, ref_logp=ref)
-    near(module.token_rewards(batch, 0.0), torch.tensor([[0.0, 0, 1], [0, 0, 0]]), "at β = 0")
-    expected = torch.tensor([[-0.1, 0.05, 1], [0.1, 0, 0]])
-    near(module.token_rewards(batch, 0.5), expected, "at β = 0.5", 1e-6)
-
-
 def check_value_loss(module: ModuleType) -> None:
     """1/2 max{(V - V̂)², (clip(V) - V̂)²}, V clipped to V_old ± 0.2. Its gradient is 0 if V has
     left that range towards V̂ and is not as far beyond it."""
@@ -96,41 +69,10 @@ def check_moments(module: ModuleType) -> None:
     generator = torch.Generator().manual_seed(0)
     columns = [5 + torch.randn(3, 4, generator=generator).double() for _ in range(2)]
     masks = [(torch.arange(4) < torch.tensor(n)[:, None]).double() for n in ([4, 1, 2], [3, 3, 0])]
-    mean, variance = module.moments(columns, masks, World(0, 1, torch.device("cpu")))
+    mean, variance = module.moments(columns, masks, ALONE)
     tokens = torch.cat([x[mask > 0] for x, mask in zip(columns, masks)])
     near(mean, tokens.mean(), "the mean", 1e-9)
     near(variance, tokens.var(), "the variance", 1e-9)
 
 
-def check_value_of_the_state_before(module: ModuleType) -> None:
-    """V is 0 before training. Then it is one number of the state in which each token is drawn: it
-    depends on the prompt and earlier tokens, not on the token itself, later ones or padding."""
-    lm, _ = load_model("tiny")
-    value, batch = module.Value(lm), a_batch()
-    near(response_logprobs(value, batch, 1.0)[0], torch.zeros(2, 3), "V at first")
-    torch.nn.init.normal_(value.head.weight, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        found = response_logprobs(value, batch, 0.7)[0]
-        for row, ids in enumerate(([2, 3, 5, 6, 1], [4, 7])):
-            prompt = int(batch.prompt_len[row])
-            for t in range(len(ids) - prompt):
-                hidden = lm.base_model(torch.tensor([ids[: prompt + t]])).last_hidden_state[0, -1]
-                where = f"V of row {row}, token {t}"
-                near(found[row, t], (hidden @ value.head.weight.T)[0], where, 1e-4)
-    near(found[1, 1:], torch.zeros(2), "V on padding")
-    assert found.abs().min(dim=1).values[0] > 0.01
-
-
-def check_fixture(module: ModuleType) -> None:
-    """With DAPO's ε value and gradient agree with TRL, OpenRLHF and others."""
-    matches(module, "dapo_eps0.2_0.28_tokenmean", clip_high=0.28)
-
-
 CHECKS = written_here(globals())
-MUTANTS = {
-    "forwards in time": (
-        "for t in reversed(range(values.shape[1])):",
-        "for t in range(values.shape[1]):",
-    ),
-    "moments with padding": ("x = (column * mask).double()", "x = column.double()"),
-}

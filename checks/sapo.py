@@ -21,8 +21,7 @@ def objective(b: Batch) -> tuple[Tensor, int]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """f'(r) of response tokens: gate_pos is its mean where Â > 0, gate_neg where Â < 0, gate_closed
-    the mean of 1 - f'(r) over all."""
+    """The mean of f'(r) where Â > 0 and where Â < 0, and of 1 - f'(r) over all tokens."""
     gate, A = 1 / torch.cosh(temperatures(b) * (b.r - 1) / 2) ** 2, b.A[:, None]
     return {
         "gate_pos": share(gate, b.mask * (A > 0)),

@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, clip_statistics, grpo, matches, no_kl, written_here
+from . import ZSCORES, Batch, clip_statistics, grpo, near, no_kl, written_here
 
 CASES = [flags | {"positive_weight": 0.25} for flags in grpo.CASES]
 
@@ -20,15 +20,9 @@ def weighted(b: Batch) -> Tensor:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """clip_share and its parts, and ref_kl, as in grpo.py. damped is the share of Σ |Â| that is
-    taken away."""
+    """As in grpo.py; damped is the share of Σ |Â| that is taken away."""
     size = b.A.abs().sum()
     return clip_statistics(b) | {"damped": (size - weighted(b).abs().sum(), size)}
-
-
-def check_fixture(module: ModuleType) -> None:
-    """With λ = 1 it is GRPO: value and gradient of TRL, OpenRLHF and others."""
-    matches(module, "grpo_eps0.2_seqmean", positive_weight=1.0)
 
 
 def odd(module: ModuleType, values: list[float], k: float, column: int) -> list[int]:
@@ -55,25 +49,15 @@ def check_no_outliers(module: ModuleType) -> None:
     assert odd(module, [1.0, 2, 3, 99], 0.0, 0) == []
 
 
-def check_statistics_are_of_all_ranks(module: ModuleType) -> None:
-    """Mean and std are those of all responses, not of this rank's."""
-    own = torch.tensor([[10.0, -1], [40, -1]]).double()
-    every = torch.cat([own, torch.tensor([[10.0, -1]]).double().expand(8, 2)])
-    found = module.outliers(no_kl(module, outliers=2.5), own, every)
-    assert found.tolist() == [False, True]
-
-
-def stored() -> SimpleNamespace:
-    mask = torch.tensor([[1.0, 1, 1, 1], [1, 1, 0, 0]])
-    return SimpleNamespace(
-        mask=mask, rollout_logp=torch.tensor([[-1.0, -2, -3, -6], [-4, -2, 0, 0]])
-    )
-
-
 def check_measures(module: ModuleType) -> None:
-    """Length and mean log μ over the response; the mean does not fall with the length."""
-    expected: Tensor = torch.tensor([[4.0, -3.0], [2.0, -3.0]]).double()
-    assert torch.equal(module.measures(stored()), expected)
+    """Length and mean log μ over the response; the mean does not fall with the length. An outlier
+    is one among the responses of all ranks."""
+    mask = torch.tensor([[1.0, 1, 1, 1], [1, 1, 0, 0]])
+    mu = torch.tensor([[-1.0, -2, -3, -6], [-4, -2, 0, 0]])
+    own = module.measures(SimpleNamespace(mask=mask, rollout_logp=mu))
+    near(own, torch.tensor([[4.0, -3.0], [2.0, -3.0]]), "length and mean log μ")
+    every = torch.cat([own, own[:1].expand(8, 2)])
+    assert module.outliers(no_kl(module, outliers=2.5), own, every).tolist() == [False, True]
 
 
 def check_without_baseline(module: ModuleType) -> None:

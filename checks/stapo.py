@@ -30,9 +30,8 @@ def objective(b: Batch) -> tuple[Tensor, Tensor]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """silenced is the number of silenced tokens, silenced_share that of all response tokens;
-    silenced_prob and silenced_entropy are the means over them of π_θ and of the entropy. clip_share
-    and its parts are of all response tokens, silenced or not."""
+    """Of silenced tokens their number, share, mean π_θ and mean entropy. clip_share and its parts
+    are of all response tokens, silenced or not."""
     silent = spurious(b)
     number = silent.sum()
     return clip_statistics(b) | {

@@ -28,8 +28,7 @@ def objective(b: Batch) -> tuple[Tensor, Tensor]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """Of responses: reshaped is the mean of |φ - 1|, gate_pos that of φ where Â > 0, gate_neg where
-    Â < 0, weight_max the largest W before φ."""
+    """Of responses; gate_pos and gate_neg are the mean φ by the sign of Â."""
     up, down = b.A > 0, b.A < 0
     return {
         "reshaped": ((phi(b) - 1).abs().sum(), len(b.A)),
