@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import CENTRED, Batch, centred, cut_shares, loss_of, no_kl, one, response_mean
+from . import CENTRED, Batch, centred, cut_shares, loss_of, near, no_kl, one, response_mean
 from . import share, surrogate, written_here
 
 advantages = centred
@@ -68,7 +68,7 @@ def check_extremes(module: ModuleType) -> None:
         flags = {"correction": name, "correction_level": "sequence", "w_high": 2.0}
         args = no_kl(module, length_norm=False, **flags)
         loss_of(module, args, logp=logp, advantages=one(1.0)[0].float(), **rest)[0].backward()
-        assert (-logp.grad == expected).all()
+        near(-logp.grad, 0 * mask + expected, f"{name}: the weights of 900 tokens")
 
 
 READS = ("old_logp", "rollout_logp")

@@ -1,12 +1,11 @@
 """VESPO: outside numbers, and W far from 1."""
 
-import math
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, loss_of, matches, no_kl, one, token_mean, written_here
+from . import ZSCORES, Batch, loss_of, matches, near, no_kl, token_mean, written_here
 
 
 def ratio(b: Batch) -> Tensor:
@@ -53,13 +52,7 @@ def check_extremes_weigh_nothing(module: ModuleType) -> None:
     for moved in (2.0, -2.0, 50.0, -50.0):
         logp = (rest["old_logp"] + moved).requires_grad_()
         loss_of(module, no_kl(module), logp=logp, **rest)[0].backward()
-        assert (logp.grad.abs() < 1e-10).all()
-    for moved, W in ((one(15.0, 15.0), 20.0), (one(50.0, -30.0), 0.0)):  # the authors' clamps
-        logp, A = moved.clone().requires_grad_(), one(1.0)[0]
-        rest = {"old_logp": 0 * moved, "mask": 0 * moved + 1, "advantages": A}
-        flags = {"k_pos": 1.0, "lambda_pos": 0.0}  # φ = W
-        loss_of(module, no_kl(module, **flags), logp=logp, **rest)[0].backward()
-        assert torch.allclose(logp.grad, -math.exp(W) * rest["mask"] / moved.numel())
+        near(logp.grad, 0 * mask, f"∂ loss / ∂ log π where log r is {moved} everywhere", 1e-10)
 
 
 CHECKS = [*written_here(globals()), *ZSCORES]
