@@ -1,5 +1,4 @@
-"""Blockwise advantages: one block has GRPO's mean, two blocks have one each. Also where the blocks
-are cut, and the baseline of an answer."""
+"""Blockwise advantages: where the blocks are cut, and the baseline of an answer."""
 
 from types import ModuleType, SimpleNamespace
 
@@ -10,7 +9,6 @@ from torch import Tensor
 from . import CENTRED, Batch, centred, clipped, cut_shares, no_kl, written_here
 
 advantages = centred
-CASES = [{}, {"clip_high": 0.28}]
 
 
 def token_advantages(b: Batch) -> Tensor:
@@ -31,6 +29,8 @@ def statistics(b: Batch) -> dict[str, tuple]:
     found = cut_shares(b, b.r, token_advantages(b))
     return found | {"advantages_apart": ((b.working_A - b.A).abs().sum(), len(b.A))}
 
+
+CASES = [{}, {"clip_high": 0.28}]
 
 WORKING = torch.tensor([[0.4, 0.4, 0.4, 0.0, 0.0, 0.2]])
 ANSWER = torch.tensor([[1.0, 1.0, 0.0, 0.0, 1.0, 1.0]])

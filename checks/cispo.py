@@ -8,7 +8,7 @@ from . import ZSCORES, Batch, cut_shares, matches, share, token_mean
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:
-    """Equation 4: every token keeps its gradient, with a weight min(r, cap) without one."""
+    """Every token keeps its gradient, with a weight min(r, cap) without one."""
     weight = b.r.detach().clip(max=b.args.is_cap)
     return token_mean(weight * b.A[:, None] * b.logp, b.mask)
 

@@ -12,12 +12,12 @@ from . import Batch, cut_shares, justrl, surrogate, token_mean, written_here
 
 
 def trained(b: Batch) -> Tensor:
-    """With `--mask_truncated` responses that were cut off have no token in the loss."""
+    """With `--mask_truncated` a response that was cut off has no token in the loss."""
     return b.mask * (b.finished[:, None] | (not b.args.mask_truncated))
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:
-    """Equation 8, with the filter of overlong responses of section 3.4."""
+    """The mean over the tokens of all responses, or of those that were not cut off."""
     return token_mean(surrogate(b), trained(b))
 
 

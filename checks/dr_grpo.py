@@ -8,12 +8,14 @@ from . import CENTRED, Batch, centred, clip_statistics, gradient_law, matches, s
 from . import written_here
 
 advantages, statistics = centred, clip_statistics
-CASES = [{}, {"max_new_tokens": 7, "clip_high": 0.28}]
 
 
 def objective(b: Batch) -> tuple[Tensor, int]:
     """Every response is divided by the same length L."""
     return ((surrogate(b) * b.mask).sum(1) / b.args.max_new_tokens).mean(), len(b.mask)
+
+
+CASES = [{}, {"max_new_tokens": 7, "clip_high": 0.28}]
 
 
 def check_fixture(module: ModuleType) -> None:

@@ -1,6 +1,4 @@
-"""80/20: outside numbers, which tokens are trained, and over which tokens the quantile is. Clip-Cov
-and KL-Cov: which tokens they choose by hand, the effect on them, and that a draw is the same in any
-order."""
+"""80/20, KL-Cov and Clip-Cov: outside numbers, and the draw of Clip-Cov."""
 
 from types import ModuleType
 
@@ -11,14 +9,6 @@ from torch import Tensor
 
 from . import FIXTURE, ZSCORES, Batch, clip_statistics, near, no_kl, outcome, share
 from . import surrogate, token_mean, toy_batch, written_here
-
-CASES = [
-    {},
-    {"top_entropy": 0.6, "clip_high": 0.2},
-    {"tokens": "kl_cov", "kl_cov_share": 0.25, "kl_cov_coef": 3.0},
-    {"tokens": "kl_cov"},
-    {"tokens": "clip_cov", "clip_cov_low": 0.1, "clip_cov_share": 0.1},
-]
 
 
 def top(b: Batch) -> Tensor:
@@ -56,6 +46,15 @@ def statistics(b: Batch) -> dict[str, tuple]:
         return cut | {"held_share": share(held, b.mask), "held_pull": share(pull, held)}
     found = {"left_out": share(1 - trained(b), b.mask)}
     return found | {"fork_entropy": share(b.entropy, trained(b))} | clip_statistics(b)
+
+
+CASES = [
+    {},
+    {"top_entropy": 0.6, "clip_high": 0.2},
+    {"tokens": "kl_cov", "kl_cov_share": 0.25, "kl_cov_coef": 3.0},
+    {"tokens": "kl_cov"},
+    {"tokens": "clip_cov", "clip_cov_low": 0.1, "clip_cov_share": 0.1},
+]
 
 
 def check_fixture(module: ModuleType) -> None:

@@ -12,7 +12,7 @@ from . import one, response_mean, surrogate, weighs, written_here
 
 
 def objective(b: Batch) -> tuple[Tensor, int]:
-    """Equation 3 of the paper, with the k3 of equation 4; DeepSeek-V3.2 multiplies k3 by r."""
+    """DeepSeekMath's objective; with `--kl_ratio` DeepSeek-V3.2's, whose k3 is multiplied by r."""
     kl = b.args.beta * k3(b) if b.args.beta else 0.0
     return response_mean(surrogate(b) - kl, b.mask)
 

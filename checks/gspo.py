@@ -9,12 +9,12 @@ from . import ZSCORES, Batch, clipped, counts, loss_of, matches, near, one, writ
 
 
 def sequence_ratio(b: Batch) -> Tensor:
-    """Equation 7: s = (π_θ(y)/π_old(y))^(1/|y|) `[n]`."""
+    """The likelihood ratio of a response, taken to 1/|y|: s = (π_θ(y)/π_old(y))^(1/|y|) `[n]`."""
     return (((b.logp - b.old) * b.mask).sum(1) / b.mask.sum(1)).exp()
 
 
 def objective(b: Batch) -> tuple[Tensor, int]:
-    """Equation 5: PPO's clipped objective of whole responses."""
+    """PPO's clipped objective of whole responses."""
     return clipped(sequence_ratio(b), b.A, b.args).mean(), len(b.A)
 
 

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from . import ZSCORES, Batch, clip_statistics, surrogate, token_mean, written_here
 
-CASES = [{"rare_share": 0.4}, {"rare_share": 0.9, "proxy_weight": 0.3} | {"clip_high": 0.28}]
-
 
 def chosen(b: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens of wrong responses; the rarest of them, by a quantile δ of log π_θ; and of these the
@@ -39,6 +37,9 @@ def statistics(b: Batch) -> dict[str, tuple]:
         "protected_pull": (b.args.proxy_weight * (pull(b) - 1).sum(), protected.sum()),
         "noise_share": ((rare & b.proxy.isinf()).sum(), rare.sum()),
     }
+
+
+CASES = [{"rare_share": 0.4}, {"rare_share": 0.9, "proxy_weight": 0.3} | {"clip_high": 0.28}]
 
 
 def check_proxy(module: ModuleType) -> None:

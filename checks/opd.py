@@ -11,8 +11,6 @@ from torch import Tensor
 
 from . import ZSCORES, Batch, loss_of, near, one, share, token_mean, written_here
 
-CASES = [{}, {"is_cap": 1.3, "beta": 0.7, "reward_weight": 0.4}, {"weights": "none"}]
-
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:
     """w (α Â + β log π_T/π_θ) log π_θ, where only log π_θ has a gradient."""
@@ -34,6 +32,9 @@ def statistics(b: Batch) -> dict[str, tuple]:
         "weight": share(weight, b.mask),
         "weight_max": (w[b.mask > 0].max(), None),
     }
+
+
+CASES = [{}, {"is_cap": 1.3, "beta": 0.7, "reward_weight": 0.4}, {"weights": "none"}]
 
 
 def distributions() -> tuple[Tensor, Tensor, Tensor]:

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from . import Batch, clipped, counts, cut_shares, near, one, token_mean, written_here
 
-CASES = [{}, {"clip_high": 0.28}]
-
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:
     """PPO's clipped objective with an advantage for each token."""
@@ -19,6 +17,9 @@ def objective(b: Batch) -> tuple[Tensor, Tensor]:
 def statistics(b: Batch) -> dict[str, tuple]:
     """clip_share and its sides, clip_above and clip_below."""
     return cut_shares(b, b.r, b.tokens_A)
+
+
+CASES = [{}, {"clip_high": 0.28}]
 
 
 def random_rows(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Signs: outside numbers at λ = 1, the two weights, and which responses are outliers."""
+"""Signs: GRPO's loss with two weights, and which responses are outliers."""
 
 from types import ModuleType, SimpleNamespace
 
@@ -7,7 +7,9 @@ from torch import Tensor
 
 from . import ZSCORES, Batch, clip_statistics, grpo, near, no_kl, written_here
 
-CASES = [flags | {"positive_weight": 0.25} for flags in grpo.CASES]
+
+def weighted(b: Batch) -> Tensor:
+    return torch.where(b.A > 0, b.args.positive_weight * b.A, b.A)
 
 
 def objective(b: Batch) -> tuple[Tensor, int]:
@@ -15,14 +17,13 @@ def objective(b: Batch) -> tuple[Tensor, int]:
     return grpo.objective(Batch(**vars(b) | {"A": weighted(b)}))
 
 
-def weighted(b: Batch) -> Tensor:
-    return torch.where(b.A > 0, b.args.positive_weight * b.A, b.A)
-
-
 def statistics(b: Batch) -> dict[str, tuple]:
     """As in grpo.py; damped is the share of Σ |Â| that is taken away."""
     size = b.A.abs().sum()
     return clip_statistics(b) | {"damped": (size - weighted(b).abs().sum(), size)}
+
+
+CASES = [flags | {"positive_weight": 0.25} for flags in grpo.CASES]
 
 
 def odd(module: ModuleType, values: list[float], k: float, column: int) -> list[int]:
