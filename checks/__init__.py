@@ -5,7 +5,6 @@
 - `objective(b)` returns J of a `Batch`, which is a mean, and the count that it is a mean over;
 - `statistics(b)` returns the metrics of the loss as pairs (sum, count);
 - `CASES` are the flags under which the file is compared with both;
-- `advantages(R)`, of the rewards `[..., G]`, where they are not the z-score of grpo.py;
 - `READS` are the columns that the loss may use besides log π, advantages and mask. Without it,
   π_old is the only one;
 - `CHECKS` are further functions of a module (the file, a damaged copy, or a student's file). They
@@ -96,7 +95,7 @@ class Batch(SimpleNamespace):
 
 
 def z_score(R: Tensor) -> Tensor:
-    """Advantages `[..., G]` of most files: with the sample standard deviation."""
+    """Advantages `[P, G]` of most files: with the sample standard deviation."""
     return (R - R.mean(-1, keepdim=True)) / (R.std(-1, keepdim=True) + 1e-6)
 
 

@@ -6,9 +6,7 @@ import torch
 from common.distributed import ALONE
 from torch import Tensor
 
-from . import CENTRED, Batch, centred, clipped, cut_shares, no_kl, written_here
-
-advantages = centred
+from . import CENTRED, Batch, clipped, cut_shares, no_kl, written_here
 
 
 def token_advantages(b: Batch) -> Tensor:

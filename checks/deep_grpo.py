@@ -7,11 +7,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import CENTRED, FIXTURE, Batch, both_streams, centred, clip_statistics, k3, matches, near
+from . import CENTRED, FIXTURE, Batch, both_streams, clip_statistics, k3, matches, near
 from . import surrogate, token_mean, written_here
 
 AUTHORS = FIXTURE["deep_grpo"]["cases"]
-advantages, statistics = centred, clip_statistics
+statistics = clip_statistics
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:

@@ -6,10 +6,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import CENTRED, FIXTURE, Batch, centred, loss_of, near, no_kl, share, terms, toy_batch
+from . import CENTRED, FIXTURE, Batch, loss_of, near, no_kl, share, terms, toy_batch
 from . import written_here
-
-advantages = centred
 
 
 def beyond(b: Batch) -> Tensor:

@@ -4,10 +4,10 @@ from types import ModuleType
 
 from torch import Tensor
 
-from . import CENTRED, Batch, centred, clip_statistics, gradient_law, matches, surrogate
+from . import CENTRED, Batch, clip_statistics, gradient_law, matches, surrogate
 from . import written_here
 
-advantages, statistics = centred, clip_statistics
+statistics = clip_statistics
 
 
 def objective(b: Batch) -> tuple[Tensor, int]:

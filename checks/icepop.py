@@ -5,10 +5,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import CENTRED, Batch, centred, cut_shares, loss_of, near, no_kl, one, response_mean
+from . import CENTRED, Batch, cut_shares, loss_of, near, no_kl, one, response_mean
 from . import share, surrogate, written_here
-
-advantages = centred
 
 
 def correction(b: Batch) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor
 from . import minirl, written_here
 
 objective, statistics, CASES = minirl.objective, minirl.statistics, minirl.CASES
-advantages = minirl.advantages
 
 Weights = dict[str, Tensor]
 

@@ -5,10 +5,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import CENTRED, Batch, centred, cut_shares, every_answer, near, no_kl, share, terms
+from . import CENTRED, Batch, cut_shares, every_answer, near, no_kl, share, terms
 from . import written_here
-
-advantages = centred
 
 
 def weights(b: Batch) -> Tensor:

@@ -65,11 +65,5 @@ def check_advantages(module: ModuleType) -> None:
     assert torch.equal(found, torch.tensor([[0.25, 0.25, 0.25], [0.75, -0.25, -0.25]]))
 
 
-def check_teacher_range_and_padding(module: ModuleType) -> None:
-    """Before training V is 1/2. With a trained head padding changes nothing, and the range is (0,
-    1)."""
-    goldilocks.teacher_is_bounded(module, 1.0)
-
-
 SHARED = (goldilocks.check_select, goldilocks.check_select_is_uniform_at_explore_1)
 CHECKS = [*written_here(globals()), *SHARED]

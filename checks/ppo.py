@@ -3,6 +3,7 @@
 from types import ModuleType
 
 import torch
+from common.batch import Rollout
 from common.distributed import ALONE
 from torch import Tensor
 
@@ -51,6 +52,19 @@ def check_gae_is_a_mean_of_returns(module: ModuleType) -> None:
         found, returns = module.advantages(rewards, values, mask, gamma, lams)
         near(returns, expected, f"returns at γ = {gamma}")
         near(found, (expected - values) * mask, f"advantages at γ = {gamma}")
+
+
+def check_token_rewards(module: ModuleType) -> None:
+    """R at the last token, minus β log(π_old/π_ref) at each token; padding has none."""
+    batch = Rollout(
+        mask=torch.tensor([[1.0, 1, 1], [1, 0, 0]]),
+        rewards=torch.tensor([1.0, 0.0]),
+        old_logp=torch.tensor([[-0.1, -0.2, -0.3], [-0.4, -9.0, -9.0]]),
+        ref_logp=torch.tensor([[-0.3, -0.1, -0.3], [-0.2, -5.0, -1.0]]),
+    )
+    near(module.token_rewards(batch, 0.0), torch.tensor([[0.0, 0, 1], [0, 0, 0]]), "at β = 0")
+    expected = torch.tensor([[-0.1, 0.05, 1], [0.1, 0, 0]])
+    near(module.token_rewards(batch, 0.5), expected, "at β = 0.5", 1e-6)
 
 
 def check_value_loss(module: ModuleType) -> None:
