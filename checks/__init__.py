@@ -132,9 +132,7 @@ def both_streams(b: Batch, x: Tensor, mask: Tensor, mean: Callable) -> tuple[Ten
     """The mean over main rows and the mean over branches, added up; the count of the main rows."""
     is_branch = b.branch > 0
     J, count = mean(x[~is_branch], mask[~is_branch])
-    if is_branch.any():
-        J = J + mean(x[is_branch], mask[is_branch])[0]
-    return J, count
+    return J + mean(x[is_branch], mask[is_branch])[0], count
 
 
 def share(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,10 +140,10 @@ def share(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return (x * mask).sum(), mask.sum()
 
 
-def cut_shares(b: Batch, r: Tensor, A: Tensor, name: str = "clip") -> dict[str, tuple]:
+def cut_shares(b: Batch, A: Tensor, name: str = "clip") -> dict[str, tuple]:
     """Of all response tokens: those that lose their gradient by PPO's clip, and these by the side
     on which r is: above 1 + ε for Â > 0, below 1 - ε for Â < 0."""
-    above, below = (A > 0) & (r > 1 + b.args.clip_high), (A < 0) & (r < 1 - b.args.clip_low)
+    above, below = (A > 0) & (b.r > 1 + b.args.clip_high), (A < 0) & (b.r < 1 - b.args.clip_low)
     sides = {"share": above | below, "above": above, "below": below}
     return {f"{name}_{side}": share(tokens, b.mask) for side, tokens in sides.items()}
 
@@ -154,7 +152,7 @@ def clip_statistics(b: Batch) -> dict[str, tuple]:
     """clip_share counts the response tokens that lose their gradient by the clip: Â > 0 and r > 1 +
     clip_high (clip_above), or Â < 0 and r < 1 - clip_low (clip_below). ref_kl is k3 itself, not
     times β."""
-    found = cut_shares(b, b.r, b.A[:, None])
+    found = cut_shares(b, b.A[:, None])
     if getattr(b.args, "beta", 0.0) > 0:
         found["ref_kl"] = share(k3(b), b.mask)
     return found
@@ -192,7 +190,8 @@ def busy_batch() -> dict[str, Tensor]:
 
 
 def reached(module: ModuleType, flags: dict) -> tuple[object, Tensor, Tensor, Rollout]:
-    """Flags, log π_θ with gradient, entropy and columns of the busy batch."""
+    """Flags, log π_θ with gradient, entropy and columns of the busy batch: what `policy_loss` gets
+    for a whole mini-batch."""
     args = replace(module.Args(), **flags)
     columns = busy_batch()
     columns["logp"].requires_grad_()
@@ -206,7 +205,7 @@ def reached(module: ModuleType, flags: dict) -> tuple[object, Tensor, Tensor, Ro
 
 
 def written(args: object, batch: Rollout) -> Batch:
-    """The same as an objective's `Batch`."""
+    """A batch of the file as a `Batch` of its objective."""
     names = {"old": "old_logp", "mu": "rollout_logp", "ref": "ref_logp", "A": "advantages"}
     names |= {"tokens_A": "token_advantages", "working_A": "working_advantages"}
     names |= {"proxy": "proxy_logp", "teacher": "teacher_logp"}
@@ -252,7 +251,7 @@ def count_alike(statistics: Callable, cases: list[dict]) -> Callable:
         for flags in cases:
             args, logp, entropy, batch = reached(module, flags)
             _, _, found = module.policy_loss(args, logp, entropy, batch)
-            told = " ".join(f" --{name} {value}" for name, value in flags.items())
+            told = "".join(f" --{name} {value}" for name, value in flags.items())
             counts(found, statistics(written(args, batch)), told)
 
     check_statistics.__doc__ = statistics.__doc__

@@ -24,7 +24,7 @@ def objective(b: Batch) -> tuple[Tensor, int]:
 
 def statistics(b: Batch) -> dict[str, tuple]:
     """clip_share and its sides; advantages_apart is the mean distance of the two advantages."""
-    found = cut_shares(b, b.r, token_advantages(b))
+    found = cut_shares(b, token_advantages(b))
     return found | {"advantages_apart": ((b.working_A - b.A).abs().sum(), len(b.A))}
 
 

@@ -16,7 +16,7 @@ def objective(b: Batch) -> tuple[Tensor, Tensor]:
 def statistics(b: Batch) -> dict[str, tuple]:
     """Of all response tokens: those that PPO's clip would cut, and those beyond the cap."""
     return {
-        "kept_beyond_clip": cut_shares(b, b.r, b.A[:, None])["clip_share"],
+        "kept_beyond_clip": cut_shares(b, b.A[:, None])["clip_share"],
         "capped_share": share(b.r > b.args.is_cap, b.mask),
         "weight_max": (b.r[b.mask > 0].max(), None),
     }

@@ -23,7 +23,7 @@ def objective(b: Batch) -> tuple[Tensor, Tensor]:
 
 def statistics(b: Batch) -> dict[str, tuple]:
     """clip_share, clip_above and clip_below of the tokens that are trained."""
-    return cut_shares(Batch(**vars(b) | {"mask": trained(b)}), b.r, b.A[:, None])
+    return cut_shares(Batch(**vars(b) | {"mask": trained(b)}), b.A[:, None])
 
 
 CASES = [{}, {"mask_truncated": True, "clip_high": 0.2}]

@@ -40,7 +40,7 @@ def objective(b: Batch) -> tuple[Tensor, int]:
 def statistics(b: Batch) -> dict[str, tuple]:
     """Of all response tokens; weight_max is the largest π_old/μ."""
     C = correction(b)
-    return cut_shares(b, b.r, b.A[:, None], "masked") | {
+    return cut_shares(b, b.A[:, None], "masked") | {
         "corrected": share((C - 1).abs(), b.mask),
         "dropped_share": share(C == 0, b.mask),
         "weight": share(C, b.mask),

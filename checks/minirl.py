@@ -25,7 +25,7 @@ def objective(b: Batch) -> tuple[Tensor, int]:
 
 def statistics(b: Batch) -> dict[str, tuple]:
     """Of all response tokens; weight_max is the largest π_θ/μ before its cap."""
-    return cut_shares(b, b.r, b.A[:, None], "masked") | {
+    return cut_shares(b, b.A[:, None], "masked") | {
         "weight": share(weights(b).clip(max=b.args.is_cap), b.mask),
         "weight_max": (weights(b)[b.mask > 0].max(), None),
     }

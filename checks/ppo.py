@@ -17,7 +17,7 @@ def objective(b: Batch) -> tuple[Tensor, Tensor]:
 
 def statistics(b: Batch) -> dict[str, tuple]:
     """clip_share and its sides, clip_above and clip_below."""
-    return cut_shares(b, b.r, b.tokens_A)
+    return cut_shares(b, b.tokens_A)
 
 
 CASES = [{}, {"clip_high": 0.28}]

@@ -214,7 +214,7 @@ def hint(name: str, found: dict[Check | None, str]) -> str:
 
 
 def plain_name(check: Check | None) -> str:
-    """check_asymmetric_clip -> asymmetric clip"""
+    """check_eos_counts -> eos counts"""
     return check.__name__.removeprefix("check_").replace("_", " ") if check else "the file"
 
 
