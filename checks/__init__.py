@@ -14,6 +14,7 @@
   At least one check must fail on each. They are also the mistakes that the grader can name.
 """
 
+import functools
 import importlib
 import itertools
 import json
@@ -34,6 +35,7 @@ WORDS = {"old_logp": "π_old", "rollout_logp": "μ", "entropy": "the entropy"}
 FIXTURE = json.loads(Path(__file__).with_name("losses.json").read_text(encoding="utf-8"))
 
 
+@functools.cache  # so that a check is the same function every time
 def of(algorithm: str) -> tuple[list[Callable], dict[str, tuple]]:
     """All checks and the mutants of an algorithm, by its file's stem."""
     module = importlib.import_module(f"checks.{algorithm}")
