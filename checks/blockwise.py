@@ -1,46 +1,34 @@
-"""Blockwise advantages: one block has GRPO's mean, two blocks have one each. Also where the blocks
-are cut, and the baseline of an answer."""
+"""Blockwise advantages: where the blocks are cut, and the baseline of an answer."""
 
 from types import ModuleType, SimpleNamespace
 
 import torch
-from common.cli import BadInput
-from common.distributed import World
+from common.distributed import ALONE
 from torch import Tensor
 
-from . import CENTRED, SIDES, check_clip_statistics, check_parts_add_up, loss_of, matches, no_kl
-from . import written_here
-
-ALONE = World(0, 1, torch.device("cpu"))
+from . import CENTRED, Batch, clipped, cut_shares, no_kl, written_here
 
 
-def check_fixture(module: ModuleType) -> None:
-    """With one block it is GRPO without KL: value and gradient of TRL, OpenRLHF and others."""
-    matches(module, "grpo_eps0.2_seqmean")
+def token_advantages(b: Batch) -> Tensor:
+    """`[n, T]`: those of the working on its tokens, those of the answer on the rest."""
+    return b.working * b.working_A[:, None] + (1 - b.working) * b.A[:, None]
 
 
-def two_blocks() -> dict[str, Tensor]:
-    """Rows: three tokens of working and two of answer; no answer; one of each, and padding."""
-    mask = torch.tensor([[1.0] * 5, [1.0] * 5, [1.0, 1, 0, 0, 0]]).double()
-    working = torch.tensor([[1.0, 1, 1, 0, 0], [1.0] * 5, [1.0, 0, 0, 0, 0]]).double()
-    advantages = torch.tensor([[0.5, -0.25, 1.0], [-1.0, 9.0, 0.0]]).double()
-    logp = torch.full((3, 5), -0.5).double()
-    return {"logp": logp, "old_logp": logp.clone(), "mask": mask, "working": working} | dict(
-        zip(("working_advantages", "advantages"), advantages)
-    )
+def objective(b: Batch) -> tuple[Tensor, int]:
+    """A mean over the working plus a mean over the answer, if there is one."""
+    x, J = clipped(b.r, token_advantages(b), b.args), 0.0
+    for block in (b.mask * b.working, b.mask * (1 - b.working)):
+        J = J + (x * block).sum(1) / block.sum(1).clip(min=1)
+    return J.mean(), len(b.mask)
 
 
-def check_each_block_has_its_own(module: ModuleType) -> None:
-    """Its tokens have the weight Â_k / |T_k|; padding and a missing answer have none."""
-    batch = two_blocks()
-    batch["logp"].requires_grad_()
-    loss, stats = loss_of(module, module.Args(), **batch)
-    loss.backward()
-    rows = [[0.5 / 3] * 3 + [-0.5] * 2, [-0.05] * 5, [1.0, 0, 0, 0, 0]]
-    assert torch.allclose(batch["logp"].grad, -torch.tensor(rows).double() / 3)
-    assert abs(loss.item() + (0.5 - 1 - 0.25 + 1 + 0) / 3) < 1e-12
-    assert stats["advantages_apart"] == (1.5 + 9.25 + 1.0, 3)
+def statistics(b: Batch) -> dict[str, tuple]:
+    """clip_share and its sides; advantages_apart is the mean distance of the two advantages."""
+    found = cut_shares(b, token_advantages(b))
+    return found | {"advantages_apart": ((b.working_A - b.A).abs().sum(), len(b.A))}
 
+
+CASES = [{}, {"clip_high": 0.28}]
 
 WORKING = torch.tensor([[0.4, 0.4, 0.4, 0.0, 0.0, 0.2]])
 ANSWER = torch.tensor([[1.0, 1.0, 0.0, 0.0, 1.0, 1.0]])
@@ -62,11 +50,6 @@ def check_baselines(module: ModuleType) -> None:
 
 class Letters:
     """A tokenizer with one token per letter."""
-
-    eos_token_id = ord("$")
-
-    def __call__(self, text: str, add_special_tokens: bool) -> dict:
-        return {"input_ids": [ord(letter) for letter in text]}
 
     def batch_decode(self, rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
         return ["".join(map(chr, row)) for row in rows]
@@ -95,42 +78,4 @@ def check_cuts(module: ModuleType) -> None:
     assert second == ["#12", "#3", "#7", "#", "#"]
 
 
-def check_marker(module: ModuleType) -> None:
-    """The marker is one token of the model; otherwise the error is one line."""
-    assert module.marker_token(no_kl(module, marker="="), Letters()) == ord("=")
-    for marker in ("</think>", "$"):  # eight tokens; the one that ends a response
-        try:
-            module.marker_token(no_kl(module, marker=marker), Letters())
-        except BadInput as error:
-            assert f"--marker {marker}" in str(error)
-        else:
-            raise AssertionError("such a marker is taken")
-
-
 CHECKS = [*written_here(globals()), *CENTRED]
-CHECKS += [check_parts_add_up, check_clip_statistics]
-MEANS = "(objective * block).sum(1) / block.sum(1).clamp(min=1)"
-A = "torch.where(working > 0, batch.working_advantages[:, None], batch.advantages[:, None])"
-MUTANTS = SIDES | {
-    "the answer's for both": (A, "batch.advantages[:, None] + 0 * working"),
-    "one mean for both": (MEANS, "(objective * block).sum(1) / mask.sum(1)"),
-    "padding in the answer": ("mask * (1 - working)", "(1 - working)"),
-    "outcome is ignored": (
-        "working[:, :, None] == working[:, None]",
-        "working[:, :, None] == working[:, :, None]",
-    ),
-    "advantage the other way round": (
-        "rewards[:, :, None] - rewards[:, None]",
-        "rewards[:, None] - rewards[:, :, None]",
-    ),
-    "the first marker": (
-        "found.flip(1).cumsum(1).flip(1) > 0",
-        "found.cumsum(1) - found.int() == 0",
-    ),
-    "markers of the padding": (
-        "(rollout.tokens == marker) & rollout.mask.bool()",
-        "rollout.tokens == marker",
-    ),
-    "no marker, no working": ("(ahead | ~found.any(1, keepdim=True))", "ahead"),
-    "sign": ("return -sum(means)", "return sum(means)"),
-}

@@ -1,109 +1,76 @@
-"""DAPO: JustRL's loss, the punishment of length, and the rounds of sampling, with a sampler whose
-verdicts are known."""
+"""DAPO: JustRL's loss, the punishment of length, and the rounds of sampling."""
 
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
-from unittest.mock import patch
 
 import torch
 from common.batch import Rollout
-from common.data import Task
-from common.distributed import World
+from common.distributed import ALONE
+from torch import Tensor
 
-from . import justrl, written_here
+from . import Batch, cut_shares, justrl, surrogate, token_mean, written_here
+
+
+def trained(b: Batch) -> Tensor:
+    """With `--mask_truncated` a response that was cut off has no token in the loss."""
+    return b.mask * (b.finished[:, None] | (not b.args.mask_truncated))
+
+
+def objective(b: Batch) -> tuple[Tensor, Tensor]:
+    """The mean over the tokens of all responses, or of those that were not cut off."""
+    return token_mean(surrogate(b), trained(b))
+
+
+def statistics(b: Batch) -> dict[str, tuple]:
+    """clip_share, clip_above and clip_below of the tokens that are trained."""
+    return cut_shares(Batch(**vars(b) | {"mask": trained(b)}), b.A[:, None])
+
+
+CASES = [{}, {"mask_truncated": True, "clip_high": 0.2}]
 
 IDLE, MIXED = [1, 1], [0, 1]
 
 
 class Known:
-    """Sampler, tokenizer and verifier in one. The answers to prompt n get the verdicts `groups[n]`
-    (later prompts [1, 1]). Response j has n + j tokens: n, its verdict, and filler."""
+    """Sampler and tasks in one: the answers to prompt n get the verdicts `groups[n]`, and response
+    j has n + j tokens, which are n."""
 
-    score = Task.score
-
-    def __init__(self, groups: list[list[int]]):
-        self.tokenizer = self
-        self.groups, self.asked = dict(enumerate(groups)), []
+    def __init__(self, groups: dict[int, list[int]]):
+        self.groups, self.asked = groups, []
 
     def train(self, n: int) -> SimpleNamespace:
-        return SimpleNamespace(prompt_ids=[n], answer=str(n), index=n)
+        return SimpleNamespace(prompt_ids=[n], index=n)
 
     def generate(self, prompts: list, n: int, limit: int, temperature: float) -> Rollout:
-        assert (n, limit, temperature) == (2, 9, 0.5)
         self.asked.append([number for (number,) in prompts])
-        rows = [
-            [number, verdict, *[9] * (number + j - 2)]
-            for number in self.asked[-1]
-            for j, verdict in enumerate(self.groups.get(number, IDLE))
-        ]
+        rows = [[number] * (number + j) for number in self.asked[-1] for j in range(n)]
         logps = [[0.0] * len(row) for row in rows]
         return Rollout.pack(prompts=prompts, tokens=rows, logps=logps, eos=[9], device="cpu")
 
-    def batch_decode(self, rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
-        return [f"{row[0]}:{row[1]}" for row in rows]
-
-    def verifier(self, texts: list[str], answers: list[str]) -> list[float]:
-        assert [text.split(":")[0] for text in texts] == answers  # each by its own prompt's answer
-        return [float(text.split(":")[1]) for text in texts]
-
-
-def refilled(module: ModuleType, groups: list[list[int]], **flags: object) -> tuple:
-    """A step of two groups of two on prompts 2, 3, ...: the sampler, the draws, and their
-    results."""
-    known = Known([[], [], *groups])
-    sizes = {"group_size": 2, "max_new_tokens": 9, "overlong_buffer": 9, "temperature": 0.5}
-    args = replace(module.Args(), **sizes, **flags)
-    draws = module.Draws(args, known, known, World(0, 1, torch.device("cpu")))
-    draws.drawn = 2
-    with patch.object(module, "gather", lambda values, world: values):  # of one rank
-        problems = draws.problems(2)
-        rollout = known.generate([p.prompt_ids for p in problems], 2, 9, 0.5)
-        verdicts = torch.tensor([groups[0], groups[1]]).float()  # [2, 2]
-        return known, draws, *draws.refill(rollout, verdicts)
+    def score(self, rollout: Rollout, problems: list, *_: object) -> Tensor:
+        assert rollout.tokens[::2, 0].tolist() == [problem.index for problem in problems]
+        return torch.tensor([self.groups[problem.index] for problem in problems]).float()
 
 
 def check_idle_slots_are_filled(module: ModuleType) -> None:
     """Slots of zero-variance groups get the next prompts, round after round, and no other slots do.
-    Every row has its own reward."""
-    known, draws, rollout, rewards = refilled(module, [IDLE, MIXED, [0, 0], [1, 0], MIXED])
-    assert known.asked == [[2, 3], [4], [5]] and draws.drawn == 6
-    assert rollout.tokens[:, 0].tolist() == [5, 5, 3, 3]  # the place of 2 taken by 4, then by 5
-    assert rollout.tokens[:, 1].tolist() == [1, 0, 0, 1] and rewards.tolist() == [[1, 0], [0, 1]]
-    assert rollout.mask.sum(dim=1).tolist() == [5, 6, 3, 4]
-    known, *_, rollout, _ = refilled(module, [IDLE, IDLE, MIXED, MIXED])
-    assert known.asked == [[2, 3], [4, 5]] and rollout.tokens[::2, 0].tolist() == [4, 5]
-    known, *_ = refilled(module, [[0.3, 0.7], [0.5, 0.5], MIXED])  # partial rewards
-    assert known.asked == [[2, 3], [4]]
-
-
-def check_most_rounds(module: ModuleType) -> None:
-    """After `max_draws` rounds the zero-variance groups stay; with 1 nothing is drawn again."""
-    for rounds in (1, 3):
-        known, _, rollout, rewards = refilled(module, [IDLE, MIXED] + [IDLE] * 9, max_draws=rounds)
-        assert known.asked == [[2, 3], [4], [5]][:rounds]
-        assert rewards.tolist() == [[1, 1], [0, 1]] and len(rollout) == 4
-
-
-def check_cost(module: ModuleType) -> None:
-    """Rounds, groups, tokens that are dropped, and the reward of all samples; by hand."""
-    _, draws, rollout, _ = refilled(module, [IDLE, MIXED, [0, 0], [1, 0]])
+    Every row has its own reward. All draws are counted."""
+    known = Known({2: IDLE, 3: IDLE, 4: [0, 0], 5: MIXED, 6: [1, 0]})
+    sizes = {"group_size": 2, "max_new_tokens": 9, "overlong_buffer": 9}
+    draws = module.Draws(replace(module.Args(), **sizes), known, known, ALONE)
+    draws.drawn = 2
+    problems = draws.problems(2)
+    rollout = known.generate([p.prompt_ids for p in problems], 2, 9, 0.5)
+    rollout, rewards = draws.refill(rollout, known.score(rollout, problems))
+    assert known.asked == [[2, 3], [4, 5], [6]] and draws.drawn == 7
+    assert rollout.tokens[:, 0].tolist() == [6, 6, 5, 5]  # the place of 2 taken by 4, then by 6
+    assert rewards.tolist() == [[1, 0], [0, 1]]
+    assert rollout.mask.sum(dim=1).tolist() == [6, 7, 5, 6]
     found = {name: (float(a), b) for name, (a, b) in draws.statistics(rollout).items()}
-    # Dropped: 2 + 3 tokens of prompt 2, 4 + 5 of prompt 4; kept: 3 + 4 and 5 + 6
-    assert found["rounds"] == (3, 1) and found["drawn_per_used"] == (8, 4)
-    assert found["extra_tokens"] == (14, 18) and found["tokens"] == (14, None)
-    assert found["reward_drawn"] == (4, 8)  # 2 + 1 + 0 + 1
-
-
-def check_one_stream_for_all_ranks(module: ModuleType) -> None:
-    """Each rank takes its prompts after those of the ranks before it; all ranks count all
-    prompts."""
-    known = Known([])
-    for rank, mine in ((0, [10, 11]), (1, []), (2, [12, 13, 14])):
-        draws = module.Draws(module.Args(), known, known, World(rank, 3, None))
-        draws.drawn = 10
-        with patch.object(module, "gather", lambda values, world: torch.tensor([2, 0, 3])):
-            assert [problem.prompt_ids[0] for problem in draws.problems(len(mine))] == mine
-        assert draws.drawn == 15
+    # Dropped: 2 + 3 tokens of prompt 2, 3 + 4 of prompt 3, 4 + 5 of prompt 4
+    assert found["rounds"] == (3, 1) and found["drawn_per_used"] == (10, 4)
+    assert found["extra_tokens"] == (21, 24) and found["tokens"] == (21, None)
+    assert found["reward_drawn"] == (6, 10)  # 2 + 2 + 0 + 1 + 1
 
 
 def check_overlong(module: ModuleType) -> None:
@@ -129,26 +96,4 @@ def check_idle_groups_stay_idle(module: ModuleType) -> None:
     assert module.advantages(made)[0].tolist() == [0, 0] and module.advantages(made)[1, 0] > 0
 
 
-def check_truncated(module: ModuleType) -> None:
-    """With the flag, responses that were cut are not in the loss, but in everything else."""
-    rows = [[3, 9], [3, 4]]
-    logps = [[0.0, 0.0]] * 2
-    batch = Rollout.pack(prompts=[[1]], tokens=rows, logps=logps, eos=[9], device="cpu")
-    assert torch.equal(module.trained(batch, module.Args()), batch.mask)
-    masked = module.trained(batch, replace(module.Args(), mask_truncated=True))
-    assert masked.tolist() == [[1, 1], [0, 0]] and batch.mask.sum() == 4
-
-
 CHECKS = [*written_here(globals()), *justrl.CHECKS]
-INDEX = "rows[:P][idle] = rows[P:]"
-MUTANTS = {
-    "length rewarded": ("return -args.overlong_penalty", "return args.overlong_penalty"),
-    "idle groups punished": ("mixed * overlong(", "overlong(", check_idle_groups_stay_idle),
-    "truncated kept": ("if args.mask_truncated else", "if False else"),
-    "the same prompts again": ("self.drawn += sum(counts)", "pass"),
-    "every rank the same prompts": ("sum(counts[: self.world.rank])", "0"),
-    "old rows under new rewards": (INDEX, "pass"),
-    "order lost": (INDEX, "rows[:P] = torch.cat([rows[:P][~idle], rows[P:]])"),
-    "judged by others' answers": ("score(fresh, problems, G)", "score(fresh, problems[::-1], G)"),
-    "everything counted as dropped": ("(self.tokens - used, used)", "(self.tokens, used)"),
-}

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from . import minirl, written_here
 
+objective, statistics, CASES = minirl.objective, minirl.statistics, minirl.CASES
+
 Weights = dict[str, Tensor]
 
 
@@ -72,17 +74,5 @@ def check_distance(module: ModuleType) -> None:
     assert 0.015 < apart / size < 0.03
 
 
-READS = ("old_logp", "rollout_logp")  # columns that the loss uses
+READS = ("old_logp", "rollout_logp")
 CHECKS = [*minirl.CHECKS, *written_here(globals())]
-STEP = "with self.lifted():\n            optimizer.step()"
-MUTANTS = {
-    "passes on the masters": ("part.copy_(float8(part))", "pass"),
-    "routers rounded, too": (" and not n.endswith(ROUTERS)", ""),
-    "embedding rounded, too": ('if ".layers." in n}', "}"),
-    "one scale for a matrix": ("float8(part)", "float8(part.flatten()).view_as(part)"),
-    "bfloat16": ("float8(part)", "part.bfloat16()"),
-    "no masters": (STEP, "optimizer.step()\n        self.round()"),
-    "masters are the rounded weights": ("[part.clone() for part in self.parts]", "self.parts"),
-    "not rounded again": ("yield\n        self.round()", "yield"),
-    "errors that cancel": ("(part - master).abs().sum()", "(part - master).sum()"),
-}

@@ -8,6 +8,8 @@ from common.distributed import World
 
 from . import grpo, written_here
 
+objective, statistics, CASES = grpo.objective, grpo.statistics, grpo.CASES
+
 
 def budget(module: ModuleType, price: float = 0.0, **flags: object) -> object:
     """A budget of 10 tokens at some price of length."""
@@ -56,22 +58,3 @@ def check_right_beats_wrong(module: ModuleType) -> None:
 
 
 CHECKS = [*written_here(globals()), *grpo.CHECKS]
-STEP = "self.price + args.price_lr * slope"
-CLIP = "min(max(price, args.price_floor), args.price_ceiling)"
-MUTANTS = {
-    "cost not clipped": (".clamp(min=0)", ""),
-    "all tokens cost": ("(lengths / budget - 1)", "(lengths / budget)"),
-    "length earns": ("return rewards - self.paid", "return rewards + self.paid"),
-    "the verifier's rewards changed": (
-        "return rewards - self.paid",
-        "return rewards.sub_(self.paid)",
-    ),
-    "price falls where it should rise": (STEP, STEP.replace("+", "-")),
-    "price of the clipped cost": (
-        'slope = total["tokens"] / total["rows"] / args.length_budget - 1',
-        "slope = excess(lengths, args.length_budget).mean().item()",
-    ),
-    "no floor": (CLIP, "min(price, args.price_ceiling)"),
-    "no ceiling": (CLIP, "max(price, args.price_floor)"),
-    "new price told": ("self.asked, self.price = self.price, ", "self.asked = self.price = "),
-}

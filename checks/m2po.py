@@ -1,107 +1,64 @@
-"""M2PO: which tokens the budget drops, that there is one budget for the mini-batch, and the
-remaining weights."""
+"""M2PO: which tokens the budget drops, and the remaining weights."""
 
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from . import TOKEN_MEAN, ZSCORE, ZSCORES, add_up, busy_batch, counts, loss_of, near, no_kl
-from . import mini_batch, response_tokens, written_here
+from . import ZSCORES, Batch, no_kl, token_mean, written_here
 
 
-def kept_by_hand(squares: list[float], budget: float) -> set[int]:
-    """The largest set of the smallest squares whose mean is within the budget."""
-    order = sorted(range(len(squares)), key=lambda i: squares[i])
-    fits = [n for n in range(1, len(order) + 1) if sum(sorted(squares)[:n]) / n <= budget]
-    return set(order[: max(fits, default=0)])
+def trust_region(b: Batch) -> tuple[Tensor, Tensor]:
+    """(log w)² `[n, T]` with w = π_θ/μ, and the tokens that moved in the direction of Â."""
+    log_w = (b.logp - b.mu).detach()
+    return log_w**2, (b.A[:, None] * log_w > 0) & (b.mask > 0)
+
+
+def masked(b: Batch) -> Tensor:
+    """The trust-region tokens of the largest squares, until the mean of the rest is within the
+    budget."""
+    squares, outward = trust_region(b)
+    left = squares[outward].sort().values.tolist()
+    while left and sum(left) / len(left) > b.args.budget:
+        left.pop()  # the largest
+    return outward & (squares > (left[-1] if left else 0.0) + 1e-6)  # equal tokens stay together
+
+
+def objective(b: Batch) -> tuple[Tensor, Tensor]:
+    """M w Â, not clipped; masked tokens count."""
+    return token_mean(~masked(b) * (b.logp - b.mu).exp() * b.A[:, None], b.mask)
+
+
+def statistics(b: Batch) -> dict[str, tuple]:
+    """second_moment is that of the trust-region tokens, masked or not; weight_max the largest w."""
+    squares, outward = trust_region(b)
+    return {
+        "masked_share": (masked(b).sum(), b.mask.sum()),
+        "second_moment": (squares[outward].sum(), outward.sum()),
+        "weight_max": ((b.logp - b.mu).exp()[b.mask > 0].max(), None),
+    }
+
+
+CASES = [{}, {"budget": 0.02}, {"budget": 0.2}]
 
 
 def check_the_fewest_and_worst_go(module: ModuleType) -> None:
-    """Random squares: the kept ones are those of the definition, as many as the mean allows."""
+    """Random squares: the kept ones are the largest set of the smallest squares whose mean is
+    within the budget."""
     generator = torch.Generator().manual_seed(1)
     for budget in (0.001, 0.04, 0.3, 9.0):
         args = no_kl(module, budget=budget)
         for size in (1, 2, 7, 40):
             squares = torch.randn(size, generator=generator, dtype=torch.float64) ** 2 / 3
-            bound = module.second_moment_bound(args, squares)
-            expected = kept_by_hand(squares.tolist(), budget)
-            found = {i for i, x in enumerate(squares.tolist()) if x <= bound}
-            told = f"of {size} squares, τ = {budget}: {len(found)} are kept, not {len(expected)}"
+            ordered = sorted(squares.tolist())
+            means = [sum(ordered[:n]) / n for n in range(1, size + 1)]
+            expected = sum(mean <= budget for mean in means)
+            found = int((squares <= module.second_moment_bound(args, squares)).sum())
+            told = f"of {size} squares, τ = {budget}: {found} are kept, not {expected}"
             assert found == expected, told
     assert module.second_moment_bound(args, torch.zeros(0)) == 0
     assert module.second_moment_bound(no_kl(module, budget=0.1), torch.ones(3)) == 0, "none fits"
 
 
-def rows(log_w: list[list[float]], mask: list[list[float]], A: list[float]) -> dict[str, Tensor]:
-    """A batch with these log π_θ/μ; π_old does not matter."""
-    tensors = (torch.tensor(x, dtype=torch.float64) for x in (log_w, mask, A))
-    moved, mask, A = tensors
-    mu = torch.full_like(moved, -2.0)
-    batch = {"rollout_logp": mu, "logp": mu + moved, "old_logp": mu - 7}
-    return batch | {"mask": mask, "advantages": A}
-
-
-def by_hand() -> dict[str, Tensor]:
-    """Trust-region tokens have the squares .01, .04, 6.25, .09, .36: at τ = .05 three are kept, of
-    mean .0467. Two tokens moved against their advantage, one has Â = 0, the last is padding."""
-    log_w = [[0.1, 0.2, 2.5, -3.0], [-0.3, -0.6, 2.0, -9.0], [0.9, 0.0, 0.0, 0.0]]
-    return rows(log_w, [[1, 1, 1, 1], [1, 1, 1, 0], [1, 0, 0, 0]], [1.0, -2.0, 0.0])
-
-
-def check_by_hand(module: ModuleType) -> None:
-    """Kept tokens have w Â / M, without a cap, where M is the number of all tokens. The worst
-    trust-region tokens have weight 0."""
-    batch, args = by_hand(), no_kl(module, budget=0.05)
-    batch["logp"].requires_grad_()
-    loss, stats = loss_of(module, args, **batch)
-    loss.backward()
-    w = (batch["logp"] - batch["rollout_logp"]).exp().detach()
-    keeps = torch.tensor([[1.0, 1, 0, 1], [1, 0, 1, 0], [1, 0, 0, 0]], dtype=torch.float64)
-    near(batch["logp"].grad, -keeps * w * batch["advantages"][:, None] / 8, "∂ loss / ∂ log π")
-    assert stats["masked_share"] == (2, 8)
-    near(stats["weight_max"][0], torch.tensor(2.5).double().exp(), "the largest w, a masked one")
-
-
-def check_is_exact_in_parts(module: ModuleType) -> None:
-    """With the mini-batch's bound, sums over any parts give the loss of the whole. With the bounds
-    of the parts they do not."""
-    batch, args = by_hand(), no_kl(module, budget=0.2)
-    _, _, whole = mini_batch(module, args, **batch)
-    add_up(module, args, batch, [[0], [1], [2]], masked=whole.masked)
-
-
-def check_statistics(module: ModuleType) -> None:
-    """masked_share: the share of all response tokens with M = 0; second_moment: the mean of (log
-    w)² over the trust-region tokens, masked ones included; weight_max: the largest w."""
-    batch, args = busy_batch(), no_kl(module, budget=0.02)
-    t = response_tokens(batch)
-    squares = t.w.log()[t.A * (t.w - 1) > 0] ** 2
-    dropped = len(squares) - len(kept_by_hand(squares.tolist(), 0.02))
-    assert 0 < dropped < len(squares) < t.M
-    expected = {"masked_share": (dropped, t.M), "second_moment": (squares.sum(), len(squares))}
-    expected["weight_max"] = t.w.max(), None
-    counts(loss_of(module, args, **batch)[1], expected)
-
-
-READS = ("rollout_logp",)  # columns that the loss uses
+READS = ("rollout_logp",)
 CHECKS = [*written_here(globals()), *ZSCORES]
-RETURN = "return -(objective * mask).sum(), mask.sum(), stats"
-SQUARES, OUTWARD = (
-    "log_weight.detach().square()",
-    "trust_region_tokens(log_weight, A) & mask.bool()",
-)
-MUTANTS = {
-    **ZSCORE,
-    **TOKEN_MEAN,
-    "μ is π_old": (
-        "log_weight = logp - batch.rollout_logp  # [n, T]",
-        "log_weight = logp - batch.old_logp  # [n, T]",
-    ),
-    "a KL for the second moment": (SQUARES, "log_weight.detach()"),
-    "the largest are kept": (".sort().values", ".sort(descending=True).values"),
-    "all tokens are trust-region tokens": (OUTWARD, "mask.bool()"),
-    "padding in the budget": (OUTWARD, "trust_region_tokens(log_weight, A)"),
-    "weight detached": ("weight = log_weight.exp()", "weight = log_weight.detach().exp()"),
-    "masked tokens not counted": (RETURN, RETURN.replace("mask.sum()", "(mask * ~masked).sum()")),
-}

@@ -4,13 +4,23 @@ from types import ModuleType
 
 import torch
 from common.batch import Rollout
-from common.distributed import World
-from common.logprobs import response_logprobs
-from common.model import load_model
+from common.distributed import ALONE
 from torch import Tensor
 
-from . import SIDES, TOKEN_MEAN, busy_batch, check_parts_add_up, clipped, counts, loss_of
-from . import matches, near, no_kl, one, response_tokens, toy_batch, weighs, written_here
+from . import Batch, clipped, counts, cut_shares, near, one, token_mean, written_here
+
+
+def objective(b: Batch) -> tuple[Tensor, Tensor]:
+    """PPO's clipped objective with an advantage for each token."""
+    return token_mean(clipped(b.r, b.tokens_A, b.args), b.mask)
+
+
+def statistics(b: Batch) -> dict[str, tuple]:
+    """clip_share and its sides, clip_above and clip_below."""
+    return cut_shares(b, b.tokens_A)
+
+
+CASES = [{}, {"clip_high": 0.28}]
 
 
 def random_rows(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,24 +54,14 @@ def check_gae_is_a_mean_of_returns(module: ModuleType) -> None:
         near(found, (expected - values) * mask, f"advantages at γ = {gamma}")
 
 
-def a_batch(**columns: Tensor) -> Rollout:
-    """Two responses of 3 and 1 tokens, with rewards 1 and 0."""
-    batch = Rollout.pack(
-        prompts=[[2, 3], [4]],
-        tokens=[[5, 6, 1], [7]],
-        logps=[[-0.1, -0.2, -0.3], [-0.4]],
-        eos=[1],
-        device="cpu",
-    )
-    vars(batch).update({"rewards": torch.tensor([1.0, 0.0])} | columns)
-    return batch
-
-
 def check_token_rewards(module: ModuleType) -> None:
     """R at the last token, minus β log(π_old/π_ref) at each token; padding has none."""
-    old = torch.tensor([[-0.1, -0.2, -0.3], [-0.4, -9.0, -9.0]])
-    ref = torch.tensor([[-0.3, -0.1, -0.3], [-0.2, -5.0, -1.0]])
-    batch = a_batch(old_logp=old, ref_logp=ref)
+    batch = Rollout(
+        mask=torch.tensor([[1.0, 1, 1], [1, 0, 0]]),
+        rewards=torch.tensor([1.0, 0.0]),
+        old_logp=torch.tensor([[-0.1, -0.2, -0.3], [-0.4, -9.0, -9.0]]),
+        ref_logp=torch.tensor([[-0.3, -0.1, -0.3], [-0.2, -5.0, -1.0]]),
+    )
     near(module.token_rewards(batch, 0.0), torch.tensor([[0.0, 0, 1], [0, 0, 0]]), "at β = 0")
     expected = torch.tensor([[-0.1, 0.05, 1], [0.1, 0, 0]])
     near(module.token_rewards(batch, 0.5), expected, "at β = 0.5", 1e-6)
@@ -84,91 +84,10 @@ def check_moments(module: ModuleType) -> None:
     generator = torch.Generator().manual_seed(0)
     columns = [5 + torch.randn(3, 4, generator=generator).double() for _ in range(2)]
     masks = [(torch.arange(4) < torch.tensor(n)[:, None]).double() for n in ([4, 1, 2], [3, 3, 0])]
-    mean, variance = module.moments(columns, masks, World(0, 1, torch.device("cpu")))
+    mean, variance = module.moments(columns, masks, ALONE)
     tokens = torch.cat([x[mask > 0] for x, mask in zip(columns, masks)])
     near(mean, tokens.mean(), "the mean", 1e-9)
     near(variance, tokens.var(), "the variance", 1e-9)
 
 
-def check_value_of_the_state_before(module: ModuleType) -> None:
-    """V is 0 before training. Then it is one number of the state in which each token is drawn: it
-    depends on the prompt and earlier tokens, not on the token itself, later ones or padding."""
-    lm, _ = load_model("tiny")
-    value, batch = module.Value(lm), a_batch()
-    near(response_logprobs(value, batch, 1.0)[0], torch.zeros(2, 3), "V at first")
-    torch.nn.init.normal_(value.head.weight, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        found = response_logprobs(value, batch, 0.7)[0]
-        for row, ids in enumerate(([2, 3, 5, 6, 1], [4, 7])):
-            prompt = int(batch.prompt_len[row])
-            for t in range(len(ids) - prompt):
-                hidden = lm.base_model(torch.tensor([ids[: prompt + t]])).last_hidden_state[0, -1]
-                where = f"V of row {row}, token {t}"
-                near(found[row, t], (hidden @ value.head.weight.T)[0], where, 1e-4)
-    near(found[1, 1:], torch.zeros(2), "V on padding")
-    assert found.abs().min(dim=1).values[0] > 0.01
-
-
-def check_an_advantage_for_each_token(module: ModuleType) -> None:
-    """With advantages `[n, T]` each token has its own: the gradient weight is r Â_t inside the
-    clip, and 0 outside in the direction of its own sign."""
-    batch, generator = toy_batch(), torch.Generator().manual_seed(0)
-    A = torch.randn(batch["mask"].shape, generator=generator, dtype=torch.float64)
-    logp = batch["logp"].requires_grad_()
-    loss_of(module, no_kl(module), **batch | {"advantages": A})[0].backward()
-    r = (logp - batch["old_logp"]).exp().detach()
-    cut = ((A > 0) & (r > 1.2)) | ((A < 0) & (r < 0.8))
-    expected = -(~cut * r * A * batch["mask"]) / batch["mask"].sum()
-    near(
-        logp.grad, expected, "∂ loss / ∂ log π of the toy batch, an advantage for each token", 1e-9
-    )
-
-
-def check_fixture(module: ModuleType) -> None:
-    """With DAPO's ε value and gradient agree with TRL, OpenRLHF and others."""
-    matches(module, "dapo_eps0.2_0.28_tokenmean", clip_high=0.28)
-
-
-def check_weights(module: ModuleType) -> None:
-    """M r Â with ε 0.2 on both sides."""
-    for ratio in (0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 4.0):
-        weighs(module, ratio, 1.0, ratio if ratio < 1.2 else 0.0)
-        weighs(module, ratio, -1.0, -ratio if ratio > 0.8 else 0.0)
-
-
-def check_clip_statistics(module: ModuleType) -> None:
-    """clip_share is the share of response tokens that lose their gradient by the clip; clip_above
-    and clip_below are its two sides."""
-    batch = busy_batch()
-    expected = clipped(response_tokens(batch), 0.2, 0.28)
-    stats = loss_of(module, no_kl(module, clip_high=0.28), **batch)[1]
-    counts(stats, {f"clip_{name}": pair for name, pair in expected.items()})
-
-
-CHECKS = [*written_here(globals()), check_parts_add_up]
-SURPRISE = "surprise = rewards[:, t] + gamma * following - values[:, t]"
-FOLLOWING = "following = torch.where(here, values[:, t], following)"
-LOSS = "0.5 * (torch.maximum(free, held) * mask).sum()"
-MUTANTS = {
-    **SIDES,
-    **TOKEN_MEAN,
-    "forwards in time": (
-        "for t in reversed(range(values.shape[1])):",
-        "for t in range(values.shape[1]):",
-    ),
-    "no V ahead": (SURPRISE, SURPRISE.replace("gamma * following", "0 * following")),
-    "V of padding": (FOLLOWING, "following = values[:, t]"),
-    "returns without V": ("(found + values) * mask", "found * mask"),
-    "R at the first token": (
-        "batch.mask.cumsum(1) == batch.mask.sum(1, keepdim=True)",
-        "batch.mask.cumsum(1) == 1",
-    ),
-    "the KL as a prize": ("found - beta * (batch.old_logp", "found + beta * (batch.old_logp"),
-    "the smaller error": (LOSS, LOSS.replace("maximum", "minimum")),
-    "moments with padding": ("x = (column * mask).double()", "x = column.double()"),
-    "random head": ("nn.init.zeros_(self.head.weight)", "pass"),
-    "V of the token itself": (
-        "output.last_hidden_state[predicts]",
-        "output.last_hidden_state.roll(-1, dims=1)[predicts]",
-    ),
-}
+CHECKS = written_here(globals())

@@ -1,42 +1,29 @@
-"""Signs: outside numbers at λ = 1, the two weights, and which responses are outliers."""
+"""Signs: GRPO's loss with two weights, and which responses are outliers."""
 
 from types import ModuleType, SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from . import KL, RESPONSE_MEAN, SIDES, ZSCORE, ZSCORES, check_clip_statistics, check_kl_ratio
-from . import loss_of, matches, no_kl, toy_batch, weight, written_here
+from . import ZSCORES, Batch, clip_statistics, grpo, near, no_kl, written_here
 
 
-def check_fixture(module: ModuleType) -> None:
-    """With λ = 1 it is GRPO: value and gradient of TRL, OpenRLHF and others."""
-    matches(module, "grpo_eps0.2_seqmean", positive_weight=1.0)
+def weighted(b: Batch) -> Tensor:
+    return torch.where(b.A > 0, b.args.positive_weight * b.A, b.A)
 
 
-UP = {0.5: 0.5, 0.9: 0.9, 1.0: 1.0, 1.1: 1.1, 1.25: 0, 2.0: 0}
-DOWN = {0.5: 0, 0.75: 0, 0.9: 0.9, 1.0: 1.0, 1.3: 1.3, 4.0: 4.0}
+def objective(b: Batch) -> tuple[Tensor, int]:
+    """GRPO with u Â for Â: u = λ where Â > 0, else 1."""
+    return grpo.objective(Batch(**vars(b) | {"A": weighted(b)}))
 
 
-def check_weights(module: ModuleType) -> None:
-    """M r u Â: λ = 0.1, 0.5 and 2 where Â > 0, 1 where Â < 0; the clip depends on r and Â's
-    sign."""
-    for positive in (0.1, 0.5, 2.0):
-        for ratio, expected in UP.items():
-            found = weight(module, ratio, 1.5, positive_weight=positive)
-            assert abs(found - 1.5 * positive * expected) < 1e-12
-        for ratio, expected in DOWN.items():
-            found = weight(module, ratio, -1.5, positive_weight=positive)
-            assert abs(found + 1.5 * expected) < 1e-12
-    assert abs(weight(module, 1.0, 1.0) - 0.1) < 1e-12  # the paper's λ
+def statistics(b: Batch) -> dict[str, tuple]:
+    """As in grpo.py; damped is the share of Σ |Â| that is taken away."""
+    size = b.A.abs().sum()
+    return clip_statistics(b) | {"damped": (size - weighted(b).abs().sum(), size)}
 
 
-def check_damped(module: ModuleType) -> None:
-    """The share of Σ |Â| that is taken away: 0.9 · 1.5 of 4 with λ = 0.1; none with 1."""
-    for positive, expected in ((0.1, 0.9 * 1.5), (1.0, 0.0)):
-        stats = loss_of(module, no_kl(module, positive_weight=positive), **toy_batch())[1]
-        taken, total = stats["damped"]
-        assert abs(taken - expected) < 1e-12 and abs(total - 4) < 1e-12
+CASES = [flags | {"positive_weight": 0.25} for flags in grpo.CASES]
 
 
 def odd(module: ModuleType, values: list[float], k: float, column: int) -> list[int]:
@@ -63,25 +50,15 @@ def check_no_outliers(module: ModuleType) -> None:
     assert odd(module, [1.0, 2, 3, 99], 0.0, 0) == []
 
 
-def check_statistics_are_of_all_ranks(module: ModuleType) -> None:
-    """Mean and std are those of all responses, not of this rank's."""
-    own = torch.tensor([[10.0, -1], [40, -1]]).double()
-    every = torch.cat([own, torch.tensor([[10.0, -1]]).double().expand(8, 2)])
-    found = module.outliers(no_kl(module, outliers=2.5), own, every)
-    assert found.tolist() == [False, True]
-
-
-def stored() -> SimpleNamespace:
-    mask = torch.tensor([[1.0, 1, 1, 1], [1, 1, 0, 0]])
-    return SimpleNamespace(
-        mask=mask, rollout_logp=torch.tensor([[-1.0, -2, -3, -6], [-4, -2, 0, 0]])
-    )
-
-
 def check_measures(module: ModuleType) -> None:
-    """Length and mean log μ over the response; the mean does not fall with the length."""
-    expected: Tensor = torch.tensor([[4.0, -3.0], [2.0, -3.0]]).double()
-    assert torch.equal(module.measures(stored()), expected)
+    """Length and mean log μ over the response; the mean does not fall with the length. An outlier
+    is one among the responses of all ranks."""
+    mask = torch.tensor([[1.0, 1, 1, 1], [1, 1, 0, 0]])
+    mu = torch.tensor([[-1.0, -2, -3, -6], [-4, -2, 0, 0]])
+    own = module.measures(SimpleNamespace(mask=mask, rollout_logp=mu))
+    near(own, torch.tensor([[4.0, -3.0], [2.0, -3.0]]), "length and mean log μ")
+    every = torch.cat([own, own[:1].expand(8, 2)])
+    assert module.outliers(no_kl(module, outliers=2.5), own, every).tolist() == [False, True]
 
 
 def check_without_baseline(module: ModuleType) -> None:
@@ -90,19 +67,4 @@ def check_without_baseline(module: ModuleType) -> None:
     assert torch.equal(module.signs(rewards), torch.where(rewards > 0, 1.0, -1.0))
 
 
-CHECKS = [*written_here(globals()), *ZSCORES, check_clip_statistics, check_kl_ratio]
-WEIGHTS = "torch.where(A > 0, args.positive_weight * A, A)"
-MUTANTS = {
-    **ZSCORE,
-    **SIDES,
-    **KL,
-    **RESPONSE_MEAN,
-    "λ on wrong responses": (WEIGHTS, WEIGHTS.replace(">", "<")),
-    "λ ignored": (WEIGHTS, "A"),
-    "a wrong one 0": ("return 2 * rewards - 1", "return rewards"),
-    "λ on the KL term": ("objective - args.beta * k3", "objective - args.beta * k3 * (A != 0)"),
-    "sample std": ("every.std(0, correction=0)", "every.std(0)"),
-    "own statistics": ("every.mean(0)", "own.mean(0)"),
-    "rounding makes outliers": ("correction=0) + 1e-5", "correction=0)"),
-    "the sum of log μ": ("rollout.rollout_logp.sum(1) / lengths", "rollout.rollout_logp.sum(1)"),
-}
+CHECKS = [*written_here(globals()), *ZSCORES]
