@@ -284,7 +284,7 @@ FLAGS = {
     "m2po": {"grad_clip": 4.0},
     "opd": {"reward_weight": 0.3, "is_cap": 1.4, "beta": 0.6, "grad_clip": 28.0},
     "paced": CHOICE | {"grad_clip": 31.0, "lr": 3e-4},
-    "ppo": {"critic_warmup": 0, "critic_lr": 3e-3, "gamma": 0.95, "lam": 0.8, "lam_critic": 0.9},
+    "ppo": {"critic_warmup": 1, "critic_lr": 3e-3, "gamma": 0.95, "lam": 0.8, "lam_critic": 0.9},
     "recipe": CHOICE | {"tau_p": 0.9, "lag": 1, "rho_on": 0.5, "branches": K, "lr": 3e-4},
     "signs": {"outliers": 1.5, "grad_clip": 3.0},
 }
@@ -326,7 +326,8 @@ def record(
     name = module.__name__.removesuffix("_mutant").rpartition(".")[2]
     flags = DEFAULTS | FLAGS[name] | flags
     shape = {"prompts_per_step": P, "group_size": G, "max_new_tokens": LIMIT, "dtype": "float32"}
-    shape |= {"steps": steps + flags.get("lag", 0), "shard_ranks": world.size}
+    steps += flags.get("lag", 0) + flags.get("critic_warmup", 0)  # in which the policy waits
+    shape |= {"steps": steps, "shard_ranks": world.size}
     args = module.Args(**shape | flags)
     args.run_dir, args.eval_every, args.eval_samples = str(folder), 100, SAMPLES
     args.model, args.sampler_tolerance = model.replace("model", "tiny"), 1e9
@@ -443,6 +444,7 @@ class Oracle:
         self.name, self.records, self.model = name, records, model
         self.module, self.args = module_of(name), SimpleNamespace(**records[0].flags)
         self.size, self.updates = len(records), records[0].updates
+        self.warmup = getattr(self.args, "critic_warmup", 0)  # steps in which ppo's policy waits
         self.known: dict[int, tuple] = {}
         self.rounds = ROUNDS.get(name, in_order)(self)
 
@@ -520,7 +522,8 @@ class Oracle:
 
     def batch(self, update: int) -> SimpleNamespace:
         """All columns of the whole mini-batch of this update, and the model `lm` of `logp`."""
-        step, part = divmod(update, M)
+        start = update - update % M  # the batch's first update
+        step, part = start // M + self.warmup, update % M
         rows = [row for group in self.groups(step, part) for row in group]
         A = (
             [*self.advantages(step).view(M, -1)[part]]
@@ -534,7 +537,7 @@ class Oracle:
                 rows = rows + siblings
                 A += [*own]
         lm = self.lm(self.updates[update]["parameters"])
-        old, reference = (self.lm(self.updates[at]["parameters"]) for at in (step * M, 0))
+        old, reference = (self.lm(self.updates[at]["parameters"]) for at in (start, 0))
         routes = self.routes(rows, old)
         with self.routed(lm, routes):
             every = distributions(lm, rows)
@@ -639,8 +642,8 @@ class Oracle:
     def judged(self, step: int) -> list[SimpleNamespace]:
         """ppo's columns of each mini-batch, by the critic before the step's updates: advantages
         whitened over all."""
-        args, parts = self.args, []
-        old, reference = (self.lm(self.updates[at]["parameters"]) for at in (step * M, 0))
+        args, parts, start = self.args, [], max(0, step - self.warmup) * M
+        old, reference = (self.lm(self.updates[at]["parameters"]) for at in (start, 0))
         for part in range(M):
             rows = [row for group in self.groups(step, part) for row in group]
             b = SimpleNamespace(rows=rows, mask=mask_of(rows), rewards=rewards_of(rows))

@@ -28,14 +28,14 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((found - expected).norm() < 2e-4 * expected.norm())
 
 
-def filling(o: Oracle) -> int:
-    """vcpo: the steps that only fill its queue."""
-    return getattr(o.args, "lag", 0)
+def waited(o: Oracle) -> int:
+    """The steps without an update: vcpo's queue fills, or ppo's critic warms up."""
+    return getattr(o.args, "lag", 0) + o.warmup
 
 
 def check_gradients(o: Oracle) -> None:
     """Every gradient that reaches the optimiser, scaled down where its norm is above grad_clip."""
-    assert len(o.updates) == M * (o.args.steps - filling(o))
+    assert len(o.updates) == M * (o.args.steps - waited(o))
     for update, seen in enumerate(o.updates):
         gradient, _ = o.gradient(update)
         scale = min(1.0, o.args.grad_clip / float(gradient.norm()))
@@ -104,7 +104,7 @@ def check_sync(o: Oracle) -> None:
     for one in o.records:
         assert len(one.synced) == 1 + o.args.steps
         for step, update in enumerate(one.updates[::M]):
-            given = one.synced[step + filling(o)]
+            given = one.synced[step + waited(o)]
             assert all(map(torch.equal, given, update["parameters"]))
         assert not any(map(torch.equal, one.synced[-1], one.updates[-1]["parameters"]))
 
@@ -113,13 +113,13 @@ def check_metrics(o: Oracle) -> None:
     """A line for every step, in it exact means over all rows, mini-batches and ranks, also of what
     the loss counts, and the last lr."""
     assert [line["step"] for line in o.records[0].metrics] == list(range(o.args.steps + 1))
-    for step, line in enumerate(o.records[0].metrics[1 + filling(o) :]):
+    for step, line in enumerate(o.records[0].metrics[1 + waited(o) :]):
         expected = of_rewards(o, step) | of_updates(o, step)
-        now = step + filling(o)  # when this step's batch was sampled
+        now = step + waited(o)  # when this step's batch was sampled
         prompts = [prompt for one in o.records for prompt in one.training[now]["prompts"]]
         fresh = [respond(prompt, G) for prompt in prompts]
         sampled = sum(len(row.tokens) for group in fresh for row in group)
-        if filling(o):  # the sampler's metrics are of the batch just sampled
+        if waited(o):  # the sampler's metrics are of the batch just sampled
             expected |= {"distinct": distinct(fresh), "tokens": sampled}
             expected |= sampler_metrics(o, now)
             expected["lag"] = (0, M)[step]
@@ -161,7 +161,7 @@ def of_updates(o: Oracle, step: int) -> dict[str, float]:
     for update in range(step * M, step * M + M):
         gradient, b = o.gradient(update)
         stats = b.stats | {"grad_norm": (gradient.norm(), 1)}
-        if filling(o):
+        if waited(o):
             stats |= {"ess_ratio": (b.rho, 1), "baseline_shift": (sum(b.shifts), len(b.shifts))}
         entropy, sizes = (b.entropy * b.mask).sum(1), b.mask.sum(1)
         stats["entropy"] = entropy.sum(), sizes.sum()
@@ -275,7 +275,7 @@ def check_critic(o: Oracle) -> None:
     """Every gradient that reaches the critic's optimiser is that of its own mean over the tokens,
     scaled down where its norm is above grad_clip; its lr is constant."""
     lessons = o.records[0].lessons
-    assert len(lessons) == len(o.updates)
+    assert len(lessons) == M * o.args.steps
     for update, seen in enumerate(lessons):
         gradient = o.lesson(update)
         scale = min(1.0, o.args.grad_clip / float(gradient.norm()))
