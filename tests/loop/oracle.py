@@ -681,13 +681,10 @@ class Oracle:
         if mode == "r3":
             chosen = [expert_choice(row) for row in rows]
             return torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True).long()
-        seen, hooks = [], []
-        for router in routers(old):
-            hook = lambda _, x, out: seen.append(out[0].topk(2, -1).indices)  # noqa: E731
-            hooks.append(router.register_forward_hook(hook))
-        log_probs(old, rows)
-        for hook in hooks:
-            hook.remove()
+        lm, seen = copy.deepcopy(old), []
+        for router in routers(lm):
+            router.register_forward_hook(lambda _, x, out: seen.append(out[0].topk(2, -1).indices))
+        log_probs(lm, rows)
         assert len(seen) == 2
         return torch.stack(seen, 1).unflatten(0, (len(rows), -1))
 

@@ -388,9 +388,12 @@ def test_without_a_reference(alone):
 
 
 EMPTY = ("common.logprobs", "micros = micros[::-1] or [[]]", "micros = [*micros[::-1], []]")
+# A mean of means, a mini-batch's quantile, whole responses, branches; passes of their own
+SMALLEST = ["grpo", "stapo", "vcpo", "deep_grpo"]
+SMALLEST += [pytest.param(n, marks=slow) for n in "minirl goldilocks ppo lp_reg recipe".split()]
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", SMALLEST)
 def test_smallest_micro_batches(alone, name):
     """Of single rows, and a last one of none, as where another rank has more. (Prompts of a teacher
     are equally many on all ranks.)"""
