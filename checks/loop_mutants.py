@@ -14,6 +14,10 @@ class Damage:
     ranks: int = 1
     flags: dict = field(default_factory=dict)
 
+    @property
+    def place(self) -> tuple[str, str, str]:
+        return self.where or self.algorithm, self.old, self.new
+
 
 LOSS = "loss, count, stats = policy_loss"
 OF_THE_PART = "choose_tokens(args, micro, logp.detach(), entropy, World(0, 1, world.device)); "

@@ -237,7 +237,6 @@ class Record:
     """What one rank's `main` did."""
 
     rank: int
-    size: int
     flags: dict
     # Of the policy: parameters before, gradients, lr, betas
     updates: list[dict] = field(default_factory=list)
@@ -331,7 +330,7 @@ def record(
     args = module.Args(**shape | flags)
     args.run_dir, args.eval_every, args.eval_samples = str(folder), 100, SAMPLES
     args.model, args.sampler_tolerance = model.replace("model", "tiny"), 1e9
-    engine, found = Stored(world, model), Record(world.rank, world.size, vars(args))
+    engine, found = Stored(world, model), Record(world.rank, vars(args))
     judge = marks if name == "blockwise" else reward
 
     class Watched(torch.optim.AdamW):
@@ -481,6 +480,8 @@ class Oracle:
         """Of all rows of a batch, by the file's own functions: [P, G]."""
         rows, args, module = self.rows(step), self.args, self.module
         R, mask = rewards_of(rows).view(P, G), mask_of(rows)
+        if self.name == "ppo":
+            return R  # until the critic has judged
         if self.name == "baselines":
             return module.advantages(R, args.baseline, mask.sum(1).view(P, G))
         if self.name == "paced":
@@ -525,17 +526,11 @@ class Oracle:
         start = update - update % M  # the batch's first update
         step, part = start // M + self.warmup, update % M
         rows = [row for group in self.groups(step, part) for row in group]
-        A = (
-            [*self.advantages(step).view(M, -1)[part]]
-            if self.name not in ("ppo", "blockwise")
-            else []
-        )
-        main = len(rows)
+        A, main = self.advantages(step).view(M, -1)[part], len(rows)
         for siblings in self.branches(step, part) if self.has("branches") else ():
             own = self.module.advantages(rewards_of(siblings)[None])[0]
             if own.any():  # branches must teach something
-                rows = rows + siblings
-                A += [*own]
+                rows, A = rows + siblings, torch.cat([A, own])
         lm = self.lm(self.updates[update]["parameters"])
         old, reference = (self.lm(self.updates[at]["parameters"]) for at in (start, 0))
         routes = self.routes(rows, old)
@@ -553,7 +548,7 @@ class Oracle:
             ref_logp=log_probs(reference, rows),
             rollout_logp=mu_of(rows, self.model),
             finished=torch.tensor([row.finished for row in rows]),
-            advantages=torch.tensor(A),
+            advantages=A,
             grown=torch.arange(len(rows)) >= main,
         )
         if self.name == "blockwise":
