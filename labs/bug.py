@@ -25,6 +25,7 @@ from common.run import read_lines, whole
 import checks
 from tools import compare
 from checks.files import ROOT, algorithms
+from checks.loop_mutants import DAMAGES
 
 from labs import lab
 
@@ -38,7 +39,7 @@ OUT = Path("runs/labs/bugs")
 class Bug:
     """A damage and what there is to learn from it.
 
-    `named` is one of checks/FILE.py, or of checks/loop_mutants.txt where `seen_by` is the
+    `named` is one of checks/FILE.py, or of checks/loop_mutants.py where `seen_by` is the
     loop's test; or else the damage stands here, as (what stands there once, what it becomes).
     """
 
@@ -56,9 +57,8 @@ class Bug:
             return self.named
         if self.seen_by != LOOP:
             return checks.of(self.file)[1][self.named][:2]
-        text = (ROOT / "checks/loop_mutants.txt").read_text(encoding="utf-8")
-        block = rf"^{self.file} [^:]*: {re.escape(self.named)}\n- (.*)\n\+ (.*)$"
-        return tuple(p.replace("\\n", "\n") for p in re.search(block, text, re.MULTILINE).groups())
+        found = DAMAGES[self.named]
+        return found.old, found.new
 
 
 BUGS = [

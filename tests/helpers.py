@@ -37,6 +37,8 @@ SMALL += "--eval_problems 8 --eval_samples 1 --eval_every 2 --save_every 2".spli
 # What makes an algorithm act within 6 small steps
 MORE = {"vcpo": ["--lag", 1], "goldilocks": "--candidates 4 --teacher_batch 8 --window 20".split()}
 MORE["paced"] = MORE["goldilocks"]
+MORE["ppo"] = ["--critic_warmup", 1]
+MORE["recipe"] = [*MORE["vcpo"], *MORE["goldilocks"]]
 CLOCKED = ("tokens_per_s", "problems")  # the second only stands where a checkpoint follows
 SECONDS = 240  # after which a process that does not end is killed
 

@@ -1,9 +1,11 @@
 """What each file's `main` must do, computed a second time without it.
 
 `record` runs a file's own `main` on stored answers and writes down what reaches the optimiser, the
-engine and the log. `Oracle` computes from the same answers what should have come out, by
-transformers' logits in float64, the header's formulas written out once more, and autograd. It uses
-nothing of `common`, so that a mistake there cannot hide in the comparison.
+engine and the log. `Oracle` computes from the same answers what should have come out: all columns
+of a whole mini-batch in float64, by transformers' logits of the weights that each policy had, then
+the file's own `policy_loss` of them, and autograd. So it tests the loop: which columns a loss gets,
+its micro-batches, ranks and optimiser. The losses and other functions of a file alone are held in
+checks/NAME.py.
 
 The stored answers are made for this: sequences of unequal length, some cut off; groups all right,
 all wrong and mixed; a sampler whose log-probs μ are off by noise, and in some responses by a factor
@@ -27,21 +29,18 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import common  # noqa: F401  (before torch)
-import numpy
 import pytest
 import torch
 from common.batch import Rollout
 from common.data import Problem, Task
-from common.distributed import CLOSING, World, setup
+from common.distributed import ALONE, CLOSING, World, setup
 from common.model import load_model
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checks import mutate
 from checks.files import MODULES
-from tests.helpers import forked
-from tests.loop import formulas
+from tests.helpers import forked, module_of
 
 TINY = Path(__file__).parent.parent.parent / "common" / "tiny"
 VOCABULARY = ["<pad>", "<eos>", *"0123456789+-*=;#"]
@@ -67,6 +66,11 @@ def right_answer(prompt: str) -> str:
 
 def reward(text: str, answer: str) -> float:
     return float("#" in text and text.split("#")[-1] == answer)
+
+
+def marks(text: str, answer: str) -> float:
+    """For blockwise.py, which has also the working judged, alone."""
+    return reward(text, answer) + text.count(";") / 4
 
 
 @dataclass(frozen=True)
@@ -138,27 +142,41 @@ def padded(rows: list, value: float = 0.0) -> Tensor:
     return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows])
 
 
-def log_probs(lm: torch.nn.Module, rows: list[Row]) -> tuple[Tensor, Tensor, Tensor]:
-    """log π at temperature 0.7 of each row's tokens, the entropy there, and the mask: [n, T]
-    each."""
-    logits = lm(padded([row.ids for row in rows], 0)).logits / T  # [n, S, V]
-    every = logits.log_softmax(-1)
-    logp, entropy = [], []
+def distributions(lm: torch.nn.Module, rows: list[Row]) -> Tensor:
+    """log π at temperature 0.7 of every token of the vocabulary at each place of a response:
+    [n, T, V], 0 on padding."""
+    every = (lm(padded([row.ids for row in rows], 0)).logits / T).log_softmax(-1)  # [n, S, V]
+    found = []
     for i, row in enumerate(rows):
         # The token at t is predicted at t - 1
-        where = torch.arange(len(row.context) - 1, len(row.ids) - 1)
-        logp.append(every[i, where, list(row.tokens)])
-        entropy.append(-(every[i, where].exp() * every[i, where]).sum(-1))
-    stack = [torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (logp, entropy)]
-    return *stack, padded([[1.0] * len(row.tokens) for row in rows]).double()
+        found.append(every[i, len(row.context) - 1 : len(row.ids) - 1])
+    return torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
+
+
+def sampled(columns: Tensor, rows: list[Row]) -> Tensor:
+    """Of values of all tokens [n, T, V] those of the sampled ones: [n, T]."""
+    return columns.gather(-1, padded([row.tokens for row in rows], 0)[..., None])[..., 0]
+
+
+def log_probs(lm: torch.nn.Module, rows: list[Row]) -> Tensor:
+    """log π of each row's tokens, without a gradient: [n, T]."""
+    with torch.no_grad():
+        return sampled(distributions(lm, rows), rows)
+
+
+def mask_of(rows: list[Row]) -> Tensor:
+    return padded([[1.0] * len(row.tokens) for row in rows]).double()
 
 
 @lru_cache(4096)
 def sampler_logp(row: Row, model: str) -> tuple[float, ...]:
     """log μ of a row: its own engine's opinion, near the untrained model's."""
-    with torch.no_grad():
-        logp, _, _ = log_probs(untrained(model), [row])
-    return tuple(float(x) + e for x, e in zip(logp[0], row.noise))
+    logp = log_probs(untrained(model), [row])[0].tolist()
+    return tuple(x + e for x, e in zip(logp, row.noise))
+
+
+def mu_of(rows: list[Row], model: str) -> Tensor:
+    return padded([sampler_logp(row, model) for row in rows]).double()
 
 
 # Running main
@@ -209,14 +227,9 @@ def expert_choice(row: Row) -> Tensor:
 
 
 def whole(tensors: object) -> list[Tensor]:
-    """Copies of whole tensors; where ranks hold rows of them, from all ranks at once."""
-    tensors = list(tensors)
-    own = [(x.to_local() if isinstance(x, DTensor) else x).detach().clone() for x in tensors]
-    if not isinstance(tensors[0], DTensor):
-        return own
-    parts = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(parts, own)
-    return [torch.cat(rows) for rows in zip(*parts)]
+    """Copies of whole tensors, also where ranks hold rows of them."""
+    every = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in tensors]
+    return [x.detach().clone() for x in every]
 
 
 @dataclass
@@ -224,7 +237,6 @@ class Record:
     """What one rank's `main` did."""
 
     rank: int
-    size: int
     flags: dict
     # Of the policy: parameters before, gradients, lr, betas
     updates: list[dict] = field(default_factory=list)
@@ -262,7 +274,22 @@ FLAGS = {
     "vcpo": {"lag": 1, "rho_on": 0.5, "grad_clip": 32.0},
     "goldilocks": CHOICE | {"beta": 0.01, "grad_clip": 4.0, "lr": 3e-4},
     "deep_grpo": {"branches": K, "beta": 0.1, "branch_weight": 0.7, "grad_clip": 8.0},
+    "baselines": {"grad_clip": 6.0},
+    "blockwise": {"grad_clip": 4.0},
+    "dapo": {"max_draws": 2, "overlong_buffer": 20, "overlong_penalty": 0.7, "grad_clip": 11.0},
+    "entropy20": {"grad_clip": 8.0},
+    "laconic": {"length_budget": 8, "price_lr": 1.0, "price_ceiling": 0.5, "grad_clip": 5.0},
+    "lp_reg": {"rare_share": 0.7, "kappa": 1e-4, "clip_low": 0.2, "clip_high": 0.28},
+    "m2po": {"grad_clip": 4.0},
+    "opd": {"reward_weight": 0.3, "is_cap": 1.4, "beta": 0.6, "grad_clip": 28.0},
+    "paced": CHOICE | {"grad_clip": 31.0, "lr": 3e-4},
+    "ppo": {"critic_warmup": 1, "critic_lr": 3e-3, "gamma": 0.95, "lam": 0.8, "lam_critic": 0.9},
+    "recipe": CHOICE | {"tau_p": 0.9, "lag": 1, "rho_on": 0.5, "branches": K, "lr": 3e-4},
+    "signs": {"outliers": 1.5, "grad_clip": 3.0},
 }
+FLAGS["lp_reg"] |= {"grad_clip": 8.0}
+FLAGS["ppo"] |= {"beta": 0.1, "value_clip": 0.05, "grad_clip": 4.0}
+FLAGS["recipe"] |= {"branch_weight": 0.7, "grad_clip": 12.0}
 
 
 @lru_cache(2)
@@ -271,15 +298,15 @@ def loaded(name: str) -> tuple:
     return load_model(name)
 
 
-def task() -> Task:
-    """Problems by number."""
+def task(judge: Callable) -> Task:
+    """Problems by number, whose answers are judged by this function."""
 
     def problem(prompt: str, index: int = -1) -> Problem:
         ids = [VOCABULARY.index(c) for c in prompt]
         return Problem(prompt, right_answer(prompt), ids, index)
 
     def verifier(texts: list[str], answers: list[str]) -> list[float]:
-        return list(map(reward, texts, answers))
+        return list(map(judge, texts, answers))
 
     return Task(
         "arithmetic",
@@ -296,13 +323,15 @@ def record(
 ) -> Record:
     """Run the module's `main` for some steps on the stored answers."""
     name = module.__name__.removesuffix("_mutant").rpartition(".")[2]
-    flags = DEFAULTS | FLAGS.get(name, formulas.of(name, "FLAGS", {})) | flags
+    flags = DEFAULTS | FLAGS[name] | flags
     shape = {"prompts_per_step": P, "group_size": G, "max_new_tokens": LIMIT, "dtype": "float32"}
-    shape |= {"steps": steps + flags.get("lag", 0), "shard_ranks": world.size}
+    steps += flags.get("lag", 0) + flags.get("critic_warmup", 0)  # in which the policy waits
+    shape |= {"steps": steps, "shard_ranks": world.size}
     args = module.Args(**shape | flags)
     args.run_dir, args.eval_every, args.eval_samples = str(folder), 100, SAMPLES
     args.model, args.sampler_tolerance = model.replace("model", "tiny"), 1e9
-    engine, found = Stored(world, model), Record(world.rank, world.size, vars(args))
+    engine, found = Stored(world, model), Record(world.rank, vars(args))
+    judge = marks if name == "blockwise" else reward
 
     class Watched(torch.optim.AdamW):
         """AdamW that writes down what it is given."""
@@ -325,7 +354,7 @@ def record(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "load_model", lambda name, *flag: copy.deepcopy(loaded(name)))
-        patch.setattr(module, "load_task", lambda *arguments: task())
+        patch.setattr(module, "load_task", lambda *arguments: task(judge))
         patch.setattr(module, "make_engine", lambda *arguments, **named: engine)
         patch.setattr(module, "save_checkpoint", lambda *arguments: None)
         patch.setattr("common.run.draw_run", lambda *arguments: "")
@@ -372,176 +401,39 @@ def damaged(algorithm: str, where: str = "", old: str = "", new: str = "") -> Mo
 # The oracle
 
 
-class Batch(SimpleNamespace):
-    """All rows of a mini-batch: logp (with gradient), old, mu, ref, entropy, mask [n, T]; A, branch
-    [n]; args; the models of logp and of old: lm, before. What an objective writes down: count, what
-    its mean is over; rho; stats, main's own metrics as (sum, count)."""
-
-    @property
-    def r(self) -> Tensor:
-        return (self.logp - self.old).exp()  # [n, T]
-
-
-def z_score(R: Tensor) -> Tensor:
-    return (R - R.mean()) / (R.std(correction=1) + 1e-6)
-
-
-def centred(R: Tensor) -> Tensor:
-    return R - R.mean()
-
-
-def population_z_score(R: Tensor) -> Tensor:
-    std = R.std(correction=0)
-    return (R - R.mean()) / (std if std > 0 else 1.0)
-
-
-ADVANTAGES = {"minirl": centred, "deep_grpo": centred, "vcpo": population_z_score}
-
-
 def in_order(o: Oracle) -> list[list[dict[int, str]]]:
     """The rounds of sampling of each step: slot of the batch -> prompt. In most files one round, of
     problems (s-1)P to sP-1."""
-    starts = range(0, o.args["steps"] * P, P)
+    starts = range(0, o.args.steps * P, P)
     return [[{slot: TRAIN[(start + slot) % len(TRAIN)] for slot in range(P)}] for start in starts]
 
 
 def as_recorded(o: Oracle) -> list[list[dict[int, str]]]:
     """One round a step, of the prompts that the ranks asked for: where they are chosen."""
-    steps = [[one.training[s]["prompts"] for one in o.records] for s in range(o.args["steps"])]
+    steps = [[one.training[s]["prompts"] for one in o.records] for s in range(o.args.steps)]
     return [[dict(enumerate(prompt for own in step for prompt in own))] for step in steps]
 
 
-ROUNDS = {"goldilocks": as_recorded}
+def redrawn(o: Oracle) -> list[list[dict[int, str]]]:
+    """dapo: the next prompts of one stream, first for all slots, then for those of groups without a
+    difference."""
+    drawn, steps = 0, []
+    for _ in range(o.args.steps):
+        slots, found = list(range(P)), []
+        while slots and len(found) < o.args.max_draws:
+            found.append({slot: TRAIN[(drawn + i) % len(TRAIN)] for i, slot in enumerate(slots)})
+            drawn += len(slots)
+            idle = []
+            for slot in slots:
+                if len({row.reward for row in respond(found[-1][slot], G)}) == 1:
+                    idle.append(slot)
+            slots = idle
+        steps.append(found)
+    return steps
 
 
-def verdicts(o: Oracle, step: int, rows: list[Row]) -> list[float]:
-    """What a group's advantages are made of: in most files the verifier's rewards."""
-    return [row.reward for row in rows]
-
-
-def response_mean(x: Tensor, mask: Tensor) -> Tensor:
-    return ((x * mask).sum(1) / mask.sum(1)).mean()
-
-
-def token_mean(x: Tensor, mask: Tensor) -> Tensor:
-    return (x * mask).sum() / mask.sum()
-
-
-def clipped(r: Tensor, A: Tensor, args: dict) -> Tensor:
-    """min(r A, clip(r) A)."""
-    return torch.minimum(r * A, r.clip(1 - args["clip_low"], 1 + args["clip_high"]) * A)
-
-
-def surrogate(b: Batch) -> Tensor:
-    return clipped(b.r, b.A[:, None], b.args)
-
-
-def k3(b: Batch) -> Tensor:
-    return (b.ref - b.logp).exp() - (b.ref - b.logp) - 1
-
-
-def tokens_of(b: Batch, mask: Tensor) -> Tensor:
-    """The mask, whose tokens are what the loss is a mean of."""
-    b.count = float(mask.sum())
-    return mask
-
-
-def grpo(b: Batch) -> Tensor:
-    return response_mean(surrogate(b) - b.args["beta"] * k3(b), b.mask)
-
-
-def justrl(b: Batch) -> Tensor:
-    """The base file of many variants."""
-    return token_mean(surrogate(b), tokens_of(b, b.mask))
-
-
-def gspo(b: Batch) -> Tensor:
-    s = (((b.logp - b.old) * b.mask).sum(1) / b.mask.sum(1)).exp()
-    return clipped(s, b.A, b.args).mean()
-
-
-def sapo(b: Batch) -> Tensor:
-    tau = torch.where(b.A > 0, b.args["tau_pos"], b.args["tau_neg"])[:, None].double()
-    f = 4 / tau / (1 + (-tau * (b.r - 1)).exp())
-    return response_mean(f * b.A[:, None], b.mask)
-
-
-def silent(b: Batch) -> Tensor:
-    """stapo's rare tokens of right responses where the entropy is low."""
-    p, everywhere = b.logp.detach().exp(), b.mask > 0
-    rare = everywhere & (p < b.args["tau_p"]) & (b.A[:, None] > 0)
-    among, quantile = everywhere, b.args["entropy_quantile"]
-    if b.args["entropy_rule"] == "candidates":
-        among, quantile = rare, b.args["candidate_quantile"]
-    height = numpy.quantile(b.entropy[among].numpy(), quantile)
-    return rare & (b.entropy < height - 1e-5)
-
-
-def stapo(b: Batch) -> Tensor:
-    return token_mean(surrogate(b), tokens_of(b, b.mask * ~silent(b)))
-
-
-def gated(b: Batch) -> Tensor:
-    """maspo's gate times r A."""
-    a, A, r = b.args, b.A[:, None], b.r
-    width = (a["sigma_base"] / b.old.exp() ** a["alpha"]).clip(a["sigma_base"], a["sigma_high"])
-    risk = torch.where(A > 0, 1 + a["beta_pos"] * A, 1 / (1 - a["beta_neg"] * A)).clip(0.1, 10)
-    out = ((A > 0) & (r > 1)) | ((A < 0) & (r < 1))
-    gate = torch.where(out, (-((r - 1) ** 2) / (2 * (width * risk) ** 2)).exp(), 1.0)
-    return gate.detach() * r * A
-
-
-def maspo(b: Batch) -> Tensor:
-    return token_mean(gated(b), tokens_of(b, b.mask))
-
-
-def minirl(b: Batch) -> Tensor:
-    r, A = b.r.detach(), b.A[:, None]
-    masked = ((A > 0) & (r > 1 + b.args["clip_high"])) | ((A < 0) & (r < 1 - b.args["clip_low"]))
-    weight = (b.logp - b.mu).exp().detach()
-    b.stats = {"weight_max": ((weight * b.mask).max(), 1)}
-    weight = weight.clip(max=b.args["is_cap"])
-    return (~masked * weight * A * b.logp * b.mask).sum(1).mean()
-
-
-def age(b: Batch) -> Tensor:
-    """vcpo's weight w of each response under π_θ. Takes its baseline from the advantages of the
-    main rows, and writes ρ down."""
-    log_w = ((b.logp - b.mu) * b.mask).sum(1).detach()
-    norms = []
-    for row in (b.logp * b.mask).sum(1):  # g_i = ∇ Σ_t log π: a backward pass for each response
-        parts = torch.autograd.grad(row, list(b.lm.parameters()), retain_graph=True)
-        norms.append(torch.cat([part.flatten() for part in parts]).norm())
-    heavy, shifts = (2 * log_w).exp() * torch.stack(norms) ** 2, []
-    for group in torch.arange(int((~b.branch).sum())).split(G):  # main rows come first
-        shift = (heavy[group] * b.A[group]).sum() / heavy[group].sum()
-        b.A[group] = b.A[group] - shift
-        shifts.append(abs(float(shift)))
-    w = log_w.exp()
-    b.rho = float(w.sum() ** 2 / (w**2).sum() / len(w))
-    b.stats = {"ess_ratio": (b.rho, 1), "baseline_shift": (sum(shifts), len(shifts))}
-    return w
-
-
-def vcpo(b: Batch) -> Tensor:
-    w, means = age(b), (b.logp * b.mask).sum(1) / b.mask.sum(1)
-    return (w.clip(max=b.args["is_cap"]) * b.A * means).mean()
-
-
-def both_streams(b: Batch, x: Tensor, mask: Tensor, mean: Callable) -> Tensor:
-    """The mean over main rows and the mean over branches, added up."""
-    streams = [stream for stream in (~b.branch, b.branch) if stream.any()]
-    return sum(mean(x[stream], mask[stream]) for stream in streams)
-
-
-def deep_grpo(b: Batch) -> Tensor:
-    tokens_of(b, b.mask[~b.branch])
-    weight = torch.where(b.branch, b.args["branch_weight"], 1.0)[:, None]
-    return both_streams(b, weight * surrogate(b) - b.args["beta"] * k3(b), b.mask, token_mean)
-
-
-OBJECTIVES = {f.__name__: f for f in (grpo, gspo, sapo, stapo, maspo, minirl, vcpo, deep_grpo)}
-OBJECTIVES["goldilocks"] = grpo
+ROUNDS = {"dapo": redrawn}
+ROUNDS |= {"goldilocks": as_recorded, "paced": as_recorded, "recipe": as_recorded}
 
 
 class Oracle:
@@ -549,29 +441,67 @@ class Oracle:
 
     def __init__(self, name: str, records: list[Record], model: str = "model"):
         self.name, self.records, self.model = name, records, model
-        self.args, self.size, self.updates = records[0].flags, len(records), records[0].updates
+        self.module, self.args = module_of(name), SimpleNamespace(**records[0].flags)
+        self.size, self.updates = len(records), records[0].updates
+        self.warmup = getattr(self.args, "critic_warmup", 0)  # steps in which ppo's policy waits
         self.known: dict[int, tuple] = {}
-        self.rounds = self.own("rounds", ROUNDS.get(name, in_order))(self)
+        self.rounds = ROUNDS.get(name, in_order)(self)
 
-    def own(self, what: str, otherwise: object) -> object:
-        """What a variant says in formulas/NAME.py, or the default."""
-        return formulas.of(self.name, what, otherwise)
+    def has(self, flag: str) -> bool:
+        """Whether this file has a flag, and it is not 0."""
+        return bool(getattr(self.args, flag, 0))
+
+    def lm(self, parameters: list[Tensor]) -> torch.nn.Module:
+        lm = copy.deepcopy(untrained(self.model))
+        with torch.no_grad():
+            for own, given in zip(lm.parameters(), parameters, strict=True):
+                own.copy_(given)
+        return lm
+
+    # Rows and their advantages
 
     def groups(self, step: int, part: int) -> list[list[Row]]:
         """The groups of mini-batch `part` of a batch: every rank's own share, in its own order."""
         filled, found = {}, []
         for drawn in self.rounds[step]:
             filled |= drawn  # a later round's group takes the slot
-        share = P // self.size // self.args["minibatches"]
+        share = P // self.size // M
         for one in self.records:
             start = one.rank * P // self.size + part * share
             found += [respond(filled[i], G) for i in range(start, start + share)]
         return found
 
     def rows(self, step: int) -> list[Row]:
-        """All rows of a batch."""
+        """All rows of a batch, mini-batch by mini-batch."""
         groups = [group for part in range(M) for group in self.groups(step, part)]
         return [row for group in groups for row in group]
+
+    def advantages(self, step: int) -> Tensor:
+        """Of all rows of a batch, by the file's own functions: [P, G]."""
+        rows, args, module = self.rows(step), self.args, self.module
+        R, mask = rewards_of(rows).view(P, G), mask_of(rows)
+        if self.name == "ppo":
+            return R  # until the critic has judged
+        if self.name == "baselines":
+            return module.advantages(R, args.baseline, mask.sum(1).view(P, G))
+        if self.name == "paced":
+            lm, head = self.taught(step)
+            V = [teaches(lm, head, row.prompt, 1.0).detach() for row in rows[::G]]
+            return module.advantages(R, torch.stack(V))
+        if self.name == "laconic":
+            budget = module.Budget(args, ALONE)
+            for before in range(step):  # each batch moves the next one's price
+                earlier = self.rows(before)
+                budget.charge(rewards_of(earlier), mask_of(earlier).sum(1))
+            R = budget.charge(R, mask.sum(1).view(P, G))
+        if self.name == "dapo":
+            R = module.punished(R, SimpleNamespace(mask=mask), args)
+        A = module.advantages(R)
+        if self.name == "signs":
+            mu = mu_of(rows, self.model)
+            measures = module.measures(SimpleNamespace(mask=mask, rollout_logp=mu))
+            A.view(-1)[module.outliers(args, measures, measures)] = 0.0
+        return A
 
     def branches(self, step: int, part: int) -> list[list[Row]]:
         """The siblings that were grown from this mini-batch's failed responses."""
@@ -582,83 +512,174 @@ class Oracle:
             failed = [(g, row) for g, rows in enumerate(own) for row in rows if row.reward == 0]
             assert [row.prompt for _, row in failed] == call["prompts"] and call["n"] == K
             assert call["temperature"] == T and call["limit"] == LIMIT
-            share = len(own) // self.args["minibatches"]
+            share = len(own) // M
             for (g, row), prefix in zip(failed, call["prefixes"], strict=True):
                 assert row.text.startswith(prefix) and (not prefix or prefix.endswith(";"))
                 if g // share == part:
                     found.append(respond(row.prompt, K, prefix))
         return found
 
+    # A mini-batch
+
+    def batch(self, update: int) -> SimpleNamespace:
+        """All columns of the whole mini-batch of this update, and the model `lm` of `logp`."""
+        start = update - update % M  # the batch's first update
+        step, part = start // M + self.warmup, update % M
+        rows = [row for group in self.groups(step, part) for row in group]
+        A, main = self.advantages(step).view(M, -1)[part], len(rows)
+        for siblings in self.branches(step, part) if self.has("branches") else ():
+            own = self.module.advantages(rewards_of(siblings)[None])[0]
+            if own.any():  # branches must teach something
+                rows, A = rows + siblings, torch.cat([A, own])
+        lm = self.lm(self.updates[update]["parameters"])
+        old, reference = (self.lm(self.updates[at]["parameters"]) for at in (start, 0))
+        routes = self.routes(rows, old)
+        with self.routed(lm, routes):
+            every = distributions(lm, rows)
+        with torch.no_grad(), self.routed(old, routes):
+            every_old = distributions(old, rows)
+        b = SimpleNamespace(
+            rows=rows,
+            lm=lm,
+            logp=sampled(every, rows),
+            entropy=-(every.exp() * every).sum(-1).detach(),
+            mask=mask_of(rows),
+            old_logp=sampled(every_old, rows),
+            ref_logp=log_probs(reference, rows),
+            rollout_logp=mu_of(rows, self.model),
+            finished=torch.tensor([row.finished for row in rows]),
+            advantages=A,
+            grown=torch.arange(len(rows)) >= main,
+        )
+        if self.name == "blockwise":
+            self.cut(b)
+        if self.name == "lp_reg":
+            tokens = padded([row.tokens for row in rows], 0).flatten()
+            proxy = self.module.proxy_logprobs(every_old.flatten(0, 1), tokens, self.args.kappa)
+            b.proxy_logp = proxy.view_as(b.mask)
+        if self.name == "opd":
+            b.teacher_logp = log_probs(untrained("model-teacher"), rows)
+        if self.name == "ppo":
+            b.token_advantages = self.judged(step)[part].token_advantages
+            b.advantages = b.token_advantages[:, 0]
+        if self.has("lag"):
+            self.age(b)
+        if hasattr(self.module, "choose_tokens"):
+            now = b.logp.detach(), b.entropy
+            self.module.choose_tokens(self.args, b, *now, ALONE)
+        kept = getattr(b, "kept", b.mask).sum(1)
+        b.branch = b.grown * kept[~b.grown].sum() / kept[b.grown].sum().clamp(min=1)
+        return b
+
+    def gradient(self, update: int) -> tuple[Tensor, SimpleNamespace]:
+        """The flat gradient of the loss, and the batch it came from, with `loss` and `stats`."""
+        if update not in self.known:
+            b = self.batch(update)
+            total, count, stats = self.module.policy_loss(self.args, b.logp, b.entropy, b)
+            stats["loss"] = total, count
+            b.stats = {
+                name: (torch.as_tensor(number).detach(), n) for name, (number, n) in stats.items()
+            }
+            gradient = flat(torch.autograd.grad(total / count, list(b.lm.parameters())))
+            b.logp, b.lm = b.logp.detach(), None  # the graph is not needed any more
+            self.known[update] = gradient, b
+        return self.known[update]
+
+    def age(self, b: SimpleNamespace) -> None:
+        """vcpo's baseline, of advantages of main rows, from a backward pass for each response; and
+        ρ, from the weights of all."""
+        log_w = ((b.logp - b.rollout_logp) * b.mask).sum(1).detach()
+        norms = []
+        for row in (b.logp * b.mask)[~b.grown].sum(1):  # g_i = ∇ Σ_t log π
+            parts = torch.autograd.grad(row, list(b.lm.parameters()), retain_graph=True)
+            norms.append(flat(parts).norm())
+        heavy = (2 * log_w[~b.grown]).exp() * torch.stack(norms) ** 2
+        b.shifts = []
+        for group in torch.arange(len(norms)).split(G):  # main rows come first
+            shift = (heavy[group] * b.advantages[group]).sum() / heavy[group].sum()
+            b.advantages[group] -= shift
+            b.shifts.append(abs(float(shift)))
+        w = log_w.exp()
+        b.rho = float(w.sum() ** 2 / (w**2).sum() / len(w))
+
+    def cut(self, b: SimpleNamespace) -> None:
+        """blockwise's working, which ends with the last #, and the advantages of both blocks."""
+        ends, first, second = [], [], []
+        for row in b.rows:
+            working, marker, answer = row.text.rpartition("#")
+            ends.append(len(working) + 1 if marker else len(row.tokens))
+            first.append(marks(working + marker, right_answer(row.prompt)))
+            second.append(marks("#" + answer * bool(marker), right_answer(row.prompt)))
+        b.working = padded([[1.0] * end for end in ends]).double()
+        b.working = torch.nn.functional.pad(b.working, (0, b.mask.shape[1] - max(ends)))
+        R = [torch.tensor(x).double().view(-1, G) for x in (first, second)]
+        b.working_advantages = self.module.advantages(R[0]).flatten()
+        answers = self.module.answer_advantages(self.args, R[1], R[0], ALONE)
+        b.advantages = answers.flatten()
+
+    # goldilocks' and paced's teacher, ppo's critic
+
     def taught(self, step: int) -> tuple[torch.nn.Module, list[Tensor]]:
-        """goldilocks' teacher before a step's lesson: its backbone, weight and bias of its head."""
+        """The teacher before a step's lesson: its backbone, weight and bias of its head."""
         *backbone, weight, bias = self.records[0].lessons[step]["parameters"]
         return self.lm(backbone).model, [x.double().requires_grad_() for x in (weight, bias)]
 
-    def lm(self, parameters: list[Tensor]) -> torch.nn.Module:
-        lm = copy.deepcopy(untrained(self.model))
-        with torch.no_grad():
-            for own, given in zip(lm.parameters(), parameters, strict=True):
-                own.copy_(given)
-        return lm
+    def values(self, update: int, rows: list[Row]) -> tuple[Tensor, list[Tensor]]:
+        """V [n, T] of the critic before its update, and the parameters that it depends on."""
+        *backbone, head = self.records[0].lessons[update]["parameters"]
+        lm, head = self.lm(backbone).model, head.double().requires_grad_()
+        hidden = lm(padded([row.ids for row in rows], 0)).last_hidden_state  # [n, S, H]
+        found = []
+        for i, row in enumerate(rows):
+            found.append(hidden[i, len(row.context) - 1 : len(row.ids) - 1] @ head[0])
+        return torch.nn.utils.rnn.pad_sequence(found, batch_first=True), [*lm.parameters(), head]
 
-    def batch(self, update: int) -> Batch:
-        """Everything that the objective of this update is about."""
-        step, part = divmod(update, self.args["minibatches"])
-        advantage = ADVANTAGES.get(self.name, self.own("advantages", z_score))
-        rewards = self.own("rewards", verdicts)
-        rows, A, branch = [], [], []
-        grown = self.branches(step, part) if self.args.get("branches") else []
-        for siblings in (groups := self.groups(step, part)) + grown:
-            own = advantage(torch.tensor(rewards(self, step, siblings), dtype=torch.float64))
-            is_branch = len(branch) >= G * len(groups)
-            if is_branch and not own.any():
-                continue  # branches must teach something
-            rows += siblings
-            A.append(own)
-            branch += [is_branch] * len(siblings)
-        lm = self.lm(self.updates[update]["parameters"])
-        old, reference = (self.updates[at]["parameters"] for at in (step * M, 0))
-        routes = self.routes(rows, old)
-        with self.routed(lm, routes):
-            logp, entropy, mask = log_probs(lm, rows)
-        with torch.no_grad(), self.routed(before := self.lm(old), routes):
-            old_logp = log_probs(before, rows)[0]
-            ref_logp = log_probs(self.lm(reference), rows)[0]
-        mu = padded([sampler_logp(row, self.model) for row in rows]).double()
-        b = Batch(logp=logp, old=old_logp, ref=ref_logp, mu=mu, entropy=entropy.detach(), mask=mask)
-        vars(b).update(A=torch.cat(A), branch=torch.tensor(branch), rows=rows, args=self.args)
-        vars(b).update(lm=lm, before=before, rho=1.0, count=len(rows), stats={})
-        self.own("prepare", lambda *_: None)(self, step, b)
-        return b
+    def judged(self, step: int) -> list[SimpleNamespace]:
+        """ppo's columns of each mini-batch, by the critic before the step's updates: advantages
+        whitened over all."""
+        args, parts, start = self.args, [], max(0, step - self.warmup) * M
+        old, reference = (self.lm(self.updates[at]["parameters"]) for at in (start, 0))
+        for part in range(M):
+            rows = [row for group in self.groups(step, part) for row in group]
+            b = SimpleNamespace(rows=rows, mask=mask_of(rows), rewards=rewards_of(rows))
+            b.old_logp, b.ref_logp = log_probs(old, rows), log_probs(reference, rows)
+            b.values = self.values(step * M, rows)[0].detach()
+            known = self.module.token_rewards(b, args.beta), b.values, b.mask, args.gamma
+            lam = args.lam
+            if args.lam_length:
+                lam = (1 - 1 / (args.lam_length * b.mask.sum(1))).clip(min=0)
+            b.token_advantages = self.module.advantages(*known, lam)[0]
+            b.returns = self.module.advantages(*known, args.lam_critic)[1]
+            parts.append(b)
+        every = torch.cat([b.token_advantages[b.mask > 0] for b in parts])
+        for b in parts:
+            b.token_advantages = (b.token_advantages - every.mean()) / every.std() * b.mask
+        return parts
 
-    def gradient(self, update: int) -> tuple[Tensor, Batch]:
-        """The flat gradient of -J, and the batch it came from."""
-        if update in self.known:
-            return self.known[update]
-        b = self.batch(update)
-        J = self.own("objective", OBJECTIVES.get(self.name))(b)
-        found = torch.autograd.grad(-J, list(b.lm.parameters()))
-        # The graph is not needed any more
-        b.J, b.logp, b.lm, b.before = float(J.detach()), b.logp.detach(), None, None
-        self.known[update] = flat(found), b
-        return self.known[update]
+    def lesson(self, update: int) -> Tensor:
+        """The flat gradient of the critic's mean loss."""
+        step, part = divmod(update, M)
+        b = self.judged(step)[part]
+        V, parameters = self.values(update, b.rows)
+        given = V, b.values, b.returns, b.mask, self.args.value_clip
+        loss, _ = self.module.value_loss(*given)
+        return flat(torch.autograd.grad(loss / b.mask.sum(), parameters))
 
     # minirl's routing replay
 
-    def routes(self, rows: list[Row], old: list[Tensor]) -> Tensor | None:
+    def routes(self, rows: list[Row], old: torch.nn.Module) -> Tensor | None:
         """[n, S, layers, k]: the experts to replay: none, π_old's own choice (r2), or the sampler's
         (r3)."""
-        mode = self.args.get("routing_replay", "none")
+        mode = getattr(self.args, "routing_replay", "none")
         if mode == "none":
             return None
         if mode == "r3":
             chosen = [expert_choice(row) for row in rows]
             return torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True).long()
-        lm, seen = self.lm(old), []
+        lm, seen = copy.deepcopy(old), []
         for router in routers(lm):
             router.register_forward_hook(lambda _, x, out: seen.append(out[0].topk(2, -1).indices))
-        with torch.no_grad():
-            log_probs(lm, rows)
+        log_probs(lm, rows)
         assert len(seen) == 2
         return torch.stack(seen, 1).unflatten(0, (len(rows), -1))
 
@@ -682,21 +703,25 @@ class Oracle:
             hook.remove()
 
 
+def rewards_of(rows: list[Row]) -> Tensor:
+    return torch.tensor([row.reward for row in rows], dtype=torch.float64)
+
+
 def flat(tensors: object) -> Tensor:
     return torch.cat([x.flatten() for x in tensors]).double()
 
 
-def teaches(lm: torch.nn.Module, head: list[Tensor], prompt: str) -> Tensor:
-    """f(q) = σ(w · mean h + b) / 2 of a teacher."""
+def teaches(lm: torch.nn.Module, head: list[Tensor], prompt: str, most: float) -> Tensor:
+    """A teacher's number in (0, most) for a prompt: most · σ(w · mean h + b)."""
     hidden = lm(torch.tensor([[VOCABULARY.index(c) for c in prompt]])).last_hidden_state[0]
-    return 0.5 / (1 + (-(hidden.mean(0) @ head[0][0] + head[1][0])).exp())
+    return most / (1 + (-(hidden.mean(0) @ head[0][0] + head[1][0])).exp())
 
 
 def routers(lm: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in lm.modules() if type(module).__name__ == "Qwen3MoeTopKRouter"]
 
 
-# Two ranks
+# Several ranks
 
 
 def trials(jobs: list[tuple], folder: Path) -> None:
@@ -709,11 +734,11 @@ def trials(jobs: list[tuple], folder: Path) -> None:
         torch.save(found, folder / f"{number}-{world.rank}.pt")
 
 
-def on_two_ranks(jobs: list[tuple], folder: Path) -> list[list[Record]]:
-    """The records of both ranks for every job."""
-    done, found = forked(trials, jobs, folder, ranks=2), []
+def on_ranks(ranks: int, jobs: list[tuple], folder: Path) -> list[list[Record]]:
+    """The records of all ranks for every job."""
+    done, found = forked(trials, jobs, folder, ranks=ranks), []
     assert done.returncode == 0, done.stderr
     for number in range(len(jobs)):
-        paths = [folder / f"{number}-{rank}.pt" for rank in (0, 1)]
+        paths = [folder / f"{number}-{rank}.pt" for rank in range(ranks)]
         found.append([torch.load(path, weights_only=False) for path in paths])
     return found

@@ -2,23 +2,22 @@
 and on two; mutants.
 
 Each `check_*` compares the records of one run with `oracle.Oracle`, which computed the same without
-`common`. The mutants damage `main` or `common` and must turn the check that they name red.
+`main` and `common`. The mutants damage these and must turn the check that they name red.
 """
 
 import itertools
-import re
-from collections.abc import Iterator
 
 import deep_grpo
 import pytest
 import torch
 from checks.files import NINE
+from checks.loop_mutants import DAMAGES
 from common.distributed import setup
 
-from tests.helpers import ROOT, module_of
-from tests.loop import formulas, oracle
+from tests.helpers import module_of
+from tests.loop import oracle
 from tests.loop.oracle import HELD_OUT, LIMIT, SAMPLES, TRAIN, G, K, M, Oracle, P, Record, Row, T
-from tests.loop.oracle import damaged, flat, on_two_ranks, record, respond, teaches
+from tests.loop.oracle import damaged, flat, on_ranks, record, respond, teaches
 
 # In the second π_old has left the reference, the teacher chooses, pivots are drawn by the fit
 STEPS = 2
@@ -29,17 +28,17 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((found - expected).norm() < 2e-4 * expected.norm())
 
 
-def filling(o: Oracle) -> int:
-    """vcpo: the steps that only fill its queue."""
-    return o.args.get("lag", 0)
+def waited(o: Oracle) -> int:
+    """The steps without an update: vcpo's queue fills, or ppo's critic warms up."""
+    return getattr(o.args, "lag", 0) + o.warmup
 
 
 def check_gradients(o: Oracle) -> None:
     """Every gradient that reaches the optimiser, scaled down where its norm is above grad_clip."""
-    assert len(o.updates) == M * (o.args["steps"] - filling(o))
+    assert len(o.updates) == M * (o.args.steps - waited(o))
     for update, seen in enumerate(o.updates):
         gradient, _ = o.gradient(update)
-        scale = min(1.0, o.args["grad_clip"] / float(gradient.norm()))
+        scale = min(1.0, o.args.grad_clip / float(gradient.norm()))
         assert close(flat(seen["gradients"]), scale * gradient), f"update {update}"
 
 
@@ -48,13 +47,13 @@ def check_rates(o: Oracle) -> None:
     has its flags."""
     for update, (seen, *others) in enumerate(zip(*(one.updates for one in o.records), strict=True)):
         # In ppo from the end of the critic's warm-up on: there the policy has no update
-        lr = o.args["lr"] * min(1.0, (update // M + 1) / o.args["warmup"])
-        if o.args.get("lag") and o.args["ess_scaling"]:
-            lr *= min(1.0, o.gradient(update)[1].rho / o.args["rho_on"]) ** 0.5
+        lr = o.args.lr * min(1.0, (update // M + 1) / o.args.warmup)
+        if o.has("lag") and o.args.ess_scaling:
+            lr *= min(1.0, o.gradient(update)[1].rho / o.args.rho_on) ** 0.5
         assert seen["lr"] == pytest.approx([lr], rel=1e-4)
         assert all(other["lr"] == seen["lr"] for other in others)
-        assert seen["betas"] == [o.args["betas"]]
-        assert seen["weight_decay"] == [o.args["weight_decay"]]
+        assert seen["betas"] == [o.args.betas]
+        assert seen["weight_decay"] == [o.args.weight_decay]
         assert len(seen["parameters"]) == len(list(oracle.untrained(o.model).parameters()))
 
 
@@ -70,7 +69,7 @@ def check_prompts(o: Oracle) -> None:
         assert [call["prompts"] for call in one.training] == expected
         for call in one.training:
             assert call["temperature"] == T and call["limit"] == LIMIT and call["top_p"] == 1
-    if "teacher_lr" in o.args:  # of five candidates a slot
+    if o.has("teacher_lr"):  # of five candidates a slot
         for step, (chosen,) in enumerate(o.rounds):
             assert len(chosen) == P
             for slot, prompt in chosen.items():
@@ -103,28 +102,28 @@ def check_sync(o: Oracle) -> None:
     """The engine is given the weights before the first rollout and after every step: what the next
     one starts from."""
     for one in o.records:
-        assert len(one.synced) == 1 + o.args["steps"]
+        assert len(one.synced) == 1 + o.args.steps
         for step, update in enumerate(one.updates[::M]):
-            given = one.synced[step + filling(o)]
+            given = one.synced[step + waited(o)]
             assert all(map(torch.equal, given, update["parameters"]))
         assert not any(map(torch.equal, one.synced[-1], one.updates[-1]["parameters"]))
 
 
 def check_metrics(o: Oracle) -> None:
-    """A line for every step, in it exact means over all rows, mini-batches and ranks, and the last
-    lr. (What a loss counts of its own is in checks/.)"""
-    assert [line["step"] for line in o.records[0].metrics] == list(range(o.args["steps"] + 1))
-    for step, line in enumerate(o.records[0].metrics[1 + o.args.get("lag", 0) :]):
+    """A line for every step, in it exact means over all rows, mini-batches and ranks, also of what
+    the loss counts, and the last lr."""
+    assert [line["step"] for line in o.records[0].metrics] == list(range(o.args.steps + 1))
+    for step, line in enumerate(o.records[0].metrics[1 + waited(o) :]):
         expected = of_rewards(o, step) | of_updates(o, step)
-        now = step + filling(o)  # when this step's batch was sampled
+        now = step + waited(o)  # when this step's batch was sampled
         prompts = [prompt for one in o.records for prompt in one.training[now]["prompts"]]
         fresh = [respond(prompt, G) for prompt in prompts]
         sampled = sum(len(row.tokens) for group in fresh for row in group)
-        if "lag" in o.args:  # the sampler's metrics are of the batch just sampled
+        if waited(o):  # the sampler's metrics are of the batch just sampled
             expected |= {"distinct": distinct(fresh), "tokens": sampled}
             expected |= sampler_metrics(o, now)
-            expected["lag"] = (0, M * (o.args["lag"] > 0))[step]
-        if o.args.get("branches"):
+            expected["lag"] = (0, M)[step]
+        if o.has("branches"):
             grown = [row for one in o.records for own in branch_groups(one, now) for row in own]
             expected["tokens"] = sampled + sum(len(row.tokens) for row in grown)
         for name, value in expected.items():
@@ -157,29 +156,38 @@ def of_rewards(o: Oracle, step: int) -> dict[str, float]:
 
 
 def of_updates(o: Oracle, step: int) -> dict[str, float]:
+    """Of all mini-batches of a step: (sum, count) pairs, sums without a count, and maxima."""
     sums: dict[str, list[tuple]] = {}
     for update in range(step * M, step * M + M):
         gradient, b = o.gradient(update)
-        stats = b.stats | {"loss": (-b.J * b.count, b.count), "grad_norm": (gradient.norm(), 1)}
+        stats = b.stats | {"grad_norm": (gradient.norm(), 1)}
+        if waited(o):
+            stats |= {"ess_ratio": (b.rho, 1), "baseline_shift": (sum(b.shifts), len(b.shifts))}
         entropy, sizes = (b.entropy * b.mask).sum(1), b.mask.sum(1)
         stats["entropy"] = entropy.sum(), sizes.sum()
-        for sign, some in (("good", b.A > 0), ("bad", b.A < 0)):
+        for sign, some in (("good", b.advantages > 0), ("bad", b.advantages < 0)):
             stats[f"entropy_{sign}"] = entropy[some].sum(), sizes[some].sum()
             stats[f"len_{sign}"] = sizes[some].sum(), some.sum()
-        gap = (b.old - b.mu) * b.mask
-        stats["sampler_gap_max"] = gap.abs().max(), 1
-        stats["sampler_gap"] = gap.abs().sum(), sizes.sum()
-        stats["sampler_kl"] = (gap.exp() - 1 - gap).sum(), sizes.sum()
-        for name, pair in stats.items():
+        for name, pair in (stats | gaps(b.old_logp, b.rollout_logp, b.mask)).items():
             sums.setdefault(name, []).append(pair)
     found = {}
     for name, pairs in sums.items():
         totals, counts = zip(*pairs)
         if name.endswith("_max"):
             found[name] = float(max(totals))
+        elif counts[0] is None:
+            found[name] = float(sum(totals))
         elif sum(counts):
             found[name] = float(sum(totals) / sum(counts))
     return found
+
+
+def gaps(old_logp: torch.Tensor, mu: torch.Tensor, mask: torch.Tensor) -> dict[str, tuple]:
+    """How far μ is from π_old."""
+    gap = (old_logp - mu) * mask
+    found = {"sampler_gap": (gap.abs().sum(), mask.sum())}
+    found["sampler_kl"] = (gap.exp() - 1 - gap).sum(), mask.sum()
+    return found | {"sampler_gap_max": (gap.abs().max(), None)}
 
 
 def sampler_metrics(o: Oracle, step: int) -> dict[str, float]:
@@ -188,12 +196,9 @@ def sampler_metrics(o: Oracle, step: int) -> dict[str, float]:
     for one in o.records:
         for prompt in one.training[step]["prompts"]:
             rows += respond(prompt, G)
-    with torch.no_grad():
-        logp, _, mask = oracle.log_probs(o.lm(o.records[0].synced[step]), rows)
-    gap = (logp - oracle.padded([oracle.sampler_logp(row, o.model) for row in rows])) * mask
-    means = {"sampler_gap": gap.abs(), "sampler_kl": gap.exp() - 1 - gap}
-    means = {name: float(x.sum() / mask.sum()) for name, x in means.items()}
-    return means | {"sampler_gap_max": float(gap.abs().max())}
+    old_logp = oracle.log_probs(o.lm(o.records[0].synced[step]), rows)
+    pairs = gaps(old_logp, oracle.mu_of(rows, o.model), oracle.mask_of(rows))
+    return {name: float(total / (count or 1)) for name, (total, count) in pairs.items()}
 
 
 # deep_grpo's branches
@@ -209,7 +214,7 @@ def check_pivots(o: Oracle) -> None:
     """Pivots are drawn by the regression of "some branch succeeded" on depth (its fit is held in
     checks/deep_grpo.py), over all ranks' pivots so far."""
     pairs, starts = [], [0] * o.size
-    for step in range(o.args["steps"]):
+    for step in range(o.args.steps):
         fit, fresh = deep_grpo.fit_success(pairs), []
         for rank, one in enumerate(o.records):
             groups = branch_groups(one, step)
@@ -232,16 +237,19 @@ def check_pivots(o: Oracle) -> None:
 
 
 def check_teacher(o: Oracle) -> None:
-    """Every slot takes its candidate of the largest f (none twice), every rank its own
-    slots' in order; the teacher's gradient is that of the mean squared error on what the students'
-    groups showed."""
-    for step in range(o.args["steps"]):
+    """Every slot takes its best candidate (none twice): in goldilocks that of the largest f, in
+    paced the nearest to τ. Every rank has its own slots' in order. The teacher's gradient is that
+    of the mean squared error on what the students' groups showed."""
+    paced = o.name == "paced"
+    most = 1.0 if paced else 0.5
+    for step in range(o.args.steps):
         lm, head = o.taught(step)
         prompts = [prompt for one in o.records for prompt in one.training[step]["prompts"]]
         pool = [candidates(slot) for slot in range(step * P, step * P + P)]
         merits = {}
         for prompt in {prompt for slot in pool for prompt in slot}:
-            merits[prompt] = teaches(lm, head, prompt).item()
+            f = teaches(lm, head, prompt, most).item()
+            merits[prompt] = -abs(f - o.args.target) if paced else f
         if step:  # in the first step nothing is known and the choice is by chance
             taken = []
             for slot in pool:
@@ -251,26 +259,28 @@ def check_teacher(o: Oracle) -> None:
             above = [merits[p] - sum(map(merits.get, slot)) / 5 for p, slot in zip(prompts, pool)]
             logged = o.records[0].metrics[step + 1]["chosen_over_mean"]
             assert logged == pytest.approx(sum(above) / P, rel=1e-3, abs=1e-6)
-        rewards = [[row.reward for row in respond(prompt, G)] for prompt in prompts]
-        targets = torch.tensor(rewards).double().std(dim=1, correction=0)  # [P]
-        f = torch.stack([teaches(lm, head, prompt) for prompt in prompts])
+        rewards = torch.tensor([[row.reward for row in respond(prompt, G)] for prompt in prompts])
+        rewards = rewards.double()  # [P, G]
+        targets = rewards.mean(dim=1) if paced else rewards.std(dim=1, correction=0)  # [P]
+        f = torch.stack([teaches(lm, head, prompt, most) for prompt in prompts])
         error = (f - targets).square().mean()
         gradient = flat(torch.autograd.grad(error, [*lm.parameters(), *head]))
         lesson = o.records[0].lessons[step]
-        assert close(flat(lesson["gradients"]), gradient) and gradient.norm() < o.args["grad_clip"]
-        assert lesson["lr"] == [o.args["teacher_lr"], 10 * o.args["teacher_lr"]]
+        scale = min(1.0, o.args.grad_clip / float(gradient.norm()))
+        assert close(flat(lesson["gradients"]), scale * gradient)
+        assert lesson["lr"] == [o.args.teacher_lr, 10 * o.args.teacher_lr]
 
 
 def check_critic(o: Oracle) -> None:
     """Every gradient that reaches the critic's optimiser is that of its own mean over the tokens,
     scaled down where its norm is above grad_clip; its lr is constant."""
     lessons = o.records[0].lessons
-    assert len(lessons) == len(o.updates)
+    assert len(lessons) == M * o.args.steps
     for update, seen in enumerate(lessons):
-        gradient = o.own("lesson", None)(o, update)
-        scale = min(1.0, o.args["grad_clip"] / float(gradient.norm()))
+        gradient = o.lesson(update)
+        scale = min(1.0, o.args.grad_clip / float(gradient.norm()))
         assert close(flat(seen["gradients"]), scale * gradient), f"update {update}"
-        assert seen["lr"] == [o.args["critic_lr"]]
+        assert seen["lr"] == [o.args.critic_lr]
 
 
 # One rank
@@ -278,8 +288,10 @@ def check_critic(o: Oracle) -> None:
 EVERYWHERE = [check_gradients, check_rates, check_prompts, check_sync]
 OF_THE_NINE = [check_evaluation, check_metrics]  # the variants' lines are theirs
 SPECIAL = {"branches": check_pivots, "teacher_lr": check_teacher, "critic_lr": check_critic}
+# Variants with lines of their own in `main`
+VARIANTS = [name for name in oracle.FLAGS if name not in NINE]
 slow = pytest.mark.slow
-FILES = [*NINE, *(pytest.param(name, marks=slow) for name in formulas.FORMULAS)]
+FILES = [*NINE, *(pytest.param(name, marks=slow) for name in VARIANTS)]
 
 
 def checks_of(name: str) -> list:
@@ -302,10 +314,7 @@ def alone(tmp_path_factory):
                     found = record(module, world, folder, **({"steps": STEPS} | flags))
             finally:
                 torch.distributed.destroy_process_group()
-            o = Oracle(name, [found], flags.get("model", "model"))
-            if damage:
-                return o
-            known[key] = o
+            known[key] = Oracle(name, [found], flags.get("model", "model"))
         return known[key]
 
     return run
@@ -321,14 +330,17 @@ def test_one_rank(alone, name):
 
 def check_the_answers_ask_enough(o: Oracle) -> None:
     """π_θ, π_old, μ and the reference all differ; advantages have both signs; gradients are on both
-    sides of grad_clip. Else a mistake could hide."""
+    sides of grad_clip; every mechanism acts. Else a mistake could hide."""
     norms = [float(o.gradient(update)[0].norm()) for update in range(len(o.updates))]
-    assert any(norm > o.args["grad_clip"] for norm in norms)
-    assert any(norm < o.args["grad_clip"] for norm in norms[1::2])  # where π_θ has left π_old
+    assert any(norm > o.args.grad_clip for norm in norms)
+    assert any(norm < o.args.grad_clip for norm in norms[1::2])  # where π_θ has left π_old
     _, b = o.gradient(3)
-    for one, other in itertools.combinations([b.logp, b.old, b.mu, b.ref], 2):
+    for one, other in itertools.combinations([b.logp, b.old_logp, b.rollout_logp, b.ref_logp], 2):
         assert ((one - other) * b.mask).abs().mean() > 0.01
-    assert (b.A > 0).any() and (b.A < 0).any() and len(b.mask.sum(1).unique()) > 4
+    assert (b.advantages > 0).any() and (b.advantages < 0).any()
+    assert len(b.mask.sum(1).unique()) > 4
+    acted = next(iter(o.module.ACTED))
+    assert any(line.get(acted) for line in o.records[0].metrics)
 
 
 REPLAY = {"model": "model-moe", "grad_clip": 1e9}
@@ -342,16 +354,17 @@ def test_routing_replay(alone, replay):
     check_gradients(o)
     check_metrics(o)
     free = Oracle(o.name, o.records, o.model)
-    free.args = o.args | {"routing_replay": "none"}
+    free.args.routing_replay = "none"
     for update in range(len(o.updates)):
         # R2 changes nothing until the first optimiser step
         if replay == "r3" or update % M:
             assert not close(o.gradient(update)[0], free.gradient(update)[0])
 
 
-ALSO = [("stapo", {"entropy_rule": "candidates"})]
-for variant in formulas.FORMULAS:
-    ALSO += [(variant, flags) for flags in formulas.of(variant, "ALSO", [])]
+ALSO = [("stapo", {"entropy_rule": "candidates"}), ("baselines", {"baseline": "batch"})]
+ALSO += [("dapo", {"max_draws": 1}), ("dapo", {"mask_truncated": True})]
+ALSO += [("entropy20", {"tokens": "kl_cov"}), ("ppo", {"lam_length": 0.3})]
+ALSO += [("recipe", {"tokens": "maspo"})]
 
 
 @slow
@@ -371,36 +384,32 @@ def test_without_a_reference(alone):
     assert not any("ref_kl" in line for line in o.records[0].metrics)
 
 
+EMPTY = ("common.logprobs", "micros = micros[::-1] or [[]]", "micros = [*micros[::-1], []]")
+# A mean of means, a mini-batch's quantile, whole responses, branches; passes of their own
+SMALLEST = ["grpo", "stapo", "vcpo", "deep_grpo"]
+SMALLEST += [pytest.param(n, marks=slow) for n in "minirl goldilocks ppo lp_reg recipe".split()]
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_smallest_micro_batches(alone, name):
+    """Of single rows, and a last one of none, as where another rank has more. (Prompts of a teacher
+    are equally many on all ranks.)"""
+    empty = () if hasattr(module_of(name).Args, "teacher_lr") else EMPTY
+    o = alone(name, *empty, micro_tokens=1)
+    for check in checks_of(name):
+        check(o)
+
+
 # Mutants
 
 
-def mutants(text: str) -> Iterator[tuple]:
-    """(name, algorithm, check, damage, flags) of every block of loop_mutants.txt."""
-    block = r"^(\w+) (\w+)(?: in (\S+))?(?: with (.*?))?: (.*)\n- (.*)\n\+ (.*)$"
-    for algorithm, check, where, words, name, *pieces in re.findall(block, text, re.MULTILINE):
-        check = globals()[f"check_{check}"]
-        old, new = (piece.replace("\\n", "\n") for piece in pieces)
-        flags = {"steps": STEPS if check in LATER else 1}
-        for flag, value in re.findall(r"(\w+)=(\w+)", words):
-            flags[flag] = int(value) if value.isdecimal() else value == "True" or value
-        if "routing_replay" in flags:
-            flags |= REPLAY
-        yield name, algorithm, check, (where or algorithm, old, new), flags
-
-
-# One step is not enough for them
-LATER = (check_rates, check_prompts, check_sync, check_teacher, check_pivots, check_critic)
-PARTS = (ROOT / "checks/loop_mutants.txt").read_text().split("\ntwo ranks\n")
-ON_ONE, ON_TWO = [list(mutants(part)) for part in PARTS]
-
-
 @slow
-@pytest.mark.parametrize("mutant", ON_ONE, ids=lambda mutant: mutant[0])
-def test_damage_is_seen(alone, mutant):
-    _, algorithm, check, damage, flags = mutant
-    o = alone(algorithm, *damage, **flags)
+@pytest.mark.parametrize("name", [name for name, one in DAMAGES.items() if one.ranks == 1])
+def test_damage_is_seen(alone, name):
+    damage = DAMAGES[name]
+    o = alone(damage.algorithm, *damage.place, **damage.flags)
     with pytest.raises(AssertionError):
-        check(o)
+        globals()[f"check_{damage.check}"](o)
 
 
 # Two ranks
@@ -413,19 +422,21 @@ SKIP = (CLIP, f'float("nan") if minibatch is minibatches[0] else {CLIP}')
 def together(tmp_path_factory):
     """The oracles of all files on two ranks, each with half of every batch, and of the damaged
     copies, by name. The two processes are started once."""
-    jobs = {name: (name, (), {"steps": STEPS}) for name in (*NINE, *formulas.FORMULAS)}
-    for name, algorithm, _, damage, flags in ON_TWO:
-        # One micro-batch is enough to see a damage
-        jobs[name] = (algorithm, damage, {"micro_tokens": 1000} | flags)
+    jobs = {name: (name, (), {"steps": STEPS}) for name in (*NINE, *VARIANTS)}
+    for name, damage in DAMAGES.items():
+        if damage.ranks == 2:
+            # One micro-batch is enough to see a damage
+            jobs[name] = (damage.algorithm, damage.place, {"micro_tokens": 1000} | damage.flags)
     jobs["whole models"] = ("grpo", (), {"steps": STEPS, "shard_ranks": 1})
     jobs["candidates"] = ("stapo", (), {"steps": STEPS, "entropy_rule": "candidates"})
+    jobs["single rows"] = ("vcpo", (), {"steps": STEPS, "micro_tokens": 1})
     jobs["skipped"] = ("grpo", ("grpo", *SKIP), {"steps": 1})
-    found = on_two_ranks(list(jobs.values()), tmp_path_factory.mktemp("ranks"))
+    found = on_ranks(2, list(jobs.values()), tmp_path_factory.mktemp("ranks"))
     return {name: Oracle(job[0], records) for (name, job), records in zip(jobs.items(), found)}
 
 
 @slow
-@pytest.mark.parametrize("name", [*NINE, *formulas.FORMULAS, "whole models", "candidates"])
+@pytest.mark.parametrize("name", [*NINE, *VARIANTS, "whole models", "candidates", "single rows"])
 def test_two_ranks(together, name):
     o = together[name]
     for check in checks_of(o.name):
@@ -433,11 +444,10 @@ def test_two_ranks(together, name):
 
 
 @slow
-@pytest.mark.parametrize("mutant", ON_TWO, ids=lambda mutant: mutant[0])
-def test_damage_on_two_ranks_is_seen(together, mutant):
-    name, _, check, *_ = mutant
+@pytest.mark.parametrize("name", [name for name, one in DAMAGES.items() if one.ranks == 2])
+def test_damage_on_two_ranks_is_seen(together, name):
     with pytest.raises(AssertionError):
-        check(together[name])
+        globals()[f"check_{DAMAGES[name].check}"](together[name])
 
 
 @slow

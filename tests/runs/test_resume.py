@@ -15,7 +15,6 @@ from common.run import checkpoints
 
 from tests.helpers import MORE, SMALL, assert_same_run, command, drive, forked, metrics, module_of
 from tests.helpers import run_here, started, tree
-from tests.loop import formulas
 
 slow = pytest.mark.slow
 TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node=2 --max_restarts=1".split()
@@ -46,7 +45,7 @@ def test_resume_after_a_kill_is_bit_exact(tmp_path, finished):
 @slow
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != FIRST])
 def test_resume_of_the_others_is_bit_exact(algorithm, tmp_path):
-    flags = [*SMALL, *MORE.get(algorithm, formulas.of(algorithm, "SMALL", []))]
+    flags = [*SMALL, *MORE.get(algorithm, [])]
     words = [*flags, "--steps", 4, "--run_dir", tmp_path / "whole"]
     assert run_here(module_of(algorithm).main, *words) == 0
     resumes_to_the_bit(algorithm, flags, tmp_path / "whole", tmp_path)
