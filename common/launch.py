@@ -2,12 +2,10 @@
 
 import contextlib
 import importlib.util
-import io
 import os
 import shutil
 import signal
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -97,33 +95,17 @@ def report(error: Exception, world: World) -> None:
 
 
 def parse(Args: type) -> object:
-    """`Args` from the command line; a wrong flag ends the program with one line on stderr."""
+    """`Args` from the command line; tyro explains a wrong flag, and ends the program
+    with exit code 2."""
     description = sys.modules[Args.__module__].__doc__.splitlines()[0]
     words = sys.argv[1:]
     for place, word in enumerate(words):
         if word == "--resume" and words[place + 1 : place + 2] != ["auto"]:
             words[place] = "--resume=True"  # what it means alone
-    box = io.StringIO()  # tyro draws a box around its message
-    try:
-        with contextlib.redirect_stderr(box):
-            return tyro.cli(Args, args=words, description=description, use_underscores=True)
-    except SystemExit as stop:
-        if stop.code == 2 and os.environ.get("RANK", "0") == "0":
-            wrong = first_paragraph(box.getvalue())
-            print(f"{Path(sys.argv[0]).name}: error: {wrong}", file=sys.stderr)
-        raise
-
-
-def first_paragraph(box: str) -> str:
-    """The first paragraph in tyro's box, as one line."""
-    words = []
-    for line in box.splitlines()[1:]:  # the first line is the box's title
-        text = line.strip(" │")
-        if text.strip("─-╰╯"):
-            words.append(text)
-        elif words:  # a rule or a blank line ends the paragraph
-            break
-    return " ".join(words) or "wrong flags"
+    first = os.environ.get("RANK", "0") == "0"  # it alone prints tyro's message
+    return tyro.cli(
+        Args, args=words, description=description, use_underscores=True, console_outputs=first
+    )
 
 
 def check(args: object, world: World) -> None:
@@ -157,8 +139,6 @@ def resolve_auto(args: object, world: World, model: str) -> None:
     if args.rollout == "auto":  # starting vLLM takes a minute, longer than an embedded model's run
         vllm = gpu and model not in EMBEDDED and importlib.util.find_spec("vllm")
         args.rollout = "vllm" if vllm else "hf"
-    if args.rollout == "vllm" and gpu:
-        check_compiler()
     if args.dtype == "auto":  # before Ampere (8.0) bfloat16 is emulated, and vLLM refuses it
         native = gpu and torch.cuda.get_device_capability(world.device) >= (8, 0)
         args.dtype = "bfloat16" if native else "float32"
@@ -168,13 +148,3 @@ def resolve_auto(args: object, world: World, model: str) -> None:
     for flag, ranks in sharing.items():
         if world.size % ranks:
             raise BadInput(f"--{flag} {ranks}: does not divide the {world.size} rank(s)")
-
-
-def check_compiler() -> None:
-    """Refuse vLLM where its kernels, which it compiles at the start, cannot be compiled."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    header = Path(sysconfig.get_paths()["include"], "Python.h")
-    if not compiler or not header.exists():
-        missing = "a C compiler" if not compiler else header
-        install = "apt install gcc python3-dev, or use --rollout hf"
-        raise BadInput(f"--rollout vllm: compiles kernels, and {missing} is missing: {install}")

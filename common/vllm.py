@@ -55,12 +55,6 @@ class VLLMEngine:
             raise BadInput(f"{why} ({in_one_line(error)})") from error
         CLOSING.append(self._close)
         self.awake = {"weights", "kv_cache"}
-        cache = self.llm.llm_engine.vllm_config.cache_config
-        room = cache.num_gpu_blocks * cache.block_size // options["max_model_len"]
-        rows = options["max_num_seqs"]
-        more = ": few; --vllm_sleep --vllm_memory 0.8 makes room" if room < rows / 4 else ""
-        if world.rank == 0:
-            say(f"vLLM has room for {room} full-length responses of {rows}{more}")
         if args.offload:  # vLLM has set one thread, and the optimiser steps on the CPU
             processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             torch.set_num_threads(max(1, os.cpu_count() // processes))

@@ -206,15 +206,12 @@ def test_a_weight_that_stops_arriving_stops_the_run(engine_of, incomplete):
         engine.sync(policy)
 
 
-def test_a_part_of_a_weight_that_never_arrives_stops_the_run(engine_of, world, incomplete, capsys):
-    """vLLM fuses two matrices; the half without values is what was in memory. And the room for
-    responses is printed, with what to do if it is small."""
+def test_a_part_of_a_weight_that_never_arrives_stops_the_run(engine_of, world, incomplete):
+    """vLLM fuses two matrices; the half without values is what was in memory."""
     lm, tokenizer = load_model("tiny")
-    policy, args = Policy(lm), args_of(vllm=("num_gpu_blocks_override=8",))
+    policy, args = Policy(lm), args_of()
     engine_of("tiny")
     engine = make_engine(args, lm, world)
-    said = capsys.readouterr().out
-    assert "three minutes" in said and "room for 4 full-length responses of 128: few" in said
     incomplete("layers.1.mlp.up_proj")
     engine.sync(policy)
     with pytest.raises(RunStopped, match="sampler and trainer disagree"):
