@@ -288,12 +288,13 @@ def main(args: Args, world: World) -> None:
         # are about equal.
         minibatches = [balance_tokens(part, world, G) for part in rollout.split(args.minibatches)]
         # </own>
-        for minibatch in minibatches:
+        for minibatch in minibatches:  # of all: the update may be of another batch  # <own>
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
-            if reference:
-                minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+        if reference:
+            for minibatch in minibatches:
+                minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)  # [n, T]
         # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
-        sampler = run.check_sampler(minibatches)
+        sampler = run.check_sampler(minibatches)  # <own>
 
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
         # fills there is none: the step trains on nothing and logs what it sampled.
@@ -325,7 +326,8 @@ def main(args: Args, world: World) -> None:
                 loss, count, stats = policy_loss(args, logp, entropy, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                minibatch.put(rows, logp=logp.detach(), entropy=entropy, weight=-logp.grad)
+                minibatch.put(rows, old_logp=micro.old_logp, logp=logp.detach())
+                minibatch.put(rows, entropy=entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
             # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)

@@ -32,10 +32,11 @@ def entropies(logprobs: Tensor, tokens: Tensor) -> Tensor:
 
 
 class Policy(nn.Module):
-    """A causal language model as a policy: token ids in, log π(token) and entropy out.
+    """A causal language model as a policy: token ids in, log π(token) and a readout out.
 
-    Another `readout` replaces the entropy by another statistic of each token's distribution. The
-    output head runs inside this module's forward, where FSDP has gathered its weight.
+    The `readout` is a statistic of each token's distribution: `entropies`, another one, or None
+    where nobody reads it (zeros). The output head runs inside this module's forward, where FSDP has
+    gathered its weight.
     """
 
     def __init__(self, lm: PreTrainedModel):
@@ -43,9 +44,9 @@ class Policy(nn.Module):
         self.lm, self.routing = lm, Routing(lm)
 
     def forward(
-        self, sequences: Tensor, predicts: Tensor, temperature: float, readout: Readout = entropies
+        self, sequences: Tensor, predicts: Tensor, temperature: float, readout: Readout | None = None
     ) -> Pair:
-        """log π and entropy, two `[M]`, of the token after each place that `predicts [n, S]` marks.
+        """log π and readout, two `[M]`, of the token after each place that `predicts [n, S]` marks.
 
         `sequences [n, S]` are right-padded: with causal attention no real token sees a pad, and no
         attention mask is needed.
@@ -55,26 +56,15 @@ class Policy(nn.Module):
         output = self.lm.base_model(input_ids=sequences, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, where)  # [M, H]
         targets = sequences.roll(-1, dims=1).flatten()[where]  # [M]
-        return token_logprobs(hidden, self.lm.lm_head.weight, targets, temperature, readout)
-
-
-def token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float,
-    readout: Readout = entropies,
-) -> Pair:
-    """log softmax(hidden @ weight.T / temperature)[targets], and what `readout` makes of it.
-
-    hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, entropy `[M]` (nats; the readout
-    has no gradient), both float32.
-    """
-    return TokenLogprobs.apply(hidden, weight, targets, temperature, readout)
+        weight = self.lm.lm_head.weight  # [V, H]
+        return TokenLogprobs.apply(hidden, weight, targets, temperature, readout)
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """Makes the logits a block of rows at a time, and again in the backward pass.
+    """log softmax(hidden @ weight.T / temperature)[targets], and what `readout` makes of it.
+
+    hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, readout `[M]` (without gradient),
+    both float32. Makes the logits a block of rows at a time, and again in the backward pass.
 
     At a vocabulary of 152k, 16k tokens of float32 logits are 10 GB a copy, and the plain formula
     keeps several.
@@ -105,16 +95,22 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, readout: Readout
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        readout: Readout | None,
     ) -> Pair:
         ctx.save_for_backward(hidden, weight, targets)
         ctx.temperature = temperature
         logp = torch.empty(len(hidden), device=hidden.device)  # [M]
-        found = torch.empty_like(logp)  # [M]
+        found = torch.zeros_like(logp)  # [M]
         for rows in TokenLogprobs.blocks(hidden, weight):
             logprobs = TokenLogprobs.logits(hidden[rows], weight, temperature).log_softmax(-1)
             logp[rows] = logprobs.gather(-1, targets[rows, None])[:, 0]
-            found[rows] = readout(logprobs, targets[rows])
+            if readout:
+                found[rows] = readout(logprobs, targets[rows])
         ctx.mark_non_differentiable(found)
         return logp, found
 
@@ -125,8 +121,9 @@ class TokenLogprobs(torch.autograd.Function):
         # Summed over blocks in float32: in bfloat16 every block would round what came before it.
         d_weight = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]
         for rows in TokenLogprobs.blocks(hidden, weight):
-            given = hidden[rows], weight, targets[rows], d_logp[rows], ctx.temperature
-            d_logits = TokenLogprobs.d_logits(*given)  # [b, V]
+            d_logits = TokenLogprobs.d_logits(
+                hidden[rows], weight, targets[rows], d_logp[rows], ctx.temperature
+            )  # [b, V]
             d_hidden[rows] = d_logits @ weight
             add_product(d_weight, d_logits.T, hidden[rows])
         return d_hidden, d_weight.to(weight.dtype), None, None, None
@@ -173,9 +170,9 @@ def micro_batches(policy: nn.Module, batch: Rollout, max_tokens: int, world: Wor
 
 
 def response_logprobs(
-    policy: nn.Module, batch: Rollout, temperature: float, readout: Readout = entropies
+    policy: nn.Module, batch: Rollout, temperature: float, readout: Readout | None = entropies
 ) -> Pair:
-    """log π(token) and entropy of every sampled token: two `[n, T]`, zero on padding."""
+    """log π(token) and readout of every sampled token: two `[n, T]`, zero on padding."""
     blank, where = torch.zeros_like(batch.mask), batch.mask.bool()  # [n, T]
     replayed = None
     if len(batch) == 0:
@@ -191,9 +188,9 @@ def response_logprobs(
             replayed = batch.replayed_experts[:, : sequences.shape[1]]  # [n, S, layers, k]
             replayed = replayed.flatten(0, 1).to(blank.device)  # [n·S, layers, k]
     policy.routing.replay = replayed
-    found = policy(sequences, predicts, temperature, readout)  # [M], [M]
-    logp = blank.masked_scatter(where, found[0])  # [n, T]
-    entropy = blank.masked_scatter(where, found[1])  # [n, T]
+    of_token, read = policy(sequences, predicts, temperature, readout)  # [M], [M]
+    logp = blank.masked_scatter(where, of_token)  # [n, T]
+    entropy = blank.masked_scatter(where, read)  # [n, T]
     if logp.requires_grad:
         logp.retain_grad()  # ∂loss/∂logp is minus each token's weight, which samples.jsonl shows
     return logp, entropy
@@ -202,18 +199,20 @@ def response_logprobs(
 @timed("logprobs")
 @torch.no_grad()
 def all_logprobs(
-    policy: nn.Module, batch: Rollout, args: object, world: World, readout: Readout = entropies
+    policy: nn.Module, batch: Rollout, args: object, world: World, readout: Readout | None = None
 ) -> Pair:
-    """`response_logprobs` of a whole batch without gradient, in micro-batches: two `[N, T]`.
+    """`response_logprobs` of a whole batch without gradient, in micro-batches: two `[N, T]`. The
+    second one is zeros without a `readout`.
 
     With a mixture of experts the batch gets a column `trainer_experts`, like the sampler's, if
     there is the sampler's to compare it with, or if `policy.routing.wanted`.
     """
-    logp, entropy, routed = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask), None
+    logp, read = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)  # [N, T]
+    routed = None
     wanted = policy.routing.wanted or hasattr(batch, "sampler_experts")
     for rows in micro_batches(policy, batch, args.micro_tokens, world):
-        given = batch.rows(rows), args.temperature, readout
-        logp[rows], entropy[rows] = response_logprobs(policy, *given)
+        micro = batch.rows(rows)
+        logp[rows], read[rows] = response_logprobs(policy, micro, args.temperature, readout)
         if policy.routing.active and len(rows) and wanted:
             part = policy.routing.recorded().cpu().unflatten(0, (len(rows), -1))
             if routed is None:
@@ -221,7 +220,7 @@ def all_logprobs(
             routed[rows.cpu(), : part.shape[1]] = part  # [n, S, layers, k]
     if routed is not None:
         batch.trainer_experts = routed  # [N, S, layers, k]
-    return logp, entropy
+    return logp, read
 
 
 def sampler_gap(batches: list[Rollout], world: World) -> dict[str, float]:

@@ -100,7 +100,7 @@ class Tap(torch.autograd.Function):
 class HeadPart:
     """The output head's part of |g_i|².
 
-    The head is a linear map too. But token_logprobs computes its output in blocks and keeps none of
+    The head is a linear map too. But TokenLogprobs computes its output in blocks and keeps none of
     them, so they are computed here a second time.
     """
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers import PreTrainedModel as Model
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations import sdpa_attention
 
 from common.batch import Rollout
 from common.cli import RunStopped
@@ -21,6 +23,9 @@ from common.distributed import World, broadcast_module, full_parameters
 from common.model import head_logits
 from common.routing import Routing
 
+# With a mask, transformers copies keys and values for every query head. CPU kernels need no copy.
+if not torch.cuda.is_available():
+    sdpa_attention.use_gqa_in_sdpa = lambda *_: True
 # Float8 leaves routers as they are: a rounded one chooses other experts.
 ROUTERS = ("gate.weight", "router.weight")
 
@@ -119,6 +124,7 @@ class HFEngine:
             routed = routed.repeat_interleave(n, 0)  # [N, width + limit, layers, k]
         # Each prompt was read once; now it branches into n rows.
         cache.batch_repeat_interleave(n)
+        full = all(type(layer) is DynamicLayer for layer in cache.layers)  # no sliding window
         logits = logits.repeat_interleave(n, 0)  # [N, V]
         attention = attention.repeat_interleave(n, 0)  # [N, width]
         length = length.repeat_interleave(n)  # [N]
@@ -144,7 +150,9 @@ class HFEngine:
                 alive, token = alive[going], token[going]
                 attention, position = attention[going], position[going]
             attention = torch.cat([attention, attention.new_ones(len(alive), 1)], dim=1)
-            logits = self._logits(token, attention, position, cache)  # [alive, V]
+            # Ready for the kernel: from [alive, columns] transformers would make this mask again.
+            mask = attention.bool()[:, None, None] if full else attention  # [alive, 1, 1, columns]
+            logits = self._logits(token, mask, position, cache)  # [alive, V]
             if self.reports_experts:
                 routed[alive, position[:, 0]] = self.routing.recorded()
             position = position + 1

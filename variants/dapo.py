@@ -290,29 +290,33 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # The micro-batches are those of the update. With others, rounding would make the first
-        # ratios differ from 1.
-        for minibatch in minibatches:
+        # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
+        for minibatch in minibatches[1:]:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
-            if reference:
-                minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
-        # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
-        sampler = run.check_sampler(minibatches)
+        if reference:
+            for minibatch in minibatches:
+                minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)  # [n, T]
 
         # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
         optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
         for minibatch in minibatches:
+            first = minibatch is minibatches[0]
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                 micro = minibatch.rows(rows)
                 logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
+                if first:
+                    micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
                 loss, count, stats = policy_loss(args, logp, entropy, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                minibatch.put(rows, logp=logp.detach(), entropy=entropy, weight=-logp.grad)
+                minibatch.put(rows, old_logp=micro.old_logp, logp=logp.detach())
+                minibatch.put(rows, entropy=entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
             # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
+            if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
+                sampler = run.check_sampler(minibatches)
             norm = clip_gradients(policy, args.grad_clip)
             run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN
             if math.isfinite(norm):  # else skip the step

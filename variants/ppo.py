@@ -77,7 +77,7 @@ from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import global_sum  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches, response_logprobs
-from common.logprobs import Pair, Readout, entropies  # <own>
+from common.logprobs import Pair, Readout  # <own>
 from common.metrics import Means, by_sign, evaluate, of_rollout
 from common.model import load_model
 from common.rollout import make_engine
@@ -205,7 +205,7 @@ class Value(Policy):
         nn.init.zeros_(self.head.weight)  # at first V is 0, and Â the reward, discounted by λ
 
     def forward(
-        self, sequences: Tensor, predicts: Tensor, temperature: float, readout: Readout = entropies
+        self, sequences: Tensor, predicts: Tensor, temperature: float, readout: Readout | None
     ) -> Pair:
         """V `[M]` of the states in which the next tokens marked by `predicts [n, S]` are drawn;
         temperature and readout are a policy's."""
@@ -355,14 +355,11 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # The micro-batches are those of the update. With others, rounding would make the first
-        # ratios differ from 1.
-        for minibatch in minibatches:
+        for minibatch in minibatches:  # of all: the KL term is part of the reward  # <own>
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
-            if reference:
-                minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
-        # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
-        sampler = run.check_sampler(minibatches)
+        if reference:
+            for minibatch in minibatches:
+                minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)  # [n, T]
 
         # Values and advantages, from the critic before this step's updates.
         critic.judge(minibatches, means)  # <own>
@@ -371,21 +368,31 @@ def main(args: Args, world: World) -> None:
         begun = max(0, step - args.critic_warmup)  # steps of the policy  # <own>
         optimizer.param_groups[0]["lr"] = args.lr * min(1.0, begun / max(1, args.warmup))  # <own>
         for minibatch in minibatches:
+            first = minibatch is minibatches[0]
             critic.learn(minibatch, means)  # <own>
             # An untrained critic gives bad advantages, which would stay in Adam's moments.
-            if step <= args.critic_warmup:  # <own>
-                continue  # <own>
+            # <own>
+            if step <= args.critic_warmup:
+                if first:
+                    sampler = run.check_sampler(minibatches)
+                continue
+            # </own>
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                 micro = minibatch.rows(rows)
                 logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
+                if first:
+                    micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
                 loss, count, stats = policy_loss(args, logp, entropy, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                minibatch.put(rows, logp=logp.detach(), entropy=entropy, weight=-logp.grad)
+                minibatch.put(rows, old_logp=micro.old_logp, logp=logp.detach())
+                minibatch.put(rows, entropy=entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
             # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
+            if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
+                sampler = run.check_sampler(minibatches)
             norm = clip_gradients(policy, args.grad_clip)
             run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN
             if math.isfinite(norm):  # else skip the step

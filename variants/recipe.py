@@ -68,6 +68,7 @@ from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather, global_sum  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches, response_logprobs
+from common.logprobs import entropies  # <own>
 from common.metrics import Means, by_sign, evaluate, of_rollout
 from common.model import load_model
 from common.norms import strange_part  # <own>
@@ -201,7 +202,7 @@ def prepare(args: Args, policy: Policy, batch: Rollout, means: Means, world: Wor
     # p and H of the whole mini-batch under π_θ
     now = (None, None)
     if args.tokens == "stapo":
-        now = all_logprobs(policy, batch, args, world)  # [n, T] each
+        now = all_logprobs(policy, batch, args, world, entropies)  # [n, T] each
     choose_tokens(args, batch, *now, world)
     size = counted(args, batch.kept)  # [n]
     streams = global_sum({"main": size[main].sum(), "branch": size[~main].sum()}, world)
@@ -354,14 +355,13 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # The micro-batches are those of the update. With others, rounding would make the first
-        # ratios differ from 1.
-        for minibatch in minibatches:
+        for minibatch in minibatches:  # of all: the update may be of another batch  # <own>
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
-            if reference:
-                minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)
+        if reference:
+            for minibatch in minibatches:
+                minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)  # [n, T]
         # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
-        sampler = run.check_sampler(minibatches)
+        sampler = run.check_sampler(minibatches)  # <own>
 
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
         # fills there is none: the step trains on nothing and logs what it sampled.
@@ -397,7 +397,8 @@ def main(args: Args, world: World) -> None:
                 loss, count, stats = policy_loss(args, logp, entropy, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                minibatch.put(rows, logp=logp.detach(), entropy=entropy, weight=-logp.grad)
+                minibatch.put(rows, old_logp=micro.old_logp, logp=logp.detach())
+                minibatch.put(rows, entropy=entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
             # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)

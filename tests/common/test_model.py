@@ -11,7 +11,7 @@ from common import logprobs as model_module
 from common.cli import BadInput
 from common.data import encode
 from common.distributed import shard, whole_tensor
-from common.logprobs import Policy, token_logprobs
+from common.logprobs import Policy, TokenLogprobs, entropies
 from common.model import EMBEDDED, config_of, load_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
@@ -33,7 +33,7 @@ def test_token_logprobs_equal_the_plain_formula(monkeypatch, temperature):
     targets = torch.randint(50, (40,), generator=generator)
     upstream = torch.randn(40, generator=generator)
 
-    logp, entropy = token_logprobs(hidden, weight, targets, temperature)
+    logp, entropy = TokenLogprobs.apply(hidden, weight, targets, temperature, entropies)
     gradients = torch.autograd.grad((logp * upstream).sum(), (hidden, weight))
     full = torch.log_softmax(hidden @ weight.T / temperature, dim=-1)
     plain = full.gather(1, targets[:, None])[:, 0]
@@ -54,8 +54,8 @@ def test_a_bfloat16_heads_gradient_does_not_lose_over_blocks(monkeypatch):
     )
     exact_hidden, exact_weight = (x.detach().float().requires_grad_() for x in (hidden, weight))
     targets = torch.randint(50, (400,), generator=generator)
-    token_logprobs(hidden, weight, targets, 1.0)[0].sum().backward()
-    token_logprobs(exact_hidden, exact_weight, targets, 1.0)[0].sum().backward()
+    TokenLogprobs.apply(hidden, weight, targets, 1.0, None)[0].sum().backward()
+    TokenLogprobs.apply(exact_hidden, exact_weight, targets, 1.0, None)[0].sum().backward()
     for ours, theirs in ((weight.grad, exact_weight.grad), (hidden.grad, exact_hidden.grad)):
         assert ours.dtype == torch.bfloat16
         assert (ours.float() - theirs).norm() / theirs.norm() < 4e-3
@@ -82,7 +82,7 @@ def test_log_probs_never_hold_the_logits_of_all_tokens():
         hidden, weight = (torch.randn(n, H, requires_grad=True) for n in (TOKENS, V))
         targets = torch.zeros(TOKENS, dtype=torch.long)
     with Largest() as largest:
-        token_logprobs(hidden, weight, targets, 1.0)[0].sum().backward()
+        TokenLogprobs.apply(hidden, weight, targets, 1.0, None)[0].sum().backward()
     assert largest.size == V * H < TOKENS * V
 
 

@@ -32,7 +32,8 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 from common.batch import Rollout  # noqa: E402
 from common.distributed import World, clip_gradients, setup, shard  # noqa: E402
-from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs, token_logprobs  # noqa: E402
+from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs  # noqa: E402
+from common.logprobs import TokenLogprobs  # noqa: E402
 from common.model import head_logits, load_model  # noqa: E402
 from common.norms import in_one_pass  # noqa: E402
 from common.rollout import HFEngine  # noqa: E402
@@ -191,7 +192,7 @@ def vocabulary(world: World) -> str:
         return logprobs.gather(-1, targets[:, None])[:, 0]
 
     def lean() -> Tensor:
-        return token_logprobs(hidden, weight, targets, 1.0)[0]
+        return TokenLogprobs.apply(hidden, weight, targets, 1.0, None)[0]
 
     found, told = [], []
     for name, formula in (("lean", lean), ("plain", plain)):

@@ -23,6 +23,7 @@ USUAL = (178, 34)
 BUDGET = {
     "minirl": (192, 48),
     "stapo": (189, 45),
+    "minirl": (196, 49),  # the routing's record and replay
     "vcpo": (220, 100),
     "deep_grpo": (266, 108),
     "goldilocks": (268, 112),
@@ -37,7 +38,7 @@ BUDGET = {
     "baselines": (198, 42),  # six baselines
     "opd": (190, 49),  # a teacher, and what is known of it
     "icepop": (225, 53),  # a family of corrections
-    "ppo": (272, 138),  # what GRPO removed: a second model, GAE, its loss
+    "ppo": (275, 141),  # what GRPO removed: a second model, GAE, its loss
     "recipe": (291, 175),  # what six files have, combined: it imports their parts
 }
 
