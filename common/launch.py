@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import io
 import os
 import shutil
 import signal
@@ -102,10 +103,10 @@ def parse(Args: type) -> object:
     for place, word in enumerate(words):
         if word == "--resume" and words[place + 1 : place + 2] != ["auto"]:
             words[place] = "--resume=True"  # what it means alone
-    first = os.environ.get("RANK", "0") == "0"  # it alone prints tyro's message
-    return tyro.cli(
-        Args, args=words, description=description, use_underscores=True, console_outputs=first
-    )
+    with contextlib.ExitStack() as silence:
+        if os.environ.get("RANK", "0") != "0":  # the first rank says it for all
+            silence.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        return tyro.cli(Args, args=words, description=description, use_underscores=True)
 
 
 def check(args: object, world: World) -> None:
