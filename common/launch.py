@@ -1,10 +1,10 @@
 """The start of every program: command line, ranks, and errors that are one line."""
 
 import contextlib
+import errno
 import importlib.util
 import io
 import os
-import shutil
 import signal
 import sys
 import traceback
@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from common.cli import BadInput, RunStopped, blame, broken_rule, in_one_line
+from common.cli import BadInput, RunStopped, broken_rule, in_one_line
 from common.clock import RUNNING, SECONDS
-from common.distributed import ALONE, CLOSING, SMALL, World, setup
+from common.distributed import ALONE, SMALL, World, setup
 from common.model import EMBEDDED, parameters_of
-from common.run import Run
 
 Stage = Callable[[object, World], None]  # called with the flags and the ranks
 # Flags whose right value depends on the model, and their usual values.
@@ -35,17 +34,16 @@ def launch(main: Stage, Args: type, prepare: Stage | None = None) -> None:
     Errors meant for people are one line on stderr: exit code 2 for bad input, 1 for a run that had
     to stop. A program that does not train gives a `prepare(args, world)`, which replaces `check`.
     """
-    world, code = ALONE, 0
-    Run.new = None
     RUNNING.clear()
     SECONDS.clear()
     if sys.stdout:  # None if it is closed; it may know neither Greek letters nor a folder's name
         sys.stdout.reconfigure(errors="replace")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while all loads: end without a traceback
+    args = parse(Args)
+    world = ALONE
+    code = 0
     try:
-        args = parse(Args)
-        with blame("the ranks cannot be set up"):
-            world = setup()
+        world = setup()
         if prepare:
             prepare(args, world)
         else:
@@ -55,15 +53,11 @@ def launch(main: Stage, Args: type, prepare: Stage | None = None) -> None:
         dist.barrier()  # leave together: gloo may abort a rank whose peer is still busy
     except Exception as error:
         code = 2 if isinstance(error, BadInput) else 1
-        Run.bar.close()  # ends its line, before anything is said
-        if Run.new and code == 2:
-            shutil.rmtree(Run.new)
         report(error, world)
         if world.size > 1:  # a clean-up would wait for ranks that wait for this one
             os._exit(code)
     finally:
-        while CLOSING:
-            CLOSING.pop()()
+        world.closing.close()
         if dist.is_initialized():
             dist.destroy_process_group()
     if code:
@@ -80,24 +74,25 @@ def report(error: Exception, world: World) -> None:
         with contextlib.suppress(Exception):  # the store may be gone with a lost rank
             if world.store.add(f"failures of start {start}", 1) > 1:
                 return
+    if not isinstance(error, BadInput):
+        print(file=sys.stderr)  # ends the line of the progress bar
     # torch has no class of errors for the memory of CPUs.
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "alloc_cpu" in str(error):
         lower = "--micro_tokens, or of the sampler --rollout_rows or --vllm_memory"
         phase = RUNNING[0] if RUNNING else "update or set-up"
         message = f"out of memory in {phase} ({in_one_line(error)}): lower {lower}"
+    elif getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT):
+        message = f"{error}: make room, then go on with --resume"
     elif isinstance(error, BadInput | RunStopped):
         message = " ".join(str(error).splitlines())
     else:
         traceback.print_exc()
         return
-    if world.rank > 0:
-        print(file=sys.stderr)  # ends the first rank's progress bar
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
 
 
 def parse(Args: type) -> object:
-    """`Args` from the command line; tyro explains a wrong flag, and ends the program
-    with exit code 2."""
+    """`Args` from the command line. tyro explains a wrong flag, and ends with exit code 2."""
     description = sys.modules[Args.__module__].__doc__.splitlines()[0]
     words = sys.argv[1:]
     for place, word in enumerate(words):

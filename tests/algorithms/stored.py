@@ -11,7 +11,8 @@ from common.distributed import World
 from common.model import load_model
 from common.rollout import HFEngine
 from common.tiny import arithmetic
-from common.tiny.arithmetic import arithmetic_reward, steps_reward
+from common.tiny.arithmetic import arithmetic_reward
+from variants import steps
 
 from tests.loop import formulas
 from tests.helpers import module_of
@@ -80,13 +81,13 @@ def gradients(
 
     def train(i: int) -> Problem:
         prompt = prompts[i % len(prompts)]
-        steps, answer = arithmetic.work(prompt)
-        solution = ";".join(steps) + "#" + answer
+        worked, answer = arithmetic.work(prompt)
+        solution = ";".join(worked) + "#" + answer
         own = solution if part_marks else answer
         return Problem(prompt, own, encode(prompt)["input_ids"], i)
 
     def verifier(completions: list[str], answers: list[str]) -> list[float]:
-        marks = steps_reward if part_marks else arithmetic_reward
+        marks = steps.reward if part_marks else arithmetic_reward
         return list(map(marks, completions, answers))
 
     task = Task("stored", train, [train(0)], verifier, tokenizer=encode)

@@ -11,7 +11,7 @@ import torch
 from common import vllm as vllm_module
 from common.checkpoint import save_model
 from common.cli import RunStopped
-from common.distributed import CLOSING, setup, shard
+from common.distributed import setup, shard
 from common.logprobs import Policy, all_logprobs
 from common.model import load_model
 from common.rollout import make_engine
@@ -96,12 +96,12 @@ def world(finished):
     `finished`, a run in this process with a group of its own, has to come before.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_module, "passed_through", vllm_module.passed_through)
+        patch.setattr(vllm_module, "vllm_options", vllm_module.vllm_options)
         patch.setattr(VLLMEngine, "sync", VLLMEngine.sync)
         use_cpu_build()
-        yield setup()
-        while CLOSING:
-            CLOSING.pop()()
+        world = setup()
+        yield world
+        world.closing.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """Bad input, in flags, files and environment: one line, exit code 2, and nothing written."""
 
-import os
 from pathlib import Path
 
 import grpo
@@ -13,13 +12,12 @@ from tests.helpers import SMALL, module_of, run_here, started
 BAD_INPUT = [
     ("grpo", "--task nowhere.jsonl", "nowhere.jsonl: no such file"),
     ("grpo", "--task bad.jsonl", "bad.jsonl:2: no JSON"),
-    ("grpo", "--task pipe.py", "pipe.py is not a file"),  # it would be read for ever
+    ("grpo", "--task nowhere.py", "--task nowhere.py: no such file"),
     ("grpo", "--model empty", "holds no *.safetensors weights"),
     # The embedded model's defaults would train another model silently wrong
     ("grpo", "--model big", "give --lr (usual in full fine-tuning: 1e-6 for billions of"),
     ("grpo", "--group_size 1", "--group_size 1"),
     ("grpo", "--minibatches 5", "--prompts_per_step 16"),
-    ("grpo", "--clip_high 1e39", "--clip_high 1e+39: is too large"),
     ("grpo", "--beta nan", "--beta nan: must be 0 or more"),
     ("grpo", "--shard_ranks 2", "--shard_ranks 2: does not divide the 1 rank(s)"),
     ("grpo", "--resume", "--resume: no checkpoint in"),
@@ -35,7 +33,7 @@ OWN_FLAGS = [
     ("opd", "--teacher nowhere", "--teacher 'nowhere': no such folder"),
     ("laconic", "--price_floor 1", "--price_ceiling 0.3: below price_floor or above 1e6"),
     ("dapo", "--overlong_buffer 65", "--overlong_buffer 65: is above --max_new_tokens 64"),
-    ("blockwise", "--marker 12", "--marker 12: must be one token of this model"),
+    ("blockwise", "--task arithmetic --marker 12", "--marker 12: must be one token of this model"),
     ("vcpo", "--lag 8 --steps 8", "--lag 8: must be"),
     ("goldilocks", "--teacher_batch 64 --window 32", "--teacher_batch 64"),
     ("deep_grpo", "--boundary z", "--boundary 'z': no token ends in it"),
@@ -47,7 +45,6 @@ CASES = [*BAD_INPUT, *(pytest.param(*case, marks=pytest.mark.slow) for case in O
 def files(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("input")
     (folder / "empty").mkdir()
-    os.mkfifo(folder / "pipe.py")
     (folder / "empty/config.json").write_text("{}")
     (folder / "bad.jsonl").write_text('{"prompt": "1+1", "answer": 2}\noops\n')
     Qwen3Config(hidden_size=1024, num_hidden_layers=1).save_pretrained(folder / "big")
