@@ -44,7 +44,11 @@ class Policy(nn.Module):
         self.lm, self.routing = lm, Routing(lm)
 
     def forward(
-        self, sequences: Tensor, predicts: Tensor, temperature: float, readout: Readout | None = None
+        self,
+        sequences: Tensor,
+        predicts: Tensor,
+        temperature: float,
+        readout: Readout | None = None,
     ) -> Pair:
         """log π and readout, two `[M]`, of the token after each place that `predicts [n, S]` marks.
 

@@ -21,7 +21,6 @@ LOSS_ONLY = [name for name in ("gspo", "sapo", "maspo") if name in PATHS]
 # ranks; vcpo, deep_grpo and goldilocks change more than the loss, each by one object.
 USUAL = (178, 34)
 BUDGET = {
-    "minirl": (192, 48),
     "stapo": (189, 45),
     "minirl": (196, 49),  # the routing's record and replay
     "vcpo": (220, 100),
