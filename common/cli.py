@@ -7,8 +7,6 @@ before it begins. `launch` shows the errors.
 
 import contextlib
 import json
-import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, TextIO, get_type_hints
@@ -48,12 +46,8 @@ def noting(what: str) -> Iterator[None]:
 
 
 def say(*lines: str, file: TextIO | None = None) -> None:
-    """Print on `file`, or stdout. A full disk or a closed pipe there ends no program."""
-    file = file or sys.stdout
-    try:
-        print(*lines, sep="\n", file=file, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # also for what is in the buffer
+    """Print lines at once on `file`, or stdout."""
+    print(*lines, sep="\n", file=file, flush=True)
 
 
 def in_one_line(error: BaseException) -> str:

@@ -36,8 +36,6 @@ def launch(main: Stage, Args: type, prepare: Stage | None = None) -> None:
     """
     RUNNING.clear()
     SECONDS.clear()
-    if sys.stdout:  # None if it is closed; it may know neither Greek letters nor a folder's name
-        sys.stdout.reconfigure(errors="replace")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while all loads: end without a traceback
     args = parse(Args)
     world = ALONE

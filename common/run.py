@@ -84,15 +84,13 @@ def saved_config(folder: Path) -> dict:
 
 
 def check_flags(folder: Path, config: dict) -> None:
-    """Refuse to resume the run in `folder` under other flags, or with other data."""
+    """Refuse to resume the run in `folder` under other flags, or with other `data`."""
     saved = saved_config(folder)
-    for name in sorted(config.keys() - FREE_ON_RESUME - {"data"}):
+    for name in sorted(config.keys() - FREE_ON_RESUME):
         if saved.get(name) != config[name]:
             raise BadInput(
                 f"--resume: {folder} has {name} {saved.get(name)!r}, not {config[name]!r}"
             )
-    if saved.get("data") != config["data"]:
-        raise BadInput(f"--resume: {folder} has other problems: a file has changed")
 
 
 @contextlib.contextmanager
@@ -235,20 +233,14 @@ class Run:
         if args.wandb and self.world.rank == 0:
             import wandb
 
-            with blame(f"--wandb {args.wandb}: does not start"):  # no network, no login
-                self.wandb = wandb.init(
-                    project=args.wandb,
-                    name=self.folder.name,
-                    id=self.folder.name,
-                    resume="allow",
-                    config=self.config,
-                )
+            name = self.folder.name
+            self.wandb = wandb.init(
+                project=args.wandb, name=name, id=name, resume="allow", config=self.config
+            )
         ranks = f"{self.world.size} rank(s) on {self.world.device}, {args.dtype}; {args.rollout}"
-        rows = f"{args.prompts_per_step} prompts x {args.group_size} responses"
-        parts = f"{args.minibatches} mini-batch(es)"
         self.say(
             f"{self.config['algorithm']}: {args.model} on {args.task}; {ranks} samples",
-            f"steps {done + 1} to {args.steps}, each {rows} in {parts}; results in {self.folder}",
+            f"steps {done + 1} to {args.steps}; results in {self.folder}",
         )
         SECONDS["load"] = time.perf_counter() - self.since - sum(SECONDS.values())
 

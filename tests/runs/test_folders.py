@@ -180,5 +180,5 @@ def test_resume_knows_the_data(run, monkeypatch, capsys):
     monkeypatch.setattr(grpo, "load_task", lambda *a: replace(load_task(*a), fingerprint="xyz"))
     before = tree(run)
     assert run_here(grpo.main, *SMALL, "--steps", 5, "--run_dir", run, "--resume") == 2
-    assert "has other problems" in capsys.readouterr().err
+    assert "has data" in capsys.readouterr().err
     assert tree(run) == before
