@@ -156,7 +156,6 @@ PLAIN_PROMPT = "Question: {prompt}\nAnswer:"  # for tokenizers without a chat te
 TRIED = 1000  # prompts that are tokenised to find one that fits
 DRAWS = 300_000  # at most, for the embedded task's held-out problems: some seconds
 DATE = datetime(2024, 7, 26)  # for chat templates that write today's: Llama's own default
-ASKED = 64  # training problems that a digest covers, at most
 Score = Callable[[list[str], list], list[float]]  # (completions, answers) -> rewards
 
 
@@ -197,13 +196,6 @@ class Task:
             answers = {(row // G, self.final(text)) for row, text in enumerate(texts)}
             means.add(distinct=(len(answers), len(problems)))
         return rewards
-
-    def seen(self, begin: int, number: int) -> int:
-        """A number that stands for the held-out problems, as token ids, and for the `number`
-        training problems from `begin` on, of which the first ASKED are asked for."""
-        problems = [self.train(begin + i) for i in range(min(number, ASKED))]
-        pairs = [(problem.prompt_ids, problem.answer) for problem in self.held_out + problems]
-        return int(digest([self.fingerprint, pairs])[:12], 16)
 
 
 def load_task(args: object, tokenizer: Tokenizer) -> Task:
