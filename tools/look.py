@@ -11,7 +11,7 @@ from types import ModuleType
 
 import common  # noqa: F401  (before torch)
 from common.cli import BadInput
-from common.run import whole
+from common.run import atomic_write
 from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
 
@@ -110,6 +110,6 @@ def write(template: Path, out: Path, page: Callable[[], str]) -> None:
     if out.is_dir() or out.exists() and not out.read_bytes().startswith(opening(template).encode()):
         raise BadInput(f"--out {out}: is another file: give another name")
     text = page()
-    with whole(out) as partial:
+    with atomic_write(out) as partial:
         partial.write_text(text, encoding="utf-8")
     print(out)
