@@ -1,6 +1,6 @@
 """Credit: a reward for every step of the working, or one reward for the answer?
 
-grpo.py runs on `--task arithmetic:steps` (the reward is the share of the right solution's steps in
+grpo.py runs on `--task variants/steps.py` (the reward is the share of the right solution's steps in
 the response) and on `--task arithmetic` (right or wrong). Beside it run three methods that find out
 which tokens earned a reward: stapo.py's mask, with flags under which it acts, deep_grpo.py's
 branches, and variants/blockwise.py, with one advantage for the working and one for the answer.
@@ -25,7 +25,7 @@ FILES = {
     "DEEP-GRPO": "deep_grpo.py --beta 0",
     "blockwise": "-m variants.blockwise",
 }
-TASKS = {"outcome": "arithmetic", "steps": "arithmetic:steps"}
+TASKS = {"outcome": "arithmetic", "steps": "variants/steps.py"}
 ARMS = {
     f"{task}, {name}": f"{file} --task {kind} {FLAGS}"
     for task, kind in TASKS.items()
