@@ -81,9 +81,9 @@ from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches, response_logprobs
-from common.metrics import Means, by_sign, evaluate, of_rollout
+from common.metrics import Means, metrics_by_sign, evaluate, rollout_metrics
 from common.model import load_model
-from common.norms import gradient_norms, strange_part  # <own>
+from common.norms import gradient_norms, unsupported_module  # <own>
 from common.rollout import make_engine
 from common.run import Run
 import torch
@@ -259,7 +259,7 @@ def main(args: Args, world: World) -> None:
     if args.resume:
         done = load_checkpoint(run.folder, policy, optimizer, parts, world)
     engine.sync(policy)
-    if args.optimal_baseline and (part := strange_part(policy)):  # <own>
+    if args.optimal_baseline and (part := unsupported_module(policy)):  # <own>
         raise BadInput(f"{part}: no gradient norms, use --no_optimal_baseline")  # <own>
     run.start(done)
     if done == 0:
@@ -343,10 +343,10 @@ def main(args: Args, world: World) -> None:
             if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
-            means.add(**by_sign(minibatch))
+            means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
-        means.add(**of_rollout(rollout, rewards, task) | own)  # <own>
+        means.add(**rollout_metrics(rollout, rewards, task) | own)  # <own>
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)

@@ -113,8 +113,8 @@ DAMAGES = {
     "engine not synced": Damage(
         "grpo",
         "sync",
-        "            means.add(**by_sign(minibatch))\n        engine.sync(policy)\n",
-        "            means.add(**by_sign(minibatch))\n",
+        "            means.add(**metrics_by_sign(minibatch))\n        engine.sync(policy)\n",
+        "            means.add(**metrics_by_sign(minibatch))\n",
     ),
     "greedy at the sampling temperature": Damage(
         "grpo",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import common  # noqa: F401  (before torch)
 from common.cli import BadInput
-from common.run import whole
+from common.run import atomic_write
 from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
 
@@ -84,6 +84,6 @@ def write(template: Path, data: dict, out: Path) -> None:
         raise BadInput(f"--out {out}: no folder {out.parent}")
     if out.is_dir() or out.exists() and not out.read_bytes().startswith(opening(template).encode()):
         raise BadInput(f"--out {out}: is another file: give another name")
-    with whole(out) as partial:
+    with atomic_write(out) as partial:
         partial.write_text(filled(template, data), encoding="utf-8")
     print(out)
