@@ -30,7 +30,7 @@ one, the advantage is 0 (`alone`). The working gets no signal from its answer. H
 a step too many, which costs it nothing, and accuracy falls again.
 
 The task's own verifier gives a block's reward. It sees that block alone: the working up to the
-marker, or the marker and the answer. With `arithmetic:steps` (partial rewards for every right step
+marker, or the marker and the answer. With `variants/steps.py` (partial rewards for every right step
 and for the answer) the two add up to the reward of the whole. With `arithmetic` the verifier finds
 nothing in a working, so its reward is always 0 and nothing is learnt from it.
 
@@ -111,7 +111,7 @@ class Args(Flags):
     """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
     clip_high: NonNegative = 0.2
     """ε of the upper clip, which is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
-    task: str = "arithmetic:steps"  # <own>
+    task: str = "variants/steps.py"  # <own>
     """As in every file; the default has a verifier with partial rewards for the working."""
     marker: str = "#"  # <own>
     """Ends the working; one token, of which the last one in a response counts."""

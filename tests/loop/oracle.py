@@ -33,7 +33,7 @@ import pytest
 import torch
 from common.batch import Rollout
 from common.data import Problem, Task
-from common.distributed import ALONE, CLOSING, World, setup
+from common.distributed import ALONE, World, setup
 from common.model import load_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -366,8 +366,7 @@ def record(
         still = SimpleNamespace(anywhere=lambda world: False)
         patch.setattr("common.run.StopFlag", lambda: still)
         module.main(args, world)
-    while CLOSING:
-        CLOSING.pop()()
+    world.closing.close()
     found.calls, found.synced = engine.calls, engine.synced
     if world.rank == 0:
         lines = (folder / "metrics.jsonl").read_text().splitlines()
