@@ -73,16 +73,16 @@ def emptied(folder: Path) -> Path:
     return folder
 
 
-def main(kind: str, folder: Path, most: int | None = None) -> None:
-    """Train the model on demonstrations and write it with its tokenizer."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    rng, tok = random.Random(0), tokenizer()
-    model = untrained(kind)
-    # Steps, rate, and how sloppy the demonstrations are
-    further = kind == "tiny-teacher"
-    steps, lr, guess, slip = (2000, 1e-3, 0.0, 0.0) if further else (STEPS, LR, GUESS, SLIP)
-    steps = min(steps, most or steps)
+def imitate(
+    model: PreTrainedModel,
+    tok: PreTrainedTokenizerFast,
+    steps: int,
+    lr: float,
+    guess: float,
+    slip: float,
+) -> None:
+    """Train the model on demonstrations with these shares of guesses and slips."""
+    rng = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
     for step in range(steps):
         inputs, labels = [], []
@@ -102,6 +102,18 @@ def main(kind: str, folder: Path, most: int | None = None) -> None:
         optimizer.zero_grad()
         if step % 200 == 0 or step == steps - 1:
             print(f"step {step:5d}  loss {loss.item():.4f}", flush=True)
+
+
+def main(kind: str, folder: Path, most: int | None = None) -> None:
+    """Train the model on demonstrations and write it with its tokenizer."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    tok = tokenizer()
+    model = untrained(kind)
+    # Steps, rate, and how sloppy the demonstrations are
+    further = kind == "tiny-teacher"
+    steps, lr, guess, slip = (2000, 1e-3, 0.0, 0.0) if further else (STEPS, LR, GUESS, SLIP)
+    imitate(model, tok, min(steps, most or steps), lr, guess, slip)
     if kind == "tiny-moe":
         model.config.output_router_logits = False
     model.save_pretrained(folder)

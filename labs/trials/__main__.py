@@ -1,0 +1,120 @@
+"""Small trials of sentences about stability, on the embedded model.
+
+Going back: grpo.py at three times its learning rate rises and falls; from before, at and after the
+top it goes on unchanged, with a third of the rate, or with ten times β. STAPO: other tokens than
+its own are silenced. SAPO: other temperatures. Few right samples: a task that the model solves once
+in thirty samples. Cold starts: three models that work and err differently.
+
+    python -m labs.trials
+"""
+
+import sys
+
+import numpy as np
+
+from labs import lab
+
+TITLE = "to be measured"
+FLAGS = "--eval_every 10 --save_every 1000"
+FAST = f"--lr 1e-3 --steps 60 {FLAGS}"  # three times the usual rate: runs rise and fall
+LONG = FAST.replace("60", "100")
+ARMS, DAMAGE = {}, {}
+
+# A change after step 10, 20 or 40, or none. Accuracy is highest after about 20 steps
+ARMS["back: unchanged"] = f"grpo.py {LONG}"
+for step in (10, 20, 40):
+    ARMS[f"back: step {step}, lr / 3"] = f"-m labs.trials.turn {step} lr 0.3333 grpo.py {LONG}"
+    ARMS[f"back: step {step}, 10 β"] = f"-m labs.trials.turn {step} beta 10 grpo.py {LONG}"
+ARMS["back: lr / 3 from the start"] = f"grpo.py {LONG.replace('1e-3', '3.333e-4')}"
+
+# Which tokens of right responses are silenced
+SPURIOUS = "batch.spurious = candidates & sure  # [m, T]"
+RIGHT = "(batch.advantages[:, None] > 0) & mask"
+SHARE = f"(candidates & sure).sum() / ({RIGHT}).sum().clamp(min=1)"
+SILENCED = {
+    "both tests (STAPO)": "candidates & sure",
+    "none": "candidates & False",
+    "low probability": "candidates",
+    "low entropy": f"{RIGHT} & sure",
+    "low probability, high entropy": "candidates & ~sure",
+    "as many at random": f"{RIGHT} & (torch.rand_like(logp) < {SHARE})",
+}
+STAPO = f"stapo.py {FAST} --tau_p 0.05"
+for name, rule in SILENCED.items():
+    ARMS[f"stapo: {name}"] = STAPO
+    DAMAGE[f"stapo: {name}"] = SPURIOUS, f"batch.spurious = {rule}"
+ARMS["stapo: both tests, τ_h of candidates"] = f"{STAPO} --entropy_rule candidates"
+for tau in ("0.002", "0.01", "0.2"):
+    ARMS[f"stapo: both tests, τ_p = {tau}"] = STAPO.replace("0.05", tau)
+
+# SAPO's temperatures
+for pos, neg in (("1", "1"), ("1", "1.05"), ("1", "2"), ("2", "1"), ("5", "5"), ("0.2", "0.2")):
+    ARMS[f"sapo: τ_pos = {pos}, τ_neg = {neg}"] = f"sapo.py {FAST} --tau_pos {pos} --tau_neg {neg}"
+
+# One right response in thirty
+COLUMN = "A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response"
+RARE = f"grpo.py --task labs/trials/hard.py --beta 0 --max_new_tokens 112 --steps 60 {FLAGS}"
+WEIGHTS = {
+    "all samples": "A = batch.advantages[:, None]",
+    "right ones only": "A = batch.advantages.clamp(min=0)[:, None]",
+    "wrong ones only": "A = batch.advantages.clamp(max=0)[:, None]",
+    "right ones times 10": "A = batch.advantages[:, None]; A = A.where(A < 0, 10 * A)",
+    "right ones times 0.1": "A = batch.advantages[:, None]; A = A.where(A < 0, 0.1 * A)",
+}
+for name, line in WEIGHTS.items():
+    ARMS[f"few right: {name}"] = RARE
+    DAMAGE[f"few right: {name}"] = COLUMN, line
+
+# Warm starts: share of guesses and of wrong steps
+STARTS = {"guesses": "0.9 0.03", "works": "0.2 0.03", "errs": "0.55 0.15"}
+for start, shares in STARTS.items():
+    for file in ("grpo", "minirl"):
+        run = f"{file}.py --steps 150 --eval_every 25 --save_every 1000 --rollout_dtype float32"
+        ARMS[f"start: {start}, {file}"] = f"-m labs.trials.start {shares} {run}"
+
+COLUMNS = ("greedy", "sampled", "entropy", "response_len", "truncated", "reward", "silenced_share")
+SEEDS = 3
+
+
+def end(run: dict) -> float:
+    """Sampled accuracy at the last two evaluations."""
+    return float(np.mean(run["sampled"][-2:]))
+
+
+def rows(results: dict) -> list[list[str]]:
+    table = [["arm", "runs", "sampled before", "highest", "at the end", "greedy at the end"]]
+    table[0] += ["entropy at the end", "tokens", "silenced (share)"]
+    for arm, runs in results.items():
+        ended = [
+            {
+                "before": run["sampled"][0],
+                "high": max(run["sampled"]),
+                "end": end(run),
+                "greedy": run["greedy"][-1],
+                "entropy": lab.tail(run["entropy"]),
+                "length": lab.tail(run["response_len"]),
+                "silenced": np.mean(run.get("silenced_share", [np.nan])),
+            }
+            for run in runs
+        ]
+        names = ("before", "high", "end", "greedy", "entropy")
+        cells = [lab.cell(ended, name) for name in names]
+        cells += [lab.cell(ended, "length", ".0f"), lab.cell(ended, "silenced", ".5f")]
+        table.append([arm, str(len(runs)), *cells])
+    return table
+
+
+def draw(results: dict) -> object:
+    """A dot is a run."""
+    figure, axes = lab.sheet(TITLE, "sampled accuracy at the end", width=8, height=11)
+    for y, runs in enumerate(reversed(results.values())):
+        ends = [end(run) for run in runs]
+        axes[0].scatter(ends, np.full(len(ends), y), s=18, color=lab.BLUE, alpha=0.6)
+        axes[0].plot(np.median(ends), y, "|", color=lab.BLACK, markersize=12, markeredgewidth=2)
+    axes[0].set_yticks(range(len(results)), labels=reversed(results))
+    axes[0].set_xlim(0, 1)
+    return figure
+
+
+if __name__ == "__main__":
+    lab.main(sys.modules[__name__])
