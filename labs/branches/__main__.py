@@ -16,7 +16,7 @@ from labs import lab
 
 TITLE = "to be measured"
 FLAGS = "--task arithmetic:deep --steps 60 --beta 0 --minibatches 2 --eval_every 10"
-FLAGS += " --save_every 1000"
+FLAGS += " --eval_samples 2 --save_every 1000"
 GROUPS, BRANCHES = (4, 8, 16, 32, 64), (2, 4, 8)
 ARMS = {}
 for P in (32, 16, 8, 4, 2):

@@ -15,7 +15,7 @@ import numpy as np
 from labs import lab
 
 TITLE = "to be measured"
-FLAGS = "--eval_every 10 --save_every 1000"
+FLAGS = "--eval_every 10 --eval_samples 2 --save_every 1000"
 FAST = f"--lr 1e-3 --steps 60 {FLAGS}"  # three times the usual rate: runs rise and fall
 LONG = FAST.replace("60", "100")
 ARMS, DAMAGE = {}, {}
@@ -69,7 +69,7 @@ for name, line in WEIGHTS.items():
 STARTS = {"guesses": "0.9 0.03", "works": "0.2 0.03", "errs": "0.55 0.15"}
 for start, shares in STARTS.items():
     for file in ("grpo", "minirl"):
-        run = f"{file}.py --steps 150 --eval_every 25 --save_every 1000 --rollout_dtype float32"
+        run = f"{file}.py --steps 150 --rollout_dtype float32 {FLAGS.replace('10 ', '25 ', 1)}"
         ARMS[f"start: {start}, {file}"] = f"-m labs.trials.start {shares} {run}"
 
 COLUMNS = ("greedy", "sampled", "entropy", "response_len", "truncated", "reward", "silenced_share")
