@@ -50,7 +50,7 @@ Differs from the paper in:
 Here and in the released code b is applied to min(w, 8) g/|y|, for which it is not the best
 baseline. We enumerated all answers of 40 small random tasks. On-policy, the variance is a fifth
 above the least possible one (median), and above that of the plain group mean in 27 tasks;
-off-policy in 16 (tests/algorithms/test_vcpo.py).
+off-policy in 16.
 
 Confidence: we read everything in the released code (mit-han-lab/vcpo c7f030f, 2 March 2026), whose
 numbers checks/vcpo.py has. Of the paper (version 2, same day) we read quotations.

@@ -27,7 +27,7 @@ working's reward counts twice. The right baseline is the mean reward of answers 
 working, which would need more samples from there. The outcome-conditioned baseline uses the group
 instead: it compares an answer with those after a working of the same reward. If there is no other
 one, the advantage is 0 (`alone`). The working gets no signal from its answer. Here it comes to take
-a step too many, which costs it nothing, and accuracy falls again (labs/credit).
+a step too many, which costs it nothing, and accuracy falls again.
 
 The task's own verifier gives a block's reward. It sees that block alone: the working up to the
 marker, or the marker and the answer. With `variants/steps.py` (partial rewards for every right step

@@ -21,8 +21,8 @@ A token that the teacher finds more likely than the student does is pushed up, a
 In the mean over the next token that π_θ would draw, this is the gradient of -KL(π_θ ‖ π_T) at this
 prefix; w corrects for tokens drawn by μ. It leaves out how a token changes the prefixes after it.
 The gradient of the KL of whole responses has the sum of all later differences, too. A teacher's
-advice may be worth little on a prefix that it would never have written (labs/teacher). `strayed` is
-the share of tokens after one that is very unlikely under the teacher.
+advice may be worth little on a prefix that it would never have written. `strayed` is the share of
+tokens after one that is very unlikely under the teacher.
 
 The advantage uses log π_θ of now, not π_old. So it goes to 0 by itself as the student approaches
 the teacher. There is no clip. We guess that a signal that ends at its target needs none. C bounds

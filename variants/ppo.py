@@ -19,8 +19,7 @@ s_t is the prompt with the tokens before y_t. V(s_t) is the critic, another lang
 output is one number: the reward that is still to come from s_t on. δ_t says how much better things
 look after y_t than before it. With λ = 1 the δ_t add up to R - V(s_t), so the critic is a baseline.
 Its mistakes change no mean, until the clip uses the sign of Â. With λ = 0 there is only δ_t, which
-has little noise but all mistakes of V. λ between them weighs noise against the critic's mistakes
-(labs/bound computes both exactly).
+has little noise but all mistakes of V. λ between them weighs noise against the critic's mistakes.
 
 GRPO removed the critic, a second model to train, save and keep in memory, and with it GAE, seven
 flags, a warm-up and a loss. It added the group's mean as the baseline, one advantage for all tokens

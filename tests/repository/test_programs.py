@@ -36,8 +36,6 @@ tools.maintain.weights
 """.split("\n")[1:-1]
 COMMANDS += [f"labs.{name} --redraw --out labs" for name in LABS]
 COMMANDS += """
-labs.bound --redraw --out labs --part critic
-labs.credit --redraw --out labs --part blocks
 labs.lock --redraw --out labs --part branch
 """.split("\n")[1:-1]
 NOT_HERE = {"tools.make_smollm2": "a model from the network"}
