@@ -21,7 +21,6 @@ labs.grade grpo.py
 labs.race --redraw
 tools.maintain.bench tiny --side ours --size 4 2 8
 tools.compare runs/a runs/b
-tools.compare --curves runs/a
 tools.compare --sheet sheet.png runs/a runs/b
 tools.evaluate runs/a --eval_problems 4 --eval_samples 1
 tools.maintain.make_tiny tiny tiny-new --steps 1
@@ -101,7 +100,7 @@ def test_a_program_ends_and_finds_no_page_to_change(command, copy):
 WRONG_CALLS = """
 labs.blank nope
 labs.fork --seeds 0
-tools.compare --curves nope
+tools.compare nope
 tools.evaluate nowhere
 tools.evaluate tiny --eval_task nosuchset
 tools.maintain.make_tiny tiny docs
