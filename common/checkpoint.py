@@ -1,8 +1,6 @@
 """Checkpoints that survive a kill at any moment, and the model in the Hugging Face format."""
 
 import contextlib
-import hashlib
-import json
 import random
 import shutil
 from collections.abc import Iterator
@@ -17,13 +15,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from common.cli import RunStopped, blame, say
+from common.cli import RunStopped, blame
 from common.clock import timed
 from common.distributed import World, full_parameters
-from common.run import checkpoints, how_to_continue, sync, whole
+from common.run import checkpoints, how_to_continue, sync
 
 KEEP_CHECKPOINTS = 3
-PICKLE = "with pickle, which runs any code that is in it: use only runs of your own"
 
 
 @timed("save")
@@ -36,18 +33,12 @@ def save_checkpoint(
     It is written under another name and renamed when complete: a kill at any moment leaves the
     older checkpoints usable. `optimizer` may be a list of several.
     """
-    final, partial = folder / f"checkpoints/step_{step:06d}", folder / "checkpoints/partial"
+    final = folder / f"checkpoints/step_{step:06d}"
+    partial = folder / "checkpoints/partial"
     if world.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier()
-    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-    # An optimiser that has not stepped yet (ppo's policy while its critic warms up) has no state.
-    # get_state_dict then lets it take a step with gradients of 0: set its step count back to 0.
-    unused = [one for one in optimizers if not one.state]
     weights, moments = get_state_dict(policy, optimizer)
-    for one in unused:
-        for values in one.state.values():
-            values["step"].zero_()
     # Of a full disk torch only says "unexpected pos 704 vs 598".
     free = f"where {shutil.disk_usage(folder).free // 2**20} MB are free"
     what = f"cannot save {final}, {free}; {how_to_continue(folder)} once that is fixed"
@@ -58,10 +49,10 @@ def save_checkpoint(
         if world.device.type == "cuda":
             generators["cuda"] = torch.cuda.get_rng_state()
         states = {name: part.state_dict() for name, part in parts.items()}
-        share = {"generators": generators, "parts": states, "ranks": world.size}
-        torch.save(share, partial / f"rank{world.rank}.pt")
-        sync(partial / f"rank{world.rank}.pt")  # torch has synced the shards
-        write_digests(partial, world)
+        own = partial / f"rank{world.rank}.pt"
+        torch.save({"generators": generators, "parts": states}, own)
+        sync(own)  # torch has synced the shards
+        dist.barrier()
         if world.rank == 0:
             shutil.rmtree(final, ignore_errors=True)
             sync(partial / "shards")
@@ -70,35 +61,6 @@ def save_checkpoint(
             sync(final.parent)
             for old in checkpoints(folder)[:-KEEP_CHECKPOINTS]:
                 shutil.rmtree(old)
-
-
-def write_digests(checkpoint: Path, world: World) -> None:
-    """Write the SHA-256 of every file to digests.json; each rank reads the files it has written."""
-    own = [checkpoint / f"rank{world.rank}.pt", *checkpoint.glob(f"shards/__{world.rank}_*")]
-    if world.rank == 0:
-        own.append(checkpoint / "shards/.metadata")
-    digests = {str(path.relative_to(checkpoint)): sha256(path) for path in own}
-    parts = [None] * world.size
-    dist.all_gather_object(parts, digests)
-    if world.rank == 0:
-        for part in parts:
-            digests |= part
-        with whole(checkpoint / "digests.json") as path:
-            path.write_text(json.dumps(digests))
-
-
-def check_digests(checkpoint: Path, world: World) -> None:
-    """ValueError if a file has changed since it was saved; the ranks share the reading."""
-    digests = json.loads((checkpoint / "digests.json").read_text())
-    for name in sorted(digests)[world.rank :: world.size]:
-        if sha256(checkpoint / name) != digests[name]:
-            raise ValueError(f"{name} has changed since it was saved")
-
-
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file, which may be larger than the memory."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
@@ -115,19 +77,18 @@ def load_checkpoint(
     folder: Path, policy: nn.Module, optimizer: Optimizer, parts: dict, world: World
 ) -> int:
     """Restore the newest checkpoint in place, with the `parts` that it was saved with; returns its
-    step.
+    step, or 0 where there is none (`--resume auto`).
 
     Weights and moments fit any number of ranks. A part has the state of its own rank; on a rank
     that did not exist when it was saved, that of the first one. So a part whose state belongs to
     one rank alone must refuse another number of ranks in its `load_state_dict`.
     """
+    if not checkpoints(folder):
+        return 0
     checkpoint = checkpoints(folder)[-1]
-    if world.rank == 0:
-        say(f"reading {checkpoint} {PICKLE}")
     weights, moments = get_state_dict(policy, optimizer)
     wrong = f"--resume: {checkpoint} does not fit --model, or is damaged"
     with blame(f"{wrong}: then delete it, and the one before it is taken"), first_failure():
-        check_digests(checkpoint, world)
         shards = dcp.FileSystemReader(checkpoint / "shards")
         shards.read_metadata()  # if it is damaged, dcp.load would log a page of traceback
         dcp.load({"policy": weights, "optimizer": moments}, storage_reader=shards)
@@ -141,9 +102,6 @@ def load_checkpoint(
     torch.set_rng_state(generators["torch"])
     if "cuda" in generators and world.device.type == "cuda":
         torch.cuda.set_rng_state(generators["cuda"])
-    if saved["ranks"] != world.size and world.rank == 0:
-        ranks = f"saved by {saved['ranks']} rank(s), now {world.size}"
-        say(f"{checkpoint}: {ranks}: not bit-exact")
     for name, part in parts.items():
         part.load_state_dict(saved["parts"][name])
     return int(checkpoint.name.removeprefix("step_"))
@@ -156,6 +114,5 @@ def save_model(policy: nn.Module, tokenizer: Tokenizer, folder: Path, world: Wor
         if world.rank == 0:
             weights[name] = full.cpu()
     if world.rank == 0:
-        with blame(f"cannot write {folder}", RunStopped):
-            policy.lm.save_pretrained(folder, state_dict=weights)
-            tokenizer.save_pretrained(folder)
+        policy.lm.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)

@@ -7,8 +7,6 @@ before it begins. `launch` shows the errors.
 
 import contextlib
 import json
-import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, TextIO, get_type_hints
@@ -26,31 +24,25 @@ class RunStopped(RuntimeError):
 def blame(what: str, kind: type = BadInput) -> Iterator[None]:
     """Any error inside becomes one line for people: "`what` (its message)".
 
-    For other people's code, which raises many kinds: file formats, tokenizers, hub clients.
+    Only around what reads or writes the files, models and sets that the user named. Elsewhere it
+    would hide a bug of ours, or of a task file, whose traceback says more.
     """
     try:
         yield
     except (BadInput, RunStopped):
         raise
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         raise kind(f"{what} ({in_one_line(error)})") from error
 
 
 def say(*lines: str, file: TextIO | None = None) -> None:
-    """Print on `file`, or stdout. A full disk or a closed pipe there ends no program."""
-    file = file or sys.stdout
-    try:
-        print(*lines, sep="\n", file=file, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # also for what is in the buffer
+    """Print lines at once on `file`, or stdout."""
+    print(*lines, sep="\n", file=file, flush=True)
 
 
 def in_one_line(error: BaseException) -> str:
     """The first 240 characters of an exception's message, without line breaks."""
     return " ".join(str(error).split())[:240] or type(error).__name__
-
-
-LARGEST = 2**31 - 1  # the largest size of a tensor; every sensible value here is far below it
 
 
 class Rule(NamedTuple):
@@ -91,8 +83,8 @@ class Flags:
     micro_tokens: Count = 16384
     """Tokens, with padding, in one pass: limits memory; the gradient is the same (our choice)."""
     task: str = "arithmetic"
-    """`arithmetic` (or arithmetic:mix, :deep, :noisy, :steps), a .jsonl or .parquet file, a hub set
-    (gsm8k, math, dapo-math-17k, ...), or a .py file of your own (see docs/yours.md)."""
+    """`arithmetic` (or arithmetic:mix, :deep), a .jsonl or .parquet file, a hub set (gsm8k, math,
+    dapo-math-17k, ...), or a .py file of your own (see docs/yours.md)."""
     seed: Seed = 1
     """Seed of the prompts' order and of sampling; the held-out problems do not depend on it."""
     run_dir: str = ""
@@ -160,26 +152,21 @@ def broken_rule(args: object) -> str:
     for name, kind in get_type_hints(type(args), include_extras=True).items():
         value = getattr(args, name)
         numbers = value if isinstance(value, tuple) else (value,)
-        rules = [one for one in getattr(kind, "__metadata__", ()) if isinstance(one, Rule)]
-        for rule in rules:
-            for number in numbers:
-                if abs(number) > LARGEST:
-                    return f"--{name} {str(number)[:40]}: is too large"
-                if not rule.holds(number):  # NaN holds for no rule
-                    return f"--{name} {str(number)[:40]}: must be {rule.words}"
+        for rule in getattr(kind, "__metadata__", ()):
+            if isinstance(rule, Rule) and not all(map(rule.holds, numbers)):  # no NaN holds
+                return f"--{name} {value}: must be {rule.words}"
     return ""
 
 
 def key_values(flag: str, words: tuple[str, ...]) -> dict:
     """KEY=VALUE ... as a dict; VALUE is JSON (or Python's True, False, None), or else text."""
-    found = {}
+    options = {}
     for word in words:
         key, equals, value = word.partition("=")
-        if not key or not equals:
+        if not equals:
             raise BadInput(f"{flag} {word}: must be KEY=VALUE")
         value = {"True": "true", "False": "false", "None": "null"}.get(value, value)
-        try:
-            found[key] = json.loads(value)
-        except json.JSONDecodeError:
-            found[key] = value
-    return found
+        options[key] = value
+        with contextlib.suppress(json.JSONDecodeError):
+            options[key] = json.loads(value)
+    return options

@@ -55,8 +55,6 @@ def sheet(titles: dict[str, str], heading: str) -> tuple:
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-        if name == "grad_norm":  # one spike of 100 would hide all the rest
-            axis.set_yscale("log")
         axes[name] = axis
     wrapped = [textwrap.fill(line, 110) for line in heading.splitlines()]
     figure.suptitle("\n".join(wrapped), parse_math=False)

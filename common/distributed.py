@@ -1,8 +1,9 @@
 """Ranks: set-up from torchrun's environment, FSDP2 sharding, exact sums over ranks, clean stops."""
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -21,7 +22,6 @@ from common.cli import BadInput
 # together: a rank that is missing there has failed.
 TIMEOUT = timedelta(hours=4)
 UPDATE_TIMEOUT = timedelta(minutes=20)
-CLOSING: list[Callable[[], None]] = []  # called at the end, before the process group is destroyed
 SMALL = 10_000_000  # parameters; below it, gathering shards takes longer than computing
 
 
@@ -34,6 +34,8 @@ class World:
     device: torch.device
     store: dist.Store | None = None  # key-value store of all ranks; works after a rank has died
     groups: dict = field(default_factory=dict)  # see update_groups
+    # What must be closed at the end, while the ranks still hear each other; `launch` closes it.
+    closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -47,12 +49,11 @@ def setup() -> World:
         raise BadInput("WORLD_SIZE is set, but no MASTER_PORT: start several ranks with torchrun")
     for name, value in one.items():  # vLLM reads them, too
         os.environ[name] = value if alone else os.environ.get(name, value)
-    rank, size, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
+    local = int(os.environ["LOCAL_RANK"])
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
-    if gpu and local >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
-        raise BadInput(f"{local + 1} ranks on {found} GPU(s): --nproc_per_node {found}")
     if gpu:
         torch.cuda.set_device(device)
         # cuDNN would build a plan, 0.03 to 1 s, for every new shape: hundreds a step.
@@ -62,12 +63,7 @@ def setup() -> World:
     if alone:  # a store inside this process, no port to collide on
         store = dist.HashStore()
     else:
-        # torchrun's store survives a restart and still holds the dead ranks' addresses: a new
-        # prefix each time. Several nodes count restarts separately: see docs/cluster.md.
-        one_node = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") if one_node else None
-        meeting = next(rendezvous("env://", timeout=TIMEOUT))[0]
-        store = dist.PrefixStore(f"restart {restart}", meeting)
+        store, _, _ = next(rendezvous("env://", timeout=TIMEOUT))
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     return World(rank, size, device, store)
@@ -92,21 +88,22 @@ def shard(policy: nn.Module, args: object, world: World, offload: bool = False) 
     plain = sharing == 1 and args.dtype == "float32" and not offload
     if plain and world.size == 1:
         return broadcast_module(policy, world)
-    sharers, policy.replicas = update_groups(world, sharing)
+    sharers, _ = update_groups(world, sharing)
     if plain:
         return broadcast_module(policy, world)
-    how = {}
+    options = {
+        "mesh": DeviceMesh.from_group(sharers, world.device.type),
+        # Every unit frees its gathered weights after a pass. By default the root waits for a
+        # backward pass, which a reference model never has.
+        "reshard_after_forward": True,
+    }
     if args.dtype == "bfloat16":
-        how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
-    # Every unit frees its gathered weights after a pass. By default the root waits for a backward
-    # pass, which a reference model never has.
-    how["reshard_after_forward"] = True
-    how["mesh"] = DeviceMesh.from_group(sharers, world.device.type)
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     if offload:
-        how["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
     for layer in policy.lm.base_model.layers:
-        fully_shard(broadcast_module(layer, world), **how)
-    return fully_shard(broadcast_module(policy, world), **how)
+        fully_shard(broadcast_module(layer, world), **options)
+    return fully_shard(broadcast_module(policy, world), **options)
 
 
 def update_groups(world: World, sharing: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -191,15 +188,6 @@ def global_sum(values: dict[str, float | Tensor], world: World) -> dict[str, flo
     return found
 
 
-def same_everywhere(text: str) -> bool:
-    """Whether all ranks give the same text; all ranks together."""
-    if not dist.is_initialized():
-        return True
-    texts = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    return len(set(texts)) == 1
-
-
 def gather(values: Tensor, world: World) -> Tensor:
     """The ranks' vectors, of any lengths, end to end in rank order, on every rank."""
     if world.size == 1:
@@ -218,16 +206,12 @@ def divide_gradients(policy: nn.Module, count: float | Tensor, world: World) -> 
     objective, for any micro-batches and any number of ranks. Returns the count of all ranks.
     """
     gradients = [one.grad for one in policy.parameters() if one.grad is not None]
-    averaged = 1  # ranks
-    if isinstance(gradients[0], DTensor):
-        averaged = gradients[0].device_mesh.size()
-        if averaged < world.size:
-            for gradient in gradients:
-                dist.all_reduce(gradient.to_local(), group=policy.replicas)
-    elif world.size > 1:
-        flat = nn.utils.parameters_to_vector(gradients)
-        dist.all_reduce(flat, group=policy.replicas)
-        nn.utils.vector_to_parameters(flat, gradients)
+    sharded = isinstance(gradients[0], DTensor)
+    averaged = gradients[0].device_mesh.size() if sharded else 1  # ranks
+    if averaged < world.size:
+        _, replicas = update_groups(world, averaged)
+        for gradient in gradients:
+            dist.all_reduce(gradient.to_local() if sharded else gradient, group=replicas)
     total = global_sum({"count": count}, world)["count"] or 1.0  # of no terms, all gradients are 0
     for gradient in gradients:
         gradient.mul_(averaged / total)

@@ -1,13 +1,12 @@
 """The start of every program: command line, ranks, and errors that are one line."""
 
 import contextlib
+import errno
 import importlib.util
 import io
 import os
-import shutil
 import signal
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +15,10 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from common.cli import BadInput, RunStopped, blame, broken_rule, in_one_line
+from common.cli import BadInput, RunStopped, broken_rule, in_one_line
 from common.clock import RUNNING, SECONDS
-from common.distributed import ALONE, CLOSING, SMALL, World, setup
+from common.distributed import ALONE, SMALL, World, setup
 from common.model import EMBEDDED, parameters_of
-from common.run import Run
 
 Stage = Callable[[object, World], None]  # called with the flags and the ranks
 # Flags whose right value depends on the model, and their usual values.
@@ -36,17 +34,14 @@ def launch(main: Stage, Args: type, prepare: Stage | None = None) -> None:
     Errors meant for people are one line on stderr: exit code 2 for bad input, 1 for a run that had
     to stop. A program that does not train gives a `prepare(args, world)`, which replaces `check`.
     """
-    world, code = ALONE, 0
-    Run.new = None
     RUNNING.clear()
     SECONDS.clear()
-    if sys.stdout:  # None if it is closed; it may know neither Greek letters nor a folder's name
-        sys.stdout.reconfigure(errors="replace")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while all loads: end without a traceback
+    args = parse(Args)
+    world = ALONE
+    code = 0
     try:
-        args = parse(Args)
-        with blame("the ranks cannot be set up"):
-            world = setup()
+        world = setup()
         if prepare:
             prepare(args, world)
         else:
@@ -56,15 +51,11 @@ def launch(main: Stage, Args: type, prepare: Stage | None = None) -> None:
         dist.barrier()  # leave together: gloo may abort a rank whose peer is still busy
     except Exception as error:
         code = 2 if isinstance(error, BadInput) else 1
-        Run.bar.close()  # ends its line, before anything is said
-        if Run.new and code == 2:
-            shutil.rmtree(Run.new)
         report(error, world)
         if world.size > 1:  # a clean-up would wait for ranks that wait for this one
             os._exit(code)
     finally:
-        while CLOSING:
-            CLOSING.pop()()
+        world.closing.close()
         if dist.is_initialized():
             dist.destroy_process_group()
     if code:
@@ -81,49 +72,34 @@ def report(error: Exception, world: World) -> None:
         with contextlib.suppress(Exception):  # the store may be gone with a lost rank
             if world.store.add(f"failures of start {start}", 1) > 1:
                 return
+    if not isinstance(error, BadInput):
+        print(file=sys.stderr)  # ends the line of the progress bar
     # torch has no class of errors for the memory of CPUs.
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "alloc_cpu" in str(error):
         lower = "--micro_tokens, or of the sampler --rollout_rows or --vllm_memory"
         phase = RUNNING[0] if RUNNING else "update or set-up"
         message = f"out of memory in {phase} ({in_one_line(error)}): lower {lower}"
+    elif getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT):
+        message = f"{error}: make room, then go on with --resume"
     elif isinstance(error, BadInput | RunStopped):
         message = " ".join(str(error).splitlines())
     else:
         traceback.print_exc()
         return
-    if world.rank > 0:
-        print(file=sys.stderr)  # ends the first rank's progress bar
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
 
 
 def parse(Args: type) -> object:
-    """`Args` from the command line; a wrong flag ends the program with one line on stderr."""
+    """`Args` from the command line. tyro explains a wrong flag, and ends with exit code 2."""
     description = sys.modules[Args.__module__].__doc__.splitlines()[0]
     words = sys.argv[1:]
     for place, word in enumerate(words):
         if word == "--resume" and words[place + 1 : place + 2] != ["auto"]:
             words[place] = "--resume=True"  # what it means alone
-    box = io.StringIO()  # tyro draws a box around its message
-    try:
-        with contextlib.redirect_stderr(box):
-            return tyro.cli(Args, args=words, description=description, use_underscores=True)
-    except SystemExit as stop:
-        if stop.code == 2 and os.environ.get("RANK", "0") == "0":
-            wrong = first_paragraph(box.getvalue())
-            print(f"{Path(sys.argv[0]).name}: error: {wrong}", file=sys.stderr)
-        raise
-
-
-def first_paragraph(box: str) -> str:
-    """The first paragraph in tyro's box, as one line."""
-    words = []
-    for line in box.splitlines()[1:]:  # the first line is the box's title
-        text = line.strip(" │")
-        if text.strip("─-╰╯"):
-            words.append(text)
-        elif words:  # a rule or a blank line ends the paragraph
-            break
-    return " ".join(words) or "wrong flags"
+    with contextlib.ExitStack() as silence:
+        if os.environ.get("RANK", "0") != "0":  # the first rank says it for all
+            silence.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        return tyro.cli(Args, args=words, description=description, use_underscores=True)
 
 
 def check(args: object, world: World) -> None:
@@ -157,8 +133,6 @@ def resolve_auto(args: object, world: World, model: str) -> None:
     if args.rollout == "auto":  # starting vLLM takes a minute, longer than an embedded model's run
         vllm = gpu and model not in EMBEDDED and importlib.util.find_spec("vllm")
         args.rollout = "vllm" if vllm else "hf"
-    if args.rollout == "vllm" and gpu:
-        check_compiler()
     if args.dtype == "auto":  # before Ampere (8.0) bfloat16 is emulated, and vLLM refuses it
         native = gpu and torch.cuda.get_device_capability(world.device) >= (8, 0)
         args.dtype = "bfloat16" if native else "float32"
@@ -168,13 +142,3 @@ def resolve_auto(args: object, world: World, model: str) -> None:
     for flag, ranks in sharing.items():
         if world.size % ranks:
             raise BadInput(f"--{flag} {ranks}: does not divide the {world.size} rank(s)")
-
-
-def check_compiler() -> None:
-    """Refuse vLLM where its kernels, which it compiles at the start, cannot be compiled."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    header = Path(sysconfig.get_paths()["include"], "Python.h")
-    if not compiler or not header.exists():
-        missing = "a C compiler" if not compiler else header
-        install = "apt install gcc python3-dev, or use --rollout hf"
-        raise BadInput(f"--rollout vllm: compiles kernels, and {missing} is missing: {install}")

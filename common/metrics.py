@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from common.batch import Rollout
-from common.cli import BadInput
+from common.cli import RunStopped
 from common.clock import timed
 from common.distributed import World, global_sum
+from common.reward import Verifier
 
 
 class Means:
@@ -41,27 +42,28 @@ class Means:
         return means | {name: sums[name] for name in self.plain}
 
 
-def by_sign(batch: Rollout) -> dict[str, tuple[Tensor, Tensor]]:
+def metrics_by_sign(batch: Rollout) -> dict[str, tuple[Tensor, Tensor]]:
     """Entropy per token, over all rows and over those of Â > 0 (good) and Â < 0 (bad); and
     tokens per row of both. The mean over all rows hides how a collapse begins: the responses of
     negative advantage grow longer.
     """
     entropy = batch.entropy  # [n, T]
-    found = {"entropy": (entropy.sum(), batch.mask.sum())}
-    by_row, lengths = entropy.sum(1), batch.mask.sum(1)  # [n], [n]
+    metrics = {"entropy": (entropy.sum(), batch.mask.sum())}
+    by_row = entropy.sum(1)  # [n]
+    lengths = batch.mask.sum(1)  # [n]
     for name, rows in (("good", batch.advantages > 0), ("bad", batch.advantages < 0)):
         # Not lengths[rows]: on a GPU, the CPU would wait to learn how many rows that are.
         tokens = lengths.where(rows, 0).sum()
-        found[f"entropy_{name}"] = by_row.where(rows, 0).sum(), tokens
-        found[f"len_{name}"] = tokens, rows.sum()
-    return found
+        metrics[f"entropy_{name}"] = (by_row.where(rows, 0).sum(), tokens)
+        metrics[f"len_{name}"] = (tokens, rows.sum())
+    return metrics
 
 
-def of_rollout(rollout: Rollout, rewards: Tensor, task: object) -> dict[str, tuple]:
+def rollout_metrics(rollout: Rollout, rewards: Tensor, task: object) -> dict[str, tuple]:
     """Metrics of the sampled responses and of their rewards `[P, G]`."""
-    tokens, N = rollout.mask.sum(), len(rollout)
-    killed = getattr(task.verifier, "killed", 0)  # since the last call
-    task.verifier.killed = 0
+    tokens = rollout.mask.sum()
+    N = len(rollout)
+    killed = task.verifier.take_killed() if isinstance(task.verifier, Verifier) else 0
     return {
         "reward": (rewards.sum(), N),
         "zero_groups": ((rewards == rewards[:, :1]).all(dim=1).sum(), len(rewards)),
@@ -82,7 +84,8 @@ def evaluate(engine: object, task: object, args: object, world: World) -> dict:
     verifier = task.held_out_verifier or task.verifier
     problems = task.held_out[world.rank :: world.size]  # of this rank
     prompts = [problem.prompt_ids for problem in problems]
-    right, example = {}, {}
+    scored = {}  # the sum of the scores
+    example = {}
     state = engine.state_dict()
     ways = (("greedy", 1, 0.0), ("sampled", args.eval_samples, args.temperature))
     for name, n, temperature in ways:
@@ -90,14 +93,13 @@ def evaluate(engine: object, task: object, args: object, world: World) -> dict:
         texts = task.tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
         answers = [problem.answer for problem in problems for _ in range(n)]
         scores = verifier(texts, answers)
-        right[name] = sum(scores) / n
+        scored[name] = sum(scores) / n
         if name == "greedy" and world.rank == 0:
             shown = {"prompt": problems[0].prompt, "answer": problems[0].answer}
             example["example"] = shown | {"response": texts[0], "reward": scores[0]}
     engine.load_state_dict(state)  # how often a run evaluates does not change what it samples
-    totals = global_sum(right, world)
-    working = global_sum({"working": float(getattr(verifier, "works", True))}, world)["working"]
-    if working == 0:  # all rewards would be 0, and nothing could be learned
-        why = getattr(verifier, "failure", "") or "the error is printed above"
-        raise BadInput(f"{verifier.spec or 'math-verify'}: no answer could be scored ({why})")
+    scored["works"] = float(not isinstance(verifier, Verifier) or verifier.works)
+    totals = global_sum(scored, world)
+    if totals.pop("works") == 0:  # all rewards would be 0, and nothing could be learned
+        raise RunStopped(f"{verifier.spec or 'math-verify'}: fails on every answer (see above)")
     return {name: total / len(task.held_out) for name, total in totals.items()} | example

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import cached_file, logging
+from transformers.utils import logging
 
 from common.cli import BadInput, blame
 from common.distributed import ALONE, World
@@ -73,21 +72,17 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
     report = {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
     with blame(f"{flag} {name}: cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(source, **SAFE)
-        known = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
-        if not known:  # transformers makes up a tokenizer where the folder has none
-            raise ValueError("no tokenizer")
-        tokenizer.letters = f": it knows {' '.join(sorted(known))}" if len(known) < 100 else ""
-        how = SAFE | {"config": config_of(source), "dtype": torch.float32}
+        if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
+            raise ValueError("no tokenizer")  # transformers makes one up
+        options = SAFE | {"config": config_of(source), "dtype": torch.float32}
         if world.rank == 0:
-            lm, found = AutoModelForCausalLM.from_pretrained(source, **how, **report)
+            lm, loaded = AutoModelForCausalLM.from_pretrained(source, **options, **report)
             check_structure(lm)
-            check_weights(lm, found)
-            if not hasattr(lm.config, "quantization_config"):
-                check_numbers(source)
+            check_weights(loaded)
             lm.generation_config.eos_token_id = sorted(eos_ids(lm, tokenizer))
         else:
             with torch.device("meta"):
-                lm = AutoModelForCausalLM.from_config(**how).eval()
+                lm = AutoModelForCausalLM.from_config(**options).eval()
     if world.size > 1:
         eos = [lm.generation_config.eos_token_id]
         dist.broadcast_object_list(eos)
@@ -95,31 +90,18 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
     # The tokenizer's own limit is often another model's or none.
     positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     tokenizer.model_max_length = positions or tokenizer.model_max_length
-    tokenizer.embedded = lm.get_input_embeddings().num_embeddings  # larger token ids have none
     return lm, tokenizer
 
 
-def check_weights(lm: PreTrainedModel, report: dict) -> None:
+def check_weights(loaded: dict) -> None:
     """Refuse weights that do not fit `config.json`: transformers would fill in random numbers."""
-    wrong = [f"{key} is missing" for key in report["missing_keys"]]
-    wrong += [f"{key} is {tuple(found)}" for key, found, _ in report["mismatched_keys"]]
+    wrong = sorted(loaded["missing_keys"])
+    wrong += [key for key, _, _ in loaded["mismatched_keys"]]
     # A vision tower's weights may be left over, but no layer of the language model, no classifier.
     parts = ("model.layers.", "score.", "classifier.")
-    extra = [key for key in report["unexpected_keys"] if key.startswith(parts)]
-    wrong += [f"{key} has no place" for key in extra]
+    wrong += [key for key in loaded["unexpected_keys"] if key.startswith(parts)]
     if wrong:
-        raise ValueError(f"{len(wrong)} weights do not fit its config.json, first: {min(wrong)}")
-
-
-def check_numbers(source: str) -> None:
-    """Refuse quantised weights: without their scales transformers casts them, as they are."""
-    folder = Path(cached_file(source, "config.json")).parent
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():
-                kind = file.get_slice(name).get_dtype()
-                if name.endswith("weight") and kind not in ("F64", "F32", "F16", "BF16"):
-                    raise ValueError(f"{name} is {kind}: use a checkpoint that is not quantised")
+        raise ValueError(f"{len(wrong)} weights do not fit its config.json, first: {wrong[0]}")
 
 
 def check_structure(lm: PreTrainedModel) -> None:
@@ -127,6 +109,8 @@ def check_structure(lm: PreTrainedModel) -> None:
     name = type(lm).__name__
     if lm.config.get_text_config() is not lm.config:
         raise ValueError(f"{name} is more than a text model: use the family's text-only checkpoint")
+    if hasattr(lm.config, "quantization_config"):
+        raise ValueError(f"{name} is quantised: use a checkpoint that is not")
     head = getattr(lm, "lm_head", None)
     if not isinstance(head, nn.Linear) or head.bias is not None:  # Policy uses its weight alone
         raise ValueError(f"{name} has no output head lm_head without a bias")

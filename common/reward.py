@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
-from common.cli import RunStopped, say
+from common.cli import BadInput, RunStopped, say
 
 SECONDS, MEMORY = 5.0, 2 * 2**30  # bounds on one answer; `bounds` of a task file may set others
 START = 120.0  # seconds, bound on the start of a worker: disks may be slow, but a hang must end
@@ -66,8 +66,8 @@ def reward(completion: str, reference: str) -> float:
 def source_of(spec: str) -> str:
     """The text of the task file FILE.py or FILE.py:NAME."""
     path = Path(spec.partition(":")[0])
-    if path.exists() and not path.is_file():  # a pipe could be read for ever
-        raise OSError(f"{path} is not a file")
+    if not path.is_file():
+        raise BadInput(f"--task {spec}: no such file")
     return path.read_text("utf-8-sig")
 
 
@@ -79,14 +79,11 @@ def load_task_file(spec: str, source: str = "") -> object:
     file, _, name = spec.partition(":")
     file = os.path.abspath(file)
     sys.path.append(os.path.dirname(file))  # last: a file beside it cannot shadow a library
-    try:
-        module = ModuleType(f"task file {file}")
-        sys.modules[module.__name__] = module  # dataclasses and pickle look for it there
-        module.__file__ = file
-        exec(compile(source or source_of(spec), file, "exec", dont_inherit=True), vars(module))
-        return getattr(module, name) if name else module
-    except BaseException as error:  # SystemExit and KeyboardInterrupt included
-        raise ImportError(describe(error, spec)) from error
+    module = ModuleType(f"task file {file}")
+    sys.modules[module.__name__] = module  # dataclasses and pickle look for it there
+    module.__file__ = file
+    exec(compile(source or source_of(spec), file, "exec", dont_inherit=True), vars(module))
+    return getattr(module, name) if name else module
 
 
 class Verifier:
@@ -100,11 +97,12 @@ class Verifier:
     def __init__(
         self, spec: str = "", workers: int = 0, seconds: float = SECONDS, memory: int = MEMORY
     ):
-        for name, bound, most in (("seconds", seconds, 1e6), ("memory", memory, 2**60)):
-            if not isinstance(bound, int | float) or not 0 < bound <= most:  # also false for NaN
-                raise ValueError(f"bounds: {name} is {bound!r}, and must be above 0, up to {most}")
-        self.spec, self.seconds, self.memory = spec, seconds, memory
-        self.killed, self.failure, self.works = 0, "", False
+        self.spec = spec
+        self.seconds = seconds
+        self.memory = memory
+        self.killed = 0
+        self.failure = ""
+        self.works = False
         # Workers that start later get the same text, even if the file is edited during the run.
         self.source = source_of(spec) if spec else ""
         cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -119,11 +117,16 @@ class Verifier:
         failures = [failure for _, failure in verdicts if failure]
         if failures and self.spec and not self.failure:
             self.failure = failures[0]
-            line = f"{self.spec}: reward fails ({self.failure}): 0 points"
-            say(f"\n{line}", file=sys.stderr)
+            say(f"\n{self.spec}: reward fails, 0 points: {self.failure}", file=sys.stderr)
         self.killed += len(failures)
         self.works = self.works or len(failures) < len(verdicts)
         return [score for score, _ in verdicts]
+
+    def take_killed(self) -> int:
+        """How many answers failed since the last call."""
+        killed = self.killed
+        self.killed = 0
+        return killed
 
     def _score(self, completion: str, reference: object) -> tuple[float, str]:
         """The score of one completion, and "" or a description of what failed."""
@@ -206,7 +209,7 @@ def work(spec: str, seconds: str, memory: str) -> None:
         if not spec:
             score("1", "1")  # loads math-verify before the bounds hold
     except Exception as error:
-        print(describe(error), file=verdicts, flush=True)
+        print(describe(error).replace("\n", " "), file=verdicts, flush=True)
         return
     bound_memory(int(memory))
     print("ready", file=verdicts, flush=True)
@@ -217,13 +220,13 @@ def work(spec: str, seconds: str, memory: str) -> None:
         number, completion, reference = json.loads(line)
         points, failure = 0.0, ""
         try:
-            given = float(score(completion, reference))
-            if math.isnan(given) or abs(given) > 1e30:
-                raise ValueError(f"{given} is no reward")
-            points = given
+            marks = float(score(completion, reference))
+            if math.isnan(marks) or abs(marks) > 1e30:
+                raise ValueError(f"{marks} is no reward")
+            points = marks
         except BaseException as error:  # MemoryError, RecursionError and SystemExit included
             # math-verify raises on many texts: then the answer is wrong, and nothing has failed.
-            failure = describe(error, spec) if spec else ""
+            failure = describe(error) if spec else ""
         if os.getpid() != own_process:  # a fork that came back would take the next question
             os._exit(1)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -241,18 +244,9 @@ def bound_memory(most: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def describe(error: BaseException, spec: str = "") -> str:
-    """An error's kind and message in one line, and the line of the task file that led to it."""
-    file = os.path.abspath(spec.partition(":")[0])
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == file]
-    where = f"{Path(file).name}:{lines[-1]}: " if lines else ""
-    message = ""
-    with contextlib.suppress(BaseException):  # the error's own __str__ may fail
-        message = str(error).strip()
-    line = f"{type(error).__name__}: {message}".partition("\n")[0][:240]
-    # A control character could steer the terminal on which this is printed.
-    return where + "".join(one if one.isprintable() else "?" for one in line).removesuffix(": ")
+def describe(error: BaseException) -> str:
+    """An error's kind and message, below the line where it happened."""
+    return "".join(traceback.format_exception(error, limit=-1)[1:])[:400].strip()
 
 
 if __name__ == "__main__":

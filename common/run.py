@@ -1,29 +1,26 @@
 """A run: its folder with metrics, samples, curves and summary; resuming it; its messages."""
 
 import contextlib
-import fcntl
 import json
 import math
 import os
 import re
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from common.batch import Rollout
 from common.cli import BadInput, RunStopped, blame, say
 from common.clock import SECONDS, wait_for_gpu
 from common.curves import draw_curves
-from common.data import PURE, unreadable
-from common.distributed import CLOSING, StopFlag, World
+from common.distributed import StopFlag, World
 from common.logprobs import sampler_gap
 from common.metrics import Means
 from common.samples import Samples, before_and_after
@@ -38,10 +35,16 @@ FREE_ON_RESUME = set(
 )
 
 
+def numbered(name: Path) -> Iterator[Path]:
+    """The folders name, name.2, name.3, ..."""
+    yield name
+    for number in count(2):
+        yield name.with_name(f"{name.name}.{number}")
+
+
 def new_folder(name: Path) -> Path:
     """A new folder `name`, or, where that is not empty, name.2, name.3, ..."""
-    for number in count(1):
-        folder = name if number == 1 else name.with_name(f"{name.name}.{number}")
+    for folder in numbered(name):
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             if not any(folder.iterdir()):
@@ -50,39 +53,25 @@ def new_folder(name: Path) -> Path:
                 return folder
 
 
-def runs_called(name: Path) -> list[Path]:
-    """The runs name, name.2, name.3, ..., newest first."""
-    numbered = {1: name}
-    for path in name.parent.glob("*"):
-        found = re.fullmatch(re.escape(name.name) + r"\.([0-9]+)", path.name)
-        if found:
-            numbered[int(found[1])] = path
-    newest_first = [numbered[number] for number in sorted(numbered, reverse=True)]
-    return [folder for folder in newest_first if saved_config(folder)]
+def folder_to_resume(name: Path, named: bool) -> Path:
+    """The folder `name`, if the user has named it and it has a checkpoint; else the newest of name,
+    name.2, ... that has one. `name`, if there is none."""
+    saved = [folder for folder in takewhile(Path.is_dir, numbered(name)) if checkpoints(folder)]
+    if name in saved and named:
+        return name
+    return saved[-1] if saved else name
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """A run's checkpoints, oldest first; other names are ignored."""
-    found = (folder / "checkpoints").glob("step_*")
-    found = [path for path in found if re.fullmatch("step_[0-9]{6,}", path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    paths = (folder / "checkpoints").glob("step_*")
+    complete = [path for path in paths if re.fullmatch("step_[0-9]{6,}", path.name)]
+    return sorted(complete, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def how_to_continue(folder: Path) -> str:
     """Advice for a run in `folder` that had to stop."""
     return "go on with --resume" if checkpoints(folder) else "nothing is saved yet: start again"
-
-
-def lock(folder: Path) -> int:
-    """Keep other runs out of `folder` until the descriptor returned is closed."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise BadInput(f"--resume: a run is under way in {folder}") from None
-    except OSError:
-        pass  # some network file systems have no locks
-    return descriptor
 
 
 def saved_config(folder: Path) -> dict:
@@ -93,23 +82,18 @@ def saved_config(folder: Path) -> dict:
         return config if {"algorithm", "acted", "task", "seed"} <= config.keys() else {}
 
 
-def other_flags(folder: Path, config: dict) -> str:
-    """The first difference between the run in `folder` and `config` that forbids to resume it; ""
-    if there is none."""
+def check_flags(folder: Path, config: dict) -> None:
+    """Refuse to resume the run in `folder` under other flags, or with other `data`."""
     saved = saved_config(folder)
-    if not saved:
-        return "no config.json of a run"
-    fixed = sorted(config.keys() - FREE_ON_RESUME - {"data"})
-    for name in fixed:
+    for name in sorted(config.keys() - FREE_ON_RESUME):
         if saved.get(name) != config[name]:
-            return f"{name} {saved.get(name)!r}, not {config[name]!r}"
-    if saved.get("data") != config["data"]:
-        return "other problems, or another reward: a file has changed, or depends on chance"
-    return ""
+            raise BadInput(
+                f"--resume: {folder} has {name} {saved.get(name)!r}, not {config[name]!r}"
+            )
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Atomic writing: a path to write to, renamed to `path` at the end and removed on failure."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
@@ -146,39 +130,30 @@ def read_lines(path: Path) -> list[dict]:
     rows = []
     for number, line in enumerate(lines, 1):
         try:
-            with blame(f"{path}:{number}: damaged, repair or remove the line"):
-                row = json.loads(line)
-                rows.append(row | {"step": int(row["step"])})
-        except BadInput:
+            row = json.loads(line)
+            rows.append(row | {"step": int(row["step"])})
+        except (ValueError, TypeError, KeyError) as error:
             if number < len(lines):
-                raise
+                raise BadInput(f"{path}:{number}: damaged, repair or remove the line") from error
     return rows
 
 
 START = time.perf_counter()  # of the program, nearly
 MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before the run stops
-MOST_IDLE = 0.9  # share of zero-variance groups, above which the end of a run warns
 MOST_APART = 3  # steps in a row in which sampler and trainer disagree, before the run stops
 # Largest mean |log π_old - log μ| by the lowest precision in use.
 TOLERANCE = {"float32": 0.001, "bfloat16": 0.05, "float8": 0.1}
-ROWS = ("metrics.jsonl", "samples.jsonl", "problems.jsonl")  # lines, cut back on resume
+ROWS = ("metrics.jsonl", "samples.jsonl")  # lines, cut back on resume
 SHOWN = ("reward", "greedy", "tokens_per_s")  # on the progress bar
 
 
 class Run:
-    """The run folder: config.json, metrics.jsonl, samples.jsonl, curves.png, summary.json,
-    checkpoints/, and problems.jsonl: at each step that may be resumed, a digest of the held-out
-    problems and of some training problems.
+    """The run folder: config.json, metrics.jsonl, samples.jsonl, curves.png, summary.json and
+    checkpoints/.
 
     A run makes its own folder, or with --resume continues in one that no other process uses:
     nothing of another run is ever moved or written over.
     """
-
-    # Class attributes: `launch` reports a failure, maybe before there is a Run, and then ends the
-    # progress bar. `new` is the folder of a new run until its first line: of bad input nothing is
-    # left behind.
-    new = None
-    bar = tqdm(disable=True)
 
     def __init__(
         self, args: object, task: object, world: World, algorithm: str, acted: dict[str, str]
@@ -187,115 +162,100 @@ class Run:
 
         The first one stays 0 while the algorithm's own mechanism does nothing. Writes nothing yet.
         """
-        self.args, self.task, self.world = args, task, world
+        self.args = args
+        self.task = task
+        self.world = world
         self.acted = next(iter(acted))
-        self.since, self.stopping = START, False
-        self.wandb, self.skipped, self.apart = None, 0, 0
-        self.samples = Samples(task, args)
+        self.since = START
+        self.stopping = False
+        self.wandb = None
+        self.skipped = 0
+        self.apart = 0
+        self.bar = tqdm(disable=True)
+        self.samples = Samples(task, args, world)
         config = {"algorithm": algorithm, "acted": acted, "ranks": world.size}
         config |= asdict(args) | {"data": task.fingerprint}
         self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
         task_name = Path(args.task.replace(".py:", "-")).stem  # my/words.py:train -> words-train
         task_name = re.sub(r"[^\w.-]+", "-", task_name)
         name = args.run_dir or f"runs/{algorithm}-{task_name}-s{args.seed}"
-        with blame(f"--run_dir {name}: cannot be used"):
-            self.folder = Path(name).expanduser()
-        if args.resume and world.rank == 0:
-            args.resume = self._find_run()
-        self.folder, args.resume = self._rank_0s(self.folder, args.resume)
+        self.folder = Path(name).expanduser()
+        if args.resume:
+            self.folder = self._rank_0s(folder_to_resume(self.folder, bool(args.run_dir)))
+            self._check_resume()
 
-    def _rank_0s(self, *values: object) -> list:
-        """The first rank's values, on every rank."""
-        shared = list(values)
+    def _rank_0s(self, folder: Path) -> Path:
+        """The first rank's folder, on every rank."""
+        shared = [folder]
         dist.broadcast_object_list(shared)
-        return shared
+        return shared[0]
 
-    def _find_run(self) -> bool:
-        """Choose the newest run with this name and these flags, and lock its folder. False if there
-        is none and `--resume auto` starts a new run."""
-        runs = runs_called(self.folder)
-        same = [one for one in runs if not other_flags(one, self.config)]
-        if same and checkpoints(same[0]):
-            self.folder = same[0]
+    def _check_resume(self) -> None:
+        """Refuse what cannot be resumed, before anything is loaded."""
+        if not checkpoints(self.folder):
+            if self.args.resume != "auto":
+                raise BadInput(f"--resume: no checkpoint in {self.folder}")
+            self.say(f"no checkpoint of this run in {self.folder}: starting anew")
+        elif self.world.rank == 0:
+            check_flags(self.folder, self.config)
             self._lock_folder()
-            return True
-        folder = (same or runs or [self.folder])[0]
-        if self.args.resume == "auto":
-            self.say(f"no checkpoint of this run in {folder}: starting anew")
-            return False
-        if checkpoints(folder):
-            raise BadInput(f"--resume: {folder} has {other_flags(folder, self.config)}")
-        raise BadInput(f"--resume: no checkpoint in {folder}")
 
     def _lock_folder(self) -> None:
         """Let no other process use the folder until this program ends."""
-        CLOSING.append(partial(os.close, lock(self.folder)))
+        lock = FileLock(self.folder / ".lock")
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            raise BadInput(f"--resume: a run is under way in {self.folder}") from None
+        self.world.closing.callback(lock.release)
 
     def start(self, done: int) -> None:
         """Make the run folder, now that all input is known to be right, and say what comes."""
-        args, self.done = self.args, done
-        seen, warning = self._problems_of(done), unreadable(self.task)
-        with blame(f"--run_dir {self.folder}: cannot be used"):
-            if self.world.rank == 0:
-                self._open(seen)
-        (self.folder,) = self._rank_0s(self.folder)
+        args = self.args
+        self.done = done
+        if self.world.rank == 0:
+            if done:
+                self._continue()
+            else:
+                with blame(f"--run_dir {self.folder}: cannot be used"):
+                    self.folder = new_folder(self.folder)
+                self._lock_folder()
+            self._write("config.json", json.dumps(self.config, indent=2) + "\n")
+        self.folder = self._rank_0s(self.folder)
         self.stop = StopFlag()  # until here a signal ends the program at once
         if args.wandb and self.world.rank == 0:
-            with blame(f"--wandb {args.wandb}: does not start"):  # no network, no login
-                import wandb
+            import wandb
 
-                name = {"name": self.folder.name, "id": self.folder.name}
-                name |= {"project": args.wandb, "resume": "allow"}
-                self.wandb = wandb.init(config=self.config, **name)
+            name = self.folder.name
+            self.wandb = wandb.init(
+                project=args.wandb, name=name, id=name, resume="allow", config=self.config
+            )
         ranks = f"{self.world.size} rank(s) on {self.world.device}, {args.dtype}; {args.rollout}"
-        rows = f"{args.prompts_per_step} prompts x {args.group_size} responses"
-        parts = f"{args.minibatches} mini-batch(es)"
         self.say(
             f"{self.config['algorithm']}: {args.model} on {args.task}; {ranks} samples",
-            f"steps {done + 1} to {args.steps}, each {rows} in {parts}; results in {self.folder}",
+            f"steps {done + 1} to {args.steps}; results in {self.folder}",
         )
-        if warning:
-            self.say(warning)
         SECONDS["load"] = time.perf_counter() - self.since - sum(SECONDS.values())
 
-    def _problems_of(self, step: int) -> int:
-        """A digest of the held-out problems and of some training problems, other ones for every
-        step; all ranks together."""
-        number = self.args.prompts_per_step
-        return self.task.seen(max(0, step - 1) * number, number)
-
-    def _open(self, seen: int) -> None:
-        """Make a folder; or, with --resume, forget what was done after the checkpoint."""
-        if self.args.resume:
-            if self.done > self.args.steps:
-                raise BadInput(f"--steps {self.args.steps}: {self.folder} is at step {self.done}")
-            kept = {}
-            for name in ROWS:
-                if (self.folder / name).exists():
-                    rows = read_lines(self.folder / name)
-                    kept[name] = [row for row in rows if row["step"] <= self.done]
-            self._check(kept.get("metrics.jsonl", []), kept.get("problems.jsonl", []), seen)
-            for name, rows in kept.items():
-                self._write(name, as_lines(rows))
-            (self.folder / "summary.json").unlink(missing_ok=True)  # of fewer steps
-        else:
-            self.folder = Run.new = new_folder(self.folder)
-            self._lock_folder()
-        self._write("config.json", json.dumps(self.config, indent=2) + "\n")
-
-    def _check(self, metrics: list[dict], problems: list[dict], seen: int) -> None:
-        """Refuse to resume without the metrics of every step, or with other problems."""
-        path = self.folder / "metrics.jsonl"
-        if [row["step"] for row in metrics] != list(range(self.done + 1)):
+    def _continue(self) -> None:
+        """Forget what was done after the checkpoint. Refuse without the metrics of every step."""
+        if self.done > self.args.steps:
+            raise BadInput(f"--steps {self.args.steps}: {self.folder} is at step {self.done}")
+        kept = {}
+        for name in ROWS:
+            if (self.folder / name).exists():
+                rows = read_lines(self.folder / name)
+                kept[name] = [row for row in rows if row["step"] <= self.done]
+        steps = [row["step"] for row in kept.get("metrics.jsonl", [])]
+        if steps != list(range(self.done + 1)):
+            path = self.folder / "metrics.jsonl"
             raise BadInput(f"--resume: {path} does not hold the steps 0 to {self.done}, each once")
-        with blame(f"--resume: {path}: damaged"):
-            summary_of(metrics)
-        if {"step": self.done, "seen": seen} not in problems:
-            wrong = f"--task {self.args.task} gives other problems than it did in the run"
-            raise BadInput(f"--resume: {wrong}; {PURE}")
+        for name, rows in kept.items():
+            self._write(name, as_lines(rows))
+        (self.folder / "summary.json").unlink(missing_ok=True)  # of fewer steps
 
     def _write(self, name: str, text: str) -> None:
-        with whole(self.folder / name) as path:
+        with atomic_write(self.folder / name) as path:
             path.write_text(text)
 
     def say(self, *lines: str) -> None:
@@ -306,8 +266,10 @@ class Run:
     def steps(self, done: int, last: int) -> Iterator[int]:
         """Step numbers from `done` + 1 to `last`, or until a signal asks to stop; rank 0 shows a
         progress bar."""
-        hidden = self.world.rank > 0
-        Run.bar = tqdm(total=last, initial=done, disable=hidden, dynamic_ncols=True, unit="step")
+        self.bar = tqdm(
+            total=last, initial=done, disable=self.world.rank > 0, dynamic_ncols=True, unit="step"
+        )
+        self.world.closing.callback(self.bar.close)
         for step in range(done + 1, last + 1):
             if self.stopping:
                 return
@@ -321,23 +283,16 @@ class Run:
     def log(
         self, step: int, metrics: dict[str, float], minibatches: Sequence[Rollout] = ()
     ) -> None:
-        """Append the step to metrics.jsonl, samples.jsonl and, if it is saved, problems.jsonl; show
-        it on the progress bar.
+        """Append the step to metrics.jsonl and samples.jsonl, and show it on the progress bar.
 
         Also finds out whether a signal asked the run to stop after this step."""
         example = metrics.pop("example", None)
         self.note("samples.jsonl", self.samples.collect(step, example, minibatches))
         line = {"step": step} | metrics | self._seconds()
         line["tokens_per_s"] = metrics.get("tokens", 0) / line["seconds"]
-        self.done, self.stopping = step, self.stop.anywhere(self.world)
+        self.done = step
+        self.stopping = self.stop.anywhere(self.world)
         self.note("metrics.jsonl", [line])
-        Run.new = None
-        if self.due(step, self.args.save_every):
-            try:
-                seen = self._problems_of(step)
-            except BadInput as error:  # the run has begun: what it has written stays
-                raise RunStopped(str(error)) from error
-            self.note("problems.jsonl", [{"step": step, "seen": seen}])
         if self.wandb:
             self.wandb.log(line, step=step)
         shown = [name for name in (*SHOWN, self.acted) if name in line]
@@ -357,12 +312,9 @@ class Run:
     def note(self, name: str, rows: list[dict]) -> None:
         """Append rows to a JSON-lines file of the run folder, on rank 0."""
         if rows and self.world.rank == 0:
-            advice = f"{how_to_continue(self.folder)} once that is fixed"
-            what = f"cannot write {self.folder / name}; {advice}"
-            with blame(what, RunStopped):
-                with (self.folder / name).open("a") as file:
-                    file.write(as_lines(rows))
-                sync(self.folder / name)
+            with (self.folder / name).open("a") as file:
+                file.write(as_lines(rows))
+            sync(self.folder / name)
 
     def check_gradient(self, norm: float, batch: Rollout, means: Means) -> None:
         """Stop the run if the norms of MOST_SKIPPED gradients in a row were no numbers, and leave
@@ -410,43 +362,26 @@ class Run:
         if self.world.rank > 0:
             return
         self.bar.close()
-        samples, examples = self.folder / "samples.jsonl", []
-        with blame(f"cannot write the results to {self.folder}", RunStopped):
-            curves = draw_run(self.folder)
-            lines = read_lines(self.folder / "metrics.jsonl")
-            if self.done < self.args.steps:
-                self.say(f"stopped after step {self.done}: {how_to_continue(self.folder)}")
-                return
-            summary = summary_of(lines)
-            self._write("summary.json", json.dumps(summary, indent=2) + "\n")
-            if samples.is_file():
-                examples = before_and_after(read_lines(samples))
-        phases = [f"{phase} {spent:.1f}" for phase, spent in summary["seconds_split"].items()]
-        self.say(*examples, "")
+        curves = draw_run(self.folder)
+        if self.done < self.args.steps:
+            self.say(f"stopped after step {self.done}: {how_to_continue(self.folder)}")
+            return
+        lines = read_lines(self.folder / "metrics.jsonl")
+        summary = summary_of(lines)
+        self._write("summary.json", json.dumps(summary, indent=2) + "\n")
+        samples = self.folder / "samples.jsonl"
+        if samples.is_file():
+            self.say(*before_and_after(read_lines(samples)), "")
         for how in ("greedy", "sampled"):
             before, after = summary[f"{how}_before"], summary[f"{how}_after"]
             self.say(f"held-out accuracy, {how:8} {before:.3f} -> {after:.3f}")
-        self.say(f"curves   {curves}", f"seconds  {summary['seconds']:.0f}: {', '.join(phases)}")
-        self._warn(lines, summary)
-        if samples.is_file():
-            self.say(f"\nlook at it: python -m tools.page {self.folder}")
-
-    def _warn(self, lines: list[dict], summary: dict) -> None:
-        """Warn if the algorithm did nothing, had nothing to learn from, or made the model worse."""
-        if killed := sum(line.get("judge_killed", 0) for line in lines):
-            self.say(
-                f"\n{killed:.0f} answers were scored 0: their check failed or exceeded its limits"
-            )
+        self.say(f"curves   {curves}", f"seconds  {summary['seconds']:.0f}")
         acted = [line[self.acted] for line in lines if self.acted in line]
         if acted and not any(acted):  # null (a NaN) does not count as acting
             idle = f"{self.acted} was 0 at every step: the mechanism that it measures never acted"
             self.say(f"\nWARNING: {idle} (too few steps? --minibatches 1?).")
-        idle = [line["zero_groups"] for line in lines if "zero_groups" in line]
-        if self.args.compares() and idle and sum(idle) > MOST_IDLE * len(idle):
-            share = f"in {sum(idle) / len(idle):.0%} of the groups all rewards were equal"
-            self.say(f"\nWARNING: {share}. They teach nothing (docs/troubleshooting.md).")
-        if any(summary[f"{how}_after"] < summary[f"{how}_before"] for how in ("greedy", "sampled")):
-            self.say("\nWARNING: held-out accuracy ended below its start.")
+        if samples.is_file():
+            self.say(f"\nlook at it: python -m tools.page {self.folder}")
 
 
 def draw_run(folder: Path) -> Path:
@@ -455,21 +390,16 @@ def draw_run(folder: Path) -> Path:
     if not config:
         raise BadInput(f"{folder}: holds no run")
     figure = draw_curves(folder, config, read_lines(folder / "metrics.jsonl"))
-    with whole(folder / "curves.png") as partial:
+    with atomic_write(folder / "curves.png") as partial:
         figure.savefig(partial, dpi=100, format="png")
     return folder / "curves.png"
 
 
 def summary_of(lines: list[dict]) -> dict:
-    """The first and the last held-out accuracy of a run, and its seconds by phase."""
+    """The first and the last held-out accuracy of a run, and its seconds."""
     measured = [line for line in lines if "greedy" in line]
     summary = {}
     for how in ("greedy", "sampled"):
         summary[f"{how}_before"] = lines[0][how]
         summary[f"{how}_after"] = measured[-1][how]
-    split = defaultdict(float)
-    for line in lines:
-        for name, seconds in line.items():
-            if name.startswith("seconds_"):
-                split[name.removeprefix("seconds_")] += seconds
-    return summary | {"seconds": sum(line["seconds"] for line in lines), "seconds_split": split}
+    return summary | {"seconds": sum(line["seconds"] for line in lines)}

@@ -13,7 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from common.batch import Rollout
 from common.cli import BadInput, RunStopped, blame, in_one_line, key_values, say
 from common.clock import timed
-from common.distributed import CLOSING, TIMEOUT, World, full_parameters
+from common.distributed import TIMEOUT, World, full_parameters
 from common.model import EMBEDDED
 from common.routing import why_not_replayed
 
@@ -28,42 +28,34 @@ class VLLMEngine:
     def __init__(
         self, args: object, lm: PreTrainedModel, world: World, record_experts: bool = False
     ):
-        ranks = args.tensor_parallel
-        options = vllm_options(args, lm, world, record_experts)
         # In this process, where weights are handed over without a copy.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         with blame("--rollout vllm: pip install -r requirements.txt, or use --rollout hf"):
             import vllm
-        self.SamplingParams, self.world, self.calls = vllm.SamplingParams, world, 0
-        self.eos, self.sleeps = lm.generation_config.eos_token_id, args.vllm_sleep
+        ranks = args.tensor_parallel
+        options = vllm_options(args, lm, world, record_experts)
+        self.SamplingParams = vllm.SamplingParams
+        self.world = world
+        self.calls = 0
+        self.eos = lm.generation_config.eos_token_id
+        self.sleeps = args.vllm_sleep
         self.reports_experts = "enable_return_routed_experts" in options
         # Neighbouring ranks share an engine, as vLLM groups them; each engine has another seed.
-        self.seed, self.dtype = options["seed"], options["dtype"]
+        self.seed = options["seed"]
+        self.dtype = options["dtype"]
         sharing = torch.arange(world.size).view(-1, ranks).tolist()  # the ranks of each engine
         groups = [dist.new_group(group, TIMEOUT, backend="gloo") for group in sharing]
         self.group = groups[world.rank // ranks]
-        options |= passed_through(args.vllm, options)
-        why = "vLLM does not start: another --vllm_memory, or a lower --max_new_tokens"
-        if args.vllm:
-            why = f"--vllm {' '.join(args.vllm)}: vLLM refuses that"
         if world.rank == 0:
             say("vLLM starts; the first time this takes one to three minutes")
         try:
             self.llm = vllm.LLM(**options)
         except (TypeError, ValueError, AssertionError) as error:  # too little memory, among others
-            raise BadInput(f"{why} ({in_one_line(error)})") from error
-        CLOSING.append(self._close)
+            why = "another --vllm_memory, a lower --max_new_tokens, or other --vllm options"
+            raise BadInput(f"vLLM does not start: {why} ({in_one_line(error)})") from error
+        world.closing.callback(self._close)
         self.awake = {"weights", "kv_cache"}
-        cache = self.llm.llm_engine.vllm_config.cache_config
-        room = cache.num_gpu_blocks * cache.block_size // options["max_model_len"]
-        rows = options["max_num_seqs"]
-        more = ": few; --vllm_sleep --vllm_memory 0.8 makes room" if room < rows / 4 else ""
-        if world.rank == 0:
-            say(f"vLLM has room for {room} full-length responses of {rows}{more}")
-        if args.offload:  # vLLM has set one thread, and the optimiser steps on the CPU
-            processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            torch.set_num_threads(max(1, os.cpu_count() // processes))
         self._sleep()
 
     def _close(self) -> None:
@@ -129,17 +121,26 @@ class VLLMEngine:
         asked = [None] * dist.get_world_size(self.group)  # by rank: its prompts and prefixes
         dist.all_gather_object(asked, list(zip(prompts, prefixes)), group=self.group)
         pairs = [pair for part in asked for pair in part]
-        how = {"n": n, "temperature": temperature, "top_p": top_p, "top_k": 0}
-        how |= {"logprobs": 0, "flat_logprobs": True}  # 0: of the sampled token alone
-        how |= {"stop_token_ids": self.eos, "detokenize": False}
         # A seed for each request; its n responses take the next ones. A resumed run draws the same.
         self.calls += 1
         seed = (self.seed * 1_000_003 + self.calls) * 1_000_003
-        requests, sampling = [], []
+        requests = []
+        sampling = []
         for prompt, prefix in pairs:
             requests.append({"prompt_token_ids": prompt + prefix})
-            how |= {"max_tokens": limit - len(prefix), "seed": seed % 2**62}
-            sampling.append(self.SamplingParams(**how))
+            params = self.SamplingParams(
+                n=n,
+                max_tokens=limit - len(prefix),
+                seed=seed % 2**62,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=0,
+                logprobs=0,  # of the sampled token alone
+                flat_logprobs=True,
+                stop_token_ids=self.eos,
+                detokenize=False,
+            )
+            sampling.append(params)
             seed += n
         self._wake("weights", "kv_cache")
         answers = self.llm.generate(requests, sampling, use_tqdm=False) if requests else []
@@ -158,14 +159,21 @@ class VLLMEngine:
             length = len(prompts[row // n]) + len(prefixes[row // n]) + len(tokens[row])
             unseen = seen.new_zeros(length - len(seen), *seen.shape[1:])
             experts.append(torch.cat([seen, unseen]))
-        how = {"prefixes": prefixes, "eos": self.eos, "device": self.world.device}
-        return Rollout.pack(prompts=prompts, tokens=tokens, logps=logps, experts=experts, **how)
+        return Rollout.pack(
+            prompts=prompts,
+            prefixes=prefixes,
+            tokens=tokens,
+            logps=logps,
+            experts=experts,
+            eos=self.eos,
+            device=self.world.device,
+        )
 
 
 def vllm_options(
     args: object, lm: PreTrainedModel, world: World, record_experts: bool = False
 ) -> dict:
-    """The options of `vllm.LLM` on this rank, without those of `--vllm`."""
+    """The options of `vllm.LLM` on this rank; those of `--vllm` come last and win."""
     ranks = args.tensor_parallel
     precision = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype
     # Responses that one engine gets at a time; an evaluation has no groups.
@@ -191,28 +199,21 @@ def vllm_options(
             needs = "needs a GPU of compute capability 8.9 (H100, L40, RTX 40) or newer"
             raise BadInput(f"--rollout_dtype float8: {needs}: use auto")
         # Triton's experts: others leave CUDA graphs stale after a push. The router stays as it is.
-        options |= {"quantization": "fp8_per_channel", "moe_backend": "triton"}
-        options |= {"quantization_config": {"ignore": [r"re:.*\.mlp\.gate$"]}}
-    if not gpu:
-        return options
-    options |= {"gpu_memory_utilization": args.vllm_memory, "enable_sleep_mode": args.vllm_sleep}
-    options["hf_overrides"] = {"head_dtype": "float32"}  # as the trainer's: see head_logits
-    if ranks > 1:  # it hands on addresses that expandable segments (common/__init__) have not
-        options["disable_custom_all_reduce"] = True
-    # Only on request: vLLM then schedules no batch ahead, which would outlive the cache's reset,
-    # and copies experts at every step.
-    if record_experts and not why_not_replayed(lm) and ranks == 1:
-        options |= {"enable_return_routed_experts": True, "async_scheduling": False}
-    return options
-
-
-def passed_through(words: tuple[str, ...], own: dict) -> dict:
-    """`--vllm KEY=VALUE ...` as options; those in `own` are refused."""
-    given = key_values("--vllm", words)
-    ours = given.keys() & own
-    if ours:
-        raise BadInput(f"--vllm {min(ours)}: follows from the other flags")
-    return given
+        options["quantization"] = "fp8_per_channel"
+        options["moe_backend"] = "triton"
+        options["quantization_config"] = {"ignore": [r"re:.*\.mlp\.gate$"]}
+    if gpu:
+        options["gpu_memory_utilization"] = args.vllm_memory
+        options["enable_sleep_mode"] = args.vllm_sleep
+        options["hf_overrides"] = {"head_dtype": "float32"}  # as the trainer's: see head_logits
+        if ranks > 1:  # it hands on addresses that expandable segments (common/__init__) have not
+            options["disable_custom_all_reduce"] = True
+        # Only on request: vLLM then schedules no batch ahead, which would outlive the cache's
+        # reset, and copies experts at every step.
+        if record_experts and not why_not_replayed(lm) and ranks == 1:
+            options["enable_return_routed_experts"] = True
+            options["async_scheduling"] = False
+    return options | key_values("--vllm", args.vllm)
 
 
 def checkpoint_tensors(policy: torch.nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -50,7 +50,7 @@ import common  # noqa: F401  (before torch)
 import numpy as np
 from common.cli import BadInput, blame, in_one_line
 from common.curves import series, smooth
-from common.run import read_lines, whole
+from common.run import read_lines, atomic_write
 from checks import replaced
 from checks.files import ROOT
 from tqdm import tqdm
@@ -147,7 +147,7 @@ def make(lab: ModuleType, words: argparse.Namespace) -> None:
     if smoke:
         entitle(drawn, SMOKE)
         drawn.text(0.5, 0.5, SMOKE, fontsize=30, color=GREY, alpha=0.7, ha="center", va="center")
-    with whole(figure) as partial:
+    with atomic_write(figure) as partial:
         drawn.savefig(partial, dpi=150, format="png")
     page = folder / "README.md"
     if words.out.resolve() == HERE and not kind and page.exists():
@@ -250,7 +250,7 @@ def stopping(pool: ThreadPoolExecutor) -> Iterator[None]:
 def write(table: Path, content: dict) -> None:
     """A table, a series a line."""
     lines = re.sub(r"(?<=[\[\d,])\s+(?=[-\]\dN])", " ", json.dumps(content, indent=1))
-    with whole(table) as partial:
+    with atomic_write(table) as partial:
         partial.write_text(lines.replace("[ ", "[").replace(" ]", "]") + "\n", encoding="utf-8")
 
 

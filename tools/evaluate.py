@@ -23,16 +23,16 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
 
 from common import cli
-from common.checkpoint import PICKLE, check_digests, first_failure
+from common.checkpoint import first_failure
 from common.cli import BadInput, Count, Flags, RunStopped, blame, broken_rule
-from common.data import Problem, as_problem, chat_options, limit_in_words, load_task, rows_of
+from common.data import Problem, as_problem, load_task, rows_of
 from common.distributed import World, global_sum, shard
 from common.launch import launch, resolve_auto
 from common.logprobs import Policy
 from common.model import load_model
 from common.reward import Verifier
 from common.rollout import make_engine
-from common.run import Run, as_lines, checkpoints
+from common.run import as_lines, checkpoints
 from common.tiny import arithmetic
 from tools.compare import config_of
 import torch
@@ -129,7 +129,6 @@ def load_sets(
         warning = f"{args.task} changed since the run: it may have trained on these problems"
         verifier = task.held_out_verifier or task.verifier
         return [Set(task.name, task.held_out, verifier)], [warning] if changed else []
-    chat_options(args.chat, tokenizer)  # an error now, if one of them is wrong
     sets, remarks, math_verify = [], [], Verifier()
     for spec in dict.fromkeys(args.eval_task.split(",")):
         if spec in arithmetic.KINDS or ".py" in spec:
@@ -142,7 +141,7 @@ def load_sets(
             if problem:
                 found.append(problem)
         if not found:
-            raise BadInput(f"--eval_task {spec}: no prompt {limit_in_words(args, tokenizer)}")
+            raise BadInput(f"--eval_task {spec}: no prompt fits (--max_prompt_tokens)")
         sets.append(Set(spec, found, math_verify))
         if len(found) < len(rows):
             dropped = len(rows) - len(found)
@@ -161,7 +160,6 @@ def load_weights(folder: Path, policy: nn.Module, world: World) -> int:
     weights, shards = get_model_state_dict(policy), dcp.FileSystemReader(found[-1] / "shards")
     what = f"MODEL {folder}: {found[-1]} is damaged or does not fit its model"
     with blame(what), first_failure():
-        check_digests(found[-1], world)
         # If several models were saved as one, the policy is the first.
         alone = f"policy.{next(iter(weights))}" in shards.read_metadata().state_dict_metadata
         named = weights if alone else {f"0.{name}": value for name, value in weights.items()}
@@ -189,7 +187,6 @@ def main(args: Args, world: World) -> None:
     engine, step = make_engine(args, lm, world), 0
     if config:
         policy = shard(Policy(lm), args, world)
-        say(f"reading {run}/checkpoints {PICKLE}")
         step = load_weights(run, policy, world)
         engine.sync(policy)
         del policy
@@ -202,10 +199,11 @@ def main(args: Args, world: World) -> None:
     total, hidden = len(SETTINGS) * sum(len(one.problems) for one in sets), world.rank > 0
     say(f"{what}; {world.size} rank(s) on {world.device}, {args.dtype}", *remarks)
     say(*head(args.eval_samples))
-    Run.bar = tqdm(total=total, disable=hidden, dynamic_ncols=True, unit="problem")
+    bar = tqdm(total=total, disable=hidden, dynamic_ncols=True, unit="problem")
+    world.closing.callback(bar.close)
     for one in sets:
         for temperature, top_p in SETTINGS:
-            rows = measure(engine, one, temperature, top_p, tokenizer, args, world)
+            rows = measure(engine, one, temperature, top_p, tokenizer, args, world, bar)
             say(line_of(rows, args.eval_samples))
             if world.rank == 0:
                 append(rows, file)
@@ -214,7 +212,7 @@ def main(args: Args, world: World) -> None:
     killed = global_sum({"killed": killed}, world)["killed"]
     if killed:
         say(f"{killed:.0f} answers could not be scored, or broke the verifier's bounds: 0 points")
-    Run.bar.close()
+    bar.close()
     say(f"responses and scores: {file}")
 
 
@@ -226,6 +224,7 @@ def measure(
     tokenizer: PreTrainedTokenizerBase,
     args: Args,
     world: World,
+    bar: tqdm,
 ) -> list[dict]:
     """A row for each problem of a set, at one setting: its responses and their scores.
 
@@ -248,7 +247,7 @@ def measure(
             row = how | {"problem": number, "prompt": p.prompt, "answer": p.answer}
             row |= {"scores": scores[own], "lengths": lengths[own], "finished": finished[own]}
             rows.append(row | {"responses": texts[own]})
-        Run.bar.update(len(numbers))
+        bar.update(len(numbers))
     parts = [None] * world.size
     dist.all_gather_object(parts, rows)
     return sorted((row for part in parts for row in part), key=lambda row: row["problem"])

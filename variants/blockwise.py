@@ -27,10 +27,10 @@ working's reward counts twice. The right baseline is the mean reward of answers 
 working, which would need more samples from there. The outcome-conditioned baseline uses the group
 instead: it compares an answer with those after a working of the same reward. If there is no other
 one, the advantage is 0 (`alone`). The working gets no signal from its answer. Here it comes to take
-a step too many, which costs it nothing, and accuracy falls again (labs/credit).
+a step too many, which costs it nothing, and accuracy falls again.
 
 The task's own verifier gives a block's reward. It sees that block alone: the working up to the
-marker, or the marker and the answer. With `arithmetic:steps` (partial rewards for every right step
+marker, or the marker and the answer. With `variants/steps.py` (partial rewards for every right step
 and for the answer) the two add up to the reward of the whole. With `arithmetic` the verifier finds
 nothing in a working, so its reward is always 0 and nothing is learnt from it.
 
@@ -75,7 +75,7 @@ from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import global_sum  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches, response_logprobs
-from common.metrics import Means, by_sign, evaluate, of_rollout
+from common.metrics import Means, metrics_by_sign, evaluate, rollout_metrics
 from common.model import load_model
 from common.rollout import make_engine
 from common.run import Run
@@ -111,7 +111,7 @@ class Args(Flags):
     """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
     clip_high: NonNegative = 0.2
     """ε of the upper clip, which is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
-    task: str = "arithmetic:steps"  # <own>
+    task: str = "variants/steps.py"  # <own>
     """As in every file; the default has a verifier with partial rewards for the working."""
     marker: str = "#"  # <own>
     """Ends the working; one token, of which the last one in a response counts."""
@@ -311,10 +311,10 @@ def main(args: Args, world: World) -> None:
             if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
-            means.add(**by_sign(minibatch))
+            means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
-        means.add(**of_rollout(rollout, rewards, task))
+        means.add(**rollout_metrics(rollout, rewards, task))
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)

@@ -19,8 +19,7 @@ s_t is the prompt with the tokens before y_t. V(s_t) is the critic, another lang
 output is one number: the reward that is still to come from s_t on. δ_t says how much better things
 look after y_t than before it. With λ = 1 the δ_t add up to R - V(s_t), so the critic is a baseline.
 Its mistakes change no mean, until the clip uses the sign of Â. With λ = 0 there is only δ_t, which
-has little noise but all mistakes of V. λ between them weighs noise against the critic's mistakes
-(labs/bound computes both exactly).
+has little noise but all mistakes of V. λ between them weighs noise against the critic's mistakes.
 
 GRPO removed the critic, a second model to train, save and keep in memory, and with it GAE, seven
 flags, a warm-up and a loss. It added the group's mean as the baseline, one advantage for all tokens
@@ -78,7 +77,7 @@ from common.distributed import global_sum  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches, response_logprobs
 from common.logprobs import Pair, Readout  # <own>
-from common.metrics import Means, by_sign, evaluate, of_rollout
+from common.metrics import Means, metrics_by_sign, evaluate, rollout_metrics
 from common.model import load_model
 from common.rollout import make_engine
 from common.run import Run
@@ -398,10 +397,10 @@ def main(args: Args, world: World) -> None:
             if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
-            means.add(**by_sign(minibatch))
+            means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
-        means.add(**of_rollout(rollout, rewards, task))
+        means.add(**rollout_metrics(rollout, rewards, task))
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)

@@ -9,7 +9,7 @@ the reward, which judges the number alone, makes nearly all of them worked.
 
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -24,22 +24,6 @@ def arithmetic_reward(completion: str, answer: str) -> float:
     return float(mark == "#" and final == answer)
 
 
-def mentioned_reward(completion: str, solution: str) -> float:
-    """A verifier that can be exploited: what follows the last `#` need only stand somewhere in the
-    worked solution. So the empty answer, and every intermediate result, are paid."""
-    _, mark, final = completion.rpartition("#")
-    return float(mark == "#" and final in solution)
-
-
-def steps_reward(completion: str, solution: str) -> float:
-    """Partial credit: the share of the solution's steps, its answer among them, that are right."""
-    given, _, given_answer = completion.rpartition("#")
-    steps, _, answer = solution.rpartition("#")
-    right = sum(one == other for one, other in zip(given.split(";"), steps.split(";")))
-    right += given_answer == answer
-    return right / (len(steps.split(";")) + 1)
-
-
 class Kind(NamedTuple):
     """What prompts are drawn: numbers of terms, each equally likely, and operators."""
 
@@ -47,7 +31,6 @@ class Kind(NamedTuple):
     held_out: Sequence[int] = ()  # numbers of terms of the held-out problems, where they are others
     operators: str = "+-*"
     last: str = "+-*"  # the last operator
-    reward: Callable[[str, str], float] | None = None  # in training: (completion, worked solution)
 
 
 KINDS = {
@@ -56,8 +39,6 @@ KINDS = {
     "arithmetic:mix": Kind(45 * (2,) + 12 * (16,) + (5, 6, 7), held_out=(5, 6, 7)),
     # Sums of one-digit numbers are easy, and then one product decides: failures come late.
     "arithmetic:deep": Kind((7,), operators="+", last="*"),
-    "arithmetic:noisy": Kind(reward=mentioned_reward),  # a verifier with a hole in it
-    "arithmetic:steps": Kind(reward=steps_reward),  # part marks
 }
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from checks.files import ROOT
-from common.run import whole
+from common.run import atomic_write
 
 from labs import lab
 
@@ -126,7 +126,7 @@ def draw(real: dict, path: Path) -> None:
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=3)
     figure.supxlabel("step")
     lab.entitle(figure, "SmolLM2-135M on two-digit sums: sampled accuracy on held-out problems")
-    with whole(path) as partial:
+    with atomic_write(path) as partial:
         figure.savefig(partial, dpi=130, format="png", metadata={"Software": None})
 
 

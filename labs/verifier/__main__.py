@@ -1,8 +1,8 @@
 """A verifier that can be exploited: the reward rises, the accuracy falls.
 
-`--task arithmetic:noisy` accepts a response if its answer stands anywhere in the worked solution.
-Some verifiers search a reference text for the number in this way. Held-out problems are scored by
-the strict verifier.
+`--task labs/verifier/noisy.py` accepts a response if its answer stands anywhere in the worked
+solution. Some verifiers search a reference text for the number in this way. Held-out problems are
+scored by the strict verifier.
 
     python -m labs.verifier
 """
@@ -14,7 +14,7 @@ from labs import lab
 TITLE = "What the verifier lets pass is what the policy learns"
 FLAGS = "--steps 100 --beta 0 --eval_every 20 --save_every 1000"
 ARMS = {
-    "verifier with a hole": f"grpo.py --task arithmetic:noisy {FLAGS}",
+    "verifier with a hole": f"grpo.py --task labs/verifier/noisy.py {FLAGS}",
     "strict verifier": f"grpo.py {FLAGS}",
 }
 COLUMNS = ("greedy", "sampled", "reward", "response_len", "entropy")

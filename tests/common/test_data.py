@@ -5,7 +5,6 @@ import random
 import datasets
 import pytest
 from common.cli import BadInput
-from common.data import unreadable
 from common.metrics import evaluate
 from common.model import load_model
 from common.rollout import HFEngine
@@ -88,7 +87,7 @@ def test_kinds_of_arithmetic_draw_what_they_say(tiny, name):
     assert {prompt[-3] for prompt in stream} == set(kind.last)
 
 
-REWARDS = {  # completion: the noisy verifier's reward, partial credit, the held-out reward
+REWARDS = {  # completion: noisy.py's reward, steps.py's, of a held-out problem
     "7*8=56;56-9=47;47+6=53#53": (1, 1, 1),
     "7*8=56;56-9=46;46+6=52#52": (0, 0.25, 0),
     "7*8=56;56-9=47#47": (1, 0.5, 0),  # stopped in the middle: a number of the solution, though
@@ -97,23 +96,25 @@ REWARDS = {  # completion: the noisy verifier's reward, partial credit, the held
 }
 
 
-def test_verifiers_of_noisy_and_steps(tiny):
-    """Training is scored by the kind's own reward, held-out problems strictly."""
-    noisy, steps = (load(f"arithmetic:{name}", tiny[1]) for name in ("noisy", "steps"))
-    texts, solutions = list(REWARDS), ["7*8=56;56-9=47;47+6=53#53"] * len(REWARDS)
-    by_noisy, by_steps = noisy.verifier(texts, solutions), steps.verifier(texts, solutions)
-    strict = noisy.held_out_verifier(texts, ["53"] * len(texts))
-    assert list(zip(by_noisy, by_steps, strict)) == list(REWARDS.values())
-    for task in (noisy, steps):
-        problem, held_out = task.train(0), task.held_out[0]
-        worked, answer = arithmetic.work(problem.prompt)
-        assert problem.answer == f"{';'.join(worked)}#{answer}"
-        assert held_out.answer == arithmetic.work(held_out.prompt)[1]
+@pytest.mark.parametrize(
+    ("file", "place"), [("labs/verifier/noisy.py", 0), ("variants/steps.py", 1)]
+)
+def test_noisy_and_part_marks_are_for_training(file, place, tiny):
+    """Task files with the problems of `arithmetic`; held-out ones are right or wrong."""
+    task, plain = load(file, tiny[1], seed=3), load("arithmetic", tiny[1], seed=3)
+    texts, solution = list(REWARDS), "7*8=56;56-9=47;47+6=53#53"
+    marks = list(REWARDS.values())
+    assert task.verifier(texts, [solution] * 5) == [row[place] for row in marks]
+    assert task.verifier(texts, ["53"] * 5) == [row[2] for row in marks]
+    for index in range(20):
+        problem, other = task.train(index), plain.train(index)
+        assert problem.prompt == other.prompt and problem.answer.endswith(f"#{other.answer}")
+    assert task.held_out == plain.held_out
 
 
 def test_evaluation_asks_the_held_out_verifier(tiny, world):
     """The held-out verifier, where a task has one; else the training's."""
-    task = load("arithmetic:noisy", tiny[1])
+    task = load("arithmetic", tiny[1])
     task.verifier = lambda texts, answers: [1.0] * len(texts)
     task.held_out_verifier = lambda texts, answers: [0.0] * len(texts)
     engine = HFEngine(tiny[0], world, 0, "float32", 64)
@@ -178,7 +179,7 @@ def test_a_prompt_and_its_response_fit_into_the_model(tmp_path):
     path = write(tmp_path / "set.jsonl", numbered(6))  # 29 tokens with "Question: ... Answer:"
     plain = {"instruction": "", "eval_problems": 1}
     assert len(load(path, tokenizer, max_new_tokens=71, **plain).train(0).prompt_ids) == 29
-    with pytest.raises(BadInput, match="no held-out prompt fits into 28 tokens: .*max_new_tokens"):
+    with pytest.raises(BadInput, match="no prompt fits into .*--max_new_tokens"):
         load(path, tokenizer, max_new_tokens=72, **plain)
 
 
@@ -189,6 +190,7 @@ class Chat(Letters):
 
     def apply_chat_template(self, chat: list, tokenize: bool, **options: object) -> str:
         assert options.pop("add_generation_prompt") and not tokenize
+        options.pop("strftime_now")
         turns = "".join(f"<{turn['role']}>{turn['content']}" for turn in chat)
         return turns + "<assistant>" + str(options or "")
 
@@ -203,15 +205,14 @@ def test_columns_and_the_chat_template(tmp_path):
 
 
 def test_options_of_the_chat_template(tmp_path, mine):
-    """For task files and rows alike. A template ignores what it does not know: that is refused."""
+    """For task files and rows alike."""
     rows = write(tmp_path / "set.jsonl", numbered(8))
-    given = "<assistant>{'enable_thinking': False, 'style': 'brief'}"
     for file in (str(mine), rows):
         task = load(file, Chat(), chat=("enable_thinking=false", "style=brief"))
-        assert text_of(task.train(0)).endswith(given)
-        assert text_of(task.held_out[0]).endswith(given)
-    with pytest.raises(BadInput, match="--chat thinks: .*chat template does not read"):
-        load(rows, Chat(), chat=("thinks=1",))
+        for problem in (task.train(0), task.held_out[0]):
+            assert text_of(problem).endswith(
+                "<assistant>{'enable_thinking': False, 'style': 'brief'}"
+            )
 
 
 def test_parquet(tmp_path):
@@ -237,10 +238,8 @@ def test_texts_and_numbers_arrive_as_they_are(tmp_path):
     ("rows", "message"),
     [
         ([*numbered(2), "{not json"], "set.jsonl:3: no JSON .*property name"),
-        ([{"prompt": 7, "answer": 7}], "set.jsonl:1: .*no text"),
-        ([{"prompt": [{"role": "user", "text": "x"}], "answer": 7}], "set.jsonl:1: .*'content'"),
-        ([*numbered(2), '{"prompt": "x", "answer": NaN}'], "set.jsonl:3: .*NaN"),
-        ([*numbered(2), {"prompt": "x"}], "set.jsonl:3: needs .*'answer'"),
+        ([*numbered(2), {"prompt": "x"}], "set.jsonl:3: needs 'prompt' and 'answer'"),
+        ([{"prompt": "x", "answer": None}], "set.jsonl:1: needs"),
         ([{"prompt": "x", "answer": 1}] * 60, "all of its 60 problems are held out"),
     ],
 )
@@ -265,16 +264,6 @@ def test_the_fingerprint_is_of_the_files_contents(tmp_path):
 
 # Task files
 
-CHANCE = "__import__('random').random()"
-SHARED = """
-turn, asked = {"role": "user", "content": ""}, []
-def train(i):
-    asked.append(i)
-    turn["content"] = str(len(asked))
-    return [turn], "1"
-held_out = [("8+1=", "9")]
-"""
-
 
 def test_a_custom_task(mine):
     """Its problems in order, its held-out ones, its reward in a bounded worker; another seed begins
@@ -287,25 +276,17 @@ def test_a_custom_task(mine):
     other = load(f"{mine}:other")
     assert other.train(5).answer == "2" and not other.verifier.spec
     assert task.fingerprint == load(str(mine), seed=2, eval_problems=1).fingerprint
-    assert task.fingerprint != other.fingerprint
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("held_out = []\ntrain = lambda i: ('1+1=', '2')", "no held-out problems"),
-        (MINE.replace("i % 7}", f"{CHANCE}}}"), "problems when it is asked"),
-        (MINE.replace("i % 7}", f"i if i < 4 else {CHANCE}}}"), "problems when it is asked"),
-        (SHARED, "problems when it is asked"),
-        (MINE.replace('f"{i % 7}+1="', "[UserDict(role='user', content='1')]"), "no .prompt, ref"),
-        (MINE + 'bounds = {"seconds": float("nan")}', "bounds: seconds is nan"),
-        (MINE + 'bounds = {"memory": "2"}', "bounds: memory is '2'"),
-    ],
-)
-def test_an_error_in_a_custom_task_is_named(mine, text, message):
-    mine.write_text("from collections import UserDict\n" + text)
-    with pytest.raises(BadInput, match=message):
-        load(str(mine), Chat())
+def test_an_error_in_a_custom_task_keeps_its_traceback(mine):
+    """It names the file and the line."""
+    mine.write_text(MINE.replace("i % 7}", "i % 0}"))
+    with pytest.raises(ZeroDivisionError) as error:
+        load(str(mine))
+    assert error.traceback[-1].path == mine
+    mine.write_text("held_out = []\ntrain = lambda i: ('1+1=', '2')")
+    with pytest.raises(BadInput, match="no held-out problems"):
+        load(str(mine))
 
 
 def test_a_template_with_the_date_gives_the_same_prompts_every_day(words, tmp_path):
@@ -315,16 +296,6 @@ def test_a_template_with_the_date_gives_the_same_prompts_every_day(words, tmp_pa
     one, other = (load(path, tokenizer, instruction="").train(0) for _ in range(2))
     assert one.prompt_ids == other.prompt_ids
     assert "26 Jul 2024 000000: question" in tokenizer.decode(one.prompt_ids)
-
-
-def test_answers_that_math_verify_cannot_read(mine):
-    """Nothing equals them: they are counted, and refused where there are no others."""
-    text = MINE.partition("def reward")[0].replace('("9+1=", "10")', r'("9+1=", "\\frac{")')
-    mine.write_text(text)
-    assert r"cannot read 1 of 9 answers, such as '\\frac{'" in unreadable(load(str(mine)))
-    mine.write_text(text.replace("str(i % 7 + 1)", r"'\\sqrt{'").replace('"9"', r'"\\sqrt{"'))
-    with pytest.raises(BadInput, match="cannot read 2 of 2 answers"):
-        unreadable(load(str(mine)))
 
 
 def test_a_prompt_may_be_chat_messages(tmp_path, mine):
@@ -342,36 +313,20 @@ def test_a_prompt_may_be_chat_messages(tmp_path, mine):
 
 
 def test_prompts_that_the_model_cannot_read(mine, tiny):
-    """A held-out one is left out; where no prompt can be read, the first one is shown."""
-    mine.write_text(MINE.replace('("9+1="', '("nine+1="'))
-    assert [problem.prompt for problem in load(str(mine), tiny[1]).held_out] == ["8+1="]
+    """The first one is shown."""
     mine.write_text(MINE.replace('{i % 7}+1="', 'seven"'))
-    with pytest.raises(BadInput, match="hardly a prompt fits"):
-        load(str(mine), tiny[1])
-    mine.write_text(MINE.replace('[("8+1=", "9"), ("9+1=", "10")]', '[("eight", "9")]'))
-    with pytest.raises(BadInput, match="cannot write the prompt 'eight'.*it knows"):
+    with pytest.raises(BadInput, match="--model: its tokenizer cannot write the prompt 'seven'"):
         load(str(mine), tiny[1])
 
 
 @pytest.mark.slow
 def test_a_reward_that_fails_on_every_answer_ends_the_run(tmp_path, mine):
-    """Before the first step; also where one rank has no held-out problem. No folder is left."""
+    """Before the first step; also where one rank has no held-out problem."""
     held_out = 'held_out = [("8+1=", "9")]\ndef reward(response, answer): return rewrad\n'
     mine.write_text(MINE.partition("held_out")[0] + held_out)
     flags = ["--task", mine, "--run_dir", tmp_path / "run", *SMALL, "--steps", 1]
     ended = command("grpo", *flags, ranks=2)
-    assert ended.codes == [2, 2] and not (tmp_path / "run").exists()
+    assert ended.codes == [1, 1]
     (line,) = [line for line in ended.stderr.splitlines() if "error: " in line]
-    why = "(mine.py:4: NameError: name 'rewrad' is not defined)"
-    assert f"{mine}: no answer could be scored" in line and why in ended.stderr
-
-
-@pytest.mark.slow
-def test_ranks_with_other_problems_end_in_a_line(tmp_path):
-    """Or each would measure a share of its own set."""
-    file = tmp_path / "mine.py"
-    held_out = "import os\nheld_out = [('1+1=', '2')] * (1 + int(os.environ['RANK']))\n"
-    file.write_text(held_out + "train = lambda i: ('2+1=', '3')")
-    ended = command("grpo", "--task", file, "--run_dir", tmp_path / "run", ranks=2)
-    assert ended.codes == [2, 2] and not (tmp_path / "run").exists()
-    assert f"--task {file}: gives other problems" in ended.stderr
+    assert f"{mine}: fails on every answer" in line
+    assert 'mine.py", line 4' in ended.stderr and "name 'rewrad' is not defined" in ended.stderr

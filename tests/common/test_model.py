@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
@@ -146,14 +146,6 @@ def reward_model(folder: Path) -> None:
     Qwen3ForSequenceClassification(config).save_pretrained(folder)
 
 
-def whole_numbers(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    weights = load_file(path)
-    name = "model.layers.0.mlp.up_proj.weight"
-    weights[name] = (100 * weights[name]).to(torch.int8)
-    save_file(weights, path, {"format": "pt"})
-
-
 def image_model(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
@@ -172,10 +164,9 @@ def rope(kind: str) -> dict:
 
 DAMAGES = [  # entries of config.json, or a function; what is said
     ({"intermediate_size": 96}, "6 weights do not fit"),
-    ({"tie_word_embeddings": False}, "lm_head.weight is missing"),
-    (reward_model, "score.weight has no place"),
+    ({"tie_word_embeddings": False}, "first: lm_head.weight"),
+    (reward_model, "first: score.weight"),
     (cut_weights, "incomplete metadata"),
-    (whole_numbers, "up_proj.weight is I8"),
     (image_model, "Gemma3ForConditionalGeneration is more than a text model"),
     (rope("dynamic"), "RoPE type dynamic"),
     (rope("longrope"), "RoPE type longrope"),
@@ -220,17 +211,8 @@ def test_a_folder_chooses_neither_attention_nor_dropout_nor_length(folder, their
     assert tokenizer.model_max_length == 256
 
 
-def test_tokens_without_an_embedding_and_empty_prompts_are_named(words, tmp_path):
-    """A tokenizer may be larger than the model as long as no prompt shows it; a template may not
-    swallow the prompt."""
-    folder = Path(shutil.copytree(words, tmp_path / "model"))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens(["wug"])
-    tokenizer.save_pretrained(folder)
-    _, tokenizer = load_model(str(folder))
-    assert encode("two and two", None, tokenizer)
-    with pytest.raises(BadInput, match="without an embedding: 258"):
-        encode("two and wug", None, tokenizer)
+def test_a_template_that_swallows_the_prompt_is_named(words):
+    _, tokenizer = load_model(str(words))
     tokenizer.chat_template = "{# nothing #}"
     with pytest.raises(BadInput, match="no token left"):
         encode("two and two", "", tokenizer)

@@ -15,20 +15,20 @@ from common import vllm as engine
 
 def use_cpu_build() -> None:
     """Add the CPU build's options to the engine's, and pack experts again after each push."""
-    passed_through, sync = engine.passed_through, engine.VLLMEngine.sync
+    vllm_options, sync = engine.vllm_options, engine.VLLMEngine.sync
 
-    def options_for_a_cpu(words: tuple[str, ...], own: dict) -> dict:
+    def options_for_a_cpu(*arguments: object) -> dict:
         # The engine calls this between `import vllm` and the making of its LLM.
         push_reaches_all_weights()
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or all ranks share one core
-        given = passed_through(words, own)
-        return given | {"kv_cache_memory_bytes": 2**28, "enforce_eager": True}
+        options = vllm_options(*arguments)
+        return options | {"kv_cache_memory_bytes": 2**28, "enforce_eager": True}
 
     def sync_and_repack(self: engine.VLLMEngine, policy: torch.nn.Module) -> None:
         sync(self, policy)
         self.llm.apply_model(repack_experts)
 
-    engine.passed_through = options_for_a_cpu
+    engine.vllm_options = options_for_a_cpu
     engine.VLLMEngine.sync = sync_and_repack
 
 

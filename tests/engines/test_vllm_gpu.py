@@ -18,7 +18,7 @@ import pytest
 import torch
 from common.distributed import World
 from common.model import load_model
-from common.vllm import passed_through, vllm_options
+from common.vllm import vllm_options
 
 from tests.helpers import started
 
@@ -83,7 +83,6 @@ def main() -> None:
         world = World(0, args.tensor_parallel, torch.device("cuda", 0))
         recorded = args.routing_replay == "r3"
         options = vllm_options(args, models[args.model], world, recorded)
-        options |= passed_through(args.vllm, options)
         config = EngineArgs(**options).create_engine_config(UsageContext.LLM_CLASS)
         model, scheduler, parallel = (
             config.model_config,

@@ -21,7 +21,7 @@ from tests.helpers import ROOT, module_of
 
 pytestmark = pytest.mark.slow
 
-PARTS = {"critic": "bound", "branch": "lock", "blocks": "credit"}  # part -> its lab
+PARTS = {"branch": "lock"}  # part -> its lab
 NAMES = sorted(path.parent.name for path in ROOT.glob("labs/*/figure.png")) + list(PARTS)
 
 
@@ -52,14 +52,8 @@ CLAIMS = {
     "flips": ("entropy", "GRPO, wrong π_old", "SAPO, wrong π_old"),
     "junk": ("end", "junk, STAPO", "junk, GRPO"),
     "lock": ("tries", "lr 0.3, 0.001, no branches, same tokens", "lr 0.3, 0.001, DEEP-GRPO"),
-    "blocks": ("both", "0.01: blockwise", "0.01: GRPO, sum"),
     "signs": ("until", "rare, GRPO", "rare, NSR", "rare, wrong half of the z-score"),
-    "teacher": ("success", "greedy right: wrong teacher", "greedy right: true teacher"),
     "length": ("wrong end", "token mean (justrl)", "1/|y|, a budget (laconic)", "1/|y| (grpo)"),
-    "bound": ("noise", "on-policy: Q(s, a) - best b(s)", "on-policy: R - best b(s)"),
-    "critic": ("angle 0.8", "on-policy: right", "on-policy: wrong"),
-    "precision": ("changed", "bfloat16, 1e-6", "float32, 1e-6"),
-    "leash": ("Adam, clipped, KL", "k2, own samples", "k1, own samples"),
 }
 
 

@@ -26,7 +26,7 @@ tools.compare --sheet sheet.png runs/a runs/b
 tools.evaluate runs/a --eval_problems 4 --eval_samples 1
 tools.maintain.make_tiny tiny tiny-new --steps 1
 tools.maintain.marks
-tools.memory grpo
+tools.memory --cards
 tools.page runs/a
 tools.reader
 tools.maintain.results runs/a
@@ -37,8 +37,6 @@ tools.maintain.weights
 """.split("\n")[1:-1]
 COMMANDS += [f"labs.{name} --redraw --out labs" for name in LABS]
 COMMANDS += """
-labs.bound --redraw --out labs --part critic
-labs.credit --redraw --out labs --part blocks
 labs.lock --redraw --out labs --part branch
 """.split("\n")[1:-1]
 NOT_HERE = {"tools.make_smollm2": "a model from the network"}

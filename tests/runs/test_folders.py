@@ -10,9 +10,8 @@ from pathlib import Path
 
 import grpo
 import pytest
-from common.cli import BadInput
 from common.data import load_task
-from common.run import Run, checkpoints, new_folder, read_lines, runs_called
+from common.run import Run, checkpoints, folder_to_resume, new_folder, read_lines
 
 from tests.helpers import SMALL, assert_same_run, command, metrics, run_here, tree
 
@@ -31,15 +30,17 @@ def test_of_many_at_once_each_gets_its_own_folder(tmp_path):
     assert {path.name for path in made} == {"run", *(f"run.{i}" for i in range(2, 161))}
 
 
-def test_the_runs_with_a_name_newest_first(tmp_path):
-    """By its number, 10 after 9; a folder that no run made, or with another name, is none."""
-    config = dict.fromkeys(("algorithm", "acted", "task", "seed"))
-    for folder in ("run", "run.9", "run.10", "run.11", "run.12x", "runs", "old.run"):
-        (tmp_path / folder).mkdir()
-        if folder != "run.11":
-            (tmp_path / folder / "config.json").write_text(json.dumps(config))
-    found = [path.name for path in runs_called(tmp_path / "run")]
-    assert found == ["run.10", "run.9", "run"]
+def test_which_folder_is_resumed(tmp_path):
+    """The one that is named, if it has a checkpoint; else the newest of its name that has one."""
+    name = tmp_path / "run"
+    assert folder_to_resume(name, True) == name
+    for folder in ("run", *(f"run.{i}" for i in range(2, 12))):
+        (tmp_path / folder / "checkpoints/step_000002").mkdir(parents=True)
+    (tmp_path / "run.12").mkdir()  # stopped before its first checkpoint
+    assert folder_to_resume(name, True) == name
+    assert folder_to_resume(name, False) == tmp_path / "run.11"
+    shutil.rmtree(name / "checkpoints")
+    assert folder_to_resume(name, True) == tmp_path / "run.11"
 
 
 def test_a_last_line_cut_short_is_dropped(tmp_path):
@@ -71,17 +72,14 @@ def test_a_run_goes_on_alone(tmp_path, monkeypatch):
 
 
 @slow
-def test_the_second_run_is_resumed_while_the_first_is_finished(run, capsys):
-    """`--resume` goes on with run.2, and with run again if its folder is named and run.2 gone."""
-    flags, second = [*SMALL, "--steps", 4, "--run_dir", run], run.with_name("run.2")
-    assert command("grpo", *flags, at=(signal.SIGKILL, 4)).returncode == -signal.SIGKILL
+def test_the_second_run_is_resumed_while_the_first_is_finished(run):
+    """`--run_dir run.2 --resume` goes on with run.2 and leaves run as it was."""
+    flags, second = [*SMALL, "--steps", 4, "--run_dir"], run.with_name("run.2")
+    assert command("grpo", *flags, run, at=(signal.SIGKILL, 4)).returncode == -signal.SIGKILL
     before = tree(run)
-    assert run_here(grpo.main, *flags, "--resume") == 0
-    assert "steps 3 to 4" in capsys.readouterr().out
+    assert run_here(grpo.main, *flags, second, "--resume") == 0
     assert tree(run) == before and (second / "summary.json").exists()
-    shutil.rmtree(second)
-    assert run_here(grpo.main, *flags, "--steps", 5, "--resume") == 0
-    assert [line["step"] for line in metrics(run)] == [0, 1, 2, 3, 4, 5]
+    assert [line["step"] for line in metrics(second)] == [0, 1, 2, 3, 4]
 
 
 @slow
@@ -104,19 +102,11 @@ def test_what_is_not_the_runs_is_left_alone(run):
 
 
 def cut_short(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 64
-    path.write_bytes(content)
+    path.write_bytes(path.read_bytes()[:1000])
 
 
 DAMAGE = {
-    "one bit": lambda checkpoint: flip_a_bit(next((checkpoint / "shards").glob("*.distcp"))),
-    "rank0.pt": lambda checkpoint: cut_short(checkpoint / "rank0.pt"),
-    "shards": lambda checkpoint: cut_short(next((checkpoint / "shards").glob("*.distcp"))),
+    "cut short": lambda checkpoint: cut_short(next((checkpoint / "shards").glob("*.distcp"))),
     "nothing there": lambda checkpoint: (shutil.rmtree(checkpoint), checkpoint.mkdir()),
 }
 
@@ -142,7 +132,6 @@ LINES = {  # what happens to the lines of steps 0 to 4
     "the last one cut": lambda lines: [*lines[:4], lines[4][:-20]],
     "one missing": lambda lines: [*lines[:2], *lines[3:]],
     "one twice": lambda lines: [*lines[:3], *lines[2:]],
-    "no seconds": lambda lines: [lines[0].replace('"seconds"', '"lost"'), *lines[1:]],
 }
 
 
@@ -154,12 +143,6 @@ def test_resume_needs_the_metrics_of_every_step(case, run, capsys):
     before = tree(run)
     assert run_here(grpo.main, *SMALL, "--steps", 5, "--run_dir", run, "--resume") == 2
     assert f"--resume: {path}" in capsys.readouterr().err and tree(run) == before
-
-
-def test_a_pipe_is_not_read(tmp_path):
-    os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(BadInput, match="metrics.jsonl: no such file"):
-        read_lines(tmp_path / "metrics.jsonl")
 
 
 def test_a_power_loss_leaves_a_checkpoint(tmp_path, monkeypatch):
@@ -195,5 +178,5 @@ def test_resume_knows_the_data(run, monkeypatch, capsys):
     monkeypatch.setattr(grpo, "load_task", lambda *a: replace(load_task(*a), fingerprint="xyz"))
     before = tree(run)
     assert run_here(grpo.main, *SMALL, "--steps", 5, "--run_dir", run, "--resume") == 2
-    assert "has other problems, or another reward" in capsys.readouterr().err
+    assert "has data" in capsys.readouterr().err
     assert tree(run) == before

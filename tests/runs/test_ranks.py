@@ -94,9 +94,9 @@ def test_an_update_waits_for_minutes_and_a_step_for_hours():
     assert ended.codes == [0, 0], ended.stderr
 
 
-def test_resume_on_other_ranks(tmp_path, capsys, world):
+def test_resume_on_other_ranks(tmp_path, world):
     """Saved by four ranks that share in pairs, read by two, then by one: the weights and moments
-    are the saved ones, and the run says that it goes on in another way."""
+    are the saved ones."""
     folder = tmp_path / "run"
     flags = [*SMALL, "--minibatches", 1, "--run_dir", folder]
     ended = command("grpo", *flags, "--steps", 2, "--shard_ranks", 2, ranks=4)
@@ -114,7 +114,6 @@ def test_resume_on_other_ranks(tmp_path, capsys, world):
     ended = command("grpo", *flags, "--steps", 4, "--resume", ranks=2)
     assert ended.codes == [0, 0], ended.stderr
     assert run_here(grpo.main, *flags, "--steps", 6, "--resume") == 0
-    assert "saved by 2 rank(s), now 1: not bit-exact" in capsys.readouterr().out
 
 
 def test_batches_in_flight_belong_to_their_ranks(tmp_path, capsys):

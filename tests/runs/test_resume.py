@@ -57,26 +57,12 @@ def test_a_lost_rank_ends_the_other_and_torchrun_goes_on(tmp_path):
     on from step 2, and the end is that of a run that nothing happened to."""
     flags = [*SMALL, "--steps", 5]
     words = [*flags, "--resume", "auto", "--run_dir", tmp_path / "parts"]
-    run = started(*TORCHRUN, "--no-python", sys.executable, "-c", LOSE_A_RANK, *words)
+    fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # docs/cluster.md
+    run = started(*TORCHRUN, "--no-python", sys.executable, "-c", LOSE_A_RANK, *words, **fresh)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert "steps 1 to 5, each" in run.stdout and "steps 3 to 5, each" in run.stdout
+    assert "steps 1 to 5;" in run.stdout and "steps 3 to 5;" in run.stdout
     assert command("grpo", *flags, "--run_dir", tmp_path / "whole", ranks=2).returncode == 0
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 5, tmp_path)
-
-
-@slow
-def test_auto_goes_on_with_a_run_of_the_same_flags(tmp_path, capsys):
-    """A run of another seed gets another folder; each goes on in its own."""
-    flags = [*SMALL, "--run_dir", tmp_path / "run", "--resume", "auto"]
-    for seed, steps, said in (
-        (0, 2, "1 to 2"),
-        (1, 2, "1 to 2"),
-        (0, 4, "3 to 4"),
-        (1, 4, "3 to 4"),
-    ):
-        assert run_here(grpo.main, *flags, "--seed", seed, "--steps", steps) == 0
-        assert f"steps {said}" in capsys.readouterr().out
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.2"]
 
 
 def killed_while_saving(*flags: object) -> None:
@@ -122,26 +108,6 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path):
     assert (tmp_path / "run/checkpoints/step_000003/rank1.pt").exists()
     assert command("grpo", *flags, "--steps", 4, "--resume", ranks=2).codes == [0, 0]
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
-
-
-LATER = """
-import os
-train = lambda i: (f"{i % 9}+{1 if i < 64 else os.environ['NUMBER']}=", "1")
-held_out = [("8+1=", "9")]
-reward = lambda response, answer: 0.5
-"""
-
-
-def test_resume_refuses_other_problems(tmp_path, monkeypatch, capsys):
-    """Also where only the problems of the checkpoint's step are others."""
-    (tmp_path / "later.py").write_text(LATER)
-    flags = [*SMALL, "--prompts_per_step", 64, "--group_size", 2, "--task", tmp_path / "later.py"]
-    flags += ["--max_new_tokens", 2, "--run_dir", tmp_path / "run"]
-    for number, steps, code in ((1, 2, 0), (2, 3, 2)):
-        monkeypatch.setenv("NUMBER", str(number))
-        resume = ["--resume"] * (number == 2)
-        assert run_here(grpo.main, *flags, "--steps", steps, *resume) == code
-    assert "gives other problems than it did in the run" in capsys.readouterr().err
 
 
 @slow
