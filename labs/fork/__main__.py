@@ -54,7 +54,7 @@ def rollout(arm: str, logits: torch.Tensor, lr: float, generator: torch.Generato
     return logits
 
 
-def measure(arm: str, seed: int, quick: bool) -> dict:
+def measure(arm: str, seed: int) -> dict:
     """p(right) after each rollout; rollouts until it passes 1/2; and what one rollout adds to
     p(right), by what it was before, at each of TIMES the learning rate."""
     generator = torch.Generator().manual_seed(seed)
