@@ -81,7 +81,7 @@ from common.distributed import gather  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches, response_logprobs
 from common.logprobs import entropies  # <own>
-from common.metrics import Means, by_sign, evaluate, of_rollout
+from common.metrics import Means, metrics_by_sign, evaluate, rollout_metrics
 from common.model import load_model
 from common.rollout import make_engine
 from common.run import Run
@@ -287,10 +287,10 @@ def main(args: Args, world: World) -> None:
             if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
-            means.add(**by_sign(minibatch))
+            means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
-        means.add(**of_rollout(rollout, rewards, task))
+        means.add(**rollout_metrics(rollout, rewards, task))
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)

@@ -50,7 +50,7 @@ Differs from the paper in:
 Here and in the released code b is applied to min(w, 8) g/|y|, for which it is not the best
 baseline. We enumerated all answers of 40 small random tasks. On-policy, the variance is a fifth
 above the least possible one (median), and above that of the plain group mean in 27 tasks;
-off-policy in 16 (tests/algorithms/test_vcpo.py).
+off-policy in 16.
 
 Confidence: we read everything in the released code (mit-han-lab/vcpo c7f030f, 2 March 2026), whose
 numbers checks/vcpo.py has. Of the paper (version 2, same day) we read quotations.
@@ -81,9 +81,9 @@ from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches, response_logprobs
-from common.metrics import Means, by_sign, evaluate, of_rollout
+from common.metrics import Means, metrics_by_sign, evaluate, rollout_metrics
 from common.model import load_model
-from common.norms import gradient_norms, strange_part  # <own>
+from common.norms import gradient_norms, unsupported_module  # <own>
 from common.rollout import make_engine
 from common.run import Run
 import torch
@@ -259,7 +259,7 @@ def main(args: Args, world: World) -> None:
     if args.resume:
         done = load_checkpoint(run.folder, policy, optimizer, parts, world)
     engine.sync(policy)
-    if args.optimal_baseline and (part := strange_part(policy)):  # <own>
+    if args.optimal_baseline and (part := unsupported_module(policy)):  # <own>
         raise BadInput(f"{part}: no gradient norms, use --no_optimal_baseline")  # <own>
     run.start(done)
     if done == 0:
@@ -343,10 +343,10 @@ def main(args: Args, world: World) -> None:
             if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
-            means.add(**by_sign(minibatch))
+            means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
-        means.add(**of_rollout(rollout, rewards, task) | own)  # <own>
+        means.add(**rollout_metrics(rollout, rewards, task) | own)  # <own>
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)

@@ -4,9 +4,7 @@
 
 - `objective(b)` returns J of a `Batch`, which is a mean, and the count that it is a mean over;
 - `statistics(b)` returns the metrics of the loss as pairs (sum, count);
-- `CASES` are the flags under which the file is compared with both;
-- `READS` are the columns that the loss may use besides log π, advantages and mask. Without it,
-  π_old is the only one;
+- `CASES` are the flags under which `agree` compares the file with both;
 - `CHECKS` are further functions of a module (the file, a damaged copy, or a student's file). They
   raise AssertionError if the module is wrong, and their docstring states the rule. They compare
   with numbers of other people's code, or with sums over all outcomes;
@@ -16,7 +14,6 @@
 
 import functools
 import importlib
-import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -31,7 +28,6 @@ from common.distributed import ALONE
 from torch import Tensor
 
 CHOSEN = {"spurious", "chosen", "kept", "rare", "masked"}  # what a `choose_tokens` writes
-WORDS = {"old_logp": "π_old", "rollout_logp": "μ", "entropy": "the entropy"}
 FIXTURE = json.loads(Path(__file__).with_name("losses.json").read_text(encoding="utf-8"))
 
 
@@ -39,12 +35,7 @@ FIXTURE = json.loads(Path(__file__).with_name("losses.json").read_text(encoding=
 def of(algorithm: str) -> tuple[list[Callable], dict[str, tuple]]:
     """All checks and the mutants of an algorithm, by its file's stem."""
     module = importlib.import_module(f"checks.{algorithm}")
-    shared = [*agree(module.objective, module.CASES), count_alike(module.statistics, module.CASES)]
-    shared.append(check_padding_counts_for_nothing)
-    unread = WORDS.keys() - getattr(module, "READS", ["old_logp"])
-    if unread:
-        shared.append(independent_of(sorted(unread)))
-    return [*module.CHECKS, *shared], getattr(module, "MUTANTS", {})
+    return [*module.CHECKS, *agree(module)], getattr(module, "MUTANTS", {})
 
 
 def written_here(namespace: dict) -> list[Callable]:
@@ -87,8 +78,7 @@ class Batch(SimpleNamespace):
     """What an objective is a function of, in float64.
 
     `logp` (with gradient), `old`, `mu`, `ref`: log-probs of π_θ, π_old, μ and π_ref; `entropy` and
-    `mask`; all `[n, T]`. `A` `[n]`. `args`: the flags. Some files have more columns: `finished`,
-    `branch`, `working_A` `[n]` and `working`, `tokens_A`, `proxy`, `teacher` `[n, T]`.
+    `mask`; all `[n, T]`. `A` `[n]`. `args`: the flags. Further columns have their names in Rollout.
     """
 
     @property
@@ -167,7 +157,7 @@ def busy_batch() -> dict[str, Tensor]:
     """The toy batch with its own μ, π_ref, entropies and all that some file reads: responses of 1
     to 6 tokens, one of them cut off; ratios on both sides of every bound; advantages of both signs
     and 0. Its padding has values that every count would include: ratios that moved outward, likely
-    and rare tokens."""
+    and rare tokens; and in the last column zeros, as a batch of a run has."""
     batch, generator = toy_batch(), torch.Generator().manual_seed(7)
     mask, A = batch["mask"], batch["advantages"][:, None]
     noise = torch.rand(7, *mask.shape, generator=generator, dtype=torch.float64)
@@ -183,10 +173,13 @@ def busy_batch() -> dict[str, Tensor]:
     garbage |= {"proxy_logp": old + 3, "teacher_logp": old - 9}
     for name, x in garbage.items():
         batch[name] = torch.where(mask > 0, batch[name], x)
-    batch["finished"] = torch.tensor([True, True, False, True, True, True])
-    batch["proxy_logp"][1, 1] = -torch.inf
-    batch["branch"] = torch.tensor([0, 1, 0, 0, 1, 0]).double()
     batch["working"] = (noise[6] > 0.4).double() * mask
+    batch["proxy_logp"][1, 1] = -torch.inf
+    for name, column in batch.items():
+        if column.dim() == 2:
+            batch[name] = torch.nn.functional.pad(column, (0, 1))
+    batch["finished"] = torch.tensor([True, True, False, True, True, True])
+    batch["branch"] = torch.tensor([0, 1, 0, 0, 1, 0]).double()
     batch["working_advantages"] = torch.tensor([-0.5, -1, 2, -0.7, 1, 0]).double()
     return batch
 
@@ -209,19 +202,18 @@ def reached(module: ModuleType, flags: dict) -> tuple[object, Tensor, Tensor, Ro
 def written(args: object, batch: Rollout) -> Batch:
     """A batch of the file as a `Batch` of its objective."""
     names = {"old": "old_logp", "mu": "rollout_logp", "ref": "ref_logp", "A": "advantages"}
-    names |= {"tokens_A": "token_advantages", "working_A": "working_advantages"}
-    names |= {"proxy": "proxy_logp", "teacher": "teacher_logp"}
     columns = {short: getattr(batch, name) for short, name in names.items()}
     return Batch(args=args, **vars(batch) | columns)
 
 
-def agree(objective: Callable, cases: list[dict]) -> list[Callable]:
-    """The checks that `policy_loss` is an objective."""
+def agree(spec: ModuleType) -> list[Callable]:
+    """The checks that `policy_loss` is what checks/NAME.py states, under each of its CASES."""
 
     def compare(module: ModuleType, divisions: list) -> None:
-        for flags in cases:
+        for flags in spec.CASES:
+            told = "".join(f" --{name} {value}" for name, value in flags.items())
             args, logp, entropy, batch = reached(module, flags)
-            J, count = objective(written(args, batch))
+            J, count = spec.objective(written(args, batch))
             (slope,) = torch.autograd.grad(J, logp)
             for parts in divisions:
                 total, number = 0.0, 0.0
@@ -230,7 +222,6 @@ def agree(objective: Callable, cases: list[dict]) -> list[Callable]:
                     added, counted, _ = module.policy_loss(args, *given)
                     total, number = total + added, number + counted
                 (gradient,) = torch.autograd.grad(total / number, logp)
-                told = "".join(f" --{name} {value}" for name, value in flags.items())
                 near(total / number, -J, f"the loss{told}", 1e-9)
                 near(gradient, -slope, f"∂ loss / ∂ log π{told}", 1e-9)
                 near(number, count, f"the count{told}", 1e-9)
@@ -243,30 +234,18 @@ def agree(objective: Callable, cases: list[dict]) -> list[Callable]:
         """The sums of any micro-batches, divided once by their count, are the whole batch's J."""
         compare(module, [[[0, 3], [1, 4], [2, 5]], [[5], [2, 4], [0, 1, 3]]])
 
-    return [check_loss, check_parts_add_up]
-
-
-def count_alike(statistics: Callable, cases: list[dict]) -> Callable:
-    """The check that the third result of `policy_loss` has these statistics."""
-
     def check_statistics(module: ModuleType) -> None:
-        for flags in cases:
+        for flags in spec.CASES:
+            told = "".join(f" --{name} {value}" for name, value in flags.items())
             args, logp, entropy, batch = reached(module, flags)
             _, _, found = module.policy_loss(args, logp, entropy, batch)
-            told = "".join(f" --{name} {value}" for name, value in flags.items())
-            counts(found, statistics(written(args, batch)), told)
+            counts(found, spec.statistics(written(args, batch)), told)
 
-    check_statistics.__doc__ = statistics.__doc__
-    return check_statistics
+    check_statistics.__doc__ = spec.statistics.__doc__
+    return [check_loss, check_parts_add_up, check_statistics]
 
 
 # Tools of the checks
-
-
-def number(x: float, other: float | None = None) -> str:
-    """x with four digits, or with enough digits to differ from the other number."""
-    texts = [[f"{float(value):.{digits}g}" for value in (x, other or 0)] for digits in (4, 8, 12)]
-    return next((a for a, b in texts if a != b), texts[0][0])
 
 
 def near(found: object, expected: object, what: str, tolerance: float = 1e-12) -> None:
@@ -283,8 +262,7 @@ def near(found: object, expected: object, what: str, tolerance: float = 1e-12) -
         place = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), found.shape))
         where = f" at {list(place)}" if place else ""
         ours, theirs = found.flatten()[at].item(), expected.flatten()[at].item()
-        told = f"{number(ours, theirs)}, expected {number(theirs, ours)}"
-        raise AssertionError(f"{what}{where}: {told}")
+        raise AssertionError(f"{what}{where}: {ours:.8g}, expected {theirs:.8g}")
 
 
 def mini_batch(
@@ -324,6 +302,13 @@ def loss_of(module: ModuleType, args: object, **tensors: Tensor) -> tuple[Tensor
     return total / count, stats
 
 
+def loss_and_gradient(module: ModuleType, args: object, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss and its gradient by log π `[n, T]`."""
+    logp = tensors["logp"].detach().requires_grad_()
+    loss, _ = loss_of(module, args, **tensors | {"logp": logp})
+    return loss.detach(), torch.autograd.grad(loss, logp)[0]
+
+
 def no_kl(module: ModuleType, **flags: object) -> object:
     """The file's Args, without a KL term if the file has one."""
     return replace(
@@ -347,32 +332,20 @@ def toy_batch() -> dict[str, Tensor]:
     return batch
 
 
-def weighs(
-    module: ModuleType,
-    ratio: float,
-    advantage: float,
-    expected: float,
-    tolerance: float = 1e-12,
-    old: float = 1.0,
-    **flags: object,
-) -> None:
-    """The gradient weight on ∇ log π of a one-token response with this ratio and π_old = `old` is
-    as expected; otherwise the message has the numbers."""
+def weight(
+    module: ModuleType, ratio: float, advantage: float, old: float = 1.0, **flags: object
+) -> Tensor:
+    """The gradient weight on ∇ log π of a one-token response with this ratio and π_old = `old`."""
     old_logp = one(old).log()
-    logp = (old_logp + one(ratio).log()).requires_grad_()
-    rest = {"old_logp": old_logp, "advantages": one(advantage)[0], "mask": one(1.0)}
-    loss_of(module, no_kl(module, **flags), logp=logp, **rest)[0].backward()
-    found = -logp.grad.item()
-    places = [f"r = {number(ratio)}", f"Â = {advantage:+.4g}"]
-    places += [f"{name} = {value}" for name, value in ({"π_old": old} | flags).items()]
-    told = f"weight {number(found, expected)}, expected {number(expected, found)}"
-    assert abs(found - expected) <= tolerance, f"{', '.join(places)}: {told}"
+    columns = {"logp": old_logp + one(ratio).log(), "old_logp": old_logp}
+    columns |= {"advantages": one(advantage)[0], "mask": one(1.0)}
+    return -loss_and_gradient(module, no_kl(module, **flags), **columns)[1][0, 0]
 
 
 def matches(module: ModuleType, case: str, **flags: object) -> None:
     """Value and gradient on the toy batch equal the fixture's case, to 1e-8."""
     expected = FIXTURE["cases"][case]
-    loss, gradient, _ = outcome(module, toy_batch(), no_kl(module, **flags))
+    loss, gradient = loss_and_gradient(module, no_kl(module, **flags), **toy_batch())
     near(loss, expected["loss"], "the loss of the toy batch", 1e-8)
     near(gradient, expected["grad"], "∂ loss / ∂ log π on the toy batch", 1e-8)
 
@@ -392,45 +365,34 @@ def advantages_match(
     near(module.advantages(one_right), rule(one_right), "of 1 right of 64", tolerance)
 
 
+RIGHT = torch.tensor([1.0, 0, 0, 1, 0, 1], dtype=torch.float64)  # rewards of six outcomes
+POLICIES = ([1, 7, 3, 4, 2, 3], [12, 2, 1, 1, 2, 2], [1, 1, 1, 15, 1, 1])  # how often each is drawn
+
+
+def every_sample(draws: list[int]) -> tuple[Tensor, Tensor]:
+    """A "group" that holds every outcome of a policy in exact proportion, so that there is no
+    sampling noise: the outcome of each row `[n]`. And log π of each outcome."""
+    probabilities = torch.tensor(draws).double() / sum(draws)
+    return torch.arange(len(draws)).repeat_interleave(torch.tensor(draws)), probabilities.log()
+
+
 def gradient_law(module: ModuleType, power: float, **flags: object) -> None:
     """|∇J| = (p (1-p))^power · |E[∇ log π | right] - E[∇ log π | wrong]|, with the module's own
-    advantages and loss.
-
-    The "group" holds every outcome of a policy in exact proportion, so there is no sampling noise.
-    """
-    right = torch.tensor([1.0, 0, 0, 1, 0, 1], dtype=torch.float64)
-    for counts in ([1, 7, 3, 4, 2, 3], [12, 2, 1, 1, 2, 2], [1, 1, 1, 15, 1, 1]):
-        weights = torch.tensor(counts, dtype=torch.float64)
-        outcomes, n = torch.repeat_interleave(torch.arange(6), weights.long()), int(weights.sum())
-        theta = (weights / n).log().requires_grad_()
-        logp, ones = theta.log_softmax(0)[outcomes][:, None], torch.ones(n, 1, dtype=torch.float64)
-        batch = {"logp": logp, "old_logp": logp.detach(), "mask": ones}
-        batch["advantages"] = module.advantages(right[outcomes][None])[0]
+    advantages and loss."""
+    for draws in POLICIES:
+        rows, log_pi = every_sample(draws)
+        theta, pi, n = log_pi.clone().requires_grad_(), log_pi.exp(), len(rows)
+        logp = theta.log_softmax(0)[rows][:, None]
+        batch = {"logp": logp, "old_logp": logp.detach(), "mask": torch.ones_like(logp)}
+        batch["advantages"] = module.advantages(RIGHT[rows][None])[0]
         loss_of(module, no_kl(module, **flags), **batch)[0].backward()
-        pi = weights / n
-        p = (pi * right).sum()
+        p = (pi * RIGHT).sum()
         scores = torch.eye(6, dtype=torch.float64) - pi  # ∇ log π of each outcome, a row each
-        apart = (pi * right) @ scores / p - (pi * (1 - right)) @ scores / (1 - p)
+        apart = (pi * RIGHT) @ scores / p - (pi * (1 - RIGHT)) @ scores / (1 - p)
         law = (p * (1 - p)) ** power * apart.norm()
         sample_std = ((n - 1) / n) ** 0.5 if power == 0.5 else 1.0  # by which the file divides
         found = theta.grad.norm() / (law * sample_std)
-        near(found, 1, f"|∇J|, divided by the law's, at p = {number(p)}", 1e-4)
-
-
-def every_answer() -> tuple[tuple[Tensor, ...], Tensor]:
-    """All answers of up to three tokens of 0, 1, 2, where 0 ends an answer. Returns the index of
-    every token in a table `[3, 4, 3]` (position, the token before, the token), and the mask,
-    `[answers, 3]`."""
-    every = [s for n in (1, 2, 3) for s in itertools.product(range(3), repeat=n)]
-    answers = [s for s in every if 0 not in s[:-1] and (s[-1] == 0 or len(s) == 3)]
-    places = torch.zeros(len(answers), 3, 3, dtype=torch.long)  # of padding: any
-    mask = torch.zeros(len(answers), 3, dtype=torch.float64)
-    for row, answer in enumerate(answers):
-        for t, token in enumerate(answer):
-            before = answer[t - 1] if t else 3
-            places[row, t] = torch.tensor([t, before, token])
-            mask[row, t] = 1
-    return places.unbind(-1), mask
+        near(found, 1, f"|∇J|, divided by the law's, at p = {p:.3g}", 1e-4)
 
 
 def counts(stats: dict, expected: dict[str, tuple], where: str = "") -> None:
@@ -466,53 +428,8 @@ def check_equal_rewards(module: ModuleType) -> None:
     for reward in (1.0, 0.0, 0.7, 0.3):
         rewards = torch.full((2, 8), reward)
         worst = module.advantages(rewards).abs().max().item()
-        assert worst == 0, f"eight rewards of {reward:g} give {number(worst)}, expected 0"
+        assert worst == 0, f"eight rewards of {reward:g} give {worst:g}, expected 0"
         assert (rewards == reward).all(), "the rewards that it is given are changed in place"
-
-
-def outcome(
-    module: ModuleType, batch: dict[str, Tensor], args: object = None
-) -> tuple[Tensor, Tensor, dict]:
-    """Loss, gradient `[n, T]` and statistics of a batch (default: with the file's defaults)."""
-    logp = batch["logp"].clone().requires_grad_()
-    loss, stats = loss_of(module, args or module.Args(), **batch | {"logp": logp})
-    (gradient,) = torch.autograd.grad(loss, logp)
-    return loss.detach(), gradient, stats
-
-
-def unchanged(module: ModuleType, batch: dict[str, Tensor], where: str) -> None:
-    """Loss, gradient and statistics are those of the busy batch."""
-    loss, gradient, stats = outcome(module, busy_batch())
-    found = outcome(module, batch)
-    near(found[0], loss, f"the loss {where}", 1e-9)
-    near(found[1][:, : gradient.shape[1]], gradient, f"the gradient {where}", 1e-9)
-    counts(found[2], stats, f" {where}")
-
-
-def check_padding_counts_for_nothing(module: ModuleType) -> None:
-    """For any values on padding, and any amount of it, loss, gradient and statistics are the
-    same."""
-    clean, wide = busy_batch(), busy_batch()
-    for name, column in clean.items():
-        if column.dim() == 2:
-            clean[name] = column * clean["mask"]
-            wide[name] = torch.nn.functional.pad(column, (0, 3))
-    unchanged(module, clean, "with other numbers on padding")
-    unchanged(module, wide, "with three more columns of padding")
-
-
-def independent_of(columns: list[str]) -> Callable:
-    """The check that a loss does not depend on columns that it must not read."""
-
-    def check_what_plays_no_part(module: ModuleType) -> None:
-        for name in columns:
-            batch = busy_batch()
-            batch[name] = batch[name] * 0.7 - 0.3 * batch["mask"]
-            unchanged(module, batch, f"with another {WORDS[name]}")
-
-    told = " and ".join(f"{WORDS[name]} (`{name}`)" for name in columns)
-    check_what_plays_no_part.__doc__ = f"Loss, gradient and statistics do not depend on {told}."
-    return check_what_plays_no_part
 
 
 # What `CHECKS` of several files have: their advantages

@@ -7,7 +7,7 @@ from common.batch import Rollout
 from common.distributed import ALONE
 from torch import Tensor
 
-from . import FIXTURE, ZSCORES, Batch, clip_statistics, near, no_kl, outcome, share
+from . import FIXTURE, ZSCORES, Batch, clip_statistics, loss_and_gradient, near, no_kl, share
 from . import surrogate, token_mean, toy_batch, written_here
 
 
@@ -63,7 +63,7 @@ def check_fixture(module: ModuleType) -> None:
     threshold, by rounding to float32. A share of 0.19 keeps the same four.)"""
     entropy = (36 - torch.arange(36, dtype=torch.float64)).reshape(6, 6) / 10
     args, case = module.Args(clip_high=0.2, top_entropy=0.19), "dapo_eps0.2_top20pct_entropy"
-    loss, gradient, _ = outcome(module, toy_batch() | {"entropy": entropy}, args)
+    loss, gradient = loss_and_gradient(module, args, **toy_batch(), entropy=entropy)
     expected = FIXTURE["cases"][case]
     near(loss * 4 / 21, expected["loss"], "the loss of the toy batch", 1e-8)
     near(gradient * 4 / 21, expected["grad"], "∂ loss / ∂ log π on the toy batch", 1e-8)
@@ -71,33 +71,27 @@ def check_fixture(module: ModuleType) -> None:
 
 def check_the_draw(module: ModuleType) -> None:
     """Clip-Cov draws a share of all tokens from those between the bounds that the clip leaves a
-    gradient: the same ones for rows in any order, others in another step, and without preferring a
-    place in the band."""
+    gradient: the same ones for rows in any order, others in another step."""
     generator = torch.Generator().manual_seed(3)
     logp = torch.randn(40, 5, generator=generator, dtype=torch.float64) - 3
     A = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(20)
     moved = 0.5 * (torch.rand(40, 5, generator=generator) < 0.2)  # r = 1.65 on a fifth
-    columns = {"logp": logp, "old_logp": logp - moved, "entropy": 0 * logp, "mask": 0 * logp + 1}
-    batch = Rollout(**columns, tokens=logp, advantages=A)
-    bounds = {"tokens": "clip_cov", "clip_cov_low": 0.1, "clip_cov_high": 1.5}
-    args, order = no_kl(module, clip_cov_share=0.05, **bounds), torch.randperm(40)
-    mixed = batch.rows(order)
+    batch = Rollout(logp=logp, old_logp=logp - moved, mask=torch.ones_like(logp), advantages=A)
+    order, drawn = torch.randperm(40, generator=generator), torch.zeros_like(logp)
+    mixed, zeros = batch.rows(order), torch.zeros_like(logp)
     c = (logp - logp.mean()) * (A - A.mean())[:, None]
     band = (c > 0.1) & (c < 1.5) & ~((moved > 0) & (A > 0)[:, None])
-    hits = torch.zeros_like(logp)
+    args = no_kl(module, tokens="clip_cov", clip_cov_low=0.1, clip_cov_high=1.5)
+    for some, number in ((0.9, band.sum()), (1e-4, 1), (0.05, 10)):
+        args.clip_cov_share = some
+        module.choose_tokens(args, batch, batch.logp, zeros, ALONE)
+        assert batch.chosen.sum() == number and not batch.chosen[~band].any()
     for step in range(60):
-        for rows in (batch, mixed):
-            module.choose_tokens(args, rows, rows.logp, rows.entropy, ALONE, step)
-        assert batch.chosen.sum() == 10 and torch.equal(mixed.chosen, batch.chosen[order])
-        hits += batch.chosen
-    assert not hits[~band].any() and (hits[band] > 0).double().mean() > 0.95
-    upper = band & (c > c[band].median())
-    assert 0.4 < hits[upper].sum() / 600 < 0.6
-    for some, number in ((0.9, band.sum()), (1e-4, 1)):
-        args = no_kl(module, clip_cov_share=some, **bounds)
-        module.choose_tokens(args, batch, batch.logp, batch.entropy, ALONE)
-        assert batch.chosen.sum() == number
+        module.choose_tokens(args, batch, batch.logp, zeros, ALONE, step)
+        module.choose_tokens(args, mixed, mixed.logp, zeros, ALONE, step)
+        assert torch.equal(mixed.chosen, batch.chosen[order])
+        drawn += batch.chosen
+    assert (drawn[band] > 0).double().mean() > 0.95
 
 
-READS = ("old_logp", "entropy")
 CHECKS = [*written_here(globals()), *ZSCORES]

@@ -1,14 +1,13 @@
 """GRPO: outside numbers, closed forms, exact enumerations."""
 
-import itertools
 from dataclasses import replace
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, clip_statistics, k3, loss_of, matches, near, no_kl, number
-from . import one, response_mean, surrogate, weighs, written_here
+from . import POLICIES, ZSCORES, Batch, clip_statistics, every_sample, k3, loss_and_gradient
+from . import loss_of, matches, near, no_kl, one, response_mean, surrogate, weight, written_here
 
 
 def objective(b: Batch) -> tuple[Tensor, int]:
@@ -38,62 +37,54 @@ def check_coefficients(module: ModuleType) -> None:
     """The gradient weight c(r, Â) on ∇ log π, for one-token responses."""
     for advantage, table in ((1.0, UP), (-1.0, DOWN)):
         for ratio, expected in table.items():
-            weighs(module, ratio, advantage, advantage * expected)
+            found = weight(module, ratio, advantage)
+            near(found, advantage * expected, f"the weight at r = {ratio}, Â = {advantage}")
 
 
 def check_eos_counts(module: ModuleType) -> None:
     """The last token of a response, its EOS, receives gradient like the others; padding receives
     none."""
     mask = torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0]], dtype=torch.float64)
-    logp = torch.full((2, 4), -1.0, dtype=torch.float64, requires_grad=True)
-    batch = {"old_logp": logp.detach().clone(), "advantages": one(1.0, 1.0)[0], "mask": mask}
-    loss_of(module, no_kl(module), logp=logp, **batch)[0].backward()
+    batch = {"logp": -mask, "old_logp": -mask, "advantages": one(1.0, 1.0)[0], "mask": mask}
+    _, gradient = loss_and_gradient(module, no_kl(module), **batch)
     expected = -mask / mask.sum(1, keepdim=True) / 2
-    near(logp.grad, expected, "∂ loss / ∂ log π of responses of 3 tokens and of 1", 1e-6)
+    near(gradient, expected, "∂ loss / ∂ log π of responses of 3 tokens and of 1", 1e-6)
+
+
+def kl_term(module: ModuleType, theta: Tensor, ref: Tensor, draws: list, **flags: object) -> tuple:
+    """The loss with β = 1 and Â = 0 over all samples of π_old, and ref_kl."""
+    rows, old = every_sample(draws)
+    columns = {"logp": theta.log_softmax(0), "old_logp": old, "ref_logp": ref}
+    batch = {name: x[rows][:, None] for name, x in columns.items()}  # [n, 1]
+    ones = torch.ones(len(rows), 1, dtype=torch.float64)
+    args = replace(module.Args(), beta=1.0, **flags)
+    loss, stats = loss_of(module, args, **batch, mask=ones, advantages=0 * ones[:, 0])
+    total, tokens = stats["ref_kl"]
+    return loss, total / tokens
 
 
 def check_kl(module: ModuleType) -> None:
-    """With samples weighted by π_θ the KL term's value is KL(π_θ ‖ π_ref), by enumerating all
-    3-token sequences."""
-    generator = torch.Generator().manual_seed(0)
-    draw = [torch.randn(3, 4, generator=generator, dtype=torch.float64) for _ in range(2)]
-    policy, reference = (logits.log_softmax(-1) for logits in draw)
-    args, estimate, exact = replace(module.Args(), beta=1.0), 0.0, 0.0
-    for sequence in itertools.product(range(4), repeat=3):
-        picked = torch.tensor(sequence)[:, None]
-        logp, ref_logp = (table.gather(1, picked).T for table in (policy, reference))
-        batch = {"logp": logp, "old_logp": logp, "ref_logp": ref_logp}
-        batch |= {"advantages": one(0.0)[0], "mask": one(1.0, 1.0, 1.0)}
-        loss, stats = loss_of(module, args, **batch)
-        probability = logp.sum().exp()
-        estimate += probability * loss * 3  # a mean over 3 tokens
-        exact += probability * (logp - ref_logp).sum()
-        total, tokens = stats["ref_kl"]
-        near(loss, total / tokens, "with β = 1 and Â = 0 the loss, against ref_kl", 1e-8)
-        assert loss >= 0, f"k3 is never negative, and here it is {number(loss)}"
-    near(estimate, exact, "the KL term's mean under π_θ, against KL(π_θ ‖ π_ref)")
+    """Over all samples of π_θ the KL term is KL(π_θ ‖ π_ref), and so is ref_kl."""
+    for draws, other in zip(POLICIES, POLICIES[1:]):
+        (_, logp), (_, ref) = every_sample(draws), every_sample(other)
+        kl = (logp.exp() * (logp - ref)).sum()
+        loss, metric = kl_term(module, logp, ref, draws)
+        near(loss, kl, "the KL term's mean under π_θ, against KL(π_θ ‖ π_ref)")
+        near(metric, kl, "ref_kl, against KL(π_θ ‖ π_ref)")
 
 
 def check_kl_ratio(module: ModuleType) -> None:
     """With kl_ratio, over all samples of π_old, the KL term is KL(π_θ ‖ π_ref), and its gradient is
     that of this KL, although π_θ is another policy. Without the flag, it is neither."""
-    counts = torch.tensor([1, 7, 3, 4, 2, 3])
-    outcomes, old = torch.repeat_interleave(torch.arange(6), counts), counts.double() / counts.sum()
-    generator = torch.Generator().manual_seed(3)
-    noise = torch.randn(2, 6, generator=generator, dtype=torch.float64) / 2
-    theta, ref = (old.log() + noise[0]).requires_grad_(), (old.log() + noise[1]).log_softmax(0)
+    draws, other, third = POLICIES
+    theta, ref = every_sample(other)[1].requires_grad_(), every_sample(third)[1]
     logp = theta.log_softmax(0)
     kl = (logp.exp() * (logp - ref)).sum()
-    (truth,) = torch.autograd.grad(kl, theta, retain_graph=True)
-    rows = {"logp": logp, "old_logp": old.log(), "ref_logp": ref}
-    batch = {name: x[outcomes][:, None] for name, x in rows.items()}  # in exact proportion
-    ones = torch.ones(len(outcomes), 1, dtype=torch.float64)
-    batch |= {"mask": ones, "advantages": 0 * ones[:, 0]}
+    (truth,) = torch.autograd.grad(kl, theta)
     found = {}
     for weighed in (True, False):
-        args = replace(module.Args(), beta=1.0, kl_ratio=weighed)
-        loss, _ = loss_of(module, args, **batch)
-        found[weighed] = loss, torch.autograd.grad(loss, theta, retain_graph=True)[0]
+        loss, _ = kl_term(module, theta, ref, draws, kl_ratio=weighed)
+        found[weighed] = loss, torch.autograd.grad(loss, theta)[0]
     near(found[True][0], kl, "with kl_ratio the KL term, over all samples of π_old")
     near(found[True][1], truth, "its gradient by the logits, against that of KL(π_θ ‖ π_ref)")
     assert abs(found[False][0] - kl) > 1e-3, "without kl_ratio k3 is weighed by r, too"

@@ -19,7 +19,7 @@ def embedded(module: ModuleType, model: str = "tiny") -> tuple[Policy, Weights, 
     """The embedded policy with its weights rounded, their masters, and the object that rounded
     them."""
     policy = Policy(load_model(model)[0])
-    masters = {name: weight.detach().clone() for name, weight in policy.lm.named_parameters()}
+    masters = weights_of(policy)
     return policy, masters, module.EightBits(policy)
 
 
@@ -71,8 +71,6 @@ def check_distance(module: ModuleType) -> None:
     by_hand = sum(float((rounded[n] - masters[n]).abs().sum()) for n in changed)
     assert abs(float(apart) - by_hand) < 1e-4 * by_hand
     assert abs(float(size) / sum(float(masters[n].abs().sum()) for n in changed) - 1) < 1e-4
-    assert 0.015 < apart / size < 0.03
 
 
-READS = ("old_logp", "rollout_logp")
 CHECKS = [*minirl.CHECKS, *written_here(globals())]

@@ -14,12 +14,12 @@ def chosen(b: Batch) -> tuple[Tensor, Tensor, Tensor]:
     now = b.logp.detach()
     bad = (b.A[:, None] < 0) & (b.mask > 0)
     rare = bad & (now <= torch.quantile(now[bad], b.args.rare_share) + 1e-5)
-    return bad, rare, rare & (now < b.proxy - 1e-5)
+    return bad, rare, rare & (now < b.proxy_logp - 1e-5)
 
 
 def pull(b: Batch) -> Tensor:
     """π_proxy/π_θ on protected tokens, 1 elsewhere."""
-    return torch.where(chosen(b)[2], b.proxy - b.logp, 0.0).exp()
+    return torch.where(chosen(b)[2], b.proxy_logp - b.logp, 0.0).exp()
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:
@@ -35,7 +35,7 @@ def statistics(b: Batch) -> dict[str, tuple]:
     return clip_statistics(b) | {
         "protected_share": (protected.sum(), bad.sum()),
         "protected_pull": (b.args.proxy_weight * (pull(b) - 1).sum(), protected.sum()),
-        "noise_share": ((rare & b.proxy.isinf()).sum(), rare.sum()),
+        "noise_share": ((rare & b.proxy_logp.isinf()).sum(), rare.sum()),
     }
 
 

@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import FIXTURE, ZSCORES, Batch, matches, share, token_mean, weighs, written_here
+from . import FIXTURE, ZSCORES, Batch, matches, near, share, token_mean, weight, written_here
 
 
 def widths(b: Batch) -> Tensor:
@@ -56,8 +56,9 @@ def check_weights(module: ModuleType) -> None:
     out and on the way back, other flags, width and risk at their bounds."""
     for case in FIXTURE["maspo"]["cases"]:
         for ratio, old, advantage, expected in case["rows"]:
-            tolerance = 1e-9 * max(1, abs(expected))
-            weighs(module, ratio, advantage, expected, tolerance, old=old, **case["flags"])
+            found = weight(module, ratio, advantage, old, **case["flags"])
+            told = f"the weight at r = {ratio:.3g}, Â = {advantage}, π_old = {old:.3g}"
+            near(found, expected, told, 1e-9 * max(1, abs(expected)))
 
 
 CHECKS = [*written_here(globals()), *ZSCORES]

@@ -5,8 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import CENTRED, Batch, cut_shares, every_answer, near, no_kl, share, terms
-from . import written_here
+from . import CENTRED, Batch, cut_shares, near, no_kl, share, terms, written_here
 
 
 def weights(b: Batch) -> Tensor:
@@ -43,12 +42,16 @@ def check_first_order(module: ModuleType) -> None:
     gradient equals that of the expected reward if π_θ = μ. The gap grows with the distance.
     Dividing by length breaks the equality at once."""
     generator = torch.Generator().manual_seed(3)
-    where, mask = every_answer()
+    every = torch.cartesian_prod(*3 * [torch.arange(3)])  # [27, 3]: tokens 0, 1, 2
+    earlier = torch.nn.functional.pad(every[:, :-1], (1, 0), value=3)  # 3: the start
+    inside = (earlier > 0).cumprod(1)  # up to the first 0, which ends an answer
+    once = (every * (1 - inside) == 0).all(1)  # of those with the same answer one
+    answers, before, mask = every[once], earlier[once], inside[once].double()  # [answers, 3]
     base, direction = torch.randn(2, 3, 4, 3, generator=generator, dtype=torch.float64)
     rewards = torch.randn(len(mask), generator=generator, dtype=torch.float64)
 
     def logps(theta: Tensor) -> Tensor:
-        return theta.log_softmax(-1)[where] * mask  # [answers, 3]
+        return theta.log_softmax(-1)[torch.arange(3), before, answers] * mask  # [answers, 3]
 
     mu = logps(base)
     near(mu.sum(1).exp().sum(), 1, "the sum of all answers' probabilities")
@@ -68,7 +71,6 @@ def check_first_order(module: ModuleType) -> None:
     assert gap(0.0, length_norm=True) > 0.1, "with length_norm the gradients are equal, too"
 
 
-READS = ("old_logp", "rollout_logp")
 CHECKS = [*written_here(globals()), *CENTRED]
 BEHAVIOUR = "batch.rollout_logp if args.correct_mismatch else batch.old_logp"
 RATIO = "ratio = (logp.detach() - batch.old_logp).exp()"

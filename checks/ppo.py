@@ -1,10 +1,8 @@
 """PPO: GAE by another formula, the value loss, and an advantage for each token."""
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
-from common.batch import Rollout
-from common.distributed import ALONE
 from torch import Tensor
 
 from . import Batch, clipped, counts, cut_shares, near, one, token_mean, written_here
@@ -12,31 +10,25 @@ from . import Batch, clipped, counts, cut_shares, near, one, token_mean, written
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:
     """PPO's clipped objective with an advantage for each token."""
-    return token_mean(clipped(b.r, b.tokens_A, b.args), b.mask)
+    return token_mean(clipped(b.r, b.token_advantages, b.args), b.mask)
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
     """clip_share and its sides, clip_above and clip_below."""
-    return cut_shares(b, b.tokens_A)
+    return cut_shares(b, b.token_advantages)
 
 
 CASES = [{}, {"clip_high": 0.28}]
-
-
-def random_rows(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards, values and mask `[5, 7]`: rows of 7, 4, 1 and 6 tokens, padded; one with a gap."""
-    generator = torch.Generator().manual_seed(seed)
-    rewards, values = torch.randn(2, 5, 7, generator=generator, dtype=torch.float64)
-    mask = (torch.arange(7) < torch.tensor([7, 4, 1, 6, 7])[:, None]).double()
-    mask[4, 2:5] = 0.0
-    return rewards, values, mask
 
 
 def check_gae_is_a_mean_of_returns(module: ModuleType) -> None:
     """GAE is a mean of returns that look n tokens ahead and then use the critic, n = 1, 2, ....
     Their weights are (1 - λ) λ^(n-1), and the whole return has the rest. Padding and gaps are no
     tokens; λ may differ by row."""
-    rewards, values, mask = random_rows()
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 5, 7, generator=generator, dtype=torch.float64)
+    mask = (torch.arange(7) < torch.tensor([7, 4, 1, 6, 7])[:, None]).double()
+    mask[4, 2:5] = 0.0
     lams = torch.tensor([0.7, 0.0, 0.5, 1.0, 0.3], dtype=torch.float64)
     for gamma in (1.0, 0.8):
         expected = torch.zeros_like(values)
@@ -56,7 +48,7 @@ def check_gae_is_a_mean_of_returns(module: ModuleType) -> None:
 
 def check_token_rewards(module: ModuleType) -> None:
     """R at the last token, minus β log(π_old/π_ref) at each token; padding has none."""
-    batch = Rollout(
+    batch = SimpleNamespace(
         mask=torch.tensor([[1.0, 1, 1], [1, 0, 0]]),
         rewards=torch.tensor([1.0, 0.0]),
         old_logp=torch.tensor([[-0.1, -0.2, -0.3], [-0.4, -9.0, -9.0]]),
@@ -77,17 +69,6 @@ def check_value_loss(module: ModuleType) -> None:
     near(loss, (0.5**2 + 0.3**2 + 0.9**2 + 0.9**2 + 0.4**2) / 2, "the sum")
     near(V.grad, one(-0.5, 0, -0.9, 0.9, 0.4, 0), "∂ loss / ∂ V")
     counts(stats, {"value_loss": (loss.detach(), 5), "value_clipped": (1, 5)})
-
-
-def check_moments(module: ModuleType) -> None:
-    """Mean and sample variance of the tokens of all parts, without padding."""
-    generator = torch.Generator().manual_seed(0)
-    columns = [5 + torch.randn(3, 4, generator=generator).double() for _ in range(2)]
-    masks = [(torch.arange(4) < torch.tensor(n)[:, None]).double() for n in ([4, 1, 2], [3, 3, 0])]
-    mean, variance = module.moments(columns, masks, ALONE)
-    tokens = torch.cat([x[mask > 0] for x, mask in zip(columns, masks)])
-    near(mean, tokens.mean(), "the mean", 1e-9)
-    near(variance, tokens.var(), "the variance", 1e-9)
 
 
 CHECKS = written_here(globals())

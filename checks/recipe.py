@@ -51,5 +51,4 @@ CASES = [
 ]
 
 
-READS = ("old_logp", "rollout_logp", "entropy")
 CHECKS = ZSCORES

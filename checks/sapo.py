@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, matches, response_mean, share, weighs, written_here
+from . import ZSCORES, Batch, matches, near, response_mean, share, weight, written_here
 
 
 def temperatures(b: Batch) -> Tensor:
@@ -41,8 +41,8 @@ def check_fixture(module: ModuleType) -> None:
 def check_is_normalised_at_one(module: ModuleType) -> None:
     """At r = 1 the weight is Â for every τ."""
     for tau in (0.1, 1.0, 1.05, 5.0):
-        weighs(module, 1.0, 0.7, 0.7, tau_pos=tau)
-        weighs(module, 1.0, -0.7, -0.7, tau_neg=tau)
+        near(weight(module, 1.0, 0.7, tau_pos=tau), 0.7, f"the weight at r = 1, Â = 0.7, τ = {tau}")
+        near(weight(module, 1.0, -0.7, tau_neg=tau), -0.7, f"the one at Â = -0.7, τ = {tau}")
 
 
 CHECKS = [*written_here(globals()), *ZSCORES]
@@ -52,5 +52,4 @@ MUTANTS = {
     "temperatures swapped": ("where(A > 0", "where(A < 0"),
     "detached": (SIGMOID, f"{SIGMOID}.detach() * (1 + 0 * logp)"),
     "log-ratio": (SIGMOID, "torch.sigmoid(tau * (logp - batch.old_logp))"),
-    "gate_closed without the mask": ("((1 - gate) * mask).sum()", "(1 - gate).sum()"),
 }

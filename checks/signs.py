@@ -26,28 +26,25 @@ def statistics(b: Batch) -> dict[str, tuple]:
 CASES = [flags | {"positive_weight": 0.25} for flags in grpo.CASES]
 
 
-def odd(module: ModuleType, values: list[float], k: float, column: int) -> list[int]:
-    """Which of these lengths (column 0) or mean log μ (1) are outliers; the other is constant."""
-    every = torch.full((len(values), 2), 7.0, dtype=torch.float64)
-    every[:, column] = torch.tensor(values)
-    found = module.outliers(no_kl(module, outliers=k), every, every)
-    return found.nonzero()[:, 0].tolist()
-
-
 def check_outliers(module: ModuleType) -> None:
     """Nine values of 10 and one of 40: mean 13, population std 9, so 40 is 3 std away. In both
-    directions, for length and for log-prob."""
-    for column, sign in ((0, 1), (1, 1), (1, -1)):
+    directions, for length and for log-prob. If all are alike, rounding makes none; k = 0 turns the
+    filter off."""
+
+    def odd(values: list[float], k: float) -> list[int]:
+        """Which rows are outliers, their lengths equal."""
+        every = torch.tensor([[7.0, value] for value in values], dtype=torch.float64)
+        args, found = no_kl(module, outliers=k), []
+        for columns in (every, every.flip(1)):
+            found.append(module.outliers(args, columns, columns).nonzero()[:, 0].tolist())
+        assert found[0] == found[1]
+        return found[0]
+
+    for sign in (1, -1):
         values = [sign * x for x in [10.0] * 9 + [40.0]]
-        assert odd(module, values, 2.95, column) == [9]
-        assert odd(module, values, 3.05, column) == []
-        assert odd(module, values, 0.3, column) == list(range(10))  # 10 is a third of a std away
-
-
-def check_no_outliers(module: ModuleType) -> None:
-    """If all are alike, rounding makes none; k = 0 turns the filter off."""
-    assert odd(module, [0.1 + 1e-9 * i for i in range(8)], 1.0, 1) == []
-    assert odd(module, [1.0, 2, 3, 99], 0.0, 0) == []
+        assert odd(values, 2.95) == [9] and odd(values, 3.05) == []
+        assert odd(values, 0.3) == list(range(10))  # 10 is a third of a std away
+    assert odd([0.1 + 1e-9 * i for i in range(8)], 1.0) == odd([1.0, 2, 3, 99], 0.0) == []
 
 
 def check_measures(module: ModuleType) -> None:

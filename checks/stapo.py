@@ -61,7 +61,6 @@ def check_quantile_of_many(module: ModuleType) -> None:
     near(module.entropy_threshold(module.Args(), many), 0.5, "τ_h of 2^24 + 1 equal entropies")
 
 
-READS = ("old_logp", "entropy")
 CHECKS = [*written_here(globals()), *ZSCORES]
 IMPROBABLE = "logp.exp() < args.tau_p"
 AMONG = 'among = mask if args.entropy_rule == "all" else candidates'

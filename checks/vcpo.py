@@ -109,7 +109,6 @@ def check_ess(module: ModuleType) -> None:
         near(module.ess_ratio(log_w + shift), stored["ess_ratio"], "ESS/B", 1e-8)
 
 
-READS = ("rollout_logp",)
 CHECKS = [*written_here(globals()), check_equal_rewards]
 LOG_WEIGHT = "((logp.detach() - rollout_logp) * mask)"
 HEAVY = "2 * log_w + 2 * norms.clamp(min=1e-30).log()"

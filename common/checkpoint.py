@@ -1,8 +1,6 @@
 """Checkpoints that survive a kill at any moment, and the model in the Hugging Face format."""
 
 import contextlib
-import hashlib
-import json
 import random
 import shutil
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from common.cli import RunStopped, blame
 from common.clock import timed
 from common.distributed import World, full_parameters
-from common.run import checkpoints, how_to_continue, sync, whole
+from common.run import checkpoints, how_to_continue, sync
 
 KEEP_CHECKPOINTS = 3
 
@@ -54,7 +52,6 @@ def save_checkpoint(
         own = partial / f"rank{world.rank}.pt"
         torch.save({"generators": generators, "parts": states}, own)
         sync(own)  # torch has synced the shards
-        write_digests(partial, own, world)
         dist.barrier()
         if world.rank == 0:
             shutil.rmtree(final, ignore_errors=True)
@@ -64,30 +61,6 @@ def save_checkpoint(
             sync(final.parent)
             for old in checkpoints(folder)[:-KEEP_CHECKPOINTS]:
                 shutil.rmtree(old)
-
-
-def write_digests(checkpoint: Path, own: Path, world: World) -> None:
-    """Write the SHA-256 of the files that this rank has written."""
-    files = [own, *checkpoint.glob(f"shards/__{world.rank}_*")]
-    if world.rank == 0:
-        files.append(checkpoint / "shards/.metadata")
-    digests = {str(path.relative_to(checkpoint)): sha256(path) for path in files}
-    with whole(checkpoint / f"digests{world.rank}.json") as path:
-        path.write_text(json.dumps(digests))
-
-
-def check_digests(checkpoint: Path, world: World) -> None:
-    """ValueError if a file has changed since it was saved; the ranks share the reading."""
-    for path in sorted(checkpoint.glob("digests*.json"))[world.rank :: world.size]:
-        for name, digest in json.loads(path.read_text()).items():
-            if sha256(checkpoint / name) != digest:
-                raise ValueError(f"{name} has changed since it was saved")
-
-
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file, which may be larger than the memory."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
@@ -116,7 +89,6 @@ def load_checkpoint(
     weights, moments = get_state_dict(policy, optimizer)
     wrong = f"--resume: {checkpoint} does not fit --model, or is damaged"
     with blame(f"{wrong}: then delete it, and the one before it is taken"), first_failure():
-        check_digests(checkpoint, world)
         shards = dcp.FileSystemReader(checkpoint / "shards")
         shards.read_metadata()  # if it is damaged, dcp.load would log a page of traceback
         dcp.load({"policy": weights, "optimizer": moments}, storage_reader=shards)

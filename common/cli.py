@@ -24,8 +24,8 @@ class RunStopped(RuntimeError):
 def blame(what: str, kind: type = BadInput) -> Iterator[None]:
     """Any error inside becomes one line for people: "`what` (its message)".
 
-    Only around other people's code that reads or writes what the user named: model folders, hub
-    clients, tokenizers, disks. Around our own it would hide a bug; there use `noting`.
+    Only around what reads or writes the files, models and sets that the user named. Elsewhere it
+    would hide a bug of ours, or of a task file, whose traceback says more.
     """
     try:
         yield
@@ -33,16 +33,6 @@ def blame(what: str, kind: type = BadInput) -> Iterator[None]:
         raise
     except Exception as error:
         raise kind(f"{what} ({in_one_line(error)})") from error
-
-
-@contextlib.contextmanager
-def noting(what: str) -> Iterator[None]:
-    """An error inside keeps its traceback, and `what` is printed below it."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(what)
-        raise
 
 
 def say(*lines: str, file: TextIO | None = None) -> None:

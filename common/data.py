@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.batch import Rollout
-from common.cli import BadInput, blame, key_values, noting
+from common.cli import BadInput, blame, key_values
 from common.clock import timed
 from common.metrics import Means
 from common.reward import Verifier, final_answer, load_task_file, source_of
@@ -154,9 +154,7 @@ def as_text(answer: object) -> str:
 
 PLAIN_PROMPT = "Question: {prompt}\nAnswer:"  # for tokenizers without a chat template
 TRIED = 1000  # prompts that are tokenised to find one that fits
-DRAWS = 300_000  # at most, for the embedded task's held-out problems: some seconds
 DATE = datetime(2024, 7, 26)  # for chat templates that write today's: Llama's own default
-ASKED = 64  # training problems that a digest covers, at most
 Score = Callable[[list[str], list], list[float]]  # (completions, answers) -> rewards
 
 
@@ -198,13 +196,6 @@ class Task:
             means.add(distinct=(len(answers), len(problems)))
         return rewards
 
-    def seen(self, begin: int, number: int) -> int:
-        """A number that stands for the held-out problems, as token ids, and for the `number`
-        training problems from `begin` on, of which the first ASKED are asked for."""
-        problems = [self.train(begin + i) for i in range(min(number, ASKED))]
-        pairs = [(problem.prompt_ids, problem.answer) for problem in self.held_out + problems]
-        return int(digest([self.fingerprint, pairs])[:12], 16)
-
 
 def load_task(args: object, tokenizer: Tokenizer) -> Task:
     """The task that `--task` names, with `--eval_problems` held-out problems."""
@@ -239,12 +230,10 @@ def arithmetic_task(args: object, tokenizer: Tokenizer) -> Task:
     held_out_kind = kind._replace(terms=kind.held_out or kind.terms)
     rng = random.Random("held-out")
     held_out = {}  # prompt: answer, in the order in which they are drawn
-    for _ in range(DRAWS):
+    while len(held_out) < args.eval_problems:
         prompt = arithmetic.draw(rng, held_out_kind)
         if arithmetic.held_out(prompt):
             _, held_out[prompt] = arithmetic.work(prompt)
-        if len(held_out) == args.eval_problems:
-            break
 
     def verifier(completions: list[str], answers: list[str]) -> list[float]:
         return list(map(arithmetic.arithmetic_reward, completions, answers))
@@ -262,28 +251,23 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
     bounded workers as math-verify and replaces it. A text prompt goes through the model's chat
     template, if it has one; else it is taken as it is.
     """
-    with noting(f"in --task {args.task}"):
-        source = source_of(args.task)
-        custom = load_task_file(args.task, source)
-        own_reward = hasattr(custom, "reward")
-        bounds = getattr(custom, "bounds", {})
-        verifier = Verifier(args.task, **bounds) if own_reward else Verifier()
+    source = source_of(args.task)
+    custom = load_task_file(args.task, source)
+    own_reward = hasattr(custom, "reward")
+    bounds = getattr(custom, "bounds", {})
+    verifier = Verifier(args.task, **bounds) if own_reward else Verifier()
+    begin = ((args.seed - 1) % 2**20) * 1_000_003  # where this seed's stream starts
 
     def as_row(pair: tuple) -> Row:
         prompt, reference = pair
         return prompt, reference if own_reward else as_text(reference)
 
     def train(index: int) -> Row:
-        with noting(f"in train({index}) of --task {args.task}"):
-            return as_row(custom.train(index))
+        return as_row(custom.train(begin + index))
 
-    with noting(f"in held_out of --task {args.task}"):
-        held_out = [as_row(pair) for pair in islice(custom.held_out, args.eval_problems)]
-    begin = ((args.seed - 1) % 2**20) * 1_000_003  # where this seed's stream starts
+    held_out = [as_row(pair) for pair in islice(custom.held_out, args.eval_problems)]
     instruction = "" if tokenizer.chat_template else None
-    task = tokenised(
-        lambda index: train(begin + index), held_out, verifier, instruction, args, tokenizer
-    )
+    task = tokenised(train, held_out, verifier, instruction, args, tokenizer)
     task.fingerprint = digest([source])
     return task
 

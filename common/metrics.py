@@ -42,7 +42,7 @@ class Means:
         return means | {name: sums[name] for name in self.plain}
 
 
-def by_sign(batch: Rollout) -> dict[str, tuple[Tensor, Tensor]]:
+def metrics_by_sign(batch: Rollout) -> dict[str, tuple[Tensor, Tensor]]:
     """Entropy per token, over all rows and over those of Â > 0 (good) and Â < 0 (bad); and
     tokens per row of both. The mean over all rows hides how a collapse begins: the responses of
     negative advantage grow longer.
@@ -59,7 +59,7 @@ def by_sign(batch: Rollout) -> dict[str, tuple[Tensor, Tensor]]:
     return metrics
 
 
-def of_rollout(rollout: Rollout, rewards: Tensor, task: object) -> dict[str, tuple]:
+def rollout_metrics(rollout: Rollout, rewards: Tensor, task: object) -> dict[str, tuple]:
     """Metrics of the sampled responses and of their rewards `[P, G]`."""
     tokens = rollout.mask.sum()
     N = len(rollout)

@@ -32,7 +32,7 @@ def gradient_norms(
     return logp, norms
 
 
-def strange_part(policy: nn.Module) -> str:
+def unsupported_module(policy: nn.Module) -> str:
     """The class of the first module that `in_one_pass` has no part for; "" if it has all parts."""
     embedding = policy.lm.get_input_embeddings()
     known = {embedding} if type(embedding) is nn.Embedding else set()

@@ -6,7 +6,6 @@ import math
 import os
 import re
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import count, takewhile
@@ -21,7 +20,7 @@ from common.batch import Rollout
 from common.cli import BadInput, RunStopped, blame, say
 from common.clock import SECONDS, wait_for_gpu
 from common.curves import draw_curves
-from common.distributed import StopFlag, World, gather
+from common.distributed import StopFlag, World
 from common.logprobs import sampler_gap
 from common.metrics import Means
 from common.samples import Samples, before_and_after
@@ -94,7 +93,7 @@ def check_flags(folder: Path, config: dict) -> None:
 
 
 @contextlib.contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Atomic writing: a path to write to, renamed to `path` at the end and removed on failure."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
@@ -144,15 +143,13 @@ MOST_SKIPPED = 3  # updates in a row with a gradient that is no number, before t
 MOST_APART = 3  # steps in a row in which sampler and trainer disagree, before the run stops
 # Largest mean |log π_old - log μ| by the lowest precision in use.
 TOLERANCE = {"float32": 0.001, "bfloat16": 0.05, "float8": 0.1}
-ROWS = ("metrics.jsonl", "samples.jsonl", "problems.jsonl")  # lines, cut back on resume
-PURE = "they may depend on nothing but i, not on chance or the time (random.Random(i) is fine)"
+ROWS = ("metrics.jsonl", "samples.jsonl")  # lines, cut back on resume
 SHOWN = ("reward", "greedy", "tokens_per_s")  # on the progress bar
 
 
 class Run:
-    """The run folder: config.json, metrics.jsonl, samples.jsonl, curves.png, summary.json,
-    checkpoints/, and problems.jsonl: at each step that may be resumed, a digest of the held-out
-    problems and of some training problems.
+    """The run folder: config.json, metrics.jsonl, samples.jsonl, curves.png, summary.json and
+    checkpoints/.
 
     A run makes its own folder, or with --resume continues in one that no other process uses:
     nothing of another run is ever moved or written over.
@@ -175,7 +172,7 @@ class Run:
         self.skipped = 0
         self.apart = 0
         self.bar = tqdm(disable=True)
-        self.samples = Samples(task, args)
+        self.samples = Samples(task, args, world)
         config = {"algorithm": algorithm, "acted": acted, "ranks": world.size}
         config |= asdict(args) | {"data": task.fingerprint}
         self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
@@ -216,13 +213,9 @@ class Run:
         """Make the run folder, now that all input is known to be right, and say what comes."""
         args = self.args
         self.done = done
-        seen = self._problems_of(done)
-        everywhere = gather(torch.tensor([seen]), self.world)
-        if len(everywhere.unique()) > 1:
-            raise BadInput(f"--task {args.task}: gives each rank other problems; {PURE}")
         if self.world.rank == 0:
             if done:
-                self._continue(seen)
+                self._continue()
             else:
                 with blame(f"--run_dir {self.folder}: cannot be used"):
                     self.folder = new_folder(self.folder)
@@ -244,15 +237,8 @@ class Run:
         )
         SECONDS["load"] = time.perf_counter() - self.since - sum(SECONDS.values())
 
-    def _problems_of(self, step: int) -> int:
-        """A digest of the held-out problems and of some training problems, other ones for every
-        step."""
-        number = self.args.prompts_per_step
-        return self.task.seen(max(0, step - 1) * number, number)
-
-    def _continue(self, seen: int) -> None:
-        """Forget what was done after the checkpoint. Refuse without the metrics of every step, or
-        with other problems."""
+    def _continue(self) -> None:
+        """Forget what was done after the checkpoint. Refuse without the metrics of every step."""
         if self.done > self.args.steps:
             raise BadInput(f"--steps {self.args.steps}: {self.folder} is at step {self.done}")
         kept = {}
@@ -264,15 +250,12 @@ class Run:
         if steps != list(range(self.done + 1)):
             path = self.folder / "metrics.jsonl"
             raise BadInput(f"--resume: {path} does not hold the steps 0 to {self.done}, each once")
-        if {"step": self.done, "seen": seen} not in kept.get("problems.jsonl", []):
-            wrong = f"--task {self.args.task} gives other problems than it did in the run"
-            raise BadInput(f"--resume: {wrong}; {PURE}")
         for name, rows in kept.items():
             self._write(name, as_lines(rows))
         (self.folder / "summary.json").unlink(missing_ok=True)  # of fewer steps
 
     def _write(self, name: str, text: str) -> None:
-        with whole(self.folder / name) as path:
+        with atomic_write(self.folder / name) as path:
             path.write_text(text)
 
     def say(self, *lines: str) -> None:
@@ -300,8 +283,7 @@ class Run:
     def log(
         self, step: int, metrics: dict[str, float], minibatches: Sequence[Rollout] = ()
     ) -> None:
-        """Append the step to metrics.jsonl, samples.jsonl and, if it is saved, problems.jsonl; show
-        it on the progress bar.
+        """Append the step to metrics.jsonl and samples.jsonl, and show it on the progress bar.
 
         Also finds out whether a signal asked the run to stop after this step."""
         example = metrics.pop("example", None)
@@ -311,8 +293,6 @@ class Run:
         self.done = step
         self.stopping = self.stop.anywhere(self.world)
         self.note("metrics.jsonl", [line])
-        if self.due(step, self.args.save_every):
-            self.note("problems.jsonl", [{"step": step, "seen": self._problems_of(step)}])
         if self.wandb:
             self.wandb.log(line, step=step)
         shown = [name for name in (*SHOWN, self.acted) if name in line]
@@ -392,11 +372,10 @@ class Run:
         samples = self.folder / "samples.jsonl"
         if samples.is_file():
             self.say(*before_and_after(read_lines(samples)), "")
-        phases = [f"{phase} {spent:.1f}" for phase, spent in summary["seconds_split"].items()]
         for how in ("greedy", "sampled"):
             before, after = summary[f"{how}_before"], summary[f"{how}_after"]
             self.say(f"held-out accuracy, {how:8} {before:.3f} -> {after:.3f}")
-        self.say(f"curves   {curves}", f"seconds  {summary['seconds']:.0f}: {', '.join(phases)}")
+        self.say(f"curves   {curves}", f"seconds  {summary['seconds']:.0f}")
         acted = [line[self.acted] for line in lines if self.acted in line]
         if acted and not any(acted):  # null (a NaN) does not count as acting
             idle = f"{self.acted} was 0 at every step: the mechanism that it measures never acted"
@@ -411,21 +390,16 @@ def draw_run(folder: Path) -> Path:
     if not config:
         raise BadInput(f"{folder}: holds no run")
     figure = draw_curves(folder, config, read_lines(folder / "metrics.jsonl"))
-    with whole(folder / "curves.png") as partial:
+    with atomic_write(folder / "curves.png") as partial:
         figure.savefig(partial, dpi=100, format="png")
     return folder / "curves.png"
 
 
 def summary_of(lines: list[dict]) -> dict:
-    """The first and the last held-out accuracy of a run, and its seconds by phase."""
+    """The first and the last held-out accuracy of a run, and its seconds."""
     measured = [line for line in lines if "greedy" in line]
     summary = {}
     for how in ("greedy", "sampled"):
         summary[f"{how}_before"] = lines[0][how]
         summary[f"{how}_after"] = measured[-1][how]
-    split = defaultdict(float)
-    for line in lines:
-        for name, seconds in line.items():
-            if name.startswith("seconds_"):
-                split[name.removeprefix("seconds_")] += seconds
-    return summary | {"seconds": sum(line["seconds"] for line in lines), "seconds_split": split}
+    return summary | {"seconds": sum(line["seconds"] for line in lines)}

@@ -1,12 +1,12 @@
 """What a step did to each token of some responses: the rows of samples.jsonl."""
 
 import json
-from collections import defaultdict
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from common.batch import Rollout
+from common.distributed import World, gather, global_sum
 
 LONGEST = 256  # tokens of a response that are kept; of a longer one half of them at each end
 SCREEN = 400  # the last characters of a text, shown on the screen
@@ -22,8 +22,10 @@ class Samples:
     in the last one they have moved.
     """
 
-    def __init__(self, task: object, args: object):
-        self.task, self.args = task, args
+    def __init__(self, task: object, args: object, world: World):
+        self.task = task
+        self.args = args
+        self.world = world
 
     def wanted(self, step: int) -> bool:
         """Whether something is kept of this step."""
@@ -50,42 +52,39 @@ class Samples:
 
     def _group(self, batch: Rollout) -> dict:
         """A group of a mini-batch, with the responses of all ranks."""
-        group = self._choose_group(batch)
+        # The lowest number of a problem with different rewards, or else of any problem.
+        problems = gather(batch.problem, self.world)  # [N], of all ranks
+        rewards = gather(batch.rewards, self.world)  # [N]
+        numbers = problems.unique().tolist()
+        different = [one for one in numbers if len(rewards[problems == one].unique()) > 1]
+        group = min(different or numbers)
         own = (batch.problem == group).nonzero()[:, 0].tolist()
+        parts = [None] * self.world.size
         responses = [self._response(batch.rows(slice(row, row + 1))) for row in own]
-        sums = {"tokens": int(batch.mask.sum()), "rows": len(batch)}
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, (sums, responses))
-        found = {"group": group}
-        for name in sums:
-            found[name] = sum(part[name] for part, _ in parts)
+        dist.all_gather_object(parts, responses)
         problem = self.task.train(group)
-        found |= as_texts({"prompt": problem.prompt, "answer": problem.answer})
-        found["responses"] = [response for _, part in parts for response in part]
-        return found
-
-    def _choose_group(self, minibatch: Rollout) -> int:
-        """The lowest number of a problem with different rewards, or else of any problem."""
-        parts = [None] * dist.get_world_size()
-        pairs = list(zip(minibatch.problem.tolist(), minibatch.rewards.tolist()))
-        dist.all_gather_object(parts, pairs)
-        rewards = defaultdict(set)  # problem -> its different rewards
-        for part in parts:
-            for problem, reward in part:
-                rewards[problem].add(reward)
-        different = [problem for problem in rewards if len(rewards[problem]) > 1]
-        return min(different) if different else min(rewards)
+        texts = as_texts({"prompt": problem.prompt, "answer": problem.answer})
+        tokens = global_sum({"tokens": batch.mask.sum()}, self.world)["tokens"]
+        return {
+            "group": group,
+            "tokens": int(tokens),
+            "rows": len(problems),
+            **texts,
+            "responses": [response for part in parts for response in part],
+        }
 
     def _response(self, one: Rollout) -> dict:
         """The batch of one row, as plain numbers and texts."""
-        length, decode = int(one.mask.sum()), self.task.tokenizer.decode
+        length = int(one.mask.sum())
+        decode = self.task.tokenizer.decode
         columns = {name: getattr(one, name)[0] for name in ("logp", "entropy", "weight")}  # [T]
         for name, column in vars(one).items():
             if name.endswith("_logp"):  # by every policy that was asked: π_old, μ, π_ref, a teacher
                 columns[name] = column[0]
         if hasattr(one, "token_advantages"):  # instead of the response's
             columns["advantage"] = one.token_advantages[0]
-        ids, response = one.tokens[0, :length].tolist(), one.response_ids()[0]
+        ids = one.tokens[0, :length].tolist()
+        response = one.response_ids()[0]
         listed = {"ids": ids, "tokens": [decode([token]) for token in ids]}
         for name, column in columns.items():
             listed[name] = six_digits(column[:length].tolist())

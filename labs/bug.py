@@ -21,7 +21,7 @@ from pathlib import Path
 
 import common  # noqa: F401  (before torch)
 from common.cli import BadInput, in_one_line
-from common.run import read_lines, whole
+from common.run import read_lines, atomic_write
 import checks
 from tools import compare
 from checks.files import ROOT, algorithms
@@ -248,9 +248,9 @@ def play(number: int, out: Path, more: str = "") -> None:
     words = [str(number), *["--smoke"] * bool(more), *(["--out", str(out)] if out != OUT else [])]
     command = shlex.join(["python", "-m", "labs.bug", *words])
     text = f"{compare.OURS}\n\n![Curves]({picture.name})\n\n{rows}\n\nMade by `{command}`\n"
-    with whole(page) as partial:  # first: it is what tells our picture from another's
+    with atomic_write(page) as partial:  # first: it is what tells our picture from another's
         partial.write_text(text, encoding="utf-8")
-    with whole(picture) as partial:
+    with atomic_write(picture) as partial:
         figure.savefig(partial, dpi=100, format="png")
     print(rows, "", picture, page, sep="\n")
     told = f"{lab.SMOKE}. " * bool(more) + f"Bug {number}. {bug.look} Then --reveal."

@@ -40,7 +40,7 @@ import common  # noqa: F401  (before torch)
 import numpy as np
 from common.cli import BadInput, in_one_line
 from common.curves import series, smooth
-from common.run import read_lines, whole
+from common.run import atomic_write, read_lines
 from checks import replaced
 from checks.files import ROOT
 from tqdm import tqdm
@@ -86,7 +86,7 @@ def main(lab: ModuleType) -> None:
         if trains and words.quick:
             entitle(drawn, SMOKE)
             drawn.text(0.5, 0.5, SMOKE, fontsize=30, color=GREY, alpha=0.7, ha="center")
-        with whole(figure) as partial:
+        with atomic_write(figure) as partial:
             drawn.savefig(partial, dpi=150, format="png")
     except (BadInput, OSError) as error:
         parser.error(in_one_line(error))
@@ -141,7 +141,7 @@ def run(lab: ModuleType, table: Path, seeds: int, quick: bool) -> dict:
 def write(table: Path, content: dict) -> None:
     """A table, a series a line."""
     lines = re.sub(r"(?<=[\[\d,])\s+(?=[-\]\dN])", " ", json.dumps(content, indent=1))
-    with whole(table) as partial:
+    with atomic_write(table) as partial:
         partial.write_text(lines.replace("[ ", "[").replace(" ]", "]") + "\n", encoding="utf-8")
 
 

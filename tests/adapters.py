@@ -1,5 +1,6 @@
 """The one door by which numbers computed elsewhere are checked against the algorithm files."""
 
+import functools
 import importlib
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from checks import terms
 from checks.files import ALGORITHMS, MODULES, NINE, PATHS, VARIANTS  # noqa: F401  (offered, too)
 from torch import Tensor
 
-_math_judge: Verifier | None = None
+math_verifier = functools.cache(functools.partial(Verifier, workers=1))
 
 
 def policy_loss(
@@ -36,14 +37,13 @@ def policy_loss(
     args = module.Args()
     if hasattr(args, "beta") and ref_logp is None:
         args.beta = 0.0
-    args = replace(args, **hparams)
-    given = {"old_logp": old_logp, "rollout_logp": rollout_logp, "ref_logp": ref_logp}
-    given |= {"entropy": entropy, "advantages": advantages, "mask": mask}
-    loss, count, stats = terms(module, args, logp=logp, **given)
-    return loss / count, {
-        name: float(total if number is None else total / number)
-        for name, (total, number) in stats.items()
-    }
+    columns = {"logp": logp, "old_logp": old_logp, "rollout_logp": rollout_logp}
+    columns |= {"ref_logp": ref_logp, "entropy": entropy, "advantages": advantages, "mask": mask}
+    loss, count, stats = terms(module, replace(args, **hparams), **columns)
+    means = {}
+    for name, (total, number) in stats.items():
+        means[name] = float(total if number is None else total / number)
+    return loss / count, means
 
 
 def advantages(algorithm: str, rewards: Tensor) -> Tensor:
@@ -62,8 +62,6 @@ def reward(task: str, completion: str, answer: str) -> float:
     """The reward of one completion; `task` is `arithmetic` or `math`."""
     if task == "arithmetic":
         return arithmetic_reward(completion, answer)
-    if task != "math":
-        raise ValueError(f"task {task!r}: use arithmetic or math")
-    global _math_judge
-    _math_judge = _math_judge or Verifier(workers=1)
-    return _math_judge([completion], [answer])[0]
+    if task == "math":
+        return math_verifier()([completion], [answer])[0]
+    raise ValueError(f"task {task!r}: use arithmetic or math")

@@ -25,7 +25,7 @@ from statistics import fmean, stdev
 import numpy as np
 from common.cli import BadInput, blame, in_one_line, say
 from common.curves import BLUE, ORANGE, PANELS, ROUNDING, series, sheet, smooth
-from common.run import draw_run, read_lines, saved_config, whole
+from common.run import draw_run, read_lines, saved_config, atomic_write
 from tools import arguments
 
 # Flags that do not change the training
@@ -356,7 +356,7 @@ def save_sheet(folders: list[Path], picture: Path) -> None:
     from PIL import Image  # a dependency of matplotlib
 
     figure = draw_sheet([load(folder) for folder in folders])
-    with whole(picture) as partial:
+    with atomic_write(picture) as partial:
         figure.savefig(partial, dpi=100, format="png")
         few_colours = Image.open(partial).convert("RGB").quantize(64)  # a third of the bytes
         few_colours.save(partial, format="png", optimize=True)
@@ -369,10 +369,12 @@ def main(folders: list[Path], out: str) -> None:
     among = kinds([load(folder) for folder in {path.resolve(): path for path in folders}.values()])
     figure, rows = draw(among), table(among)
     command = shlex.join(["python", "-m", "tools.compare", *sys.argv[1:]])
-    with whole(text) as partial:  # first: its first line shows that the picture beside it is ours
+    with atomic_write(
+        text
+    ) as partial:  # first: its first line shows that the picture beside it is ours
         made = f"{OURS}\n\n![Curves]({picture.name})\n\n{rows}\n\nMade by `{command}`\n"
         partial.write_text(made, encoding="utf-8")
-    with whole(picture) as partial:
+    with atomic_write(picture) as partial:
         figure.savefig(partial, dpi=100, format="png")
     say(rows, "", picture, text)
 

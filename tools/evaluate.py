@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
 
 from common import cli
-from common.checkpoint import check_digests, first_failure
+from common.checkpoint import first_failure
 from common.cli import BadInput, Count, Flags, RunStopped, blame, broken_rule
 from common.data import Problem, as_problem, load_task, rows_of
 from common.distributed import World, global_sum, shard
@@ -160,7 +160,6 @@ def load_weights(folder: Path, policy: nn.Module, world: World) -> int:
     weights, shards = get_model_state_dict(policy), dcp.FileSystemReader(found[-1] / "shards")
     what = f"MODEL {folder}: {found[-1]} is damaged or does not fit its model"
     with blame(what), first_failure():
-        check_digests(found[-1], world)
         # If several models were saved as one, the policy is the first.
         alone = f"policy.{next(iter(weights))}" in shards.read_metadata().state_dict_metadata
         named = weights if alone else {f"0.{name}": value for name, value in weights.items()}

@@ -1,5 +1,5 @@
-// What the programs of tools/reader.html and tools/page.html share. A page defines ACTIONS, what
-// each key does, and `check`, which tests it: opened as PAGE#check it tells what that found.
+// What the programs of tools/reader.html and tools/page.html share. A page defines ACTIONS: what
+// each key does.
 
 const $ = id => document.getElementById(id);
 const escaped = text => text.replace(/[&<>"]/g, c => `&#${c.charCodeAt()};`);
@@ -20,27 +20,3 @@ addEventListener("keydown", event => {
   event.preventDefault();
   ACTIONS[event.key]();
 });
-
-// PAGE#check: what a test wants to know, into an element `report`
-
-function holds(condition, words) { if (!condition) problems.push(words); }
-
-function press(key) {
-  document.body.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
-}
-
-const fetched = () => performance.getEntriesByType("resource").map(entry => entry.name);
-
-function reported() {
-  let report;
-  try { report = check(); } catch (error) { report = {problems: [...problems, error.stack]}; }
-  const pre = document.createElement("pre");
-  pre.id = "report";
-  pre.hidden = true;
-  pre.textContent = JSON.stringify(report);
-  document.body.append(pre);
-  if (parent !== window) parent.postMessage(pre.textContent, "*");
-}
-
-// Afterwards: what was blocked while loading is told as an event of its own
-if (location.hash === "#check") addEventListener("load", () => setTimeout(reported, 100));

@@ -1,21 +1,15 @@
 """Shared parts of the pages of tools.reader and tools.page: their look and keys (look.html,
 look.js), how data and code are inserted, and where a page may be written."""
 
-import importlib
 import json
 import re
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 import common  # noqa: F401  (before torch)
 from common.cli import BadInput
-from common.run import whole
+from common.run import atomic_write
 from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
-
-from checks.files import ROOT
 
 COLOURS = [  # the first class that a token belongs to; a token of no class is plain
     (String.Doc, "d"),
@@ -27,18 +21,18 @@ COLOURS = [  # the first class that a token belongs to; a token of no class is p
     (Name.Builtin, "b"),
     *((kind, "f") for kind in (Name.Function, Name.Class, Name.Decorator)),
 ]
-MARK = re.compile(r"\s*# </?own>$")
+MARK = re.compile(r"[ \t]*# </?own>$", re.MULTILINE)
 
 
 # A file's text
 
 
-@cache
 def coloured(source: str) -> list[list[str]]:
     """Every line as [colour, text, colour, text, ...], without its mark. A line that is only a mark
     has the colour "o"."""
     lines: list[list[str]] = [[]]
-    for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(source):
+    unmarked = MARK.sub("", source)
+    for kind, text in PythonLexer(stripnl=False, ensurenl=False).get_tokens(unmarked):
         colour = next((letter for group, letter in COLOURS if kind in group), "")
         for i, part in enumerate(text.split("\n")):
             if i:
@@ -47,34 +41,15 @@ def coloured(source: str) -> list[list[str]]:
                 lines[-1][-1] += part
             elif part:
                 lines[-1] += [colour, part]
-    if source.endswith("\n"):
-        lines.pop()
-    return [unmarked(line) for line in lines]
-
-
-def unmarked(line: list[str]) -> list[str]:
-    """A coloured line without the mark at its end."""
-    text = "".join(line[1::2])
-    if not MARK.search(text):
-        return line
-    if not (left := MARK.sub("", text)):
-        return ["o", text.strip()]
-    cut, kept = len(left), []
-    for colour, part in zip(line[::2], line[1::2]):
-        if part[:cut]:
-            kept += [colour, part[:cut]]
-        cut = max(0, cut - len(part))
-    return kept
+    for number, text in enumerate(source.splitlines()):
+        if MARK.fullmatch(text):
+            lines[number] = ["o", text.strip()]
+    return lines[: number + 1]
 
 
 def short(value: float, digits: int) -> float:
     """The number with that many digits."""
     return float(f"{float(value):.{digits}g}")
-
-
-def module_of(path: Path) -> ModuleType:
-    """An algorithm file as a module: grpo, or variants.dapo."""
-    return importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
 # The page
@@ -103,13 +78,12 @@ def opening(template: Path) -> str:
     return f"<!doctype html><!-- tools.{template.stem} -->"
 
 
-def write(template: Path, out: Path, page: Callable[[], str]) -> None:
+def write(template: Path, data: dict, out: Path) -> None:
     """Write a page and print its path. BadInput if another program's file has that name."""
     if not out.parent.is_dir():
         raise BadInput(f"--out {out}: no folder {out.parent}")
     if out.is_dir() or out.exists() and not out.read_bytes().startswith(opening(template).encode()):
         raise BadInput(f"--out {out}: is another file: give another name")
-    text = page()
-    with whole(out) as partial:
-        partial.write_text(text, encoding="utf-8")
+    with atomic_write(out) as partial:
+        partial.write_text(filled(template, data), encoding="utf-8")
     print(out)

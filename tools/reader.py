@@ -4,16 +4,14 @@
 
 The page opens with A and B. With one name it shows that file beside its base file; without a name
 it shows grpo.py and the file nearest to it. In the page you can choose every other file. The page
-shows the files' lines (coloured by pygments), the marks of the lines that each file changes, its
-checks and mutants, and the gradient weight of its own `policy_loss`.
+shows the files' lines (coloured by pygments), the marks of the lines that each file changes, and
+the gradient weight of its own `policy_loss`.
 
 The page's form and its program are in tools/reader.html; tools/look.* is shared with tools.page.
-Opened as reader.html#check, the page tests itself.
 """
 
-import argparse
 import ast
-import inspect
+import importlib
 import os
 import re
 from math import log10
@@ -22,13 +20,13 @@ from types import ModuleType
 
 import common  # noqa: F401  (before torch)
 import torch
-from checks import of as checks_of
-from checks import replaced, terms
-from checks.files import ROOT, algorithms, base_of
+from checks import terms
+from checks.files import MODULES, ROOT, algorithms, base_of
 from common.cli import BadInput, in_one_line
 from torch import Tensor
 
-from tools.look import coloured, filled, module_of, short, write
+from tools import arguments
+from tools.look import coloured, short, write
 from tools.maintain.marks import changes, marked_lines
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -114,63 +112,25 @@ def weights_together(module: ModuleType, ratios: Tensor) -> Tensor:
 
 
 def curves(module: ModuleType) -> dict:
-    """A file's weights on a grid of ratios, close where they bend or jump.
+    """A file's weights on a grid of ratios that is finer close to 1.
 
     `scale` is the largest of them at r = 1, which the others are divided by. `of` holds [Â = 1,
     Â = -1] of the first kind, and of every other kind whose curve differs.
     """
-    ratios = torch.cat(
-        [
-            torch.logspace(log10(LOWEST), log10(HIGHEST), 97, dtype=torch.float64),
-            torch.linspace(1 - NEAR, 1 + NEAR, 21, dtype=torch.float64),
-        ]
-    ).unique()  # [N]
-    while True:
-        between = (ratios[1:] * ratios[:-1]).sqrt()  # [N-1]
-        known, middle = weights(module, ratios), weights(module, between)  # [2, kinds, N], N-1
-        off = (middle - (known[..., 1:] + known[..., :-1]) / 2).abs() / (1 + middle.abs())
-        bent = (off > 2e-3).any(0).any(0) & (between > ratios[:-1] * (1 + 1e-6))  # a jump ends it
-        if not bent.any():
-            break
-        ratios = torch.cat([ratios, between[bent]]).unique()
-    known = weights(module, ratios)
+    wide = torch.logspace(log10(LOWEST), log10(HIGHEST), 400, dtype=torch.float64)
+    close = torch.linspace(1 - NEAR, 1 + NEAR, 101, dtype=torch.float64)
+    ratios = torch.cat([wide, close]).unique()  # [N]
     scale = weights(module, torch.ones(1, dtype=torch.float64)).abs().max().item() or 1.0
-    known, limits = known / scale, [1 / old for old, _ in KINDS.values()]
-    of = {
-        k: [[short(c, 4) for c in sign] for sign in known[:, k]]
-        for k in range(len(KINDS))
-        if not k or not known[:, k, ratios < limits[k]].allclose(known[:, 0, ratios < limits[k]])
-    }
+    known = weights(module, ratios) / scale  # [2, kinds, N]
+    of = {}
+    for k, (old, _) in enumerate(KINDS.values()):
+        possible = ratios < 1 / old  # [N]
+        if k == 0 or not known[:, k, possible].allclose(known[:, 0, possible]):
+            of[k] = [[short(c, 4) for c in sign] for sign in known[:, k]]
     return {"scale": short(scale, 7), "ratios": [short(r, 9) for r in ratios], "of": of}
 
 
-# Its tests
-
-
-def tests_of(path: Path, source: str) -> dict:
-    """Its checks, [name, the property checked], and mutants, [name, code, damaged code, line]."""
-    every, mutants = checks_of(path.stem)
-    lines, damages = source.splitlines(), []
-    for name, (old, new, *_) in mutants.items():
-        damaged = replaced(path, old, new).splitlines()
-        line = next((n for n, (a, b) in enumerate(zip(lines, damaged), 1) if a != b), 0)
-        damages.append([name, old.strip(), new.strip(), line])
-    held = [
-        [check.__name__.removeprefix("check_").replace("_", " "), inspect.getdoc(check)]
-        for check in every
-    ]
-    return {"checks": held, "mutants": damages}
-
-
 # The page
-
-
-def links(path: Path, folder: Path) -> dict[str, str]:
-    """The links from `folder` to the file and to its checks, by their paths from the root."""
-    return {
-        one.relative_to(ROOT).as_posix(): Path(os.path.relpath(one, folder)).as_posix()
-        for one in (path, ROOT / "checks" / path.name)
-    }
 
 
 def page_data(folder: Path) -> dict:
@@ -180,7 +140,6 @@ def page_data(folder: Path) -> dict:
     files = []
     for path in algorithms():
         source, base = path.read_text(), base_of(path)
-        module = module_of(path)
         starts, formula = sections(source)
         files.append(
             {
@@ -193,19 +152,13 @@ def page_data(folder: Path) -> dict:
                 "own": sorted(marked_lines(source)),
                 "sections": starts,
                 "formula": formula,
-                "weights": curves(module),
-                "links": links(path, folder),
-                **tests_of(path, source),
+                "weights": curves(importlib.import_module(MODULES[path.stem])),
+                "link": Path(os.path.relpath(path, folder)).as_posix(),
             }
         )
     kinds = [[name, *numbers] for name, numbers in KINDS.items()]
     span = {"wide": [LOWEST, HIGHEST], "near": [1 - NEAR, 1 + NEAR]}
     return {"lines": list(known), "kinds": kinds, "spans": span, "files": files}
-
-
-def page(start: tuple[str, str], folder: Path) -> str:
-    """The whole page, to be written into `folder`; it opens with the two files of `start`."""
-    return filled(TEMPLATE, {"start": start, **page_data(folder)})
 
 
 def chosen(words: list[str]) -> tuple[str, str]:
@@ -229,17 +182,11 @@ def chosen(words: list[str]) -> tuple[str, str]:
 def main(words: list[str], out: Path) -> None:
     """Write the page and print where it is."""
     start = chosen(words)
-    write(TEMPLATE, out, lambda: page(start, out.parent.resolve()))
+    write(TEMPLATE, {"start": start, **page_data(out.parent.resolve())}, out)
 
 
 if __name__ == "__main__":
-    # No usage: an error is one line
-    parser = argparse.ArgumentParser(
-        prog="tools.reader",
-        usage=argparse.SUPPRESS,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments(__doc__)
     parser.add_argument("files", nargs="*", metavar="FILE", help="a name, such as grpo")
     parser.add_argument("--out", type=Path, default=Path("reader.html"), help="the page to write")
     given = parser.parse_args()

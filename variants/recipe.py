@@ -69,9 +69,9 @@ from common.distributed import gather, global_sum  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches, response_logprobs
 from common.logprobs import entropies  # <own>
-from common.metrics import Means, by_sign, evaluate, of_rollout
+from common.metrics import Means, metrics_by_sign, evaluate, rollout_metrics
 from common.model import load_model
-from common.norms import strange_part  # <own>
+from common.norms import unsupported_module  # <own>
 from common.rollout import make_engine
 from common.run import Run
 from variants import justrl  # <own>
@@ -310,7 +310,7 @@ def main(args: Args, world: World) -> None:
     if args.resume:
         done = load_checkpoint(run.folder, both, optimizers, parts, world)  # <own>
     engine.sync(policy)
-    if args.lag and args.optimal_baseline and (part := strange_part(policy)):  # <own>
+    if args.lag and args.optimal_baseline and (part := unsupported_module(policy)):  # <own>
         raise BadInput(f"{part}: no gradient norms, use --no_optimal_baseline")  # <own>
     run.start(done)
     if done == 0:
@@ -415,10 +415,10 @@ def main(args: Args, world: World) -> None:
             if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
-            means.add(**by_sign(minibatch))
+            means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
-        means.add(**of_rollout(rollout, rewards, task) | {"tokens": (sampled, None)})  # <own>
+        means.add(**rollout_metrics(rollout, rewards, task) | {"tokens": (sampled, None)})  # <own>
         metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
         metrics["layers_acted"] = sum(bool(metrics.get(name)) for name in LAYERS)  # <own>
         if run.due(step, args.eval_every):

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from checks.files import ROOT
 from common.cli import BadInput, in_one_line
-from common.run import read_lines, whole
+from common.run import atomic_write, read_lines
 
 from labs import lab
 from labs.race.stresses import STRESSES, load, put_under
@@ -222,7 +222,7 @@ def draw(table: dict, names: list[str], path: Path) -> None:
     words = "Medians over seeds. + or -: all seeds above, or below, all of grpo's (?: fewer than 5)"
     axis.set_xlabel(words, loc="left")
     lab.entitle(figure, "Held-out accuracy at the end of training, under each stress")
-    with whole(path) as partial:
+    with atomic_write(path) as partial:
         figure.savefig(partial, dpi=130, format="png", metadata={"Software": None})
 
 

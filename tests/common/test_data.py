@@ -279,11 +279,11 @@ def test_a_custom_task(mine):
 
 
 def test_an_error_in_a_custom_task_keeps_its_traceback(mine):
-    """With a note that says where."""
+    """It names the file and the line."""
     mine.write_text(MINE.replace("i % 7}", "i % 0}"))
     with pytest.raises(ZeroDivisionError) as error:
         load(str(mine))
-    assert error.value.__notes__ == [f"in train(0) of --task {mine}"]
+    assert error.traceback[-1].path == mine
     mine.write_text("held_out = []\ntrain = lambda i: ('1+1=', '2')")
     with pytest.raises(BadInput, match="no held-out problems"):
         load(str(mine))
@@ -330,14 +330,3 @@ def test_a_reward_that_fails_on_every_answer_ends_the_run(tmp_path, mine):
     (line,) = [line for line in ended.stderr.splitlines() if "error: " in line]
     assert f"{mine}: fails on every answer" in line
     assert 'mine.py", line 4' in ended.stderr and "name 'rewrad' is not defined" in ended.stderr
-
-
-@pytest.mark.slow
-def test_ranks_with_other_problems_end_in_a_line(tmp_path):
-    """Or each would measure a share of its own set."""
-    file = tmp_path / "mine.py"
-    held_out = "import os\nheld_out = [('1+1=', '2')] * (1 + int(os.environ['RANK']))\n"
-    file.write_text(held_out + "train = lambda i: ('2+1=', '3')")
-    ended = command("grpo", "--task", file, "--run_dir", tmp_path / "run", ranks=2)
-    assert ended.codes == [2, 2] and not (tmp_path / "run").exists()
-    assert f"--task {file}: gives each rank other problems" in ended.stderr

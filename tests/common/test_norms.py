@@ -78,7 +78,7 @@ def check(module: object, name: str, world: World, tolerance: float = 1e-5, **ho
 @pytest.mark.parametrize("name", MODELS)
 def test_norms_are_those_of_separate_passes(world, name):
     """Tied and untied heads, biases, q/k norms; padded micro-batches of several sizes."""
-    assert not common.norms.strange_part(Policy(model(name)))
+    assert not common.norms.unsupported_module(Policy(model(name)))
     check(common.norms, name, world)
 
 

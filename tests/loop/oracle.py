@@ -35,6 +35,7 @@ from common.batch import Rollout
 from common.data import Problem, Task
 from common.distributed import ALONE, World, setup
 from common.model import load_model
+from common.routing import Routing
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -400,26 +401,14 @@ def damaged(algorithm: str, where: str = "", old: str = "", new: str = "") -> Mo
 # The oracle
 
 
-def in_order(o: Oracle) -> list[list[dict[int, str]]]:
-    """The rounds of sampling of each step: slot of the batch -> prompt. In most files one round, of
-    problems (s-1)P to sP-1."""
-    starts = range(0, o.args.steps * P, P)
-    return [[{slot: TRAIN[(start + slot) % len(TRAIN)] for slot in range(P)}] for start in starts]
-
-
-def as_recorded(o: Oracle) -> list[list[dict[int, str]]]:
-    """One round a step, of the prompts that the ranks asked for: where they are chosen."""
-    steps = [[one.training[s]["prompts"] for one in o.records] for s in range(o.args.steps)]
-    return [[dict(enumerate(prompt for own in step for prompt in own))] for step in steps]
-
-
-def redrawn(o: Oracle) -> list[list[dict[int, str]]]:
-    """dapo: the next prompts of one stream, first for all slots, then for those of groups without a
-    difference."""
+def rounds_of(o: Oracle) -> list[list[dict[int, str]]]:
+    """The rounds of sampling of each step: slot of the batch -> prompt. A round reads the next
+    prompts of one stream: the first for all slots, further ones (dapo) for those of groups without
+    a difference. A teacher's choice is taken as it was recorded, and `check_teacher` holds it."""
     drawn, steps = 0, []
-    for _ in range(o.args.steps):
+    for step in range(o.args.steps):
         slots, found = list(range(P)), []
-        while slots and len(found) < o.args.max_draws:
+        while slots and len(found) < getattr(o.args, "max_draws", 1):
             found.append({slot: TRAIN[(drawn + i) % len(TRAIN)] for i, slot in enumerate(slots)})
             drawn += len(slots)
             idle = []
@@ -427,12 +416,10 @@ def redrawn(o: Oracle) -> list[list[dict[int, str]]]:
                 if len({row.reward for row in respond(found[-1][slot], G)}) == 1:
                     idle.append(slot)
             slots = idle
+        if o.has("teacher_lr"):
+            found = [dict(enumerate(o.prompts(step)))]
         steps.append(found)
     return steps
-
-
-ROUNDS = {"dapo": redrawn}
-ROUNDS |= {"goldilocks": as_recorded, "paced": as_recorded, "recipe": as_recorded}
 
 
 class Oracle:
@@ -444,11 +431,15 @@ class Oracle:
         self.size, self.updates = len(records), records[0].updates
         self.warmup = getattr(self.args, "critic_warmup", 0)  # steps in which ppo's policy waits
         self.known: dict[int, tuple] = {}
-        self.rounds = ROUNDS.get(name, in_order)(self)
+        self.rounds = rounds_of(self)
 
     def has(self, flag: str) -> bool:
         """Whether this file has a flag, and it is not 0."""
         return bool(getattr(self.args, flag, 0))
+
+    def prompts(self, step: int) -> list[str]:
+        """What all ranks sampled first in a step."""
+        return [prompt for one in self.records for prompt in one.training[step]["prompts"]]
 
     def lm(self, parameters: list[Tensor]) -> torch.nn.Module:
         lm = copy.deepcopy(untrained(self.model))
@@ -532,10 +523,9 @@ class Oracle:
                 rows, A = rows + siblings, torch.cat([A, own])
         lm = self.lm(self.updates[update]["parameters"])
         old, reference = (self.lm(self.updates[at]["parameters"]) for at in (start, 0))
-        routes = self.routes(rows, old)
-        with self.routed(lm, routes):
-            every = distributions(lm, rows)
-        with torch.no_grad(), self.routed(old, routes):
+        self.replay(rows, lm, old)
+        every = distributions(lm, rows)
+        with torch.no_grad():
             every_old = distributions(old, rows)
         b = SimpleNamespace(
             rows=rows,
@@ -664,42 +654,21 @@ class Oracle:
         loss, _ = self.module.value_loss(*given)
         return flat(torch.autograd.grad(loss / b.mask.sum(), parameters))
 
-    # minirl's routing replay
-
-    def routes(self, rows: list[Row], old: torch.nn.Module) -> Tensor | None:
-        """[n, S, layers, k]: the experts to replay: none, π_old's own choice (r2), or the sampler's
-        (r3)."""
+    def replay(self, rows: list[Row], lm: torch.nn.Module, old: torch.nn.Module) -> None:
+        """minirl: both models send these rows' tokens to the experts of the sampler (r3), or to
+        those of π_old (r2). (tests/common/test_routing.py holds `Routing`.)"""
         mode = getattr(self.args, "routing_replay", "none")
         if mode == "none":
-            return None
+            return
+        routings = Routing(lm), Routing(old)
         if mode == "r3":
             chosen = [expert_choice(row) for row in rows]
-            return torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True).long()
-        lm, seen = copy.deepcopy(old), []
-        for router in routers(lm):
-            router.register_forward_hook(lambda _, x, out: seen.append(out[0].topk(2, -1).indices))
-        log_probs(lm, rows)
-        assert len(seen) == 2
-        return torch.stack(seen, 1).unflatten(0, (len(rows), -1))
-
-    @contextlib.contextmanager
-    def routed(self, lm: torch.nn.Module, routes: Tensor | None) -> None:
-        """Forward passes of `lm` inside use these experts, weighted by the current softmax among
-        them."""
-
-        def replace(layer: int) -> object:
-            def hook(_: object, x: tuple, out: tuple) -> tuple:
-                chosen = routes[:, :, layer].flatten(0, 1)
-                weights = out[0].softmax(-1).gather(-1, chosen)
-                return out[0], weights / weights.sum(-1, keepdim=True), chosen
-
-            return hook
-
-        replayed = [] if routes is None else enumerate(routers(lm))
-        hooks = [router.register_forward_hook(replace(layer)) for layer, router in replayed]
-        yield
-        for hook in hooks:
-            hook.remove()
+            experts = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True).flatten(0, 1)
+        else:
+            log_probs(old, rows)
+            experts = routings[1].recorded()
+        for routing in routings:
+            routing.replay = experts
 
 
 def rewards_of(rows: list[Row]) -> Tensor:
@@ -714,10 +683,6 @@ def teaches(lm: torch.nn.Module, head: list[Tensor], prompt: str, most: float) -
     """A teacher's number in (0, most) for a prompt: most · σ(w · mean h + b)."""
     hidden = lm(torch.tensor([[VOCABULARY.index(c) for c in prompt]])).last_hidden_state[0]
     return most / (1 + (-(hidden.mean(0) @ head[0][0] + head[1][0])).exp())
-
-
-def routers(lm: torch.nn.Module) -> list[torch.nn.Module]:
-    return [module for module in lm.modules() if type(module).__name__ == "Qwen3MoeTopKRouter"]
 
 
 # Several ranks

@@ -110,26 +110,6 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path):
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
 
 
-LATER = """
-import os
-train = lambda i: (f"{i % 9}+{1 if i < 64 else os.environ['NUMBER']}=", "1")
-held_out = [("8+1=", "9")]
-reward = lambda response, answer: 0.5
-"""
-
-
-def test_resume_refuses_other_problems(tmp_path, monkeypatch, capsys):
-    """Also where only the problems of the checkpoint's step are others."""
-    (tmp_path / "later.py").write_text(LATER)
-    flags = [*SMALL, "--prompts_per_step", 64, "--group_size", 2, "--task", tmp_path / "later.py"]
-    flags += ["--max_new_tokens", 2, "--run_dir", tmp_path / "run"]
-    for number, steps, code in ((1, 2, 0), (2, 3, 2)):
-        monkeypatch.setenv("NUMBER", str(number))
-        resume = ["--resume"] * (number == 2)
-        assert run_here(grpo.main, *flags, "--steps", steps, *resume) == code
-    assert "gives other problems than it did in the run" in capsys.readouterr().err
-
-
 @slow
 @pytest.mark.parametrize("change", [{"algorithm": "gspo"}, {"eval_task": "math500"}, {"lr": 1.0}])
 def test_resume_refuses_another_run(change, tmp_path, finished, capsys):

@@ -1,4 +1,4 @@
-"""Run folders made by hand, and a group of responses as samples.jsonl has it."""
+"""Run folders made by hand."""
 
 import json
 from collections.abc import Iterable
@@ -9,7 +9,13 @@ import torch
 
 from tests.helpers import module_of
 
-COLUMNS = ("logp", "old_logp", "rollout_logp", "ref_logp", "teacher_logp", "entropy")
+# Texts that would do harm if a page read them as HTML or as a program
+HOSTILE = [
+    "</script><script>document.body.remove()</script>",
+    "<img src=x onerror=document.body.remove()>",
+    "<!-- <b>&amp;&lt; {{data}} {{shared}}",
+    "\"'`${document.body.remove()}`\\u003c",
+]
 
 
 def write_lines(path: Path, rows: Iterable[dict]) -> None:
@@ -43,44 +49,21 @@ def a_run(folder: Path, lines: list[dict], algorithm: str = "grpo", **config: ob
     return folder
 
 
-def a_group() -> dict[str, torch.Tensor]:
-    """Four responses of unlike length with ratios beyond every clip, a gap and a reference."""
-    generator = torch.Generator().manual_seed(5)
-
-    def noise(scale: float) -> torch.Tensor:
-        return scale * torch.randn(4, 7, generator=generator, dtype=torch.float64)
-
-    mask = (torch.arange(7) < torch.tensor([[7], [3], [5], [6]])).double()
-    old = -noise(1.5).abs() - 0.05
-    batch = {
-        "logp": (old + noise(0.3)).clamp(max=-1e-3),
-        "old_logp": old,
-        "rollout_logp": (old + noise(0.02)).clamp(max=-1e-3),
-        "ref_logp": (old + noise(0.5)).clamp(max=-1e-3),
-        "entropy": noise(1).abs(),
-    }
-    batch = {name: column * mask for name, column in batch.items()}
-    return batch | {"mask": mask, "advantages": torch.tensor([1.5, -0.5, -0.5, -0.5]).double()}
-
-
-def row_of(batch: dict[str, torch.Tensor], **more: object) -> dict:
-    """A row of samples.jsonl, of a mini-batch that is this group."""
+def group_of(step: int, texts: list[str] = HOSTILE) -> dict:
+    """A row of samples.jsonl: a response for each text, which is also each of its two tokens."""
     responses = []
-    for i, length in enumerate(batch["mask"].sum(1).long().tolist()):
-        answer = {"text": f"response {i}", "given": "", "reward": float(i == 0), "finished": True}
-        answer |= {"advantage": batch["advantages"][i].item(), "ids": list(range(length))}
-        answer |= {"tokens": [f"t{t}" for t in range(length)], "weight": [0.0] * length}
-        for name in COLUMNS:
-            if name in batch:
-                answer[name] = batch[name][i, :length].tolist()
-        responses.append(answer)
-    row = {"step": 1, "minibatch": 1, "minibatches": 1, "group": 0}
-    row |= {"rows": len(responses), "tokens": int(batch["mask"].sum())}
-    return row | {"prompt": "1+1=", "answer": "2", "responses": responses} | more
+    for i, text in enumerate(texts):
+        one = {"text": text, "given": "", "reward": float(i == 0), "finished": True, "ids": [3, 1]}
+        one |= {"advantage": 1.5 - 2.0 * (i > 0), "tokens": [text, text], "weight": [0.25, -i / 8]}
+        for name in ("logp", "old_logp", "rollout_logp", "entropy"):
+            one[name] = [-0.5, -0.125]
+        responses.append(one)
+    row = {"step": step, "minibatch": 1, "minibatches": 1, "group": 0, "rows": 4, "tokens": 8}
+    return row | {"prompt": texts[0], "answer": texts[1], "responses": responses}
 
 
-def with_samples(folder: Path, rows: list[dict], algorithm: str = "grpo", **config: object) -> Path:
+def with_samples(folder: Path, rows: list[dict], **config: object) -> Path:
     """A run folder with these rows of samples.jsonl."""
-    a_run(folder, metrics_of(9), algorithm, **config)
+    a_run(folder, metrics_of(9), **config)
     write_lines(folder / "samples.jsonl", rows)
     return folder

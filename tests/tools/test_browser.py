@@ -1,19 +1,17 @@
-"""Both pages in Chromium, which run their own checks there (`#check`): every token once and in
-order, colours, keys, alignment, nothing fetched, nothing wider than the window."""
+"""Both pages in Chromium: every token or line stands there once and in order, without an error."""
 
 import html
-import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from checks.files import ALGORITHMS, NINE
+from checks.files import PATHS
 from tools import page, reader
+from tools.look import MARK
 
-from tests.tools.made import a_group, row_of, with_samples
-from tests.tools.test_page import HOSTILE
+from tests.tools.made import HOSTILE, group_of, with_samples
 
 BROWSERS = "chromium chromium-browser google-chrome google-chrome-stable chrome".split()
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -21,56 +19,36 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not BROWSER, reason="needs chromium: apt-get install chromium"),
 ]
-# Pages in one window: each sends its findings to the page around it
-AROUND = """<!doctype html><body><script>
-addEventListener("message", event => {
-  const pre = document.createElement("pre");
-  pre.textContent = event.data;
-  document.body.append(pre);
-});
-</script>"""
-FRAME = '<iframe src="{page}#check" style="width: {width}px; height: 800px"></iframe>'
 
 
-def reports(folder: Path, *pages: tuple[Path, int]) -> list[dict]:
-    """The findings of pages that check themselves, each in a window of that width."""
-    around = folder / "around.html"
-    frames = [FRAME.format(page=page.as_uri(), width=width) for page, width in pages]
-    around.write_text("\n".join([AROUND, *frames]))
+def drawn(shown: Path, address: str, element: str) -> list[str]:
+    """The texts of these elements (a pattern) of a page, as the browser has made them."""
     options = "--headless --no-sandbox --disable-gpu --enable-logging=stderr --dump-dom"
-    options += " --window-size=1500,900 --virtual-time-budget=5000"
-    command = [BROWSER, *options.split(), f"--user-data-dir={folder}/profile", around.as_uri()]
+    options += f" --virtual-time-budget=5000 --user-data-dir={shown.parent}/profile"
+    command = [BROWSER, *options.split(), shown.as_uri() + address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    found = re.findall(r"<pre>(.*?)</pre>", done.stdout, re.S)
-    assert len(found) == len(pages), done.stderr[-2000:]
     assert "CONSOLE" not in done.stderr, done.stderr[-2000:]
-    return [json.loads(html.unescape(text)) for text in found]
+    found = re.findall(element, done.stdout.partition("<main")[2])
+    return [html.unescape(re.sub("<.*?>", "", text)) for text in found]
 
 
 def test_a_runs_page(tmp_path):
-    """Of a run in which everything that anyone else writes is an attack."""
-    rows = []
-    for step, text in enumerate(HOSTILE[:3], 1):
-        row = row_of(a_group(), step=step, prompt=text, answer=HOSTILE[1])
-        for one in row["responses"]:
-            one["text"] = one["given"] = text
-            one["tokens"] = [HOSTILE[i % len(HOSTILE)] for i in range(len(one["ids"]))]
-        rows.append(row)
-    flags = {"task": HOSTILE[1], "instruction": HOSTILE[0], "model": HOSTILE[4]}
+    """Of two runs, in which everything that anyone else writes is an attack."""
+    run = with_samples(tmp_path / "<b>run", [group_of(1), group_of(3, HOSTILE[::-1])])
     shown = tmp_path / "page.html"
-    page.main([with_samples(tmp_path / "<b>&lt;run", rows, **flags)], shown)
-    for report in reports(tmp_path, (shown, 1400), (shown, 390)):
-        assert report["problems"] == [] and report["fetched"] == [], report
-        assert report["drawn"] > 20 and report["files"] == len(NINE)
+    page.main([run, run], shown)
+    for address, texts in (("", HOSTILE), ("#3", HOSTILE[::-1])):
+        tokens = drawn(shown, address, r"<span data-i=.*?</span>")
+        assert tokens == [text for text in texts for _ in range(2)] * 2
 
 
-def test_the_readers_page(tmp_path):
-    """In every pair equal lines face each other, and unmarked code never differs, except that
-    recipe.py imports the `advantages` that the other files define."""
+@pytest.mark.parametrize("names", [("grpo", "sapo"), ("stapo", "vcpo")])
+def test_the_readers_page(names, tmp_path):
+    """Every line of both files, those that only mark a place left empty; the notes are prose."""
     shown = tmp_path / "reader.html"
     reader.main([], shown)
-    for report in reports(tmp_path, (shown, 1400), (shown, 390)):
-        for problem in report["problems"]:
-            assert "recipe" in problem and "def advantages(" in problem, problem
-        assert report["fetched"] == []
-        assert report["pairs"] == len(ALGORITHMS) ** 2
+    for side, name in zip("ab", names):
+        lines = drawn(shown, f"#{'+'.join(names)}", rf'<code class="(?:thin )?{side}".*?</code>')
+        expected = [MARK.sub("", line) for line in PATHS[name].read_text().splitlines()]
+        assert sorted(lines) == sorted(expected)
+        assert lines[:20] == expected[:20]

@@ -20,7 +20,7 @@ import common  # noqa: F401  (before torch)
 import grpo
 import torch
 from common.launch import launch
-from common.run import Run, whole
+from common.run import Run, atomic_write
 from torch import Tensor
 
 from tools import arguments
@@ -28,7 +28,7 @@ from checks.files import ROOT
 
 PAGE = ROOT / "docs" / "walk.md"
 KEPT = "load_task advantages balance_tokens policy_loss micro_batches".split()
-KEPT += ["clip_gradients", "of_rollout"]
+KEPT += ["clip_gradients", "rollout_metrics"]
 SEEN = 0, 15  # problems whose responses the page shows: of the first and of the last mini-batch
 CODE = re.compile(r"(?<=```python\n).+?(?=\n```)", re.DOTALL)
 
@@ -75,7 +75,7 @@ def found(calls: dict[str, list[tuple]]) -> dict[str, str]:
     """Name -> its number or table on the page."""
     tokenizer, task = calls["load_task"][0][0][1], calls["load_task"][0][2]
     (rewards,), _, A = calls["advantages"][0]
-    rollout = calls["of_rollout"][0][0][0]
+    rollout = calls["rollout_metrics"][0][0][0]
     parts = [part for _, _, part in calls["balance_tokens"]]
     metrics = calls["log"][-1][0][2]
     P, G = rewards.shape
@@ -176,7 +176,7 @@ def main() -> None:
         sys.argv = ["grpo.py", *words]
         launch(grpo.main, grpo.Args)
         page = filled(PAGE.read_text("utf-8"), Path(grpo.__file__).read_text("utf-8"), found(calls))
-    with whole(PAGE) as path:
+    with atomic_write(PAGE) as path:
         path.write_text(page, encoding="utf-8")
     print(f"written: {PAGE}")
 

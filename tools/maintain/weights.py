@@ -10,7 +10,6 @@ without its baseline. Each curve ends at r = 1/π_old, where the token's probabi
 """
 
 import importlib
-from dataclasses import replace
 
 import common  # noqa: F401  (before torch)
 import matplotlib
@@ -18,40 +17,24 @@ import torch
 from matplotlib import pyplot
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
-from tools import arguments
-from checks import terms
+
 from checks.files import ROOT
+from tools import arguments
+from tools.reader import KINDS, NEAR, weights
 
-NARROW = 1e-3  # half the width of gspo's axis
-# File, title, letter of the ratio, π_old of the token, its entropy (only stapo looks at it), flags
+SPURIOUS = "rare, where another was sure"
+# File, title, letter of the ratio, the kind of token
 CURVES = [
-    ("grpo", "GRPO, Goldilocks, DEEP-GRPO\nclip 0.2 / 0.2", "r", 0.02, 1.0, {"beta": 0.0}),
-    ("gspo", "GSPO (note the axis)\nclip 3e-4 / 4e-4", "s", 0.02, 1.0, {}),
-    ("sapo", "SAPO\nτ 1.0 / 1.05", "r", 0.02, 1.0, {}),
-    ("stapo", "STAPO, most tokens\nclip 0.2 / 0.28", "r", 0.02, 1.0, {}),
-    ("stapo", "STAPO, a spurious token\nπ_old 0.0001, low entropy", "r", 0.0001, 0.1, {}),
-    ("minirl", "MiniRL\nmask 0.2 / 0.27, cap 5", "r", 0.02, 1.0, {}),
-    ("maspo", "MASPO, a rare token\nπ_old 0.02", "r", 0.02, 1.0, {}),
-    ("maspo", "MASPO, a common token\nπ_old 0.5, so r ≤ 2", "r", 0.5, 1.0, {}),
-    ("vcpo", "VCPO\ncap 8", "w", 0.02, 1.0, {}),
+    ("grpo", "GRPO, Goldilocks, DEEP-GRPO\nclip 0.2 / 0.2", "r", "unlikely"),
+    ("gspo", "GSPO (note the axis)\nclip 3e-4 / 4e-4", "s", "unlikely"),
+    ("sapo", "SAPO\nτ 1.0 / 1.05", "r", "unlikely"),
+    ("stapo", "STAPO, most tokens\nclip 0.2 / 0.28", "r", "at a fork"),
+    ("stapo", "STAPO, a spurious token\nπ_old 0.0001, low entropy", "r", SPURIOUS),
+    ("minirl", "MiniRL\nmask 0.2 / 0.27, cap 5", "r", "unlikely"),
+    ("maspo", "MASPO, a rare token\nπ_old 0.02", "r", "unlikely"),
+    ("maspo", "MASPO, a common token\nπ_old 0.5, so r ≤ 2", "r", "likely"),
+    ("vcpo", "VCPO\ncap 8", "w", "unlikely"),
 ]
-
-
-def weights(
-    name: str, ratios: torch.Tensor, sign: float, old: float, entropy: float, flags: dict
-) -> torch.Tensor:
-    """c(r, Â = sign) `[N]`, one response of one token for each ratio `[N]`."""
-    module = importlib.import_module(name)
-    old_logp = torch.full((len(ratios), 1), old, dtype=torch.float64).log()  # [N, 1]
-    logp = (old_logp + ratios[:, None].log()).requires_grad_()  # [N, 1]
-    mask = torch.ones_like(old_logp)
-    args = replace(module.Args(), **flags)
-    columns = {"advantages": sign * mask[:, 0], "mask": mask}
-    columns["entropy"] = torch.full_like(mask, entropy)
-    if name == "stapo":  # among tokens of other entropies, with τ_h = 0.5
-        columns["spurious"] = (logp.exp() < args.tau_p) & (sign > 0) & (entropy < 0.5)  # [N, 1]
-    total, _, _ = terms(module, args, logp=logp, old_logp=old_logp, **columns)
-    return -torch.autograd.grad(total, logp)[0][:, 0]
 
 
 def main() -> None:
@@ -59,13 +42,13 @@ def main() -> None:
     matplotlib.use("Agg")
     pyplot.rcParams.update({"font.size": 9, "axes.titlesize": 9.5})
     figure, axes = pyplot.subplots(3, 3, figsize=(10.4, 9.2), layout="constrained", sharey=True)
-    for axis, (name, title, letter, old, entropy, flags) in zip(axes.flat, CURVES):
+    for axis, (name, title, letter, kind) in zip(axes.flat, CURVES):
         ratios = torch.logspace(-1.7, 1.7, 4001, dtype=torch.float64)  # 0.02 to 50
         if name == "gspo":
-            ratios = torch.linspace(1 - NARROW, 1 + NARROW, 4001, dtype=torch.float64)
-        ratios = ratios[ratios <= 1 / old]
-        for sign, colour in ((1.0, "tab:blue"), (-1.0, "tab:red")):
-            weight = weights(name, ratios, sign, old, entropy, flags)
+            ratios = torch.linspace(1 - NEAR, 1 + NEAR, 4001, dtype=torch.float64)
+        ratios = ratios[ratios <= 1 / KINDS[kind][0]]
+        found = weights(importlib.import_module(name), ratios)[:, list(KINDS).index(kind)]
+        for sign, colour, weight in ((1.0, "tab:blue", found[0]), (-1.0, "tab:red", found[1])):
             axis.plot(ratios, sign * ratios, color="0.6", linestyle=(0, (2, 2)), linewidth=1)
             axis.plot(ratios, weight, color=colour, linewidth=2)
         axis.axvline(1.0, color="0.8", linewidth=1, zorder=0)

@@ -1,0 +1,67 @@
+"""What some files do in a run, beside what checks and the loop's oracle hold of them."""
+
+import os
+
+import deep_grpo
+import pytest
+import torch
+import vcpo
+from variants import ppo
+
+from tests.helpers import SMALL, command, drive, forked, metrics, run_here
+
+pytestmark = pytest.mark.slow
+
+
+def test_vcpo_without_its_halves(tmp_path):
+    """The step keeps its length and the baseline is the group's mean; warm-up counts batches. Two
+    mini-batches a batch: one that waited for two others is four updates old."""
+    flags = [*SMALL, "--steps", 6, "--lag", 2, "--warmup", 5, "--run_dir", tmp_path / "run"]
+    assert run_here(vcpo.main, *flags, "--no_ess_scaling", "--no_optimal_baseline") == 0
+    lines = metrics(tmp_path / "run")[3:]
+    assert all("lr_damping" not in line and line["baseline_shift"] == 0 for line in lines)
+    assert [line["lag"] for line in lines] == [0, 2, 4, 4]
+    assert [line["lr"] for line in lines] == [3e-4 * batch / 5 for batch in (1, 2, 3, 4)]
+
+
+def second_rank_succeeds(*flags: object) -> None:
+    """A run whose verifier passes everything on the second rank."""
+    load = deep_grpo.load_task
+
+    def lenient(*arguments: object) -> object:
+        task = load(*arguments)
+        if os.environ["RANK"] == "1":
+            task.verifier = lambda completions, answers: [1.0] * len(answers)
+        return task
+
+    deep_grpo.load_task = lenient
+    drive("deep_grpo", flags)
+
+
+def test_a_rank_without_failures_waits_for_the_other(tmp_path):
+    """Two gloo ranks, of which the second fails nowhere: collectives still match, the fit is the
+    same on both."""
+    flags = [*SMALL, "--steps", 2, "--run_dir", tmp_path / "run"]
+    run = forked(second_rank_succeeds, *flags, ranks=2)
+    assert run.returncode == 0, run.stderr[-3000:]
+    saved = tmp_path / "run/checkpoints/step_000002"
+    one, other = (
+        torch.load(saved / f"rank{rank}.pt")["parts"]["branches"]["feedback"] for rank in (0, 1)
+    )
+    assert one == other and len(one) > 0
+
+
+def test_ppo_takes_groups_of_one(tmp_path):
+    """What the others refuse; the critic compares."""
+    flags = [*SMALL, "--group_size", 1, "--steps", 2, "--critic_warmup", 1]
+    assert run_here(ppo.main, *flags, "--run_dir", tmp_path / "run") == 0
+    first, second = metrics(tmp_path / "run")[1:]
+    assert first["lr"] == 0 < second["lr"] and first["critic_norm"] > 0
+    assert "grad_norm" not in first and second["grad_norm"] > 0
+
+
+def test_jet_on_two_ranks_that_share_a_model(tmp_path):
+    """Each rounds its own rows: KL(μ ‖ π_old) stays float32's rounding."""
+    flags = [*SMALL, "--shard_ranks", 2, "--steps", 4, "--run_dir", tmp_path / "run"]
+    assert command("jet", *flags, ranks=2).returncode == 0
+    assert all(line["sampler_kl"] < 1e-11 for line in metrics(tmp_path / "run")[1:])
