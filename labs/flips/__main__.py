@@ -31,7 +31,6 @@ FILES = {
     "DPPO": ("dppo", {}),
     "IcePop": ("icepop", {}),
 }
-FILES = toy.given(FILES)
 READ_MU = ("MiniRL", "DPPO", "IcePop")  # the other losses do not use μ
 ARMS = {f"{name}, {how}": name for how in ("clean", "wrong π_old") for name in FILES}
 ARMS |= {f"{name}, {how}": name for how in ("wrong μ", "both wrong") for name in READ_MU}

@@ -17,16 +17,14 @@ import torch
 from labs import lab, toy
 
 TITLE = "The clip slows a rare token at every learning rate, a common one only at small rates"
-ARMS = toy.given(
-    {
-        "GRPO": ("grpo", {}),
-        "clip-higher": ("grpo", {"clip_high": 0.28}),
-        "MASPO": ("maspo", {}),
-        "SAPO": ("sapo", {}),
-        "CISPO": ("cispo", {}),
-        "DPPO": ("dppo", {}),
-    }
-)
+ARMS = {
+    "GRPO": ("grpo", {}),
+    "clip-higher": ("grpo", {"clip_high": 0.28}),
+    "MASPO": ("maspo", {}),
+    "SAPO": ("sapo", {}),
+    "CISPO": ("cispo", {}),
+    "DPPO": ("dppo", {}),
+}
 LOOKS = {  # arm -> colour and dashes
     "GRPO": (lab.BLACK, "-"),
     "clip-higher": (lab.BLACK, "--"),

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 from checks.files import ROOT
-from common.cli import BadInput, in_one_line
+from common.cli import BadInput, blame, in_one_line
 from common.run import atomic_write, read_lines
 
 from labs import lab
@@ -238,10 +238,8 @@ def redraw() -> None:
 def enter(words: argparse.Namespace, budget: str) -> int:
     """Run a file's row, draw its table and print its places; returns how many of its runs broke."""
     file = Path(words.file).resolve()
-    try:
+    with blame(f"{file}: not a file in the form of grpo.py"):
         put_under(load(file), STRESSES["none"])
-    except Exception as error:  # whatever a file of yours raises
-        raise BadInput(f"{file}: not a file in the form of grpo.py ({error})") from error
     name = f"{file.stem} {words.flags}".strip()
     text = file.read_bytes() + f"{words.flags} {budget}".encode()  # another text: another table
     key = hashlib.sha256(text).hexdigest()[:8]
