@@ -18,11 +18,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import itertools
 import json
 import random
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -235,8 +236,7 @@ class Record:
 
     rank: int
     flags: dict
-    # Of the policy: parameters before, gradients, lr, betas
-    updates: list[dict] = field(default_factory=list)
+    updates: list[dict] = field(default_factory=list)  # what the policy's optimiser was given
     lessons: list[dict] = field(default_factory=list)  # of a teacher or critic, likewise
     calls: list[dict] = field(default_factory=list)
     synced: list[list[Tensor]] = field(default_factory=list)
@@ -244,8 +244,7 @@ class Record:
 
     @property
     def training(self) -> list[dict]:
-        """The calls that sampled for training (evaluations ask for one greedy or SAMPLES sampled
-        responses)."""
+        """The calls that sampled for training (evaluations ask for 1 or SAMPLES responses)."""
         return [call for call in self.calls if call["n"] == G and call["prefixes"] is None]
 
     @property
@@ -385,6 +384,10 @@ def damaged(algorithm: str, where: str = "", old: str = "", new: str = "") -> Mo
 # The oracle
 
 
+def differ(group: list[Row]) -> bool:
+    return len({row.reward for row in group}) > 1
+
+
 def rounds_of(o: Oracle) -> list[list[dict[int, str]]]:
     """The rounds of sampling of each step: slot of the batch -> prompt. A round reads the next
     prompts of one stream: the first for all slots, further ones (dapo) for those of groups without
@@ -395,11 +398,7 @@ def rounds_of(o: Oracle) -> list[list[dict[int, str]]]:
         while slots and len(found) < getattr(o.args, "max_draws", 1):
             found.append({slot: TRAIN[(drawn + i) % len(TRAIN)] for i, slot in enumerate(slots)})
             drawn += len(slots)
-            idle = []
-            for slot in slots:
-                if len({row.reward for row in respond(found[-1][slot], G)}) == 1:
-                    idle.append(slot)
-            slots = idle
+            slots = [slot for slot in slots if not differ(respond(found[-1][slot], G))]
         if o.has("teacher_lr"):
             found = [dict(enumerate(o.prompts(step)))]
         steps.append(found)
@@ -434,21 +433,16 @@ class Oracle:
 
     # Rows and their advantages
 
-    def groups(self, step: int, part: int) -> list[list[Row]]:
-        """The groups of mini-batch `part` of a batch: every rank's own share, in its own order."""
-        filled, found = {}, []
+    def rows(self, step: int, parts: Iterable[int] = range(M)) -> list[Row]:
+        """The rows of a batch's mini-batches: of each every rank's own share, in its own order."""
+        filled, found, share = {}, [], P // self.size // M
         for drawn in self.rounds[step]:
             filled |= drawn  # a later round's group takes the slot
-        share = P // self.size // M
-        for one in self.records:
+        for part, one in itertools.product(parts, self.records):
             start = one.rank * P // self.size + part * share
-            found += [respond(filled[i], G) for i in range(start, start + share)]
+            for slot in range(start, start + share):
+                found += respond(filled[slot], G)
         return found
-
-    def rows(self, step: int) -> list[Row]:
-        """All rows of a batch, mini-batch by mini-batch."""
-        groups = [group for part in range(M) for group in self.groups(step, part)]
-        return [row for group in groups for row in group]
 
     def advantages(self, step: int) -> Tensor:
         """Of all rows of a batch, by the file's own functions: [P, G]."""
@@ -504,7 +498,7 @@ class Oracle:
         """All columns of the whole mini-batch of this update, and the model `lm` of `logp`."""
         start = update - update % M  # the batch's first update
         step, part = start // M + self.warmup, update % M
-        rows = [row for group in self.groups(step, part) for row in group]
+        rows = self.rows(step, [part])
         A, main = self.advantages(step).view(M, -1)[part], len(rows)
         for siblings in self.branches(step, part) if self.has("branches") else ():
             own = self.module.advantages(rewards_of(siblings)[None])[0]
@@ -614,7 +608,7 @@ class Oracle:
         args, parts, start = self.args, [], max(0, step - self.warmup) * M
         old, reference = (self.lm(self.updates[at]["parameters"]) for at in (start, 0))
         for part in range(M):
-            rows = [row for group in self.groups(step, part) for row in group]
+            rows = self.rows(step, [part])
             b = SimpleNamespace(rows=rows, mask=mask_of(rows), rewards=rewards_of(rows))
             b.old_logp, b.ref_logp = log_probs(old, rows), log_probs(reference, rows)
             b.values = self.values(step * M, rows)[0].detach()
