@@ -276,7 +276,6 @@ def reveal(number: int) -> str:
 
 def main() -> None:
     """List, play or reveal."""
-    lab.survive_the_terminal()
     parser = argparse.ArgumentParser(
         prog="labs.bug",
         usage=argparse.SUPPRESS,  # an error is one line
