@@ -5,9 +5,9 @@
 - `objective(b)` returns J of a `Batch`, which is a mean, and the count that it is a mean over;
 - `statistics(b)` returns the metrics of the loss as pairs (sum, count);
 - `CASES` are the flags under which `agree` compares the file with both;
-- `CHECKS` are further functions of a module (the file, a damaged copy, or a student's file). They
-  raise AssertionError if the module is wrong, and their docstring states the rule. They compare
-  with numbers of other people's code, or with sums over all outcomes;
+- `check_...` and `SHARED` are further functions of a module (the file, a damaged copy, or a
+  student's file). They raise AssertionError if the module is wrong, and their docstring states the
+  rule. They compare with numbers of other people's code, or with sums over all outcomes;
 - `MUTANTS`, of some files, are damages: name -> (text that is in the file once, its replacement).
   At least one check must fail on each. They are also the mistakes that the grader can name.
 """
@@ -35,13 +35,9 @@ FIXTURE = json.loads(Path(__file__).with_name("losses.json").read_text(encoding=
 def of(algorithm: str) -> tuple[list[Callable], dict[str, tuple]]:
     """All checks and the mutants of an algorithm, by its file's stem."""
     module = importlib.import_module(f"checks.{algorithm}")
-    return [*module.CHECKS, *agree(module)], getattr(module, "MUTANTS", {})
-
-
-def written_here(namespace: dict) -> list[Callable]:
-    """Every `check_*` that a module defines, in order."""
-    ours = [f for name, f in namespace.items() if name.startswith("check_")]
-    return [f for f in ours if f.__module__ == namespace["__name__"]]
+    own = [f for f in vars(module).values() if getattr(f, "__module__", "") == module.__name__]
+    own = [f for f in own if f.__name__.startswith("check_")]
+    return [*module.SHARED, *own, *agree(module)], getattr(module, "MUTANTS", {})
 
 
 def replaced(path: Path, old: str, new: str) -> str:
@@ -432,7 +428,7 @@ def check_equal_rewards(module: ModuleType) -> None:
         assert (rewards == reward).all(), "the rewards that it is given are changed in place"
 
 
-# What `CHECKS` of several files have: their advantages
+# What `SHARED` is in most files: the checks of their advantages
 
 ZSCORES = [check_advantages, check_equal_rewards]
 CENTRED = [check_centred_advantages, check_equal_rewards]

@@ -30,4 +30,4 @@ def check_fixture(module: ModuleType) -> None:
     matches(module, "cispo_cap1.28_tokenmean", is_cap=1.28)
 
 
-CHECKS = [check_fixture, *ZSCORES]
+SHARED = ZSCORES

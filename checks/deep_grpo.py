@@ -7,8 +7,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import CENTRED, FIXTURE, Batch, both_streams, clip_statistics, k3, matches, near
-from . import surrogate, token_mean, written_here
+from . import CENTRED, FIXTURE, Batch, both_streams, clip_statistics, k3, matches, near, surrogate
+from . import token_mean
 
 AUTHORS = FIXTURE["deep_grpo"]["cases"]
 statistics = clip_statistics
@@ -65,7 +65,7 @@ def check_fit(module: ModuleType) -> None:
         near(torch.tensor(found).double(), torch.tensor(expected).double(), "u and v", 2e-3)
 
 
-CHECKS = [*written_here(globals()), *CENTRED]
+SHARED = CENTRED
 RETURN = "return -per_response.sum(), mask[main].sum()"
 LAMBDA = "torch.where(main, 1.0, args.branch_weight)"
 RIDGE = "torch.tensor([1.0, 0.0], dtype"

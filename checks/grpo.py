@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import POLICIES, ZSCORES, Batch, clip_statistics, every_sample, k3, loss_and_gradient
-from . import loss_of, matches, near, no_kl, one, response_mean, surrogate, weight, written_here
+from . import loss_of, matches, near, no_kl, one, response_mean, surrogate, weight
 
 
 def objective(b: Batch) -> tuple[Tensor, int]:
@@ -91,7 +91,7 @@ def check_kl_ratio(module: ModuleType) -> None:
     assert not torch.allclose(found[False][1], truth, rtol=1e-2)
 
 
-CHECKS = [*ZSCORES, *written_here(globals())]
+SHARED = ZSCORES
 RATIO, SURROGATE = "(logp - batch.old_logp).exp()", "torch.minimum(ratio * A, clipped * A)"
 AVERAGE = "(objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)"
 RETURN = "return -per_response.sum(), mask.new_tensor(len(mask)), stats"

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from . import ZSCORES, Batch, clipped, counts, loss_and_gradient, matches, near, one, terms
-from . import written_here
 
 
 def sequence_ratio(b: Batch) -> Tensor:
@@ -54,7 +53,7 @@ def check_clips_sequences_not_tokens(module: ModuleType) -> None:
         counts(stats, {"clip_share": (cut, 1), "token_clip_share": (tokens, 4)})
 
 
-CHECKS = [*written_here(globals()), *ZSCORES]
+SHARED = ZSCORES
 ROOT_MEAN = "log_ratio.sum(dim=1) / mask.sum(dim=1).clamp(min=1)"
 CLAMP = "s.clamp(1 - args.clip_low, 1 + args.clip_high)"
 MUTANTS = {

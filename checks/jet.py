@@ -8,7 +8,7 @@ from common.model import ALONE, load_model
 from common.rollout import HFEngine
 from torch import Tensor
 
-from . import minirl, written_here
+from . import CENTRED, minirl
 
 objective, statistics, CASES = minirl.objective, minirl.statistics, minirl.CASES
 
@@ -73,4 +73,4 @@ def check_distance(module: ModuleType) -> None:
     assert abs(float(size) / sum(float(masters[n].abs().sum()) for n in changed) - 1) < 1e-4
 
 
-CHECKS = [*minirl.CHECKS, *written_here(globals())]
+SHARED = CENTRED

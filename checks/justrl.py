@@ -21,4 +21,4 @@ def check_fixture(module: ModuleType) -> None:
     matches(module, "dapo_eps0.2_0.28_tokenmean")
 
 
-CHECKS = [check_fixture, *ZSCORES]
+SHARED = ZSCORES

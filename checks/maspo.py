@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import FIXTURE, ZSCORES, Batch, matches, near, share, token_mean, weight, written_here
+from . import FIXTURE, ZSCORES, Batch, matches, near, share, token_mean, weight
 
 
 def widths(b: Batch) -> Tensor:
@@ -61,7 +61,7 @@ def check_weights(module: ModuleType) -> None:
             near(found, expected, told, 1e-9 * max(1, abs(expected)))
 
 
-CHECKS = [*written_here(globals()), *ZSCORES]
+SHARED = ZSCORES
 MUTANTS = {
     "cut in both directions": (
         "(A * (ratio - 1) > A.abs() * args.token_clip)",

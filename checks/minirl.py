@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import CENTRED, Batch, cut_shares, near, no_kl, share, terms, written_here
+from . import CENTRED, Batch, cut_shares, near, no_kl, share, terms
 
 
 def weights(b: Batch) -> Tensor:
@@ -71,7 +71,7 @@ def check_first_order(module: ModuleType) -> None:
     assert gap(0.0, length_norm=True) > 0.1, "with length_norm the gradients are equal, too"
 
 
-CHECKS = [*written_here(globals()), *CENTRED]
+SHARED = CENTRED
 BEHAVIOUR = "batch.rollout_logp if args.correct_mismatch else batch.old_logp"
 RATIO = "ratio = (logp.detach() - batch.old_logp).exp()"
 MUTANTS = {

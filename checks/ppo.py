@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch import Tensor
 
-from . import Batch, clipped, counts, cut_shares, near, one, token_mean, written_here
+from . import Batch, clipped, counts, cut_shares, near, one, token_mean
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:
@@ -71,4 +71,4 @@ def check_value_loss(module: ModuleType) -> None:
     counts(stats, {"value_loss": (loss.detach(), 5), "value_clipped": (1, 5)})
 
 
-CHECKS = written_here(globals())
+SHARED = []

@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, matches, near, response_mean, share, weight, written_here
+from . import ZSCORES, Batch, matches, near, response_mean, share, weight
 
 
 def temperatures(b: Batch) -> Tensor:
@@ -45,7 +45,7 @@ def check_is_normalised_at_one(module: ModuleType) -> None:
         near(weight(module, 1.0, -0.7, tau_neg=tau), -0.7, f"the one at Â = -0.7, τ = {tau}")
 
 
-CHECKS = [*written_here(globals()), *ZSCORES]
+SHARED = ZSCORES
 SIGMOID = "torch.sigmoid(tau * (ratio - 1))"
 MUTANTS = {
     "τ not divided out": ("4 / tau * torch.sigmoid", "4 * torch.sigmoid"),

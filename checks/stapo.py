@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from . import ZSCORES, Batch, clip_statistics, matches, near, surrogate, token_mean
-from . import written_here
 
 
 def spurious(b: Batch) -> Tensor:
@@ -61,7 +60,7 @@ def check_quantile_of_many(module: ModuleType) -> None:
     near(module.entropy_threshold(module.Args(), many), 0.5, "τ_h of 2^24 + 1 equal entropies")
 
 
-CHECKS = [*written_here(globals()), *ZSCORES]
+SHARED = ZSCORES
 IMPROBABLE = "logp.exp() < args.tau_p"
 AMONG = 'among = mask if args.entropy_rule == "all" else candidates'
 RETURN = "return -(objective * kept).sum(), kept.sum()"

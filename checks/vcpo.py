@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import FIXTURE, Batch, advantages_match, busy_batch, check_equal_rewards, loss_of, near
-from . import response_mean, written_here
+from . import response_mean
 
 
 def advantages(R: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def check_ess(module: ModuleType) -> None:
         near(module.ess_ratio(log_w + shift), stored["ess_ratio"], "ESS/B", 1e-8)
 
 
-CHECKS = [*written_here(globals()), check_equal_rewards]
+SHARED = [check_equal_rewards]
 LOG_WEIGHT = "((logp.detach() - rollout_logp) * mask)"
 HEAVY = "2 * log_w + 2 * norms.clamp(min=1e-30).log()"
 ESS = "(2 * log_w.logsumexp(0) - (2 * log_w).logsumexp(0)).exp()"

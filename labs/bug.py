@@ -241,7 +241,7 @@ def play(number: int, out: Path, more: str = "") -> None:
     train(ROOT / f"{bug.file}.py", right, flags)
     train(source / f"{bug.file}.py", wrong, flags)
     kinds = compare.kinds([compare.load(folder) for folder in (right, wrong)])
-    figure, rows = compare.draw(kinds), compare.table(kinds, each_run=False)
+    figure, rows = compare.draw(kinds), compare.table(kinds)
     if smoke:
         lab.entitle(figure, lab.SMOKE)
         rows = f"{lab.SMOKE}\n\n{rows}"
@@ -276,7 +276,6 @@ def reveal(number: int) -> str:
 
 def main() -> None:
     """List, play or reveal."""
-    lab.survive_the_terminal()
     parser = argparse.ArgumentParser(
         prog="labs.bug",
         usage=argparse.SUPPRESS,  # an error is one line

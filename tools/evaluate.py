@@ -34,7 +34,7 @@ from common.reward import Verifier
 from common.rollout import make_engine
 from common.run import as_lines, checkpoints
 from common.tiny import arithmetic
-from tools.compare import config_of
+from common.run import saved_config
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -97,7 +97,7 @@ def append(rows: list[dict], file: Path) -> None:
 
 def prepare(args: Args, world: World) -> None:
     """If MODEL is a run, take its values for flags that were not given; then check all flags."""
-    if config := config_of(Path(args.model)):
+    if config := saved_config(Path(args.model)):
         own = {name: config.get(name) for name in OF_THE_RUN.split()}
         precision = config.get("rollout_dtype", "auto")
         known = get_args(get_type_hints(Args)["rollout_dtype"])
@@ -169,7 +169,7 @@ def load_weights(folder: Path, policy: nn.Module, world: World) -> int:
 
 def main(args: Args, world: World) -> None:
     """Measure every set at every setting."""
-    run, config = Path(args.model), config_of(Path(args.model))
+    run, config = Path(args.model), saved_config(Path(args.model))
     name = run.resolve().name if config else re.sub(r"[^\w.-]+", "-", args.model).strip("-")
     folder = Path(args.run_dir or (run if config else "runs/evaluations")).expanduser()
     args.model = config.get("model", args.model)

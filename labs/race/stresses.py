@@ -7,9 +7,7 @@ are always answered by the policy itself: a stress damages training, not the mea
 """
 
 import importlib.util
-import json
 import random
-import resource
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -161,8 +159,3 @@ if __name__ == "__main__":  # one run, whose metrics.jsonl labs.race reads
     Run.finish = lambda run: None  # no curves, no summary
     sys.argv = [Path(file).name, *flags]
     launch(raced.main, raced.Args)
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes
-    peak = round(used.ru_maxrss * unit / 1e9, 1)
-    usage = {"cpu_seconds": round(used.ru_utime), "gigabytes": peak}
-    (Path(flags[flags.index("--run_dir") + 1]) / "usage.json").write_text(json.dumps(usage))

@@ -31,13 +31,14 @@ from types import ModuleType, SimpleNamespace
 import common  # noqa: F401  (before torch)
 import pytest
 import torch
+import vcpo
 from common.batch import Rollout
 from common.data import Problem, Task
 from common.distributed import ALONE, World, setup
 from common.model import load_model
 from common.routing import Routing
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from checks import mutate
 from checks.files import MODULES
@@ -131,11 +132,6 @@ def untrained(model: str = "model") -> torch.nn.Module:
     """The embedded model as it ships, in float64, straight from transformers."""
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return AutoModelForCausalLM.from_pretrained(TINY / model, dtype=torch.float64, **plain)
-
-
-@lru_cache(1)
-def tokenizer() -> object:
-    return AutoTokenizer.from_pretrained(TINY / "model")
 
 
 def padded(rows: list, value: float = 0.0) -> Tensor:
@@ -315,7 +311,7 @@ def task(judge: Callable) -> Task:
         [problem(prompt) for prompt in HELD_OUT],
         verifier,
         final=lambda text: text.split("#")[-1],
-        tokenizer=tokenizer(),
+        tokenizer=loaded("tiny")[1],
     )
 
 
@@ -575,21 +571,17 @@ class Oracle:
         return self.known[update]
 
     def age(self, b: SimpleNamespace) -> None:
-        """vcpo's baseline, of advantages of main rows, from a backward pass for each response; and
-        ρ, from the weights of all."""
-        log_w = ((b.logp - b.rollout_logp) * b.mask).sum(1).detach()
-        norms = []
-        for row in (b.logp * b.mask)[~b.grown].sum(1):  # g_i = ∇ Σ_t log π
+        """vcpo subtracts a baseline from the advantages of main rows, by a backward pass for each
+        response; and ρ, by the weights of all. (checks/vcpo.py holds both formulas.)"""
+        log_w = vcpo.log_weight(b.logp, b.rollout_logp, b.mask)
+        main, norms = ~b.grown, []
+        for row in (b.logp * b.mask)[main].sum(1):  # g_i = ∇ Σ_t log π
             parts = torch.autograd.grad(row, list(b.lm.parameters()), retain_graph=True)
             norms.append(flat(parts).norm())
-        heavy = (2 * log_w[~b.grown]).exp() * torch.stack(norms) ** 2
-        b.shifts = []
-        for group in torch.arange(len(norms)).split(G):  # main rows come first
-            shift = (heavy[group] * b.advantages[group]).sum() / heavy[group].sum()
-            b.advantages[group] -= shift
-            b.shifts.append(abs(float(shift)))
-        w = log_w.exp()
-        b.rho = float(w.sum() ** 2 / (w**2).sum() / len(w))
+        A = b.advantages[main].view(-1, G)
+        b.shifts = vcpo.baseline_shift(log_w[main].view(-1, G), torch.stack(norms).view(-1, G), A)
+        b.advantages[main] -= b.shifts.repeat_interleave(G)
+        b.rho = float(vcpo.ess_ratio(log_w))
 
     def cut(self, b: SimpleNamespace) -> None:
         """blockwise's working, which ends with the last #, and the advantages of both blocks."""

@@ -12,7 +12,6 @@ import pytest
 
 from tests.helpers import ROOT, forked, refused
 
-LABS = sorted(path.parent.name for path in ROOT.glob("labs/*/figure.png"))
 # With the smallest input, for a copy of the repository that has finished runs
 COMMANDS = """
 labs.blank grpo
@@ -21,7 +20,6 @@ labs.grade grpo.py
 labs.race --redraw
 tools.maintain.bench tiny --side ours --size 4 2 8
 tools.compare runs/a runs/b
-tools.compare --curves runs/a
 tools.compare --sheet sheet.png runs/a runs/b
 tools.evaluate runs/a --eval_problems 4 --eval_samples 1
 tools.maintain.make_tiny tiny tiny-new --steps 1
@@ -35,8 +33,6 @@ tools.maintain.spread --dry
 tools.maintain.walk
 tools.maintain.weights
 """.split("\n")[1:-1]
-COMMANDS += [f"labs.{name} --redraw --out labs" for name in LABS]
-COMMANDS += ["labs.lock --redraw --out labs --part branch"]
 NUMBER = r"-?\d+\.\d+"
 
 
@@ -86,7 +82,7 @@ def test_a_program_ends_and_finds_no_page_to_change(command, copy):
 WRONG_CALLS = """
 labs.blank nope
 labs.fork --seeds 0
-tools.compare --curves nope
+tools.compare nope
 tools.evaluate nowhere
 tools.evaluate tiny --eval_task nosuchset
 tools.maintain.make_tiny tiny docs
