@@ -5,9 +5,10 @@
 - `objective(b)` returns J of a `Batch`, which is a mean, and the count that it is a mean over;
 - `statistics(b)` returns the metrics of the loss as pairs (sum, count);
 - `CASES` are the flags under which `agree` compares the file with both;
+- `FIXTURES` are cases of losses.json, numbers of other people's code, and the flags of each;
 - `check_...` and `SHARED` are further functions of a module (the file, a damaged copy, or a
   student's file). They raise AssertionError if the module is wrong, and their docstring states the
-  rule. They compare with numbers of other people's code, or with sums over all outcomes;
+  rule. Most of them compare with sums over all outcomes;
 - `MUTANTS`, of some files, are damages: name -> (text that is in the file once, its replacement).
   At least one check must fail on each. They are also the mistakes that the grader can name.
 """
@@ -37,6 +38,7 @@ def of(algorithm: str) -> tuple[list[Callable], dict[str, tuple]]:
     module = importlib.import_module(f"checks.{algorithm}")
     own = [f for f in vars(module).values() if getattr(f, "__module__", "") == module.__name__]
     own = [f for f in own if f.__name__.startswith("check_")]
+    own += [matches(module.FIXTURES)] if hasattr(module, "FIXTURES") else []
     return [*module.SHARED, *own, *agree(module)], getattr(module, "MUTANTS", {})
 
 
@@ -241,6 +243,20 @@ def agree(spec: ModuleType) -> list[Callable]:
     return [check_loss, check_parts_add_up, check_statistics]
 
 
+def matches(fixtures: dict[str, dict]) -> Callable:
+    """The check that `policy_loss` has other people's numbers."""
+
+    def check_fixture(module: ModuleType) -> None:
+        """Value and gradient on a toy batch are those of other implementations (losses.json)."""
+        for case, flags in fixtures.items():
+            expected = FIXTURE["cases"][case]
+            loss, gradient = loss_and_gradient(module, no_kl(module, **flags), **toy_batch())
+            near(loss, expected["loss"], f"the loss of the toy batch, {case}", 1e-8)
+            near(gradient, expected["grad"], f"∂ loss / ∂ log π, {case}", 1e-8)
+
+    return check_fixture
+
+
 # Tools of the checks
 
 
@@ -336,14 +352,6 @@ def weight(
     columns = {"logp": old_logp + one(ratio).log(), "old_logp": old_logp}
     columns |= {"advantages": one(advantage)[0], "mask": one(1.0)}
     return -loss_and_gradient(module, no_kl(module, **flags), **columns)[1][0, 0]
-
-
-def matches(module: ModuleType, case: str, **flags: object) -> None:
-    """Value and gradient on the toy batch equal the fixture's case, to 1e-8."""
-    expected = FIXTURE["cases"][case]
-    loss, gradient = loss_and_gradient(module, no_kl(module, **flags), **toy_batch())
-    near(loss, expected["loss"], "the loss of the toy batch", 1e-8)
-    near(gradient, expected["grad"], "∂ loss / ∂ log π on the toy batch", 1e-8)
 
 
 def advantages_match(

@@ -77,21 +77,20 @@ def check_the_draw(module: ModuleType) -> None:
     A = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(20)
     moved = 0.5 * (torch.rand(40, 5, generator=generator) < 0.2)  # r = 1.65 on a fifth
     batch = Rollout(logp=logp, old_logp=logp - moved, mask=torch.ones_like(logp), advantages=A)
-    order, drawn = torch.randperm(40, generator=generator), torch.zeros_like(logp)
-    mixed, zeros = batch.rows(order), torch.zeros_like(logp)
+    order, zeros = torch.randperm(40, generator=generator), torch.zeros_like(logp)
+    mixed, drawn = batch.rows(order), torch.zeros_like(logp)
     c = (logp - logp.mean()) * (A - A.mean())[:, None]
     band = (c > 0.1) & (c < 1.5) & ~((moved > 0) & (A > 0)[:, None])
     args = no_kl(module, tokens="clip_cov", clip_cov_low=0.1, clip_cov_high=1.5)
     for some, number in ((0.9, band.sum()), (1e-4, 1), (0.05, 10)):
         args.clip_cov_share = some
-        module.choose_tokens(args, batch, batch.logp, zeros, ALONE)
-        assert batch.chosen.sum() == number and not batch.chosen[~band].any()
-    for step in range(60):
-        module.choose_tokens(args, batch, batch.logp, zeros, ALONE, step)
-        module.choose_tokens(args, mixed, mixed.logp, zeros, ALONE, step)
-        assert torch.equal(mixed.chosen, batch.chosen[order])
-        drawn += batch.chosen
-    assert (drawn[band] > 0).double().mean() > 0.95
+        for step in range(30):
+            module.choose_tokens(args, batch, batch.logp, zeros, ALONE, step)
+            module.choose_tokens(args, mixed, mixed.logp, zeros, ALONE, step)
+            assert torch.equal(mixed.chosen, batch.chosen[order])
+            assert batch.chosen.sum() == number and not batch.chosen[~band].any()
+            drawn += batch.chosen
+    assert drawn[band].min() > 30
 
 
 SHARED = ZSCORES

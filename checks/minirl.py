@@ -82,6 +82,4 @@ MUTANTS = {
         "uncapped = (logp.detach() - behaviour)",
         "uncapped = (logp - behaviour)",
     ),
-    "length-normalised": ("if args.length_norm:", "if True:"),
-    "weight_max after the cap": ("uncapped[mask > 0]]).max()", "weight[mask > 0]]).max()"),
 }

@@ -240,7 +240,6 @@ class Record:
     lessons: list[dict] = field(default_factory=list)  # of a teacher or critic, likewise
     calls: list[dict] = field(default_factory=list)
     synced: list[list[Tensor]] = field(default_factory=list)
-    pivots: list[dict] = field(default_factory=list)  # deep_grpo's choices
     metrics: list[dict] = field(default_factory=list)  # rank 0's log
 
     @property
@@ -342,13 +341,6 @@ def record(
             (found.updates if policy else found.lessons).append(seen)
             super().step(closure)
 
-    def choose(response: list, boundaries: set, slope: float, offset: float, *rest) -> tuple:
-        kept, depth = choose_pivot(response, boundaries, slope, offset, *rest)
-        text = "".join(VOCABULARY[t] for t in response if t != EOS)
-        pivot = {"fit": (slope, offset), "response": text, "kept": kept, "depth": depth}
-        found.pivots.append(pivot)
-        return kept, depth
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "load_model", lambda name, *flag: copy.deepcopy(loaded(name)))
         patch.setattr(module, "load_task", lambda *arguments: task(judge))
@@ -356,10 +348,6 @@ def record(
         patch.setattr(module, "save_checkpoint", lambda *arguments: None)
         patch.setattr("common.run.draw_run", lambda *arguments: "")
         patch.setattr(torch.optim, "AdamW", Watched)
-        if hasattr(module, "Branches"):  # recipe.py imports it
-            home = sys.modules[module.Branches.__module__]
-            choose_pivot = home.choose_pivot
-            patch.setattr(home, "choose_pivot", choose)
         still = SimpleNamespace(anywhere=lambda world: False)
         patch.setattr("common.run.StopFlag", lambda: still)
         module.main(args, world)
@@ -489,19 +477,24 @@ class Oracle:
             A.view(-1)[module.outliers(args, measures, measures)] = 0.0
         return A
 
+    def failed(self, one: Record, step: int) -> list[tuple[int, int, Row]]:
+        """A rank's failed responses of a step: place of the prompt, number of the response, row."""
+        found = []
+        for place, prompt in enumerate(one.training[step]["prompts"]):
+            for number, row in enumerate(respond(prompt, G)):
+                if row.reward == 0:
+                    found.append((place, number, row))
+        return found
+
     def branches(self, step: int, part: int) -> list[list[Row]]:
         """The siblings that were grown from this mini-batch's failed responses."""
-        found = []
+        found, share = [], P // self.size // M
         for one in self.records:
-            call = one.branching[step]
-            own = [respond(prompt, G) for prompt in one.training[step]["prompts"]]
-            failed = [(g, row) for g, rows in enumerate(own) for row in rows if row.reward == 0]
-            assert [row.prompt for _, row in failed] == call["prompts"] and call["n"] == K
+            call, failed = one.branching[step], self.failed(one, step)
+            assert call["prompts"] == [row.prompt for _, _, row in failed] and call["n"] == K
             assert call["temperature"] == T and call["limit"] == LIMIT
-            share = len(own) // M
-            for (g, row), prefix in zip(failed, call["prefixes"], strict=True):
-                assert row.text.startswith(prefix) and (not prefix or prefix.endswith(";"))
-                if g // share == part:
+            for (place, _, row), prefix in zip(failed, call["prefixes"], strict=True):
+                if place // share == part:
                     found.append(respond(row.prompt, K, prefix))
         return found
 

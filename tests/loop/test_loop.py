@@ -6,6 +6,7 @@ Each `check_*` compares the records of one run with `oracle.Oracle`, which compu
 """
 
 import itertools
+from random import Random
 
 import deep_grpo
 import pytest
@@ -16,7 +17,7 @@ from common.distributed import setup
 
 from tests.helpers import module_of
 from tests.loop import oracle
-from tests.loop.oracle import HELD_OUT, LIMIT, SAMPLES, TRAIN, G, K, M, Oracle, P, Record, Row, T
+from tests.loop.oracle import HELD_OUT, LIMIT, SAMPLES, TRAIN, VOCABULARY, G, K, M, Oracle, P, T
 from tests.loop.oracle import damaged, flat, on_ranks, record, respond, teaches
 
 
@@ -111,8 +112,8 @@ def check_metrics(o: Oracle) -> None:
         fresh = [respond(prompt, G) for prompt in o.prompts(now)]
         answers = [{row.text.split("#")[-1] for row in group} for group in fresh]
         expected["distinct"] = sum(map(len, answers)) / P
-        if o.has("branches"):
-            fresh += [group for one in o.records for group in branch_groups(one, now)]
+        for part in range(M) if o.has("branches") else ():
+            fresh += o.branches(now, part)
         expected["tokens"] = sum(len(row.tokens) for group in fresh for row in group)
         if waited(o):
             expected["lag"] = (0, M)[step]
@@ -167,30 +168,26 @@ def expected_metrics(o: Oracle, step: int) -> dict[str, float]:
 # deep_grpo's branches
 
 
-def branch_groups(one: Record, step: int) -> list[list[Row]]:
-    """The siblings of every pivot of a step."""
-    call = one.branching[step]
-    return [respond(prompt, K, prefix) for prompt, prefix in zip(call["prompts"], call["prefixes"])]
-
-
 def check_pivots(o: Oracle) -> None:
-    """Pivots are drawn by the regression of "some branch succeeded" on depth (its fit is held in
-    checks/deep_grpo.py), over all ranks' pivots so far."""
-    pairs, starts = [], [0] * o.size
+    """Each failed response is cut where the file's `choose_pivot` cuts it, by the regression of
+    "some branch succeeded" on depth over all ranks' pivots so far. (checks/deep_grpo.py holds both
+    functions.)"""
+    feedback = []
     for step in range(o.args.steps):
-        fit, fresh = deep_grpo.fit_success(pairs), []
-        for rank, one in enumerate(o.records):
-            groups = branch_groups(one, step)
-            drawn = one.pivots[starts[rank] : starts[rank] + len(groups)]
-            starts[rank] += len(groups)
-            for pivot, group in zip(drawn, groups, strict=True):
-                assert pivot["fit"] == pytest.approx(fit, rel=1e-4, abs=1e-4)
-                cuts = [0, *(i for i, c in enumerate(pivot["response"], 1) if c == ";")]
-                assert group[0].prefix == pivot["response"][: pivot["kept"]]
-                depth = (cuts.index(pivot["kept"]) + 1) / (len(cuts) + 1)
-                assert depth == pytest.approx(pivot["depth"])
-                fresh.append((depth, float(any(row.reward for row in group))))
-        pairs += fresh
+        fit, fresh = deep_grpo.fit_success(feedback), []
+        for one in o.records:
+            prefixes = one.branching[step]["prefixes"]
+            for (place, number, row), prefix in zip(o.failed(one, step), prefixes, strict=True):
+                slot = problem = step * P + one.rank * P // o.size + place
+                if o.has("teacher_lr"):
+                    problem = 5 * slot + candidates(slot).index(row.prompt)
+                rng = Random(f"{o.args.seed}/{problem * G + number}")
+                given = list(row.tokens), {VOCABULARY.index(";")}, *fit, o.args.depth_power, rng
+                kept, depth = deep_grpo.choose_pivot(*given)
+                assert prefix == row.text[:kept]
+                branches = respond(row.prompt, K, prefix)
+                fresh.append((depth, float(any(branch.reward for branch in branches))))
+        feedback += fresh
     assert fit != (0.0, float("inf"))
 
 
