@@ -1,4 +1,4 @@
-"""Every program of tools/ and labs/ starts, with its smallest input, and comes to its end; those
+"""Programs of tools/ and labs/ start, with their smallest input, and come to their end; those
 that write a page from a table find nothing to change. A wrong call is one line."""
 
 import os
