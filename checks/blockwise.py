@@ -1,6 +1,6 @@
-"""Blockwise advantages: the baseline of an answer. (tests/loop holds where the blocks are cut.)"""
+"""Blockwise advantages: where the working ends, and the baseline of an answer."""
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 from common.distributed import ALONE
@@ -42,6 +42,15 @@ def check_baselines(module: ModuleType) -> None:
     for name, expected in EXPECTED.items():
         found = module.answer_advantages(no_kl(module, baseline=name), ANSWER, WORKING, ALONE)
         near(found, expected, name, 1e-6)
+
+
+def check_working(module: ModuleType) -> None:
+    """The working ends with the last marker (here 9); without one there is no answer; padding is
+    neither. (tests/loop holds what the verifier sees of both.)"""
+    tokens = torch.tensor([[5, 9, 5, 9, 4, 9], [5, 5, 5, 5, 9, 9]])
+    mask = (torch.arange(6) < torch.tensor([[5], [4]])).float()
+    found = module.working_mask(SimpleNamespace(tokens=tokens, mask=mask), 9)
+    near(found, [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0]], "the mask of the working")
 
 
 SHARED = CENTRED
