@@ -32,7 +32,11 @@ def statistics(b: Batch) -> dict[str, tuple]:
     }
 
 
-CASES = [{}, {"clip_low": 0.02, "clip_high": 0.04, "token_clip": 0.24}, {"clip_high": 0.5}]
+CASES = [
+    {},
+    {"clip_low": 0.02, "clip_high": 0.04, "token_clip": 0.24},
+    {"clip_low": 0.03, "clip_high": 0.5},
+]
 
 
 def check_clips_sequences_not_tokens(module: ModuleType) -> None:
