@@ -5,7 +5,8 @@
 - `objective(b)` returns J of a `Batch`, which is a mean, and the count that it is a mean over;
 - `statistics(b)` returns the metrics of the loss as pairs (sum, count);
 - `CASES` are the flags under which `agree` compares the file with both;
-- `FIXTURES` are cases of losses.json, numbers of other people's code, and the flags of each;
+- `FIXTURES` are cases of losses.json, numbers of other people's code, and the flags of each.
+  Where `PER_TOKEN` is set, that code divides by all tokens, and the file by something else;
 - `check_...` and `SHARED` are further functions of a module (the file, a damaged copy, or a
   student's file). They raise AssertionError if the module is wrong, and their docstring states the
   rule. Most of them compare with sums over all outcomes;
@@ -38,8 +39,8 @@ def of(algorithm: str) -> tuple[list[Callable], dict[str, tuple]]:
     module = importlib.import_module(f"checks.{algorithm}")
     own = [f for f in vars(module).values() if getattr(f, "__module__", "") == module.__name__]
     own = [f for f in own if f.__name__.startswith("check_")]
-    own += [matches(module.FIXTURES)] if hasattr(module, "FIXTURES") else []
-    return [*module.SHARED, *own, *agree(module)], getattr(module, "MUTANTS", {})
+    own += [matches(module)] if hasattr(module, "FIXTURES") else []
+    return [*getattr(module, "SHARED", []), *own, *agree(module)], getattr(module, "MUTANTS", {})
 
 
 def replaced(path: Path, old: str, new: str) -> str:
@@ -243,16 +244,19 @@ def agree(spec: ModuleType) -> list[Callable]:
     return [check_loss, check_parts_add_up, check_statistics]
 
 
-def matches(fixtures: dict[str, dict]) -> Callable:
+def matches(spec: ModuleType) -> Callable:
     """The check that `policy_loss` has other people's numbers."""
 
     def check_fixture(module: ModuleType) -> None:
         """Value and gradient on a toy batch are those of other implementations (losses.json)."""
-        for case, flags in fixtures.items():
-            expected = FIXTURE["cases"][case]
-            loss, gradient = loss_and_gradient(module, no_kl(module, **flags), **toy_batch())
-            near(loss, expected["loss"], f"the loss of the toy batch, {case}", 1e-8)
-            near(gradient, expected["grad"], f"∂ loss / ∂ log π, {case}", 1e-8)
+        for case, flags in spec.FIXTURES.items():
+            expected, batch, args = FIXTURE["cases"][case], toy_batch(), no_kl(module, **flags)
+            loss, gradient = loss_and_gradient(module, args, **batch)
+            scale = 1.0
+            if hasattr(spec, "PER_TOKEN"):
+                scale = terms(module, args, **batch)[1] / batch["mask"].sum()
+            near(scale * loss, expected["loss"], f"the loss of the toy batch, {case}", 1e-8)
+            near(scale * gradient, expected["grad"], f"∂ loss / ∂ log π, {case}", 1e-8)
 
     return check_fixture
 
@@ -334,13 +338,15 @@ def one(*values: float) -> Tensor:
 
 
 def toy_batch() -> dict[str, Tensor]:
-    """The fixture's batch: six responses, many of whose tokens are beyond every clip."""
+    """The fixture's batch: six responses, many of whose tokens are beyond every clip; entropies
+    that fall from 3.6 to 0.1."""
     inputs = FIXTURE["inputs"]
     batch = {
         name: torch.tensor(inputs[name], dtype=torch.float64)
         for name in ("mask", "old_logp", "advantages")
     }
     batch["logp"] = batch["old_logp"] + torch.tensor(inputs["logratio"], dtype=torch.float64)
+    batch["entropy"] = (36 - torch.arange(36).double()).view(6, 6) / 10
     return batch
 
 

@@ -54,6 +54,3 @@ def check_metrics(module: ModuleType) -> None:
     expected = {"apart": ((A - (R - p)).abs().sum(), 16)}
     expected["idle_push"] = A[1:3].abs().sum(), A.abs().sum()
     counts(module.effect(R, A), expected)
-
-
-SHARED = []

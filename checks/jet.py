@@ -40,7 +40,7 @@ def check_what_is_rounded(module: ModuleType) -> None:
         changed = {name for name in masters if not torch.equal(masters[name], rounded[name])}
         kinds = ("_proj.weight", "experts.gate_up_proj", "experts.down_proj")
         assert changed == {name for name in masters if name.endswith(kinds)}
-        engine = HFEngine(load_model(model)[0], ALONE, 0, "float8", 8)
+        engine = HFEngine(load_model(model)[0], ALONE, 0, "float8", 8, experts=True)
         engine.sync(Policy(load_model(model)[0]))
         own = dict(engine.lm.named_parameters())
         assert all(torch.equal(own[name], rounded[name].bfloat16()) for name in own)

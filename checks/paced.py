@@ -50,6 +50,3 @@ def check_advantages(module: ModuleType) -> None:
     rewards = torch.tensor([[1.0, 1, 1], [1, 0, 0]])
     found = module.advantages(rewards, torch.tensor([0.75, 0.25]))
     assert torch.equal(found, torch.tensor([[0.25, 0.25, 0.25], [0.75, -0.25, -0.25]]))
-
-
-SHARED = []

@@ -14,7 +14,6 @@ grey in all rows.
 """
 
 import shlex
-import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -300,7 +299,7 @@ def main(folders: list[Path], out: str) -> None:
     picture, text = target(out)
     among = kinds([load(folder) for folder in {path.resolve(): path for path in folders}.values()])
     figure, rows = draw(among), table(among)
-    command = shlex.join(["python", "-m", "tools.compare", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "tools.compare", *map(str, folders), "--out", out])
     with atomic_write(text) as partial:  # first: its first line shows that both files are ours
         made = f"{OURS}\n\n![Curves]({picture.name})\n\n{rows}\n\nMade by `{command}`\n"
         partial.write_text(made, encoding="utf-8")

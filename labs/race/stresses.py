@@ -129,8 +129,9 @@ def put_under(module: ModuleType, stress: Stress) -> None:
     def stressed_task(args: object, tokenizer: object) -> object:
         kind = KINDS.get(args.task)
         if stress.uninformative and kind:  # in training: the held-out problems stay
-            terms, held_out = KINDS["arithmetic:mix"].terms, kind.held_out or kind.terms
-            KINDS[args.task] = kind._replace(terms=terms, held_out=held_out)
+            terms = KINDS["arithmetic:mix"].terms
+            own = kind.held_out_terms or kind.terms
+            KINDS[args.task] = kind._replace(terms=terms, held_out_terms=own)
         task = load_task(args, tokenizer)
         if kind:
             KINDS[args.task] = kind
