@@ -5,9 +5,11 @@
 - `objective(b)` returns J of a `Batch`, which is a mean, and the count that it is a mean over;
 - `statistics(b)` returns the metrics of the loss as pairs (sum, count);
 - `CASES` are the flags under which `agree` compares the file with both;
-- `CHECKS` are further functions of a module (the file, a damaged copy, or a student's file). They
-  raise AssertionError if the module is wrong, and their docstring states the rule. They compare
-  with numbers of other people's code, or with sums over all outcomes;
+- `FIXTURES` are cases of losses.json, numbers of other people's code, and the flags of each.
+  Where `PER_TOKEN` is set, that code divides by all tokens, and the file by something else;
+- `check_...` and `SHARED` are further functions of a module (the file, a damaged copy, or a
+  student's file). They raise AssertionError if the module is wrong, and their docstring states the
+  rule. Most of them compare with sums over all outcomes;
 - `MUTANTS`, of some files, are damages: name -> (text that is in the file once, its replacement).
   At least one check must fail on each. They are also the mistakes that the grader can name.
 """
@@ -35,13 +37,10 @@ FIXTURE = json.loads(Path(__file__).with_name("losses.json").read_text(encoding=
 def of(algorithm: str) -> tuple[list[Callable], dict[str, tuple]]:
     """All checks and the mutants of an algorithm, by its file's stem."""
     module = importlib.import_module(f"checks.{algorithm}")
-    return [*module.CHECKS, *agree(module)], getattr(module, "MUTANTS", {})
-
-
-def written_here(namespace: dict) -> list[Callable]:
-    """Every `check_*` that a module defines, in order."""
-    ours = [f for name, f in namespace.items() if name.startswith("check_")]
-    return [f for f in ours if f.__module__ == namespace["__name__"]]
+    own = [f for f in vars(module).values() if getattr(f, "__module__", "") == module.__name__]
+    own = [f for f in own if f.__name__.startswith("check_")]
+    own += [matches(module)] if hasattr(module, "FIXTURES") else []
+    return [*getattr(module, "SHARED", []), *own, *agree(module)], getattr(module, "MUTANTS", {})
 
 
 def replaced(path: Path, old: str, new: str) -> str:
@@ -245,6 +244,23 @@ def agree(spec: ModuleType) -> list[Callable]:
     return [check_loss, check_parts_add_up, check_statistics]
 
 
+def matches(spec: ModuleType) -> Callable:
+    """The check that `policy_loss` has other people's numbers."""
+
+    def check_fixture(module: ModuleType) -> None:
+        """Value and gradient on a toy batch are those of other implementations (losses.json)."""
+        for case, flags in spec.FIXTURES.items():
+            expected, batch, args = FIXTURE["cases"][case], toy_batch(), no_kl(module, **flags)
+            loss, gradient = loss_and_gradient(module, args, **batch)
+            scale = 1.0
+            if hasattr(spec, "PER_TOKEN"):
+                scale = terms(module, args, **batch)[1] / batch["mask"].sum()
+            near(scale * loss, expected["loss"], f"the loss of the toy batch, {case}", 1e-8)
+            near(scale * gradient, expected["grad"], f"∂ loss / ∂ log π, {case}", 1e-8)
+
+    return check_fixture
+
+
 # Tools of the checks
 
 
@@ -322,13 +338,15 @@ def one(*values: float) -> Tensor:
 
 
 def toy_batch() -> dict[str, Tensor]:
-    """The fixture's batch: six responses, many of whose tokens are beyond every clip."""
+    """The fixture's batch: six responses, many of whose tokens are beyond every clip; entropies
+    that fall from 3.6 to 0.1."""
     inputs = FIXTURE["inputs"]
     batch = {
         name: torch.tensor(inputs[name], dtype=torch.float64)
         for name in ("mask", "old_logp", "advantages")
     }
     batch["logp"] = batch["old_logp"] + torch.tensor(inputs["logratio"], dtype=torch.float64)
+    batch["entropy"] = (36 - torch.arange(36).double()).view(6, 6) / 10
     return batch
 
 
@@ -340,14 +358,6 @@ def weight(
     columns = {"logp": old_logp + one(ratio).log(), "old_logp": old_logp}
     columns |= {"advantages": one(advantage)[0], "mask": one(1.0)}
     return -loss_and_gradient(module, no_kl(module, **flags), **columns)[1][0, 0]
-
-
-def matches(module: ModuleType, case: str, **flags: object) -> None:
-    """Value and gradient on the toy batch equal the fixture's case, to 1e-8."""
-    expected = FIXTURE["cases"][case]
-    loss, gradient = loss_and_gradient(module, no_kl(module, **flags), **toy_batch())
-    near(loss, expected["loss"], "the loss of the toy batch", 1e-8)
-    near(gradient, expected["grad"], "∂ loss / ∂ log π on the toy batch", 1e-8)
 
 
 def advantages_match(
@@ -432,7 +442,7 @@ def check_equal_rewards(module: ModuleType) -> None:
         assert (rewards == reward).all(), "the rewards that it is given are changed in place"
 
 
-# What `CHECKS` of several files have: their advantages
+# What `SHARED` is in most files: the checks of their advantages
 
 ZSCORES = [check_advantages, check_equal_rewards]
 CENTRED = [check_centred_advantages, check_equal_rewards]

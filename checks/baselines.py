@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import counts, justrl, near, written_here
+from . import counts, justrl, near
 
 objective, statistics, CASES = justrl.objective, justrl.statistics, justrl.CASES
 
@@ -54,6 +54,3 @@ def check_metrics(module: ModuleType) -> None:
     expected = {"apart": ((A - (R - p)).abs().sum(), 16)}
     expected["idle_push"] = A[1:3].abs().sum(), A.abs().sum()
     counts(module.effect(R, A), expected)
-
-
-CHECKS = [*written_here(globals()), justrl.check_fixture]

@@ -1,12 +1,12 @@
-"""Blockwise advantages: the baseline of an answer. (tests/loop holds where the blocks are cut.)"""
+"""Blockwise advantages: where the working ends, and the baseline of an answer."""
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 from common.distributed import ALONE
 from torch import Tensor
 
-from . import CENTRED, Batch, clipped, cut_shares, near, no_kl, written_here
+from . import CENTRED, Batch, clipped, cut_shares, near, no_kl
 
 
 def token_advantages(b: Batch) -> Tensor:
@@ -44,4 +44,13 @@ def check_baselines(module: ModuleType) -> None:
         near(found, expected, name, 1e-6)
 
 
-CHECKS = [*written_here(globals()), *CENTRED]
+def check_working(module: ModuleType) -> None:
+    """The working ends with the last marker (here 9); without one there is no answer; padding is
+    neither. (tests/loop holds what the verifier sees of both.)"""
+    tokens = torch.tensor([[5, 9, 5, 9, 4, 9], [5, 5, 5, 5, 9, 9]])
+    mask = (torch.arange(6) < torch.tensor([[5], [4]])).float()
+    found = module.working_mask(SimpleNamespace(tokens=tokens, mask=mask), 9)
+    near(found, [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0]], "the mask of the working")
+
+
+SHARED = CENTRED

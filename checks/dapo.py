@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch import Tensor
 
-from . import Batch, cut_shares, justrl, near, surrogate, token_mean, written_here
+from . import ZSCORES, Batch, cut_shares, near, surrogate, token_mean
 
 
 def trained(b: Batch) -> Tensor:
@@ -46,4 +46,4 @@ def check_idle_groups_stay_idle(module: ModuleType) -> None:
     near(made, [[1, 1], [0.5, 0]], "verdicts and punishment")
 
 
-CHECKS = [*written_here(globals()), *justrl.CHECKS]
+SHARED = ZSCORES

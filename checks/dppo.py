@@ -4,8 +4,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from . import CENTRED, FIXTURE, Batch, loss_and_gradient, near, no_kl, share, toy_batch
-from . import weight, written_here
+from . import CENTRED, Batch, near, share, weight
 
 
 def beyond(b: Batch) -> Tensor:
@@ -49,18 +48,6 @@ CASES = [
 ]
 
 
-def check_fixture(module: ModuleType) -> None:
-    """Summed values and gradients agree with verl's dppo_tv and dppo_kl. (Its mean is one over
-    tokens.)"""
-    for kind, delta in (("tv", 0.2), ("kl", 0.05)):
-        expected, batch = FIXTURE["cases"][f"dppo_{kind}_{delta}_tokenmean"], toy_batch()
-        args = no_kl(module, trust_region=kind, delta=delta)
-        loss, gradient = loss_and_gradient(module, args, **batch)
-        size = len(batch["mask"]) / batch["mask"].sum()
-        near(loss * size, expected["loss"], f"the loss of verl, {kind}", 1e-8)
-        near(gradient * size, expected["grad"], f"∂ loss / ∂ log π of verl, {kind}", 1e-8)
-
-
 def check_sure_tokens(module: ModuleType) -> None:
     """Probabilities of 1 give no NaN: a token that fell from 1 is masked beyond δ, and not
     before."""
@@ -70,4 +57,7 @@ def check_sure_tokens(module: ModuleType) -> None:
             near(found, expected, f"{kind}: the weight where p fell to {p}", 1e-6)
 
 
-CHECKS = [*written_here(globals()), *CENTRED]
+FIXTURES = {"dppo_tv_0.2_tokenmean": {"trust_region": "tv", "delta": 0.2}}
+FIXTURES["dppo_kl_0.05_tokenmean"] = {"trust_region": "kl", "delta": 0.05}
+PER_TOKEN = True  # verl's mean is one over tokens
+SHARED = CENTRED

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-from . import gradient_law, grpo, written_here
+from . import ZSCORES, gradient_law, grpo
 
 objective, statistics, CASES = grpo.objective, grpo.statistics, grpo.CASES
 
@@ -50,7 +50,7 @@ def check_gradient_law(module: ModuleType) -> None:
     gradient_law(module, 0.5)
 
 
-CHECKS = [*written_here(globals()), *grpo.CHECKS]
+SHARED = ZSCORES
 STD = "std(dim=1, correction=0)"
 MUTANTS = {
     "p (1-p)": (STD, "var(dim=1, correction=0)"),

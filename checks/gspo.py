@@ -5,8 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, clipped, counts, loss_and_gradient, matches, near, one, terms
-from . import written_here
+from . import ZSCORES, Batch, clipped, counts, loss_and_gradient, near, one, terms
 
 
 def sequence_ratio(b: Batch) -> Tensor:
@@ -33,13 +32,11 @@ def statistics(b: Batch) -> dict[str, tuple]:
     }
 
 
-CASES = [{}, {"clip_low": 0.02, "clip_high": 0.04, "token_clip": 0.24}, {"clip_high": 0.5}]
-
-
-def check_fixture(module: ModuleType) -> None:
-    """Value and gradient agree with other implementations, at the paper's clip and at PPO's."""
-    matches(module, "gspo_3e-4_4e-4")
-    matches(module, "gspo_0.2_0.2", clip_low=0.2, clip_high=0.2)
+CASES = [
+    {},
+    {"clip_low": 0.02, "clip_high": 0.04, "token_clip": 0.24},
+    {"clip_low": 0.03, "clip_high": 0.5},
+]
 
 
 def check_clips_sequences_not_tokens(module: ModuleType) -> None:
@@ -54,7 +51,8 @@ def check_clips_sequences_not_tokens(module: ModuleType) -> None:
         counts(stats, {"clip_share": (cut, 1), "token_clip_share": (tokens, 4)})
 
 
-CHECKS = [*written_here(globals()), *ZSCORES]
+FIXTURES = {"gspo_3e-4_4e-4": {}, "gspo_0.2_0.2": {"clip_low": 0.2, "clip_high": 0.2}}
+SHARED = ZSCORES
 ROOT_MEAN = "log_ratio.sum(dim=1) / mask.sum(dim=1).clamp(min=1)"
 CLAMP = "s.clamp(1 - args.clip_low, 1 + args.clip_high)"
 MUTANTS = {

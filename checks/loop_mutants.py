@@ -56,8 +56,8 @@ DAMAGES = {
         ranks=2,
     ),
     "whole models, each with its own gradient": Damage(
-        "elif world.size > 1:",
-        "elif world.size > 2:",
+        "if averaged < world.size:",
+        "if averaged < world.size - 1:",
         where="common.distributed",
         ranks=2,
         flags={"shard_ranks": 1},

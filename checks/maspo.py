@@ -5,7 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import FIXTURE, ZSCORES, Batch, matches, near, share, token_mean, weight, written_here
+from . import FIXTURE, ZSCORES, Batch, near, share, token_mean, weight
 
 
 def widths(b: Batch) -> Tensor:
@@ -46,11 +46,6 @@ def statistics(b: Batch) -> dict[str, tuple]:
 CASES = [{"token_clip": 0.22}, {"sigma_base": 0.3, "beta_pos": 0.5, "beta_neg": 0.9, "alpha": 0.6}]
 
 
-def check_fixture(module: ModuleType) -> None:
-    """The authors' own function, at its defaults."""
-    matches(module, "maspo_default_tokenmean")
-
-
 def check_weights(module: ModuleType) -> None:
     """Gradient weights by the authors' function: likely and rare tokens of either sign, ratios far
     out and on the way back, other flags, width and risk at their bounds."""
@@ -61,7 +56,8 @@ def check_weights(module: ModuleType) -> None:
             near(found, expected, told, 1e-9 * max(1, abs(expected)))
 
 
-CHECKS = [*written_here(globals()), *ZSCORES]
+FIXTURES = {"maspo_default_tokenmean": {}}
+SHARED = ZSCORES
 MUTANTS = {
     "cut in both directions": (
         "(A * (ratio - 1) > A.abs() * args.token_clip)",

@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 import torch
 from torch import Tensor
 
-from . import Batch, clipped, counts, cut_shares, near, one, token_mean, written_here
+from . import Batch, clipped, counts, cut_shares, near, one, token_mean
 
 
 def objective(b: Batch) -> tuple[Tensor, Tensor]:
@@ -69,6 +69,3 @@ def check_value_loss(module: ModuleType) -> None:
     near(loss, (0.5**2 + 0.3**2 + 0.9**2 + 0.9**2 + 0.4**2) / 2, "the sum")
     near(V.grad, one(-0.5, 0, -0.9, 0.9, 0.4, 0), "∂ loss / ∂ V")
     counts(stats, {"value_loss": (loss.detach(), 5), "value_clipped": (1, 5)})
-
-
-CHECKS = written_here(globals())

@@ -6,8 +6,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, clip_statistics, matches, near, surrogate, token_mean
-from . import written_here
+from . import ZSCORES, Batch, clip_statistics, near, surrogate, token_mean
 
 
 def spurious(b: Batch) -> Tensor:
@@ -50,25 +49,19 @@ CASES = [
 ]
 
 
-def check_fixture(module: ModuleType) -> None:
-    """With its threshold at 0 it is its base objective: DAPO's."""
-    matches(module, "dapo_eps0.2_0.28_tokenmean", tau_p=0.0)
-
-
 def check_quantile_of_many(module: ModuleType) -> None:
     """A mini-batch may have more tokens than torch.quantile takes."""
     many = torch.full((2**24 + 1,), 0.5)
     near(module.entropy_threshold(module.Args(), many), 0.5, "τ_h of 2^24 + 1 equal entropies")
 
 
-CHECKS = [*written_here(globals()), *ZSCORES]
+FIXTURES = {"dapo_eps0.2_0.28_tokenmean": {"tau_p": 0.0}}  # no token below: DAPO's loss
+SHARED = ZSCORES
 IMPROBABLE = "logp.exp() < args.tau_p"
-AMONG = 'among = mask if args.entropy_rule == "all" else candidates'
 RETURN = "return -(objective * kept).sum(), kept.sum()"
 MUTANTS = {
     "π_old for π_θ": (IMPROBABLE, IMPROBABLE.replace("logp", "batch.old_logp")),
     "entropy ignored": ("candidates & sure", "candidates"),
-    "padding in the quantile": (AMONG, AMONG.replace("= mask if", "= mask | True if")),
     "own threshold of a micro-batch": (
         "spurious = batch.spurious  # [n, T]",
         "choose_tokens(args, batch, logp.detach(), entropy, World(0, 1, logp.device))\n"

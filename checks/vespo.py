@@ -5,8 +5,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import ZSCORES, Batch, loss_and_gradient, matches, near, no_kl, token_mean
-from . import written_here
+from . import ZSCORES, Batch, loss_and_gradient, near, no_kl, token_mean
 
 
 def ratio(b: Batch) -> Tensor:
@@ -41,11 +40,6 @@ def statistics(b: Batch) -> dict[str, tuple]:
 CASES = [{}, {"k_pos": 1.5, "lambda_pos": 0.5, "k_neg": 1.0, "lambda_neg": 1.25}]
 
 
-def check_fixture(module: ModuleType) -> None:
-    """Value and gradient agree with TRL's vespo."""
-    matches(module, "vespo_default")
-
-
 def check_extremes_weigh_nothing(module: ModuleType) -> None:
     """A long response far from π_old has weight 0: neither NaN nor infinite."""
     mask = torch.ones(2, 500, dtype=torch.float32)
@@ -55,4 +49,5 @@ def check_extremes_weigh_nothing(module: ModuleType) -> None:
         near(gradient, 0 * mask, f"∂ loss / ∂ log π where log r is {moved} everywhere", 1e-10)
 
 
-CHECKS = [*written_here(globals()), *ZSCORES]
+FIXTURES = {"vespo_default": {}}
+SHARED = ZSCORES

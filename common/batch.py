@@ -24,9 +24,10 @@ class Rollout:
         rollout_logp `[N, T]`   log μ(token) at the sampling temperature, as the sampler reports it
         finished `[N]`          False where the length limit cut the response
         sampler_experts `[N, S, layers, k]`  of a mixture of experts: where each token was sent
-    Written by every `main`, after the rewards:
+    Written by `Task.score`:
         problem `[N]`           the number of the training problem
         rewards `[N]`           of the verifier
+    Written by every `main`, after the rewards:
         advantages `[N]`        Â of the whole response
     Written by every `main`, before the first update:
         old_logp `[N, T]`       log π_old(token), by the trainer; of the first mini-batch in its
@@ -171,9 +172,9 @@ def balance_tokens(batch: Rollout, world: World, unit: int = 1) -> Rollout:
         least = load.index(min(load))  # the longest unit first, to the rank with the fewest tokens
         goes_to[rank][place] = least
         load[least] += tokens
-    own = torch.tensor(goes_to[world.rank], dtype=torch.long).repeat_interleave(unit)  # [n]
-    order = own.argsort(stable=True)  # [n]: this rank's rows by the rank they go to
-    sent = own.bincount(minlength=world.size).tolist()  # rows to each rank
+    destination = torch.tensor(goes_to[world.rank]).long().repeat_interleave(unit)  # [n]: ranks
+    order = destination.argsort(stable=True)  # [n]: this rank's rows by the rank they go to
+    sent = destination.bincount(minlength=world.size).tolist()  # rows to each rank
     received = [places.count(world.rank) * unit for places in goes_to]  # rows from each rank
 
     def exchange(name: str, column: Tensor) -> Tensor:
@@ -182,7 +183,7 @@ def balance_tokens(batch: Rollout, world: World, unit: int = 1) -> Rollout:
             missing = max(width[name] for _, width in shares) - column.shape[1]
             filler = column.new_zeros(len(column), missing, *column.shape[2:])
             column = torch.cat([column, filler], dim=1)
-        # As bytes [n, bytes], because no backend knows every type.
+        # As bytes [n, bytes], because no backend knows every type. A column [n] becomes [n, 1].
         packed = column.unsqueeze(-1).flatten(1).view(torch.uint8)
         found = packed.new_empty(sum(received), packed.shape[1])
         dist.all_to_all_single(found, packed, received, sent)

@@ -81,7 +81,8 @@ def load_checkpoint(
 
     Weights and moments fit any number of ranks. A part has the state of its own rank; on a rank
     that did not exist when it was saved, that of the first one. So a part whose state belongs to
-    one rank alone must refuse another number of ranks in its `load_state_dict`.
+    one rank alone must notice this in its `load_state_dict`: the hf engine keeps its fresh seed,
+    vcpo's queue refuses.
     """
     if not checkpoints(folder):
         return 0

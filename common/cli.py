@@ -55,7 +55,6 @@ class Rule(NamedTuple):
 Count = Annotated[int, Rule("1 or more", lambda x: x >= 1)]
 Several = Annotated[int, Rule("2 or more", lambda x: x >= 2)]
 Whole = Annotated[int, Rule("0 or more", lambda x: x >= 0)]
-Seed = Whole
 Positive = Annotated[float, Rule("a number above 0", lambda x: x > 0)]
 NonNegative = Annotated[float, Rule("0 or more", lambda x: x >= 0)]
 Share = Annotated[float, Rule("from 0 to 1", lambda x: 0 <= x <= 1)]
@@ -68,7 +67,7 @@ Betas = Annotated[tuple[float, float], Rule("from 0 to below 1", lambda x: 0 <= 
 
 @dataclass
 class Flags:
-    """The flags that only `common` reads; the same in every file."""
+    """The flags that describe a run and not an algorithm; the same in every file."""
 
     model: str = "tiny"
     """Hub name, local folder, or `tiny`: the small model in this repository."""
@@ -85,7 +84,7 @@ class Flags:
     task: str = "arithmetic"
     """`arithmetic` (or arithmetic:mix, :deep), a .jsonl or .parquet file, a hub set (gsm8k, math,
     dapo-math-17k, ...), or a .py file of your own (see docs/yours.md)."""
-    seed: Seed = 1
+    seed: Whole = 1
     """Seed of the prompts' order and of sampling; the held-out problems do not depend on it."""
     run_dir: str = ""
     """Folder for the results (default: runs/<algorithm>-<task>-s<seed>)."""
@@ -93,7 +92,7 @@ class Flags:
     """Sampling engine: vLLM or transformers (auto: vllm on GPUs if it is installed, except for the
     embedded models)."""
     rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
-    """Precision of the sampler's weights (auto: as dtype; float8 only with vllm on GPUs)."""
+    """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
     rollout_rows: Count = 1024
     """Responses that the hf engine decodes at once; fewer need a smaller KV cache (our choice)."""
     vllm_memory: PositiveShare = 0.3
@@ -119,7 +118,7 @@ class Flags:
     max_prompt_tokens: Count = 1024
     """Longer prompts are skipped (our choice)."""
     instruction: str = "Let's think step by step and put the final answer in \\boxed{}."
-    """Appended to every text prompt."""
+    """Appended to every text prompt of a data file or hub set."""
     chat: tuple[str, ...] = ()
     """KEY=VALUE ...: options of the model's chat template (enable_thinking=false)."""
     prompt_column: str = "prompt"

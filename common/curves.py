@@ -16,8 +16,8 @@ PANELS = {  # metric -> title of its panel; the algorithm's own metrics stand be
     "zero_groups": "groups without gradient (share)",
     "sampler_kl": "KL of sampler and trainer",
 }
-# In float32 sampler and trainer differ by some 1e-7 in log p and, squared, in KL: a curve that
-# stays below this shows rounding only.
+# A curve of the gradient's norm, or of the KL of sampler and trainer, that stays below this shows
+# rounding only.
 ROUNDING = 1e-6
 BLUE, ORANGE = "#0072B2", "#D55E00"  # also told apart by the colour-blind (Okabe and Ito)
 

@@ -89,7 +89,8 @@ def rows_of(
     else:
         file = spec
         columns = Columns("", prompt_column, answer_column)
-    numbered = file_rows(Path(file)) if file or not columns.path else hub_rows(name, split)
+    of_hub = name in HUB and not file
+    numbered = hub_rows(name, split) if of_hub else file_rows(Path(file))
     rows = []
     for number, row in numbered:
         prompt = row.get(columns.prompt)
@@ -222,23 +223,24 @@ def arithmetic_task(args: object, tokenizer: Tokenizer) -> Task:
     def train(index: int) -> Row:
         rng = random.Random(f"train/{args.seed}/{index}")
         prompt = arithmetic.draw(rng, kind)
-        while arithmetic.held_out(prompt):
+        while arithmetic.is_held_out(prompt):
             prompt = arithmetic.draw(rng, kind)
         _, answer = arithmetic.work(prompt)
         return prompt, answer
 
-    held_out_kind = kind._replace(terms=kind.held_out or kind.terms)
+    held_out_kind = kind._replace(terms=kind.held_out_terms or kind.terms)
     rng = random.Random("held-out")
-    held_out = {}  # prompt: answer, in the order in which they are drawn
-    while len(held_out) < args.eval_problems:
+    answers = {}  # of the held-out prompts, in the order in which they are drawn
+    while len(answers) < args.eval_problems:
         prompt = arithmetic.draw(rng, held_out_kind)
-        if arithmetic.held_out(prompt):
-            _, held_out[prompt] = arithmetic.work(prompt)
+        if arithmetic.is_held_out(prompt):
+            _, answers[prompt] = arithmetic.work(prompt)
 
     def verifier(completions: list[str], answers: list[str]) -> list[float]:
         return list(map(arithmetic.arithmetic_reward, completions, answers))
 
-    task = tokenised(train, list(held_out.items()), verifier, None, args, tokenizer)
+    rows = list(answers.items())
+    task = tokenised(train, rows, verifier, args, tokenizer, instruction=None)
     task.final = arithmetic.final_number
     return task
 
@@ -266,8 +268,8 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
         return as_row(custom.train(begin + index))
 
     held_out = [as_row(pair) for pair in islice(custom.held_out, args.eval_problems)]
-    instruction = "" if tokenizer.chat_template else None
-    task = tokenised(train, held_out, verifier, instruction, args, tokenizer)
+    instruction = "" if tokenizer.chat_template else None  # see `encode`
+    task = tokenised(train, held_out, verifier, args, tokenizer, instruction)
     task.fingerprint = digest([source])
     return task
 
@@ -305,7 +307,7 @@ def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
         return kept[epoch(number)[place]]
 
     held_out_rows = list(held_out.values())
-    task = tokenised(train, held_out_rows, Verifier(), args.instruction, args, tokenizer)
+    task = tokenised(train, held_out_rows, Verifier(), args, tokenizer, args.instruction)
     task.fingerprint = digest([rows, test])
     return task
 
@@ -328,9 +330,9 @@ def tokenised(
     row: Callable[[int], Row],
     held_out_rows: list[Row],
     verifier: Score,
-    instruction: str | None,
     args: object,
     tokenizer: Tokenizer,
+    instruction: str | None,
 ) -> Task:
     """The task whose i-th training row is `row(i)`. Held-out rows that do not fit are left out."""
     wrong = f"--task {args.task}: no prompt fits into --max_prompt_tokens {args.max_prompt_tokens}"
@@ -375,10 +377,11 @@ def encode(
 ) -> list[int]:
     """Prompt and instruction as token ids, through the tokenizer's chat template or PLAIN_PROMPT.
 
-    With `instruction` None the bare prompt; messages take none, and need the template, which gets
-    the options `chat`. `flag` names the model in errors.
+    `instruction` None: the prompt as it is, without a template; "": nothing is appended. Messages
+    take none, and need the template, which gets the options `chat`. `flag` names the model in
+    errors.
     """
-    text = f"{prompt} {instruction or ''}".strip()
+    text = str(prompt) if instruction is None else f"{prompt} {instruction}".strip()
     messages = isinstance(prompt, list)
     templated = messages or (instruction is not None and bool(tokenizer.chat_template))
     with blame(f"{flag}: its tokenizer cannot write the prompt {text[:200]!r}"):

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from common.cli import BadInput
 
-# How long a collective waits for the last rank. Before it, ranks may sample, or wait for verifiers,
-# for unequal times. They wait for each other in the sum of `micro_batches`, and enter the update
-# together: a rank that is missing there has failed.
+# How long a collective waits for the last rank. Ranks sample and verify for unequal times. But
+# before an update they have agreed on the number of micro-batches, so they enter it together: a
+# rank that is missing there has failed.
 TIMEOUT = timedelta(hours=4)
 UPDATE_TIMEOUT = timedelta(minutes=20)
 SMALL = 10_000_000  # parameters; below it, gathering shards takes longer than computing
@@ -59,7 +59,7 @@ def setup() -> World:
         # cuDNN would build a plan, 0.03 to 1 s, for every new shape: hundreds a step.
         torch.backends.cuda.enable_cudnn_sdp(False)
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # more only pays above 10M parameters
+        torch.set_num_threads(1)  # more threads pay only above 10M parameters
     if alone:  # a store inside this process, no port to collide on
         store = dist.HashStore()
     else:
@@ -88,7 +88,7 @@ def shard(policy: nn.Module, args: object, world: World, offload: bool = False) 
     plain = sharing == 1 and args.dtype == "float32" and not offload
     if plain and world.size == 1:
         return broadcast_module(policy, world)
-    sharers, _ = update_groups(world, sharing)
+    sharers, _ = update_groups(world, sharing)  # all ranks must create their groups together
     if plain:
         return broadcast_module(policy, world)
     options = {

@@ -103,7 +103,8 @@ def parse(Args: type) -> object:
 
 
 def check(args: object, world: World) -> None:
-    """Refuse values with which no run makes sense, or that leave a rank without its share."""
+    """Refuse values with which no run makes sense, or that leave a rank without its share, and
+    replace every `auto`."""
     if wrong := broken_rule(args):
         raise BadInput(wrong)
     if args.group_size < 2 and args.compares():

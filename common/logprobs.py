@@ -145,12 +145,15 @@ def frozen_reference(args: object, lm: PreTrainedModel, world: World) -> Policy 
 
 
 def micro_batches(policy: nn.Module, batch: Rollout, max_tokens: int, world: World) -> list[Tensor]:
-    """Row indices of micro-batches of at most `max_tokens` padded tokens, of similar lengths.
+    """Row indices of micro-batches of at most `max_tokens` padded tokens, of similar lengths. A
+    longer row stands alone.
 
-    All ranks get the same number, because FSDP's passes are collective; some may be empty.
+    Rows of 10, 10 and 90 tokens as one micro-batch would be padded to 270 tokens, of which 160 are
+    padding. All ranks get the same number, because FSDP's passes are collective; some may be empty.
     """
     lengths = batch.ends.tolist()
-    pass_cost = PASS_TOKENS[world.device.type][bool(routers(policy.lm))]  # in tokens
+    dense, moe = PASS_TOKENS[world.device.type]
+    pass_cost = moe if routers(policy.lm) else dense  # in tokens
     micros, tokens = [], 0  # tokens: those of the last micro-batch, without padding
     for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):
         # If this row joins the last micro-batch, it is the longest there: all are padded to it.
@@ -165,8 +168,8 @@ def micro_batches(policy: nn.Module, batch: Rollout, max_tokens: int, world: Wor
             micros.append([row])
             tokens = lengths[row]
     micros = micros[::-1] or [[]]  # the longest rows come first: too little memory shows early
-    wanted = int(global_sum({"micros_max": len(micros)}, world)["micros_max"])
-    while len(micros) < wanted:
+    most = int(global_sum({"micros_max": len(micros)}, world)["micros_max"])  # of all ranks
+    while len(micros) < most:
         largest = max(micros, key=len)
         micros.remove(largest)
         micros += [largest[::2], largest[1::2]]

@@ -101,5 +101,5 @@ def evaluate(engine: object, task: object, args: object, world: World) -> dict:
     scored["works"] = float(not isinstance(verifier, Verifier) or verifier.works)
     totals = global_sum(scored, world)
     if totals.pop("works") == 0:  # all rewards would be 0, and nothing could be learned
-        raise RunStopped(f"{verifier.spec or 'math-verify'}: fails on every answer (see above)")
+        raise RunStopped(f"{verifier.spec or 'math-verify'}: fails on every answer")
     return {name: total / len(task.held_out) for name, total in totals.items()} | example

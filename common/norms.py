@@ -66,7 +66,7 @@ def in_one_pass(policy: nn.Module, micro: Rollout, temperature: float) -> tuple[
         part = part_of(module)
         if part:
             hooks.append(module.register_forward_hook(tap(part)))
-    logp, _ = response_logprobs(policy, micro, temperature)  # [n, T]
+    logp, _ = response_logprobs(policy, micro, temperature, readout=None)  # [n, T]
     (found,) = torch.autograd.grad(logp.sum(), squares)  # [n]
     for hook in hooks:
         hook.remove()
@@ -141,7 +141,9 @@ def embedding_part(embedding: nn.Embedding, head: HeadPart, tokens: Tensor, d: T
     same = tokens[:, :, None] == tokens[:, None]  # [n, S, S]
     row = same.to(d.dtype) @ d  # [n, S, H]: the gradient of each place's row
     if head.lm.lm_head.weight is embedding.weight:
-        row = row + 2 * head.at_tokens  # |a + b|² = |a|² + b (b + 2a), a is the head's
+        # One weight has both gradients: b = `row` and the head's, a = `at_tokens`. HeadPart has
+        # counted |a|². What is missing of |a + b|² is b (b + 2a), and b sums d over places.
+        row = row + 2 * head.at_tokens
     return (d.float() * row.float()).sum((1, 2))
 
 

@@ -90,8 +90,9 @@ class Verifier:
     """Scores completions in worker processes: by math-verify, or by the `reward` of a task file.
 
     `spec` is the task file, FILE.py or FILE.py:NAME, or "" for math-verify. An answer on which the
-    function fails, or that breaks the bounds of `seconds` and `memory` (bytes), earns 0: `killed`
-    counts these, `failure` describes the first, and `works` is True once an answer was scored.
+    function fails, or that breaks the bounds of `seconds` and `memory` (bytes), earns 0. `killed`
+    counts these (but not math-verify's own errors, which wrong answers cause), `failure` describes
+    the first, and `works` is True once an answer was scored.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class HFEngine:
     """
 
     def __init__(
-        self, lm: Model, world: World, seed: int, dtype: str, max_rows: int, experts: bool = True
+        self, lm: Model, world: World, seed: int, dtype: str, max_rows: int, experts: bool = False
     ):
         """`dtype`: float32, bfloat16, or float8: e4m3 matrices, computing in bfloat16. `experts`:
         report them, where the model has some."""
@@ -117,14 +117,16 @@ class HFEngine:
             why = "a learning rate far too high, or damaged weights in --model"
             raise RunStopped(f"the model's logits are NaN or infinite: {why}")
         routed = torch.zeros(0)
-        if self.reports_experts:  # the prompt's part moves from left- to right-padded
+        if self.reports_experts:
+            # The prompt's part moves from left- to right-padded. The last token of a response is
+            # never fed back: its place stays 0.
             seen = self.routing.recorded().unflatten(0, padded.shape)  # [P, width, layers, k]
             routed = seen.new_zeros(len(contexts), width + limit, *seen.shape[2:])
             routed[:, :width][attention.flip(1).bool()] = seen[attention.bool()]
             routed = routed.repeat_interleave(n, 0)  # [N, width + limit, layers, k]
         # Each prompt was read once; now it branches into n rows.
         cache.batch_repeat_interleave(n)
-        full = all(type(layer) is DynamicLayer for layer in cache.layers)  # no sliding window
+        no_window = all(type(layer) is DynamicLayer for layer in cache.layers)  # no sliding one
         logits = logits.repeat_interleave(n, 0)  # [N, V]
         attention = attention.repeat_interleave(n, 0)  # [N, width]
         length = length.repeat_interleave(n)  # [N]
@@ -151,7 +153,9 @@ class HFEngine:
                 attention, position = attention[going], position[going]
             attention = torch.cat([attention, attention.new_ones(len(alive), 1)], dim=1)
             # Ready for the kernel: from [alive, columns] transformers would make this mask again.
-            mask = attention.bool()[:, None, None] if full else attention  # [alive, 1, 1, columns]
+            mask = (
+                attention.bool()[:, None, None] if no_window else attention
+            )  # [alive, 1, 1, columns]
             logits = self._logits(token, mask, position, cache)  # [alive, V]
             if self.reports_experts:
                 routed[alive, position[:, 0]] = self.routing.recorded()

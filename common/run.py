@@ -277,7 +277,8 @@ class Run:
             self.bar.update()
 
     def due(self, step: int, every: int) -> bool:
-        """Whether this step is one of every `every`, or the last one."""
+        """Whether this step is one of every `every`, or the last one. (After `log` also whether a
+        signal has made it the last one: such a step is saved, but not evaluated.)"""
         return step % every == 0 or step == self.args.steps or self.stopping
 
     def log(

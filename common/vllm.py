@@ -208,8 +208,8 @@ def vllm_options(
         options["hf_overrides"] = {"head_dtype": "float32"}  # as the trainer's: see head_logits
         if ranks > 1:  # it hands on addresses that expandable segments (common/__init__) have not
             options["disable_custom_all_reduce"] = True
-        # Only on request: vLLM then schedules no batch ahead, which would outlive the cache's
-        # reset, and copies experts at every step.
+        # Only on request, for it slows vLLM: experts are copied at every step, and no batch may be
+        # scheduled ahead (it would outlive the cache's reset).
         if record_experts and not why_not_replayed(lm) and ranks == 1:
             options["enable_return_routed_experts"] = True
             options["async_scheduling"] = False

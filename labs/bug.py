@@ -11,7 +11,6 @@ Most damages are named ones of the tests: no damaged file is stored anywhere.
 import argparse
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import common  # noqa: F401  (before torch)
 from common.cli import BadInput, in_one_line
-from common.run import read_lines, atomic_write
+from common.run import read_lines
 import checks
 from tools import compare
 from checks.files import ROOT, algorithms
@@ -228,31 +227,15 @@ def play(number: int, out: Path, more: str = "") -> None:
     bug = BUGS[number - 1]
     flags = f"{bug.flags} {more}"
     mark = re.sub(r"\W+", "_", flags).strip("_")
-    right, wrong = (
-        out / f"{bug.file}_{mark}".strip("_"),
-        out / f"damaged_{number}_{mark}".strip("_"),
-    )
-    wrong.parent.mkdir(parents=True, exist_ok=True)
-    smoke = ".smoke" * bool(more)
-    picture, page = compare.target(str(out / f"bug_{number}{smoke}"))  # refuses before the runs
-    source = out / f"source_{number}"
-    source.mkdir(exist_ok=True)
-    (source / f"{bug.file}.py").write_text(damaged(bug), encoding="utf-8")
+    right = out / f"{bug.file}_{mark}".strip("_")
+    wrong = out / f"damaged_{number}_{mark}".strip("_")
+    source = out / f"source_{number}" / f"{bug.file}.py"
+    source.parent.mkdir(parents=True, exist_ok=True)
+    source.write_text(damaged(bug), encoding="utf-8")
     train(ROOT / f"{bug.file}.py", right, flags)
-    train(source / f"{bug.file}.py", wrong, flags)
-    kinds = compare.kinds([compare.load(folder) for folder in (right, wrong)])
-    figure, rows = compare.draw(kinds), compare.table(kinds, each_run=False)
-    if smoke:
-        lab.entitle(figure, lab.SMOKE)
-        rows = f"{lab.SMOKE}\n\n{rows}"
-    words = [str(number), *["--smoke"] * bool(more), *(["--out", str(out)] if out != OUT else [])]
-    command = shlex.join(["python", "-m", "labs.bug", *words])
-    text = f"{compare.OURS}\n\n![Curves]({picture.name})\n\n{rows}\n\nMade by `{command}`\n"
-    with atomic_write(page) as partial:  # first: it is what tells our picture from another's
-        partial.write_text(text, encoding="utf-8")
-    with atomic_write(picture) as partial:
-        figure.savefig(partial, dpi=100, format="png")
-    print(rows, "", picture, page, sep="\n")
+    train(source, wrong, flags)
+    smoke = ".smoke" * bool(more)
+    compare.main([right, wrong], str(out / f"bug_{number}{smoke}"))
     told = f"{lab.SMOKE}. " * bool(more) + f"Bug {number}. {bug.look} Then --reveal."
     print(textwrap.fill(told, 100))
 
@@ -276,7 +259,6 @@ def reveal(number: int) -> str:
 
 def main() -> None:
     """List, play or reveal."""
-    lab.survive_the_terminal()
     parser = argparse.ArgumentParser(
         prog="labs.bug",
         usage=argparse.SUPPRESS,  # an error is one line

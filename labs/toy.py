@@ -16,11 +16,6 @@ from torch import Tensor
 torch.set_num_threads(1)  # tables this small gain nothing from a second
 
 
-def given(arms: dict[str, tuple]) -> dict[str, tuple]:
-    """The arms `name -> (file, flags)` whose file this repository has."""
-    return {name: arm for name, arm in arms.items() if arm[0] in MODULES}
-
-
 def load(stem: str) -> ModuleType:
     """An algorithm file, by its stem."""
     return importlib.import_module(MODULES[stem])

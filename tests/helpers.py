@@ -40,7 +40,7 @@ MORE["paced"] = MORE["goldilocks"]
 MORE["ppo"] = ["--critic_warmup", 1]
 MORE["recipe"] = [*MORE["vcpo"], *MORE["goldilocks"]]
 CLOCKED = ("tokens_per_s", "problems")  # the second only stands where a checkpoint follows
-SECONDS = 240  # after which a process that does not end is killed
+SECONDS = 600  # after which a process that does not end is killed
 
 
 def module_of(algorithm: str) -> object:

@@ -1,31 +1,28 @@
-"""Several runs in one figure and one table, or the curves of each run.
+"""Several runs in one figure and one table.
 
     python -m tools.compare RUN_FOLDER ... [--out NAME]
-    python -m tools.compare --curves RUN_FOLDER ...
     python -m tools.compare --sheet FILE.png RUN_FOLDER ...
 
 The first command writes NAME.png and NAME.md (default: compare.png and compare.md) and prints the
-table. Runs that differ only in their seed are of one kind. The figure shows their mean as a line
-and the range from the lowest to the highest seed as a band; the table shows their mean ± their
-standard deviation. A kind is called by its algorithm and by the flags in which it differs from
-another kind.
+table; runs may be under way. Runs that differ only in their seed are of one kind. The figure shows
+their mean as a line and the range from the lowest to the highest seed as a band; the table shows
+their mean ± their standard deviation. A kind is called by its algorithm and by the flags in which
+it differs from another kind.
 
---curves draws the curves.png of each run again, also while the run is under way. --sheet draws one
-picture with a row of four small panels for each run; the first run is repeated in grey in all rows.
+--sheet draws one picture with a row of four small panels for each run; the first run is repeated in
+grey in all rows.
 """
 
-import json
 import shlex
-import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
 import numpy as np
-from common.cli import BadInput, blame, in_one_line, say
+from common.cli import BadInput, in_one_line, say
 from common.curves import BLUE, ORANGE, PANELS, ROUNDING, series, sheet, smooth
-from common.run import draw_run, read_lines, saved_config, atomic_write
+from common.run import atomic_write, read_lines, saved_config
 from tools import arguments
 
 # Flags that do not change the training
@@ -41,9 +38,6 @@ TITLES = {
 # Told apart by the colour-blind, too (Okabe and Ito, without the yellow)
 COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #56B4E9 #E69F00 #000000".split()
 STYLES = ("-", "--", ":", "-.")
-NUMBER = int | float
-# The values that tools read from a config.json, and their types
-CONFIG = {"algorithm": str, "model": str, "task": str, "seed": int, "lr": NUMBER, "acted": dict}
 OURS = "<!-- tools.compare -->"  # the first line of a table that may be written over
 
 
@@ -68,96 +62,52 @@ class Kind:
         return self.runs[0].config
 
 
-def fit(value: object, kind: object, name: str = "") -> None:
-    """ValueError if `value`, which messages call `name`, is not of its kind: a type, `[kind]` for a
-    list, `{name: kind}` for an object that has at least these names."""
-    if isinstance(kind, dict):
-        for key, of in kind.items():
-            if not isinstance(value, dict) or key not in value:
-                raise ValueError(f"{name} has no {key}".strip())
-            fit(value[key], of, f"{name} {key}".strip())
-        return
-    if isinstance(kind, list):
-        fit(value, list, name)
-        for place, one in enumerate(value, 1):
-            fit(one, kind[0], f"{name} {place}")
-        return
-    right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-    if right and isinstance(value, NUMBER):
-        right = abs(value) < 1e300  # neither NaN nor too large for a float
-    if not right:
-        raise ValueError(f"{name} is {str(value)[:40]!r}")
-    if isinstance(value, str):
-        value.encode()  # half of a character cannot be written anywhere
-
-
-def config_of(folder: Path) -> dict:
-    """config.json of the run in `folder`, empty if there is none. BadInput if a value that tools
-    read cannot be a run's."""
-    config = saved_config(folder)
-    with blame(f"{folder}/config.json: is not a run's"):
-        if config:
-            fit(config, CONFIG)
-            fit(config["acted"], dict.fromkeys(config["acted"], str), "acted")
-            json.dumps(config, ensure_ascii=False).encode()  # the other flags' texts, too
-    return config
-
-
-def run_of(folder: Path) -> tuple[dict, list[dict]]:
-    """The config.json and the rows of metrics.jsonl of the run in `folder`. BadInput if there is
-    none, or if a metric is neither a number nor null."""
-    if not (config := config_of(folder)):
-        raise BadInput(f"{folder}: holds no run")
-    path = folder / "metrics.jsonl"
-    lines = read_lines(path)
-    for number, line in enumerate(lines, 1):
-        with blame(f"{path}:{number}: is not a run's"):
-            fit(line, dict.fromkeys(line, NUMBER | None))
-    return config, lines
-
-
 def load(folder: Path) -> Run:
-    """The run in `folder`. BadInput if nothing is measured yet, or if metrics.jsonl has a step
-    twice or lacks one."""
-    config, lines = run_of(folder)
-    for number, line in enumerate(lines, 1):
-        if line["step"] != lines[0]["step"] + number - 1:
-            path = folder / "metrics.jsonl"
-            raise BadInput(f"{path}:{number}: step {line['step']} does not follow the line before")
+    """The run in `folder`. BadInput if there is none, or if nothing is measured yet."""
+    config = saved_config(folder)
+    if not config:
+        raise BadInput(f"{folder}: holds no run")
+    lines = read_lines(folder / "metrics.jsonl")
     if not series(lines, "greedy").size:
         raise BadInput(f"{folder}: metrics.jsonl holds no measurement yet")
     return Run(folder, config, lines)
 
 
+def flags_of(run: Run) -> dict:
+    """The flags that change the training."""
+    return {name: value for name, value in run.config.items() if name not in FREE}
+
+
 def kinds(runs: list[Run]) -> list[Kind]:
     """Runs sorted by kind, in the given order. A second run with the same flags and seed (another
     machine, another version) starts a new kind."""
-    found, seen = {}, {}
+    found: list[Kind] = []
     for run in runs:
-        flags = tuple(sorted((k, repr(v)) for k, v in run.config.items() if k not in FREE))
-        again = seen[flags, run.config["seed"]] = seen.get((flags, run.config["seed"]), -1) + 1
-        found.setdefault((flags, again), Kind([])).runs.append(run)
-    for kind in found.values():
-        kind.label = label(kind, list(found.values()))
-    labels = [kind.label for kind in found.values()]
-    for kind in found.values():
-        if labels.count(kind.label) > 1:
-            kind.label += f" ({kind.runs[0].folder})"
-    return list(found.values())
+        for kind in found:
+            seeds = [one.config["seed"] for one in kind.runs]
+            if flags_of(kind.runs[0]) == flags_of(run) and run.config["seed"] not in seeds:
+                kind.runs.append(run)
+                break
+        else:
+            found.append(Kind([run]))
+    labels = [label(kind, found) for kind in found]
+    for kind, text in zip(found, labels):
+        kind.label = text if labels.count(text) == 1 else f"{text} ({kind.runs[0].folder})"
+    return found
 
 
 def label(kind: Kind, among: list[Kind]) -> str:
     """The algorithm, and the flags in which it differs from kinds of the same algorithm (and
     `EVERYWHERE` from any)."""
-    same = [other for other in among if other.config["algorithm"] == kind.config["algorithm"]]
-    several = {
-        name: {repr(other.config.get(name)) for other in (among if name in EVERYWHERE else same)}
-        for name in kind.config
-        if name not in FREE | {"algorithm"}
-    }
     words = [kind.config["algorithm"]]
-    for name in (name for name, values in several.items() if len(values) > 1):
-        value = kind.config[name]
+    for name, value in flags_of(kind.runs[0]).items():
+        others = [
+            other
+            for other in among
+            if name in EVERYWHERE or other.config["algorithm"] == kind.config["algorithm"]
+        ]
+        if name == "algorithm" or all(other.config.get(name) == value for other in others):
+            continue
         if isinstance(value, bool):
             words.append(name if value else f"no {name}")
         else:
@@ -166,45 +116,35 @@ def label(kind: Kind, among: list[Kind]) -> str:
     return ", ".join(words)
 
 
-def shared(among: list[Kind]) -> dict[str, str]:
-    """The metrics that every run has and that show its mechanism -> their descriptions, except
-    those with different meanings."""
-    words: dict[str, set] = {}
-    for kind in among:
-        for name, text in kind.config["acted"].items():
-            words.setdefault(name, set()).add(text)
-    runs = [run for kind in among for run in kind.runs]
+def shared(runs: list[Run]) -> dict[str, str]:
+    """The metrics that show the mechanism of every run -> their description, if it is the same."""
+    first, *others = runs
     return {
-        name: texts.pop()
-        for name, texts in words.items()
-        if len(texts) == 1 and all(series(run.lines, name).size for run in runs)
+        name: text
+        for name, text in first.config["acted"].items()
+        if all(other.config["acted"].get(name) == text for other in others)
+        and all(series(run.lines, name).size for run in runs)
     }
 
 
 def band(runs: list[Run], name: str, width: int) -> tuple[np.ndarray, ...]:
-    """The steps, and the mean, lowest and highest value of the runs at each, `[n]`, up to the end
-    of the shortest run.
-
-    Metrics of every step are smoothed over `width` steps, run by run; NaN is a gap.
-    """
+    """The steps that every run has, and the mean, lowest and highest value of the runs at each,
+    `[n]`. Metrics of every step are smoothed over `width` steps, run by run; NaN is a gap."""
     curves = []
     for run in runs:
         steps, values = series(run.lines, name)
-        if name not in ("greedy", "sampled"):
-            values = smooth(values, width) if len(values) else values
+        if name not in ("greedy", "sampled") and len(values):
+            values = smooth(values, width)
         curves.append(dict(zip(steps.tolist(), values.tolist())))
-    last = min(max(curve, default=-1) for curve in curves)
-    steps = sorted({step for curve in curves for step in curve if step <= last})
-    table = np.array([[curve.get(step, np.nan) for step in steps] for curve in curves])
-    known = np.ma.masked_invalid(table)  # [runs, n]
-    found = (known.mean(axis=0), known.min(axis=0), known.max(axis=0))
-    return np.array(steps), *(np.ma.filled(values, np.nan) for values in found)
+    steps = sorted(set.intersection(*map(set, curves)))
+    table = np.array([[curve[step] for step in steps] for curve in curves])  # [runs, n]
+    return np.array(steps), table.mean(0), table.min(0), table.max(0)
 
 
 def draw(among: list[Kind]) -> object:
     """The figure of all kinds."""
     runs = [run for kind in among for run in kind.runs]
-    titles = TITLES | shared(among)
+    titles = TITLES | shared(runs)
     if any(np.any(series(run.lines, "sampler_kl")[1] >= ROUNDING) for run in runs):
         titles.setdefault("sampler_kl", PANELS["sampler_kl"])
     width = min(len(run.lines) for run in runs) // 12 | 1
@@ -238,14 +178,14 @@ def figures(run: Run) -> dict[str, float]:
     for name in ("greedy", "sampled", "response_len"):
         values = series(run.lines, name)[1] if any(name in line for line in run.lines) else [np.nan]
         found |= {f"{name} before": values[0], f"{name} after": values[-1]}
-    known = [value for value in series(run.lines, "greedy")[1] if np.isfinite(value)]
-    found["best"] = max(known, default=np.nan)
+    found["best"] = np.nanmax(series(run.lines, "greedy")[1])
     found |= {name: np.nansum(series(run.lines, name)[1]) for name in ("tokens", "seconds")}
     return found
 
 
-def row(name: str, runs: list[Run]) -> str:
-    """A row of the table: runs that differ in their seeds, or one run."""
+def row(kind: Kind) -> str:
+    """A row of the table."""
+    runs = kind.runs
     found = [figures(run) for run in runs]
 
     def cell(of: str, digits: int) -> str:
@@ -258,9 +198,9 @@ def row(name: str, runs: list[Run]) -> str:
     def change(of: str, digits: int) -> str:
         return f"{cell(f'{of} before', digits)} → {cell(f'{of} after', digits)}"
 
-    done, steps = min(run.lines[-1]["step"] for run in runs), runs[0].config.get("steps")
+    done, steps = min(run.lines[-1]["step"] for run in runs), kind.config.get("steps")
     cells = [
-        name.replace("|", r"\|").replace("<", "&lt;"),  # neither a new column nor HTML
+        kind.label.replace("|", r"\|").replace("<", "&lt;"),  # neither a new column nor HTML
         ", ".join(str(run.config["seed"]) for run in runs),
         f"{done}" if done == steps else f"{done} of {steps}",
         *(change("greedy", 3), change("sampled", 3), cell("best", 3)),
@@ -269,29 +209,20 @@ def row(name: str, runs: list[Run]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def table(among: list[Kind], each_run: bool = True) -> str:
-    """Markdown: a row for each kind, then a row for each run."""
+def table(among: list[Kind]) -> str:
+    """Markdown: a row for each kind."""
     columns = "seed | steps | held-out greedy | held-out sampled | best greedy | response length"
     columns += " | tokens trained on | seconds |"
-    rule = f"|{'---|' * 9}"
-    lines = [f"| kind | {columns}", rule, *(row(kind.label, kind.runs) for kind in among), ""]
+    lines = [f"| kind | {columns}", f"|{'---|' * 9}", *map(row, among), ""]
     lines.append("Before → after; of several seeds mean ± standard deviation (n - 1).")
-    if each_run:
-        lines += ["", f"| run | {columns}", rule]
-        lines += [row(str(run.folder), [run]) for kind in among for run in kind.runs]
     return "\n".join(lines)
 
 
 def target(out: str) -> tuple[Path, Path]:
     """The picture's and the table's path for --out; BadInput if another file has that path."""
-    name = Path(out)
-    if name.is_dir():
-        name = name / "compare"
-    elif name.suffix in (".png", ".md"):
-        name = name.with_suffix("")
-    picture, text = (name.with_name(f"{name.name}.{kind}") for kind in ("png", "md"))
-    if not name.parent.is_dir():
-        raise BadInput(f"--out {out}: no folder {name.parent}")
+    picture, text = Path(f"{out}.png"), Path(f"{out}.md")
+    if not text.parent.is_dir():
+        raise BadInput(f"--out {out}: no folder {text.parent}")
     ours = text.is_file() and text.read_bytes().startswith(OURS.encode())
     for path in (picture, text):
         if path.exists() and not ours:
@@ -368,10 +299,8 @@ def main(folders: list[Path], out: str) -> None:
     picture, text = target(out)
     among = kinds([load(folder) for folder in {path.resolve(): path for path in folders}.values()])
     figure, rows = draw(among), table(among)
-    command = shlex.join(["python", "-m", "tools.compare", *sys.argv[1:]])
-    with atomic_write(
-        text
-    ) as partial:  # first: its first line shows that the picture beside it is ours
+    command = shlex.join(["python", "-m", "tools.compare", *map(str, folders), "--out", out])
+    with atomic_write(text) as partial:  # first: its first line shows that both files are ours
         made = f"{OURS}\n\n![Curves]({picture.name})\n\n{rows}\n\nMade by `{command}`\n"
         partial.write_text(made, encoding="utf-8")
     with atomic_write(picture) as partial:
@@ -382,16 +311,11 @@ def main(folders: list[Path], out: str) -> None:
 if __name__ == "__main__":
     parser = arguments(__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_FOLDER")
-    parser.add_argument("--out", default="compare", help="a name or a folder (default: compare)")
-    parser.add_argument("--curves", action="store_true", help="draw the curves.png of each run")
+    parser.add_argument("--out", default="compare", help="a name (default: compare)")
     parser.add_argument("--sheet", type=Path, metavar="FILE.png", help="a row for each run")
     words = parser.parse_args()
     try:
-        if words.curves:
-            for folder in words.folders:
-                run_of(folder)  # BadInput where there is no run
-                say(draw_run(folder))
-        elif words.sheet:
+        if words.sheet:
             save_sheet(words.folders, words.sheet)
         else:
             main(words.folders, words.out)

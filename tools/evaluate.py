@@ -7,24 +7,24 @@
 
 MODEL is a hub name, a folder in the Hugging Face format, `tiny`, `tiny-moe`, or a run folder of any
 algorithm and number of ranks. For a run folder, flags that are not given are the run's own. A run
-under way is not disturbed. Checkpoints are read with pickle, which can run code: evaluate only your
-own run folders. Each set is measured greedily, at T 1.0 / top-p 1.0, and at T 0.7 / top-p 0.9, the
-two settings that papers report. As soon as a set is done at a setting, the program prints its line
-of the table and writes its responses to a new file, with their scores.
+under way is not disturbed. A checkpoint is read with pickle, and config.json may name a task file:
+both can run code, so evaluate only your own run folders. Each set is measured greedily, at T 1.0 /
+top-p 1.0, and at T 0.7 / top-p 0.9, the two settings that papers report. As soon as a set is done
+at a setting, the program prints its line of the table and writes its responses to a new file, with
+their scores.
 """
 
-import contextlib
-import itertools
 import math
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Literal, NamedTuple
 
 from common import cli
 from common.checkpoint import first_failure
-from common.cli import BadInput, Count, Flags, RunStopped, blame, broken_rule
+from common.cli import BadInput, Count, Flags, blame, broken_rule
 from common.data import Problem, as_problem, load_task, rows_of
 from common.distributed import World, global_sum, shard
 from common.launch import launch, resolve_auto
@@ -32,9 +32,8 @@ from common.logprobs import Policy
 from common.model import load_model
 from common.reward import Verifier
 from common.rollout import make_engine
-from common.run import as_lines, checkpoints
+from common.run import as_lines, checkpoints, saved_config
 from common.tiny import arithmetic
-from tools.compare import config_of
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -79,35 +78,14 @@ class Set(NamedTuple):
     verifier: Callable[[list[str], list[str]], list[float]]
 
 
-def new_file(folder: Path, name: str) -> Path:
-    """A new, empty file: NAME.jsonl, or if that exists NAME.2.jsonl, NAME.3.jsonl, ..."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in itertools.count(1):
-        path = folder / f"{name}{f'.{number}' if number > 1 else ''}.jsonl"
-        with contextlib.suppress(FileExistsError):
-            path.touch(exist_ok=False)
-            return path
-
-
-def append(rows: list[dict], file: Path) -> None:
-    """Add rows to a file of JSON lines."""
-    with blame(f"cannot write {file}", RunStopped), file.open("a", encoding="utf-8") as lines:
-        lines.write(as_lines(rows))
-
-
 def prepare(args: Args, world: World) -> None:
     """If MODEL is a run, take its values for flags that were not given; then check all flags."""
-    if config := config_of(Path(args.model)):
-        own = {name: config.get(name) for name in OF_THE_RUN.split()}
-        precision = config.get("rollout_dtype", "auto")
-        known = get_args(get_type_hints(Args)["rollout_dtype"])
-        if precision not in known:
-            wrong = f"rollout_dtype {str(precision)[:40]!r}: must be one of {', '.join(known)}"
-            raise BadInput(f"{args.model}/config.json: {wrong}")
-        own["chat"] = tuple(own["chat"] or ())  # JSON has lists alone
-        fit = {name: value for name, value in own.items() if type(value) is type(vars(args)[name])}
+    config = saved_config(Path(args.model))
+    if config:
+        own = {name: config[name] for name in OF_THE_RUN.split()}
+        own["chat"] = tuple(own["chat"])  # JSON has lists alone
         # The same command line once more, over other defaults
-        again = tyro.cli(Args, default=replace(Args(), **fit), use_underscores=True)
+        again = tyro.cli(Args, default=replace(Args(), **own), use_underscores=True)
         vars(args).update(vars(again))
     if wrong := broken_rule(args):
         raise BadInput(wrong)
@@ -169,7 +147,7 @@ def load_weights(folder: Path, policy: nn.Module, world: World) -> int:
 
 def main(args: Args, world: World) -> None:
     """Measure every set at every setting."""
-    run, config = Path(args.model), config_of(Path(args.model))
+    run, config = Path(args.model), saved_config(Path(args.model))
     name = run.resolve().name if config else re.sub(r"[^\w.-]+", "-", args.model).strip("-")
     folder = Path(args.run_dir or (run if config else "runs/evaluations")).expanduser()
     args.model = config.get("model", args.model)
@@ -180,8 +158,6 @@ def main(args: Args, world: World) -> None:
             if lines and world.rank == 0:
                 cli.say(*lines)
 
-    if ".py" in args.task and args.task == config.get("task") and not args.eval_task:
-        say(f"running {args.task}, which {run}/config.json names")
     lm, tokenizer = load_model(args.model, world, "MODEL")
     sets, remarks = load_sets(args, config, tokenizer)
     engine, step = make_engine(args, lm, world), 0
@@ -194,8 +170,9 @@ def main(args: Args, world: World) -> None:
     what = f"{name} after step {step}" if config else args.model
     words = ["evaluation", name, *[f"step{step}"] * bool(config)]
     words += [re.sub(r"[^\w.-]+", "-", Path(one.name).stem) for one in sets]
-    with blame(f"--run_dir {folder}: cannot be used"):
-        file = new_file(folder, "-".join(words)[:150]) if world.rank == 0 else None
+    file = folder / f"{'-'.join(words)[:150]}-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
+    if world.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
     total, hidden = len(SETTINGS) * sum(len(one.problems) for one in sets), world.rank > 0
     say(f"{what}; {world.size} rank(s) on {world.device}, {args.dtype}", *remarks)
     say(*head(args.eval_samples))
@@ -206,9 +183,9 @@ def main(args: Args, world: World) -> None:
             rows = measure(engine, one, temperature, top_p, tokenizer, args, world, bar)
             say(line_of(rows, args.eval_samples))
             if world.rank == 0:
-                append(rows, file)
-    verifiers = {id(one.verifier): one.verifier for one in sets}.values()
-    killed = sum(getattr(verifier, "killed", 0) for verifier in verifiers)
+                with file.open("a", encoding="utf-8") as lines:
+                    lines.write(as_lines(rows))
+    killed = sum(getattr(verifier, "killed", 0) for verifier in {one.verifier for one in sets})
     killed = global_sum({"killed": killed}, world)["killed"]
     if killed:
         say(f"{killed:.0f} answers could not be scored, or broke the verifier's bounds: 0 points")

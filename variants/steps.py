@@ -6,8 +6,7 @@ final number among them, that the response has right. Held-out responses are rig
 
 import random
 
-from common.tiny.arithmetic import arithmetic_reward, draw, work
-from common.tiny.arithmetic import held_out as is_held_out
+from common.tiny.arithmetic import arithmetic_reward, draw, is_held_out, work
 
 
 def train(i):

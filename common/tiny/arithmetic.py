@@ -3,7 +3,7 @@
 Prompt `7*8-9+6=`; a worked response is `7*8=56;56-9=47;47+6=53#53`; a guess is `#53` at once. The
 answer is what follows the last `#`. Each single step is easy and the whole chain is hard to guess,
 so showing the work pays. The embedded model was trained on demonstrations of both kinds: its
-likeliest response is a guess, and nearly half of its samples are worked. Within a few dozen updates
+likeliest response is a guess, and nearly half of its samples are worked. Within a hundred updates
 the reward, which judges the number alone, makes nearly all of them worked.
 """
 
@@ -28,7 +28,7 @@ class Kind(NamedTuple):
     """What prompts are drawn: numbers of terms, each equally likely, and operators."""
 
     terms: Sequence[int] = range(2, 8)
-    held_out: Sequence[int] = ()  # numbers of terms of the held-out problems, where they are others
+    held_out_terms: Sequence[int] = ()  # of the held-out problems, where they are others
     operators: str = "+-*"
     last: str = "+-*"  # the last operator
 
@@ -36,7 +36,7 @@ class Kind(NamedTuple):
 KINDS = {
     "arithmetic": Kind(),
     # Three quarters too easy, a fifth too long to be finished in 64 tokens, the rest to learn from.
-    "arithmetic:mix": Kind(45 * (2,) + 12 * (16,) + (5, 6, 7), held_out=(5, 6, 7)),
+    "arithmetic:mix": Kind(45 * (2,) + 12 * (16,) + (5, 6, 7), held_out_terms=(5, 6, 7)),
     # Sums of one-digit numbers are easy, and then one product decides: failures come late.
     "arithmetic:deep": Kind((7,), operators="+", last="*"),
 }
@@ -57,7 +57,7 @@ def draw(rng: random.Random, kind: Kind = KINDS["arithmetic"]) -> str:
     return prompt + "="
 
 
-def held_out(prompt: str) -> bool:
+def is_held_out(prompt: str) -> bool:
     """True for a fifth of all prompts, by a fixed hash: no training ever sees them."""
     return zlib.crc32(prompt.encode()) % 5 == 0
 

@@ -37,7 +37,7 @@ def read(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return toy.logprobs(logits, tokens.view(-1, G).T).T.reshape(-1, 1)
 
 
-def measure(arm: str, seed: int, quick: bool) -> dict:
+def measure(arm: str, seed: int) -> dict:
     """p(right) after each rollout, by kind of prompt; the share of the gradient's squared length
     that each kind has, mean over rollouts."""
     name, batch = ARMS[arm]

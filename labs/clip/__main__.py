@@ -83,7 +83,7 @@ def draw(results: dict) -> object:
                 shown[name] = COLOURS[name]
         axis.set(ylim=(0, 1.02), xlabel="Adam step")
         both = {"clip": lab.BLUE, "no clip (the same)": lab.ORANGE, "on-policy": lab.BLACK}
-        lab.key_down(axis, both if size == 128 else shown, 0.5, 0.3 if size > 8 else 0.95)
+        lab.key(axis, both if size == 128 else shown, 0.5, 0.3 if size > 8 else 0.95)
     axes[0].set_ylabel("held-out accuracy, greedy")
     return figure
 

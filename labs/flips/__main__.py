@@ -31,14 +31,13 @@ FILES = {
     "DPPO": ("dppo", {}),
     "IcePop": ("icepop", {}),
 }
-FILES = toy.given(FILES)
 READ_MU = ("MiniRL", "DPPO", "IcePop")  # the other losses do not use μ
 ARMS = {f"{name}, {how}": name for how in ("clean", "wrong π_old") for name in FILES}
 ARMS |= {f"{name}, {how}": name for how in ("wrong μ", "both wrong") for name in READ_MU}
 T, V, DECIDE, P, G, STEPS, LR, ROLLOUTS = 40, 6, 4, 16, 8, 4, 120.0, 40
 
 
-def measure(arm: str, seed: int, quick: bool) -> dict:
+def measure(arm: str, seed: int) -> dict:
     """Probability that the first 4 are right, and mean entropy of the other 36, after each
     rollout."""
     (stem, flags), generator = FILES[ARMS[arm]], torch.Generator().manual_seed(seed)

@@ -17,16 +17,14 @@ import torch
 from labs import lab, toy
 
 TITLE = "The clip slows a rare token at every learning rate, a common one only at small rates"
-ARMS = toy.given(
-    {
-        "GRPO": ("grpo", {}),
-        "clip-higher": ("grpo", {"clip_high": 0.28}),
-        "MASPO": ("maspo", {}),
-        "SAPO": ("sapo", {}),
-        "CISPO": ("cispo", {}),
-        "DPPO": ("dppo", {}),
-    }
-)
+ARMS = {
+    "GRPO": ("grpo", {}),
+    "clip-higher": ("grpo", {"clip_high": 0.28}),
+    "MASPO": ("maspo", {}),
+    "SAPO": ("sapo", {}),
+    "CISPO": ("cispo", {}),
+    "DPPO": ("dppo", {}),
+}
 LOOKS = {  # arm -> colour and dashes
     "GRPO": (lab.BLACK, "-"),
     "clip-higher": (lab.BLACK, "--"),
@@ -54,7 +52,7 @@ def rollout(arm: str, logits: torch.Tensor, lr: float, generator: torch.Generato
     return logits
 
 
-def measure(arm: str, seed: int, quick: bool) -> dict:
+def measure(arm: str, seed: int) -> dict:
     """p(right) after each rollout; rollouts until it passes 1/2; and what one rollout adds to
     p(right), by what it was before, at each of TIMES the learning rate."""
     generator = torch.Generator().manual_seed(seed)

@@ -66,7 +66,7 @@ def outcome(task: str, tokens: Tensor, generator: torch.Generator) -> tuple[Tens
     return ((first == 1) & coin) | ((tokens == 0).all(dim=1)), mask
 
 
-def measure(arm: str, seed: int, quick: bool) -> dict:
+def measure(arm: str, seed: int) -> dict:
     """The mean probability of junk, or that of the right first token, after each rollout."""
     (task, stem, flags), generator = ARMS[arm], torch.Generator().manual_seed(seed)
     module, logits, curve = toy.load(stem), tables(task), []

@@ -35,7 +35,7 @@ UNDER = "right", "1/|y| (grpo)"
 P, G, LONGEST, LR, ROLLOUTS, EVERY = 16, 8, 60, 1.0, 150, 3
 
 
-def measure(arm: str, seed: int, quick: bool) -> dict:
+def measure(arm: str, seed: int) -> dict:
     """The mean lengths of right and wrong responses (those of the policy, not of the sample)."""
     stem, flags, rate = ARMS[arm]
     module, generator = toy.load(stem), torch.Generator().manual_seed(seed)

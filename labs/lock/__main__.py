@@ -8,7 +8,7 @@ Adam, at two learning rates. With plain steps a method that averages over fewer 
 do, would take longer steps.
 
     python -m labs.lock
-    python -m labs.lock --part branch
+    python -m labs.lock.branch
 """
 
 import sys
@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from labs import lab, toy
-from labs.lock import branch
 
 TITLE = "Branches find a rare lock sooner, then learn it more slowly"
 SEEDS = 40  # the rarest lock is found by luck: twenty seeds and twenty others disagree
@@ -36,7 +35,7 @@ LINE = list(range(EASY + 1))  # where a response is cut does not depend on its t
 BOUNDARIES = set(range(4, EASY, 5))
 
 
-def measure(arm: str, seed: int, quick: bool) -> dict:
+def measure(arm: str, seed: int) -> dict:
     """Steps and tokens until half of all responses succeed; the step of the first success in what
     was sampled, and the steps from there; tokens per step, and tries per step: samples whose easy
     tokens are all right."""
@@ -126,4 +125,4 @@ def draw(results: dict) -> object:
 
 
 if __name__ == "__main__":
-    lab.main(sys.modules[__name__], branch=branch)
+    lab.main(sys.modules[__name__])

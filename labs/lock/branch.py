@@ -4,8 +4,10 @@ deep_grpo.py runs on problems with one hard late step (`--task arithmetic:deep`)
 `--branch_weight 0`, so it samples branches, but does not learn from them. The third arm has twice
 as many responses per prompt, which cost about as many tokens as the branches.
 
-    python -m labs.lock --part branch
+    python -m labs.lock.branch
 """
+
+import sys
 
 from labs import lab
 
@@ -57,3 +59,7 @@ def draw(results: dict) -> object:
         axis.set_ylim(0.1, 1.02)
     lab.key(axes[1], COLOURS)
     return figure
+
+
+if __name__ == "__main__":
+    lab.main(sys.modules[__name__])

@@ -95,7 +95,7 @@ def draw(results: dict) -> object:
         style = {"weight and replay r3": "--", "replay r3 alone": ":"}.get(arm, "-")
         lab.bands(axes[1], results[arm], "sampler_kl", colour, linestyle=style, width=9)
     lab.plain_ticks(axes[1], "y", (1e-4, 1e-3, 1e-2))
-    lab.key_down(axes[1], COLOURS, 0.4, 0.27)
+    lab.key(axes[1], COLOURS, 0.4, 0.27)
     for arm, colour in zip(WIDE, (lab.BLUE, lab.ORANGE)):
         name = arm.removeprefix("3 bits, ")
         for column, who, style in (("policy_sampled", "policy", "-"), ("sampled", "sampler", ":")):

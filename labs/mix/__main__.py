@@ -66,9 +66,7 @@ def draw(results: dict) -> object:
             style = {"linestyle": "--" if arm == "PACED" else "-", "width": width}
             lab.bands(axis, results[arm], column, colour, **style)
         axis.set_ylim(0, 1.02)
-        lab.key_down(
-            axis, COLOURS, {"sampled": 0.02, "greedy": 0.25, "zero_groups": 0.6}[column], 0.27
-        )
+        lab.key(axis, COLOURS, {"sampled": 0.02, "greedy": 0.25, "zero_groups": 0.6}[column], 0.27)
     return figure
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from checks.files import ROOT
 from common.cli import BadInput, blame, in_one_line
-from common.run import read_lines, atomic_write
+from common.run import atomic_write, read_lines
 
 from labs import lab
 from labs.race.stresses import STRESSES, load, put_under
@@ -44,8 +44,7 @@ def stored(path: Path, budget: str) -> dict:
     """The table at `path`, or an empty one; BadInput if it is of another race."""
     if not path.exists():
         return {"budget": budget, "cells": []}
-    with blame(f"{path}: damaged, not a table of a race"):
-        table = json.loads(path.read_text(encoding="utf-8"))
+    table = json.loads(path.read_text(encoding="utf-8"))
     if table["budget"] != budget:
         raise BadInput(f"{path}: measured with {table['budget']}; give another --out")
     return table
@@ -93,8 +92,8 @@ def measured(file: Path, flags: str, stress: str, seed: int, budget: str) -> dic
 
 def outcome(run: Path, code: int, said: str, budget: str) -> dict:
     """What is stored of a run: `sampled`, the accuracies after the steps `at`, with `thousands` of
-    tokens sampled until then; means of the file's first ACTED metric, and of the last steps; CPU
-    seconds and peak memory; or why it `broke`."""
+    tokens sampled until then; means of the file's first ACTED metric, and of the last steps; or why
+    it `broke`."""
     path = run / "metrics.jsonl"
     lines = read_lines(path) if path.exists() else []
     if code or not lines or lines[-1]["step"] != last_value(budget, "--steps"):
@@ -109,8 +108,7 @@ def outcome(run: Path, code: int, said: str, budget: str) -> dict:
     }
     acted = next(iter(json.loads((run / "config.json").read_text())["acted"]))
     late = {name: mean(lines[-LATE:], name) for name in DIARY}
-    usage = json.loads((run / "usage.json").read_text())
-    return found | {"acted": mean(lines, acted), "late": late} | usage
+    return found | {"acted": mean(lines, acted), "late": late}
 
 
 def mean(lines: list[dict], name: str) -> float:
@@ -258,7 +256,6 @@ def enter(words: argparse.Namespace, budget: str) -> int:
 
 
 def main() -> None:
-    lab.survive_the_terminal()
     parser = argparse.ArgumentParser(
         prog="labs.race",
         usage=argparse.SUPPRESS,  # an error is one line

@@ -7,9 +7,7 @@ are always answered by the policy itself: a stress damages training, not the mea
 """
 
 import importlib.util
-import json
 import random
-import resource
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -132,8 +130,9 @@ def put_under(module: ModuleType, stress: Stress) -> None:
     def stressed_task(args: object, tokenizer: object) -> object:
         kind = KINDS.get(args.task)
         if stress.uninformative and kind:  # in training: the held-out problems stay
-            terms, held_out = KINDS["arithmetic:mix"].terms, kind.held_out or kind.terms
-            KINDS[args.task] = kind._replace(terms=terms, held_out=held_out)
+            terms = KINDS["arithmetic:mix"].terms
+            own = kind.held_out_terms or kind.terms
+            KINDS[args.task] = kind._replace(terms=terms, held_out_terms=own)
         task = load_task(args, tokenizer)
         if kind:
             KINDS[args.task] = kind
@@ -162,8 +161,3 @@ if __name__ == "__main__":  # one run, whose metrics.jsonl labs.race reads
     Run.finish = lambda run: None  # no curves, no summary
     sys.argv = [Path(file).name, *flags]
     launch(raced.main, raced.Args)
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes
-    peak = round(used.ru_maxrss * unit / 1e9, 1)
-    usage = {"cpu_seconds": round(used.ru_utime), "gigabytes": peak}
-    (Path(flags[flags.index("--run_dir") + 1]) / "usage.json").write_text(json.dumps(usage))

@@ -54,7 +54,7 @@ COLOURS["wrong half of the z-score"] = lab.PINK
 V, P, G, STEPS, LR, EVERY = 20, 16, 8, 4, 0.5, 5
 
 
-def measure(arm: str, seed: int, quick: bool) -> dict:
+def measure(arm: str, seed: int) -> dict:
     """p(right), and how many right answers are alive: e^(entropy among them), by rollout."""
     (task, name), generator = ARMS[arm], torch.Generator().manual_seed(seed)
     at = torch.tensor(RIGHT[task], dtype=torch.float64)

@@ -71,7 +71,7 @@ def test_the_warm_start_never_saw_the_held_out_set():
     from tools.maintain.make_tiny import demonstration
 
     rng = random.Random(1)
-    assert not any(arithmetic.held_out(demonstration(rng, 0.5, 0.1)[0]) for _ in range(300))
+    assert not any(arithmetic.is_held_out(demonstration(rng, 0.5, 0.1)[0]) for _ in range(300))
 
 
 @pytest.mark.parametrize("name", arithmetic.KINDS)
@@ -81,9 +81,11 @@ def test_kinds_of_arithmetic_draw_what_they_say(tiny, name):
     task = load(name, tiny[1], eval_problems=50)
     stream = [task.train(i).prompt for i in range(400)]
     held_out = [problem.prompt for problem in task.held_out]
-    assert not any(map(arithmetic.held_out, stream)) and all(map(arithmetic.held_out, held_out))
+    assert not any(map(arithmetic.is_held_out, stream)) and all(
+        map(arithmetic.is_held_out, held_out)
+    )
     assert {len(prompt) // 2 for prompt in stream} == set(kind.terms)
-    assert {len(prompt) // 2 for prompt in held_out} == set(kind.held_out or kind.terms)
+    assert {len(prompt) // 2 for prompt in held_out} == set(kind.held_out_terms or kind.terms)
     assert {prompt[-3] for prompt in stream} == set(kind.last)
 
 

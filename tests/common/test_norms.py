@@ -13,7 +13,6 @@ from common.logprobs import Policy, response_logprobs
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from checks import mutate
 from tests.helpers import SMALL, run_here
 
 V, T = 23, 0.7
@@ -65,13 +64,13 @@ def separately(lm: torch.nn.Module, batch: Rollout) -> tuple[Tensor, Tensor]:
     return torch.stack(sums), torch.stack(norms)
 
 
-def check(module: object, name: str, world: World, tolerance: float = 1e-5, **how: object) -> None:
-    """The module's `gradient_norms` gives what separate passes give."""
+def check(name: str, world: World, **how: object) -> None:
+    """`gradient_norms` gives what separate passes give."""
     lm, batch = model(name), responses(**how)
-    logp, norms = module.gradient_norms(Policy(lm), batch, ARGS, world)
+    logp, norms = common.norms.gradient_norms(Policy(lm), batch, ARGS, world)
     sums, expected = separately(lm, batch)
     assert torch.allclose(logp.sum(1).double(), sums, rtol=1e-4)
-    assert ((norms - expected).abs() < tolerance * expected).all()
+    assert ((norms - expected).abs() < 1e-5 * expected).all()
     assert expected.max() > 2 * expected.min()
 
 
@@ -79,7 +78,7 @@ def check(module: object, name: str, world: World, tolerance: float = 1e-5, **ho
 def test_norms_are_those_of_separate_passes(world, name):
     """Tied and untied heads, biases, q/k norms; padded micro-batches of several sizes."""
     assert not common.norms.unsupported_module(Policy(model(name)))
-    check(common.norms, name, world)
+    check(name, world)
 
 
 @pytest.mark.slow
@@ -87,29 +86,9 @@ def test_either_side_of_a_linear_map(world, monkeypatch):
     """Short responses go by pairs of places, long ones by the gradient itself; for a large
     vocabulary one response, and one token of it, at a time."""
     for longest in (5, 120):
-        check(common.norms, "Qwen2, q/k/v biases, tied", world, longest=longest)
+        check("Qwen2, q/k/v biases, tied", world, longest=longest)
     monkeypatch.setattr(common.norms, "BLOCK_ELEMENTS", 1)
-    check(common.norms, "Qwen3, q/k norms, tied", world, longest=60)
-
-
-MUTANTS = {
-    "a token's places apart": ("same.to(d.dtype) @ d", "d"),
-    "a gradient for <pad>": ("if embedding.padding_idx is not None", "if False"),
-    "the head a place late": ("micro.prompt_len[:, None] - 1", "micro.prompt_len[:, None]"),
-    "the head at temperature 1": ("micro.mask[at], self.temperature", "micro.mask[at], 1.0"),
-    "no biases": ("found if module.bias is None", "found if True"),
-    "the diagonal alone": ("torch.linalg.vecdot(*pairs)", "sum(p.sum(1) for p in pairs)"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_caught(world, name):
-    mutant = mutate(common.norms, *MUTANTS[name])
-    with pytest.raises(AssertionError):
-        for longest in (5, 40):
-            check(mutant, "Qwen2, q/k/v biases, tied", world, longest=longest)
-            check(mutant, "Qwen3, untied", world, longest=longest)
+    check("Qwen3, q/k norms, tied", world, longest=60)
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ def args():
 
 
 def sample(moe: tuple, world: object, dtype: str = "float32") -> Rollout:
-    engine = HFEngine(moe[0], world, 0, dtype, 1024)
+    engine = HFEngine(moe[0], world, 0, dtype, 1024, experts=True)
     policy = Policy(copy.deepcopy(moe[0]))
     engine.sync(policy)  # rounds the weights where the dtype asks for it
     return engine.generate([moe[1](prompt)["input_ids"] for prompt in PROMPTS], 8, 64, 1.0)

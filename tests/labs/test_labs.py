@@ -1,10 +1,11 @@
-"""The labs: each toy goes the way of its page, each lab of training runs goes through its program,
-and runs are kept, continued and never replaced by less."""
+"""The labs: each toy goes the way of its page, each lab of training runs would start, and its runs
+are kept and continued."""
 
 import importlib
 import importlib.machinery
 import json
 import runpy
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -21,28 +22,22 @@ from tests.helpers import ROOT, module_of
 
 pytestmark = pytest.mark.slow
 
-PARTS = {"branch": "lock"}  # part -> its lab
-NAMES = sorted(path.parent.name for path in ROOT.glob("labs/*/figure.png")) + list(PARTS)
+NAMES = sorted(path.parent.name for path in ROOT.glob("labs/*/figure.png"))
+MODULES = {name: f"labs.{name}.__main__" for name in NAMES} | {"branch": "labs.lock.branch"}
+LABS = {name: importlib.import_module(module) for name, module in MODULES.items()}
+RUNS = [name for name in LABS if hasattr(LABS[name], "COLUMNS")]  # of whole training runs
 
 
-def load(name: str) -> ModuleType:
-    """The module of a lab, or of a part."""
-    if name in PARTS:
-        return importlib.import_module(f"labs.{PARTS[name]}.{name}")
-    return importlib.import_module(f"labs.{name}.__main__")
-
-
-RUNS = [name for name in NAMES if hasattr(load(name), "COLUMNS")]  # of whole training runs
-TOYS = [name for name in NAMES if name not in RUNS]
-
-
-def results(name: str, folder: Path, kind: str = "") -> dict:
+def results(table: Path) -> dict:
     """The runs of a table."""
-    if name in PARTS:
-        table = folder / PARTS[name] / f"{name}{kind}.json"
-    else:
-        table = folder / name / f"table{kind}.json"
     return json.loads(table.read_text())["results"]
+
+
+def start(patch: pytest.MonkeyPatch, module: str, *words: object) -> None:
+    """`python -m MODULE WORDS`, in this process."""
+    patch.setattr(sys, "argv", ["lab", *map(str, words)])
+    patch.delitem(sys.modules, module, raising=False)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 # Of each toy a number (of a series the last one), and arms in which it rises
@@ -59,7 +54,7 @@ CLAIMS = {
 
 def number(run: dict, name: str) -> float:
     if name == "until hard":
-        return load("baseline").until(run, "hard")
+        return LABS["baseline"].until(run, "hard")
     return float(np.ravel(run[name])[-1])
 
 
@@ -71,52 +66,43 @@ def goes_its_way(name: str, found: dict) -> None:
         assert less < more, (arms, medians)
 
 
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in RUNS])
 def test_a_toy_goes_the_way_of_its_page(name, tmp_path, monkeypatch, capsys):
     """In the shipped table, and in one seed at full length."""
-    goes_its_way(name, results(name, ROOT / "labs"))
-    words = ["--out", str(tmp_path), "--quick", "--seeds", "1"]
-    words += ["--part", name] if name in PARTS else []
-    monkeypatch.setattr(sys, "argv", ["lab", *words])
-    module = f"labs.{PARTS.get(name, name)}.__main__"
-    monkeypatch.delitem(sys.modules, module, raising=False)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-    found = results(name, tmp_path, ".quick")
-    assert list(found) == list(load(name).ARMS)
+    goes_its_way(name, results(ROOT / f"labs/{name}/table.json"))
+    start(monkeypatch, f"labs.{name}.__main__", "--out", tmp_path, "--quick", "--seeds", 1)
+    found = results(tmp_path / f"{name}/table.quick.json")
+    assert list(found) == list(LABS[name].ARMS)
     goes_its_way(name, found)
-    assert lab.text(load(name).rows(found)) in capsys.readouterr().out
-
-
-def test_a_page_is_filled_from_the_table_of_its_part():
-    """Numbers and tables of another part stay; a part's table may have some of the columns."""
-    rows = [["arm", "a", "b"], ["x", "1.5 (1.0–2.0)", "2.5"]]
-    page = (
-        "0<!--x/a--> 0<!--p# x/b-->\n<!--table-->\n<!--/table-->\n<!--table p: 2-->\n<!--/table-->"
-    )
-    filled = lab.filled(page, rows)
-    assert filled.startswith("1.5<!--x/a--> 0<!--p# x/b-->\n<!--table-->\n| arm | a | b |\n")
-    assert filled.endswith("<!--table p: 2-->\n<!--/table-->")
-    filled = lab.filled(page, rows, "p")
-    assert filled.startswith("0<!--x/a--> 2.5<!--p# x/b-->\n<!--table-->\n<!--/table-->")
-    assert filled.endswith("| arm | b |\n|---|---|\n| x | 2.5 |\n<!--/table-->")
+    assert lab.text(LABS[name].rows(found)) in capsys.readouterr().out
 
 
 # Labs of training runs
 
 
 @pytest.mark.parametrize("name", RUNS)
+def test_the_shipped_table_of_runs_becomes_a_figure(name, tmp_path, monkeypatch, capsys):
+    """It has every arm's command line, so nothing is run again. What is damaged stands in its
+    file."""
+    module, folder = LABS[name], "lock" if name == "branch" else name
+    shutil.copytree(ROOT / "labs" / folder, tmp_path / folder)
+    monkeypatch.setattr(lab, "trained", None)
+    start(monkeypatch, MODULES[name], "--out", tmp_path, "--seeds", 1)
+    table = tmp_path / folder / ("branch.json" if name == "branch" else "table.json")
+    assert lab.text(module.rows(results(table))) in capsys.readouterr().out
+    for arm, damage in getattr(module, "DAMAGE", {}).items():
+        assert checks.replaced(ROOT / module.ARMS[arm].split()[0], *damage)
+
+
+@pytest.mark.parametrize("name", RUNS)
 def test_the_runs_of_a_lab_would_start(name, monkeypatch):
-    """Their flags exist, also in a smoke test, and what is damaged stands in its file. (That a
-    table becomes a figure: tests/repository/test_programs.py.)"""
-    module = load(name)
-    for arm, command in module.ARMS.items():
-        words = f"{command} {lab.SHORT} {getattr(module, 'SHORT', '')}".split()
+    """Their flags exist, also in a quick run."""
+    for command in LABS[name].ARMS.values():
+        words = f"{command} {lab.SHORT} {getattr(LABS[name], 'SHORT', '')}".split()
         file = words[1] if words[0] == "-m" else words[0]
         monkeypatch.setattr(sys, "argv", words[words.index(file) :])
         args = parse(module_of(file.removesuffix(".py").removeprefix("variants.")).Args)
         assert not broken_rule(args), command
-        damage = getattr(module, "DAMAGE", {}).get(arm)
-        assert not damage or checks.replaced(ROOT / file, *damage)
 
 
 class Runs(ModuleType):
@@ -127,8 +113,7 @@ class Runs(ModuleType):
 
 
 def test_a_lab_of_runs_goes_on_where_its_table_ends(tmp_path, monkeypatch):
-    """What is in the table of the same command line is not run again, nor replaced by fewer seeds
-    or by others."""
+    """What is in the table of the same command line is not run again."""
     made, table, module = [], tmp_path / "t.json", Runs("labs.runs.__main__")
     module.__spec__ = importlib.machinery.ModuleSpec("labs.runs.__main__", None)
 
@@ -137,19 +122,14 @@ def test_a_lab_of_runs_goes_on_where_its_table_ends(tmp_path, monkeypatch):
         return {"reward@": [1], "reward": [seed]}
 
     monkeypatch.setattr(lab, "trained", trained)
-    lab.run(module, table, 1, None)
-    lab.run(module, table, 2, None)
+    lab.run(module, table, 1, False)
+    lab.run(module, table, 2, False)
     expected = [("grpo.py --lr 1e-3", 1), ("grpo.py --lr 1e-3", 2), ("sapo.py", 1), ("sapo.py", 2)]
     assert sorted(made) == expected
     monkeypatch.setattr(Runs, "ARMS", {"one": "grpo.py --lr 1e-4", "two": "sapo.py"})
-    lab.run(module, table, 2, None)
-    assert sorted(made[4:]) == [("grpo.py --lr 1e-4", 1), ("grpo.py --lr 1e-4", 2)]
-    with pytest.raises(BadInput, match="begins with seed 1, not 7"):
-        lab.run(module, table, 2, None, 7)
-    monkeypatch.setattr(Runs, "ARMS", {"one": "grpo.py --lr 1", "two": "sapo.py"})
-    with pytest.raises(BadInput, match="has 2 seeds"):
-        lab.run(module, table, 1, None)
-    assert len(made) == 6
+    lab.run(module, table, 1, False)
+    assert made[4:] == [("grpo.py --lr 1e-4", 1)]
+    assert [len(runs) for runs in results(table).values()] == [1, 2]
 
 
 STOPPED = """
@@ -173,14 +153,6 @@ def test_a_run_that_somebody_stopped_is_no_result(tmp_path):
     file.write_text(STOPPED + "sys.exit('stopped.py: error: sampler and trainer disagree')")
     found = lab.trained(str(file), 1, ("greedy",))
     assert found["stopped"].endswith("disagree") and found["greedy"].tolist() == [0.25]
-
-
-def test_wins_are_counted_in_pairs():
-    """A tie wins for nobody, nor does what was never reached; a seed of one alone has no pair."""
-    one = [{"end": end} for end in (0.5, 0.5, 0.9, float("nan"))]
-    other = [{"end": end} for end in (0.4, 0.5, 0.95, 0.1)]
-    assert lab.wins(one, other, "end") == "1 of 4" == lab.wins(other, one, "end")
-    assert lab.wins(other, one[:3], "end") == "1 of 3"
 
 
 def test_tokens_are_counted_up_to_each_evaluation():

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common.cli import BadInput
 from common.data import load_task
 from common.model import load_model
 from common.tiny.arithmetic import KINDS
-from labs.race import stresses, transfer
+from labs.race import stresses
 from labs.race.stresses import STRESSES, Stress
 
 race = importlib.import_module("labs.race.__main__")
@@ -95,20 +94,6 @@ def test_a_stressed_sampler():
     torch.testing.assert_close(weight.detach(), quantised)
 
 
-def test_a_noisy_verifier_follows_its_seed():
-    """A tenth of the verdicts, others at each call, the same for the same seed."""
-
-    def right(texts: list[str], answers: list[str]) -> list[float]:
-        return [1.0] * len(texts)
-
-    one, again, other = (stresses.flip(right, 0.1, seed) for seed in (1, 1, 2))
-    texts = ["x"] * 2000
-    first = one(texts, texts)
-    assert 140 < first.count(0.0) < 260
-    assert again(texts, texts) == first != one(texts, texts)
-    assert other(texts, texts) != first
-
-
 def test_the_held_out_problems_stay_the_same():
     """Neither a noisy verifier nor uninformative prompts reach them."""
     _, tokenizer = load_model("tiny")
@@ -172,14 +157,13 @@ def ended(folder: Path, steps: list[int]) -> Path:
     rows = [{"step": step, "sampled": 0.5, "tokens": 1000, "x": None} for step in steps]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "config.json").write_text('{"acted": {"x": "tokens clipped"}}')
-    (folder / "usage.json").write_text('{"cpu_seconds": 9, "gigabytes": 1.5}')
     return folder
 
 
 def test_what_is_stored_of_a_run(tmp_path):
     found = race.outcome(ended(tmp_path, [0, 8, 40]), 0, "", race.BUDGET)
     assert found["at"] == [0, 8, 40] and found["thousands"] == [1, 2, 3]
-    assert found["sampled"] == [0.5] * 3 and found["acted"] == 0.0 and found["cpu_seconds"] == 9
+    assert found["sampled"] == [0.5] * 3 and found["acted"] == 0.0
 
 
 @pytest.mark.parametrize("code, steps", [(-9, [0, 40]), (1, [0]), (0, [0, 8])])
@@ -224,23 +208,3 @@ def test_the_shipped_table_is_of_these_stresses():
     assert race.columns(table) == list(STRESSES) == list(table["stresses"])
     for name, settings in table["stresses"].items():
         assert STRESSES[name] == Stress(**settings)
-
-
-def test_another_races_table_is_refused(tmp_path):
-    path = tmp_path / "table.json"
-    path.write_text('{"budget": "--steps 3", "cells": []}')
-    with pytest.raises(BadInput, match="another --out"):
-        race.stored(path, race.BUDGET)
-
-
-def test_hits_and_misses_of_the_predictions(monkeypatch):
-    """The tiny model says `+ up` of sapo and `= up` of maspo; the real one says `+ up` of both."""
-    tiny = cells("grpo", 3, 0.5) + cells("sapo", 3, 0.6) + cells("maspo", 3, 0.5)
-    runs = race.runs_of({"cells": tiny}, "maspo", "none")
-    runs[0]["sampled"] = runs[1]["sampled"] = [0.51]  # its median is above, its lowest seed is not
-    real = cells("grpo", 3, 0.2) + cells("sapo", 3, 0.4) + cells("maspo", 3, 0.4)
-    monkeypatch.setattr(transfer.race, "stored", lambda *_: {"cells": tiny})
-    monkeypatch.setattr(transfer, "METHODS", ["sapo", "maspo"])
-    rows, hits = transfer.comparison({"cells": [one for one in real if one["stress"] == "none"]})
-    assert [row[-2:] for row in rows[1:]] == [["hit", "hit"], ["miss", "hit"]]
-    assert hits == "signs 1 of 2 (chance: 1.0), directions 2 of 2 (chance: 1.0)"

@@ -18,11 +18,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import itertools
 import json
 import random
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -31,13 +32,14 @@ from types import ModuleType, SimpleNamespace
 import common  # noqa: F401  (before torch)
 import pytest
 import torch
+import vcpo
 from common.batch import Rollout
 from common.data import Problem, Task
 from common.distributed import ALONE, World, setup
 from common.model import load_model
 from common.routing import Routing
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from checks import mutate
 from checks.files import MODULES
@@ -131,11 +133,6 @@ def untrained(model: str = "model") -> torch.nn.Module:
     """The embedded model as it ships, in float64, straight from transformers."""
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     return AutoModelForCausalLM.from_pretrained(TINY / model, dtype=torch.float64, **plain)
-
-
-@lru_cache(1)
-def tokenizer() -> object:
-    return AutoTokenizer.from_pretrained(TINY / "model")
 
 
 def padded(rows: list, value: float = 0.0) -> Tensor:
@@ -239,18 +236,15 @@ class Record:
 
     rank: int
     flags: dict
-    # Of the policy: parameters before, gradients, lr, betas
-    updates: list[dict] = field(default_factory=list)
+    updates: list[dict] = field(default_factory=list)  # what the policy's optimiser was given
     lessons: list[dict] = field(default_factory=list)  # of a teacher or critic, likewise
     calls: list[dict] = field(default_factory=list)
     synced: list[list[Tensor]] = field(default_factory=list)
-    pivots: list[dict] = field(default_factory=list)  # deep_grpo's choices
     metrics: list[dict] = field(default_factory=list)  # rank 0's log
 
     @property
     def training(self) -> list[dict]:
-        """The calls that sampled for training (evaluations ask for one greedy or SAMPLES sampled
-        responses)."""
+        """The calls that sampled for training (evaluations ask for 1 or SAMPLES responses)."""
         return [call for call in self.calls if call["n"] == G and call["prefixes"] is None]
 
     @property
@@ -315,7 +309,7 @@ def task(judge: Callable) -> Task:
         [problem(prompt) for prompt in HELD_OUT],
         verifier,
         final=lambda text: text.split("#")[-1],
-        tokenizer=tokenizer(),
+        tokenizer=loaded("tiny")[1],
     )
 
 
@@ -346,13 +340,6 @@ def record(
             (found.updates if policy else found.lessons).append(seen)
             super().step(closure)
 
-    def choose(response: list, boundaries: set, slope: float, offset: float, *rest) -> tuple:
-        kept, depth = choose_pivot(response, boundaries, slope, offset, *rest)
-        text = "".join(VOCABULARY[t] for t in response if t != EOS)
-        pivot = {"fit": (slope, offset), "response": text, "kept": kept, "depth": depth}
-        found.pivots.append(pivot)
-        return kept, depth
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "load_model", lambda name, *flag: copy.deepcopy(loaded(name)))
         patch.setattr(module, "load_task", lambda *arguments: task(judge))
@@ -360,10 +347,6 @@ def record(
         patch.setattr(module, "save_checkpoint", lambda *arguments: None)
         patch.setattr("common.run.draw_run", lambda *arguments: "")
         patch.setattr(torch.optim, "AdamW", Watched)
-        if hasattr(module, "Branches"):  # recipe.py imports it
-            home = sys.modules[module.Branches.__module__]
-            choose_pivot = home.choose_pivot
-            patch.setattr(home, "choose_pivot", choose)
         still = SimpleNamespace(anywhere=lambda world: False)
         patch.setattr("common.run.StopFlag", lambda: still)
         module.main(args, world)
@@ -401,6 +384,10 @@ def damaged(algorithm: str, where: str = "", old: str = "", new: str = "") -> Mo
 # The oracle
 
 
+def differ(group: list[Row]) -> bool:
+    return len({row.reward for row in group}) > 1
+
+
 def rounds_of(o: Oracle) -> list[list[dict[int, str]]]:
     """The rounds of sampling of each step: slot of the batch -> prompt. A round reads the next
     prompts of one stream: the first for all slots, further ones (dapo) for those of groups without
@@ -411,11 +398,7 @@ def rounds_of(o: Oracle) -> list[list[dict[int, str]]]:
         while slots and len(found) < getattr(o.args, "max_draws", 1):
             found.append({slot: TRAIN[(drawn + i) % len(TRAIN)] for i, slot in enumerate(slots)})
             drawn += len(slots)
-            idle = []
-            for slot in slots:
-                if len({row.reward for row in respond(found[-1][slot], G)}) == 1:
-                    idle.append(slot)
-            slots = idle
+            slots = [slot for slot in slots if not differ(respond(found[-1][slot], G))]
         if o.has("teacher_lr"):
             found = [dict(enumerate(o.prompts(step)))]
         steps.append(found)
@@ -450,21 +433,16 @@ class Oracle:
 
     # Rows and their advantages
 
-    def groups(self, step: int, part: int) -> list[list[Row]]:
-        """The groups of mini-batch `part` of a batch: every rank's own share, in its own order."""
-        filled, found = {}, []
+    def rows(self, step: int, parts: Iterable[int] = range(M)) -> list[Row]:
+        """The rows of a batch's mini-batches: of each every rank's own share, in its own order."""
+        filled, found, share = {}, [], P // self.size // M
         for drawn in self.rounds[step]:
             filled |= drawn  # a later round's group takes the slot
-        share = P // self.size // M
-        for one in self.records:
+        for part, one in itertools.product(parts, self.records):
             start = one.rank * P // self.size + part * share
-            found += [respond(filled[i], G) for i in range(start, start + share)]
+            for slot in range(start, start + share):
+                found += respond(filled[slot], G)
         return found
-
-    def rows(self, step: int) -> list[Row]:
-        """All rows of a batch, mini-batch by mini-batch."""
-        groups = [group for part in range(M) for group in self.groups(step, part)]
-        return [row for group in groups for row in group]
 
     def advantages(self, step: int) -> Tensor:
         """Of all rows of a batch, by the file's own functions: [P, G]."""
@@ -493,19 +471,24 @@ class Oracle:
             A.view(-1)[module.outliers(args, measures, measures)] = 0.0
         return A
 
+    def failed(self, one: Record, step: int) -> list[tuple[int, int, Row]]:
+        """A rank's failed responses of a step: place of the prompt, number of the response, row."""
+        found = []
+        for place, prompt in enumerate(one.training[step]["prompts"]):
+            for number, row in enumerate(respond(prompt, G)):
+                if row.reward == 0:
+                    found.append((place, number, row))
+        return found
+
     def branches(self, step: int, part: int) -> list[list[Row]]:
         """The siblings that were grown from this mini-batch's failed responses."""
-        found = []
+        found, share = [], P // self.size // M
         for one in self.records:
-            call = one.branching[step]
-            own = [respond(prompt, G) for prompt in one.training[step]["prompts"]]
-            failed = [(g, row) for g, rows in enumerate(own) for row in rows if row.reward == 0]
-            assert [row.prompt for _, row in failed] == call["prompts"] and call["n"] == K
+            call, failed = one.branching[step], self.failed(one, step)
+            assert call["prompts"] == [row.prompt for _, _, row in failed] and call["n"] == K
             assert call["temperature"] == T and call["limit"] == LIMIT
-            share = len(own) // M
-            for (g, row), prefix in zip(failed, call["prefixes"], strict=True):
-                assert row.text.startswith(prefix) and (not prefix or prefix.endswith(";"))
-                if g // share == part:
+            for (place, _, row), prefix in zip(failed, call["prefixes"], strict=True):
+                if place // share == part:
                     found.append(respond(row.prompt, K, prefix))
         return found
 
@@ -515,7 +498,7 @@ class Oracle:
         """All columns of the whole mini-batch of this update, and the model `lm` of `logp`."""
         start = update - update % M  # the batch's first update
         step, part = start // M + self.warmup, update % M
-        rows = [row for group in self.groups(step, part) for row in group]
+        rows = self.rows(step, [part])
         A, main = self.advantages(step).view(M, -1)[part], len(rows)
         for siblings in self.branches(step, part) if self.has("branches") else ():
             own = self.module.advantages(rewards_of(siblings)[None])[0]
@@ -575,21 +558,17 @@ class Oracle:
         return self.known[update]
 
     def age(self, b: SimpleNamespace) -> None:
-        """vcpo's baseline, of advantages of main rows, from a backward pass for each response; and
-        ρ, from the weights of all."""
-        log_w = ((b.logp - b.rollout_logp) * b.mask).sum(1).detach()
-        norms = []
-        for row in (b.logp * b.mask)[~b.grown].sum(1):  # g_i = ∇ Σ_t log π
+        """vcpo subtracts a baseline from the advantages of main rows, by a backward pass for each
+        response; and ρ, by the weights of all. (checks/vcpo.py holds both formulas.)"""
+        log_w = vcpo.log_weight(b.logp, b.rollout_logp, b.mask)
+        main, norms = ~b.grown, []
+        for row in (b.logp * b.mask)[main].sum(1):  # g_i = ∇ Σ_t log π
             parts = torch.autograd.grad(row, list(b.lm.parameters()), retain_graph=True)
             norms.append(flat(parts).norm())
-        heavy = (2 * log_w[~b.grown]).exp() * torch.stack(norms) ** 2
-        b.shifts = []
-        for group in torch.arange(len(norms)).split(G):  # main rows come first
-            shift = (heavy[group] * b.advantages[group]).sum() / heavy[group].sum()
-            b.advantages[group] -= shift
-            b.shifts.append(abs(float(shift)))
-        w = log_w.exp()
-        b.rho = float(w.sum() ** 2 / (w**2).sum() / len(w))
+        A = b.advantages[main].view(-1, G)
+        b.shifts = vcpo.baseline_shift(log_w[main].view(-1, G), torch.stack(norms).view(-1, G), A)
+        b.advantages[main] -= b.shifts.repeat_interleave(G)
+        b.rho = float(vcpo.ess_ratio(log_w))
 
     def cut(self, b: SimpleNamespace) -> None:
         """blockwise's working, which ends with the last #, and the advantages of both blocks."""
@@ -629,7 +608,7 @@ class Oracle:
         args, parts, start = self.args, [], max(0, step - self.warmup) * M
         old, reference = (self.lm(self.updates[at]["parameters"]) for at in (start, 0))
         for part in range(M):
-            rows = [row for group in self.groups(step, part) for row in group]
+            rows = self.rows(step, [part])
             b = SimpleNamespace(rows=rows, mask=mask_of(rows), rewards=rewards_of(rows))
             b.old_logp, b.ref_logp = log_probs(old, rows), log_probs(reference, rows)
             b.values = self.values(step * M, rows)[0].detach()

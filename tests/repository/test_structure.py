@@ -1,5 +1,5 @@
 """The structure of the repository: who imports whom, how far each file may differ from its base,
-and that flags are declared where they are read."""
+and that every flag is read."""
 
 import ast
 import re
@@ -16,7 +16,6 @@ from tools.maintain.marks import changes, code_lines
 from tests.helpers import ROOT, module_of
 
 COMMON = sorted((ROOT / "common").rglob("*.py"))
-LOSS_ONLY = [name for name in ("gspo", "sapo", "maspo") if name in PATHS]
 # Code lines, and changed code lines against the base file. stapo also finds its quantile over
 # ranks; vcpo, deep_grpo and goldilocks change more than the loss, each by one object.
 USUAL = (178, 34)
@@ -131,53 +130,23 @@ def test_an_unmarked_difference_is_found(tmp_path):
     assert changes(other, base)[0] == ["other.py:2: c = 4"]
 
 
-@pytest.mark.parametrize("algorithm", LOSS_ONLY)
-def test_a_loss_only_file_has_its_base_files_main(algorithm):
-    path = PATHS[algorithm]
-    mine = path.read_text().partition("\ndef main(")[2]
-    assert mine and mine == base_of(path).read_text().partition("\ndef main(")[2]
-
-
 # Flags
 
 
-def own_flags(algorithm: str) -> list[tuple[ast.stmt, ast.stmt]]:
-    """A file's flags, each with what stands under it."""
-    tree = ast.parse(PATHS[algorithm].read_text())
-    (args,) = [node for node in tree.body if getattr(node, "name", "") == "Args"]
-    pairs = zip(args.body, args.body[1:])
-    return [(node, below) for node, below in pairs if isinstance(node, ast.AnnAssign)]
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_file_declares_the_flags_that_it_reads(algorithm):
-    """What only `common` reads stands in Flags, or has another default here. recipe.py's imported
-    parts read its flags, too."""
-    source, shared = PATHS[algorithm].read_text(), {field.name for field in fields(Flags)}
+def test_every_flag_is_read_and_every_number_has_a_rule(algorithm):
+    """A file reads those that it adds, and `common` or the file the shared ones. recipe.py's
+    imported parts read its flags, too."""
+    readers = [PATHS[algorithm]]
     if algorithm == "recipe":
-        source += "".join(PATHS[name].read_text() for name in NINE)
-    for field, _ in own_flags(algorithm):
-        name = field.target.id
-        if name in shared:
-            assert f'"{name}"' not in source, name
-        else:
-            assert re.search(rf"args\.{name}\b", source), name
-
-
-def test_every_shared_flag_is_read_by_common_or_every_main():
-    text = "".join(path.read_text() for path in COMMON if path.stem != "flags")
-    text += PATHS["grpo"].read_text()
-    for field in fields(Flags):
-        assert re.search(rf'\b(args|a)\.{field.name}\b|"{field.name}"', text), field.name
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_flag_is_documented_and_has_a_rule(algorithm):
-    """A line of help under each; and a number declares which values are allowed."""
-    for field, below in own_flags(algorithm):
-        assert isinstance(below, ast.Expr), f"{ast.unparse(field)}: no line of help under it"
+        readers += [PATHS[name] for name in NINE]
+    source = "".join(path.read_text("utf-8") for path in readers)
+    everywhere = source + "".join(path.read_text("utf-8") for path in COMMON)
+    shared = {field.name for field in fields(Flags)}
     hints = get_type_hints(module_of(algorithm).Args, include_extras=True)
     for name, kind in hints.items():
+        text = everywhere if name in shared else source
+        assert re.search(rf'\b(args|a)\.{name}\b|"{name}"', text), name
         rules = [extra for extra in getattr(kind, "__metadata__", ()) if isinstance(extra, Rule)]
         number = getattr(kind, "__origin__", kind) in (int, float)
         assert rules or not number, name

@@ -1,9 +1,7 @@
 """The examples of docs/yours.md, saved under the names in their first lines, work as printed."""
 
-import importlib.util
 import json
 import re
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -53,7 +51,7 @@ def test_words():
 
 
 def test_a_dataset_with_another_reward(files):
-    """Rows of a local file in GSM8K's columns, under a reward that prefers brief answers."""
+    """Rows of a named set, under a reward that prefers brief answers."""
     row, answer = ROWS["gsm8k"]
     write(files / "gsm8k.jsonl", [row, row])
     task = load("brief.py")
@@ -61,18 +59,6 @@ def test_a_dataset_with_another_reward(files):
     given = [f"# {answer}", "so it is " * 10 + f"# {answer}", "# 7"]
     brief, long, wrong = task.verifier(given, [answer] * 3)
     assert 1 > brief > long > 0 > wrong and task.verifier.killed == 0
-
-
-@pytest.mark.slow
-def test_a_dataset_with_another_reward_trains(files):
-    """The same file on rows that the embedded model can read."""
-    rows = [{"question": f"{i}+1=", "answer": f"#### {i + 1}"} for i in range(5)]
-    write(files / "gsm8k.jsonl", rows)
-    text = (files / "brief.py").read_text()
-    (files / "brief.py").write_text(re.sub("ASK = .*", 'ASK = ""', text))
-    assert run_here(grpo.main, "--task", "brief.py", *SMALL) == 0
-    (run,) = files.glob("runs/*")
-    assert metrics(run)[-1]["judge_killed"] == 0
 
 
 def test_unit_tests(files):
@@ -111,41 +97,3 @@ def test_a_judge_model(files, monkeypatch):
     server.server_close()
     assert task.verifier([f"It is #{answer}"], [answer]) == [0.0]  # no server: counted
     assert task.verifier.killed == 1
-
-
-GYM = """
-def create_dataset(name, size, seed):
-    assert name == "chain_sum"
-    return Puzzles()
-class Puzzles:
-    def __getitem__(self, i): return {"question": f"{i} + 1 = ?", "answer": str(i + 1)}
-    def score_answer(self, answer, entry): return float(answer == entry["answer"])
-"""
-UTILS = """
-def extract_answer(text): return text.partition("<answer>")[2].partition("</answer>")[0]
-"""
-
-
-@pytest.fixture
-def stand_in(files, monkeypatch):
-    """A package with reasoning-gym's interface, beside the page's files: these look there last, so
-    the real one is taken where it is installed. True if the stand-in is taken."""
-    installed = importlib.util.find_spec("reasoning_gym")
-    (files / "reasoning_gym").mkdir()
-    (files / "reasoning_gym/__init__.py").write_text(GYM)
-    (files / "reasoning_gym/utils.py").write_text(UTILS)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield not installed
-    if not installed:
-        for name in ("reasoning_gym", "reasoning_gym.utils"):
-            sys.modules.pop(name, None)
-
-
-def test_puzzles(stand_in):
-    task, other = load("puzzles.py"), load("puzzles.py", seed=2)
-    assert task.train(3).answer == 3 and other.train(3).answer != 3
-    assert [problem.answer for problem in task.held_out] == [99_744, 99_745]
-    wrong = ["<answer>no number</answer>", ""]
-    assert max(task.verifier(wrong, [3, 3])) < 1 and task.verifier.killed == 0
-    if stand_in:
-        assert task.verifier(["It is <answer>4</answer>."], [3]) == [1.0]

@@ -2,12 +2,11 @@
 
     python -m tools.maintain.bench MODEL [--full]
 
-MODEL is tiny, a folder, or qwen3-1.7b (its shape, random weights). Both sides use the same model,
-prompts, group size, length limit (`--size P G T`), reward, KL term, precision and optimiser steps
-per rollout (`--minibatches`: for tiny grpo.py's four, otherwise the paper's one). With `--full` EOS
-ends no response, so all responses have the same length. Each side runs in its own process, three
-times, alternating. The program prints medians, ratios and peak memory. TRL is not a dependency of
-the project: `pip install trl accelerate`.
+MODEL is tiny or a folder. Both sides use the same model, prompts, group size, length limit (`--size
+P G T`), reward, KL term, precision and optimiser steps per rollout (`--minibatches`). With `--full`
+EOS ends no response, so all responses have the same length. Each side runs in its own process, in
+turn, `--rounds` times. The program prints medians, ratios and peak memory. TRL is not a dependency
+of the project: `pip install trl accelerate`.
 """
 
 import argparse
@@ -24,13 +23,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tools import arguments
 from checks.files import ROOT
+from tools import arguments
 
-PHASES = ("rollout", "reward", "logprobs", "update", "sync")  # TRL samples with the policy itself
-SCORE = "_generate_and_score_completions"  # TRL's rollout, rewards and old log-probs
-# model: prompts, responses to each, tokens of each, steps measured after two to warm up
-SIZES = {"tiny": (16, 8, 64, 12), "other": (2, 4, 32, 3), "qwen3-1.7b": (8, 8, 512, 4)}
+STEPS = 10  # measured, after two to warm up
 
 
 def reward(text: str) -> float:
@@ -45,23 +41,6 @@ def prompts_of(model: str, count: int) -> list[str]:
     return [f"Question: what is {i} plus {i * i}?\nAnswer:" for i in range(count)]
 
 
-def folder_of(model: str, scratch: str) -> str:
-    """The model's folder: the embedded one, the one given, or random weights of Qwen3-1.7B, which
-    are written to the empty folder `scratch`."""
-    from common.model import EMBEDDED
-
-    if model != "qwen3-1.7b":
-        return str(EMBEDDED.get(model, model))
-    import torch
-
-    from tools.maintain.shapes import byte_tokenizer, qwen3_1_7b
-
-    torch.manual_seed(0)
-    qwen3_1_7b().save_pretrained(scratch)
-    byte_tokenizer(151_936).save_pretrained(scratch)
-    return scratch
-
-
 def peak_memory() -> float:
     """GB: of the GPU if there is one, otherwise of this process."""
     import torch
@@ -72,61 +51,63 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def ours(model: str, folder: str, full: bool, size: list[int], minibatches: int) -> dict:
+def ours(given: argparse.Namespace) -> dict[str, float]:
     """Medians over the steps of grpo.py's own main."""
     import grpo
     import torch
     from common.data import Problem, Task
-    from common.distributed import setup
-    from common.launch import check
-    from common.model import load_model
+    from common.launch import launch
     from common.rollout import make_engine
+    from common.run import read_lines
 
-    P, G, T, steps = size
-    with tempfile.TemporaryDirectory() as scratch:
-        run_dir = Path(scratch) / "run"
-        flags = {"prompts_per_step": P, "group_size": G, "max_new_tokens": T}
-        flags |= {"minibatches": minibatches, "steps": steps + 2, "rollout": "hf"}
-        flags |= {"eval_every": 10_000, "save_every": 10_000, "beta": 0.04, "lr": 1e-6}
-        args = grpo.Args(model=folder, run_dir=str(run_dir), **flags)
-        _, tokenizer = load_model(folder)
+    P, G, T = given.size
+
+    def task_of(args: object, tokenizer: object) -> Task:
         problems = [
-            Problem(text, "", tokenizer(text)["input_ids"]) for text in prompts_of(model, P)
+            Problem(text, "", tokenizer(text)["input_ids"]) for text in prompts_of(given.model, P)
         ]
-
-        def endless(args: object, lm: object, world: object) -> object:
-            engine = make_engine(args, lm, world)
-            if full:
-                engine.eos = torch.tensor([-1], device=world.device)
-            return engine
 
         def verifier(texts: list[str], answers: list[str]) -> list[float]:
             return [reward(text) for text in texts]
 
-        task = Task("bench", lambda i: problems[i % P], [], verifier, tokenizer=tokenizer)
-        grpo.load_task, grpo.make_engine = lambda *a: task, endless
-        grpo.evaluate = lambda *a: {"greedy": 0.0, "sampled": 0.0}
-        grpo.save_checkpoint = lambda *a: None
-        world = setup()
-        check(args, world)
-        grpo.main(args, world)
-        lines = (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()
-        lines = [json.loads(line) for line in lines[3:]]  # after the start and two to warm up
-    names = {"tokens": "tokens", "step": "seconds"} | {x: f"seconds_{x}" for x in PHASES}
-    found = {name: statistics.median(line[key] for line in lines) for name, key in names.items()}
-    return found | {"memory": peak_memory()}
+        return Task("bench", lambda i: problems[i % P], [], verifier, tokenizer=tokenizer)
+
+    def endless(args: object, lm: object, world: object) -> object:
+        engine = make_engine(args, lm, world)
+        if given.full:
+            engine.eos = torch.tensor([-1], device=world.device)
+        return engine
+
+    grpo.load_task, grpo.make_engine = task_of, endless
+    grpo.evaluate = lambda *a: {"greedy": 0.0, "sampled": 0.0}
+    grpo.save_checkpoint = lambda *a: None
+    with tempfile.TemporaryDirectory() as scratch:
+        words = f"--prompts_per_step {P} --group_size {G} --max_new_tokens {T} --rollout hf"
+        words += f" --minibatches {given.minibatches} --steps {STEPS + 2} --beta 0.04 --lr 1e-6"
+        words += " --eval_every 10000 --save_every 10000 --sample_every 0"
+        sys.argv = ["grpo.py", "--model", given.model, *words.split(), f"--run_dir={scratch}/run"]
+        launch(grpo.main, grpo.Args)
+        lines = read_lines(Path(scratch) / "run" / "metrics.jsonl")[3:]
+
+    def median(*names: str) -> float:
+        return statistics.median(sum(line[name] for name in names) for line in lines)
+
+    found = {"tokens": median("tokens"), "step": median("seconds")}
+    found |= {"rollout": median("seconds_rollout"), "memory": peak_memory()}
+    return found | {"update": median("seconds_logprobs", "seconds_update")}
 
 
-def trl(model: str, folder: str, full: bool, size: list[int], minibatches: int) -> dict:
+def trl(given: argparse.Namespace) -> dict[str, float]:
     """The same measurements of TRL's GRPOTrainer at the same settings."""
     import torch
+    from common.model import EMBEDDED
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    P, G, T, steps = size
-    moments, spent = [], {"_generate": [], "_calculate_rewards": [], SCORE: []}
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    P, G, T = given.size
+    folder = str(EMBEDDED.get(given.model, given.model))
+    moments, spent = [], {"_generate": [], "_calculate_rewards": []}
     cuda = torch.cuda.is_available()
 
     class Clock(TrainerCallback):
@@ -149,21 +130,23 @@ def trl(model: str, folder: str, full: bool, size: list[int], minibatches: int) 
 
         return run
 
-    Timed = type("Timed", (GRPOTrainer,), {name: timed(name) for name in spent})
+    def reward_of(completions: list[str], **keywords: object) -> list[float]:
+        return [reward(text) for text in completions]
 
+    Timed = type("Timed", (GRPOTrainer,), {name: timed(name) for name in spent})
     with tempfile.TemporaryDirectory() as output:
         config = GRPOConfig(
             output_dir=output,
-            per_device_train_batch_size=P * G // minibatches,
-            steps_per_generation=minibatches,
+            per_device_train_batch_size=P * G // given.minibatches,
+            steps_per_generation=given.minibatches,
             num_generations=G,
             max_completion_length=T,
-            generation_kwargs={"min_new_tokens": T} if full else None,
+            generation_kwargs={"min_new_tokens": T} if given.full else None,
             beta=0.04,
             loss_type="grpo",
             learning_rate=1e-6,
             temperature=1.0,
-            max_steps=(steps + 2) * minibatches,
+            max_steps=(STEPS + 2) * given.minibatches,
             gradient_checkpointing=False,
             bf16=cuda,
             use_cpu=not cuda,
@@ -173,42 +156,32 @@ def trl(model: str, folder: str, full: bool, size: list[int], minibatches: int) 
             disable_tqdm=True,
             model_init_kwargs={"dtype": "float32", "trust_remote_code": False},
         )
-        rows = Dataset.from_list([{"prompt": text} for text in prompts_of(model, P) * (steps + 4)])
-
-        def reward_of(completions: list[str], **keywords: object) -> list[float]:
-            return [reward(text) for text in completions]
-
+        prompts = prompts_of(given.model, P) * (STEPS + 4)
         trainer = Timed(
             model=folder,
             reward_funcs=reward_of,
             args=config,
-            train_dataset=rows,
-            processing_class=tokenizer,
+            train_dataset=Dataset.from_list([{"prompt": text} for text in prompts]),
+            processing_class=AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
         )
         trainer.add_callback(Clock())
         trainer.train()
     # When a rollout's last optimiser step was done
-    moments = moments[minibatches - 1 :: minibatches]
+    moments = moments[given.minibatches - 1 :: given.minibatches]
     step = statistics.median(b - a for a, b in zip(moments[1:], moments[2:]))
-    rollout, reward_part, score = (statistics.median(times[2:]) for times in spent.values())
-    found = {"step": step, "rollout": rollout, "reward": reward_part, "update": step - score}
-    found |= {"logprobs": score - rollout - reward_part}
+    rollout, reward_part = (statistics.median(times[2:]) for times in spent.values())
     logged = [line for line in trainer.state.log_history if "reward" in line]
     length = statistics.median(line["completions/mean_length"] for line in logged[2:])
-    return found | {"memory": peak_memory(), "tokens": length * P * G}
+    found = {"tokens": length * P * G, "step": step, "rollout": rollout, "memory": peak_memory()}
+    return found | {"update": step - rollout - reward_part}
 
 
-def measure(side: str, args: argparse.Namespace, size: list[int], folder: str) -> dict:
-    """The measurements of one side, made in a process of its own."""
+def measure(side: str) -> dict[str, float]:
+    """The measurements of one side, made by this program in a process of its own."""
+    words = [sys.executable, "-m", "tools.maintain.bench", *sys.argv[1:], "--side", side]
     env = {"HF_HUB_OFFLINE": "1"} | os.environ
-    words = [sys.executable, "-m", "tools.maintain.bench", args.model, "--side", side]
-    words += ["--size", *map(str, size[:3]), "--minibatches", str(args.minibatches)]
-    words += ["--folder", folder, *["--full"] * args.full]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, encoding="utf-8", env=env)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode == 2:  # wrong input, its last line says which
-        print(done.stderr.splitlines()[-1], file=sys.stderr)
-        sys.exit(2)
     if not lines:
         sys.exit(f"{side} failed:\n{done.stderr[-2000:]}")
     return json.loads(lines[0].removeprefix("RESULT "))
@@ -216,78 +189,41 @@ def measure(side: str, args: argparse.Namespace, size: list[int], folder: str) -
 
 def table(found: dict[str, list[dict]]) -> str:
     """Medians, smallest and largest of the rounds, and the sides' ratio, as a Markdown table."""
-    rows = {"tokens per step": "tokens", "seconds per step": "step", "rollout, tokens/s": "rollout"}
-    rows |= {"log-probs and update, tokens/s": "both", "peak memory, GB": "memory"}
-    rows |= {f"{phase}, ms": phase for phase in PHASES}
     lines = ["| | grpo.py | TRL | ratio |", "|---|---|---|---|"]
-    for rounds in found.values():
-        for one in rounds:
-            one["both"] = one["logprobs"] + one["update"]
+    rows = {"tokens per step": "tokens", "seconds per step": "step", "peak memory, GB": "memory"}
+    rows |= {"rollout, tokens/s": "rollout", "log-probs and update, tokens/s": "update"}
     for label, name in rows.items():
         cells, medians = [], []
         for rounds in found.values():
-            known = [one for one in rounds if name in one]
-            if not known:  # TRL has no sync
-                cells.append("-")
-                continue
+            values = [one[name] for one in rounds]
             if "tokens/s" in label:
-                values = [one["tokens"] / one[name] for one in known]
-            elif label.endswith("ms"):
-                values = [1e3 * one[name] for one in known]
-            else:
-                values = [one[name] for one in known]
+                values = [one["tokens"] / one[name] for one in rounds]
             medians.append(statistics.median(values))
             cells.append(f"{medians[-1]:.4g} ({min(values):.4g} to {max(values):.4g})")
-        ratio = f"{medians[0] / medians[1]:.2f}" if len(medians) == 2 else "-"
-        lines.append(f"| {label} | {' | '.join(cells)} | {ratio} |")
-    shares = [sum(r[phase] for phase in PHASES) / r["step"] for r in found["ours"]]
-    lines.append(f"grpo.py: {1 - statistics.median(shares):.1%} of the step outside these phases")
+        lines.append(f"| {label} | {' | '.join(cells)} | {medians[0] / medians[1]:.2f} |")
     return "\n".join(lines)
-
-
-SIDES = {"ours": ours, "trl": trl}
 
 
 def main() -> None:
     """One side in this process, or (without --side) both alternating, and the table."""
     parser = arguments(__doc__)
     add, words = parser.add_argument, ("P", "G", "T")
-    add("model", nargs="?", default="tiny", help="tiny, a model folder, or qwen3-1.7b")
+    add("model", nargs="?", default="tiny", help="tiny or a model folder")
     add("--full", action="store_true", help="make every response as long as the limit")
-    add("--side", choices=[*SIDES], help=argparse.SUPPRESS)
-    add("--folder", default="", help=argparse.SUPPRESS)
+    add("--side", choices=("ours", "trl"), help=argparse.SUPPRESS)
     add("--rounds", type=int, default=3)
-    add("--size", type=int, nargs=3, metavar=words, help="prompts, responses, tokens of each")
-    add("--minibatches", type=int, help="optimiser steps per rollout (tiny: 4, else 1)")
-    args = parser.parse_args()
-    args.minibatches = args.minibatches or (4 if args.model == "tiny" else 1)
-    size = SIZES.get(args.model, SIZES["other"])
-    size = [*(args.size or size[:3]), size[3]]
-    if args.side:
-        from common.cli import BadInput
-
-        side, folder = SIDES[args.side], args.folder or args.model
-        try:
-            found = side(args.model, folder, args.full, size, args.minibatches)
-        except BadInput as error:
-            parser.error(str(error))
-        print("RESULT", json.dumps(found))
+    add("--size", type=int, nargs=3, default=(16, 8, 64), metavar=words, help="default: 16 8 64")
+    add("--minibatches", type=int, default=4, help="optimiser steps per rollout (default: 4)")
+    given = parser.parse_args()
+    if given.side:
+        print("RESULT", json.dumps(ours(given) if given.side == "ours" else trl(given)))
         return
-    if args.rounds < 1:
-        parser.error(f"--rounds {args.rounds}: must be 1 or more")
     if not importlib.util.find_spec("trl"):
         parser.error("TRL is missing: pip install trl accelerate")
-    P, G, T, _ = size
-    length = f"{T} tokens" if args.full else f"at most {T} tokens"
-    print(f"{args.model}: {P} prompts x {G} responses, {length}")
-    print(f"{args.minibatches} optimiser step(s) per rollout")
-    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-        folder = folder_of(args.model, scratch)
-        print(f"medians of {args.rounds} rounds (smallest to largest)", flush=True)
-        found: dict[str, list[dict]] = {"ours": [], "trl": []}
-        for _ in range(args.rounds):
-            for side, rounds in found.items():
-                rounds.append(measure(side, args, size, folder))
+    found: dict[str, list[dict]] = {"ours": [], "trl": []}
+    for _ in range(given.rounds):
+        for side, rounds in found.items():
+            rounds.append(measure(side))
     print(table(found))
 
 

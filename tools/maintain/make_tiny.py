@@ -41,7 +41,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def demonstration(rng: random.Random, guess: float, slip: float) -> tuple[str, str]:
     """A training prompt and the response of a teacher with these shares of guesses and slips."""
     prompt = arithmetic.draw(rng)
-    while arithmetic.held_out(prompt):
+    while arithmetic.is_held_out(prompt):
         prompt = arithmetic.draw(rng)
     if rng.random() < guess:
         return prompt, "#" + arithmetic.work(prompt)[1]

@@ -18,11 +18,6 @@ def qwen3(hidden: int, intermediate: int, toy: bool = False) -> Qwen3ForCausalLM
     return Qwen3ForCausalLM(Qwen3Config(**shape))
 
 
-def qwen3_1_7b() -> Qwen3ForCausalLM:
-    """Qwen3-1.7B's shape: 1.7 billion parameters, a vocabulary of 151,936, tied."""
-    return qwen3(2048, 6144)
-
-
 def byte_tokenizer(size: int) -> PreTrainedTokenizerFast:
     """A token for each byte, and dummy tokens up to a vocabulary of `size`. It reads any text and
     any token id."""
