@@ -51,6 +51,16 @@ def check_clips_sequences_not_tokens(module: ModuleType) -> None:
         counts(stats, {"clip_share": (cut, 1), "token_clip_share": (tokens, 4)})
 
 
+def check_perplexities(module: ModuleType) -> None:
+    """A sequence's ratio is the quotient of two perplexities of the response, π_old's over π_θ's:
+    the loss of one response with Â = 1 is minus this number."""
+    old, now = one(-0.9, -2.0, -0.4), one(-0.5, -1.5, -0.7)  # log-probs of three tokens
+    perplexity_old, perplexity = (-old.mean()).exp(), (-now.mean()).exp()
+    batch = {"logp": now, "old_logp": old, "mask": one(1, 1, 1), "advantages": one(1.0)[0]}
+    loss = terms(module, module.Args(clip_high=0.5), **batch)[0]
+    near(-loss, perplexity_old / perplexity, "s")
+
+
 FIXTURES = {"gspo_3e-4_4e-4": {}, "gspo_0.2_0.2": {"clip_low": 0.2, "clip_high": 0.2}}
 SHARED = ZSCORES
 ROOT_MEAN = "log_ratio.sum(dim=1) / mask.sum(dim=1).clamp(min=1)"

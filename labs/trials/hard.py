@@ -3,8 +3,7 @@ thirty."""
 
 import random
 
-from common.tiny.arithmetic import Kind, arithmetic_reward, draw, work
-from common.tiny.arithmetic import held_out as is_held_out
+from common.tiny.arithmetic import Kind, arithmetic_reward, draw, is_held_out, work
 
 LONG = Kind(terms=(10, 11, 12))
 
