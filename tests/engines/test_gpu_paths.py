@@ -7,14 +7,13 @@ import sys
 from functools import partial
 from types import SimpleNamespace
 
-import grpo
 import numpy as np
 import pytest
 import torch
 from common.distributed import World
 from common.logprobs import Policy
-from common.model import add_product, head_logits, load_model
-from common.vllm import VLLMEngine, checkpoint_tensors, vllm_options
+from common.model import add_product, head_logits
+from common.vllm import VLLMEngine, checkpoint_tensors
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers import run_here
@@ -22,34 +21,7 @@ from tests.helpers import run_here
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def cuda(monkeypatch):
-    """torch.cuda of a machine with one H100."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-
-
 # vLLM's engine
-
-
-def options_of(model: str = "tiny", record_experts: bool = False, **flags: object) -> dict:
-    """What vLLM is made with on one GPU."""
-    args = grpo.Args(rollout="vllm", model=model, dtype="bfloat16", **flags)
-    world = World(0, 1, torch.device("cuda", 0))
-    return vllm_options(args, load_model(model)[0], world, record_experts)
-
-
-def test_what_the_engine_asks_for(cuda):
-    """Log-probs after temperature, the head in float32, room for this engine's rows and no more;
-    experts on request alone: they cost vLLM its scheduling ahead."""
-    options = options_of(prompts_per_step=4, group_size=4)
-    assert options["logprobs_mode"] == "processed_logprobs" and options["max_num_seqs"] == 16
-    assert options["hf_overrides"] == {"head_dtype": "float32"}
-    assert options["generation_config"] == "vllm" and options["dtype"] == torch.bfloat16
-    idle, asked = options_of("tiny-moe"), options_of("tiny-moe", record_experts=True)
-    assert not {"enable_return_routed_experts", "async_scheduling"} & idle.keys()
-    assert asked["enable_return_routed_experts"] and asked["async_scheduling"] is False
 
 
 class Sampler:

@@ -64,7 +64,8 @@ def test_every_printed_command_would_start(path, monkeypatch):
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of_path)
 def test_every_program_of_a_page_exists(path):
-    for program, word in re.findall(r"-m ((?:tools|labs)[.\w]+)(?: (\w+))?", path.read_text()):
+    text = path.read_text("utf-8")
+    for program, word in re.findall(r"-m ((?:tools|labs|tests)[.\w]+)(?: (\w+))?", text):
         if program.endswith(".NAME"):
             continue
         assert importlib.util.find_spec(program), program
