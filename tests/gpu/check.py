@@ -107,7 +107,7 @@ def memory(run: Path) -> str:
     """A lack of it is a line that names the phase and the flags to lower."""
     said = started("-c", TOO_LARGE, "--rollout", "hf", "--run_dir", run).stderr
     assert "out of memory in " in said and "Traceback" not in said, said
-    return said
+    return next(line for line in said.splitlines() if "out of memory in " in line)
 
 
 def trained(run: Path, words: str) -> str:

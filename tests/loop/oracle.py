@@ -240,6 +240,7 @@ class Record:
     lessons: list[dict] = field(default_factory=list)  # of a teacher or critic, likewise
     calls: list[dict] = field(default_factory=list)
     synced: list[list[Tensor]] = field(default_factory=list)
+    fits: list[tuple] = field(default_factory=list)  # deep_grpo's regressions, one a step
     metrics: list[dict] = field(default_factory=list)  # rank 0's log
 
     @property
@@ -340,6 +341,10 @@ def record(
             (found.updates if policy else found.lessons).append(seen)
             super().step(closure)
 
+    def fit(pairs: list) -> tuple:
+        found.fits.append(fit_success(pairs))
+        return found.fits[-1]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "load_model", lambda name, *flag: copy.deepcopy(loaded(name)))
         patch.setattr(module, "load_task", lambda *arguments: task(judge))
@@ -347,6 +352,10 @@ def record(
         patch.setattr(module, "save_checkpoint", lambda *arguments: None)
         patch.setattr("common.run.draw_run", lambda *arguments: "")
         patch.setattr(torch.optim, "AdamW", Watched)
+        if hasattr(module, "Branches"):  # recipe.py imports it
+            home = sys.modules[module.Branches.__module__]
+            fit_success = home.fit_success
+            patch.setattr(home, "fit_success", fit)
         still = SimpleNamespace(anywhere=lambda world: False)
         patch.setattr("common.run.StopFlag", lambda: still)
         module.main(args, world)

@@ -176,6 +176,7 @@ def check_pivots(o: Oracle) -> None:
     for step in range(o.args.steps):
         fit, fresh = deep_grpo.fit_success(feedback), []
         for one in o.records:
+            assert one.fits[step] == pytest.approx(fit, rel=1e-4, abs=1e-4)
             prefixes = one.branching[step]["prefixes"]
             for (place, number, row), prefix in zip(o.failed(one, step), prefixes, strict=True):
                 slot = problem = step * P + one.rank * P // o.size + place
