@@ -39,7 +39,7 @@ SILENCED = {
     "low probability, high entropy": "candidates & ~sure",
     "as many at random": f"{RIGHT} & (torch.rand_like(logp) < {SHARE})",
 }
-STAPO = f"stapo.py {FAST} --tau_p 0.05"
+STAPO = f"stapo.py {FAST} --tau_p 0.05 --entropy_quantile 0.95"  # so that it acts here
 for name, rule in SILENCED.items():
     ARMS[f"stapo: {name}"] = STAPO
     DAMAGE[f"stapo: {name}"] = SPURIOUS, f"batch.spurious = {rule}"
