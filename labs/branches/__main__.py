@@ -37,38 +37,49 @@ def rows(results: dict) -> list[list[str]]:
     for arm, runs in results.items():
         ended = [
             {
-                "end": run["sampled"][-1],
+                "end": end(run),
                 "equal": lab.at_tokens(run, least),
                 "tokens": lab.spent(run)[-1],
-                "right": np.mean(run.get("branch_reward", [np.nan])),
-                "root": np.mean(run.get("branch_reward_root", [np.nan])),
+                **({"deep": right(run), "root": right(run, "_root")} if "K" in arm else {}),
             }
             for run in runs
         ]
         cells = [lab.cell(ended, "end"), lab.cell(ended, "equal"), lab.cell(ended, "tokens", ".0f")]
-        table.append([arm, *cells, lab.cell(ended, "right"), lab.cell(ended, "root")])
+        cells += [lab.cell(ended, name) if "K" in arm else "–" for name in ("deep", "root")]
+        table.append([arm, *cells])
     return table
 
 
+def end(run: dict) -> float:
+    """Sampled accuracy at the last two evaluations."""
+    return float(np.mean(run["sampled"][-2:]))
+
+
+def right(run: dict, where: str = "") -> float:
+    """The share of right branches, over all steps that had some."""
+    return float(np.mean(run[f"branch_reward{where}"]))
+
+
 def draw(results: dict) -> object:
-    words = "sampled accuracy at the end", "sampled accuracy, by thousand tokens"
+    words = "sampled accuracy at the end", "share of branches that are right"
     figure, axes = lab.sheet(TITLE, *words, width=11)
     kinds = {"128 responses": lab.ORANGE, "16 prompts": lab.BLUE, "branches": lab.GREEN}
     for arm, runs in results.items():
-        if "K" in arm:
-            kind = "branches"
-        else:
-            kind = "16 prompts" if arm.startswith("16 prompts") else "128 responses"
-        for run in runs:
-            tokens = lab.spent(run)
-            axes[0].scatter(tokens[-1], run["sampled"][-1], s=16, color=kinds[kind], alpha=0.7)
-        middle = np.median([run["sampled"] for run in runs], 0)
-        axes[1].plot(np.median([lab.spent(run) for run in runs], 0), middle, color=kinds[kind])
-        lab.label(axes[1], tokens[-1], middle[-1], arm.split(", ", 1)[1], kinds[kind], fontsize=7)
-    for axis in axes:
-        lab.plain_ticks(axis, "x", (50, 100, 200, 500, 1000))
-        axis.set_xlabel("thousand tokens")
-    lab.key(axes[0], kinds)
+        kind = "16 prompts" if arm.startswith("16 prompts") else "128 responses"
+        kind = "branches" if "K" in arm else kind
+        tokens = [lab.spent(run)[-1] for run in runs]
+        axes[0].scatter(tokens, [end(run) for run in runs], s=16, color=kinds[kind], alpha=0.5)
+        middle = np.median([end(run) for run in runs])
+        lab.label(axes[0], np.median(tokens), middle, arm.split(", ")[-1], kinds[kind])
+        for where, colour in (("", lab.BLUE), ("_root", lab.ORANGE)):
+            if "K" in arm:
+                found = [right(run, where) for run in runs]
+                axes[1].scatter([arm.split(", ")[-1]] * len(runs), found, color=colour, alpha=0.6)
+    lab.plain_ticks(axes[0], "x", (200, 500, 1000, 2000))
+    axes[0].set_xlabel("thousand tokens")
+    axes[1].set_ylim(0, 1)
+    lab.key(axes[0], kinds, 0.6, 0.25)
+    lab.key(axes[1], {"from a cut inside the response": lab.BLUE, "from the root": lab.ORANGE})
     return figure
 
 

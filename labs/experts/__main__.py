@@ -63,13 +63,13 @@ def rows(results: dict) -> list[list[str]]:
                 "high": max(run["sampled"]),
                 "entropy": lab.tail(run["entropy"]),
                 "kl": lab.tail(run["sampler_kl"]),
-                "differ": lab.tail(run.get("experts_differ", [np.nan])),
+                "differ": lab.tail(run["experts_differ"] or [np.inf]),  # minirl.py's alone
             }
             for run in runs
         ]
         cells = [lab.cell(ended, name) for name in ("end", "high", "entropy")]
-        cells += [lab.cell(ended, "kl", ".3f"), lab.cell(ended, "differ")]
-        table.append([arm, str(len(runs)), *cells])
+        differ = lab.cell(ended, "differ").replace("never", "–")
+        table.append([arm, str(len(runs)), *cells, lab.cell(ended, "kl", ".3f"), differ])
     return table
 
 

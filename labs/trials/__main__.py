@@ -93,14 +93,14 @@ def rows(results: dict) -> list[list[str]]:
                 "greedy": run["greedy"][-1],
                 "entropy": lab.tail(run["entropy"]),
                 "length": lab.tail(run["response_len"]),
-                "silenced": np.mean(run.get("silenced_share", [np.nan])),
+                "silenced": np.mean(run["silenced_share"] or [np.inf]),  # stapo.py's alone
             }
             for run in runs
         ]
         names = ("before", "high", "end", "greedy", "entropy")
         cells = [lab.cell(ended, name) for name in names]
-        cells += [lab.cell(ended, "length", ".0f"), lab.cell(ended, "silenced", ".5f")]
-        table.append([arm, str(len(runs)), *cells])
+        silenced = lab.cell(ended, "silenced", ".5f").replace("never", "–")
+        table.append([arm, str(len(runs)), *cells, lab.cell(ended, "length", ".0f"), silenced])
     return table
 
 
