@@ -126,6 +126,13 @@ class Rollout:
         full = [vars(part) for part in parts if len(part)]  # an empty batch may lack columns
         return cls(**{name: joined([part[name] for part in full]) for name in full[0]})
 
+    def to(self, device: object) -> Rollout:
+        """The same batch on that device; columns of experts stay on the CPU."""
+        columns = {}
+        for name, column in vars(self).items():
+            columns[name] = column if name.endswith("_experts") else column.to(device)
+        return Rollout(**columns)
+
     def __len__(self) -> int:
         return len(self.tokens)
 
