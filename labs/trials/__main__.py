@@ -14,7 +14,7 @@ import numpy as np
 
 from labs import lab
 
-TITLE = "to be measured"
+TITLE = "After a fall a third of the learning rate recovers, ten times β does not"
 FLAGS = "--eval_every 10 --eval_samples 2 --save_every 1000"
 FAST = f"--lr 1e-3 --steps 60 {FLAGS}"  # three times the usual rate: runs rise and fall
 LONG = FAST.replace("60", "100")
