@@ -15,7 +15,7 @@ import numpy as np
 
 from labs import lab
 
-TITLE = "to be measured"
+TITLE = "Replay does not help here; with eight updates per rollout and replay the clip does"
 LEVELS, UPDATES = 3, 160
 ALL = "--model tiny-moe --rollout_dtype float32 --sampler_tolerance 10 --lr 6e-4"
 ALL += " --eval_samples 2 --save_every 1000"
