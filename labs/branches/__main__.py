@@ -17,7 +17,8 @@ from labs import lab
 TITLE = "More samples help up to 16; branches cost more and end no higher"
 FLAGS = "--task arithmetic:deep --steps 60 --beta 0 --minibatches 2 --eval_every 10"
 FLAGS += " --eval_samples 2 --save_every 1000"
-GROUPS, BRANCHES = (4, 8, 16, 32, 64), (2, 4, 8)
+GROUPS = (4, 8, 16, 32, 64)
+BRANCHES = (2, 4, 8)
 ARMS = {}
 for P in (32, 16, 8, 4, 2):
     G = 128 // P

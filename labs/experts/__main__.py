@@ -16,7 +16,8 @@ import numpy as np
 from labs import lab
 
 TITLE = "Replay does not help here; with eight updates per rollout and replay the clip does"
-LEVELS, UPDATES = 3, 160
+LEVELS = 3  # on either side of 0: three bits
+UPDATES = 160
 ALL = "--model tiny-moe --rollout_dtype float32 --sampler_tolerance 10 --lr 6e-4"
 ALL += " --eval_samples 2 --save_every 1000"
 REPLAY = ("none", "r2", "r3")

@@ -3,7 +3,7 @@
 Going back: grpo.py at three times its learning rate rises and falls; from before, at and after the
 top it goes on unchanged, with a third of the rate, or with ten times β. STAPO: other tokens than
 its own are silenced. SAPO: other temperatures. Few right samples: a task that the model solves once
-in thirty samples. Cold starts: three models that work and err differently.
+in twenty samples. Cold starts: three models that work and err differently.
 
     python -m labs.trials
 """
@@ -18,7 +18,8 @@ TITLE = "After a fall a third of the learning rate recovers, ten times β does n
 FLAGS = "--eval_every 10 --eval_samples 2 --save_every 1000"
 FAST = f"--lr 1e-3 --steps 60 {FLAGS}"  # three times the usual rate: runs rise and fall
 LONG = FAST.replace("60", "100")
-ARMS, DAMAGE = {}, {}
+ARMS = {}
+DAMAGE = {}
 
 # A change after step 10, 20 or 40, or none. Accuracy is highest after about 20 steps
 ARMS["back: unchanged"] = f"grpo.py {LONG}"
@@ -51,15 +52,17 @@ for tau in ("0.002", "0.01", "0.2"):
 for pos, neg in (("1", "1"), ("1", "1.05"), ("1", "2"), ("2", "1"), ("5", "5"), ("0.2", "0.2")):
     ARMS[f"sapo: τ_pos = {pos}, τ_neg = {neg}"] = f"sapo.py {FAST} --tau_pos {pos} --tau_neg {neg}"
 
-# One right response in thirty
+# One right response in twenty
 COLUMN = "A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response"
 RARE = f"grpo.py --task labs/trials/hard.py --beta 0 --max_new_tokens 112 --steps 60 {FLAGS}"
+TRUE = "batch.advantages.clamp(min=0)"  # Â of right responses, else 0
+WRONG = "batch.advantages.clamp(max=0)"
 WEIGHTS = {
     "all samples": "A = batch.advantages[:, None]",
-    "right ones only": "A = batch.advantages.clamp(min=0)[:, None]",
-    "wrong ones only": "A = batch.advantages.clamp(max=0)[:, None]",
-    "right ones times 10": "A = batch.advantages[:, None]; A = A.where(A < 0, 10 * A)",
-    "right ones times 0.1": "A = batch.advantages[:, None]; A = A.where(A < 0, 0.1 * A)",
+    "right ones only": f"A = {TRUE}[:, None]",
+    "wrong ones only": f"A = {WRONG}[:, None]",
+    "right ones times 10": f"A = ({WRONG} + 10 * {TRUE})[:, None]",
+    "right ones times 0.1": f"A = ({WRONG} + 0.1 * {TRUE})[:, None]",
 }
 for name, line in WEIGHTS.items():
     ARMS[f"few right: {name}"] = RARE

@@ -1,5 +1,5 @@
 """A task file (docs/yours.md): chains of 10 to 12 terms, of which the embedded model solves one in
-thirty."""
+twenty."""
 
 import random
 
