@@ -1,11 +1,10 @@
 """What each loss does to a token: one HTML page that works offline, to play with before you read a
 file.
 
-    python -m tools.explorer [HEALTHY COLLAPSE] [--out explorer.html]
+    python -m tools.explorer [--out explorer.html]
 
 Part 1 moves one token: its ratio, its probability, its advantage, and what surrounds it. Part 2
-flips the rewards of a group. Part 3 shows two stored pages of tools.page (default: the two in docs)
-side by side at one step.
+flips the rewards of a group. Part 3 shows the runs of two stored pages of tools.page side by side.
 
 All weights are computed here, by autograd of each file's own `policy_loss`. The page only reads
 them from tables: between two ratios of a table, the weight is a straight line to TOLERANCE.
@@ -33,7 +32,7 @@ from variants import baselines
 from tools import arguments, page
 from tools.look import filled, short, write
 
-TEMPLATE = Path(__file__).with_suffix(".html")
+TEMPLATE, WORDS = (Path(__file__).with_suffix(end) for end in (".html", ".json"))
 PAGES = [ROOT / "docs" / "page-healthy.html", ROOT / "docs" / "page-collapse.html"]
 # The sliders' stops. All other tokens of the response have π_old = 0.5, the ratio exp(drift), no
 # gap, and entropies of which 80% lie below 0.7 nats.
@@ -237,18 +236,16 @@ def group_tables() -> dict:
 
 
 def stored(path: Path) -> dict:
-    """The run of a stored page, one group a step, numbers with four digits."""
+    """The run of a stored page: one group a step, numbers of three digits."""
     found = re.search(r'id="data">(.*?)</script>', path.read_text("utf-8"), re.DOTALL)
-    if not found:
-        raise BadInput(f"{path}: is no page of tools.page")
-    (run,) = json.loads(found[1])["runs"]
+    run = json.loads(found[1])["runs"][0]
     rows = {row["step"]: row for row in reversed(run["rows"])}  # the first group of each step
-    for row in rows.values():
-        for response in row["responses"]:
-            response.pop("ref_logp", None)
-            for name in COLUMNS:
-                response[name] = [x if x is None else short(x, 3) for x in response[name]]
-    return run | {"rows": [rows[step] for step in sorted(rows)]}
+    run["rows"] = [rows[step] for step in sorted(rows)]
+    for response in itertools.chain.from_iterable(row["responses"] for row in run["rows"]):
+        response.pop("ref_logp", None)
+        for name in COLUMNS:
+            response[name] = [x if x is None else short(x, 3) for x in response[name]]
+    return run
 
 
 def means(curve: list) -> dict[int, float]:
@@ -267,32 +264,36 @@ def risen(curve: list) -> int | None:
 
 def marks(healthy: dict, collapse: dict) -> list[dict]:
     """What rises first in the collapse and not in the healthy run; where its reward was for the
-    last time near its best (FALLEN of it); and where it was last above LOST of its best."""
-    rises = {name: risen(c) for name, c in collapse["curves"].items() if name != "reward"}
-    rises = {name: step for name, step in rises.items() if step}
-    usual = [name for name, c in healthy["curves"].items() if risen(c)]
-    first = [(step, name) for name, step in rises.items() if name not in usual]
+    last time near its best (FALLEN of it); and where it was last at LOST of its best."""
+    usual = [name for name, curve in healthy["curves"].items() if risen(curve)]
+    curves = {name: c for name, c in collapse["curves"].items() if name not in usual and risen(c)}
+    first = sorted(curves, key=lambda name: risen(curves[name]))[:1]
+    found = [{"kind": "rises", "step": risen(curves[name]), "name": name} for name in first]
     reward = means(collapse["curves"]["reward"])
-    last = {}
-    for share in (FALLEN, LOST):
-        last[share] = max(s for s, mean in reward.items() if mean >= share * max(reward.values()))
-    found = [{"kind": "rises", "step": step, "name": name} for step, name in sorted(first)[:1]]
-    found.append({"kind": "falls", "step": last[FALLEN], "name": "reward"})
-    return [*found, {"kind": "late", "step": last[LOST], "name": "reward"}]
+    for kind, share in (("falls", FALLEN), ("late", LOST)):
+        last = max(step for step, mean in reward.items() if mean >= share * max(reward.values()))
+        found.append({"kind": kind, "step": last, "name": "reward"})
+    return found
 
 
-def main(pages: list[Path], out: Path) -> None:
-    """Write the page and print where it is."""
-    healthy, collapse = map(stored, pages)
+def two_runs(healthy: dict, collapse: dict) -> dict:
+    """What part 3 needs. Of both runs it shows the steps nearest to the healthy run's and marks."""
     found = marks(healthy, collapse)
     wanted = [row["step"] for row in healthy["rows"]] + [mark["step"] for mark in found]
+    steps = set()
     for run in (healthy, collapse):
-        shown = {min(run["rows"], key=lambda row: abs(row["step"] - s))["step"] for s in wanted}
-        run["rows"] = [row for row in run["rows"] if row["step"] in shown]
-    steps = {row["step"] for run in (healthy, collapse) for row in run["rows"]}
-    names = [name for name in (*NINE, *VARIANTS) if name not in LARGE]
-    tables = {name: table(name) for name in names}
-    data = {
+        near = {min(run["rows"], key=lambda row: abs(row["step"] - s))["step"] for s in wanted}
+        run["rows"] = [row for row in run["rows"] if row["step"] in near]
+        steps |= near
+    rule = {"window": WINDOW, "risen": RISEN, "fallen": 100 * FALLEN, "lost": 100 * LOST}
+    shown = filled(page.TEMPLATE, {"runs": [healthy, collapse]})
+    return {"marks": found, "steps": sorted(steps), "rule": rule, "runs": shown}
+
+
+def main(out: Path) -> None:
+    """Write the page and print where it is."""
+    tables = {name: table(name) for name in (*NINE, *VARIANTS) if name not in LARGE}
+    data = two_runs(*map(stored, PAGES)) | {
         "axes": AXES,
         "usual": {axis: AXES[axis].index(value) for axis, value in USUAL.items()},
         "span": [LOWEST, HIGHEST],
@@ -301,22 +302,16 @@ def main(pages: list[Path], out: Path) -> None:
         "files": {name: one for name, one in tables.items() if one},
         "without": [*LARGE, *(name for name, one in tables.items() if not one)],
         "group": group_tables(),
-        "marks": found,
-        "steps": sorted(steps),
-        "rule": {"window": WINDOW, "risen": RISEN, "fallen": FALLEN, "lost": LOST},
-        "runs": filled(page.TEMPLATE, {"runs": [healthy, collapse]}),
+        "words": json.loads(WORDS.read_text("utf-8")),
     }
     write(TEMPLATE, data, out)
 
 
 if __name__ == "__main__":
     parser = arguments(__doc__)
-    parser.add_argument("pages", nargs="*", type=Path, help="two stored pages of tools.page")
     parser.add_argument("--out", type=Path, default=Path("explorer.html"), help="the page to write")
-    given = parser.parse_args()
+    out = parser.parse_args().out
     try:
-        if len(given.pages) not in (0, 2):
-            raise BadInput(f"{len(given.pages)} pages: give a healthy run's and a collapse's")
-        main(given.pages or PAGES, given.out)
+        main(out)
     except (BadInput, OSError) as error:
         parser.error(in_one_line(error))
