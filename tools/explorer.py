@@ -24,7 +24,7 @@ import grpo
 import minirl
 import torch
 from checks import terms
-from checks.files import MODULES, NINE, ROOT, VARIANTS
+from checks.files import MODULES, ROOT, VARIANTS
 from common.cli import BadInput, in_one_line
 from torch import Tensor
 from variants import baselines
@@ -48,8 +48,7 @@ AXES = {
 USUAL = {"sign": 1, "size": 1, "p": 1e-4, "entropy": 1, "length": 100, "drift": 0, "gap": 1}
 LOWEST, HIGHEST = 0.02, 50.0  # ratios
 TOLERANCE, EDGE = 2e-3, 1e-10  # error of a straight line, relative; width of a jump, relative
-# The statistics of a loss that say why it takes a token out
-REASONS = ["clip_above", "clip_below", "masked_above", "masked_below", "silenced"]
+NINE = "grpo gspo sapo stapo maspo minirl vcpo goldilocks deep_grpo".split()
 LARGE = ["paced"]  # its table is as large as all others together
 NUMBERS = ["is_cap", "tau_p"]  # flags that a sentence of the page names
 OTHERS = [2, 4, 6]  # right answers, of 8, in the other groups of part 2's batch
@@ -66,8 +65,8 @@ COLUMNS = "logp old_logp rollout_logp entropy weight".split()
 # A token's weight
 
 
-def weights(module: ModuleType, at: dict, ratios: Tensor) -> tuple[Tensor, dict]:
-    """The weight on ∇ log π of one token for each of its ratios `[N]`, and the loss's statistics.
+def weights(module: ModuleType, at: dict, ratios: Tensor) -> Tensor:
+    """The weight `[N]` on ∇ log π of one token for each of its ratios `[N]`.
 
     `at` has a value for each axis. A ratio's token is the first of a response of its own. The
     weight is that of the loss's sum, so it is not yet divided by responses or tokens.
@@ -84,7 +83,7 @@ def weights(module: ModuleType, at: dict, ratios: Tensor) -> tuple[Tensor, dict]
     entropies = torch.linspace(0, 0.875, T, dtype=torch.float64)  # [T]
     logp = (old_logp + moved).requires_grad_()
     A = torch.full((n,), at["sign"] * at["size"], dtype=torch.float64)  # [N]
-    total, _, stats = terms(
+    total, _, _ = terms(
         module,
         module.Args(),
         logp=logp,
@@ -95,14 +94,7 @@ def weights(module: ModuleType, at: dict, ratios: Tensor) -> tuple[Tensor, dict]
         advantages=A,
         mask=torch.ones_like(old_logp),
     )
-    return -torch.autograd.grad(total, logp)[0][:, 0], stats
-
-
-def reason(module: ModuleType, at: dict, ratio: float) -> int:
-    """1 + the place in REASONS of why the loss takes this token out; 0 if it does not."""
-    weight, stats = weights(module, at, torch.tensor([ratio], dtype=torch.float64))
-    acted = [name in stats and stats[name][0].item() > 0 for name in REASONS]
-    return acted.index(True) + 1 if weight == 0 and any(acted) else 0
+    return -torch.autograd.grad(total, logp)[0][:, 0]
 
 
 def grid(at: dict, points: int) -> Tensor:
@@ -125,7 +117,7 @@ def effect_of(module: ModuleType, axis: str, rng: random.Random) -> list[float] 
     for _ in range(16):
         at = {name: rng.choice(values) for name, values in AXES.items()}
         ratios = grid(at | {"p": max(AXES["p"]) if axis == "p" else at["p"]}, 20)
-        found = torch.stack([weights(module, at | {axis: stop}, ratios)[0] for stop in stops])
+        found = torch.stack([weights(module, at | {axis: stop}, ratios) for stop in stops])
         largest = found.abs().argmax(dim=1)[usual]  # the token whose weights are compared
         if found[usual, largest] == 0:
             if found.abs().max() > 0:
@@ -143,7 +135,7 @@ def knots(module: ModuleType, at: dict, scale: float) -> tuple[list[float], list
     """Ratios, and weights divided by `scale`, of one curve. At a jump two knots stand together."""
 
     def of(ratios: Tensor) -> Tensor:
-        return weights(module, at, ratios)[0] / scale
+        return weights(module, at, ratios) / scale
 
     r = grid(at, 24)
     w = of(r)
@@ -188,10 +180,10 @@ def table(name: str) -> dict | None:
     for _ in range(8):
         at = {axis: rng.choice(stops) for axis, stops in AXES.items()}
         ratios = grid(at, 12)
-        alone = torch.cat([weights(module, at, ratio[None])[0] for ratio in ratios])
-        if not alone.allclose(weights(module, at, ratios)[0]):
+        alone = torch.cat([weights(module, at, ratio[None]) for ratio in ratios])
+        if not alone.allclose(weights(module, at, ratios)):
             return None
-    scale = weights(module, USUAL, torch.ones(1, dtype=torch.float64))[0].item()
+    scale = weights(module, USUAL, torch.ones(1, dtype=torch.float64)).item()
     if scale == 0:
         return None
     effects = {axis: effect_of(module, axis, rng) for axis in AXES}
@@ -200,16 +192,14 @@ def table(name: str) -> dict | None:
     for stops in itertools.product(*(AXES[axis] for axis in real)):
         at = USUAL | dict(zip(real, stops))
         r, w = knots(module, at, scale)
-        middles = [(a + b) / 2 for a, b in zip(r, r[1:])]
-        why = [reason(module, at, middle) for middle in middles]
-        curve = json.dumps({"r": r, "w": w} | ({"why": why} if any(why) else {}))
+        curve = json.dumps({"r": r, "w": w})
         index.append(curves.setdefault(curve, len(curves)))
     args = module.Args()
     numbers = {flag: getattr(args, flag) for flag in NUMBERS if hasattr(args, flag)}
     if hasattr(args, "clip_low"):
         numbers |= {"low": short(1 - args.clip_low, 6), "high": short(1 + args.clip_high, 6)}
     return {
-        "name": module.__doc__.partition(":")[0],
+        "name": module.__doc__.splitlines()[0].partition(":")[0],
         "numbers": numbers,
         "axes": real,
         "factors": {axis: f for axis, f in effects.items() if f and len({*f}) > 1},
@@ -297,8 +287,7 @@ def main(out: Path) -> None:
         "axes": AXES,
         "usual": {axis: AXES[axis].index(value) for axis, value in USUAL.items()},
         "span": [LOWEST, HIGHEST],
-        "reasons": REASONS,
-        "nine": [*NINE],
+        "nine": NINE,
         "files": {name: one for name, one in tables.items() if one},
         "without": [*LARGE, *(name for name, one in tables.items() if not one)],
         "group": group_tables(),
