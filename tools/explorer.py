@@ -59,7 +59,6 @@ GROUP = {  # part 2: how a reward becomes an advantage, and the file whose loss 
     "batch": ("baselines", partial(baselines.advantages, how="batch")),
 }
 WINDOW, RISEN, FALLEN, LOST = 10, 2.0, 0.9, 0.5  # see `marks`
-COLUMNS = "logp old_logp rollout_logp entropy weight".split()
 
 
 # A token's weight
@@ -232,9 +231,9 @@ def stored(path: Path) -> dict:
     rows = {row["step"]: row for row in reversed(run["rows"])}  # the first group of each step
     run["rows"] = [rows[step] for step in sorted(rows)]
     for response in itertools.chain.from_iterable(row["responses"] for row in run["rows"]):
-        response.pop("ref_logp", None)
-        for name in COLUMNS:
-            response[name] = [x if x is None else short(x, 3) for x in response[name]]
+        for name, column in response.items():
+            if isinstance(column, list) and name != "tokens":
+                response[name] = [x if x is None else short(x, 3) for x in column]
     return run
 
 
