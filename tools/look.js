@@ -1,5 +1,5 @@
-// What the programs of tools/reader.html, page.html and explorer.html share. A page defines ACTIONS: what
-// each key does.
+// What the programs of tools/reader.html, page.html and explorer.html share. A page defines
+// ACTIONS: what each key does.
 
 const $ = id => document.getElementById(id);
 const escaped = text => text.replace(/[&<>"]/g, c => `&#${c.charCodeAt()};`);

@@ -1,5 +1,5 @@
-"""Shared parts of the pages of tools.reader and tools.page: their look and keys (look.html,
-look.js), how data and code are inserted, and where a page may be written."""
+"""Shared parts of the pages of tools.reader, tools.page and tools.explorer: their look and keys
+(look.html, look.js), how data and code are inserted, and where a page may be written."""
 
 import json
 import re
