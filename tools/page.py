@@ -5,9 +5,9 @@ offline.
 
 RUN and OTHER are run folders with a samples.jsonl (`--sample_every`); the page shows two runs side
 by side. It opens where held-out accuracy fell or rose most, and has the groups of each stored step:
-prompt, responses, reward, Â, and every token. The
-token's colour is the factor on its ∇ log π in the update that trained it, or another number: the
-ratio to π_old, the entropy, the gap between sampler and trainer, the KL to the reference.
+prompt, responses, reward, Â, and every token. The token's colour is the factor on its ∇ log π in
+the update that trained it, or another number: the ratio to π_old, the entropy, the gap between
+sampler and trainer, the KL to the reference.
 
 The page's form and its program are in tools/page.html; tools/look.* is shared with tools.reader.
 """
