@@ -1,0 +1,263 @@
+"""docs/port.md against TRL and verl themselves: every row of its sheet, its flags read by their own
+configuration, on one batch of uneven lengths whose samples are stale and off the sampler."""
+
+import functools
+import importlib
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checks.files import MODULES
+from common.model import load_model
+from torch import Tensor
+
+from tests.adapters import advantages, policy_loss
+from tests.helpers import ROOT
+
+pytest.importorskip("trl")
+pytest.importorskip("verl")
+
+LENGTHS = [8, 3, 5, 1, 7, 2, 6, 4]  # of two groups of four responses
+REWARDS = [1.0, 0.0, 0.0, 1.0, 0.2, 0.0, 1.0, 0.0]
+HALVES = [slice(0, 4), slice(4, 8)]
+# Both mean what they say with any other row, so the page has them once, above the sheet.
+TRL = {"vllm_importance_sampling_correction": False, "num_generations": 4}
+VERL = ["algorithm.adv_estimator=grpo"]
+SHORT = {"actor.": "actor_rollout_ref.actor.", "rollout_correction.": "algorithm.rollout_correction."}
+
+
+def sheet() -> list:
+    """(file, its flags, framework, flags there, constant) of each row of the page's last table."""
+    page = (ROOT / "docs/port.md").read_text("utf-8")
+    found = []
+    for line in page.partition("## The sheet")[2].splitlines():
+        cells = [cell.strip().strip("`") for cell in line.split("|")[1:-1]]
+        if len(cells) == 6 and cells[1] in ("TRL", "verl"):
+            name, *flags = cells[0].split()
+            row = (name, flags, *cells[1:4])
+            found.append(pytest.param(*row, id=f"{cells[1]}-{cells[0].replace(' ', '_')}"))
+    return found
+
+
+def batch() -> dict[str, Tensor]:
+    """π_θ is far from π_old and μ, so that every clip, cap and band acts; a token of a right
+    response is improbable where the entropy is low."""
+    random = torch.Generator().manual_seed(1)
+
+    def normal(scale: float) -> Tensor:
+        values = torch.randn(8, 8, generator=random) * scale  # float32, as a sampler reports μ
+        return values.double()
+
+    mask = (torch.arange(8) < torch.tensor(LENGTHS)[:, None]).double()  # [8, 8]
+    old_logp = -normal(1.5).abs() - 0.1
+    logp, ref_logp = old_logp + normal(0.4), old_logp + normal(0.3)
+    rollout_logp = (old_logp + normal(0.5)).float().double()
+    entropy = torch.rand(8, 8, generator=random).double() * 3
+    logp[0, 3], old_logp[0, 3], entropy[0, 3] = -7.0, -6.9, 0.01
+    logp[6, 2], old_logp[6, 2], entropy[6, 2] = -7.0, -7.3, 0.02
+    ref_logp[0, 3] = ref_logp[6, 2] = -6.5
+    logp[1, 1] = old_logp[1, 1] + 2.5  # Â < 0 and a ratio of 12
+    columns = {"logp": logp, "old_logp": old_logp, "rollout_logp": rollout_logp}
+    return columns | {"ref_logp": ref_logp, "entropy": entropy, "mask": mask}
+
+
+def settings(name: str, flags: list[str]) -> dict[str, object]:
+    """The file's flags as keywords: `["--w_high", "5"]` -> `{"w_high": 5.0}`."""
+    kind = importlib.import_module(MODULES[name]).Args
+    given = {}
+    for flag in flags:
+        if flag.startswith("--"):
+            given[flag[2:]] = True
+            last = flag[2:]
+        else:
+            given[last] = type(getattr(kind(), last))(flag)
+    return given
+
+
+def ours(name: str, flags: list[str], rows: slice, A: Tensor) -> SimpleNamespace:
+    """Value and gradient of our file on these rows, their tokens, and how many of those it keeps."""
+    columns = {column: values[rows] for column, values in batch().items()}
+    if name != "grpo":
+        del columns["ref_logp"]
+    columns["logp"].requires_grad_()
+    loss, stats = policy_loss(name, advantages=A.double(), **columns, **settings(name, flags))
+    loss.backward()
+    n = columns["mask"].sum()
+    kept = n * (1 - stats.get("silenced_share", 0) - stats.get("left_out", 0))
+    return SimpleNamespace(loss=loss.detach(), grad=columns["logp"].grad, n=n, kept=kept)
+
+
+# TRL
+
+
+@functools.cache
+def embedded() -> tuple:
+    return load_model("tiny")
+
+
+def trl_trainer(flags: dict, plug_in: str, folder: object) -> object:
+    """A trainer whose model and sampler are the batch."""
+    from datasets import Dataset
+    from tools.port import losses, trl_plugin
+    from trl import GRPOConfig, GRPOTrainer
+
+    sizes = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "use_cpu": True}
+    quiet = {"output_dir": str(folder), "report_to": "none", "bf16": False}
+    args = GRPOConfig(**quiet, **sizes, **TRL | flags)
+    model, tokenizer = embedded()
+    kind = GRPOTrainer
+    if plug_in:
+        kind = functools.partial(trl_plugin.PortTrainer, token_loss=getattr(losses, plug_in))
+    prompts = Dataset.from_list([{"prompt": "1+2="}])
+    trainer = kind(
+        model=model,
+        reward_funcs=lambda **given: REWARDS,
+        args=args,
+        train_dataset=prompts,
+        processing_class=tokenizer,
+    )
+    columns = batch()
+    ids = [[5] * length for length in LENGTHS]
+    sampled = [row[:n] for row, n in zip(columns["rollout_logp"].tolist(), LENGTHS)]
+    trainer.use_vllm = True  # its sampler is only imitated
+    trainer._generate = lambda prompts: (
+        [[4, 4]] * 8, ids, None, ["1"] * 8, sampled, {}, None, []
+    )  # fmt: skip
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+def theirs_trl(text: str, folder: object) -> list[tuple]:
+    """Value and gradient of each half, one optimiser step of two, and TRL's advantages."""
+    plug_in = re.search(r"token_loss=(\w+)", text)
+    others = re.sub(r"token_loss=\w+,? ?", "", text)
+    flags = eval(f"dict({others})")
+    trainer = trl_trainer(flags, plug_in[1] if plug_in else "", folder)
+    columns = batch()
+
+    def forward(model: object, *given: object, compute_entropy: bool = False, **named) -> tuple:
+        if compute_entropy:  # in the loss
+            return logp, columns["entropy"][rows], None
+        return columns["ref_logp" if model is trainer.ref_model else "old_logp"], None, None
+
+    trainer._get_per_token_logps_and_entropies = forward
+    trainer.model.train()
+    inputs = trainer._generate_and_score_completions([{"prompt": "1+2="}] * 8)
+    steps = []
+    for rows in HALVES:
+        half = {name: x[rows] if x.dim() else x for name, x in inputs.items()}
+        logp = columns["logp"][rows].clone().requires_grad_()
+        loss = trainer.compute_loss(trainer.model, half)
+        steps.append((loss.detach(), torch.autograd.grad(loss, logp)[0], half["advantages"]))
+    return steps
+
+
+# verl
+
+
+@functools.cache
+def verl_config(*flags: str) -> object:
+    from hydra import compose, initialize_config_module
+
+    written = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", *VERL, *flags]
+    for short, full in SHORT.items():
+        written = [re.sub(rf"^(\+?){re.escape(short)}", rf"\1{full}", flag) for flag in written]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", written)
+
+
+def theirs_verl(text: str, micro_batches: list[slice]) -> tuple:
+    """Value and gradient of one optimiser step, added up over micro-batches, and the advantages."""
+    import tools.port.verl_plugin  # noqa: F401
+    from verl import DataProto
+    from verl.trainer.ppo import core_algos
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.utils.tensordict_utils import get_tensordict
+    from verl.workers.utils.losses import ppo_loss
+
+    config, columns = verl_config(*text.split()), batch()
+    correction = config.algorithm.rollout_correction
+    data = {"response_mask": columns["mask"], "ref_log_prob": columns["ref_logp"]}
+    data["rollout_log_probs"] = columns["rollout_logp"]
+    # As verl/trainer/ppo/v1/trainer_base.py does it
+    data["old_log_probs"] = columns["rollout_logp" if correction.bypass_mode else "old_logp"]
+    data = DataProto.from_dict(data)
+    if not correction.bypass_mode:
+        data, _ = compute_rollout_correction_and_add_to_batch(data, correction)
+    rewards = columns["mask"] * 0
+    rewards[:, 0] = torch.tensor(REWARDS)
+    data.batch["advantages"], _ = core_algos.get_adv_estimator_fn(config.algorithm.adv_estimator)(
+        rewards,
+        columns["mask"],
+        [0] * 4 + [1] * 4,
+        norm_adv_by_std_in_grpo=config.algorithm.norm_adv_by_std_in_grpo,
+    )
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    counts = {"dp_size": 1, "batch_num_tokens": sum(LENGTHS), "global_batch_size": 8}
+    logp, total = columns["logp"].clone().requires_grad_(), 0.0
+    for rows in micro_batches:
+        lengths = torch.tensor(LENGTHS[rows])
+        given = {name: values[rows] for name, values in data.batch.items()}
+        given["prompts"] = torch.ones(len(lengths), 1).long()
+        given["responses"] = columns["mask"][rows].long()
+        given["attention_mask"] = torch.cat([given["prompts"], given["responses"]], dim=1)
+        micro = get_tensordict(given, counts)
+
+        def packed(values: Tensor) -> Tensor:  # a model's output at t belongs to the token t + 1
+            padded = torch.cat([values[rows], values[rows][:, :1]], dim=1)
+            return torch.cat([row[: n + 1] for row, n in zip(padded, lengths)])
+
+        output = {"log_probs": packed(logp)}
+        if actor.calculate_entropy:
+            output["entropy"] = packed(columns["entropy"])
+        loss, _ = ppo_loss(actor, output, micro)
+        total = total + loss
+    return total.detach(), torch.autograd.grad(total, logp)[0], data.batch["advantages"][:, 0]
+
+
+# The tests
+
+
+def compare_advantages(name: str, theirs: Tensor, epsilon: float | None) -> None:
+    """TRL adds 1e-4 to the std, our files 1e-6; vcpo.py divides by the population's."""
+    rewards = torch.tensor(REWARDS).double().view(2, 4)
+    std = rewards.std(dim=1, keepdim=True)
+    mine = advantages(name, rewards)
+    if epsilon:
+        mine = mine * (std + 1e-6) / (std + epsilon)
+    if name == "vcpo":
+        mine = mine * (3 / 4) ** 0.5
+    torch.testing.assert_close(theirs.double(), mine.flatten(), rtol=1e-5, atol=1e-6)
+
+
+def compare(theirs: tuple, mine: SimpleNamespace, constant: float, where: str) -> None:
+    """Equal to 1e-6: the values, and the gradients as shares of their largest number."""
+    value = (theirs[0] / constant - mine.loss).abs()
+    gradient = (theirs[1] / constant - mine.grad).abs().max() / mine.grad.abs().max()
+    print(f"{where}: value {value:.0e}, gradient {gradient:.0e}")
+    assert mine.grad.count_nonzero() > 2
+    assert value < 1e-6 and gradient < 1e-6
+
+
+@pytest.mark.parametrize("name, flags, framework, there, constant", sheet())
+def test_the_sheet(name, flags, framework, there, constant, tmp_path):
+    if framework == "TRL":
+        steps = theirs_trl(there, tmp_path)
+        scaled = "none" not in there
+        compare_advantages(name, torch.cat([step[2] for step in steps]), 1e-4 if scaled else None)
+        for rows, theirs in zip(HALVES, steps):
+            mine = ours(name, flags, rows, theirs[2])
+            mean = sum(LENGTHS) / 2  # n̄
+            c = {"1": 1, "n/n̄": mine.n / mean, "k/n̄": mine.kept / mean}[constant]
+            assert "k" not in constant or mine.kept < mine.n
+            compare(theirs, mine, c, f"{name} {flags}")
+        return
+    whole = name in ("stapo", "entropy20")  # which look at all tokens of the mini-batch
+    theirs = theirs_verl(there, [slice(0, 8)] if whole else HALVES)
+    compare_advantages(name, theirs[2], None)
+    mine = ours(name, flags, slice(0, 8), theirs[2])
+    c = {"1": 1, "k/n": mine.kept / mine.n}[constant]
+    assert "k" not in constant or mine.kept < mine.n
+    compare(theirs, mine, c, f"{name} {flags}")
