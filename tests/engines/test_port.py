@@ -20,11 +20,11 @@ pytest.importorskip("verl")
 
 LENGTHS = [8, 3, 5, 1, 7, 2, 6, 4]  # of two groups of four responses
 REWARDS = [1.0, 0.0, 0.0, 1.0, 0.2, 0.0, 1.0, 0.0]
+PROMPT = {"prompt": "1+2="}
 HALVES = [slice(0, 4), slice(4, 8)]
-# Both mean what they say with any other row, so the page has them once, above the sheet.
+# What the page says once, above the sheet
 TRL = {"vllm_importance_sampling_correction": False, "num_generations": 4}
-VERL = ["algorithm.adv_estimator=grpo"]
-SHORT = {"actor.": "actor_rollout_ref.actor.", "rollout_correction.": "algorithm.rollout_correction."}
+SHORT = {"$A": "actor_rollout_ref.actor", "$C": "algorithm.rollout_correction"}
 
 
 def sheet() -> list:
@@ -41,8 +41,8 @@ def sheet() -> list:
 
 
 def batch() -> dict[str, Tensor]:
-    """π_θ is far from π_old and μ, so that every clip, cap and band acts; a token of a right
-    response is improbable where the entropy is low."""
+    """π_θ is far from π_old and μ, so that every clip, cap and band acts; some tokens are improbable
+    where the entropy is low."""
     random = torch.Generator().manual_seed(1)
 
     def normal(scale: float) -> Tensor:
@@ -54,10 +54,11 @@ def batch() -> dict[str, Tensor]:
     logp, ref_logp = old_logp + normal(0.4), old_logp + normal(0.3)
     rollout_logp = (old_logp + normal(0.5)).float().double()
     entropy = torch.rand(8, 8, generator=random).double() * 3
-    logp[0, 3], old_logp[0, 3], entropy[0, 3] = -7.0, -6.9, 0.01
-    logp[6, 2], old_logp[6, 2], entropy[6, 2] = -7.0, -7.3, 0.02
-    ref_logp[0, 3] = ref_logp[6, 2] = -6.5
-    logp[1, 1] = old_logp[1, 1] + 2.5  # Â < 0 and a ratio of 12
+    for row, column in (0, 3), (1, 0), (6, 2):  # of right, wrong and right responses
+        logp[row, column], old_logp[row, column] = -7.0, -7.2
+        ref_logp[row, column], entropy[row, column] = -6.5, 0.01
+    logp[0, 0] = old_logp[0, 0] + 0.243  # a ratio of 1.275, between two clips
+    logp[1, 1] = old_logp[1, 1] + 2.5  # a wrong response, and a ratio of 12
     columns = {"logp": logp, "old_logp": old_logp, "rollout_logp": rollout_logp}
     return columns | {"ref_logp": ref_logp, "entropy": entropy, "mask": mask}
 
@@ -76,7 +77,7 @@ def settings(name: str, flags: list[str]) -> dict[str, object]:
 
 
 def ours(name: str, flags: list[str], rows: slice, A: Tensor) -> SimpleNamespace:
-    """Value and gradient of our file on these rows, their tokens, and how many of those it keeps."""
+    """Value and gradient of our file on these rows, the number of tokens, and of those it keeps."""
     columns = {column: values[rows] for column, values in batch().items()}
     if name != "grpo":
         del columns["ref_logp"]
@@ -102,29 +103,22 @@ def trl_trainer(flags: dict, plug_in: str, folder: object) -> object:
     from tools.port import losses, trl_plugin
     from trl import GRPOConfig, GRPOTrainer
 
-    sizes = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "use_cpu": True}
-    quiet = {"output_dir": str(folder), "report_to": "none", "bf16": False}
-    args = GRPOConfig(**quiet, **sizes, **TRL | flags)
+    flags |= {"output_dir": str(folder), "report_to": "none", "bf16": False, "use_cpu": True}
+    flags |= {"per_device_train_batch_size": 4, "steps_per_generation": 2}
     model, tokenizer = embedded()
-    kind = GRPOTrainer
+    given = {"model": model, "processing_class": tokenizer, "args": GRPOConfig(**TRL | flags)}
+    given |= {"reward_funcs": lambda **rest: REWARDS, "train_dataset": Dataset.from_list([PROMPT])}
     if plug_in:
-        kind = functools.partial(trl_plugin.PortTrainer, token_loss=getattr(losses, plug_in))
-    prompts = Dataset.from_list([{"prompt": "1+2="}])
-    trainer = kind(
-        model=model,
-        reward_funcs=lambda **given: REWARDS,
-        args=args,
-        train_dataset=prompts,
-        processing_class=tokenizer,
-    )
-    columns = batch()
+        trainer = trl_plugin.PortTrainer(token_loss=getattr(losses, plug_in), **given)
+    else:
+        trainer = GRPOTrainer(**given)
+    trainer.use_vllm = True  # which is only imitated
     ids = [[5] * length for length in LENGTHS]
-    sampled = [row[:n] for row, n in zip(columns["rollout_logp"].tolist(), LENGTHS)]
-    trainer.use_vllm = True  # its sampler is only imitated
-    trainer._generate = lambda prompts: (
-        [[4, 4]] * 8, ids, None, ["1"] * 8, sampled, {}, None, []
-    )  # fmt: skip
+    sampled = [row[:n] for row, n in zip(batch()["rollout_logp"].tolist(), LENGTHS)]
+    generated = [[4, 4]] * 8, ids, None, ["1"] * 8, sampled, {}, None, []
+    trainer._generate = lambda prompts: generated
     trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
     return trainer
 
 
@@ -142,8 +136,7 @@ def theirs_trl(text: str, folder: object) -> list[tuple]:
         return columns["ref_logp" if model is trainer.ref_model else "old_logp"], None, None
 
     trainer._get_per_token_logps_and_entropies = forward
-    trainer.model.train()
-    inputs = trainer._generate_and_score_completions([{"prompt": "1+2="}] * 8)
+    inputs = trainer._generate_and_score_completions([PROMPT] * 8)
     steps = []
     for rows in HALVES:
         half = {name: x[rows] if x.dim() else x for name, x in inputs.items()}
@@ -160,9 +153,9 @@ def theirs_trl(text: str, folder: object) -> list[tuple]:
 def verl_config(*flags: str) -> object:
     from hydra import compose, initialize_config_module
 
-    written = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", *VERL, *flags]
+    written = ["algorithm.adv_estimator=grpo", "$A.ppo_micro_batch_size_per_gpu=4", *flags]
     for short, full in SHORT.items():
-        written = [re.sub(rf"^(\+?){re.escape(short)}", rf"\1{full}", flag) for flag in written]
+        written = [flag.replace(short, full) for flag in written]
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("ppo_trainer", written)
 
@@ -198,21 +191,19 @@ def theirs_verl(text: str, micro_batches: list[slice]) -> tuple:
     counts = {"dp_size": 1, "batch_num_tokens": sum(LENGTHS), "global_batch_size": 8}
     logp, total = columns["logp"].clone().requires_grad_(), 0.0
     for rows in micro_batches:
-        lengths = torch.tensor(LENGTHS[rows])
         given = {name: values[rows] for name, values in data.batch.items()}
-        given["prompts"] = torch.ones(len(lengths), 1).long()
         given["responses"] = columns["mask"][rows].long()
+        given["prompts"] = torch.ones(len(given["responses"]), 1).long()  # of one token
         given["attention_mask"] = torch.cat([given["prompts"], given["responses"]], dim=1)
-        micro = get_tensordict(given, counts)
 
-        def packed(values: Tensor) -> Tensor:  # a model's output at t belongs to the token t + 1
-            padded = torch.cat([values[rows], values[rows][:, :1]], dim=1)
-            return torch.cat([row[: n + 1] for row, n in zip(padded, lengths)])
+        def packed(values: Tensor, present: Tensor = given["attention_mask"]) -> Tensor:
+            """As a model's output: what is found at t belongs to the token t + 1."""
+            return torch.cat([values, values[:, :1]], dim=1)[present.bool()]
 
-        output = {"log_probs": packed(logp)}
+        output = {"log_probs": packed(logp[rows])}
         if actor.calculate_entropy:
-            output["entropy"] = packed(columns["entropy"])
-        loss, _ = ppo_loss(actor, output, micro)
+            output["entropy"] = packed(columns["entropy"][rows])
+        loss, _ = ppo_loss(actor, output, get_tensordict(given, counts))
         total = total + loss
     return total.detach(), torch.autograd.grad(total, logp)[0], data.batch["advantages"][:, 0]
 
