@@ -2,18 +2,19 @@
 configuration, on one batch of uneven lengths whose samples are stale and off the sampler."""
 
 import functools
-import importlib
+import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from checks.files import MODULES
+import tyro
 from common.model import load_model
 from torch import Tensor
 
 from tests.adapters import advantages, policy_loss
-from tests.helpers import ROOT
+from tests.helpers import ROOT, module_of
 
 pytest.importorskip("trl")
 pytest.importorskip("verl")
@@ -22,6 +23,7 @@ LENGTHS = [8, 3, 5, 1, 7, 2, 6, 4]  # of two groups of four responses
 REWARDS = [1.0, 0.0, 0.0, 1.0, 0.2, 0.0, 1.0, 0.0]
 PROMPT = {"prompt": "1+2="}
 HALVES = [slice(0, 4), slice(4, 8)]
+tiny = functools.cache(load_model)
 # What the page says once, above the sheet
 TRL = {"vllm_importance_sampling_correction": False, "num_generations": 4}
 SHORT = {"$A": "actor_rollout_ref.actor", "$C": "algorithm.rollout_correction"}
@@ -41,18 +43,17 @@ def sheet() -> list:
 
 
 def batch() -> dict[str, Tensor]:
-    """π_θ is far from π_old and μ, so that every clip, cap and band acts; some tokens are improbable
+    """π_θ is far from π_old and μ, so that clips, caps and bands act; some tokens are improbable
     where the entropy is low."""
     random = torch.Generator().manual_seed(1)
 
     def normal(scale: float) -> Tensor:
-        values = torch.randn(8, 8, generator=random) * scale  # float32, as a sampler reports μ
-        return values.double()
+        return torch.randn(8, 8, generator=random).double() * scale
 
     mask = (torch.arange(8) < torch.tensor(LENGTHS)[:, None]).double()  # [8, 8]
     old_logp = -normal(1.5).abs() - 0.1
     logp, ref_logp = old_logp + normal(0.4), old_logp + normal(0.3)
-    rollout_logp = (old_logp + normal(0.5)).float().double()
+    rollout_logp = (old_logp + normal(0.5)).float().double()  # TRL keeps μ in float32
     entropy = torch.rand(8, 8, generator=random).double() * 3
     for row, column in (0, 3), (1, 0), (6, 2):  # of right, wrong and right responses
         logp[row, column], old_logp[row, column] = -7.0, -7.2
@@ -63,26 +64,14 @@ def batch() -> dict[str, Tensor]:
     return columns | {"ref_logp": ref_logp, "entropy": entropy, "mask": mask}
 
 
-def settings(name: str, flags: list[str]) -> dict[str, object]:
-    """The file's flags as keywords: `["--w_high", "5"]` -> `{"w_high": 5.0}`."""
-    kind = importlib.import_module(MODULES[name]).Args
-    given = {}
-    for flag in flags:
-        if flag.startswith("--"):
-            given[flag[2:]] = True
-            last = flag[2:]
-        else:
-            given[last] = type(getattr(kind(), last))(flag)
-    return given
-
-
 def ours(name: str, flags: list[str], rows: slice, A: Tensor) -> SimpleNamespace:
     """Value and gradient of our file on these rows, the number of tokens, and of those it keeps."""
     columns = {column: values[rows] for column, values in batch().items()}
     if name != "grpo":
         del columns["ref_logp"]
     columns["logp"].requires_grad_()
-    loss, stats = policy_loss(name, advantages=A.double(), **columns, **settings(name, flags))
+    args = tyro.cli(module_of(name).Args, args=flags)
+    loss, stats = policy_loss(name, advantages=A.double(), **columns, **vars(args))
     loss.backward()
     n = columns["mask"].sum()
     kept = n * (1 - stats.get("silenced_share", 0) - stats.get("left_out", 0))
@@ -90,11 +79,6 @@ def ours(name: str, flags: list[str], rows: slice, A: Tensor) -> SimpleNamespace
 
 
 # TRL
-
-
-@functools.cache
-def embedded() -> tuple:
-    return load_model("tiny")
 
 
 def trl_trainer(flags: dict, plug_in: str, folder: object) -> object:
@@ -105,7 +89,7 @@ def trl_trainer(flags: dict, plug_in: str, folder: object) -> object:
 
     flags |= {"output_dir": str(folder), "report_to": "none", "bf16": False, "use_cpu": True}
     flags |= {"per_device_train_batch_size": 4, "steps_per_generation": 2}
-    model, tokenizer = embedded()
+    model, tokenizer = tiny("tiny")
     given = {"model": model, "processing_class": tokenizer, "args": GRPOConfig(**TRL | flags)}
     given |= {"reward_funcs": lambda **rest: REWARDS, "train_dataset": Dataset.from_list([PROMPT])}
     if plug_in:
@@ -211,44 +195,52 @@ def theirs_verl(text: str, micro_batches: list[slice]) -> tuple:
 # The tests
 
 
-def compare_advantages(name: str, theirs: Tensor, epsilon: float | None) -> None:
-    """TRL adds 1e-4 to the std, our files 1e-6; vcpo.py divides by the population's."""
+def compare_advantages(name: str, theirs: Tensor, epsilon: float) -> None:
+    """`epsilon` is what they add to the std: TRL 1e-4, our files and verl 1e-6."""
     rewards = torch.tensor(REWARDS).double().view(2, 4)
     std = rewards.std(dim=1, keepdim=True)
-    mine = advantages(name, rewards)
-    if epsilon:
-        mine = mine * (std + 1e-6) / (std + epsilon)
-    if name == "vcpo":
+    mine = advantages(name, rewards) * (std + 1e-6) / (std + epsilon)
+    if name == "vcpo":  # it divides by the population's std
         mine = mine * (3 / 4) ** 0.5
     torch.testing.assert_close(theirs.double(), mine.flatten(), rtol=1e-5, atol=1e-6)
 
 
-def compare(theirs: tuple, mine: SimpleNamespace, constant: float, where: str) -> None:
+def compare(theirs: tuple, name: str, flags: list[str], rows: slice, constant: str) -> None:
     """Equal to 1e-6: the values, and the gradients as shares of their largest number."""
-    value = (theirs[0] / constant - mine.loss).abs()
-    gradient = (theirs[1] / constant - mine.grad).abs().max() / mine.grad.abs().max()
-    print(f"{where}: value {value:.0e}, gradient {gradient:.0e}")
-    assert mine.grad.count_nonzero() > 2
+    mine = ours(name, flags, rows, theirs[2])
+    mean = sum(LENGTHS) / len(HALVES)  # n̄
+    constants = {"1": 1, "k/n": mine.kept / mine.n}
+    constants |= {"n/n̄": mine.n / mean, "k/n̄": mine.kept / mean}
+    c = constants[constant]
+    value = (theirs[0] / c - mine.loss).abs()
+    gradient = (theirs[1] / c - mine.grad).abs().max() / mine.grad.abs().max()
+    print(f"{name} {flags}: value {value:.0e}, gradient {gradient:.0e}")
     assert value < 1e-6 and gradient < 1e-6
+    assert mine.kept < mine.n or "k" not in constant  # or the mask was not tried
 
 
 @pytest.mark.parametrize("name, flags, framework, there, constant", sheet())
 def test_the_sheet(name, flags, framework, there, constant, tmp_path):
     if framework == "TRL":
         steps = theirs_trl(there, tmp_path)
-        scaled = "none" not in there
-        compare_advantages(name, torch.cat([step[2] for step in steps]), 1e-4 if scaled else None)
+        epsilon = 1e-6 if "none" in there else 1e-4
+        compare_advantages(name, torch.cat([step[2] for step in steps]), epsilon)
         for rows, theirs in zip(HALVES, steps):
-            mine = ours(name, flags, rows, theirs[2])
-            mean = sum(LENGTHS) / 2  # n̄
-            c = {"1": 1, "n/n̄": mine.n / mean, "k/n̄": mine.kept / mean}[constant]
-            assert "k" not in constant or mine.kept < mine.n
-            compare(theirs, mine, c, f"{name} {flags}")
-        return
-    whole = name in ("stapo", "entropy20")  # which look at all tokens of the mini-batch
-    theirs = theirs_verl(there, [slice(0, 8)] if whole else HALVES)
-    compare_advantages(name, theirs[2], None)
-    mine = ours(name, flags, slice(0, 8), theirs[2])
-    c = {"1": 1, "k/n": mine.kept / mine.n}[constant]
-    assert "k" not in constant or mine.kept < mine.n
-    compare(theirs, mine, c, f"{name} {flags}")
+            compare(theirs, name, flags, rows, constant)
+    else:
+        whole = slice(0, 8)
+        quantile = name in ("stapo", "entropy20")  # over the mini-batch: one micro-batch
+        theirs = theirs_verl(there, [whole] if quantile else HALVES)
+        compare_advantages(name, theirs[2], 1e-6)
+        compare(theirs, name, flags, whole, constant)
+
+
+def test_the_run_starts(tmp_path, monkeypatch):
+    """The plug-in with TRL's own sampler and forward pass."""
+    from tools.port import trl_run
+
+    monkeypatch.chdir(tmp_path)
+    trl_run.main(trl_run.Args(steps=1, minibatches=1, eval_problems=8, eval_samples=1))
+    first, _, final = map(json.loads, Path("port-s1.jsonl").read_text("utf-8").splitlines())
+    assert 0.3 < first["reward"] < 0.9 and first["grad_norm"] > 0.1
+    assert 0 <= final["greedy"] <= 1
