@@ -49,7 +49,8 @@ USUAL = {"sign": 1, "size": 1, "p": 1e-4, "entropy": 1, "length": 100, "drift": 
 LOWEST, HIGHEST = 0.02, 50.0  # ratios
 TOLERANCE, EDGE = 2e-3, 1e-10  # error of a straight line, relative; width of a jump, relative
 NINE = "grpo gspo sapo stapo maspo minirl vcpo goldilocks deep_grpo".split()
-LARGE = ["paced"]  # its table is as large as all others together
+# Variants whose weight depends on other responses, and paced, whose table would be too large
+WITHOUT = ["lp_reg", "m2po", "opd", "paced"]
 NUMBERS = ["is_cap", "tau_p"]  # flags that a sentence of the page names
 OTHERS = [2, 4, 6]  # right answers, of 8, in the other groups of part 2's batch
 GROUP = {  # part 2: how a reward becomes an advantage, and the file whose loss receives it
@@ -108,53 +109,46 @@ def grid(at: dict, points: int) -> Tensor:
 # Tables
 
 
-def effect_of(module: ModuleType, axis: str, rng: random.Random) -> list[float] | None:
+def effect_of(module: ModuleType, axis: str) -> list[float] | None:
     """What an axis does, tried at random values of all others: a factor for each of its stops (all
     1 if the loss does not look at it), or None if it changes the curve."""
-    stops, usual = AXES[axis], AXES[axis].index(USUAL[axis])
-    factors = None
+    rng, stops, usual = random.Random(axis), AXES[axis], AXES[axis].index(USUAL[axis])
+    factors = torch.ones(len(stops), dtype=torch.float64)  # [stops]
+    known = False
     for _ in range(16):
         at = {name: rng.choice(values) for name, values in AXES.items()}
         ratios = grid(at | {"p": max(AXES["p"]) if axis == "p" else at["p"]}, 20)
         found = torch.stack([weights(module, at | {axis: stop}, ratios) for stop in stops])
-        largest = found.abs().argmax(dim=1)[usual]  # the token whose weights are compared
-        if found[usual, largest] == 0:
-            if found.abs().max() > 0:
-                return None
-            continue
-        ratio = found[:, largest] / found[usual, largest]  # [stops]
-        factors = ratio if factors is None else factors
-        same = torch.allclose(found, factors[:, None] * found[usual], rtol=1e-9, atol=1e-12)
-        if not same:
+        curve = found[usual]  # [20]
+        if not known and curve.any():
+            factors, known = found @ curve / (curve @ curve), True
+        if not found.allclose(factors[:, None] * curve, rtol=1e-9, atol=1e-12):
             return None
     return [short(factor, 9) for factor in factors]
 
 
 def knots(module: ModuleType, at: dict, scale: float) -> tuple[list[float], list[float]]:
     """Ratios, and weights divided by `scale`, of one curve. At a jump two knots stand together."""
+    known: dict[float, float] = {}  # ratio -> weight
 
-    def of(ratios: Tensor) -> Tensor:
-        return weights(module, at, ratios) / scale
+    def measure(ratios: list[float]) -> None:
+        found = weights(module, at, torch.tensor(ratios, dtype=torch.float64)) / scale
+        known.update(zip(ratios, found.tolist()))
 
-    r = grid(at, 24)
-    w = of(r)
-    open_ = torch.ones(len(r) - 1, dtype=torch.bool)  # intervals in which the curve may bend
-    while open_.any():
-        left = open_.nonzero()[:, 0]
-        a, b = r[left], r[left + 1]
-        middle = [short((x + y) / 2, 5 if y / x > 1.01 else 12) for x, y in zip(a, b)]
-        middle = torch.tensor(middle, dtype=torch.float64)
-        found = of(middle)
-        line = w[left] + (w[left + 1] - w[left]) * (middle - a) / (b - a)
-        bent = (found - line).abs() > TOLERANCE * found.abs().clamp(min=0.05)
-        bent &= b / a > 1 + EDGE
-        # Every middle becomes a knot; the halves of a bent interval are looked at again
-        order = torch.cat([r, middle]).argsort()
-        r, w = torch.cat([r, middle])[order], torch.cat([w, found])[order]
-        again = torch.zeros(len(r), dtype=torch.bool)
-        again[torch.searchsorted(r, middle[bent])] = True
-        open_ = again[:-1] | again[1:]
-    return thinned(r.tolist(), w.tolist())
+    measure(grid(at, 24).tolist())
+    intervals = list(itertools.pairwise(known))  # those in which the curve may bend
+    while intervals:
+        middles = [short((a + b) / 2, 5 if b / a > 1.01 else 12) for a, b in intervals]
+        measure(middles)
+        halves = []
+        for (a, b), middle in zip(intervals, middles):
+            line = known[a] + (known[b] - known[a]) * (middle - a) / (b - a)
+            error = abs(known[middle] - line)
+            if error > TOLERANCE * max(abs(known[middle]), 0.05) and b / a > 1 + EDGE:
+                halves += [(a, middle), (middle, b)]
+        intervals = halves
+    r = sorted(known)
+    return thinned(r, [known[ratio] for ratio in r])
 
 
 def thinned(r: list[float], w: list[float]) -> tuple[list[float], list[float]]:
@@ -172,20 +166,11 @@ def thinned(r: list[float], w: list[float]) -> tuple[list[float], list[float]]:
     return [short(r[i], 10) for i in kept], [short(w[i], 5) + 0.0 for i in kept]
 
 
-def table(name: str) -> dict | None:
-    """All weights of a file, in units of its own at r = 1 for Â = 1 and 100 tokens. None if the
-    weight also depends on other responses, so that one token has no curve."""
-    module, rng = importlib.import_module(MODULES[name]), random.Random(1)
-    for _ in range(8):
-        at = {axis: rng.choice(stops) for axis, stops in AXES.items()}
-        ratios = grid(at, 12)
-        alone = torch.cat([weights(module, at, ratio[None]) for ratio in ratios])
-        if not alone.allclose(weights(module, at, ratios)):
-            return None
+def table(name: str) -> dict:
+    """All weights of a file, in units of its own at r = 1 for Â = 1 and 100 tokens."""
+    module = importlib.import_module(MODULES[name])
     scale = weights(module, USUAL, torch.ones(1, dtype=torch.float64)).item()
-    if scale == 0:
-        return None
-    effects = {axis: effect_of(module, axis, rng) for axis in AXES}
+    effects = {axis: effect_of(module, axis) for axis in AXES}
     real = [axis for axis, factors in effects.items() if factors is None]
     curves, index = {}, []
     for stops in itertools.product(*(AXES[axis] for axis in real)):
@@ -281,14 +266,13 @@ def two_runs(healthy: dict, collapse: dict) -> dict:
 
 def main(out: Path) -> None:
     """Write the page and print where it is."""
-    tables = {name: table(name) for name in (*NINE, *VARIANTS) if name not in LARGE}
     data = two_runs(*map(stored, PAGES)) | {
         "axes": AXES,
         "usual": {axis: AXES[axis].index(value) for axis, value in USUAL.items()},
         "span": [LOWEST, HIGHEST],
         "nine": NINE,
-        "files": {name: one for name, one in tables.items() if one},
-        "without": [*LARGE, *(name for name, one in tables.items() if not one)],
+        "files": {name: table(name) for name in (*NINE, *VARIANTS) if name not in WITHOUT},
+        "without": WITHOUT,
         "group": group_tables(),
         "words": json.loads(WORDS.read_text("utf-8")),
     }

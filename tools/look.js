@@ -27,7 +27,7 @@ function setTheme() {
 
 addEventListener("keydown", event => {
   if (event.key === "Escape") document.activeElement.blur();
-  const typing = event.target.matches?.("select") || $("help").open;
+  const typing = event.target.matches?.("select") || $("help")?.open;
   if (typing || event.ctrlKey || event.metaKey || event.altKey || !(event.key in ACTIONS)) return;
   event.preventDefault();
   ACTIONS[event.key]();
