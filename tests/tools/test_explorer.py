@@ -43,8 +43,10 @@ def one(ratio: float) -> torch.Tensor:
 
 @pytest.mark.skipif(not NODE, reason="needs node")
 def test_the_page_has_the_weights_of_autograd():
-    """Ten random tokens for each file; the page must be built again after a loss changed. Each token
-    is alone here, so a file whose weight depends on other responses has no place in the page."""
+    """Ten random tokens for each file; the page must be built again after a loss changed.
+
+    Each token is alone, so no file whose weight depends on other responses may be in the page.
+    """
     rng, points, expected = random.Random(5), [], []
     for name in json.loads(script("data"))["files"]:
         module = importlib.import_module(MODULES[name])
