@@ -67,7 +67,9 @@ def measure(arm: str, seed: int) -> dict:
                     own = (torch.arange(EASY + 1) >= cut).double().expand(K, -1)  # [K, T]
                     rows.append((grown, own, deep.advantages(outcome[None])[0]))
             batch, mask, A = (torch.cat(columns) for columns in zip(*rows))
-            branch = (torch.arange(len(batch)) >= len(main)).double()  # [N + branches]
+            own = mask[len(main) :].sum()  # []: tokens of branches
+            branch = torch.zeros(len(batch), dtype=torch.float64)  # [N + branches]
+            branch[len(main) :] = main.numel() / own.clamp(min=1)  # T_main / T_branch
         tokens += main.numel()
         every = torch.cat(sampled) == 0  # [N + all branches, T]
         tries += every[:, :EASY].all(dim=1).sum().item()
