@@ -16,12 +16,11 @@ from pathlib import Path
 
 import common  # noqa: F401  (before torch)
 import numpy as np
-import torch
 from common.run import atomic_write
 
 from labs import lab
-from labs.real.panels import LOOKED_AT, Panels
-from labs.real.responses import UPDATES, Subject, small, stored
+from labs.real.panels import BINS, LOOKED_AT, after, measured
+from labs.real.responses import UPDATES, Subject, small
 
 TITLE = "Ten mechanisms on SmolLM2-135M and on the embedded model"
 SUBJECTS = {
@@ -30,19 +29,6 @@ SUBJECTS = {
     "tiny-teacher": Subject("tiny-teacher", "arithmetic", 3e-4, 64, prompts=64),
 }
 COLOURS = {"SmolLM2": lab.BLUE, "tiny": lab.ORANGE}
-KINDS = ("rare", "between", "common")
-PLACES = ("sampled", "likely", "rest")
-
-
-def measure(name: str, seed: int, folder: Path, quick: bool) -> dict:
-    """The numbers and series of one subject with one seed of prompts."""
-    torch.set_num_threads(1)
-    subject = small(SUBJECTS[name]) if quick else SUBJECTS[name]
-    kept = folder / f"{name}-{seed}{'.quick' if quick else ''}.pt"
-    panels = Panels(subject, seed, stored(kept, subject, seed))
-    panels.measure()
-    numbers = {key: [float(f"{x:.3g}") for x in found] for key, found in panels.numbers.items()}
-    return {"seed": seed, "numbers": numbers, "series": panels.series}
 
 
 def main() -> None:
@@ -72,7 +58,11 @@ def main() -> None:
     jobs = [(name, seed) for seed in range(1, words.seeds + 1) for name in words.subjects]
     jobs = [job for job in jobs if job[1] not in [run["seed"] for run in results[job[0]]]]
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        under_way = {job: pool.submit(measure, *job, folder, words.quick) for job in jobs}
+        under_way = {}
+        for name, seed in jobs:
+            subject = small(SUBJECTS[name]) if words.quick else SUBJECTS[name]
+            kept = folder / f"{name}-{seed}{kind}.pt"
+            under_way[name, seed] = pool.submit(measured, subject, seed, kept)
         for (name, _), future in under_way.items():
             results[name].append(future.result())
             head = {"command": "python -m labs.real", "date": str(date.today())}
@@ -103,123 +93,85 @@ def rows(results: dict) -> list[list[str]]:
 
 
 def draw(results: dict) -> object:
-    """Ten panels: SmolLM2 in blue, the embedded model in orange; the first seed of prompts."""
+    """The ten panels, with the first seed of prompts."""
     from matplotlib.figure import Figure  # here: it takes a second
 
     figure = Figure(figsize=(17, 8), layout="constrained")
     lab.entitle(figure, TITLE)
-    axes = figure.subplots(2, 5)
-    for axis in axes.flat:
+    axes = dict(zip(WORDS, figure.subplots(2, 5).flat))
+    for n, name in enumerate(name for name in COLOURS if results.get(name)):
+        draw_subject(axes, name, n, **results[name][0])
+    grid = np.linspace(0, 1, 101)
+    axes["goldilocks"].plot(grid, np.sqrt(grid * (1 - grid)), color=lab.BLACK, label="√(p(1-p))")
+    for file, axis in axes.items():
+        title, below, ticks = WORDS[file]
+        axis.set_title(title, fontsize=10, loc="left")
+        axis.set_xlabel(below)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    shown = [
-        (n, name, colour) for n, (name, colour) in enumerate(COLOURS.items()) if results.get(name)
-    ]
-    for n, name, colour in shown:
-        numbers, series = results[name][0]["numbers"], results[name][0]["series"]
-
-        def points(axis: object, x: list, keys: list[str], **style: object) -> None:
-            """Numbers with their intervals, where they were found."""
-            found = [(place, numbers[key]) for place, key in zip(x, keys) if key in numbers]
-            middle, low, high = np.array([value for _, value in found]).T
-            errors = [np.maximum(0, middle - low), np.maximum(0, high - middle)]
-            where = [place for place, _ in found]
-            axis.errorbar(where, middle, errors, color=colour, capsize=3, **style)
-
-        at = [f"{steps} update{'s'[: steps > 1]}" for steps in LOOKED_AT]
-        aside = np.arange(3) + 0.15 * n
-        points(
-            axes[0, 0],
-            LOOKED_AT,
-            [f"grpo: gradient cut, {words}" for words in at],
-            marker="o",
-            label=f"{name}: of |gradient|",
-        )
-        points(
-            axes[0, 0],
-            LOOKED_AT,
-            [f"grpo: tokens cut, {words}" for words in at],
-            marker="s",
-            linestyle=":",
-            label=f"{name}: of tokens",
-        )
-        lengths, spreads = series["spread, 16 updates"]
-        axes[0, 1].plot(lengths, spreads, "o-", color=colour, label=f"{name}: Σ log r")
-        axes[0, 1].plot(
-            lengths, np.array(spreads) / lengths, "s:", color=colour, label=f"{name}: its mean"
-        )
-        points(
-            axes[0, 2],
-            aside,
-            [f"sapo: cosine, {rule}, 16 updates" for rule in ("GRPO", "GSPO", "SAPO")],
-            marker="o",
-            linestyle="",
-            label=name,
-        )
-        axes[0, 3].plot(*np.exp(series["norms"]), ".", color=colour, alpha=0.6, label=name)
-        for rule, style in (("GRPO", ":"), ("MASPO", "-")):
-            points(
-                axes[0, 4],
-                aside,
-                [f"maspo: kept by {rule}, {kind}, 16 updates" for kind in KINDS],
-                marker="o",
-                linestyle=style,
-                label=f"{name}: {rule}",
-            )
-        gaps = ["bfloat16", "float8", *at]
-        kl = [numbers[f"minirl: KL of a response, {gap}"][0] for gap in gaps]
-        points(
-            axes[1, 0],
-            kl,
-            [f"minirl: cosine, {gap}" for gap in gaps],
-            marker="o",
-            linestyle="",
-            label=name,
-        )
-        updates = [
-            f"vcpo: ESS/B, {steps} update{'s'[: steps > 1 or steps == 0]}" for steps in UPDATES
-        ]
-        points(axes[1, 1], UPDATES, updates, marker="o", label=name)
-        p, norms = np.array(series["norms by p"])
-        scale = np.median(norms[p * (1 - p) > 0] / np.sqrt((p * (1 - p))[p * (1 - p) > 0]))
-        axes[1, 2].plot(p, norms / scale, ".", color=colour, alpha=0.6, label=name)
-        keys = ["deep_grpo: right, new responses"]
-        keys += [f"deep_grpo: right, cut in third {third}" for third in (1, 2, 3)]
-        points(axes[1, 3], np.arange(4) + 0.1 * n, keys, marker="o", label=name)
-        for step, style in (("wrong", "o"), ("right", "s")):
-            keys = [f"mass: step on {step}, seen in {step}, {place}" for place in PLACES]
-            points(
-                axes[1, 4], aside, keys, marker=style, linestyle="", label=f"{name}: {step} ones"
-            )
-    grid = np.linspace(0, 1, 101)
-    axes[1, 2].plot(grid, np.sqrt(grid * (1 - grid)), color=lab.BLACK, label="√(p(1-p))")
-    for axis, words in zip(axes.flat, WORDS):
-        axis.set_title(words[0], fontsize=10, loc="left")
-        axis.set_xlabel(words[1])
         axis.legend(frameon=False, fontsize=8)
-    lab.plain_ticks(axes[0, 0], "x", LOOKED_AT)
-    axes[0, 1].set(xscale="log", yscale="log")
-    axes[0, 2].set_xticks(range(3), ["GRPO", "GSPO", "SAPO"])
-    axes[0, 3].set(xscale="log", yscale="log")
-    axes[0, 4].set_xticks(range(3), ["π < 0.1", "between", "π > 0.9"])
-    axes[1, 0].set_xscale("log")
-    axes[1, 3].set_xticks(range(4), ["root", "1/3", "2/3", "end"])
-    axes[1, 4].set_xticks(range(3), ["sampled", "likely", "rest"])
+        if ticks:
+            axis.set_xticks(range(len(ticks)), ticks)
+    axes["minirl"].set_xscale("log")
+    for file in ("gspo", "stapo"):
+        axes[file].set(xscale="log", yscale="log")
     return figure
 
 
-WORDS = [  # each panel's title and x-axis
-    ("grpo: the clip cuts", "updates"),
-    ("gspo: spread over responses, 16 updates", "first t tokens"),
-    ("sapo: cosine with the unclipped gradient", "16 updates"),
-    ("stapo: |∇ log π|² of single tokens", "1 - 2π + Σπ²"),
-    ("maspo: gradient kept, 16 updates", "probability of the token"),
-    ("minirl: cosine, token and response level", "KL(μ‖π) of a response"),
-    ("vcpo: ESS/B of a stale batch", "updates"),
-    ("goldilocks: |gradient| of a group", "share of right responses p"),
-    ("deep_grpo: new endings that are right", "cut at"),
-    ("where probability goes in one step", "token"),
-]
+def draw_subject(axes: dict, name: str, n: int, numbers: dict, series: dict, seed: int) -> None:
+    """One subject's points in all panels."""
+
+    def points(file: str, x: list, keys: list[str], words: str = "", style: str = "o-") -> None:
+        found = [(place, numbers[f"{file}: {key}"]) for place, key in zip(x, keys)]
+        middle, low, high = np.array([value for _, value in found]).T
+        errors = [np.maximum(0, middle - low), np.maximum(0, high - middle)]
+        drawn = {"color": COLOURS[name], "capsize": 3, "label": f"{name} {words}"}
+        axes[file].errorbar([place for place, _ in found], middle, errors, fmt=style, **drawn)
+
+    late, aside = after(LOOKED_AT[-1]), np.arange(4) + 0.15 * n
+    for what, style in (("gradient", "o-"), ("tokens", "s:")):
+        points("grpo", aside, [f"{what} cut, {after(t)}" for t in LOOKED_AT], f"of {what}", style)
+    lengths, spreads = np.array(series[f"spread, {late}"])
+    for what, y, style in (("Σ log r", spreads, "o-"), ("its mean", spreads / lengths, "s:")):
+        drawn = {"color": COLOURS[name], "label": f"{name} {what}"}
+        axes["gspo"].plot(lengths, y, style, **drawn)
+    points("sapo", aside, [f"cosine, {rule}, {late}" for rule in ("GRPO", "GSPO", "SAPO")], "", "o")
+    axes["stapo"].plot(*series["norms"], ".", color=COLOURS[name], alpha=0.6, label=name)
+    for rule, style in (("GRPO", "s:"), ("MASPO", "o-")):
+        points("maspo", aside, [f"kept by {rule}, {kind}, {late}" for kind in BINS], rule, style)
+    gaps = ["bfloat16", "float8", *map(after, LOOKED_AT)]
+    kl = [numbers[f"minirl: KL of a response, {gap}"][0] for gap in gaps]
+    points("minirl", kl, [f"cosine, {gap}" for gap in gaps], "", "o")
+    points("vcpo", list(UPDATES), [f"ESS/B, {after(steps)}" for steps in UPDATES])
+    p, norms = np.array(series["norms by p"])
+    law = np.sqrt(p * (1 - p))
+    scaled = norms / np.median(norms[law > 0] / law[law > 0])
+    axes["goldilocks"].plot(p, scaled, ".", color=COLOURS[name], alpha=0.6, label=name)
+    thirds = [f"right, cut in third {third}" for third in (1, 2, 3)]
+    points("deep_grpo", aside, ["right, new responses", *thirds])
+    for step, style in (("wrong", "o"), ("right", "s")):
+        keys = [
+            f"step on {step}, seen in {step}, {place}" for place in ("sampled", "likely", "rest")
+        ]
+        points("mass", aside, keys, f"step on {step} ones", style)
+
+
+WORDS = {  # each panel's title, and what is below it
+    "grpo": ("grpo: share that the clip cuts", "updates", LOOKED_AT),
+    "gspo": ("gspo: spread over responses, 16 updates", "first t tokens", ()),
+    "sapo": ("sapo: cosine with the unclipped gradient", "16 updates", ("GRPO", "GSPO", "SAPO")),
+    "stapo": ("stapo: |∇ log π|² of single tokens", "1 - 2π + Σπ²", ()),
+    "maspo": ("maspo: gradient kept, 16 updates", "token", ("π < 0.1", "between", "π > 0.9")),
+    "minirl": ("minirl: cosine, token and response", "KL(μ‖π) of a response", ()),
+    "vcpo": ("vcpo: ESS/B of a stale batch", "updates", ()),
+    "goldilocks": ("goldilocks: |gradient| of a group", "share of right responses p", ()),
+    "deep_grpo": (
+        "deep_grpo: new endings that are right",
+        "cut in",
+        ("root", "1st", "2nd", "3rd third"),
+    ),
+    "mass": ("where probability goes in one step", "token", ("sampled", "likely", "rest")),
+}
 
 
 if __name__ == "__main__":

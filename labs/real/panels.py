@@ -7,6 +7,7 @@ bootstrap over prompts, since the responses to one prompt are alike.
 import copy
 import importlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import common  # noqa: F401  (before torch)
 import numpy as np
@@ -22,7 +23,7 @@ import deep_grpo
 import grpo
 import stapo
 import vcpo
-from labs.real.responses import PRECISIONS, UPDATES, G, K, Subject, advantages
+from labs.real.responses import PRECISIONS, UPDATES, G, K, Subject, advantages, stored
 
 RESAMPLES = 1000
 COORDINATES = 1_000_000  # of a gradient that are kept, evenly spaced: enough for angles and norms
@@ -44,14 +45,16 @@ class Bootstrap:
 
     def of(self, estimate: Estimate) -> list[float]:
         values = np.array([float(estimate(count)) for count in self.counts])
-        return [values[0], *np.nanquantile(values[1:], (0.025, 0.975))]
+        found = values[np.isfinite(values)]  # there may be nothing to divide by
+        return [values[0], *np.quantile(found, (0.025, 0.975))] if len(found) else [np.nan] * 3
 
     def ratio(self, over: Tensor, under: Tensor, prompt: Tensor | None = None) -> list[float]:
         """Σ over / Σ under of rows `[N, ...]`; `prompt [N]` is each row's, or rows are prompts."""
         prompt = torch.arange(self.n) if prompt is None else prompt
         sums = torch.zeros(2, self.n, dtype=torch.float64)
         for total, part in zip(sums, (over, under)):
-            total.index_add_(0, prompt, part.double().reshape(len(part), -1).sum(1))
+            each = part.double().flatten(1).sum(1) if part.dim() > 1 else part.double()  # [N]
+            total.index_add_(0, prompt, each)
         return self.of(lambda count: (count @ sums[0]) / (count @ sums[1]))
 
 
@@ -263,6 +266,8 @@ class Panels:
     def angles(self, steps: int, logp: Tensor, log_ratio: Tensor) -> None:
         """Gradients of rules beside each other, on groups with right and wrong responses."""
         at, groups = after(steps), self.mixed(self.batch)
+        if not groups:
+            return  # of eight prompts, perhaps
         over = Bootstrap(len(groups))
         losses = LEVELS | (RULES if steps > 1 else {})
         if steps == 4:
@@ -301,6 +306,8 @@ class Panels:
             prompt = torch.arange(n).repeat_interleave(G)  # [N]
             kl = Bootstrap(n).ratio(gap.expm1() - gap, batch.mask[:, :1], prompt)
             self.numbers[f"minirl: KL of a response, {name}"] = kl
+            if not groups:
+                continue  # of four prompts, perhaps
             found = gradients(self.policy, groups, LEVELS)
             angle = Bootstrap(len(groups)).of(cosine(found["token"], found["response"]))
             self.numbers[f"minirl: cosine, {name}"] = angle
@@ -405,3 +412,13 @@ class Panels:
                     told = f"mass: step on {words}, seen in {which}, {place}"
                     self.numbers[told] = self.share(change * where, where)
         self.restart()
+
+
+def measured(subject: Subject, seed: int, kept: Path) -> dict:
+    """The numbers and series of one subject with one seed of prompts. Its responses are in the file
+    `kept`, or will be."""
+    torch.set_num_threads(1)
+    panels = Panels(subject, seed, stored(kept, subject, seed))
+    panels.measure()
+    numbers = {key: [float(f"{x:.3g}") for x in found] for key, found in panels.numbers.items()}
+    return {"seed": seed, "numbers": numbers, "series": panels.series}
