@@ -27,7 +27,8 @@ from labs.real.responses import PRECISIONS, UPDATES, G, K, Subject, advantages, 
 
 RESAMPLES = 1000
 COORDINATES = 1_000_000  # of a gradient that are kept, evenly spaced: enough for angles and norms
-GROUPS = 12  # groups with right and wrong responses whose gradients are compared
+GROUPS, HOPELESS = 8, 4  # groups with right and wrong responses, and without a right one, whose
+# gradients are compared
 LOOKED_AT = (1, 4, 16)  # updates after which more than the ESS is measured
 BINS = {"rare": (0, 0.1), "between": (0.1, 0.9), "common": (0.9, 1.1)}  # π_old of a token
 FREE = {"clip_low": 1e9, "clip_high": 1e9}  # nothing is clipped
@@ -269,7 +270,8 @@ class Panels:
         if not groups:
             return  # of eight prompts, perhaps
         over = Bootstrap(len(groups))
-        losses = LEVELS | (RULES if steps > 1 else {})
+        last = steps == LOOKED_AT[-1]
+        losses = LEVELS | (RULES if last else {})
         if steps == 4:
             for group in groups:
                 group.none, group.mean = group.rewards, group.rewards - group.rewards.mean()  # [G]
@@ -281,7 +283,7 @@ class Panels:
         kl = self.share(log_ratio.expm1() - log_ratio, self.mask[:, :1])
         self.numbers[f"minirl: KL of a response, {at}"] = kl
         self.numbers[f"minirl: cosine, {at}"] = over.of(cosine(found["token"], found["response"]))
-        for rule in ("GRPO", "GSPO", "SAPO") if steps > 1 else ():
+        for rule in ("GRPO", "GSPO", "SAPO") if last else ():
             self.numbers[f"sapo: cosine, {rule}, {at}"] = over.of(
                 cosine(found[rule], found["free"])
             )
@@ -365,21 +367,21 @@ class Panels:
             found[f"right, cut in third {third}"] = self.over.ratio(
                 cuts.rewards * where, where, prompt
             )
-        hopeless = (self.right == 0).nonzero()[:GROUPS, 0].tolist()
+        hopeless = (self.right == 0).nonzero()[:, 0].tolist()
         for name, batch, n in (("cuts", cuts, K), ("new responses", roots, K * G)):
             groups = [batch.rows((prompt == p).nonzero()[:, 0]) for p in hopeless]
-            for group in groups:  # one token mean
+            for group in groups:
                 group.advantages = deep_grpo.advantages(group.rewards.view(-1, n)).flatten()
-                group.advantages /= group.mask.sum()
+                group.advantages /= group.mask.sum()  # the token mean
                 group.old_logp, group.branch = group.rollout_logp, torch.zeros(len(group))
             if groups:
-                every, over = torch.ones(len(groups)), Bootstrap(len(groups))
                 live = torch.tensor([float(group.advantages.any()) for group in groups])
-                norms = gradients(self.policy, groups, {"all": objective("deep_grpo")})["all"].norm(
-                    dim=1
-                )
-                found[f"hopeless groups with a gradient, {name}"] = over.ratio(live, every)
-                found[f"|gradient| of hopeless groups, {name}"] = over.ratio(norms, every)
+                told = f"hopeless groups with a gradient, {name}"
+                found[told] = Bootstrap(len(live)).ratio(live, torch.ones(len(live)))
+                loss = {"all": objective("deep_grpo")}
+                norms = gradients(self.policy, groups[:HOPELESS], loss)["all"].norm(dim=1)
+                told = f"|gradient| of hopeless groups, {name}"
+                found[told] = Bootstrap(len(norms)).ratio(norms, torch.ones(len(norms)))
         self.numbers |= {f"deep_grpo: {words}": value for words, value in found.items()}
 
     def mass(self) -> None:
