@@ -23,7 +23,7 @@ import deep_grpo
 import grpo
 import stapo
 import vcpo
-from labs.real.responses import PRECISIONS, UPDATES, G, K, Subject, advantages, stored
+from labs.real.responses import CUT, PRECISIONS, UPDATES, G, K, Subject, advantages, stored
 
 RESAMPLES = 1000
 COORDINATES = 1_000_000  # of a gradient that are kept, evenly spaced: enough for angles and norms
@@ -368,7 +368,7 @@ class Panels:
                 cuts.rewards * where, where, prompt
             )
         hopeless = (self.right == 0).nonzero()[:, 0].tolist()
-        for name, batch, n in (("cuts", cuts, K), ("new responses", roots, K * G)):
+        for name, batch, n in (("cuts", cuts, K), ("new responses", roots, K * CUT)):
             groups = [batch.rows((prompt == p).nonzero()[:, 0]) for p in hopeless]
             for group in groups:
                 group.advantages = deep_grpo.advantages(group.rewards.view(-1, n)).flatten()

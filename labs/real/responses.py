@@ -22,7 +22,8 @@ from torch import Tensor
 import deep_grpo
 import grpo
 
-G, K = 8, 4  # responses to a prompt; endings of each failed response
+G = 8  # responses to a prompt
+CUT, K = 4, 4  # failed responses to a prompt that are cut, at most; new endings of each
 UPDATES = (0, 1, 2, 4, 8, 16)  # optimiser steps after which the policy is looked at
 PRECISIONS = ("bfloat16", "float8")
 
@@ -87,7 +88,8 @@ def sample(subject: Subject, seed: int) -> dict[str, Rollout]:
     texts = sampler.tokenizer.batch_decode([[t] for t in range(len(sampler.tokenizer))])
     ends = {i for i, text in enumerate(texts) if text.rstrip(" ").endswith(";")}
     rng, responses = random.Random(seed), found["measure"].response_ids()
-    failed = (found["measure"].rewards == 0).nonzero()[:, 0]  # [F]
+    failing = found["measure"].rewards.view(-1, G) == 0  # [P, G]
+    failed = (failing & (failing.cumsum(1) <= CUT)).flatten().nonzero()[:, 0]  # [F]
     prefixes = []
     for row in failed.tolist():
         kept = rng.choice(deep_grpo.pivots(responses[row], ends))
