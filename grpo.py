@@ -23,7 +23,7 @@ with the mean reward of the group. The clip removes the gradient of a token that
 enough (Â > 0 and r > 1 + `--clip_high`) or unlikely enough (Â < 0 and r < 1 - `--clip_low`). The KL
 term keeps the policy near π_ref, so that it does not forget what it could do before. The *value* of
 k3 estimates KL(π_θ ‖ π_ref), its *gradient* belongs to KL(π_ref ‖ π_θ). With `--kl_ratio` both
-belong to KL(π_θ ‖ π_ref). Skip this at first (docs/questions.md, question 24).
+belong to KL(π_θ ‖ π_ref). Skip this at first (docs/questions.md, question 13).
 
 This is the base file. Every other file repeats it, except for the lines marked `# <own>`.
 

@@ -13,7 +13,7 @@ SCREEN = 400  # the last characters of a text, shown on the screen
 
 
 class Samples:
-    """One whole group of the first and of the last mini-batch of a step, token by token.
+    """Whole groups of a step, token by token: one of its first mini-batch, three of its last.
 
     A token's weight is what the optimiser step's gradient has in front of ∇ log π_θ(token): minus
     the loss's derivative by its log-probability, over what all ranks have counted. Autograd has
@@ -38,7 +38,7 @@ class Samples:
     def collect(
         self, step: int, example: dict | None, minibatches: Sequence[Rollout]
     ) -> list[dict]:
-        """The rows of a step: an evaluation's example, and a group of the first and of the last
+        """The rows of a step: an evaluation's example, and groups of the first and of the last
         mini-batch that was trained on. All ranks together."""
         rows = []
         if example and self.args.sample_every:
@@ -47,17 +47,29 @@ class Samples:
         numbers = sorted({0, len(trained) - 1}) if trained and self.wanted(step) else []
         for number in numbers:
             row = {"step": step, "minibatch": number + 1, "minibatches": len(trained)}
-            rows.append(row | self._group(trained[number]))
+            batch = trained[number]
+            groups = self._chosen(batch)
+            if number < len(trained) - 1:
+                groups = groups[:1]
+            rows += [row | self._group(batch, group) for group in groups]
         return rows
 
-    def _group(self, batch: Rollout) -> dict:
-        """A group of a mini-batch, with the responses of all ranks."""
-        # The lowest number of a problem with different rewards, or else of any problem.
+    def _chosen(self, batch: Rollout) -> list[int]:
+        """Up to three problems of a mini-batch: the lowest number with different rewards (two runs
+        have the same problem there), the largest sum of |weight|, the lowest reward."""
         problems = gather(batch.problem, self.world)  # [N], of all ranks
         rewards = gather(batch.rewards, self.world)  # [N]
+        pushes = gather((batch.weight.abs() * batch.mask).sum(dim=1), self.world)  # [N]
         numbers = problems.unique().tolist()
         different = [one for one in numbers if len(rewards[problems == one].unique()) > 1]
-        group = min(different or numbers)
+        push = {one: pushes[problems == one].sum().item() for one in numbers}
+        reward = {one: rewards[problems == one].mean().item() for one in numbers}
+        chosen = [min(different or numbers), max(push, key=push.get), min(reward, key=reward.get)]
+        return list(dict.fromkeys(chosen))
+
+    def _group(self, batch: Rollout, group: int) -> dict:
+        """A group of a mini-batch, with the responses of all ranks."""
+        problems = gather(batch.problem, self.world)  # [N], of all ranks
         own = (batch.problem == group).nonzero()[:, 0].tolist()
         parts = [None] * self.world.size
         responses = [self._response(batch.rows(slice(row, row + 1))) for row in own]

@@ -178,7 +178,7 @@ BUGS = [
             'stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())',
             'stats["ref_kl"] = ((log_ref_ratio * mask).sum(), mask.sum())',
         ),
-        "check_kl",
+        "check_statistics",
         "The runs are the same. Which curve lies?",
         "The metric is the mean of log π_ref - log π_θ, which is -KL: it falls as the policy "
         "leaves the reference.",

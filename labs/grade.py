@@ -1,4 +1,6 @@
-"""Grades an exercise of labs.blank: the checks that fail, with the numbers they found.
+"""Grades an exercise of labs.blank: the checks that fail, with the numbers they found. Of an
+algorithm's file the core comes first, which is the formula; when it holds, the statistics, every
+flag and the sums of micro-batches.
 
     python -m labs.grade mine/grpo.py [--hint] [--exercise grpo]
 
@@ -11,8 +13,8 @@ accidents, not against a file that is made to cheat or to do harm: read other pe
 """
 
 import argparse
+import ast
 import contextlib
-import importlib
 import linecache
 import os
 import re
@@ -31,14 +33,16 @@ from types import ModuleType
 import common  # noqa: F401  (before torch)
 import checks
 import torch
-from checks.files import MODULES
+from checks.files import MODULES, PATHS
 from common.cli import BadInput, in_one_line, say
 
 from labs import exercise_checks
-from labs.blank import HEAD, TAKEN, single
+from labs.blank import EXERCISES, HEAD, TAKEN, single
 
 SECONDS = 30  # for one check: the slowest takes one
 MEMORY = 4 << 30  # bytes, beyond what the grader itself has
+# Asked for when the others hold: statistics, every flag, sums of micro-batches
+LATER = "check_kl_ratio check_loss check_parts_add_up check_statistics".split()
 Check = Callable[[ModuleType], None]
 
 
@@ -55,10 +59,14 @@ def exercise_of(path: Path, source: str, asked: str | None) -> str:
 
 
 def checks_of(name: str) -> list[Check]:
-    """The checks of an exercise."""
+    """The checks of an exercise, the core first."""
     if name in MODULES:
-        return checks.of(name)[0]
+        return sorted(checks.of(name)[0], key=comes_later)
     return list(exercise_checks.CHECKS[name])
+
+
+def comes_later(check: Check | None) -> bool:
+    return check is not None and check.__name__ in LATER
 
 
 def read(path: Path) -> str:
@@ -82,6 +90,27 @@ def limit_this_process() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
+def load(source: str, path: Path) -> ModuleType:
+    """The file as a module, without `main` and the imports that only `main` needs: to load all of
+    transformers would take longer than to grade."""
+    tree = ast.parse(source, str(path))
+    of_a_run = "def main(", "if __name__ =="
+    tree.body = [node for node in tree.body if not ast.unparse(node).startswith(of_a_run)]
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    used |= {"*", "annotations", *TAKEN}  # (annotations: of __future__)
+    for node in [*tree.body]:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [(one.asname or one.name).partition(".")[0] for one in node.names]
+            if used.isdisjoint(names):
+                tree.body.remove(node)
+    module = ModuleType("handed_in")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    linecache.cache[str(path)] = (len(source), None, source.splitlines(True), str(path))
+    exec(compile(tree, str(path), "exec"), vars(module))
+    return module
+
+
 def run_checks(name: str, path: Path, source: str, results: Connection) -> None:
     """The student's process: load the file and run its checks; after each, send what is wrong."""
     limit_this_process()
@@ -92,12 +121,8 @@ def run_checks(name: str, path: Path, source: str, results: Connection) -> None:
             os._exit(1)
         results.send(reason)
 
-    module = ModuleType("handed_in")
-    module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # dataclasses look their module up
-    linecache.cache[str(path)] = (len(source), None, source.splitlines(True), str(path))
     try:
-        exec(compile(source, str(path), "exec"), vars(module))
+        module = load(source, path)
     except BaseException as error:
         send(in_words(error, path))
         return
@@ -142,7 +167,6 @@ def in_words(error: BaseException, path: Path) -> str:
 def grade(name: str, path: Path, source: str) -> tuple[dict[Check | None, str], int]:
     """What is wrong, by check (None: loading the file), and how many checks hold. A file that ends
     its process, or runs too long, fails the check it was at, and the rest is not run."""
-    importlib.import_module(MODULES.get(name, "labs.exercises"))  # and what the file imports
     ours, theirs = Pipe(duplex=False)
     with warnings.catch_warnings(action="ignore"):  # of threads, which sleep in libraries
         child = os.fork()  # torch is loaded already
@@ -186,12 +210,11 @@ def next_verdict(results: Connection) -> tuple[str, bool]:
 def damages(name: str) -> Iterator[tuple[str, ModuleType]]:
     """The known mistakes of an exercise, each with a module that makes it."""
     if name in MODULES:
-        original, mutants = importlib.import_module(MODULES[name]), checks.of(name)[1]
+        path, mutants = PATHS[name], checks.of(name)[1]
     else:
-        original = importlib.import_module("labs.exercises")
-        mutants = exercise_checks.MUTANTS[name]
+        path, mutants = EXERCISES, exercise_checks.MUTANTS[name]
     for damage, (old, new, *_) in mutants.items():
-        yield damage, checks.mutate(original, old, new)
+        yield damage, load(checks.replaced(path, old, new), path)
 
 
 def hint(name: str, found: dict[Check | None, str]) -> str:
@@ -218,17 +241,25 @@ def plain_name(check: Check | None) -> str:
     return check.__name__.removeprefix("check_").replace("_", " ") if check else "the file"
 
 
-def report(found: dict[Check | None, str], held: int, total: int) -> str:
-    """The checks that fail, those with the same reason together."""
+def report(found: dict[Check | None, str], held: int, every: list[Check]) -> str:
+    """The checks that fail, those with the same reason together; of the later ones nothing as long
+    as one of the core fails."""
+    core = [check for check in every if not comes_later(check)]
+    failed = {check: why for check, why in found.items() if not comes_later(check)}
     groups: dict[str, list[str]] = {}
-    for check, reason in found.items():
+    for check, reason in (failed or found).items():
         groups.setdefault(reason, []).append(plain_name(check))
     told, indent = [], " " * 9
     for reason, names in groups.items():
         for text in (f"NOT YET  {', '.join(names)}", f"{indent}Found: {reason}"):
             told.append(textwrap.fill(text, 92, subsequent_indent=indent))
-    rest = "" if held + len(found) == total else "; the others were not run"
-    return "\n".join([*told, f"{held} of {total} checks hold{rest}."])
+    last = f"{held} of {len(every)} checks hold"
+    if held + len(found) < len(every):
+        last += "; the others were not run"
+    elif failed and len(core) < len(every):
+        last = f"Core: {len(core) - len(failed)} of {len(core)} checks hold"
+        last += f". The other {len(every) - len(core)} come later"
+    return "\n".join([*told, f"{last}."])
 
 
 def main() -> int:
@@ -249,7 +280,7 @@ def main() -> int:
     except (BadInput, OSError) as error:
         parser.error(in_one_line(error))
     found, held = grade(name, words.file, source)
-    say(report(found, held, len(checks_of(name))))
+    say(report(found, held, checks_of(name)))
     if found and words.hint:
         say(textwrap.fill(f"Hint. {hint(name, found)}", 100))
     return 1 if found else 0

@@ -252,6 +252,12 @@ def line(axis: object, x: np.ndarray, runs: list[dict], name: str, colour: str, 
     axis.plot(x, middle, color=colour, linewidth=2, **style)
 
 
+def dots(axis: object, y: float, values: list[float], colour: str) -> None:
+    """A dot for each seed and a bar at their median, in a row of their own."""
+    axis.scatter(values, np.full(len(values), y), s=30, color=colour, alpha=0.5)
+    axis.plot(np.median(values), y, "|", color=colour, markersize=16, markeredgewidth=3)
+
+
 def label(axis: object, x: float, y: float, words: str, colour: str, **more) -> None:
     """Words at a line, in its colour: better than a legend."""
     style = {"ha": "left", "va": "center", "fontsize": 9.5, "fontweight": "bold"} | more

@@ -1,11 +1,23 @@
-// What the programs of tools/reader.html and tools/page.html share. A page defines ACTIONS: what
-// each key does.
+// What the programs of tools/reader.html, page.html and explorer.html share. A page defines
+// ACTIONS: what each key does.
 
 const $ = id => document.getElementById(id);
 const escaped = text => text.replace(/[&<>"]/g, c => `&#${c.charCodeAt()};`);
 const phone = matchMedia("(max-width: 760px)");  // one column instead of two
 
 function counted(n, one, many = one + "s") { return `${n} ${n === 1 ? one : many}`; }
+
+/** An element: nothing is ever read as HTML. */
+function made(tag, given = {}, ...inside) {
+  const svg = ["svg", "path", "line", "circle", "text", "rect"].includes(tag);
+  const one = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag)
+    : document.createElement(tag);
+  for (const [key, value] of Object.entries(given)) {
+    if (value !== undefined) one.setAttribute(key, value);
+  }
+  one.append(...inside.filter(part => part !== ""));
+  return one;
+}
 
 function setTheme() {
   const root = document.documentElement;

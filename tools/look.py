@@ -1,5 +1,5 @@
-"""Shared parts of the pages of tools.reader and tools.page: their look and keys (look.html,
-look.js), how data and code are inserted, and where a page may be written."""
+"""Shared parts of the pages of tools.reader, tools.page and tools.explorer: their look and keys
+(look.html, look.js), how data and code are inserted, and where a page may be written."""
 
 import json
 import re
@@ -68,7 +68,7 @@ def form(template: Path) -> str:
 
 def filled(template: Path, data: dict) -> str:
     """The whole page. Nothing in the data is read as HTML."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # Inside <script> nothing is read as HTML but </script and <!--: no < is left
     return opening(template) + form(template).replace("{{data}}", text.replace("<", r"\u003c"))
 

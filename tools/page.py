@@ -4,9 +4,10 @@ offline.
     python -m tools.page RUN [OTHER] [--every N] [--out FILE]
 
 RUN and OTHER are run folders with a samples.jsonl (`--sample_every`); the page shows two runs side
-by side. It shows the groups of each stored step: prompt, responses, reward, Â, and every token. The
-token's colour is the factor on its ∇ log π in the update that trained it, or another number: the
-ratio to π_old, the entropy, the gap between sampler and trainer, the KL to the reference.
+by side. It opens where held-out accuracy fell or rose most, and has the groups of each stored step:
+prompt, responses, reward, Â, and every token. The token's colour is the factor on its ∇ log π in
+the update that trained it, or another number: the ratio to π_old, the entropy, the gap between
+sampler and trainer, the KL to the reference.
 
 The page's form and its program are in tools/page.html; tools/look.* is shared with tools.reader.
 """
@@ -63,6 +64,25 @@ def curves_of(metrics: list[dict], acted: dict) -> dict[str, list]:
     return found
 
 
+def fewer_digits(name: str, value: float | None) -> float | None:
+    """A number of a token: of a weight three digits, of a log-prob or an entropy four decimals."""
+    if value is None:
+        return None
+    return short(value, 3) if name == "weight" else round(value, 4) + 0.0  # + 0.0: no -0.0
+
+
+def shortened(row: dict) -> dict:
+    """A row of samples.jsonl without what the page does not show."""
+    responses = []
+    for response in row["responses"]:
+        kept = {name: value for name, value in response.items() if name not in ("ids", "text")}
+        for name, values in kept.items():
+            if name in ("weight", "entropy") or name.endswith("logp"):
+                kept[name] = [fewer_digits(name, value) for value in values]
+        responses.append(kept)
+    return row | {"responses": responses}
+
+
 def run_data(folder: Path, every: int) -> dict:
     """All that the page shows of a run: its first step, its last step and those divisible by
     `every`, but no more than MOST."""
@@ -85,7 +105,7 @@ def run_data(folder: Path, every: int) -> dict:
         "curves": curves_of(read_lines(folder / "metrics.jsonl"), config["acted"]),
         "examples": [row for row in rows if "example" in row],
         "stored": len(stored),
-        "rows": [row for row in groups if row["step"] in chosen],
+        "rows": [shortened(row) for row in groups if row["step"] in chosen],
     }
 
 

@@ -91,6 +91,20 @@ def test_answers_that_students_give(answer):
         assert f"'{told}' {exactly}" in grade.hint("grpo", found)
 
 
+def test_the_core_is_the_formula():
+    """Without statistics and the flag kl_ratio its six checks hold. As long as one of them does
+    not, nothing else is told."""
+    plain = [(RATIO, ""), (RETURN, RETURN.replace("stats", "{}"))]
+    every = grade.checks_of("grpo")
+    core = [check for check in every if not grade.comes_later(check)]
+    found, held = graded("grpo", wrong(*plain))
+    assert set(found) == set(every) - set(core) and held == len(core) == 6
+    assert "statistics" in grade.report(found, held, every)
+    worse = graded("grpo", wrong(*plain, (CENTRE, "")))
+    told = grade.report(*worse, every)
+    assert "equal rewards" in told and "statistics" not in told and "5 of 6" in told
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", blank.single())
 def test_every_damaged_exercise_fails_and_the_hint_names_the_damage(name):

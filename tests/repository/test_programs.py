@@ -18,6 +18,7 @@ labs.blank grpo
 labs.bug 1 --reveal
 labs.grade grpo.py
 labs.race --redraw
+tools.maintain.handouts
 tools.maintain.bench tiny --side ours --size 4 2 8
 tools.compare runs/a runs/b
 tools.compare --sheet sheet.png runs/a runs/b
@@ -62,6 +63,7 @@ def start(folder: Path, words: list[str]) -> None:
 
 def pages(folder: Path) -> dict[Path, str]:
     found = [*folder.glob("*.md"), *folder.glob("docs/**/*.md"), *folder.glob("labs/**/*.md")]
+    found += [folder / "labs/class.ipynb", folder / "docs/questions-sheet.html"]
     return {path: path.read_text("utf-8") for path in found}
 
 

@@ -1,0 +1,124 @@
+"""The explorer: its built page reads the weights that autograd of the losses gives."""
+
+import importlib
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+from checks.files import MODULES, NINE
+from tools import explorer
+
+from tests.helpers import ROOT
+from tests.tools.test_browser import BROWSER, drawn
+
+PAGE = ROOT / "docs" / "explorer.html"
+NODE = shutil.which("node")
+
+
+def script(name: str) -> str:
+    """A script of the built page, by its id."""
+    return re.search(rf'<script[^>]* id="{name}">(.*?)</script>', PAGE.read_text("utf-8"), re.S)[1]
+
+
+def read(points: list[tuple[str, dict, float]]) -> list[float]:
+    """What the page's own program reads from its tables: (file, values of the axes, ratio)."""
+    stops = []
+    for name, at, ratio in points:
+        stops.append([name, {a: explorer.AXES[a].index(value) for a, value in at.items()}, ratio])
+    asked = f"{json.dumps(stops)}.map(([name, at, r]) => weightOf(data, name, at, r))"
+    program = f"{script('numbers')}\nconst data = {script('data')};\n"
+    program += f"console.log(JSON.stringify({asked}))"
+    done = subprocess.run([NODE, "-"], input=program, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def one(ratio: float) -> torch.Tensor:
+    return torch.tensor([ratio], dtype=torch.float64)
+
+
+@pytest.mark.skipif(not NODE, reason="needs node")
+def test_the_page_has_the_weights_of_autograd():
+    """Ten random tokens for each of the nine; the page must be built again after a loss changed."""
+    rng, points, expected = random.Random(5), [], []
+    for name in NINE:
+        module = importlib.import_module(MODULES[name])
+        unit = explorer.weights(module, explorer.USUAL, one(1.0))
+        for _ in range(10):
+            at = {axis: rng.choice(stops) for axis, stops in explorer.AXES.items()}
+            ratio = math.exp(rng.uniform(math.log(0.02), math.log(min(50, 1 / at["p"]))))
+            points.append((name, at, ratio))
+            expected.append((explorer.weights(module, at, one(ratio)) / unit).item())
+    assert read(points) == pytest.approx(expected, rel=4e-3, abs=4e-3)
+    assert sum(weight != 0 for weight in expected) > len(expected) / 3
+
+
+@pytest.mark.skipif(not NODE, reason="needs node")
+def test_the_edges_are_where_the_formulas_have_them():
+    """Both sides of each jump or bend, 1e-6 apart, against the headers' formulas."""
+    usual, near = explorer.USUAL, 1e-6
+    edges = [
+        ("grpo", {"size": 1.6}, 1.2, 1.6 * 1.2, 0),
+        ("grpo", {"sign": -1}, 0.8, 0, -0.8),
+        ("stapo", {}, 1.28, 1.28, 0),
+        ("stapo", {"p": 1e-3, "entropy": 0.05}, 0.002 / 1e-3, 0, 0),  # silenced, then clipped
+        ("stapo", {"p": 5e-3, "entropy": 0.05}, 0.002 / 5e-3, 0, 0.4),
+        ("gspo", {"length": 1000}, 1.0004**1000, 1.0004 / 10, 0),
+        ("gspo", {"sign": -1, "length": 10}, 0.9997**10, 0, -0.9997 * 10),
+        ("minirl", {"gap": 0.25}, 1.27, 1.27 / 4, 0),
+        ("minirl", {"sign": -1, "gap": 2}, 2.5, -5, -5),
+        ("vcpo", {"gap": 2}, 4.0, 8, 8),
+    ]
+    points, expected = [], []
+    for name, at, edge, below, above in edges:
+        points += [(name, usual | at, edge * (1 - near)), (name, usual | at, edge * (1 + near))]
+        expected += [below, above]
+    assert read(points) == pytest.approx(expected, rel=3e-3, abs=1e-9)
+
+
+def test_the_built_page_is_small_and_fetches_nothing():
+    page = PAGE.read_text("utf-8")
+    assert PAGE.stat().st_size <= 400_000
+    assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
+
+
+def test_the_advantages_of_a_group():
+    found = explorer.group_tables()
+    one_right = {name: method["advantages"][1] for name, method in found.items()}
+    assert one_right["z-score"] == pytest.approx([7 / math.sqrt(8), -1 / math.sqrt(8)], rel=1e-4)
+    assert one_right["no std"] == pytest.approx([7 / 8, -1 / 8])
+    assert one_right["RLOO"] == pytest.approx([1, -1 / 7], rel=1e-4)
+    for name, method in found.items():
+        none, *_, every = method["advantages"]
+        assert (none[1] < 0 < every[0]) if name == "batch" else (none == every == [0, 0])
+
+
+def test_the_marks():
+    """`norm` rises in both runs, `noise` never; `weight` doubles; the reward falls at the end."""
+    steps = range(1, 101)
+    healthy = {"curves": {"norm": [[s, s] for s in steps], "reward": [[s, 0.5] for s in steps]}}
+    curves = {
+        "norm": [[s, s] for s in steps],
+        "noise": [[s, 1 + s % 2] for s in steps],
+        "weight": [[s, 1.0 if s <= 30 else 11.0] for s in steps],
+        "reward": [[s, 1.0 if s <= 50 else 0.0] for s in steps],
+    }
+    found = explorer.marks(healthy, {"curves": curves})
+    assert found == [
+        {"kind": "rises", "step": 31, "name": "weight"},  # of ten values nine are 1 and one is 11
+        {"kind": "falls", "step": 51, "name": "reward"},  # 9 of the last 10 are 1
+        {"kind": "late", "step": 55, "name": "reward"},
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BROWSER, reason="needs chromium: apt-get install chromium")
+def test_the_page_is_drawn(tmp_path):
+    """Without a message on the console: each of the nine has a chart and its weight."""
+    shown = shutil.copy(PAGE, tmp_path / "explorer.html")
+    weights = drawn(shown, "", r'<strong class="in-.*?</strong>')
+    assert len(weights) == len(NINE) and weights[0] == "0"  # the first case: GRPO cuts it

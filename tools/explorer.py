@@ -1,0 +1,305 @@
+"""What each loss does to a token: one HTML page that works offline, to play with before you read a
+file.
+
+    python -m tools.explorer [--out explorer.html]
+
+Part 1 moves one token: its ratio, its probability, its advantage, and what surrounds it. Part 2
+flips the rewards of a group. Part 3 shows the runs of two stored pages of tools.page side by side.
+
+All weights are computed here, by autograd of each file's own `policy_loss`. The page only reads
+them from tables: between two ratios of a table, the weight is a straight line to TOLERANCE.
+"""
+
+import importlib
+import itertools
+import json
+import random
+import re
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import common  # noqa: F401  (before torch)
+import grpo
+import minirl
+import torch
+from checks import terms
+from checks.files import MODULES, ROOT, VARIANTS
+from common.cli import BadInput, in_one_line
+from torch import Tensor
+from variants import baselines
+
+from tools import arguments, page
+from tools.look import filled, short, write
+
+TEMPLATE, WORDS = (Path(__file__).with_suffix(end) for end in (".html", ".json"))
+PAGES = [ROOT / "docs" / "page-healthy.html", ROOT / "docs" / "page-collapse.html"]
+# The sliders' stops. All other tokens of the response have π_old = 0.5, the ratio exp(drift), no
+# gap, and entropies of which 80% lie below 0.7 nats.
+AXES = {
+    "sign": [1, -1],  # of Â
+    "size": [0.35, 0.5, 1, 1.6, 2.5],  # |Â|
+    "p": [1e-4, 1e-3, 0.005, 0.02, 0.1, 0.3, 0.6, 0.9, 0.99],  # π_old of the token
+    "entropy": [0.05, 0.3, 0.6, 1, 2, 3],  # where the token was drawn, in nats
+    "length": [10, 30, 100, 300, 1000],  # tokens in the response
+    "drift": [-0.03, -0.001, 0, 0.001, 0.03],  # mean log r of the response's other tokens
+    "gap": [0.25, 0.5, 0.8, 1, 1.25, 2, 4],  # π_old / μ of the token
+}
+USUAL = {"sign": 1, "size": 1, "p": 1e-4, "entropy": 1, "length": 100, "drift": 0, "gap": 1}
+LOWEST, HIGHEST = 0.02, 50.0  # ratios
+TOLERANCE, EDGE = 2e-3, 1e-10  # error of a straight line, relative; width of a jump, relative
+NINE = "grpo gspo sapo stapo maspo minirl vcpo goldilocks deep_grpo".split()
+LARGE = ["paced"]  # its table is as large as all others together
+NUMBERS = ["is_cap", "tau_p"]  # flags that a sentence of the page names
+OTHERS = [2, 4, 6]  # right answers, of 8, in the other groups of part 2's batch
+GROUP = {  # part 2: how a reward becomes an advantage, and the file whose loss receives it
+    "z-score": ("grpo", grpo.advantages),
+    "no std": ("minirl", minirl.advantages),
+    "RLOO": ("baselines", partial(baselines.advantages, how="rloo")),
+    "batch": ("baselines", partial(baselines.advantages, how="batch")),
+}
+WINDOW, RISEN, FALLEN, LOST = 10, 2.0, 0.9, 0.5  # see `marks`
+
+
+# A token's weight
+
+
+def weights(module: ModuleType, at: dict, ratios: Tensor) -> Tensor:
+    """The weight `[N]` on ∇ log π of one token for each of its ratios `[N]`.
+
+    `at` has a value for each axis. A ratio's token is the first of a response of its own. The
+    weight is that of the loss's sum, so it is not yet divided by responses or tokens.
+    """
+    n, T = len(ratios), at["length"]
+    first = torch.arange(T) == 0  # [T]
+
+    def column(token: Tensor, others: Tensor | float) -> Tensor:
+        return torch.where(first, token, others).expand(n, T).clone()  # [N, T]
+
+    p, gap = torch.tensor([at["p"], at["gap"]], dtype=torch.float64).log()  # [], []
+    old_logp = column(p, torch.tensor(0.5, dtype=torch.float64).log())  # [N, T]
+    moved = column(ratios.log()[:, None], at["drift"])  # [N, T]: log r
+    entropies = torch.linspace(0, 0.875, T, dtype=torch.float64)  # [T]
+    logp = (old_logp + moved).requires_grad_()
+    A = torch.full((n,), at["sign"] * at["size"], dtype=torch.float64)  # [N]
+    total, _, _ = terms(
+        module,
+        module.Args(),
+        logp=logp,
+        old_logp=old_logp,
+        rollout_logp=old_logp - column(gap, 0.0),
+        ref_logp=logp.detach(),  # a KL term has no gradient there
+        entropy=column(torch.tensor(at["entropy"], dtype=torch.float64), entropies),
+        advantages=A,
+        mask=torch.ones_like(old_logp),
+    )
+    return -torch.autograd.grad(total, logp)[0][:, 0]
+
+
+def grid(at: dict, points: int) -> Tensor:
+    """Ratios at which the token's probability is at most 1."""
+    highest = min(HIGHEST, 1 / at["p"])
+    ends = torch.tensor([LOWEST, highest], dtype=torch.float64).log()
+    middle = torch.linspace(ends[0], ends[1], points, dtype=torch.float64).exp()
+    inside = [short(r, 4) for r in middle[1:-1]]
+    return torch.tensor([LOWEST, *inside, highest], dtype=torch.float64)
+
+
+# Tables
+
+
+def effect_of(module: ModuleType, axis: str, rng: random.Random) -> list[float] | None:
+    """What an axis does, tried at random values of all others: a factor for each of its stops (all
+    1 if the loss does not look at it), or None if it changes the curve."""
+    stops, usual = AXES[axis], AXES[axis].index(USUAL[axis])
+    factors = None
+    for _ in range(16):
+        at = {name: rng.choice(values) for name, values in AXES.items()}
+        ratios = grid(at | {"p": max(AXES["p"]) if axis == "p" else at["p"]}, 20)
+        found = torch.stack([weights(module, at | {axis: stop}, ratios) for stop in stops])
+        largest = found.abs().argmax(dim=1)[usual]  # the token whose weights are compared
+        if found[usual, largest] == 0:
+            if found.abs().max() > 0:
+                return None
+            continue
+        ratio = found[:, largest] / found[usual, largest]  # [stops]
+        factors = ratio if factors is None else factors
+        same = torch.allclose(found, factors[:, None] * found[usual], rtol=1e-9, atol=1e-12)
+        if not same:
+            return None
+    return [short(factor, 9) for factor in factors]
+
+
+def knots(module: ModuleType, at: dict, scale: float) -> tuple[list[float], list[float]]:
+    """Ratios, and weights divided by `scale`, of one curve. At a jump two knots stand together."""
+
+    def of(ratios: Tensor) -> Tensor:
+        return weights(module, at, ratios) / scale
+
+    r = grid(at, 24)
+    w = of(r)
+    open_ = torch.ones(len(r) - 1, dtype=torch.bool)  # intervals in which the curve may bend
+    while open_.any():
+        left = open_.nonzero()[:, 0]
+        a, b = r[left], r[left + 1]
+        middle = [short((x + y) / 2, 5 if y / x > 1.01 else 12) for x, y in zip(a, b)]
+        middle = torch.tensor(middle, dtype=torch.float64)
+        found = of(middle)
+        line = w[left] + (w[left + 1] - w[left]) * (middle - a) / (b - a)
+        bent = (found - line).abs() > TOLERANCE * found.abs().clamp(min=0.05)
+        bent &= b / a > 1 + EDGE
+        # Every middle becomes a knot; the halves of a bent interval are looked at again
+        order = torch.cat([r, middle]).argsort()
+        r, w = torch.cat([r, middle])[order], torch.cat([w, found])[order]
+        again = torch.zeros(len(r), dtype=torch.bool)
+        again[torch.searchsorted(r, middle[bent])] = True
+        open_ = again[:-1] | again[1:]
+    return thinned(r.tolist(), w.tolist())
+
+
+def thinned(r: list[float], w: list[float]) -> tuple[list[float], list[float]]:
+    """Without the knots that a straight line between their neighbours replaces."""
+    kept, start = [0], 0
+    for end in range(2, len(r)):
+        slope = (w[end] - w[start]) / (r[end] - r[start])
+        for i in range(start + 1, end):
+            error = abs(w[start] + slope * (r[i] - r[start]) - w[i])
+            if error > TOLERANCE * max(abs(w[i]), 0.05):
+                start = end - 1
+                kept.append(start)
+                break
+    kept.append(len(r) - 1)
+    return [short(r[i], 10) for i in kept], [short(w[i], 5) + 0.0 for i in kept]
+
+
+def table(name: str) -> dict | None:
+    """All weights of a file, in units of its own at r = 1 for Â = 1 and 100 tokens. None if the
+    weight also depends on other responses, so that one token has no curve."""
+    module, rng = importlib.import_module(MODULES[name]), random.Random(1)
+    for _ in range(8):
+        at = {axis: rng.choice(stops) for axis, stops in AXES.items()}
+        ratios = grid(at, 12)
+        alone = torch.cat([weights(module, at, ratio[None]) for ratio in ratios])
+        if not alone.allclose(weights(module, at, ratios)):
+            return None
+    scale = weights(module, USUAL, torch.ones(1, dtype=torch.float64)).item()
+    if scale == 0:
+        return None
+    effects = {axis: effect_of(module, axis, rng) for axis in AXES}
+    real = [axis for axis, factors in effects.items() if factors is None]
+    curves, index = {}, []
+    for stops in itertools.product(*(AXES[axis] for axis in real)):
+        at = USUAL | dict(zip(real, stops))
+        r, w = knots(module, at, scale)
+        curve = json.dumps({"r": r, "w": w})
+        index.append(curves.setdefault(curve, len(curves)))
+    args = module.Args()
+    numbers = {flag: getattr(args, flag) for flag in NUMBERS if hasattr(args, flag)}
+    if hasattr(args, "clip_low"):
+        numbers |= {"low": short(1 - args.clip_low, 6), "high": short(1 + args.clip_high, 6)}
+    return {
+        "name": module.__doc__.splitlines()[0].partition(":")[0],
+        "numbers": numbers,
+        "axes": real,
+        "factors": {axis: f for axis, f in effects.items() if f and len({*f}) > 1},
+        "index": index,
+        "curves": [json.loads(curve) for curve in curves],
+    }
+
+
+def group_tables() -> dict:
+    """Each method's file, and its advantages `[right, wrong]` for 0 to 8 right answers of 8."""
+    counts = [[k, *OTHERS] for k in range(9)]
+    found = {}
+    for name, (file, advantages) in GROUP.items():
+        rows = []
+        for batch in counts:
+            rewards = torch.tensor([[1.0] * k + [0.0] * (8 - k) for k in batch])  # [P, G]
+            A = advantages(rewards)[0]
+            rows.append([short(A[0], 5), short(A[-1], 5)])
+        found[name] = {"file": file, "advantages": rows}
+    return found
+
+
+# Two runs
+
+
+def stored(path: Path) -> dict:
+    """The run of a stored page: one group a step, numbers of three digits."""
+    found = re.search(r'id="data">(.*?)</script>', path.read_text("utf-8"), re.DOTALL)
+    run = json.loads(found[1])["runs"][0]
+    rows = {row["step"]: row for row in reversed(run["rows"])}  # the first group of each step
+    run["rows"] = [rows[step] for step in sorted(rows)]
+    for response in itertools.chain.from_iterable(row["responses"] for row in run["rows"]):
+        for name, column in response.items():
+            if isinstance(column, list) and name != "tokens":
+                response[name] = [x if x is None else short(x, 3) for x in column]
+    return run
+
+
+def means(curve: list) -> dict[int, float]:
+    """Step -> the mean of a curve over the WINDOW values up to it."""
+    values = [value for _, value in curve]
+    ends = range(WINDOW, len(curve) + 1)
+    return {curve[end - 1][0]: sum(values[end - WINDOW : end]) / WINDOW for end in ends}
+
+
+def risen(curve: list) -> int | None:
+    """The first step at which the mean is RISEN times the first mean."""
+    found = means(curve)
+    first = next(iter(found.values()), 0)
+    return next((step for step, mean in found.items() if mean >= RISEN * first > 0), None)
+
+
+def marks(healthy: dict, collapse: dict) -> list[dict]:
+    """What rises first in the collapse and not in the healthy run; where its reward was for the
+    last time near its best (FALLEN of it); and where it was last at LOST of its best."""
+    usual = [name for name, curve in healthy["curves"].items() if risen(curve)]
+    curves = {name: c for name, c in collapse["curves"].items() if name not in usual and risen(c)}
+    first = sorted(curves, key=lambda name: risen(curves[name]))[:1]
+    found = [{"kind": "rises", "step": risen(curves[name]), "name": name} for name in first]
+    reward = means(collapse["curves"]["reward"])
+    for kind, share in (("falls", FALLEN), ("late", LOST)):
+        last = max(step for step, mean in reward.items() if mean >= share * max(reward.values()))
+        found.append({"kind": kind, "step": last, "name": "reward"})
+    return found
+
+
+def two_runs(healthy: dict, collapse: dict) -> dict:
+    """What part 3 needs. Of both runs it shows the steps nearest to the healthy run's and marks."""
+    found = marks(healthy, collapse)
+    wanted = [row["step"] for row in healthy["rows"]] + [mark["step"] for mark in found]
+    steps = set()
+    for run in (healthy, collapse):
+        near = {min(run["rows"], key=lambda row: abs(row["step"] - s))["step"] for s in wanted}
+        run["rows"] = [row for row in run["rows"] if row["step"] in near]
+        steps |= near
+    rule = {"window": WINDOW, "risen": RISEN, "fallen": 100 * FALLEN, "lost": 100 * LOST}
+    shown = filled(page.TEMPLATE, {"runs": [healthy, collapse]})
+    return {"marks": found, "steps": sorted(steps), "rule": rule, "runs": shown}
+
+
+def main(out: Path) -> None:
+    """Write the page and print where it is."""
+    tables = {name: table(name) for name in (*NINE, *VARIANTS) if name not in LARGE}
+    data = two_runs(*map(stored, PAGES)) | {
+        "axes": AXES,
+        "usual": {axis: AXES[axis].index(value) for axis, value in USUAL.items()},
+        "span": [LOWEST, HIGHEST],
+        "nine": NINE,
+        "files": {name: one for name, one in tables.items() if one},
+        "without": [*LARGE, *(name for name, one in tables.items() if not one)],
+        "group": group_tables(),
+        "words": json.loads(WORDS.read_text("utf-8")),
+    }
+    write(TEMPLATE, data, out)
+
+
+if __name__ == "__main__":
+    parser = arguments(__doc__)
+    parser.add_argument("--out", type=Path, default=Path("explorer.html"), help="the page to write")
+    out = parser.parse_args().out
+    try:
+        main(out)
+    except (BadInput, OSError) as error:
+        parser.error(in_one_line(error))
