@@ -25,6 +25,8 @@ from labs.real.responses import UPDATES, Subject, small
 TITLE = "Ten mechanisms on SmolLM2-135M and on the embedded model"
 SUBJECTS = {
     "SmolLM2": Subject("runs/smollm2-sums", "labs/real/sums.py:worked", 1e-5, 56, prompts=32),
+    # Without the warm start, which makes improbable tokens rare
+    "base": Subject("runs/smollm2", "labs/real/sums.py", 1e-5, 6, prompts=64, only_stapo=True),
     "tiny": Subject("tiny", "arithmetic", 3e-4, 64, prompts=64),
     "tiny-teacher": Subject("tiny-teacher", "arithmetic", 3e-4, 64, prompts=64),
 }
@@ -112,9 +114,10 @@ def draw(results: dict) -> object:
         axis.legend(frameon=False, fontsize=8)
         if ticks:
             axis.set_xticks(range(len(ticks)), ticks)
-    axes["minirl"].set_xscale("log")
+    lab.plain_ticks(axes["minirl"], "x", (0.001, 0.01, 0.1, 1))
     for file in ("gspo", "stapo"):
         axes[file].set(xscale="log", yscale="log")
+    axes["stapo"].set(xlim=(1e-7, 4), ylim=(1e-4, None))  # below, float32 has no digits left
     return figure
 
 

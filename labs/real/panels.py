@@ -421,6 +421,9 @@ def measured(subject: Subject, seed: int, kept: Path) -> dict:
     `kept`, or will be."""
     torch.set_num_threads(1)
     panels = Panels(subject, seed, stored(kept, subject, seed))
-    panels.measure()
+    if subject.only_stapo:
+        panels.stapo()
+    else:
+        panels.measure()
     numbers = {key: [float(f"{x:.3g}") for x in found] for key, found in panels.numbers.items()}
     return {"seed": seed, "numbers": numbers, "series": panels.series}

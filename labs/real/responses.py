@@ -38,6 +38,7 @@ class Subject:
     limit: int  # new tokens
     prompts: int  # P
     batch: int = 4  # prompts in a mini-batch
+    only_stapo: bool = False  # no other panel
 
     def args(self, seed: int) -> grpo.Args:
         """Flags of grpo.py, without its KL term: the other objectives have none."""
