@@ -111,7 +111,8 @@ def draw(results: dict) -> object:
         axis.set_xlabel(below)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=8)
+        if axis.has_data():
+            axis.legend(frameon=False, fontsize=8)
         if ticks:
             axis.set_xticks(range(len(ticks)), ticks)
     lab.plain_ticks(axes["minirl"], "x", (0.001, 0.01, 0.1, 1))
