@@ -41,12 +41,13 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
-    parser.add_argument("--seeds", type=int, default=2, help="of prompts (default: 2)")
+    parser.add_argument("--seeds", type=int, help="of prompts (default: 2; --quick: 1)")
     parser.add_argument("--quick", action="store_true", help="eight prompts: wide intervals")
     parser.add_argument("--out", type=Path, default=Path("runs/labs"), help="default: runs/labs")
     words = parser.parse_args()
-    if words.seeds < 1:
-        parser.error(f"--seeds {words.seeds}: must be 1 or more")
+    seeds = (1 if words.quick else 2) if words.seeds is None else words.seeds
+    if seeds < 1:
+        parser.error(f"--seeds {seeds}: must be 1 or more")
     for name in words.subjects:
         model = SUBJECTS[name].model
         if "/" in model and not Path(model).exists():
@@ -57,7 +58,7 @@ def main() -> None:
     results = {name: [] for name in words.subjects}
     if table.exists():
         results |= json.loads(table.read_text(encoding="utf-8"))["results"]
-    jobs = [(name, seed) for seed in range(1, words.seeds + 1) for name in words.subjects]
+    jobs = [(name, seed) for seed in range(1, seeds + 1) for name in words.subjects]
     jobs = [job for job in jobs if job[1] not in [run["seed"] for run in results[job[0]]]]
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         under_way = {}
