@@ -45,7 +45,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="eight prompts: wide intervals")
     parser.add_argument("--out", type=Path, default=Path("runs/labs"), help="default: runs/labs")
     words = parser.parse_args()
-    seeds = (1 if words.quick else 2) if words.seeds is None else words.seeds
+    seeds = words.seeds
+    if seeds is None:
+        seeds = 1 if words.quick else 2
     if seeds < 1:
         parser.error(f"--seeds {seeds}: must be 1 or more")
     for name in words.subjects:
@@ -127,7 +129,11 @@ def draw_subject(axes: dict, name: str, n: int, numbers: dict, series: dict, see
     """One subject's points in all panels."""
 
     def points(file: str, x: list, keys: list[str], words: str = "", style: str = "o-") -> None:
-        found = [(place, numbers[f"{file}: {key}"]) for place, key in zip(x, keys)]
+        keys = [f"{file}: {key}" for key in keys]
+        # With eight prompts, perhaps no group has a gradient, and a number is missing
+        found = [(place, numbers[key]) for place, key in zip(x, keys) if key in numbers]
+        if not found:
+            return
         middle, low, high = np.array([value for _, value in found]).T
         errors = [np.maximum(0, middle - low), np.maximum(0, high - middle)]
         drawn = {"color": COLOURS[name], "capsize": 3, "label": f"{name} {words}"}
@@ -145,6 +151,7 @@ def draw_subject(axes: dict, name: str, n: int, numbers: dict, series: dict, see
     for rule, style in (("GRPO", "s:"), ("MASPO", "o-")):
         points("maspo", aside, [f"kept by {rule}, {kind}, {late}" for kind in BINS], rule, style)
     gaps = ["bfloat16", "float8", *map(after, LOOKED_AT)]
+    gaps = [gap for gap in gaps if f"minirl: cosine, {gap}" in numbers]
     kl = [numbers[f"minirl: KL of a response, {gap}"][0] for gap in gaps]
     points("minirl", kl, [f"cosine, {gap}" for gap in gaps], "", "o")
     points("vcpo", list(UPDATES), [f"ESS/B, {after(steps)}" for steps in UPDATES])

@@ -321,11 +321,12 @@ class Panels:
         logp, size = self.squared()
         energy = size * batch.advantages[:, None] ** 2  # [N, T]
         live = self.mask * (batch.advantages != 0)[:, None]  # [N, T]
-        for args.tau_p in (0.002, 0.05):
+        for tau_p in (0.002, 0.05):
+            args.tau_p = tau_p
             stapo.choose_tokens(args, batch, logp, entropy, ALONE)
-            low = (logp.exp() < args.tau_p) & (batch.advantages[:, None] > 0) & (live > 0)  # [N, T]
+            low = (logp.exp() < tau_p) & (batch.advantages[:, None] > 0) & (live > 0)  # [N, T]
             for name, where in (("spurious", batch.spurious), ("improbable", low)):
-                at = f"τ_p = {args.tau_p}"
+                at = f"τ_p = {tau_p}"
                 self.numbers[f"stapo: {name}, tokens, {at}"] = self.share(where, live)
                 self.numbers[f"stapo: {name}, gradient², {at}"] = self.share(energy * where, energy)
         # Norms over all parameters, of single tokens: the 40 rarest, and 80 drawn by chance
@@ -387,7 +388,8 @@ class Panels:
     def mass(self) -> None:
         """Where probability goes in one step on wrong responses alone, and on right ones alone: to
         the sampled token, to the other likely ones (of 10; of 18 tokens, of 3), or to the rest."""
-        k, likely = (10 if self.policy.lm.config.vocab_size > 100 else 3), []
+        k = 10 if self.policy.lm.config.vocab_size > 100 else 3
+        likely: list[Tensor] = []
 
         def others(logprobs: Tensor, tokens: Tensor, ids: Tensor) -> Tensor:
             return (logprobs.gather(-1, ids).exp() * (ids != tokens[:, None])).sum(-1)

@@ -17,6 +17,7 @@ from common.distributed import ALONE
 from common.logprobs import Policy
 from common.model import load_model
 from common.rollout import HFEngine
+from common.run import atomic_write
 from torch import Tensor
 
 import deep_grpo
@@ -107,11 +108,12 @@ def sample(subject: Subject, seed: int) -> dict[str, Rollout]:
 
 
 def stored(path: Path, subject: Subject, seed: int) -> dict[str, Rollout]:
-    """The responses of `path`, sampled and written if there are none."""
-    if not path.exists():
+    """The responses of `path`, sampled and written if there are none of this subject."""
+    if not path.exists() or torch.load(path, weights_only=True)["subject"] != vars(subject):
         columns = {name: vars(rollout) for name, rollout in sample(subject, seed).items()}
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"subject": vars(subject), "columns": columns}, path)
+        with atomic_write(path) as partial:
+            torch.save({"subject": vars(subject), "columns": columns}, partial)
     content = torch.load(path, weights_only=True)
     return {name: Rollout(**columns) for name, columns in content["columns"].items()}
 
