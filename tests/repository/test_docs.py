@@ -6,6 +6,7 @@ import importlib.util
 import math
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -112,3 +113,12 @@ def test_every_pointer_names_a_definition_that_exists(path):
     """As `grpo.py: policy_loss` or `grpo.py: --beta`."""
     for file, name in re.findall(r"`([\w/]+\.py): ([\w.-]+)`", path.read_text("utf-8")):
         assert name in definitions((ROOT / file).read_text("utf-8")), (file, name)
+
+
+# Leftovers of a merge
+
+
+def test_no_tracked_file_has_a_conflict_marker():
+    words = ["git", "grep", "--line-number", "-I", "-E", "^(<<<<<<<|>>>>>>>|\\|{7}|={7}$)"]
+    found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (1, "")  # 1: no such line
