@@ -18,9 +18,9 @@ Gradient weight on ∇ log π_θ(y_t), before each stream's average:
 The idea: more responses from the start mostly repeat what is found anyway, and a failed response is
 often right up to some point. K new endings from one of its own states search there. As all K start
 from one state, comparing them may say more than comparing responses that share only the prompt. In
-our runs branches are right less often than new responses (docs/claims.md). The cut
-should be deep enough to be new (d^γ) and early enough to be saved (σ). σ is a logistic regression
-of "some branch succeeded" on the depth d; it is fitted during training.
+our runs branches are right less often than new responses (docs/claims.md). The cut should be deep
+enough to be new (d^γ) and early enough to be saved (σ). σ is a logistic regression of "some branch
+succeeded" on the depth d; it is fitted during training.
 
 i = 0 is the bare prompt, the root. It can be drawn, and a response with a single segment has no
 other place to cut. Its K "branches" are then K more answers from the start. At first the embedded
