@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from common.answers import final_answer, last_box
 from common.batch import Rollout
 from common.cli import BadInput, blame, key_values
 from common.clock import timed
 from common.metrics import Means
-from common.reward import Verifier, final_answer, load_task_file, source_of
+from common.reward import Verifier, load_task_file, source_of
 from common.tiny import arithmetic
 
 
@@ -53,7 +54,7 @@ HUB = {name: Columns(**row) for name, row in HUB.items()}
 
 def boxed(solution: str) -> str:
     """MATH: the content of the solution's last \\boxed{...}."""
-    return re.fullmatch(r"\\boxed\{(.*)\}", final_answer(solution), re.DOTALL)[1]
+    return last_box(solution)
 
 
 def after_hashes(solution: str) -> str:
