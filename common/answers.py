@@ -1,11 +1,11 @@
 """Which text of a response is its answer, how it is written, and whether it equals the reference.
 
-`correct(response, reference)` is what training, evaluation and the labs ask. Exact texts, numbers,
-units and collections are compared here; what then remains is an expression, which math-verify
-reads. Three rules guard against paying a wrong answer: only what is named last counts, different
-units differ, and no tolerance is wider than the digits that were written.
+`correct(response, reference)` is what training, evaluation and the labs ask. Texts, numbers and
+units are compared here; what remains is an expression, which math-verify reads. Three rules guard
+against paying a wrong answer: only what is named last counts, different units differ, and no
+tolerance is wider than the digits that were written.
 
-1. Which text is the answer. 2. How it is written. 3. The comparison.
+The parts: 1. which text is the answer, 2. how it is written, 3. the comparison.
 """
 
 import re
@@ -18,13 +18,12 @@ LONGEST = 2000  # characters: a longer answer is none, which bounds all work on 
 
 # 1. Which text is the answer
 
-TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)(?:</answer>|\Z)", re.DOTALL)
 BOX = re.compile(r"\\+(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
-BARE = re.compile(r"[(\[]?[-+]?(?:[\d.\\]|[A-Za-z]\b)[^\s$]*")  # a box without braces
-BETWEEN = re.compile(r"[\s$\\()\[\]]*(?:,|;|\bor\b|\band\b|或|和|、)[\s$\\()\[\]]*")
+BARE = re.compile(r"[-+(\[]?(?:[\d.\\]|[A-Za-z]\b)[^\s$]*|")  # of a box without braces
+TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)(?:</answer>|\Z)", re.DOTALL)
 LABEL = re.compile(
-    r"(?:(?:answer|option|choice)[^\n.\d]{0,40}?(?:\bis\b|[:=：]|\n)"
-    r"|答案[^\n\d]{0,9}?[是为:：]|####)[*_:：\s]*",
+    r"(?:(?:answer|option|choice)[^\n.\d]{0,40}?(?:\bis\b|[:=：]|\n)|答案[^\n\d]{0,9}?[是为:：]|####)"
+    r"[*_:：\s]*",
     re.IGNORECASE,
 )
 SENTENCE = re.compile(r"(?:\\\[.*?\\\]|\$\$.*?\$\$|[^\n])*?(?=\s*(?:\n|\Z)|\.\s|。)", re.DOTALL)
@@ -36,8 +35,8 @@ def final_answer(response: str) -> str:
     """The text that a response names last as its answer, as `written`; "" if it names none.
 
     In this order: the last box, what stands between <answer> tags, what follows "answer is", the
-    last number. A thought, <think>...</think>, names nothing; nor does a response that never
-    closes it.
+    last number. A thought, <think>...</think>, names nothing, and if it is never closed neither
+    does the response.
     """
     said = re.split(r"</think(?:ing)?>", response)[-1]
     if re.search(r"<think(?:ing)?>", said):
@@ -50,54 +49,41 @@ def final_answer(response: str) -> str:
 
 def marked(text: str) -> str | None:
     """What the last box, <answer> tag or label of a text names; None without any."""
-    tags = [tag for tag in TAG.finditer(text) if written(tag[1][:LONGEST])]
+    tags = [tag for tag in TAG.finditer(text) if tag[1].strip()]
     if tags:
         text = text[tags[-1].start(1) :]
-    box = last_box(text)
-    if box is not None:
-        return LABEL.sub("", box, count=1) if LABEL.match(written(box)) else box
-    if tags:
-        text = tags[-1][1]
-    text = text[-LONGEST:]
-    for label in reversed(list(LABEL.finditer(text))):
-        sentence = written(SENTENCE.match(text, label.end())[0])
+    answer = last_box(text)
+    if answer is None and tags:
+        answer = tags[-1][1]
+    inside = (text if answer is None else answer)[-LONGEST:]
+    for label in reversed(list(LABEL.finditer(inside))):
+        sentence = written(SENTENCE.match(inside, label.end())[0])
         if sentence:
             return plain_parts(sentence, r"\d|^\(?[A-J]\)?$")[0]
-    return last_number(text) if tags else None
+    return answer
 
 
 def last_box(text: str) -> str | None:
-    """The content of the last box that has any; "" if it never closes, None without a box.
-
-    Boxes joined by a comma, "or", "and" are one list, which does not earn for one of its members.
-    """
-    content, start_of_later = None, len(text)
+    """The content of the last box that has any; "" if it never closes, None without a box."""
     for box in reversed(list(BOX.finditer(text))):
-        start = box.end()
-        if text.startswith("{", start):
-            end = closing_brace(text, start)
+        content = BARE.match(text, box.end())[0]
+        if text.startswith("{", box.end()):
+            end = closing_brace(text, box.end())
             if end < 0:
-                return content or ""
-            inside = text[start + 1 : end - 1]
-        else:
-            bare_text = BARE.match(text, start)
-            end = bare_text.end() if bare_text else start
-            inside = text[start:end]
-        if content and not BETWEEN.fullmatch(text, end, start_of_later):
-            break
-        if written(inside[:LONGEST]):
-            content = f"{inside}, {content}" if content else inside
-            start_of_later = box.start()
-    return content
+                return ""
+            content = text[box.end() + 1 : end]
+        if written(content[:LONGEST]):
+            return content
+    return None
 
 
 def closing_brace(text: str, start: int) -> int:
-    """The place behind the brace that closes the one at `start`, or -1."""
+    """The place of the brace that closes the one at `start`, or -1."""
     depth = 0
     for brace in re.compile(r"\\\\|\\[{}]|[{}]").finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return brace.end()
+            return brace.start()
     return -1
 
 
@@ -113,8 +99,7 @@ def last_number(text: str) -> str:
 
 def plain_parts(text: str, needs: str) -> list[str]:
     """A text without words as it is; of another the parts between its words that match `needs`."""
-    value, _ = quantity(text)
-    if not WORD.search(value):
+    if not WORD.search(quantity(text)[0]):
         return [text]
     parts = map(written, PAUSE.split(text))
     return [part for part in parts if re.search(needs, part)] or [text]
@@ -123,56 +108,51 @@ def plain_parts(text: str, needs: str) -> list[str]:
 # 2. How it is written
 
 SIGNS = {
-    "√": r"\sqrt ", "∛": r"\sqrt[3] ", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/",
-    "−": "-", "–": "-", "—": "-", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ",
-    "≈": r"\approx ", "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
-    "°": r"^\circ ", "º": r"^\circ ", "…": r"\ldots ", "⁄": "/", "、": ",", "。": ".", "٫": ".",
+    "√": r"\sqrt ", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "⁄": "/", "−": "-",
+    "–": "-", "—": "-", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ",
+    "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "°": r"^\circ ",
+    "º": r"^\circ ", "…": r"\ldots ", "、": ",", "。": ".", "٫": ".",
 }  # fmt: skip
-FUNCTIONS = "sqrt|sin|cos|tan|cot|sec|csc|log|ln|arcsin|arccos|arctan|pi"
+FORMS = {"<super>": "^{%s}", "<sub>": "_{%s}", "<fraction>": r"\frac{%s}"}
+ROWS = re.compile(
+    r"\\begin\{(cases|array|aligned|align\*?|gathered)\}(?:\{[lcr| ]*\})?(.*?)\\end\{\1\}",
+    re.DOTALL,
+)
 SPELLINGS = [
-    # marks around formulas, and what only moves ink
     (r"\\left\\\{(.*)\\right\.", r"\1"),
-    (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|limits)(?![A-Za-z])|\\!", ""),
+    (r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\!", ""),
     (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])|\s", " "),
-    (r"(?<!\\)(?:\$|\\[()\[\]])", " "),
+    (r"(?<!\\)(?:\$|\\[()\[\]])", " "),  # marks around formulas
     (r"\\(?:text|mbox|math|operatorname)(?:rm|bf|it|sf)?\s*\{([^{}]*)\}", r" \1 "),
-    # one spelling of each sign
     (r"\\[dtc]frac", r"\\frac"),
-    (r"\\leq(?:slant)?(?![A-Za-z])|<=", r"\\le "),
-    (r"\\geq(?:slant)?(?![A-Za-z])|>=", r"\\ge "),
-    (r"\\neq(?![A-Za-z])|!=", r"\\ne "),
-    (r"\\lt(?![A-Za-z])", "<"),
-    (r"\\gt(?![A-Za-z])", ">"),
     (r"\\varnothing", r"\\emptyset"),
     (r"\\(?:l|c|v|d)?dots[a-z]?(?![A-Za-z])|\.\.\.+", r"\\ldots "),
     (r"\{\s*([,:])\s*\}", r"\1"),
     (r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])", r"^\\circ "),
     (r"\\?%|\b(?:percent(?:age)?|pct)\b", r"\\% "),
-    (rf"(?<![\\A-Za-z])({FUNCTIONS})(?![A-Za-z])", r"\\\1"),
-    (r"\\sqrt\s*(\[\d+\])?\s*(?:\(([^()]*)\)|(\d+))", r"\\sqrt\1{\2\3}"),
+    (r"(?<![\\A-Za-z])(sqrt|pi|ln|log|sin|cos|tan)(?![A-Za-z])", r"\\\1"),
+    (r"\\sqrt\s*(?:\(([^()]*)\)|(\d+))", r"\\sqrt{\1\2}"),
     (r"(?<=[\w)}])\*\*(?=[\w({])", "^"),
-    # numbers
     (r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([-+]?\d+)(?![\d.])", r"\1 \\times 10^{\2}"),
-    (r"(\d)\s*(?:x|\*|\\times|\\cdot)\s*10\s*\^", r"\1 \\times 10^"),
-    (r"\^\s*([-+]?\d+)", r"^{\1}"),
+    (r"(\d)\s*(?:x|\*|\\cdot)\s*10\s*\^", r"\1 \\times 10^"),
+    (r"(?<![\d/}])(\d+)\s+(?:and\s+)?(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),  # 3 1/2
+    (r"(?<![\d/}])(\d+)\s+and\s+\\frac", r"\1\\frac"),
     (r"^(\d*\.\d+)\s*\\ldots\s*$", r"\1"),
     (r",?\s*(?:\\forall|\bfor (?:all|any|every))\b.*$|^\\forall\s*\w+\s*,", ""),
+    (r"^\s*(?:about|approximately|roughly|约|\\approx)|(?<=\d|\})\s*\\approx.*$", ""),
 ]
-SPELLINGS = [(re.compile(pattern), as_written) for pattern, as_written in SPELLINGS]
-ROWS = re.compile(
-    r"\\begin\{(cases|array|aligned|align\*?|gathered|split)\}(?:\{[lcr| ]*\})?(.*?)\\end\{\1\}",
-    re.DOTALL,
-)
+SPELLINGS = [(re.compile(pattern, re.DOTALL), new) for pattern, new in SPELLINGS]
+
+
 @lru_cache(1000)
 def written(text: str) -> str:
     """A text in one spelling: LaTeX in ASCII, without marks at its edges, its value unchanged."""
-    if not text.isascii():
-        text = in_latex(text)
+    text = "".join(map(in_latex, text)).replace("}^{", "").replace("}_{", "")
     if len(re.findall(r"(?<!\\)\$", text)) % 2:  # no pair of marks: a currency
         text = re.sub(r"(?<!\\)\$", r"\\$", text)
     text = ROWS.sub(equations, text)
-    for pattern, as_written in SPELLINGS:
-        text = pattern.sub(as_written, text)
+    for pattern, new in SPELLINGS:
+        text = pattern.sub(new, text)
     before = None
     while text != before:
         before = text
@@ -181,27 +161,20 @@ def written(text: str) -> str:
     return re.sub(r" +", " ", text)
 
 
-def in_latex(text: str) -> str:
-    """Unicode's signs, powers, indices, fractions, Greek letters and digits in LaTeX."""
-    out = ""
-    for sign in text:
-        form = unicodedata.decomposition(sign).partition(" ")[0]
-        plain = "".join(SIGNS.get(part, part) for part in unicodedata.normalize("NFKC", sign))
-        name = unicodedata.name(sign, "").split()
-        if sign in SIGNS:
-            plain = SIGNS[sign]
-        elif form in ("<super>", "<sub>"):
-            mark = "^{" if form == "<super>" else "_{"
-            plain = mark + plain + "}"
-        elif form == "<fraction>":
-            plain = r"\frac{" + plain.replace("/", "}{") + "}"
-        elif name[:1] == ["GREEK"] and name[2:3] == ["LETTER"] and len(name) == 4:
-            letter = name[3].lower()
-            plain = "\\" + (letter.capitalize() if name[1] == "CAPITAL" else letter) + " "
-        elif sign.isdigit():
-            plain = str(unicodedata.digit(sign))
-        out += plain
-    return out.replace("}^{", "").replace("}_{", "")
+def in_latex(sign: str) -> str:
+    """A Unicode sign, power, index, fraction, Greek letter or digit in LaTeX."""
+    if sign.isascii():
+        return sign
+    form = FORMS.get(unicodedata.decomposition(sign).partition(" ")[0], "%s")
+    letter = re.fullmatch("GREEK (SMALL|CAPITAL) LETTER ([A-Z]+)", unicodedata.name(sign, ""))
+    if letter:
+        name = letter[2].lower() if letter[1] == "SMALL" else letter[2].capitalize()
+        return f"\\{name} "
+    if sign.isdecimal():
+        return str(unicodedata.decimal(sign))
+    plain = sign if sign in SIGNS else unicodedata.normalize("NFKC", sign)
+    plain = "".join(SIGNS.get(part, part) for part in plain)
+    return form % (plain.replace("/", "}{") if "frac" in form else plain)
 
 
 def equations(match: re.Match) -> str:
@@ -214,17 +187,18 @@ def equations(match: re.Match) -> str:
 
 
 UNITS = r"""m meter metre 米|cm centimeter centimetre 厘米|mm millimeter millimetre 毫米
-|km kilometer kilometre 千米 公里|ft foot feet 英尺|in inch inche 英寸|yd yard|mi mile 英里
-|g gram 克|kg kilogram 千克 公斤|lb lbs pound 磅|oz ounce|L l liter litre 升|mL ml milliliter 毫升
+|km kilometer kilometre 千米 公里|ft foot feet|in inch inche|yd yard|mi mile|g gram 克
+|kg kilogram 千克 公斤|lb lbs pound|oz ounce|L l liter litre 升|mL ml milliliter 毫升
 |s sec second 秒|min minute 分钟|h hr hour 小时|^\circ deg degree 度|\$ usd dollar 美元|¢ cent 美分
 |€ eur euro 欧元|¥ cny rmb yuan 元|unit 单位|am|pm|st|nd|rd|th|N|J|W|V|A|K|Hz|kJ|kW|mol|mph|kph"""
 UNIT_OF = {name: row.split()[0] for row in UNITS.split("|") for name in row.split()}
+PERCENT = r"\%"
 NO_UNITS = "or and to than more less mod not if when base hundred thousand million billion dozen"
 ONE_UNIT = r"(?:\^\\circ\s*[CF]?\b|\\[%$]|[¢-¥₠-₿]|[^\W\d_]+)(?:\s*\^\s*\{?-?\d\}?)?"
 UNIT = re.compile(
     rf"(?<=[\d}})\s.])\s*({ONE_UNIT}(?:(?:\s*(?:/|\\cdot)\s*|\s+){ONE_UNIT})*|_\{{?\d+\}}?)$"
 )
-CURRENCY = re.compile(r"([-+]?)\s*(?:US|USD)?\s*(\\\$|[¢-¥₠-₿])\s*([-+]?[\d.\\].*)")
+CURRENCY = re.compile(r"([-+]?)\s*(?:US)?\s*(\\\$|[¢-¥₠-₿])\s*([-+]?[\d.\\].*)")
 
 
 @lru_cache(1000)
@@ -232,35 +206,51 @@ def quantity(text: str) -> tuple[str, str]:
     """Value and unit of a written text, the unit in one spelling; ("...", "") without a unit.
 
     A unit is a currency, a percent or degree sign, the base of a numeral, or words behind a value:
-    known names, any word of three letters after a space, or any word that is not in ASCII. A
-    variable (5x, 5 n) is none.
+    known names, any word of three letters after a space, any word that is not in ASCII. A variable
+    (5x, 5 n) is none.
     """
     found = CURRENCY.fullmatch(text)
     if found:
-        return found[1] + found[3], UNIT_OF[found[2]] if found[2] in UNIT_OF else found[2]
+        return found[1] + found[3], UNIT_OF.get(found[2], found[2])
     found = UNIT.search(text)
     if not found or not re.search(r"\d|\\|^[A-Za-z]$", text[: found.start()]):
         return text, ""
     spaced = text[: found.start(1)].endswith(" ")
-    words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]+", found[1].replace(r"\circ", ""))
-    for word in words:
+    for word in re.findall(r"(?<![\\A-Za-z])[A-Za-z]+", found[1]):
         known = word in UNIT_OF and (spaced or len(word) > 1)
         named = spaced and re.search("[aeiou]", word) and len(word) > 2 and word not in NO_UNITS
-        if not known and not named and "^\\circ" not in found[1]:
+        if not known and not named and r"\circ" not in found[1]:
             return text, ""
     unit = re.sub(r"(?:\bsq(?:uare)?\s+|平方)([^\W\d_]+)", r"\1^2", found[1])
     unit = re.sub(r"(?:\bcu(?:bic)?\s+|立方)([^\W\d_]+)", r"\1^3", unit)
-    unit = re.sub(r"[^\W\d_]+", unit_name, unit).replace("per", "/").replace(r"\cdot", "")
-    return text[: found.start()].strip(), re.sub(r"[{}\s]", "", unit)
+    unit = re.sub(r"[^\W\d_]+", lambda word: unit_name(word[0]), unit)
+    return text[: found.start()].strip(), re.sub(r"[{}\s]|\\cdot", "", unit)
 
 
-def unit_name(word: re.Match) -> str:
+def unit_name(word: str) -> str:
     """cm for cm, centimeter and centimetres."""
-    singular = word[0].lower().removesuffix("s") if len(word[0]) > 3 else word[0]
-    return UNIT_OF.get(word[0]) or UNIT_OF.get(singular, singular)
+    singular = word.lower().removesuffix("s") if len(word) > 3 else word
+    return UNIT_OF.get(word) or UNIT_OF.get(singular, singular)
 
 
 # 3. The comparison
+
+
+class Number(NamedTuple):
+    """A value; `place` is that of its last digit, 0 of an exact one; `digits` are a decimal's."""
+
+    value: Fraction
+    place: Fraction = Fraction(0)
+    digits: int = 0
+    scientific: bool = False
+
+
+DECIMAL = r"[1-9]\d{0,2}(?:[, ]\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+"
+POWER = r"10\s*\^\s*\{?([-+]?\d{1,4})\}?"
+PLAIN = re.compile(rf"([-+]?)\s*(?:({DECIMAL})(?:\s*\\times\s*{POWER})?|{POWER})")
+NO_EXPRESSION = re.compile(  # words, times, anything not in ASCII
+    r"[^\W\d_]{3,}(?:[ '-]+[^\W\d_]+)*|.*[^\x00-\x7f].*|\d+:\d\d(?::\d\d)?"
+)
 
 
 def correct(response: str, reference: str) -> bool:
@@ -271,12 +261,8 @@ def correct(response: str, reference: str) -> bool:
     return bool(answer) and equal(gold, answer)
 
 
-NAME = r"(?:[A-Za-z][A-Za-z ]*|\\[A-Za-z]+)\s*(?:_\s*(?:\w|\{\w+\}))?\s*'*(?:\([\w, ]*\))?"
-RELATION = re.compile(r"\s*(<|>|\\le(?![a-z])|\\ge(?![a-z]))\s*")
-
-
 def equal(gold: str, answer: str) -> bool:
-    """Whether two written texts are equal: as texts, numbers, collections or expressions."""
+    """Whether two written texts are equal: as texts, numbers with units, or expressions."""
     if same_text(gold) == same_text(answer):
         return True
     if r"\ldots" in gold + answer:  # what the dots stand for is a guess
@@ -288,15 +274,15 @@ def equal(gold: str, answer: str) -> bool:
     if gold_unit and unit and gold_unit != unit:
         return False
     if gold_unit or unit:
-        if gold_unit != unit and r"\%" in (gold_unit, unit):
-            share = rf"\frac{{{gold_value}}}{{100}}" if gold_unit else gold_value
-            shared = rf"\frac{{{value}}}{{100}}" if unit else value
-            return equal(gold_value, value) or equal(share, shared)
-        return equal(gold_value, value)
-    numbers = number(gold), number(answer)
-    if None not in numbers:
-        return close(*numbers)
-    return equal_items(gold, answer)
+        if equal(gold_value, value) or PERCENT not in (gold_unit, unit) or gold_unit == unit:
+            return equal(gold_value, value)
+        return equal(share(gold_value, gold_unit), share(value, unit))  # 50% is 50, and 0.5
+    gold_number, answer_number = number(gold), number(answer)
+    if gold_number and answer_number:
+        return close(gold_number, answer_number)
+    if NO_EXPRESSION.fullmatch(gold) or NO_EXPRESSION.fullmatch(answer):
+        return False
+    return same(gold_number or parsed(gold), answer_number or parsed(answer))
 
 
 def same_text(text: str) -> str:
@@ -307,193 +293,48 @@ def same_text(text: str) -> str:
 
 def choice(text: str) -> str:
     """C for "C", "(C)", "(C) 5" and "C. five"; else "", also if another letter follows."""
-    found = re.fullmatch(r"\(?([A-J])\)?|(?:\(([A-J])\)|([A-J])[.):](?=\s))(?!.*\b[A-J]\b).*", text)
-    return found[1] or found[2] or found[3] if found else ""
+    found = re.fullmatch(r"\(?([A-J])(?:\)|[.:]\s|$)(?!.*\b[A-J]\b).*", text)
+    return found[1] if found else ""
 
 
-# Numbers
-
-
-class Number(NamedTuple):
-    """An exact value; `place` is that of its last decimal (0: none was cut off)."""
-
-    value: Fraction
-    place: Fraction = Fraction(0)
-    digits: int = 0  # as written, of a decimal
-    scientific: bool = False
-
-
-DECIMAL = r"(?:[1-9]\d{0,2}(?:[, ]\d{3})+|\d+)(?:\.\d*)?|\.\d+"
-POWER = r"10\^\{([-+]?\d{1,4})\}"
-PLAIN = re.compile(rf"([-+]?)\s*(?:({DECIMAL})(?:\s*\\times\s*{POWER})?|{POWER})")
-PART = rf"\s*(?:(\d)|\{{\s*([-+]?(?:{DECIMAL}))\s*\}})"
-MIXED = re.compile(rf"([-+]?)\s*(?:(\d+)\s*(?:and\s*)?)?\\frac{PART}{PART}")
+def share(value: str, unit: str) -> str:
+    """A value in percent as a fraction."""
+    return rf"\frac{{{value}}}{{100}}" if unit == PERCENT else value
 
 
 def number(text: str) -> Number | None:
-    """The number that a written text is: a decimal, 1.6 \\times 10^{-19}, a fraction, 3 1/2."""
+    """The number that a written text is, such as -1,234.5 or 1.6 \\times 10^{-19}; or None."""
     found = PLAIN.fullmatch(text)
-    if found:
-        digits = re.sub("[, ]", "", found[2] or "1")
-        power = int(found[3] or found[4] or 0)
-        decimals = len(digits.partition(".")[2])
-        place = Fraction(10) ** (power - decimals) if decimals else Fraction(0)
-        value = Fraction(digits.rstrip(".")) * Fraction(10) ** power
-        count = len(digits.replace(".", "").lstrip("0")) if decimals else 0
-        return Number(-value if found[1] == "-" else value, place, count, power != 0)
-    found = MIXED.fullmatch(re.sub(r"(\d+)\s*/\s*(-?\d+)$", r"\\frac{\1}{\2}", text))
     if not found:
         return None
-    above = Fraction(re.sub("[, ]", "", found[3] or found[4]))
-    below = Fraction(re.sub("[, ]", "", found[5] or found[6]))
-    if below == 0 or (found[2] and not 0 < above < below):
-        return None
-    value = int(found[2] or 0) + above / below
-    return Number(-value if found[1] == "-" else value)
+    digits = re.sub("[, ]", "", found[2] or "1")
+    power = int(found[3] or found[4] or 0)
+    decimals = len(digits.partition(".")[2])
+    value = Fraction(found[1] + digits.rstrip(".")) * Fraction(10) ** power
+    if not decimals:
+        return Number(value)
+    place = Fraction(10) ** (power - decimals)
+    return Number(value, place, len(digits.replace(".", "").lstrip("0")), power != 0)
 
 
 def close(gold: Number, answer: Number) -> bool:
-    """Equal, or one is the other's rounding to its last decimal, and differs by at most 1e-6.
+    """Equal, or equal in the digits of the less exact one, with a relative error of at most 1e-6.
 
-    A coarser rounding is right only in the reference, of three digits or more, and only if it is
-    known to be one: it has a power of ten or five digits, or the answer is no finite decimal.
+    Only the reference may be coarser: with three digits or more, and if it is known to be rounded,
+    because it has a power of ten or five digits, or because the answer is no finite decimal.
     """
     gap = abs(gold.value - answer.value)
-    endless = pow(10, answer.value.denominator.bit_length(), answer.value.denominator) != 0
-    rounded = gold.scientific or gold.digits >= 5 or endless
-    if rounded and gold.digits >= 3 and answer.place < gold.place:
-        return 2 * gap <= gold.place
-    return gap == 0 or (gap < max(gold.place, answer.place) and 10**6 * gap <= abs(gold.value))
-
-
-# Collections
-
-
-def equal_items(gold: str, answer: str) -> bool:
-    """Compares lists, sets, tuples, intervals, matrices and unions item by item."""
-    if bool(RELATION.search(gold)) != bool(RELATION.search(answer)):
-        gold, answer = interval(gold), interval(answer)
-    gold = re.sub(rf"^{NAME}\s*\\in(?![a-z])\s*", "", gold)
-    answer = re.sub(rf"^{NAME}\s*\\in(?![a-z])\s*", "", answer)
-    gold_kind, golds = items(gold)
-    kind, answers = items(answer)
-    if len(golds) != len(answers):
-        return False
-    if len(golds) == 1:
-        changed = [golds[0], answers[0]] != [gold, answer]
-        return equal(golds[0], answers[0]) if changed else equal_sides(gold, answer)
-    if {gold_kind, kind} == {"()", ""}:  # (3, 4) and x=3, y=4
-        return all(map(equal, in_order(golds), in_order(answers)))
-    if gold_kind == kind and kind[:1] in ("(", "[", "m"):
-        return all(map(equal, golds, answers))
-    unordered = ("or",) if gold_kind == "or" else ("", "{}")
-    return gold_kind in unordered and kind in unordered and equal_sets(golds, answers)
-
-
-def items(text: str) -> tuple[str, list[str]]:
-    """The kind of a collection, which is its brackets, and its items; one item if it is none."""
-    matrix = re.fullmatch(r"\\begin\{[pbB]?matrix\}(.*)\\end\{[pbB]?matrix\}", text)
-    if matrix:
-        return f"m{matrix[1].count('&')}", re.split(r"&|\\\\", matrix[1])
-    separator = r"\\cup(?![a-z])|[;；]|\b(?:or|and)\b|,(?!\d{3}(?!\d))|(?<!\d),"
-    parts = split(text, separator)
-    if len(parts) > 1:
-        union = r"\cup" in text or ("or" in text and RELATION.search(text))
-        return "or" if union else "", parts
-    if text.count(r"\pm") == 1:
-        return "", [text.replace(r"\pm", "+"), text.replace(r"\pm", "-")]
-    opening = re.match(r"[(\[]|\\\{", text)
-    closing = re.search(r"[)\]]$|\\\}$", text)
-    if opening and closing and len(split(text + ",", "(?<=[)}\\]]),")) == 1 and closes_last(text):
-        inside = split(text[opening.end() : closing.start()], "[,;]")
-        kind = (opening[0] + closing[0]).replace("\\", "")
-        return (kind, inside) if len(inside) > 1 else ("", inside)
-    return "", [text]
-
-
-def closes_last(text: str) -> bool:
-    """Whether the first bracket closes at the end."""
-    depth = 0
-    for token in re.finditer(r"[()\[\]{}]", text):
-        depth += 1 if token[0] in "([{" else -1
-        if depth == 0:
-            return token.end() == len(text)
-    return False
-
-
-def split(text: str, separator: str) -> list[str]:
-    """The parts of a text between separators that stand outside all brackets."""
-    parts, depth, begin = [], 0, 0
-    for token in re.finditer(rf"[()\[\]{{}}]|{separator}", text):
-        if token[0] in "([{":
-            depth += 1
-        elif token[0] in ")]}":
-            depth -= 1
-        elif depth == 0:
-            parts.append(text[begin : token.start()])
-            begin = token.end()
-    parts.append(text[begin:])
-    return [part for part in map(written, parts) if part]
-
-
-def in_order(parts: list[str]) -> list[str]:
-    """Equations by the names on their left, x before y; anything else as it stands."""
-    return sorted(parts) if all("=" in part for part in parts) else parts
-
-
-def equal_sets(golds: list[str], answers: list[str]) -> bool:
-    """Whether each item of one list equals another one of the other."""
-    left = list(answers)
-    for gold in golds:
-        found = next((answer for answer in left if equal(gold, answer)), None)
-        if found is None:
-            return False
-        left.remove(found)
-    return True
-
-
-def interval(text: str) -> str:
-    """0 < x \\le 2 as (0, 2], and x > 3 as (3, \\infty)."""
-    parts = RELATION.split(text)
-    if {">", r"\ge"} & set(parts):
-        turned = {">": "<", r"\ge": r"\le"}
-        parts = [turned.get(part, part) for part in reversed(parts)]
-    if len(parts) == 3 and re.fullmatch(NAME, parts[0]):
-        parts = [r"-\infty", "<"] + parts
-    elif len(parts) == 3:
-        parts = parts + ["<", r"\infty"]
-    if len(parts) != 5 or not re.fullmatch(NAME, parts[2]):
-        return text
-    left = "(" if parts[1] == "<" else "["
-    right = ")" if parts[3] == "<" else "]"
-    return f"{left}{parts[0]}, {parts[4]}{right}"
-
-
-# Equations and expressions
-
-
-def equal_sides(gold: str, answer: str) -> bool:
-    """x = 3 for 3, and 1+2 = 3 for 1+2; between equations and expressions math-verify decides."""
-    gold_name, gold_side = gold.split("=")[0], gold.split("=")[-1]
-    name, side = answer.split("=")[0], answer.split("=")[-1]
-    if "=" in gold and "=" in answer:
-        if same_text(gold_name) == same_text(name):
-            return equal(written(gold_side), written(side))
-    elif "=" in gold:
-        return bool(re.fullmatch(NAME, gold_name.strip())) and equal(written(gold_side), answer)
-    elif "=" in answer:
-        letters = set(re.findall(r"\\[A-Za-z]+|[A-Za-z]", name))
-        solved = re.fullmatch(NAME, name.strip()) or (len(letters) != 1 and side.strip() != "0")
-        return bool(solved) and equal(gold, written(side))
-    words = r"[^\W\d_]{3,}(?:[ '-]+[^\W\d_]+)*|.*[^\x00-\x7f].*|\d+:\d\d(?::\d\d)?"
-    if re.fullmatch(words, gold) or re.fullmatch(words, answer):
-        return False
-    return equal_expressions(gold, answer)
+    below = answer.value.denominator
+    endless = pow(10, below.bit_length(), below) != 0
+    if gold.digits >= 3 and answer.place < gold.place:
+        if gold.scientific or gold.digits >= 5 or endless:
+            return 2 * gap <= gold.place
+    return gap == 0 or (gap < max(gold.place, answer.place) and gap * 10**6 <= abs(gold.value))
 
 
 @lru_cache(100)
 def parsed(text: str) -> object:
-    """math-verify's reading of a written text as a sympy object, or None."""
+    """math-verify's reading of a written text, a sympy object; None if it cannot read it."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 
@@ -501,44 +342,117 @@ def parsed(text: str) -> object:
     config = LatexExtractionConfig(normalization_config=spelling)
     # No time-out of its own: the worker's alarm bounds it.
     found = parse(f"${text}$", [config], fallback_mode="no_fallback", parsing_timeout=None)
-    return found[0] if found else None
+    if not found:
+        return None
+    _, parts = members(found[0])
+    if " or " in text and parts and all(part.is_Relational for part in parts):
+        return sympy.Union(*[part.as_set() for part in parts])
+    return found[0]
 
 
-def equal_expressions(gold_text: str, answer_text: str) -> bool:
-    """By value at some points, where that decides; else by math-verify."""
+def same(gold: object, answer: object) -> bool:
+    """Whether two readings (or numbers) are equal: collections item by item, expressions by their
+    values, and anything else as math-verify finds."""
+    import sympy
     from math_verify import verify
-    from sympy import Expr, Rational
 
-    gold, answer = parsed(gold_text), parsed(answer_text)
     if gold is None or answer is None:
         return False
-    if isinstance(gold, Expr) and isinstance(answer, Expr):
-        symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
-        agreed = 0
-        for k in range(8 if symbols else 1):
-            point = {}
-            for place, symbol in enumerate(symbols):
-                point[symbol] = Rational((-1) ** k * (97 * k + 31 * place + 11), 29 + place)
-            numbers = value(gold.subs(point)), value(answer.subs(point))
-            if numbers == (None, None):
-                continue
-            if None in numbers or not close(*numbers):
+    if isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq) and gold.lhs == answer.lhs:
+        return same(gold.rhs, answer.rhs)
+    if isinstance(gold, sympy.Eq) != isinstance(answer, sympy.Eq):
+        return same(named(gold), named(answer))
+    if isinstance(gold, (Number, sympy.Expr)) and isinstance(answer, (Number, sympy.Expr)):
+        agreed = agree(gold, answer)
+        if agreed is not None:
+            return agreed
+    kind, golds = members(gold)
+    answer_kind, answers = members(answer)
+    if kind and answer_kind:
+        return len(golds) == len(answers) and same_members(kind, golds, answer_kind, answers)
+    if isinstance(gold, Number) or isinstance(answer, Number):
+        return False
+    return verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None)
+
+
+def named(tree: object) -> object:
+    """3 for x = 3, f(2) = 3, m + n = 3 and 1 + 2 = 3; None for 2x = 6 and x^2 = 9."""
+    import sympy
+
+    if not isinstance(tree, sympy.Eq):
+        return tree
+    unsolved = tree.lhs.free_symbols and tree.lhs.atoms(sympy.Integer) and not tree.lhs.is_Function
+    return None if unsolved else tree.rhs
+
+
+OPEN = (True, True)  # (1, 2) is a pair and an open interval
+
+
+def members(tree: object) -> tuple[object, list]:
+    """The kind of a collection and its members; ("", []) of anything else."""
+    import sympy
+
+    if isinstance(tree, sympy.Interval):
+        return (bool(tree.left_open), bool(tree.right_open)), [tree.start, tree.end]
+    if isinstance(tree, sympy.Tuple):
+        return OPEN, list(tree.args)
+    if isinstance(tree, sympy.FiniteSet):
+        return "set", list(getattr(tree, "_unsorted_args", tree.args))
+    if isinstance(tree, sympy.MatrixBase):
+        return tree.shape, list(tree)
+    return "", []
+
+
+def same_members(kind: object, golds: list, answer_kind: object, answers: list) -> bool:
+    """In any order in two sets; x before y where a set names the members of a pair."""
+    if kind == answer_kind == "set":
+        left = list(answers)
+        for gold in golds:
+            found = [answer for answer in left if same(gold, answer)]
+            if not found:
                 return False
-            agreed += 1
-        if agreed >= (3 if symbols else 1):
-            return True
-    return verify(gold, answer, timeout_seconds=None)
+            left.remove(found[0])
+        return True
+    if {kind, answer_kind} == {"set", OPEN}:
+        golds = sorted(golds, key=name_of)
+        answers = sorted(answers, key=name_of)
+    return {kind, answer_kind} in ({kind}, {"set", OPEN}) and all(map(same, golds, answers))
 
 
-def value(expression: object) -> Number | None:
-    """A sympy expression's value: exact if it is rational, else 30 digits; None if it has none."""
-    from sympy import Float, Rational
+def name_of(tree: object) -> str:
+    """x for x = 3, "" for what has no name."""
+    return str(getattr(tree, "lhs", ""))
 
-    exact = expression.xreplace({one: Rational(str(one)) for one in expression.atoms(Float)})
+
+def agree(gold: object, answer: object) -> bool | None:
+    """Whether two expressions have equal values at some points; None if they have too few."""
+    symbols = getattr(gold, "free_symbols", set()) | getattr(answer, "free_symbols", set())
+    symbols = sorted(symbols, key=str)
+    agreed = 0
+    for k in range(5 if symbols else 1):
+        point = {}
+        for i, symbol in enumerate(symbols):
+            point[symbol] = Fraction((-1) ** (k >> i) * (97 * k + 31 * i + 11), 29 + i)
+        value, other = value_at(gold, point), value_at(answer, point)
+        if (value is None) != (other is None) or (value and not close(value, other)):
+            return False
+        agreed += value is not None
+    return True if agreed > len(symbols[:2]) else None
+
+
+def value_at(tree: object, point: dict) -> Number | None:
+    """The value of an expression: exact if it is rational, else 30 digits; None if not real."""
+    import sympy
+
+    if isinstance(tree, Number):
+        return tree
+    decimals = {one: sympy.Rational(str(one)) for one in tree.atoms(sympy.Float)}
+    exact = tree.xreplace(decimals).subs(point)
     rough = exact.evalf(30)
-    if not rough.is_Number or not rough.is_finite:
+    if not rough.is_Float and not rough.is_Rational or not rough.is_finite:
         return None
-    if rough != 0 and abs(rough._mpf_[2] + rough._mpf_[3]) > 10**5:
+    bits = rough._mpf_[2] + rough._mpf_[3] if rough.is_Float else 0
+    if abs(bits) > 10**5:
         return None
     exact = exact.doit()
     if exact.is_Rational:
