@@ -26,14 +26,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
-from common.answers import correct
 from common.cli import BadInput, RunStopped, say
 
 SECONDS, MEMORY = 5.0, 2 * 2**30  # bounds on one answer; `bounds` of a task file may set others
 START = 120.0  # seconds, bound on the start of a worker: disks may be slow, but a hang must end
 
+
 def reward(completion: str, reference: str) -> float:
     """1.0 where the completion's final answer equals the reference, else 0."""
+    from common.answers import correct  # slow to import; workers of a task file do not need it
+
     return float(correct(completion, reference))
 
 
