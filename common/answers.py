@@ -27,8 +27,7 @@ BOX = re.compile(r"\\+(?:boxed|fbox|framebox)(?![A-Za-z])\s*\{?")
 BARE = re.compile(r"[-+(\[]?(?:[\d.\\]|[A-Za-z]\b)[^\s$]*|")  # of a box without braces
 BRACE = re.compile(r"\\[\\{}]|[{}]")
 LABEL = re.compile(
-    r"(?i:(?:answer|option|choice)[^\n.\d]{0,40}?(?:\bis\b|[:=：]|\n)|答案[^\n\d]{0,9}?[是为:：]|####)"
-    r"[*_:：\s]*"
+    r"(?i:(?:answer|option|答案)[^\n.\d]{0,40}?(?:\bis\b|是|为|[:=：]|\n)|####)[*_:：\s]*"
 )
 SENTENCE = re.compile(r"(?:\\\[.*?\\\]|\$\$.*?\$\$|[^\n])*?(?=\s*(?:\n|\Z)|\.\s|。)", re.DOTALL)
 WORD = r"(?<![\\{A-Za-z])(?!(?:or|and)\b)(?:[^\W\d_]{2,}|I\b|A(?= [a-z]))"
@@ -97,7 +96,7 @@ def spoken(text: str, place: int) -> str:
 # 2. How it is written
 
 SIGNS = r"""√ \sqrt|× \times|· \cdot|⋅ \cdot|÷ /|⁄ }{|− -|– -|— -|∞ \infty|≤ \le|≥ \ge|≠ \ne|± \pm
-|≈ \approx|∪ \cup|∩ \cap|∈ \in|∅ \emptyset|° ^\circ|π \pi|θ \theta|α \alpha|β \beta|、 ,|。 .|，  ,"""
+|≈ \approx|∪ \cup|∩ \cap|∈ \in|∅ \emptyset|° ^\circ|π \pi|θ \theta|α \alpha|β \beta|、 ,|。 ."""
 SIGNS = str.maketrans({row.split()[0]: row.split()[1] + " " for row in SIGNS.split("|")})
 FORMS = {"<super>": "^{%s}", "<sub>": "_{%s}", "<fraction>": r"\frac{%s}"}
 SPELLINGS = [
@@ -185,9 +184,7 @@ DECIMAL = r"[1-9]\d{0,2}(?:[, ]\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+"
 POWER = r"10\s*\^\s*\{?([-+]?\s*\d{1,4})\}?"
 PLAIN = re.compile(rf"([-+]?)\s*(?:({DECIMAL})(?:\s*(?:\\times|\\cdot|[*x])\s*{POWER})?|{POWER})")
 OPTION = re.compile(r"\(?([A-J])(?:\)|[.:]\s|$)(?!.*\b[A-J]\b).*")  # C, (C), (C) 5, C. five
-NO_EXPRESSION = re.compile(  # words, times, anything not in ASCII
-    r"[^\W\d_]{3,}(?:[ '-]+[^\W\d_]+)*|.*[^\x00-\x7f].*|\d+:\d\d(?::\d\d)?"
-)
+NO_EXPRESSION = re.compile(r"[^\W\d_]{3,}([ '-]+[^\W\d_]+)*|.*[^\x00-\x7f].*|\d+:\d\d")
 LATEX = LatexExtractionConfig(
     normalization_config=NormalizationConfig(malformed_operators=True, nits=True, boxed="none")
 )
@@ -204,12 +201,8 @@ def equal(gold: str, answer: str) -> bool:
     """Whether two written texts are equal: as texts, numbers with units, or expressions."""
     if as_text(gold) == as_text(answer):
         return True
-    if (
-        r"\ldots" in gold + answer
-        or NO_EXPRESSION.fullmatch(gold)
-        or NO_EXPRESSION.fullmatch(answer)
-    ):
-        return False  # what dots stand for is a guess
+    if r"\ldots" in gold + answer:  # what the dots stand for is a guess
+        return False
     (value, unit), (answer_value, answer_unit) = quantity(gold), quantity(answer)
     if unit or answer_unit:
         if unit and answer_unit and unit != answer_unit:
@@ -217,6 +210,8 @@ def equal(gold: str, answer: str) -> bool:
         share = SHARE.get(unit, "%s") % value
         answer_share = SHARE.get(answer_unit, "%s") % answer_value
         return equal(value, answer_value) or equal(share, answer_share)  # 50% is 50, and 0.5
+    if NO_EXPRESSION.fullmatch(gold) or NO_EXPRESSION.fullmatch(answer):  # a word, a time
+        return False
     number, answer_number = number_of(gold), number_of(answer)
     if number and answer_number:
         return close(number, answer_number)
@@ -291,8 +286,9 @@ def same(gold: object, answer: object) -> bool:
         name = left or answer_left
         unsolved = name.free_symbols and name.atoms(sympy.Integer) and not name.is_Function
         return not unsolved and same(right, answer_right)
-    if isinstance(gold, sympy.Expr) and isinstance(answer, sympy.Expr):
-        return agree(gold, answer)
+    pairs = values(gold, answer)
+    if len(pairs) > 1:
+        return all(None not in pair and close(*pair) for pair in pairs)
     gold, answer = fitted(gold, answer), fitted(answer, gold)
     return grader.verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None)
 
@@ -304,27 +300,25 @@ def sides(tree: object) -> tuple[object, object]:
     return grader.take_first_relation(tree).lhs, grader.take_last_relation(tree).rhs
 
 
-def agree(gold: sympy.Expr, answer: sympy.Expr) -> bool:
-    """Whether two expressions have equal values at some points, where one of them is real."""
+def values(gold: object, answer: object) -> list[list[Number | None]]:
+    """The values of two expressions at those of some points where one of them is real."""
+    if not isinstance(gold, sympy.Expr) or not isinstance(answer, sympy.Expr):
+        return []
     symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
     pairs = []
     for k in range(6):
-        point = {
-            name: Fraction((-1) ** (k >> i) * (9 * k + i + 2), 7) for i, name in enumerate(symbols)
-        }
+        point = {}
+        for i, symbol in enumerate(symbols):
+            point[symbol] = Fraction((-1) ** (k >> i) * (9 * k + i + 2), 7)
         pairs.append([value_of(tree.subs(point)) for tree in (gold, answer)])
-    real = [pair for pair in pairs if pair != [None, None]]
-    return len(real) > 1 and all(None not in pair and close(*pair) for pair in real)
+    return [pair for pair in pairs if pair != [None, None]]
 
 
 def fitted(tree: object, other: object) -> object:
     """x = 4, y = 3 as (4, 3) if the other is a pair; x < 2 or x > 3 as a union if it is one."""
-    if not isinstance(tree, sympy.FiniteSet) or not isinstance(other, sympy.Set | sympy.Tuple):
-        return tree
-    if all(isinstance(part, sympy.Eq) for part in tree.args) and not isinstance(
-        other, sympy.FiniteSet
-    ):
-        return sympy.Tuple(*[part.rhs for part in sorted(tree.args, key=str)])
-    if all(isinstance(part, sympy.Rel) for part in tree.args) and isinstance(other, sympy.Union):
-        return sympy.Union(*[part.as_set() for part in tree.args])
+    parts = tree.args if isinstance(tree, sympy.FiniteSet) else []
+    if isinstance(other, sympy.Interval | sympy.Tuple) and all(map(grader.is_equation, parts)):
+        return sympy.Tuple(*[part.rhs for part in sorted(parts, key=str)]) if parts else tree
+    if isinstance(other, sympy.Union) and all(isinstance(part, sympy.Rel) for part in parts):
+        return sympy.Union(*[part.as_set() for part in parts]) if parts else tree
     return tree
