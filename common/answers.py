@@ -8,11 +8,13 @@ tolerance is wider than the digits that were written.
 The parts: 1. which text is the answer, 2. how it is written, 3. the comparison.
 """
 
+import json
 import re
 import unicodedata
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import sympy
@@ -26,9 +28,7 @@ LONGEST = 2000  # characters: a longer answer is none, which bounds all work on 
 BOX = re.compile(r"\\+(?:boxed|fbox|framebox)(?![A-Za-z])\s*\{?")
 BARE = re.compile(r"[-+(\[]?(?:[\d.\\]|[A-Za-z]\b)[^\s$]*|")  # of a box without braces
 BRACE = re.compile(r"\\[\\{}]|[{}]")
-LABEL = re.compile(
-    r"(?i:(?:answer|option|答案)[^\n.\d]{0,40}?(?:\bis\b|是|为|[:=：]|\n)|####)[*_:：\s]*"
-)
+LABEL = re.compile(r"(?i:(answer|option|答案)[^\n.\d]{,40}?(\bis\b|是|为|[:：=\n])|####)[*_:：\s]*")
 SENTENCE = re.compile(r"(?:\\\[.*?\\\]|\$\$.*?\$\$|[^\n])*?(?=\s*(?:\n|\Z)|\.\s|。)", re.DOTALL)
 WORD = r"(?<![\\{A-Za-z])(?!(?:or|and)\b)(?:[^\W\d_]{2,}|I\b|A(?= [a-z]))"
 PAUSE = re.compile(rf"(?:{WORD}|[.:;!?](?:\s|$))+")
@@ -78,7 +78,7 @@ def last_box(text: str) -> str | None:
                     break
             else:
                 return ""
-        if written(content[:LONGEST]):
+        if written(content[:LONGEST]) not in ("", r"\ldots"):
             return content
     return None
 
@@ -95,62 +95,50 @@ def spoken(text: str, place: int) -> str:
 
 # 2. How it is written
 
-SIGNS = r"""√ \sqrt|× \times|· \cdot|⋅ \cdot|÷ /|⁄ }{|− -|– -|— -|∞ \infty|≤ \le|≥ \ge|≠ \ne|± \pm
-|≈ \approx|∪ \cup|∩ \cap|∈ \in|∅ \emptyset|° ^\circ|π \pi|θ \theta|α \alpha|β \beta|、 ,|。 ."""
-SIGNS = str.maketrans({row.split()[0]: row.split()[1] + " " for row in SIGNS.split("|")})
-FORMS = {"<super>": "^{%s}", "<sub>": "_{%s}", "<fraction>": r"\frac{%s}"}
+TABLES = json.loads(Path(__file__).with_name("signs.json").read_text())
+SIGNS, UNIT_OF = str.maketrans(TABLES["signs"]), TABLES["units"]
 SPELLINGS = [
-    (r"\\(?:begin|end)\{(?:cases|array|align|aligned|gathered)\*?\}(?:\{[lcr| ]*\})?", ""),
+    (r"\}[\^_]\{(?=[-+\dnx]\})", ""),  # 10⁻⁸
+    (r"[,;.\s]*\\\\(?=.*\\end\{(?:cases|array|aligned|gathered)\})", ", "),  # the rows of a system
+    (r"\\(?:begin|end)\{(?:cases|array|aligned|gathered)\}(?:\{[lcr| ]*\})?", ""),
     (r"\s*,?\s*&?\s*=\s*&?", " = "),
     (r"\\left\\\{(?=.*\\right\.)|\\right\.|\\!", ""),
     (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])|\s", " "),
-    (r"(?<!\\)(?:\$|\\[()\[\]])", " "),
+    (r"^([^$]*)(?<!\\)\$(\s*[\d.][^$]*)$", r"\1\\$\2"),  # one $ before a number is a currency
+    (r"(?<!\\)(?:\$|\\[()\[\]])", " "),  # others stand around a formula
     (r"\\(?:text|mbox|math)(?:rm|bf|it|sf)?\s*\{([^{}]*)\}", r" \1 "),
-    (r"\\(?:l|c|v|d)?dots[a-z]?(?![A-Za-z])|\.\.\.+|…", r"\\ldots "),
+    (r"\\(?:l|c|v|d)?dots[a-z]?(?![A-Za-z])|\.\.\.+", r"\\ldots "),
     (r"\^\s*\{?\s*\\circ\s*\}?|(?<=\d)\s*\b(?:deg|degrees?)\b", r"^\\circ "),
     (r"\\?%|\b(?:percent(?:age)?|pct)\b", r"\\% "),
-    (r"\\sqrt\s*(?:\(([^()]*)\)|(\d+))", r"\\sqrt{\1\2}"),
+    (r"(?<![\\A-Za-z])(sqrt|log|ln|sin|cos|tan)(?![A-Za-z])", r"\\\1 "),
+    (r"\\sqrt\s*(\[\d\])?\s*(?:\(([^()]*)\)|(\d+))", r"\\sqrt\1{\2\3}"),
     (r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([-+]?\d+)(?![\d.])", r"\1 \\times 10^{\2}"),
-    (r"(?<![\d/}])(\d+)\s+and\s+(?=\d+/|\\[dt]?frac)", r"\1 "),
-    (r"(?<![\d/}])(\d+)\s+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),  # 3 1/2
+    (r"(?<![\d/}])(\d+)\s+and\s+(?=\d+/|\\[dt]?frac)", r"\1 "),  # 3 and 1/2
+    (r"(?<![\d/}])(\d+)\s+(\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),  # 3 1/2
     (r"^(\d*\.\d+)\s*\\ldots\s*$", r"\1"),
     (r"^\s*(?:about|approximately|约|\\approx)|(?<=[\d}])\s*\\approx.*$", ""),
-    (r"^\s*([-+]?)\s*(?:US)?\s*(\\\$|[¢-¥₠-₿])\s*([-+]?[\d.\\].*)$", r"\1\3 \2"),  # $5 as 5 $
+    (r"^\s*([-+]?)\s*(?:US)?(\\\$|[¢-¥₠-₿]|USD|Rs\b\.?)\s*([-+]?[\d.\\].*)$", r"\1\3 \2"),  # 5 $
     (r"^[\s*_`,;:=]+|[\s*_`.,;:\\]+$", ""),
     (r"""^(["'])(.*)\1$|^\{([^{}]*)\}$""", r"\2\3"),
     (r" +", " "),
 ]
-SPELLINGS = [(re.compile(pattern, re.DOTALL), new) for pattern, new in SPELLINGS]
 
 
 @lru_cache(1000)
 def written(text: str) -> str:
     """A text in one spelling: LaTeX in ASCII, without marks at its edges, its value unchanged."""
-    text = re.sub(r"[^\x00-\x7f]", in_ascii, text.translate(SIGNS)).translate(SIGNS)
-    text = text.replace("}^{", "").replace("}_{", "")
-    if len(re.findall(r"(?<!\\)\$", text)) % 2:  # no pair of marks: a currency
-        text = re.sub(r"(?<!\\)\$", r"\\$", text)
-    if r"\begin" in text and "matrix" not in text:  # rows of a system
-        text = text.replace("\\\\", ",")
+    text = unicodedata.normalize("NFKC", text.translate(SIGNS))
+    text = re.sub(r"\d", lambda digit: str(int(digit[0])), text)
     for pattern, new in SPELLINGS:
-        text = pattern.sub(new, text)
+        text = re.sub(pattern, new, text, flags=re.DOTALL)
     return text
 
 
-def in_ascii(match: re.Match) -> str:
-    """A power, index, fraction or digit of Unicode."""
-    if match[0].isdecimal():
-        return str(unicodedata.decimal(match[0]))
-    form = FORMS.get(unicodedata.decomposition(match[0]).split(" ")[0], "%s")
-    return form % unicodedata.normalize("NFKC", match[0])
-
-
-SHORT = "mm|cm|dm|km|ft|in|yd|mi|mg|kg|lb|oz|m[lL]|hr|min|mph|am|pm|st|nd|rd|th|Hz|kJ|kW|mol"
+KNOWN = "|".join(name for name in UNIT_OF if name.isascii() and len(name) > 1)
 NO_UNIT = "or|and|to|than|more|less|mod|not|if|when|base|hundred|thousand|million|billion|dozen"
-NAMED = rf"{SHORT}|(?<=[\s/])(?:[mgshLNJWVAK]|(?!(?:{NO_UNIT})\b)(?=[a-z]*[aeiou])[A-Za-z]{{3,}})"
-A_UNIT = (
-    rf"(?:\^\\circ\s*[CF]?|\\[%$]|(?:{NAMED})(?![A-Za-z])|[^\x00-\x7f]+)(?:\s*\^\s*\{{?-?\d\}}?)?"
-)
+A_WORD = rf"(?i:{KNOWN}|(?<=[\s/])(?!(?:{NO_UNIT})\b)(?=[a-z]*[aeiou])[a-z]{{3,}})"
+A_SIGN = r"\^\\circ\s*[CF]?|\\[%$]|(?![百万亿]|千(?![米克瓦]))[^\x00-\x7f]+"
+A_UNIT = rf"(?:{A_SIGN}|(?:{A_WORD}|(?<=[\s/])[mgshLNJWVAK])(?![A-Za-z]))(?:\s*\^\s*\{{?-?\d\}}?)?"
 UNIT = re.compile(rf"(?<=[\d}})\s.])\s*({A_UNIT}(?:\s*(?:/|\\cdot|\s)\s*{A_UNIT})*|_\{{?\d+\}}?)$")
 SHARE = {r"\%": r"\frac{%s}{100}"}
 
@@ -163,10 +151,17 @@ def quantity(text: str) -> tuple[str, str]:
     (5x, 5 n) is none.
     """
     found = UNIT.search(text)
-    if not found or not re.search(r"\d|\\|^[A-Za-z]$", text[: found.start()]):
+    if not found or not re.search(r"\d|\\|^[A-Za-z]\s*$", text[: found.start()]):
         return text, ""
-    unit = re.sub(r"\bsq(?:uare)? ([^\W\d_]+)", r"\1^2", found[1].lower())
-    return text[: found.start()].strip(), re.sub(r"[{}\s]|\\cdot|s\b", "", unit)
+    unit = re.sub(r"(?:\bsq(?:uare)? |平方)([^\W\d_]+)", r"\1^2", found[1].lower())
+    unit = re.sub(r"[^\W\d_]+", unit_name, unit)
+    return text[: found.start()].strip(), re.sub(r"[{}\s]|\\cdot", "", unit)
+
+
+def unit_name(word: re.Match) -> str:
+    """cm for cm, centimeter and centimetres."""
+    singular = word[0].removesuffix("s")
+    return UNIT_OF.get(word[0]) or UNIT_OF.get(singular, singular)
 
 
 # 3. The comparison
@@ -183,11 +178,13 @@ class Number(NamedTuple):
 DECIMAL = r"[1-9]\d{0,2}(?:[, ]\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+"
 POWER = r"10\s*\^\s*\{?([-+]?\s*\d{1,4})\}?"
 PLAIN = re.compile(rf"([-+]?)\s*(?:({DECIMAL})(?:\s*(?:\\times|\\cdot|[*x])\s*{POWER})?|{POWER})")
-OPTION = re.compile(r"\(?([A-J])(?:\)|[.:]\s|$)(?!.*\b[A-J]\b).*")  # C, (C), (C) 5, C. five
-NO_EXPRESSION = re.compile(r"[^\W\d_]{3,}([ '-]+[^\W\d_]+)*|.*[^\x00-\x7f].*|\d+:\d\d")
-LATEX = LatexExtractionConfig(
-    normalization_config=NormalizationConfig(malformed_operators=True, nits=True, boxed="none")
-)
+OPTION = re.compile(
+    r"(?i:option )?\(?([A-J])(?:\)|[.:]\s|$)(?!.*\b[A-J]\b).*"
+)  # C, (C), (C) 5, C. five
+NO_EXPRESSION = re.compile(r"[^\W\d_]{3,}([ '-]+[^\W\d_]+)*|.*[^\x00-\x7f].*|\d+:\d\d|.*'")
+SPELLING = NormalizationConfig(malformed_operators=True, nits=True, boxed="none")
+LATEX = LatexExtractionConfig(normalization_config=SPELLING)
+POINTS = [Fraction(n, 7) for n in (2, 9, -5, 11, 16, -3, -8, 19, 25, -12, 6, 30, -20)]
 
 
 def correct(response: str, reference: str) -> bool:
@@ -223,8 +220,7 @@ def as_text(text: str) -> str:
     option = OPTION.fullmatch(text)
     if option:
         return option[1]
-    text = re.sub(r"(?<![\\A-Za-z])[A-Za-z]{3,}", lambda word: word[0].lower(), text)
-    return re.sub(r"(?<!\d) | (?!\d)", "", text)
+    return re.sub(r"(?<!\d) | (?!\d)", "", text.lower())
 
 
 def number_of(text: str) -> Number | None:
@@ -248,7 +244,7 @@ def close(gold: Number, answer: Number) -> bool:
     """
     gap = abs(gold.value - answer.value)
     below = answer.value.denominator
-    endless = pow(10, below.bit_length(), below) != 0
+    endless = pow(10, below.bit_length(), below) != 0 or (answer.place > 0 and not answer.digits)
     if gold.digits >= (3 if endless else 5) and answer.place < gold.place:
         return 2 * gap <= gold.place
     return gap == 0 or (gap < max(gold.place, answer.place) and gap * 10**6 <= abs(gold.value))
@@ -277,15 +273,11 @@ def value_of(tree: object) -> Number | None:
 
 def same(gold: object, answer: object) -> bool:
     """Whether two expressions are equal: by their values at some points, else by math-verify."""
+    (left, right), (answer_left, answer_right) = sides(gold), sides(answer)
+    if left == answer_left or "" in (left, answer_left):
+        gold, answer = right, answer_right
     if gold is None or answer is None:
         return False
-    (left, right), (answer_left, answer_right) = sides(gold), sides(answer)
-    if left == answer_left != "":
-        return same(right, answer_right)
-    if "" in (left, answer_left) and left != answer_left:
-        name = left or answer_left
-        unsolved = name.free_symbols and name.atoms(sympy.Integer) and not name.is_Function
-        return not unsolved and same(right, answer_right)
     pairs = values(gold, answer)
     if len(pairs) > 1:
         return all(None not in pair and close(*pair) for pair in pairs)
@@ -294,10 +286,13 @@ def same(gold: object, answer: object) -> bool:
 
 
 def sides(tree: object) -> tuple[object, object]:
-    """x and 3 of x = 3, and of x = 6/2 = 3; "" and the expression where there is no equation."""
+    """x and 3 of x = 3 and of x = 6/2 = 3; "" and the expression of what is no equation; 2x and
+    None of 2x = 6, which names no value."""
     if not grader.is_equation(tree):
         return "", tree
-    return grader.take_first_relation(tree).lhs, grader.take_last_relation(tree).rhs
+    left = grader.take_first_relation(tree).lhs
+    unsolved = left.free_symbols and left.atoms(sympy.Integer) and not left.is_Function
+    return left, None if unsolved else grader.take_last_relation(tree).rhs
 
 
 def values(gold: object, answer: object) -> list[list[Number | None]]:
@@ -307,18 +302,22 @@ def values(gold: object, answer: object) -> list[list[Number | None]]:
     symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
     pairs = []
     for k in range(6):
-        point = {}
-        for i, symbol in enumerate(symbols):
-            point[symbol] = Fraction((-1) ** (k >> i) * (9 * k + i + 2), 7)
+        point = dict(zip(symbols, POINTS[k:]))
         pairs.append([value_of(tree.subs(point)) for tree in (gold, answer)])
     return [pair for pair in pairs if pair != [None, None]]
 
 
 def fitted(tree: object, other: object) -> object:
-    """x = 4, y = 3 as (4, 3) if the other is a pair; x < 2 or x > 3 as a union if it is one."""
-    parts = tree.args if isinstance(tree, sympy.FiniteSet) else []
+    """x = 4, y = 3 as (4, 3) if the other is a pair; x < 2 or x > 3 as a union if it is one; small
+    numbers as fractions, for math-verify compares six decimals."""
+    parts = tree.args if isinstance(tree, sympy.FiniteSet) else [None]
     if isinstance(other, sympy.Interval | sympy.Tuple) and all(map(grader.is_equation, parts)):
-        return sympy.Tuple(*[part.rhs for part in sorted(parts, key=str)]) if parts else tree
-    if isinstance(other, sympy.Union) and all(isinstance(part, sympy.Rel) for part in parts):
-        return sympy.Union(*[part.as_set() for part in parts]) if parts else tree
-    return tree
+        tree = sympy.Tuple(*[part.rhs for part in sorted(parts, key=str)])
+    if isinstance(other, sympy.Union) and all(
+        isinstance(part, sympy.Rel | sympy.And) for part in parts
+    ):
+        tree = sympy.Union(*[part.as_set() for part in parts])
+    if not isinstance(tree, sympy.Set | sympy.Tuple):
+        return tree
+    small = [number for number in tree.atoms(sympy.Float) if abs(number) < 0.01]
+    return tree.xreplace({number: sympy.Rational(str(number)) for number in small}).doit()
