@@ -26,12 +26,9 @@ LONGEST = 2000  # characters: a longer answer is none, which bounds all work on 
 # 1. Which text is the answer
 
 BOX = re.compile(r"\\+(?:boxed|fbox|framebox)(?![A-Za-z])\s*\{?")
-BARE = re.compile(r"[-+(\[]?(?:[\d.\\]|[A-Za-z]\b)[^\s$]*|")  # of a box without braces
-BRACE = re.compile(r"\\[\\{}]|[{}]")
 LABEL = re.compile(r"(?i:(answer|option|答案)[^\n.\d]{,40}?(\bis\b|是|为|[:：=\n])|####)[*_:：\s]*")
 SENTENCE = re.compile(r"(?:\\\[.*?\\\]|\$\$.*?\$\$|[^\n])*?(?=\s*(?:\n|\Z)|\.\s|。)", re.DOTALL)
 WORD = r"(?<![\\{A-Za-z])(?!(?:or|and)\b)(?:[^\W\d_]{2,}|I\b|A(?= [a-z]))"
-PAUSE = re.compile(rf"(?:{WORD}|[.:;!?](?:\s|$))+")
 NAMES_ONE = re.compile(r"\d|^\(?[A-J]\)?$")  # a number, or the letter of an option
 
 
@@ -69,15 +66,18 @@ def marked(text: str) -> str | None:
 def last_box(text: str) -> str | None:
     """The content of the last box that has any; "" if it never closes, None without a box."""
     for box in reversed(list(BOX.finditer(text))):
-        content, depth = BARE.match(text, box.end())[0], 1
+        content = text[box.end() :]
         if box[0].endswith("{"):
-            for brace in BRACE.finditer(text, box.end()):
+            depth = 1
+            for brace in re.finditer(r"\\[\\{}]|[{}]", content):
                 depth += {"{": 1, "}": -1}.get(brace[0], 0)
                 if depth == 0:
-                    content = text[box.end() : brace.start()]
+                    content = content[: brace.start()]
                     break
             else:
                 return ""
+        else:  # \boxed 5
+            content = re.match(r"[-+(\[]?(?:[\d.\\]|[A-Za-z]\b)[^\s$]*|", content)[0]
         if written(content[:LONGEST]) not in ("", r"\ldots"):
             return content
     return None
@@ -89,7 +89,11 @@ def spoken(text: str, place: int) -> str:
     text = written(text)
     if not re.search(WORD, quantity(text)[0]):
         return text
-    parts = [part for part in map(written, PAUSE.split(text)) if NAMES_ONE.search(part)]
+    parts = [
+        part
+        for part in map(written, re.split(rf"(?:{WORD}|[.:;!?](?:\s|$))+", text))
+        if NAMES_ONE.search(part)
+    ]
     return parts[place] if parts else text
 
 
@@ -115,20 +119,17 @@ SPELLINGS = [
     (r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([-+]?\d+)(?![\d.])", r"\1 \\times 10^{\2}"),
     (r"(?<![\d/}])(\d+)\s+and\s+(?=\d+/|\\[dt]?frac)", r"\1 "),  # 3 and 1/2
     (r"(?<![\d/}])(\d+)\s+(\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),  # 3 1/2
-    (r"^(\d*\.\d+)\s*\\ldots\s*$", r"\1"),
-    (r"^\s*(?:about|approximately|约|\\approx)|(?<=[\d}])\s*\\approx.*$", ""),
+    (r"^(\d*\.\d+)\s*\\ldots\s*$|^\s*(?:about|approximately|约|\\approx)", r"\1"),
+    (r"(?<=[\d}])\s*\\approx.*$", ""),
     (r"^\s*([-+]?)\s*(?:US)?(\\\$|[¢-¥₠-₿]|USD|Rs\b\.?)\s*([-+]?[\d.\\].*)$", r"\1\3 \2"),  # 5 $
     (r"^[\s*_`,;:=]+|[\s*_`.,;:\\]+$", ""),
     (r"""^(["'])(.*)\1$|^\{([^{}]*)\}$""", r"\2\3"),
-    (r" +", " "),
 ]
 
 
-@lru_cache(1000)
 def written(text: str) -> str:
     """A text in one spelling: LaTeX in ASCII, without marks at its edges, its value unchanged."""
     text = unicodedata.normalize("NFKC", text.translate(SIGNS))
-    text = re.sub(r"\d", lambda digit: str(int(digit[0])), text)
     for pattern, new in SPELLINGS:
         text = re.sub(pattern, new, text, flags=re.DOTALL)
     return text
@@ -136,9 +137,10 @@ def written(text: str) -> str:
 
 KNOWN = "|".join(name for name in UNIT_OF if name.isascii() and len(name) > 1)
 NO_UNIT = "or|and|to|than|more|less|mod|not|if|when|base|hundred|thousand|million|billion|dozen"
-A_WORD = rf"(?i:{KNOWN}|(?<=[\s/])(?!(?:{NO_UNIT})\b)(?=[a-z]*[aeiou])[a-z]{{3,}})"
+A_NOUN = rf"(?!(?:{NO_UNIT})\b)(?=[a-z]*[aeiou])[a-z]{{3,}}"
+A_WORD = rf"(?i:{KNOWN}|(?<=[\s/])(?:(?-i:[mgshLNJWVAK])|{A_NOUN}))(?![A-Za-z])"
 A_SIGN = r"\^\\circ\s*[CF]?|\\[%$]|(?![百万亿]|千(?![米克瓦]))[^\x00-\x7f]+"
-A_UNIT = rf"(?:{A_SIGN}|(?:{A_WORD}|(?<=[\s/])[mgshLNJWVAK])(?![A-Za-z]))(?:\s*\^\s*\{{?-?\d\}}?)?"
+A_UNIT = rf"(?:{A_SIGN}|{A_WORD})(?:\s*\^\s*\{{?-?\d\}}?)?"
 UNIT = re.compile(rf"(?<=[\d}})\s.])\s*({A_UNIT}(?:\s*(?:/|\\cdot|\s)\s*{A_UNIT})*|_\{{?\d+\}}?)$")
 SHARE = {r"\%": r"\frac{%s}{100}"}
 
@@ -154,14 +156,9 @@ def quantity(text: str) -> tuple[str, str]:
     if not found or not re.search(r"\d|\\|^[A-Za-z]\s*$", text[: found.start()]):
         return text, ""
     unit = re.sub(r"(?:\bsq(?:uare)? |平方)([^\W\d_]+)", r"\1^2", found[1].lower())
-    unit = re.sub(r"[^\W\d_]+", unit_name, unit)
+    unit = re.sub(r"(?<=[a-z]{2})s\b", "", unit)
+    unit = re.sub(r"[^\W\d_]+", lambda word: UNIT_OF.get(word[0], word[0]), unit)
     return text[: found.start()].strip(), re.sub(r"[{}\s]|\\cdot", "", unit)
-
-
-def unit_name(word: re.Match) -> str:
-    """cm for cm, centimeter and centimetres."""
-    singular = word[0].removesuffix("s")
-    return UNIT_OF.get(word[0]) or UNIT_OF.get(singular, singular)
 
 
 # 3. The comparison
@@ -176,12 +173,15 @@ class Number(NamedTuple):
 
 
 DECIMAL = r"[1-9]\d{0,2}(?:[, ]\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+"
-POWER = r"10\s*\^\s*\{?([-+]?\s*\d{1,4})\}?"
+POWER = r"10\s*\^\s*\{?([-+]?\d{1,4})\}?"
 PLAIN = re.compile(rf"([-+]?)\s*(?:({DECIMAL})(?:\s*(?:\\times|\\cdot|[*x])\s*{POWER})?|{POWER})")
 OPTION = re.compile(
     r"(?i:option )?\(?([A-J])(?:\)|[.:]\s|$)(?!.*\b[A-J]\b).*"
 )  # C, (C), (C) 5, C. five
-NO_EXPRESSION = re.compile(r"[^\W\d_]{3,}([ '-]+[^\W\d_]+)*|.*[^\x00-\x7f].*|\d+:\d\d|.*'")
+# Words, times, derivatives and what dots stand for are compared as texts only.
+NO_EXPRESSION = re.compile(
+    r"[^\W\d_]{3,}([ '-]+[^\W\d_]+)*|\d+:\d\d|.*([^\x00-\x7f]|\\ldots).*|.*'"
+)
 SPELLING = NormalizationConfig(malformed_operators=True, nits=True, boxed="none")
 LATEX = LatexExtractionConfig(normalization_config=SPELLING)
 POINTS = [Fraction(n, 7) for n in (2, 9, -5, 11, 16, -3, -8, 19, 25, -12, 6, 30, -20)]
@@ -198,16 +198,13 @@ def equal(gold: str, answer: str) -> bool:
     """Whether two written texts are equal: as texts, numbers with units, or expressions."""
     if as_text(gold) == as_text(answer):
         return True
-    if r"\ldots" in gold + answer:  # what the dots stand for is a guess
-        return False
     (value, unit), (answer_value, answer_unit) = quantity(gold), quantity(answer)
     if unit or answer_unit:
-        if unit and answer_unit and unit != answer_unit:
-            return False
-        share = SHARE.get(unit, "%s") % value
+        share = SHARE.get(unit, "%s") % value  # 50% is 50, and 0.5
         answer_share = SHARE.get(answer_unit, "%s") % answer_value
-        return equal(value, answer_value) or equal(share, answer_share)  # 50% is 50, and 0.5
-    if NO_EXPRESSION.fullmatch(gold) or NO_EXPRESSION.fullmatch(answer):  # a word, a time
+        differ = unit and answer_unit and unit != answer_unit
+        return not differ and (equal(value, answer_value) or equal(share, answer_share))
+    if NO_EXPRESSION.fullmatch(gold) or NO_EXPRESSION.fullmatch(answer):
         return False
     number, answer_number = number_of(gold), number_of(answer)
     if number and answer_number:
@@ -216,11 +213,9 @@ def equal(gold: str, answer: str) -> bool:
 
 
 def as_text(text: str) -> str:
-    """The letter of an option; of another text all but its spaces and the case of its words."""
+    """The letter of an option; of another text all but its spaces and the case of its letters."""
     option = OPTION.fullmatch(text)
-    if option:
-        return option[1]
-    return re.sub(r"(?<!\d) | (?!\d)", "", text.lower())
+    return option[1] if option else re.sub(r"(?<!\d) | (?!\d)", "", text.lower())
 
 
 def number_of(text: str) -> Number | None:
@@ -228,12 +223,12 @@ def number_of(text: str) -> Number | None:
     found = PLAIN.fullmatch(text)
     if not found:
         return value_of(expression_of(text))
-    power = (found[3] or found[4] or "").replace(" ", "")
+    power = found[3] or found[4] or ""
     number = Decimal(found[1] + re.sub("[, ]", "", found[2] or "1") + "e" + (power or "0"))
-    if "." not in found[0]:
-        return Number(Fraction(number))
-    _, digits, exponent = number.as_tuple()  # a power of ten tells of rounding, as two digits do
-    return Number(Fraction(number), Fraction(10) ** exponent, len(digits) + 2 * bool(power))
+    _, digits, exponent = number.as_tuple()
+    place = Fraction(10) ** exponent if "." in found[0] else Fraction(0)
+    # A power of ten tells as much of rounding as two digits do.
+    return Number(Fraction(number), place, len(digits) + 2 * bool(power))
 
 
 def close(gold: Number, answer: Number) -> bool:
@@ -255,7 +250,11 @@ def expression_of(text: str) -> object:
     """math-verify's reading of a written text, a sympy object; None if it cannot read it."""
     # No time-out of its own: the worker's alarm bounds it.
     found = parse(f"${text}$", [LATEX], fallback_mode="no_fallback", parsing_timeout=None)
-    return found[0] if found else None
+    if not found:
+        return None
+    # Small numbers as fractions, for math-verify compares six decimals.
+    small = [number for number in found[0].atoms(sympy.Float) if abs(number) < 0.01]
+    return found[0].xreplace({number: sympy.Rational(str(number)) for number in small})
 
 
 def value_of(tree: object) -> Number | None:
@@ -308,8 +307,7 @@ def values(gold: object, answer: object) -> list[list[Number | None]]:
 
 
 def fitted(tree: object, other: object) -> object:
-    """x = 4, y = 3 as (4, 3) if the other is a pair; x < 2 or x > 3 as a union if it is one; small
-    numbers as fractions, for math-verify compares six decimals."""
+    """x = 4, y = 3 as (4, 3) if the other is a pair; x < 2 or x > 3 as a union if it is one."""
     parts = tree.args if isinstance(tree, sympy.FiniteSet) else [None]
     if isinstance(other, sympy.Interval | sympy.Tuple) and all(map(grader.is_equation, parts)):
         tree = sympy.Tuple(*[part.rhs for part in sorted(parts, key=str)])
@@ -317,7 +315,4 @@ def fitted(tree: object, other: object) -> object:
         isinstance(part, sympy.Rel | sympy.And) for part in parts
     ):
         tree = sympy.Union(*[part.as_set() for part in parts])
-    if not isinstance(tree, sympy.Set | sympy.Tuple):
-        return tree
-    small = [number for number in tree.atoms(sympy.Float) if abs(number) < 0.01]
-    return tree.xreplace({number: sympy.Rational(str(number)) for number in small}).doit()
+    return tree.doit() if isinstance(tree, sympy.Set | sympy.Tuple) else tree
