@@ -11,11 +11,11 @@ The parts: 1. which text is the answer, 2. how it is written, 3. the comparison.
 import json
 import re
 import unicodedata
+from collections import namedtuple
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import sympy
 from latex2sympy2_extended import NormalizationConfig
@@ -26,9 +26,11 @@ LONGEST = 2000  # characters: a longer answer is none, which bounds all work on 
 # 1. Which text is the answer
 
 BOX = re.compile(r"\\+(?:boxed|fbox|framebox)(?![A-Za-z])\s*\{?")
+BARE = re.compile(r"[-+(\[]?(?:[\d.\\]|[A-Za-z]\b)[^\s$]*|")  # of a box without braces
 LABEL = re.compile(r"(?i:(answer|option|答案)[^\n.\d]{,40}?(\bis\b|是|为|[:：=\n])|####)[*_:：\s]*")
 SENTENCE = re.compile(r"(?:\\\[.*?\\\]|\$\$.*?\$\$|[^\n])*?(?=\s*(?:\n|\Z)|\.\s|。)", re.DOTALL)
 WORD = r"(?<![\\{A-Za-z])(?!(?:or|and)\b)(?:[^\W\d_]{2,}|I\b|A(?= [a-z]))"
+PAUSE = rf"(?:{WORD}|[.:;!?](?:\s|$))+"
 NAMES_ONE = re.compile(r"\d|^\(?[A-J]\)?$")  # a number, or the letter of an option
 
 
@@ -66,9 +68,9 @@ def marked(text: str) -> str | None:
 def last_box(text: str) -> str | None:
     """The content of the last box that has any; "" if it never closes, None without a box."""
     for box in reversed(list(BOX.finditer(text))):
-        content = text[box.end() :]
+        content = BARE.match(text, box.end())[0]
         if box[0].endswith("{"):
-            depth = 1
+            content, depth = text[box.end() :], 1
             for brace in re.finditer(r"\\[\\{}]|[{}]", content):
                 depth += {"{": 1, "}": -1}.get(brace[0], 0)
                 if depth == 0:
@@ -76,8 +78,6 @@ def last_box(text: str) -> str | None:
                     break
             else:
                 return ""
-        else:  # \boxed 5
-            content = re.match(r"[-+(\[]?(?:[\d.\\]|[A-Za-z]\b)[^\s$]*|", content)[0]
         if written(content[:LONGEST]) not in ("", r"\ldots"):
             return content
     return None
@@ -89,12 +89,8 @@ def spoken(text: str, place: int) -> str:
     text = written(text)
     if not re.search(WORD, quantity(text)[0]):
         return text
-    parts = [
-        part
-        for part in map(written, re.split(rf"(?:{WORD}|[.:;!?](?:\s|$))+", text))
-        if NAMES_ONE.search(part)
-    ]
-    return parts[place] if parts else text
+    parts = [written(part) for part in re.split(PAUSE, text)]
+    return ([part for part in parts if NAMES_ONE.search(part)] or [text])[place]
 
 
 # 2. How it is written
@@ -119,8 +115,7 @@ SPELLINGS = [
     (r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([-+]?\d+)(?![\d.])", r"\1 \\times 10^{\2}"),
     (r"(?<![\d/}])(\d+)\s+and\s+(?=\d+/|\\[dt]?frac)", r"\1 "),  # 3 and 1/2
     (r"(?<![\d/}])(\d+)\s+(\d+)/(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),  # 3 1/2
-    (r"^(\d*\.\d+)\s*\\ldots\s*$|^\s*(?:about|approximately|约|\\approx)", r"\1"),
-    (r"(?<=[\d}])\s*\\approx.*$", ""),
+    (r"^(\d*\.\d+)\s*\\ldots\s*$|^\s*(?:about|约|\\?approx\w*)|(?<=[\d}])\s*\\approx.*$", r"\1"),
     (r"^\s*([-+]?)\s*(?:US)?(\\\$|[¢-¥₠-₿]|USD|Rs\b\.?)\s*([-+]?[\d.\\].*)$", r"\1\3 \2"),  # 5 $
     (r"^[\s*_`,;:=]+|[\s*_`.,;:\\]+$", ""),
     (r"""^(["'])(.*)\1$|^\{([^{}]*)\}$""", r"\2\3"),
@@ -142,7 +137,6 @@ A_WORD = rf"(?i:{KNOWN}|(?<=[\s/])(?:(?-i:[mgshLNJWVAK])|{A_NOUN}))(?![A-Za-z])"
 A_SIGN = r"\^\\circ\s*[CF]?|\\[%$]|(?![百万亿]|千(?![米克瓦]))[^\x00-\x7f]+"
 A_UNIT = rf"(?:{A_SIGN}|{A_WORD})(?:\s*\^\s*\{{?-?\d\}}?)?"
 UNIT = re.compile(rf"(?<=[\d}})\s.])\s*({A_UNIT}(?:\s*(?:/|\\cdot|\s)\s*{A_UNIT})*|_\{{?\d+\}}?)$")
-SHARE = {r"\%": r"\frac{%s}{100}"}
 
 
 def quantity(text: str) -> tuple[str, str]:
@@ -163,25 +157,14 @@ def quantity(text: str) -> tuple[str, str]:
 
 # 3. The comparison
 
-
-class Number(NamedTuple):
-    """A value, the place of its last decimal (0 without decimals), and how many digits it has."""
-
-    value: Fraction
-    place: Fraction = Fraction(0)
-    digits: int = 0
-
-
+# A value, the place of its last decimal (0 without decimals), and how many digits were written
+Number = namedtuple("Number", "value place digits", defaults=(0, 0))
 DECIMAL = r"[1-9]\d{0,2}(?:[, ]\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+"
 POWER = r"10\s*\^\s*\{?([-+]?\d{1,4})\}?"
 PLAIN = re.compile(rf"([-+]?)\s*(?:({DECIMAL})(?:\s*(?:\\times|\\cdot|[*x])\s*{POWER})?|{POWER})")
-OPTION = re.compile(
-    r"(?i:option )?\(?([A-J])(?:\)|[.:]\s|$)(?!.*\b[A-J]\b).*"
-)  # C, (C), (C) 5, C. five
+OPTION = re.compile(r"(?i:option )?\(?([A-J])(?:\)|[.:]\s|$)(?!.*\b[A-J]\b).*")  # (C), C. five
 # Words, times, derivatives and what dots stand for are compared as texts only.
-NO_EXPRESSION = re.compile(
-    r"[^\W\d_]{3,}([ '-]+[^\W\d_]+)*|\d+:\d\d|.*([^\x00-\x7f]|\\ldots).*|.*'"
-)
+TEXT_ONLY = re.compile(r"[^\W\d_]{3,}([ '-]+[^\W\d_]+)*|\d+:\d\d|.*([^\x00-\x7f]|\\ldots).*|.*'")
 SPELLING = NormalizationConfig(malformed_operators=True, nits=True, boxed="none")
 LATEX = LatexExtractionConfig(normalization_config=SPELLING)
 POINTS = [Fraction(n, 7) for n in (2, 9, -5, 11, 16, -3, -8, 19, 25, -12, 6, 30, -20)]
@@ -200,11 +183,11 @@ def equal(gold: str, answer: str) -> bool:
         return True
     (value, unit), (answer_value, answer_unit) = quantity(gold), quantity(answer)
     if unit or answer_unit:
-        share = SHARE.get(unit, "%s") % value  # 50% is 50, and 0.5
-        answer_share = SHARE.get(answer_unit, "%s") % answer_value
+        share = rf"\frac{{{value}}}{{100}}" if unit == r"\%" else value  # 50% is 50, and 0.5
+        answer_share = rf"\frac{{{answer_value}}}{{100}}" if answer_unit == r"\%" else answer_value
         differ = unit and answer_unit and unit != answer_unit
         return not differ and (equal(value, answer_value) or equal(share, answer_share))
-    if NO_EXPRESSION.fullmatch(gold) or NO_EXPRESSION.fullmatch(answer):
+    if TEXT_ONLY.fullmatch(gold) or TEXT_ONLY.fullmatch(answer):
         return False
     number, answer_number = number_of(gold), number_of(answer)
     if number and answer_number:
@@ -223,12 +206,12 @@ def number_of(text: str) -> Number | None:
     found = PLAIN.fullmatch(text)
     if not found:
         return value_of(expression_of(text))
-    power = found[3] or found[4] or ""
-    number = Decimal(found[1] + re.sub("[, ]", "", found[2] or "1") + "e" + (power or "0"))
-    _, digits, exponent = number.as_tuple()
-    place = Fraction(10) ** exponent if "." in found[0] else Fraction(0)
+    power = found[3] or found[4] or "0"
+    number = Decimal(found[1] + re.sub("[, ]", "", found[2] or "1") + "e" + power)
+    written_as = number.as_tuple()
+    place = Fraction(10) ** written_as.exponent if "." in found[0] else 0
     # A power of ten tells as much of rounding as two digits do.
-    return Number(Fraction(number), place, len(digits) + 2 * bool(power))
+    return Number(Fraction(number), place, len(written_as.digits) + 2 * (power != "0"))
 
 
 def close(gold: Number, answer: Number) -> bool:
@@ -311,8 +294,6 @@ def fitted(tree: object, other: object) -> object:
     parts = tree.args if isinstance(tree, sympy.FiniteSet) else [None]
     if isinstance(other, sympy.Interval | sympy.Tuple) and all(map(grader.is_equation, parts)):
         tree = sympy.Tuple(*[part.rhs for part in sorted(parts, key=str)])
-    if isinstance(other, sympy.Union) and all(
-        isinstance(part, sympy.Rel | sympy.And) for part in parts
-    ):
+    if isinstance(other, sympy.Union) and all(hasattr(part, "as_set") for part in parts):
         tree = sympy.Union(*[part.as_set() for part in parts])
     return tree.doit() if isinstance(tree, sympy.Set | sympy.Tuple) else tree
