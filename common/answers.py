@@ -95,8 +95,8 @@ def spoken(text: str, place: int) -> str:
 
 # 2. How it is written
 
-TABLES = json.loads(Path(__file__).with_name("signs.json").read_text())
-SIGNS, UNIT_OF = str.maketrans(TABLES["signs"]), TABLES["units"]
+TABLES = json.loads(Path(__file__).with_name("symbols.json").read_text())
+SIGNS, UNIT_OF = str.maketrans(TABLES["symbols"]), TABLES["units"]
 SPELLINGS = [
     (r"\}[\^_]\{(?=[-+\dnx]\})", ""),  # 10⁻⁸
     (r"[,;.\s]*\\\\(?=.*\\end\{(?:cases|array|aligned|gathered)\})", ", "),  # the rows of a system
@@ -107,9 +107,9 @@ SPELLINGS = [
     (r"^([^$]*)(?<!\\)\$(\s*[\d.][^$]*)$", r"\1\\$\2"),  # one $ before a number is a currency
     (r"(?<!\\)(?:\$|\\[()\[\]])", " "),  # others stand around a formula
     (r"\\(?:text|mbox|math)(?:rm|bf|it|sf)?\s*\{([^{}]*)\}", r" \1 "),
-    (r"\\(?:l|c|v|d)?dots[a-z]?(?![A-Za-z])|\.\.\.+", r"\\ldots "),
-    (r"\^\s*\{?\s*\\circ\s*\}?|(?<=\d)\s*\b(?:deg|degrees?)\b", r"^\\circ "),
-    (r"\\?%|\b(?:percent(?:age)?|pct)\b", r"\\% "),
+    (r"(?:\\(?:l|c|v|d)?dots[a-z]?(?![A-Za-z])|\.\.\.+)\s*", r"\\ldots "),
+    (r"\^\s*\{?\s*\\circ\s*\}?\s*|(?<=\d)\s*\b(?:deg|degrees?)\b\s*", r"^\\circ "),
+    (r"(?:\\?%|\b(?:percent(?:age)?|pct)\b)\s*", r"\\% "),
     (r"(?<![\\A-Za-z])(sqrt|log|ln|sin|cos|tan)(?![A-Za-z])", r"\\\1 "),
     (r"\\sqrt\s*(\[\d\])?\s*(?:\(([^()]*)\)|(\d+))", r"\\sqrt\1{\2\3}"),
     (r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([-+]?\d+)(?![\d.])", r"\1 \\times 10^{\2}"),
