@@ -17,9 +17,9 @@ INTRODUCTION = """\
 # Reinforcement learning of a language model, in five cells
 
 Run the cells from top to bottom; a machine without a GPU is enough. While cell 3 runs, read
-`nano.py`: GRPO on one page. Outside of Colab, install requirements-cpu.txt instead of cell 2. Nothing can be installed? Then download
-`docs/explorer.html`, `docs/page-healthy.html` and `docs/page-collapse.html` and open them in a
-browser."""
+`nano.py`: GRPO on one page. Outside of Colab, install requirements-cpu.txt instead of cell 2.
+Nothing can be installed? Then download `docs/explorer.html`, `docs/page-healthy.html` and
+`docs/page-collapse.html` and open them in a browser."""
 CELLS = [
     """\
 # 1. The repository. Write the address where you found this notebook.
