@@ -8,11 +8,13 @@ the problems that the uninterrupted one would have seen.
 import hashlib
 import json
 import math
+import os
 import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
+from decimal import Decimal
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -24,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.batch import Rollout
-from common.cli import BadInput, blame, key_values
+from common.cli import BadInput, blame, key_values, say
 from common.clock import timed
 from common.metrics import Means
 from common.reward import Verifier, final_answer, load_task_file, source_of
@@ -33,6 +35,7 @@ from common.tiny import arithmetic
 
 Prompt = str | list[dict]  # a text, or chat messages
 Row = tuple[Prompt, object]  # prompt, reference answer
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Columns(NamedTuple):
@@ -52,23 +55,33 @@ HUB = {name: Columns(**row) for name, row in HUB.items()}
 
 
 def boxed(solution: str) -> str:
-    """MATH: the content of the solution's last \\boxed{...}."""
-    return re.fullmatch(r"\\boxed\{(.*)\}", final_answer(solution), re.DOTALL)[1]
+    """MATH: the content of the solution's last box; two rows have one without braces, in two it is
+    empty."""
+    _, box, rest = solution.rpartition("\\boxed")
+    if not box:
+        raise ValueError("no \\boxed in it")
+    if rest.startswith("{"):
+        return final_answer(box + rest)[len("\\boxed{") : -1]
+    return rest.partition("$")[0]
 
 
 def after_hashes(solution: str) -> str:
     """GSM8K: the number after `####`, without thousands separators."""
-    return re.search("####(.*)", solution)[1].replace(",", "")
+    _, hashes, rest = solution.partition("####")
+    if not hashes:
+        raise ValueError("no #### in it")
+    return rest.partition("\n")[0].replace(",", "")
 
 
-def listed(answers: list[str]) -> str:
-    """OlympiadBench: a list of final answers, often between dollar signs."""
-    return ", ".join(answer.strip().strip("$") for answer in answers)
+def listed(answers: str | list[str]) -> str:
+    """OlympiadBench: a final answer or a list of them, often between dollar signs."""
+    if isinstance(answers, str):
+        answers = [answers]
+    return re.sub(r"(?<!\\)\$", "", ", ".join(answers))
 
 
 EXTRACT = {
     "": lambda answer: answer,
-    "number": int,  # "025" is 25
     "boxed": boxed,
     "after_hashes": after_hashes,
     "listed": listed,
@@ -79,7 +92,7 @@ def rows_of(
     spec: str, split: str = "train", prompt_column: str = "prompt", answer_column: str = "answer"
 ) -> list[Row]:
     """The rows of `spec`: a hub set (`gsm8k`), a .jsonl or .parquet file (`my.jsonl`), or a file
-    with the columns of a hub set (`gsm8k:my.jsonl`).
+    with the columns of a hub set (`gsm8k:my.jsonl`). A row that cannot be used is refused.
 
     `split` is "train" or "test"; a set without a test split, and a file, give all rows for both.
     """
@@ -90,19 +103,85 @@ def rows_of(
         file = spec
         columns = Columns("", prompt_column, answer_column)
     of_hub = name in HUB and not file
-    numbered = hub_rows(name, split) if of_hub else file_rows(Path(file))
     rows = []
-    for number, row in numbered:
-        prompt = row.get(columns.prompt)
-        answer = row.get(columns.answer)
-        if prompt is None or answer is None:
-            needs = f"needs {columns.prompt!r} and {columns.answer!r}"
-            raise BadInput(f"{spec}:{number}: {needs} (--prompt_column, --answer_column)")
-        with blame(f"{spec}:{number}: no answer to be read in {str(answer)[:80]!r}"):
-            rows.append((prompt, as_text(EXTRACT[columns.extract](answer))))
+    unanswered = []  # numbers of rows whose solution has an empty place for the answer
+    for number, row in hub_rows(name, split) if of_hub else file_rows(Path(file)):
+        with blame(f"{spec}:{number}: cannot be used"):
+            prompt = value_at(row, columns.prompt, "--prompt_column")
+            answer = value_at(row, columns.answer, "--answer_column")
+            if prompt is None or answer is None:
+                needs = f"needs {columns.prompt!r} and {columns.answer!r}, has {', '.join(row)}"
+                raise BadInput(f"{spec}:{number}: {needs} (--prompt_column, --answer_column)")
+            answer = EXTRACT[columns.extract](answer)
+            if columns.extract and not answer:
+                unanswered.append(number)
+            else:
+                rows.append((as_prompt(prompt), as_text(answer)))
     if not rows:
         raise BadInput(f"{spec}: holds no problem")
+    if unanswered and os.environ.get("RANK", "0") == "0":
+        say(f"{spec}: {len(unanswered)} rows without an answer left out, first: {unanswered[0]}")
     return rows
+
+
+def value_at(row: dict, path: str, flag: str) -> object:
+    """What stands in a column, or at a path into it (`reward_model.ground_truth`); else None."""
+    value = row
+    left = path
+    while left and isinstance(value, dict):
+        name = left if left in value else left.partition(".")[0]
+        value = value.get(name)
+        left = left[len(name) + 1 :]
+    if left or value == {}:
+        return None
+    if isinstance(value, dict):
+        paths = " or ".join(f"{path}.{name}" for name in value)
+        raise ValueError(f"{path!r} is a dict: use {flag} {paths}")
+    return value
+
+
+def as_prompt(prompt: object) -> Prompt:
+    """A text or chat messages, in which something is asked; ValueError where they are not."""
+    texts = [prompt]
+    if not isinstance(prompt, str):
+        if not isinstance(prompt, list) or not prompt:
+            raise ValueError(f"the prompt {prompt!r} is neither a text nor a list of messages")
+        texts = [text_of_turn(turn) for turn in prompt]
+        if prompt[-1]["role"] == "assistant":
+            raise ValueError("the prompt ends with the assistant's answer: leave that message out")
+    "".join(texts).encode()  # a character that UTF-8 has not cannot be tokenised
+    if not texts[-1].strip():
+        raise ValueError("the prompt is empty, or its last message is")
+    return prompt
+
+
+def text_of_turn(turn: object) -> str:
+    """The text of a chat message, as templates can write it."""
+    if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
+        renamed = (
+            "of ShareGPT rename from to role, value to content, human to user, gpt to assistant"
+        )
+        raise ValueError(f"a message needs role and content ({renamed}): {turn!r}")
+    if turn["role"] not in ROLES:
+        raise ValueError(f"the role {turn['role']!r} is none of {', '.join(ROLES)}")
+    if not isinstance(turn["content"], str):
+        raise ValueError(f"a message's content must be a text: {turn['content']!r}")
+    return turn["content"]
+
+
+def as_text(answer: object) -> str:
+    """A reference as text: AMC's 27.0 is 27, and 0.00001 is not 1e-05. ValueError if it is no text
+    and no number."""
+    if isinstance(answer, str | bool):
+        text = str(answer).strip()
+    elif isinstance(answer, int | float | Decimal | np.number) and math.isfinite(answer):
+        text = format(Decimal(str(answer)), "f").removesuffix(".0")
+    else:
+        other = "write it as one text, or give the task a reward of its own, see docs/yours.md"
+        raise ValueError(f"the answer {answer!r} is neither a text nor a number: {other}")
+    if not text:
+        raise ValueError("the answer is empty")
+    return text
 
 
 def file_rows(path: Path) -> Iterator[tuple[int, dict]]:
@@ -116,19 +195,29 @@ def file_rows(path: Path) -> Iterator[tuple[int, dict]]:
         raise BadInput(f"{str(path)!r}: unknown, use {known}")
     if not path.is_file():  # reading a pipe could wait for ever
         raise BadInput(f"{path}: no such file")
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
+    with blame(f"{path}: cannot be read"):
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
 
-        with blame(f"{path}: cannot be read"):
-            table = pyarrow.parquet.read_table(path)
-        yield from enumerate(table.to_pylist(), 1)
-        return
-    for number, line in enumerate(path.read_text("utf-8-sig").split("\n"), 1):
-        if line.strip():
-            try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise BadInput(f"{path}:{number}: no JSON ({error})") from error
+            yield from enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1)
+            return
+        lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        made = "iconv converts other texts, jq -c '.[]' writes an array in lines"
+        with blame(f"{path}:{number}: no JSON object in UTF-8 ({made})"):
+            text = line.decode("utf-8-sig")
+            row = json.loads(text, object_pairs_hook=unique) if text.strip() else {}
+            if not isinstance(row, dict):
+                raise ValueError(f"a {type(row).__name__}")
+        if text.strip():
+            yield number, row
+
+
+def unique(pairs: list[tuple[str, object]]) -> dict:
+    """A JSON object's dict; of a key that stands there twice json would keep the last value."""
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key stands there twice")
+    return dict(pairs)
 
 
 def hub_rows(name: str, split: str) -> Iterator[tuple[int, dict]]:
@@ -144,13 +233,6 @@ def hub_rows(name: str, split: str) -> Iterator[tuple[int, dict]]:
     with blame(f"{name}: cannot be read"):  # offline, renamed, gated, damaged
         rows = datasets.load_dataset(columns.path, columns.config, split=of_hub)
     yield from enumerate(rows, 1)
-
-
-def as_text(answer: object) -> str:
-    """A reference as text: AMC's 27.0 is 27."""
-    if isinstance(answer, float) and answer.is_integer():
-        answer = int(answer)
-    return str(answer).strip()
 
 
 PLAIN_PROMPT = "Question: {prompt}\nAnswer:"  # for tokenizers without a chat template
@@ -256,18 +338,27 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
     source = source_of(args.task)
     custom = load_task_file(args.task, source)
     own_reward = hasattr(custom, "reward")
-    bounds = getattr(custom, "bounds", {})
-    verifier = Verifier(args.task, **bounds) if own_reward else Verifier()
+    with blame(f"--task {args.task}: cannot be used"):
+        bounds = getattr(custom, "bounds", {})
+        verifier = Verifier(args.task, **bounds) if own_reward else Verifier()
+        draw, listed = custom.train, iter(custom.held_out)
     begin = ((args.seed - 1) % 2**20) * 1_000_003  # where this seed's stream starts
 
-    def as_row(pair: tuple) -> Row:
-        prompt, reference = pair
-        return prompt, reference if own_reward else as_text(reference)
+    def as_row(pair: tuple, where: str) -> Row:
+        with blame(f"--task {args.task}: {where} cannot be used"):
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise ValueError(f"{pair!r} is no pair (prompt, answer)")
+            prompt, answer = pair
+            if not own_reward:
+                return as_prompt(prompt), as_text(answer)
+            json.dumps(answer)  # as it goes to the reward's process
+            return as_prompt(prompt), answer
 
     def train(index: int) -> Row:
-        return as_row(custom.train(begin + index))
+        return as_row(draw(begin + index), f"train({begin + index})")
 
-    held_out = [as_row(pair) for pair in islice(custom.held_out, args.eval_problems)]
+    pairs = enumerate(islice(listed, args.eval_problems))
+    held_out = [as_row(pair, f"held_out[{number}]") for number, pair in pairs]
     instruction = "" if tokenizer.chat_template else None  # see `encode`
     task = tokenised(train, held_out, verifier, args, tokenizer, instruction)
     task.fingerprint = digest([source])
@@ -308,6 +399,9 @@ def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
 
     held_out_rows = list(held_out.values())
     task = tokenised(train, held_out_rows, Verifier(), args, tokenizer, args.instruction)
+    # A template may refuse some orders of roles: now, not when the first such row is drawn.
+    for row in {roles_of(row): row for row in kept}.values():
+        as_problem(row, args.instruction, args, tokenizer)
     task.fingerprint = digest([rows, test])
     return task
 
@@ -316,6 +410,12 @@ def text_of(row: Row) -> str:
     """A row's prompt, to compare it with others."""
     prompt, _ = row
     return str(prompt).strip()
+
+
+def roles_of(row: Row) -> tuple[str, ...]:
+    """The roles of a row's messages, in their order; of a text none."""
+    prompt, _ = row
+    return () if isinstance(prompt, str) else tuple(turn["role"] for turn in prompt)
 
 
 def digest(rows: list) -> str:
@@ -392,10 +492,16 @@ def encode(
             text = tokenizer.apply_chat_template(
                 turns, tokenize=False, add_generation_prompt=True, **options
             )
+            for turn in turns:  # templates shorten other roles on purpose
+                if turn["role"] in ROLES[:3] and turn["content"].strip() not in text:
+                    raise ValueError(f"the chat template leaves out the {turn['role']}'s message")
         elif instruction is not None:
             text = PLAIN_PROMPT.format(prompt=text)
-        # A template has written its special tokens already.
-        ids = tokenizer(text, add_special_tokens=not templated)["input_ids"]
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise ValueError("no token left")
+        if not templated:  # else the template has written its special tokens
+            # Of these only what stands in front, such as BOS: some tokenizers also add EOS.
+            special = tokenizer(text)["input_ids"]
+            ids = special[: special.index(ids[0])] + ids
         return ids
