@@ -36,6 +36,10 @@ from common.tiny import arithmetic
 Prompt = str | list[dict]  # a text, or chat messages
 Row = tuple[Prompt, object]  # prompt, reference answer
 ROLES = ("system", "developer", "user", "assistant", "tool")
+A_MESSAGE = (
+    f"its prompt must be a text or messages with content, a text, and role, {', '.join(ROLES)}"
+)
+A_MESSAGE += " (ShareGPT's from and value, human and gpt, must be renamed)"
 
 
 class Columns(NamedTuple):
@@ -50,138 +54,100 @@ class Columns(NamedTuple):
     config: str | None = None
 
 
-HUB = json.loads(Path(__file__).with_name("hub.json").read_text())
-HUB = {name: Columns(**row) for name, row in HUB.items()}
+LISTED = json.loads(Path(__file__).with_name("hub.json").read_text())
+HUB = {name: Columns(**row) for name, row in LISTED.items()}
 
 
 def boxed(solution: str) -> str:
-    """MATH: the content of the solution's last box; two rows have one without braces, in two it is
+    """MATH: what the solution's last \\boxed holds. Two rows have it without braces, in two it is
     empty."""
     _, box, rest = solution.rpartition("\\boxed")
-    if not box:
-        raise ValueError("no \\boxed in it")
     if rest.startswith("{"):
         return final_answer(box + rest)[len("\\boxed{") : -1]
-    return rest.partition("$")[0]
+    return rest.partition("$")[0] if box else ""
 
 
 def after_hashes(solution: str) -> str:
     """GSM8K: the number after `####`, without thousands separators."""
-    _, hashes, rest = solution.partition("####")
-    if not hashes:
-        raise ValueError("no #### in it")
-    return rest.partition("\n")[0].replace(",", "")
+    return solution.partition("####")[2].partition("\n")[0].replace(",", "")
 
 
 def listed(answers: str | list[str]) -> str:
     """OlympiadBench: a final answer or a list of them, often between dollar signs."""
-    if isinstance(answers, str):
-        answers = [answers]
-    return re.sub(r"(?<!\\)\$", "", ", ".join(answers))
+    text = answers if isinstance(answers, str) else ", ".join(answers)
+    return re.sub(r"(?<!\\)\$", "", text)
 
 
-EXTRACT = {
-    "": lambda answer: answer,
-    "boxed": boxed,
-    "after_hashes": after_hashes,
-    "listed": listed,
-}
+EXTRACT = {"": lambda a: a, "boxed": boxed, "after_hashes": after_hashes, "listed": listed}
 
 
 def rows_of(
     spec: str, split: str = "train", prompt_column: str = "prompt", answer_column: str = "answer"
 ) -> list[Row]:
     """The rows of `spec`: a hub set (`gsm8k`), a .jsonl or .parquet file (`my.jsonl`), or a file
-    with the columns of a hub set (`gsm8k:my.jsonl`). A row that cannot be used is refused.
+    with the columns of a hub set (`gsm8k:my.jsonl`).
 
     `split` is "train" or "test"; a set without a test split, and a file, give all rows for both.
+    A row that cannot be used is refused; a set's row whose solution has no answer is left out.
     """
     name, _, file = spec.partition(":")
-    if name in HUB:
-        columns = HUB[name]
+    columns = HUB.get(name, Columns("", prompt_column, answer_column))
+    if spec in HUB:
+        numbered = hub_rows(name, split)
     else:
-        file = spec
-        columns = Columns("", prompt_column, answer_column)
-    of_hub = name in HUB and not file
+        numbered = file_rows(Path(file if name in HUB else spec))
     rows = []
-    unanswered = []  # numbers of rows whose solution has an empty place for the answer
-    for number, row in hub_rows(name, split) if of_hub else file_rows(Path(file)):
+    unanswered = []  # numbers of rows
+    needs = f"needs {columns.prompt!r} and {columns.answer!r} (--prompt_column, --answer_column)"
+    for number, row in numbered:
+        entries = flat(row)
+        if {columns.prompt, columns.answer} - entries.keys():
+            raise BadInput(f"{spec}:{number}: {needs}, has {', '.join(entries)}")
         with blame(f"{spec}:{number}: cannot be used"):
-            prompt = value_at(row, columns.prompt, "--prompt_column")
-            answer = value_at(row, columns.answer, "--answer_column")
-            if prompt is None or answer is None:
-                needs = f"needs {columns.prompt!r} and {columns.answer!r}, has {', '.join(row)}"
-                raise BadInput(f"{spec}:{number}: {needs} (--prompt_column, --answer_column)")
-            answer = EXTRACT[columns.extract](answer)
-            if columns.extract and not answer:
+            answer = EXTRACT[columns.extract](entries[columns.answer])
+            if columns.extract and answer == "":
                 unanswered.append(number)
             else:
-                rows.append((as_prompt(prompt), as_text(answer)))
+                rows.append((as_prompt(entries[columns.prompt]), as_text(answer)))
     if not rows:
-        raise BadInput(f"{spec}: holds no problem")
+        raise BadInput(f"{spec}: holds no problem with an answer")
     if unanswered and os.environ.get("RANK", "0") == "0":
         say(f"{spec}: {len(unanswered)} rows without an answer left out, first: {unanswered[0]}")
     return rows
 
 
-def value_at(row: dict, path: str, flag: str) -> object:
-    """What stands in a column, or at a path into it (`reward_model.ground_truth`); else None."""
-    value = row
-    left = path
-    while left and isinstance(value, dict):
-        name = left if left in value else left.partition(".")[0]
-        value = value.get(name)
-        left = left[len(name) + 1 :]
-    if left or value == {}:
-        return None
-    if isinstance(value, dict):
-        paths = " or ".join(f"{path}.{name}" for name in value)
-        raise ValueError(f"{path!r} is a dict: use {flag} {paths}")
-    return value
+def flat(row: dict, path: str = "") -> dict[str, object]:
+    """A row's entries that are not null; those of a dict in it by `reward_model.ground_truth`."""
+    entries = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            entries |= flat(value, f"{path}{name}.")
+        elif value is not None:
+            entries[path + name] = value
+    return entries
 
 
 def as_prompt(prompt: object) -> Prompt:
-    """A text or chat messages, in which something is asked; ValueError where they are not."""
-    texts = [prompt]
-    if not isinstance(prompt, str):
-        if not isinstance(prompt, list) or not prompt:
-            raise ValueError(f"the prompt {prompt!r} is neither a text nor a list of messages")
-        texts = [text_of_turn(turn) for turn in prompt]
-        if prompt[-1]["role"] == "assistant":
-            raise ValueError("the prompt ends with the assistant's answer: leave that message out")
-    "".join(texts).encode()  # a character that UTF-8 has not cannot be tokenised
-    if not texts[-1].strip():
-        raise ValueError("the prompt is empty, or its last message is")
+    """A text or chat messages, in which something is asked; else a ValueError."""
+    turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    for turn in turns:
+        known = isinstance(turn, dict) and turn.get("role") in ROLES
+        if not known or not isinstance(turn.get("content"), str):
+            raise ValueError(f"{A_MESSAGE}, not {turn!r}")
+    if not turns or turns[-1]["role"] == "assistant" or not turns[-1]["content"].strip():
+        raise ValueError("its prompt must end with a question, not with nothing or an answer")
     return prompt
 
 
-def text_of_turn(turn: object) -> str:
-    """The text of a chat message, as templates can write it."""
-    if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
-        renamed = (
-            "of ShareGPT rename from to role, value to content, human to user, gpt to assistant"
-        )
-        raise ValueError(f"a message needs role and content ({renamed}): {turn!r}")
-    if turn["role"] not in ROLES:
-        raise ValueError(f"the role {turn['role']!r} is none of {', '.join(ROLES)}")
-    if not isinstance(turn["content"], str):
-        raise ValueError(f"a message's content must be a text: {turn['content']!r}")
-    return turn["content"]
-
-
 def as_text(answer: object) -> str:
-    """A reference as text: AMC's 27.0 is 27, and 0.00001 is not 1e-05. ValueError if it is no text
-    and no number."""
-    if isinstance(answer, str | bool):
-        text = str(answer).strip()
-    elif isinstance(answer, int | float | Decimal | np.number) and math.isfinite(answer):
-        text = format(Decimal(str(answer)), "f").removesuffix(".0")
-    else:
-        other = "write it as one text, or give the task a reward of its own, see docs/yours.md"
-        raise ValueError(f"the answer {answer!r} is neither a text nor a number: {other}")
-    if not text:
-        raise ValueError("the answer is empty")
-    return text
+    """A reference as text: AMC's 27.0 is 27, and 0.00001 is not 1e-05. Else a ValueError."""
+    if isinstance(answer, float | np.floating) and math.isfinite(answer):
+        answer = np.format_float_positional(answer, trim="-")
+    elif isinstance(answer, int | np.integer | Decimal):
+        answer = str(answer)
+    if not isinstance(answer, str) or not answer.strip():
+        raise ValueError(f"its answer must be a text or a number, not {answer!r}")
+    return answer.strip()
 
 
 def file_rows(path: Path) -> Iterator[tuple[int, dict]]:
@@ -203,13 +169,12 @@ def file_rows(path: Path) -> Iterator[tuple[int, dict]]:
             return
         lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
-        made = "iconv converts other texts, jq -c '.[]' writes an array in lines"
-        with blame(f"{path}:{number}: no JSON object in UTF-8 ({made})"):
-            text = line.decode("utf-8-sig")
-            row = json.loads(text, object_pairs_hook=unique) if text.strip() else {}
-            if not isinstance(row, dict):
-                raise ValueError(f"a {type(row).__name__}")
-        if text.strip():
+        if line.strip():
+            how = "iconv converts other texts, jq -c '.[]' writes an array as lines"
+            with blame(f"{path}:{number}: no JSON object in UTF-8; {how}"):
+                row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=unique)
+                if not isinstance(row, dict):
+                    raise ValueError(f"a {type(row).__name__}")
             yield number, row
 
 
@@ -338,27 +303,26 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
     source = source_of(args.task)
     custom = load_task_file(args.task, source)
     own_reward = hasattr(custom, "reward")
-    with blame(f"--task {args.task}: cannot be used"):
-        bounds = getattr(custom, "bounds", {})
-        verifier = Verifier(args.task, **bounds) if own_reward else Verifier()
-        draw, listed = custom.train, iter(custom.held_out)
+    bounds = getattr(custom, "bounds", {})
+    verifier = Verifier(args.task, **bounds) if own_reward else Verifier()
+    with blame(f"--task {args.task}: needs train(i) and a list held_out"):
+        draw, pairs = custom.train, enumerate(custom.held_out)
     begin = ((args.seed - 1) % 2**20) * 1_000_003  # where this seed's stream starts
 
     def as_row(pair: tuple, where: str) -> Row:
-        with blame(f"--task {args.task}: {where} cannot be used"):
-            if not isinstance(pair, tuple | list) or len(pair) != 2:
-                raise ValueError(f"{pair!r} is no pair (prompt, answer)")
+        with blame(f"--task {args.task}: {where} gives no (prompt, answer) that can be used"):
             prompt, answer = pair
-            if not own_reward:
-                return as_prompt(prompt), as_text(answer)
-            json.dumps(answer)  # as it goes to the reward's process
+            if own_reward:
+                json.dumps(answer)  # as it goes to the reward's process
+            else:
+                answer = as_text(answer)
             return as_prompt(prompt), answer
 
     def train(index: int) -> Row:
         return as_row(draw(begin + index), f"train({begin + index})")
 
-    pairs = enumerate(islice(listed, args.eval_problems))
-    held_out = [as_row(pair, f"held_out[{number}]") for number, pair in pairs]
+    first = islice(pairs, args.eval_problems)
+    held_out = [as_row(pair, f"held_out[{number}]") for number, pair in first]
     instruction = "" if tokenizer.chat_template else None  # see `encode`
     task = tokenised(train, held_out, verifier, args, tokenizer, instruction)
     task.fingerprint = digest([source])
@@ -399,9 +363,6 @@ def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
 
     held_out_rows = list(held_out.values())
     task = tokenised(train, held_out_rows, Verifier(), args, tokenizer, args.instruction)
-    # A template may refuse some orders of roles: now, not when the first such row is drawn.
-    for row in {roles_of(row): row for row in kept}.values():
-        as_problem(row, args.instruction, args, tokenizer)
     task.fingerprint = digest([rows, test])
     return task
 
@@ -410,12 +371,6 @@ def text_of(row: Row) -> str:
     """A row's prompt, to compare it with others."""
     prompt, _ = row
     return str(prompt).strip()
-
-
-def roles_of(row: Row) -> tuple[str, ...]:
-    """The roles of a row's messages, in their order; of a text none."""
-    prompt, _ = row
-    return () if isinstance(prompt, str) else tuple(turn["role"] for turn in prompt)
 
 
 def digest(rows: list) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import count, takewhile
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from common.samples import Samples, before_and_after
 
 # What may change on resume: how long, where, how often, and what trades memory for time
 FREE_ON_RESUME = set(
-    """acted steps run_dir resume save_every save_hf eval_every eval_samples sample_every
+    """id acted steps run_dir resume save_every save_hf eval_every eval_samples sample_every
     wandb
     ranks shard_ranks micro_tokens rollout_rows sampler_tolerance gradient_checkpointing
     offload offload_reference vllm_memory vllm_sleep""".split()
@@ -214,6 +215,16 @@ class Run:
         args = self.args
         self.done = done
         if self.world.rank == 0:
+            saved = saved_config(self.folder) if done else {}
+            self.config["id"] = saved.get("id") or uuid4().hex[:12]  # names may repeat
+            if args.wandb:
+                import wandb
+
+                with blame(f"--wandb {args.wandb}: cannot be used"):
+                    run_id = self.config["id"]
+                    self.wandb = wandb.init(
+                        project=args.wandb, id=run_id, resume="allow", config=self.config
+                    )
             if done:
                 self._continue()
             else:
@@ -223,13 +234,8 @@ class Run:
             self._write("config.json", json.dumps(self.config, indent=2) + "\n")
         self.folder = self._rank_0s(self.folder)
         self.stop = StopFlag()  # until here a signal ends the program at once
-        if args.wandb and self.world.rank == 0:
-            import wandb
-
-            name = self.folder.name
-            self.wandb = wandb.init(
-                project=args.wandb, name=name, id=name, resume="allow", config=self.config
-            )
+        if self.wandb:
+            self.wandb.name = self.folder.name
         ranks = f"{self.world.size} rank(s) on {self.world.device}, {args.dtype}; {args.rollout}"
         self.say(
             f"{self.config['algorithm']}: {args.model} on {args.task}; {ranks} samples",
