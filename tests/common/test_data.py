@@ -331,4 +331,4 @@ def test_a_reward_that_fails_on_every_answer_ends_the_run(tmp_path, mine):
     assert ended.codes == [1, 1]
     (line,) = [line for line in ended.stderr.splitlines() if "error: " in line]
     assert f"{mine}: fails on every answer" in line
-    assert 'mine.py", line 4' in ended.stderr and "name 'rewrad' is not defined" in ended.stderr
+    assert "mine.py:4: NameError: name 'rewrad' is not defined" in ended.stderr
