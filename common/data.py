@@ -36,10 +36,8 @@ from common.tiny import arithmetic
 Prompt = str | list[dict]  # a text, or chat messages
 Row = tuple[Prompt, object]  # prompt, reference answer
 ROLES = ("system", "developer", "user", "assistant", "tool")
-A_MESSAGE = (
-    f"its prompt must be a text or messages with content, a text, and role, {', '.join(ROLES)}"
-)
-A_MESSAGE += " (ShareGPT's from and value, human and gpt, must be renamed)"
+A_MESSAGE = f"its prompt must be a text, or messages with a content (a text) and a role of {ROLES}"
+A_MESSAGE += "; rename ShareGPT's from, value, human and gpt"
 
 
 class Columns(NamedTuple):
@@ -54,8 +52,8 @@ class Columns(NamedTuple):
     config: str | None = None
 
 
-LISTED = json.loads(Path(__file__).with_name("hub.json").read_text())
-HUB = {name: Columns(**row) for name, row in LISTED.items()}
+HUB = json.loads(Path(__file__).with_name("hub.json").read_text())
+HUB = {name: Columns(**row) for name, row in HUB.items()}
 
 
 def boxed(solution: str) -> str:
@@ -98,14 +96,14 @@ def rows_of(
         numbered = file_rows(Path(file if name in HUB else spec))
     rows = []
     unanswered = []  # numbers of rows
-    needs = f"needs {columns.prompt!r} and {columns.answer!r} (--prompt_column, --answer_column)"
     for number, row in numbered:
         entries = flat(row)
         if {columns.prompt, columns.answer} - entries.keys():
-            raise BadInput(f"{spec}:{number}: {needs}, has {', '.join(entries)}")
+            needs = f"needs {columns.prompt!r} and {columns.answer!r}, has {', '.join(entries)}"
+            raise BadInput(f"{spec}:{number}: {needs} (--prompt_column, --answer_column)")
         with blame(f"{spec}:{number}: cannot be used"):
             answer = EXTRACT[columns.extract](entries[columns.answer])
-            if columns.extract and answer == "":
+            if columns.extract and not answer.strip():
                 unanswered.append(number)
             else:
                 rows.append((as_prompt(entries[columns.prompt]), as_text(answer)))
@@ -170,8 +168,8 @@ def file_rows(path: Path) -> Iterator[tuple[int, dict]]:
         lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         if line.strip():
-            how = "iconv converts other texts, jq -c '.[]' writes an array as lines"
-            with blame(f"{path}:{number}: no JSON object in UTF-8; {how}"):
+            # iconv converts the encoding, jq writes the rows of an array as lines.
+            with blame(f"{path}:{number}: no JSON object in UTF-8: try iconv, or jq -c '.[]'"):
                 row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=unique)
                 if not isinstance(row, dict):
                     raise ValueError(f"a {type(row).__name__}")
@@ -306,23 +304,20 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
     bounds = getattr(custom, "bounds", {})
     verifier = Verifier(args.task, **bounds) if own_reward else Verifier()
     with blame(f"--task {args.task}: needs train(i) and a list held_out"):
-        draw, pairs = custom.train, enumerate(custom.held_out)
+        draw, first = custom.train, islice(custom.held_out, args.eval_problems)
     begin = ((args.seed - 1) % 2**20) * 1_000_003  # where this seed's stream starts
 
     def as_row(pair: tuple, where: str) -> Row:
         with blame(f"--task {args.task}: {where} gives no (prompt, answer) that can be used"):
             prompt, answer = pair
-            if own_reward:
-                json.dumps(answer)  # as it goes to the reward's process
-            else:
-                answer = as_text(answer)
+            answer = answer if own_reward else as_text(answer)
+            json.dumps(answer)  # as it goes to the process that scores
             return as_prompt(prompt), answer
 
     def train(index: int) -> Row:
         return as_row(draw(begin + index), f"train({begin + index})")
 
-    first = islice(pairs, args.eval_problems)
-    held_out = [as_row(pair, f"held_out[{number}]") for number, pair in first]
+    held_out = [as_row(pair, f"held_out[{number}]") for number, pair in enumerate(first)]
     instruction = "" if tokenizer.chat_template else None  # see `encode`
     task = tokenised(train, held_out, verifier, args, tokenizer, instruction)
     task.fingerprint = digest([source])
@@ -447,16 +442,15 @@ def encode(
             text = tokenizer.apply_chat_template(
                 turns, tokenize=False, add_generation_prompt=True, **options
             )
-            for turn in turns:  # templates shorten other roles on purpose
-                if turn["role"] in ROLES[:3] and turn["content"].strip() not in text:
-                    raise ValueError(f"the chat template leaves out the {turn['role']}'s message")
         elif instruction is not None:
             text = PLAIN_PROMPT.format(prompt=text)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise ValueError("no token left")
-        if not templated:  # else the template has written its special tokens
-            # Of these only what stands in front, such as BOS: some tokenizers also add EOS.
-            special = tokenizer(text)["input_ids"]
-            ids = special[: special.index(ids[0])] + ids
+        if not templated:  # a template has written its special tokens already
+            special = tokenizer(text)["input_ids"]  # in front BOS, but at the end maybe EOS
+            return special[: special.index(ids[0])] + ids
+        for turn in turns:  # of other roles templates leave out thoughts, and write calls as JSON
+            if turn["role"] in ROLES[:3] and turn["content"].strip() not in text:
+                raise ValueError(f"the chat template leaves out the {turn['role']}'s message")
         return ids

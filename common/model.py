@@ -92,10 +92,6 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
         else:
             with torch.device("meta"):
                 lm = AutoModelForCausalLM.from_config(**options).eval()
-    with blame(f"{flag} {name}: cannot be saved"), TemporaryDirectory() as folder:
-        # An error now, not after the last step; see `checkpoint.save_model`.
-        lm.config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
     if world.size > 1:
         eos = [lm.generation_config.eos_token_id]
         dist.broadcast_object_list(eos)
@@ -104,6 +100,13 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
     positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     tokenizer.model_max_length = positions or tokenizer.model_max_length
     return lm, tokenizer
+
+
+def check_saving(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a model that could be trained but not saved, before it is trained."""
+    with blame(f"--save_hf: {name} cannot be saved"), TemporaryDirectory() as folder:
+        config_of(source_of(name)).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def check_weights(loaded: dict) -> None:

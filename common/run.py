@@ -24,6 +24,7 @@ from common.curves import draw_curves
 from common.distributed import StopFlag, World
 from common.logprobs import sampler_gap
 from common.metrics import Means
+from common.model import check_saving
 from common.samples import Samples, before_and_after
 
 
@@ -215,6 +216,8 @@ class Run:
         args = self.args
         self.done = done
         if self.world.rank == 0:
+            if args.save_hf:
+                check_saving(args.model, self.task.tokenizer)
             saved = saved_config(self.folder) if done else {}
             self.config["id"] = saved.get("id") or uuid4().hex[:12]  # names may repeat
             if args.wandb:
