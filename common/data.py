@@ -76,7 +76,13 @@ def listed(answers: str | list[str]) -> str:
     return re.sub(r"(?<!\\)\$", "", text)
 
 
-EXTRACT = {"": lambda a: a, "boxed": boxed, "after_hashes": after_hashes, "listed": listed}
+def number(answer: object) -> str:
+    """AIME: 25 for 025; one answer is 336^\\circ."""
+    return as_text(answer).lstrip("0") or "0"
+
+
+EXTRACT = {"": lambda answer: answer, "boxed": boxed, "after_hashes": after_hashes}
+EXTRACT |= {"listed": listed, "number": number}
 
 
 def rows_of(

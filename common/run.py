@@ -224,9 +224,12 @@ class Run:
                 import wandb
 
                 with blame(f"--wandb {args.wandb}: cannot be used"):
-                    run_id = self.config["id"]
                     self.wandb = wandb.init(
-                        project=args.wandb, id=run_id, resume="allow", config=self.config
+                        project=args.wandb,
+                        name=self.folder.name,
+                        id=self.config["id"],
+                        resume="allow",
+                        config=self.config,
                     )
             if done:
                 self._continue()
@@ -238,7 +241,7 @@ class Run:
         self.folder = self._rank_0s(self.folder)
         self.stop = StopFlag()  # until here a signal ends the program at once
         if self.wandb:
-            self.wandb.name = self.folder.name
+            self.wandb.name = self.folder.name  # perhaps run.2
         ranks = f"{self.world.size} rank(s) on {self.world.device}, {args.dtype}; {args.rollout}"
         self.say(
             f"{self.config['algorithm']}: {args.model} on {args.task}; {ranks} samples",
