@@ -96,10 +96,8 @@ def rows_of(
     """
     name, _, file = spec.partition(":")
     columns = HUB.get(name, Columns("", prompt_column, answer_column))
-    if spec in HUB:
-        numbered = hub_rows(name, split)
-    else:
-        numbered = file_rows(Path(file if name in HUB else spec))
+    path = Path(file if name in HUB else spec)
+    numbered = hub_rows(name, split) if spec in HUB else file_rows(path)
     rows = []
     unanswered = []  # numbers of rows
     for number, row in numbered:

@@ -30,7 +30,7 @@ from common.samples import Samples, before_and_after
 
 # What may change on resume: how long, where, how often, and what trades memory for time
 FREE_ON_RESUME = set(
-    """id acted steps run_dir resume save_every save_hf eval_every eval_samples sample_every
+    """acted steps run_dir resume save_every save_hf eval_every eval_samples sample_every
     wandb
     ranks shard_ranks micro_tokens rollout_rows sampler_tolerance gradient_checkpointing
     offload offload_reference vllm_memory vllm_sleep""".split()
