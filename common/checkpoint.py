@@ -118,13 +118,12 @@ def save_model(policy: nn.Module, tokenizer: Tokenizer, folder: Path, world: Wor
     for name, full in full_parameters(policy):  # all ranks gather, the first one keeps
         if world.rank == 0:
             weights[name] = full.cpu()
-    if world.rank > 0:
-        return
-    partial = folder.with_name(f"{folder.name}.partial")
-    with blame(f"cannot save {folder}; go on with --resume once that is fixed", RunStopped):
-        policy.lm.save_pretrained(partial, state_dict=weights)
-        read = json.dumps(policy.lm.generation_to_save, indent=2)
-        (partial / "generation_config.json").write_text(read)
-        tokenizer.save_pretrained(partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+    if world.rank == 0:
+        partial = folder.with_name(f"{folder.name}.partial")
+        with blame(f"cannot save {folder}; go on with --resume once that is fixed", RunStopped):
+            policy.lm.save_pretrained(partial, state_dict=weights)
+            generation = json.dumps(policy.lm.generation, indent=2)
+            (partial / "generation_config.json").write_text(generation)
+            tokenizer.save_pretrained(partial)
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)

@@ -147,9 +147,10 @@ def as_text(answer: object) -> str:
         answer = np.format_float_positional(answer, trim="-")
     elif isinstance(answer, int | np.integer | Decimal):
         answer = str(answer)
-    if not isinstance(answer, str) or not answer.strip():
+    text = answer.strip() if isinstance(answer, str) else ""
+    if not text or text.startswith(('{"', "{'")):  # the second: a dict, as CSV files have it
         raise ValueError(f"its answer must be a text or a number, not {answer!r}")
-    return answer.strip()
+    return text
 
 
 def file_rows(path: Path) -> Iterator[tuple[int, dict]]:

@@ -88,7 +88,7 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
             declared = read or read_json(source, "config.json")
             eos = eos_ids(declared.get("eos_token_id"), tokenizer)
             lm.generation_config.eos_token_id = eos
-            lm.generation_to_save = read | {"eos_token_id": eos if len(eos) > 1 else eos[0]}
+            lm.generation = read | {"eos_token_id": eos if len(eos) > 1 else eos[0]}
         else:
             with torch.device("meta"):
                 lm = AutoModelForCausalLM.from_config(**options).eval()

@@ -284,6 +284,8 @@ MALFORMED = [  # the third row, and what is said of it
     (of(" \n"), EITHER),
     (of([3]), EITHER),
     (of([]), EITHER),
+    (of("{'ground_truth': '34', 'style': 'rule'}"), EITHER),
+    (of('{"ground_truth": "34"}'), EITHER),
     (of(float("nan")), f"{EITHER} nan"),
     ('{"prompt": "x", "answer": -Infinity}', f"{EITHER} -inf"),
     ('{"prompt": "x", "answer": 1e999}', f"{EITHER} inf"),
