@@ -114,7 +114,8 @@ def rows_of(
     if not rows:
         raise BadInput(f"{spec}: holds no problem with an answer")
     if unanswered and os.environ.get("RANK", "0") == "0":
-        say(f"{spec}: {len(unanswered)} rows without an answer left out, first: {unanswered[0]}")
+        left_out = f"{len(unanswered)} of {len(unanswered) + len(rows)} rows"
+        say(f"{spec}: left out {left_out}, without an answer; the first is row {unanswered[0]}")
     return rows
 
 
