@@ -36,8 +36,8 @@ from common.tiny import arithmetic
 Prompt = str | list[dict]  # a text, or chat messages
 Row = tuple[Prompt, object]  # prompt, reference answer
 ROLES = ("system", "developer", "user", "assistant", "tool")
-A_MESSAGE = f"its prompt must be a text, or messages with a content (a text) and a role of {ROLES}"
-A_MESSAGE += "; rename ShareGPT's from, value, human and gpt"
+A_MESSAGE = f"a message needs a content (a text) and a role ({', '.join(ROLES)}); "
+A_MESSAGE += "rename ShareGPT's from, value and human"
 
 
 class Columns(NamedTuple):
@@ -136,7 +136,7 @@ def as_prompt(prompt: object) -> Prompt:
     for turn in turns:
         known = isinstance(turn, dict) and turn.get("role") in ROLES
         if not known or not isinstance(turn.get("content"), str):
-            raise ValueError(f"{A_MESSAGE}, not {turn!r}")
+            raise ValueError(f"its prompt has {str(turn)[:80]}: {A_MESSAGE}")
     if not turns or turns[-1]["role"] == "assistant" or not turns[-1]["content"].strip():
         raise ValueError("its prompt must end with a question, not with nothing or an answer")
     return prompt
@@ -150,7 +150,9 @@ def as_text(answer: object) -> str:
         answer = str(answer)
     text = answer.strip() if isinstance(answer, str) else ""
     if not text or text.startswith(('{"', "{'")):  # the second: a dict, as CSV files have it
-        raise ValueError(f"its answer must be a text or a number, not {answer!r}")
+        raise ValueError(
+            f"its answer must be one text or number ('1, 2' for a list), not {answer!r}"
+        )
     return text
 
 
