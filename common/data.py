@@ -150,9 +150,7 @@ def as_text(answer: object) -> str:
         answer = str(answer)
     text = answer.strip() if isinstance(answer, str) else ""
     if not text or text.startswith(('{"', "{'")):  # the second: a dict, as CSV files have it
-        raise ValueError(
-            f"its answer must be one text or number ('1, 2' for a list), not {answer!r}"
-        )
+        raise ValueError(f"its answer must be one text or number (of a list '1, 2'): {answer!r}")
     return text
 
 

@@ -251,7 +251,7 @@ def test_texts_and_numbers_arrive_as_they_are(tmp_path):
 USER = {"role": "user", "content": "2+2?"}
 DEEP = f'{{"prompt": "x", "answer": {"[" * 50_000}{"]" * 50_000}}}'
 JSON = "no JSON object in UTF-8"
-EITHER = "must be one text or number .*, not"
+EITHER = "must be one text or number .*:"
 TURNS = "its prompt has .*: a message needs a content"
 QUESTION = "must end with a question"
 
