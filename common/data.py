@@ -60,8 +60,8 @@ def boxed(solution: str) -> str:
     """MATH: what the solution's last \\boxed holds. Two rows have it without braces, in two it is
     empty."""
     _, box, rest = solution.rpartition("\\boxed")
-    if rest.startswith("{"):
-        return final_answer(box + rest)[len("\\boxed{") : -1]
+    if rest.lstrip().startswith("{"):
+        return final_answer(box + rest.lstrip())[len("\\boxed{") : -1]
     return rest.partition("$")[0] if box else ""
 
 
@@ -76,13 +76,13 @@ def listed(answers: str | list[str]) -> str:
     return re.sub(r"(?<!\\)\$", "", text)
 
 
-def number(answer: object) -> str:
+def without_zeros(answer: object) -> str:
     """AIME: 25 for 025; one answer is 336^\\circ."""
     return as_text(answer).lstrip("0") or "0"
 
 
 EXTRACT = {"": lambda answer: answer, "boxed": boxed, "after_hashes": after_hashes}
-EXTRACT |= {"listed": listed, "number": number}
+EXTRACT |= {"listed": listed, "number": without_zeros}
 
 
 def rows_of(

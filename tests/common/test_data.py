@@ -355,6 +355,7 @@ AS_PUBLISHED = {  # the answer's column in rows of public copies: the reference
         r"It follows that $x^2 + y^2 = \boxed 9$.": "9",
         r"first \boxed{1}, our answer is $\boxed 2$.": "2",
         r"is $\boxed{\frac{1}{\sqrt{2}}}$.": r"\frac{1}{\sqrt{2}}",
+        r"is $\boxed {12}$.": "12",
         r"Since none is prime, there are $\boxed{}$ primes in that range.": None,
     },
     "gsm8k": {"5 * 200 = 1,000\n#### 1,000": "1000", "#### -3\n": "-3", "####": None},
