@@ -36,8 +36,8 @@ from common.tiny import arithmetic
 Prompt = str | list[dict]  # a text, or chat messages
 Row = tuple[Prompt, object]  # prompt, reference answer
 ROLES = ("system", "developer", "user", "assistant", "tool")
-A_MESSAGE = f"its prompt must be a text, or messages with a content (a text) and a role of {ROLES}"
-A_MESSAGE += "; rename ShareGPT's from, value, human and gpt"
+A_MESSAGE = f"a message needs a content (a text) and a role ({', '.join(ROLES)}); "
+A_MESSAGE += "rename ShareGPT's from, value and human"
 
 
 class Columns(NamedTuple):
@@ -60,8 +60,8 @@ def boxed(solution: str) -> str:
     """MATH: what the solution's last \\boxed holds. Two rows have it without braces, in two it is
     empty."""
     _, box, rest = solution.rpartition("\\boxed")
-    if rest.startswith("{"):
-        return final_answer(box + rest)[len("\\boxed{") : -1]
+    if rest.lstrip().startswith("{"):
+        return final_answer(box + rest.lstrip())[len("\\boxed{") : -1]
     return rest.partition("$")[0] if box else ""
 
 
@@ -76,13 +76,13 @@ def listed(answers: str | list[str]) -> str:
     return re.sub(r"(?<!\\)\$", "", text)
 
 
-def number(answer: object) -> str:
+def without_zeros(answer: object) -> str:
     """AIME: 25 for 025; one answer is 336^\\circ."""
     return as_text(answer).lstrip("0") or "0"
 
 
 EXTRACT = {"": lambda answer: answer, "boxed": boxed, "after_hashes": after_hashes}
-EXTRACT |= {"listed": listed, "number": number}
+EXTRACT |= {"listed": listed, "number": without_zeros}
 
 
 def rows_of(
@@ -114,7 +114,8 @@ def rows_of(
     if not rows:
         raise BadInput(f"{spec}: holds no problem with an answer")
     if unanswered and os.environ.get("RANK", "0") == "0":
-        say(f"{spec}: {len(unanswered)} rows without an answer left out, first: {unanswered[0]}")
+        left_out = f"{len(unanswered)} of {len(unanswered) + len(rows)} rows"
+        say(f"{spec}: left out {left_out}, without an answer; the first is row {unanswered[0]}")
     return rows
 
 
@@ -135,7 +136,7 @@ def as_prompt(prompt: object) -> Prompt:
     for turn in turns:
         known = isinstance(turn, dict) and turn.get("role") in ROLES
         if not known or not isinstance(turn.get("content"), str):
-            raise ValueError(f"{A_MESSAGE}, not {turn!r}")
+            raise ValueError(f"its prompt has {str(turn)[:80]}: {A_MESSAGE}")
     if not turns or turns[-1]["role"] == "assistant" or not turns[-1]["content"].strip():
         raise ValueError("its prompt must end with a question, not with nothing or an answer")
     return prompt
@@ -149,7 +150,7 @@ def as_text(answer: object) -> str:
         answer = str(answer)
     text = answer.strip() if isinstance(answer, str) else ""
     if not text or text.startswith(('{"', "{'")):  # the second: a dict, as CSV files have it
-        raise ValueError(f"its answer must be a text or a number, not {answer!r}")
+        raise ValueError(f"its answer must be one text or number (of a list '1, 2'): {answer!r}")
     return text
 
 
