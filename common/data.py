@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from common.answers import final_answer, last_box
 from common.batch import Rollout
 from common.cli import BadInput, blame, key_values, say
 from common.clock import timed
 from common.metrics import Means
-from common.reward import Verifier, final_answer, load_task_file, source_of
+from common.reward import Verifier, load_task_file, source_of
 from common.tiny import arithmetic
 
 
@@ -57,12 +58,8 @@ HUB = {name: Columns(**row) for name, row in HUB.items()}
 
 
 def boxed(solution: str) -> str:
-    """MATH: what the solution's last \\boxed holds. Two rows have it without braces, in two it is
-    empty."""
-    _, box, rest = solution.rpartition("\\boxed")
-    if rest.lstrip().startswith("{"):
-        return final_answer(box + rest.lstrip())[len("\\boxed{") : -1]
-    return rest.partition("$")[0] if box else ""
+    """MATH: what the solution's last \\boxed holds; "" where it holds nothing, as in one row."""
+    return last_box(solution) or ""
 
 
 def after_hashes(solution: str) -> str:
