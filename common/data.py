@@ -27,9 +27,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from common.answers import final_answer, last_box
 from common.batch import Rollout
-from common.cli import BadInput, blame, key_values, say
+from common.cli import BadInput, Flags, blame, key_values, say
 from common.clock import timed
-from common.metrics import Means
 from common.reward import Verifier, load_task_file, source_of
 from common.tiny import arithmetic
 
@@ -231,22 +230,23 @@ class Task:
     tokenizer: Tokenizer | None = None  # of the prompts
 
     @timed("reward")
-    def score(
-        self, rollout: Rollout, problems: list[Problem], G: int, means: Means | None = None
-    ) -> Tensor:
-        """The rewards `[P, G]` of G responses to each of P problems (on some ranks 0). They are
-        also written into the rollout's columns `rewards` and `problem`."""
+    def score(self, rollout: Rollout, problems: list[Problem], G: int) -> Tensor:
+        """The rewards `[P, G]` of G responses to each of P problems (on some ranks 0). It also
+        writes the rollout's columns `problem`, `rewards` and `new_answer`."""
         texts = self.tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
         scores = self.verifier(texts, [problem.answer for problem in problems for _ in range(G)])
-        rewards = torch.tensor(scores, device=rollout.mask.device).view(len(problems), G)  # [P, G]
-        rollout.record_rewards(problems, rewards)
-        if means:  # of the different answers in a group
-            answers = {(row // G, self.final(text)) for row, text in enumerate(texts)}
-            means.add(distinct=(len(answers), len(problems)))
-        return rewards
+        answers = [self.final(text) for text in texts]
+        groups = [answers[row - row % G : row] for row in range(len(answers))]  # up to each row
+        new = [answer not in earlier for answer, earlier in zip(answers, groups)]
+        on = rollout.mask.device
+        numbers = torch.tensor([problem.index for problem in problems], dtype=torch.long, device=on)
+        rollout.problem = numbers.repeat_interleave(G)  # [N]
+        rollout.rewards = torch.tensor(scores, dtype=torch.float32, device=on)  # [N]
+        rollout.new_answer = torch.tensor(new, dtype=torch.float32, device=on)  # [N]
+        return rollout.rewards.view(len(problems), G)  # [P, G]
 
 
-def load_task(args: object, tokenizer: Tokenizer) -> Task:
+def load_task(args: Flags, tokenizer: Tokenizer) -> Task:
     """The task that `--task` names, with `--eval_problems` held-out problems."""
     if args.task in arithmetic.KINDS:
         make = arithmetic_task
@@ -264,7 +264,7 @@ def load_task(args: object, tokenizer: Tokenizer) -> Task:
 # Where rows come from
 
 
-def arithmetic_task(args: object, tokenizer: Tokenizer) -> Task:
+def arithmetic_task(args: Flags, tokenizer: Tokenizer) -> Task:
     """The embedded task, of any kind; its held-out problems are the same for every seed."""
     kind = arithmetic.KINDS[args.task]
 
@@ -293,7 +293,7 @@ def arithmetic_task(args: object, tokenizer: Tokenizer) -> Task:
     return task
 
 
-def file_task(args: object, tokenizer: Tokenizer) -> Task:
+def file_task(args: Flags, tokenizer: Tokenizer) -> Task:
     """A custom task: FILE.py, or FILE.py:NAME for an object of that name in it (docs/yours.md).
 
     `train(i) -> (prompt, reference)` is a pure function of i (every seed begins at its own i), and
@@ -327,7 +327,7 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
     return task
 
 
-def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
+def dataset_task(args: Flags, tokenizer: Tokenizer) -> Task:
     """A finite set as an endless stream of shuffles; each covers all training rows and is seeded.
 
     Without a test split, up to a quarter of it is held out. A prompt that is held out is never
@@ -383,7 +383,7 @@ def tokenised(
     row: Callable[[int], Row],
     held_out_rows: list[Row],
     verifier: Score,
-    args: object,
+    args: Flags,
     tokenizer: Tokenizer,
     instruction: str | None,
 ) -> Task:
@@ -410,7 +410,7 @@ def tokenised(
 
 
 def as_problem(
-    row: Row, instruction: str | None, args: object, tokenizer: Tokenizer
+    row: Row, instruction: str | None, args: Flags, tokenizer: Tokenizer
 ) -> Problem | None:
     """A row and its prompt's tokens; None if these leave too few positions for a response."""
     prompt, answer = row
