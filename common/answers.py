@@ -96,7 +96,7 @@ def spoken(text: str, place: int) -> str:
 # 2. How it is written
 
 TABLES = json.loads(Path(__file__).with_name("signs.json").read_text())
-SIGNS, UNIT_OF = str.maketrans(TABLES["signs"]), TABLES["units"]
+SIGNS, UNIT_OF = str.maketrans(TABLES["characters"]), TABLES["units"]
 SPELLINGS = [
     (r"\}[\^_]\{(?=[-+\dnx]\})", ""),  # 10⁻⁸
     (r"[,;.\s]*\\\\(?=.*\\end\{(?:cases|array|aligned|gathered)\})", ", "),  # the rows of a system

@@ -58,7 +58,8 @@ HUB = {name: Columns(**row) for name, row in HUB.items()}
 
 def boxed(solution: str) -> str:
     """MATH: what the solution's last \\boxed holds; "" where it holds nothing, as in one row."""
-    return last_box(solution) or ""
+    _, box, rest = solution.rpartition("\\boxed")
+    return last_box(box + rest) or ""  # not of an earlier box, which would be a wrong reference
 
 
 def after_hashes(solution: str) -> str:

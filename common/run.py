@@ -166,6 +166,7 @@ class Run:
         The first one stays 0 while the algorithm's own mechanism does nothing. Writes nothing yet.
         """
         self.args = args
+        self.task = task
         self.world = world
         self.acted = next(iter(acted))
         self.since = START
