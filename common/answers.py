@@ -20,12 +20,12 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse
 from math_verify.grader import is_equation, take_first_relation, take_last_relation, verify
 
-LONGEST = 2000  # characters: a longer answer is none, which bounds all work on it
+LONGEST = 1000  # characters: a longer answer is none, which bounds all work on it
 
 # 1. Which text is the answer
 
 # A box and its brace, or what a box without braces holds
-BOX = r"\\+(?:boxed|fbox|framebox)(?![A-Za-z])\s*(\{|[-+(\[]?(?:[\d.\\]|[A-Za-z]\b)[^\s$]*|)"
+BOX = r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(\{|[-+(\[]?(?:[\d.\\]|[A-Za-z]\b)[^\s$]*|)"
 LABEL = (
     r"(?i:(answer|option|答案)[^\n.\d]{,40}?(\bis\b|是|为|[:：=\n])|####)[*_:：\s]*(?=[^*_:：\s])"
 )
@@ -70,11 +70,11 @@ def last_box(text: str) -> str | None:
     for box in reversed(list(re.finditer(BOX, text))):
         content = box[1]
         if content == "{":
-            content, depth = text[box.end() :], 1
-            for brace in re.finditer(r"\\[\\{}]|[{}]", content):
+            depth = 1
+            for brace in re.compile(r"\\[\\{}]|[{}]").finditer(text, box.end()):
                 depth += {"{": 1, "}": -1}.get(brace[0], 0)
                 if depth == 0:
-                    content = content[: brace.start()]
+                    content = text[box.end() : brace.start()]
                     break
             else:
                 return ""
@@ -105,7 +105,7 @@ SPELLINGS = [  # (what is replaced, by what), in this order
     (r"\\(?:begin|end)\{(?:cases|array|aligned|gathered)\}(?:\{[lcr| ]*\})?", ""),
     (r"\s*,?\s*&?\s*=\s*&?", " = "),
     (r"\\left\\\{(?=.*\\right\.)|\\right\.|\\!|\\(?:bf|rm|it)(?![A-Za-z])", ""),
-    (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])|\s", " "),
+    (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![A-Za-z])", " "),
     # One $ before a number is a currency; the others stand around formulas.
     (r"^([^$]*)(?<!\\)\$(\s*[\d.][^$]*)$", r"\1\\$\2"),
     (r"(?<!\\)(?:\$|\\[()\[\]])", " "),
@@ -131,6 +131,7 @@ SPELLINGS = [  # (what is replaced, by what), in this order
 def written(text: str) -> str:
     """A text in one spelling: LaTeX in ASCII, without marks at its edges, its value unchanged."""
     text = unicodedata.normalize("NFKC", text.translate(SYMBOLS)).translate(SYMBOLS)
+    text = " ".join(text.split())
     for pattern, new in SPELLINGS:
         text = re.sub(pattern, new, text, flags=re.DOTALL)
     return text.strip()
