@@ -26,9 +26,7 @@ LONGEST = 1000  # characters: a longer answer is none, which bounds all work on 
 
 # A box and its brace, or what a box without braces holds
 BOX = r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(\{|[-+(\[]?(?:[\d.\\]|[A-Za-z]\b)[^\s$]*|)"
-LABEL = (
-    r"(?i:(answer|option|答案)[^\n.\d]{,40}?(\bis\b|是|为|[:：=\n])|####)[*_:：\s]*(?=[^*_:：\s])"
-)
+LABEL = r"(?i:(answer|option|答案)[^\n.\d]{,40}?(\bis\b|[是为:：=\n])|####)[*_:：\s]*(?=[^*_:：\s])"
 SENTENCE = re.compile(r"(?:\\\[.*?\\\]|\$\$.*?\$\$|[^\n])*?(?=\s*(?:\n|\Z)|\.\s|。)", re.DOTALL)
 WORD = r"(?<![\\{A-Za-z])(?!(?:or|and)\b)(?:[^\W\d_]{2,}|I\b|A(?= [a-z]))"
 PAUSE = rf"(?:\(?{WORD}|[.:;!?](?:\s|$))+"
@@ -110,6 +108,7 @@ SPELLINGS = [  # (what is replaced, by what), in this order
     (r"^([^$]*)(?<!\\)\$(\s*[\d.][^$]*)$", r"\1\\$\2"),
     (r"(?<!\\)(?:\$|\\[()\[\]])", " "),
     (r"\\(?:text|mbox|math)(?:rm|bf|it|sf)?\s*\{([^{}]*)\}", r" \1 "),
+    (r"\\varnothing", r"\\emptyset"),
     # Markdown, quotes and punctuation at the edges
     (r"^[\s*_`'\",;:=]+|[\s*_`\".,;:\\]+$", ""),
     (r"(?:\\(?:l|c|v|d)?dots[a-z]?(?![A-Za-z])|\.\.\.+)\s*", r"\\ldots "),
@@ -124,7 +123,7 @@ SPELLINGS = [  # (what is replaced, by what), in this order
     # 3.14...; about 3; \sqrt{2} \approx 1.4
     (r"^(\d*\.\d+)\s*\\ldots\s*$|^\s*(?:about|约|\\?approx\w*)|(?<=[\d}])\s*\\approx.*$", r"\1"),
     # $5 as 5 $
-    (r"^\s*([-+]?)\s*(?:US\s*)?(\\\$|[¢-¥₠-₿]|USD|Rs\b\.?)\s*([-+]?[\d.\\].*)$", r"\1\3 \2"),
+    (r"^\s*([-+]?)\s*(?:US\s*)?(\\\$|[¢-¥₠-₿]|USD|Rs\b)\.?\s*([-+]?[\d.\\].*)$", r"\1\3 \2"),
 ]
 
 
