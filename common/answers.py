@@ -138,7 +138,7 @@ def written(text: str) -> str:
 
 KNOWN = "|".join(name for name in UNIT_OF if name.isascii() and len(name) > 1)
 A_NOUN = rf"(?!(?:{TABLES['no units']})\b)(?=[a-z]*[aeiou])[a-z]{{3,}}"
-A_WORD = rf"(?i:(?:{KNOWN})s?|(?<=[\s/])(?:(?-i:[mgshLNJWVAK])|{A_NOUN}))(?![A-Za-z])"
+A_WORD = rf"(?i:(?:{KNOWN})s?|(?<=[\s/])(?:(?-i:[mgshLNJWVAKC])|{A_NOUN}))(?![A-Za-z])"
 A_SIGN = r"\^\\circ\s*[CF]?|\\[%$]|(?![百万亿]|千(?![米克瓦]))[^\x00-\x7f]+"
 A_UNIT = rf"(?:{A_SIGN}|{A_WORD})(?:\s*\^\s*\{{?-?\d\}}?)?"
 UNIT = re.compile(rf"(?<=[\d}})\s.])\s*({A_UNIT}(?:\s*(?:/|\\cdot|\s)\s*{A_UNIT})*|_\{{?\d+\}}?)$")
