@@ -79,8 +79,12 @@ COLUMNS = ("greedy", "sampled", "entropy", "response_len", "truncated", "reward"
 SEEDS = 3
 
 
+def share(values: list[float]) -> float | None:
+    """The mean in percent; None where there is none."""
+    return 100 * float(np.mean(values)) if values else None
+
+
 def rows(results: dict) -> list[list[str]]:
-    silenced = "silenced_share"  # stapo.py's alone
     numbers = {
         "sampled before": (lambda run: run["sampled"][0], ".2f"),
         "highest": (lab.high("sampled"), ".2f"),
@@ -88,7 +92,7 @@ def rows(results: dict) -> list[list[str]]:
         "greedy at the end": (lab.last("greedy"), ".2f"),
         "entropy at the end": (lab.late("entropy"), ".2f"),
         "tokens": (lab.late("response_len"), ".0f"),
-        "silenced (share)": (lambda run: np.mean(run[silenced]) if run[silenced] else None, ".5f"),
+        "silenced, %": (lambda run: share(run["silenced_share"]), ".3f"),  # stapo.py's alone
     }
     return lab.table(results, numbers)
 
