@@ -1,6 +1,5 @@
 """80/20 and KL-Cov: outside numbers."""
 
-
 import torch
 from torch import Tensor
 
