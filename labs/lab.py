@@ -37,7 +37,6 @@ from datetime import date
 from pathlib import Path
 from types import ModuleType
 
-import common  # noqa: F401  (before torch)
 import numpy as np
 from common.cli import BadInput, in_one_line
 from common.curves import series, smooth

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import common  # noqa: F401  (before torch)
 from common.launch import launch
 from common.run import Run
 

@@ -4,7 +4,6 @@ package."""
 from pathlib import Path
 from types import SimpleNamespace
 
-import common  # noqa: F401  (before torch)
 import grpo
 import pytest
 import torch

@@ -29,15 +29,14 @@ from functools import lru_cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import common  # noqa: F401  (before torch)
 import pytest
-import torch
 import vcpo
 from common.batch import Rollout
 from common.data import Problem, Task
 from common.distributed import ALONE, World, setup
 from common.model import load_model
 from common.routing import Routing
+import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

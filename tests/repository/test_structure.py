@@ -16,6 +16,7 @@ from tools.maintain.marks import changes, code_lines
 from tests.helpers import ROOT, module_of
 
 COMMON = sorted((ROOT / "common").rglob("*.py"))
+OURS = {"common", "checks", "tools", "labs", "tests", "variants", *ALGORITHMS}
 # Code lines, and changed code lines against the base file. stapo also finds its quantile over
 # ranks; vcpo, deep_grpo and goldilocks change more than the loss, each by one object. Five of the
 # lines that a file without a KL term changes are those of the reference model.
@@ -69,8 +70,7 @@ def imported(path: Path) -> set[str]:
 
 def ours(path: Path) -> set[str]:
     """The top-level names of this repository that a file imports."""
-    names = {"common", "checks", "tools", "labs", "tests", "variants", *ALGORITHMS}
-    return {name.partition(".")[0] for name in imported(path)} & names
+    return {name.partition(".")[0] for name in imported(path)} & OURS
 
 
 def test_who_imports_whom():
@@ -87,6 +87,20 @@ def test_who_imports_whom():
         assert not ours(path) & {"tests", "labs"}, path
     for path in (ROOT / "labs").rglob("*.py"):
         assert "tests" not in ours(path), path
+
+
+def test_common_is_imported_before_torch():
+    """OpenMP reads its settings when torch loads (common/__init__.py)."""
+    first = [ROOT / "checks/__init__.py", ROOT / "tests/conftest.py"]  # before others of theirs
+    for path in [*PATHS.values(), *first, *ROOT.glob("tools/**/*.py"), *ROOT.glob("labs/**/*.py")]:
+        names = []
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+                names.append(module.partition(".")[0])
+        late = [names.index(name) for name in ("torch", "transformers") if name in names]
+        ours = [place for place, name in enumerate(names) if name in OURS - {"tools"}]
+        assert not late or not ours or ours[0] < min(late), path
 
 
 def test_common_has_no_circle():
