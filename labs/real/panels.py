@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from common.batch import Rollout
 from common.distributed import ALONE, clip_gradients, divide_gradients
-from common.logprobs import Policy, all_logprobs, entropies, micro_batches, response_logprobs
+from common.logprobs import Logprobs, Policy, all_logprobs, entropies, micro_batches
+from common.logprobs import response_logprobs
 from common.model import load_model
 from common.norms import gradient_norms
 from torch import Tensor
@@ -32,7 +33,7 @@ GROUPS, HOPELESS = 8, 4  # groups with right and wrong responses, and without a 
 LOOKED_AT = (1, 4, 16)  # updates after which more than the ESS is measured
 BINS = {"rare": (0, 0.1), "between": (0.1, 0.9), "common": (0.9, 1.1)}  # π_old of a token
 FREE = {"clip_low": 1e9, "clip_high": 1e9}  # nothing is clipped
-Objective = Callable[[Tensor, Tensor, Rollout], Tensor]
+Objective = Callable[[Tensor, Rollout], Tensor]
 Estimate = Callable[[Tensor], Tensor]  # from how often each prompt counts `[P]`
 
 
@@ -64,9 +65,9 @@ def objective(name: str, column: str = "advantages", **flags: object) -> Objecti
     module = importlib.import_module(name)
     args = module.Args(**({"beta": 0.0} if hasattr(module.Args, "beta") else {}), **flags)
 
-    def loss(logp: Tensor, entropy: Tensor, batch: Rollout) -> Tensor:
+    def loss(logp: Tensor, batch: Rollout) -> Tensor:
         batch = Rollout(**vars(batch) | {"advantages": getattr(batch, column)})
-        return module.policy_loss(args, logp, entropy, batch)[0]
+        return module.policy_loss(args, logp, batch)[0]
 
     return loss
 
@@ -84,7 +85,7 @@ RULES = {"free": objective("grpo", **FREE)} | {
 def weights(loss: Objective, logp: Tensor, batch: Rollout) -> Tensor:
     """The weight on ∇ log π of each token `[N, T]`."""
     logp = logp.detach().requires_grad_()
-    (gradient,) = torch.autograd.grad(loss(logp, torch.zeros_like(logp), batch), logp)
+    (gradient,) = torch.autograd.grad(loss(logp, batch), logp)
     return -gradient
 
 
@@ -93,8 +94,8 @@ def update(policy: Policy, optimizer: torch.optim.Optimizer, part: Rollout, args
     count = 0.0
     for rows in micro_batches(policy, part, args.micro_tokens, ALONE):
         micro = part.rows(rows)
-        logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-        loss, number, _ = grpo.policy_loss(args, logp, entropy, micro)
+        logp, _ = response_logprobs(policy, micro, args.temperature)  # [n, T]
+        loss, number, _ = grpo.policy_loss(args, logp, micro)
         loss.backward()
         count = count + number
     divide_gradients(policy, count, ALONE)
@@ -110,9 +111,9 @@ def gradients(policy: Policy, groups: list[Rollout], losses: dict[str, Objective
     stride = max(1, sum(p.numel() for p in parameters) // COORDINATES) | 1
     found = {name: [] for name in losses}
     for group in groups:
-        logp, entropy = response_logprobs(policy, group, 1.0)  # [n, T]
+        logp, _ = response_logprobs(policy, group, 1.0)  # [n, T]
         for name, loss in losses.items():
-            parts = torch.autograd.grad(loss(logp, entropy, group), parameters, retain_graph=True)
+            parts = torch.autograd.grad(loss(logp, group), parameters, retain_graph=True)
             found[name].append(torch.cat([part.flatten()[::stride] for part in parts]))
     return {name: torch.stack(rows) * stride**0.5 for name, rows in found.items()}
 
@@ -171,14 +172,14 @@ class Panels:
         groups = batch.split(len(batch) // G)
         return [group for group in groups if group.advantages.any()][:GROUPS]
 
-    def look(self, readout: Callable | None = None) -> tuple[Tensor, Tensor]:
-        """log π of the responses now, and a statistic: two `[N, T]`."""
+    def look(self, readout: Callable | None = None) -> Logprobs:
+        """log π of the responses now, and a statistic."""
         return all_logprobs(self.policy, self.batch, self.args, ALONE, readout)
 
     def squared(self) -> tuple[Tensor, Tensor]:
         """log π, and |∂ log π / ∂ logits|² = 1 - 2π + Σπ²: two `[N, T]`."""
-        logp, squares = self.look(lambda logprobs, _: logprobs.exp().square().sum(-1))
-        return logp, (1 - 2 * logp.exp() + squares).clamp(min=0) * self.mask
+        now = self.look(lambda logprobs, _: logprobs.exp().square().sum(-1))
+        return now.logp, (1 - 2 * now.logp.exp() + now.statistic).clamp(min=0) * self.mask
 
     def measure(self) -> None:
         self.stapo()
@@ -302,7 +303,7 @@ class Panels:
         """KL(μ ‖ π) of samplers in bfloat16 and float8, and the angle between the two levels."""
         for name in PRECISIONS:
             batch = self.responses[name]
-            logp, _ = all_logprobs(self.policy, batch, self.args, ALONE)
+            logp = all_logprobs(self.policy, batch, self.args, ALONE).logp
             gap = (logp - batch.rollout_logp) * batch.mask  # [N, T]: log π/μ
             n, groups = len(batch) // G, self.mixed(batch)
             prompt = torch.arange(n).repeat_interleave(G)  # [N]
@@ -317,13 +318,14 @@ class Panels:
     def stapo(self) -> None:
         """Spurious tokens' share of tokens and of |gradient|²; the norm beside its exact form."""
         batch, args = self.batch, stapo.Args()
-        _, entropy = self.look(entropies)
+        batch.entropy = self.look(entropies).statistic
         logp, size = self.squared()
+        batch.logp = logp
         energy = size * batch.advantages[:, None] ** 2  # [N, T]
         live = self.mask * (batch.advantages != 0)[:, None]  # [N, T]
         for tau_p in (0.002, 0.05):
             args.tau_p = tau_p
-            stapo.choose_tokens(args, batch, logp, entropy, ALONE)
+            stapo.choose_tokens(args, batch, ALONE)
             low = (logp.exp() < tau_p) & (batch.advantages[:, None] > 0) & (live > 0)  # [N, T]
             for name, where in (("spurious", batch.spurious), ("improbable", low)):
                 at = f"τ_p = {tau_p}"

@@ -1,5 +1,5 @@
-"""Every command for several GPUs that a header prints, and the one of docs/gpu.md with --offload, on
-GPUs that are not there. It must start, train, save and resume, and all ranks must enter the same
+"""Every command for several GPUs that a header prints, and the one of docs/gpu.md with --offload,
+on GPUs that are not there. It must start, train, save and resume, and all ranks must enter the same
 collectives. Needs a C++ compiler."""
 
 import ast

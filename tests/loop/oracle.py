@@ -546,8 +546,8 @@ class Oracle:
         if self.has("lag"):
             self.age(b)
         if hasattr(self.module, "choose_tokens"):
-            now = b.logp.detach(), b.entropy
-            self.module.choose_tokens(self.args, b, *now, ALONE)
+            with torch.no_grad():
+                self.module.choose_tokens(self.args, b, ALONE)
         kept = getattr(b, "kept", b.mask).sum(1)
         b.branch = b.grown * kept[~b.grown].sum() / kept[b.grown].sum().clamp(min=1)
         return b
@@ -556,7 +556,7 @@ class Oracle:
         """The flat gradient of the loss, and the batch it came from, with `loss` and `stats`."""
         if update not in self.known:
             b = self.batch(update)
-            total, count, stats = self.module.policy_loss(self.args, b.logp, b.entropy, b)
+            total, count, stats = self.module.policy_loss(self.args, b.logp, b)
             stats["loss"] = total, count
             b.stats = {
                 name: (torch.as_tensor(number).detach(), n) for name, (number, n) in stats.items()

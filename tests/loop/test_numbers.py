@@ -40,5 +40,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         for name in NINE:
             for ranks in (1, 2):
-                numbers[f"{name} {ranks}"] = first_steps(name, ranks, Path(folder, name, str(ranks)))
+                numbers[f"{name} {ranks}"] = first_steps(
+                    name, ranks, Path(folder, name, str(ranks))
+                )
     STORED.write_text(json.dumps(numbers, indent=1) + "\n")
