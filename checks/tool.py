@@ -111,12 +111,11 @@ def check_dropped(module: ModuleType) -> None:
 
 
 AGAIN = "self.tokenizer(self.tokenizer.batch_decode([row.tokens])[0])['input_ids']"
-NEIGHBOURS = "for _ in range(n) for pair in zip(prompts, answers)]"
 MUTANTS = {
     "the tool's tokens are trained": ("sampled=False)", "sampled=True)"),
     "encoded again": ("[row.tokens for row in going]", f"[{AGAIN} for row in going]"),
     "a reply comes last": ("0 if last else limit", "limit"),
-    "other answers": ("for pair in zip(prompts, answers) for _ in range(n)]", NEIGHBOURS),
+    "other answers": ("zip(prompts, answers)", "zip(prompts, answers[::-1])"),
     "a turn ends at EOS alone": ("= sorted(self.turn_ends)", "= eos"),
     "a saved model stops at `=`": ("        lm.generation_config.eos_token_id = eos\n", ""),
     "a failed call is an answer": ("                row.failed = True\n", ""),

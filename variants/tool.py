@@ -165,16 +165,17 @@ class Turns:
         ends = [i for i, text in enumerate(texts) if args.turn_end and text.endswith(args.turn_end)]
         if args.turn_end and not ends:
             raise BadInput(f"--turn_end {args.turn_end!r}: no token ends in it")
-        self.args, self.task, self.tokenizer, self.world = args, task, tokenizer, world
-        self.turn_ends, self.eos = {*eos, *ends}, eos
+        self.args, self.task, self.tokenizer = args, task, tokenizer
+        self.device, self.eos = world.device, eos
+        self.turn_ends = {*eos, *ends}
         self.answers = {tuple(problem.prompt_ids): problem.answer for problem in task.held_out}
         # An engine reads where to stop when it is made. A saved model must not stop there.
         lm.generation_config.eos_token_id = sorted(self.turn_ends)
         self.engine = make_engine(args, lm, world)
         lm.generation_config.eos_token_id = eos
         self.sync = self.engine.sync
-        # The tool has no state: its reply depends on the text alone.
-        self.state_dict, self.load_state_dict = self.engine.state_dict, self.engine.load_state_dict
+        self.state_dict = self.engine.state_dict  # the tool has none: it sees the text alone
+        self.load_state_dict = self.engine.load_state_dict
 
     def generate(
         self,
@@ -182,7 +183,6 @@ class Turns:
         n: int,
         limit: int,
         temperature: float,
-        prefixes: None = None,
         top_p: float = 1.0,
         answers: list | None = None,
     ) -> Rollout:
@@ -192,8 +192,9 @@ class Turns:
         Further columns: `calls [N]`, and `failed [N]`, whether one of them failed.
         """
         answers = answers or [self.answers[tuple(prompt)] for prompt in prompts]
-        pairs = [pair for pair in zip(prompts, answers) for _ in range(n)]
-        rows = [Response(prompt, answer) for prompt, answer in pairs]
+        rows = []
+        for prompt, answer in zip(prompts, answers):
+            rows += [Response(prompt, answer) for _ in range(n)]
         going = rows
         for turn in range(self.args.max_turns):  # also without rows: ranks may share an engine
             given = [row.prompt for row in going]
@@ -204,13 +205,17 @@ class Turns:
                 row.write(sampled, logps[: len(sampled)], sampled=True)
             last = turn + 1 == self.args.max_turns
             going = self.replied(going, 0 if last else limit)
-        columns = {name: [getattr(row, name) for row in rows] for name in ("tokens", "logps")}
-        columns["masks"] = [row.mask for row in rows]
-        on = {"device": self.world.device}
-        rollout = Rollout.pack(prompts=prompts, eos=self.eos, **columns, **on)
-        rollout.calls = torch.tensor([row.calls for row in rows], dtype=torch.long, **on)  # [N]
-        rollout.failed = torch.tensor([row.failed for row in rows], dtype=torch.bool, **on)  # [N]
-        rollout.finished = torch.tensor([row.finished for row in rows], dtype=torch.bool, **on)
+        rollout = Rollout.pack(
+            prompts=prompts,
+            tokens=[row.tokens for row in rows],
+            logps=[row.logps for row in rows],
+            masks=[row.mask for row in rows],
+            eos=self.eos,
+            device=self.device,
+        )
+        for name, kind in (("calls", torch.long), ("failed", torch.bool), ("finished", torch.bool)):
+            values = [getattr(row, name) for row in rows]
+            setattr(rollout, name, torch.tensor(values, dtype=kind, device=self.device))  # [N]
         return rollout
 
     @timed("tool")
@@ -226,7 +231,8 @@ class Turns:
             if failure:
                 row.failed = True
                 reply = self.task.reply_error if self.args.failed_call == "reply" else None
-            row.calls += bool(failure) or reply is not None
+            if failure or reply is not None:
+                row.calls += 1
             row.finished = reply is None  # this was the answer; or the end, after a failed call
             if reply is None:
                 continue
