@@ -41,7 +41,7 @@ Run it:
     torchrun -m variants.tool                               # laptop, 2 to 4 minutes, no download
     # your own tool: `reply(response, answer)` in a task file (docs/yours.md); chat turns end at EOS
     torchrun --nproc_per_node=8 -m variants.tool --model Qwen/Qwen2.5-1.5B-Instruct \
-        --task calls.py --turn_end "" --max_turns 4 --max_new_tokens 2048 --lr 1e-6 --beta 0.001
+        --task calls.py --turn_end "" --prompts_per_step 64 --max_new_tokens 512 --lr 1e-6
 """
 
 from dataclasses import dataclass

@@ -37,6 +37,7 @@ BUDGET = {
     "opd": (190, 49),  # a teacher, and what is known of it
     "icepop": (225, 53),  # a family of corrections
     "ppo": (275, 141),  # what GRPO removed: a second model, GAE, its loss
+    "tool": (292, 115),  # turns: an engine around the engine, and what a failed call costs
     "recipe": (291, 175),  # what six files have, combined: it imports their parts
 }
 
