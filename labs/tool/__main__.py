@@ -44,9 +44,10 @@ def rows(results: dict) -> list[list[str]]:
     table[0] += ["training reward", "largest gradient norm", "stopped"]
     for arm, runs in results.items():
         whole = [run for run in runs if "stopped" not in run]
-        stopped = [len(run["reward"]) for run in runs if "stopped" in run]
+        steps = sorted({str(len(run["reward"]) + 1) for run in runs if "stopped" in run})
+        stopped = f"{len(runs) - len(whole)}, step {', '.join(steps)}" if steps else "0"
         if not whole:
-            table.append([arm, str(len(runs)), *["–"] * 5, f"in step {set(stopped)}"])
+            table.append([arm, str(len(runs)), *["–"] * 5, stopped])
             continue
         ended = [
             {
@@ -60,7 +61,7 @@ def rows(results: dict) -> list[list[str]]:
         ]
         cells = [lab.cell(ended, name) for name in ("before", "end")]
         cells.append(lab.cell(ended, "called").replace("never", "–"))
-        cells += [lab.cell(ended, "reward"), lab.cell(ended, "norm", ".1f"), str(len(stopped))]
+        cells += [lab.cell(ended, "reward"), lab.cell(ended, "norm", ".1f"), stopped]
         table.append([arm, str(len(runs)), *cells])
     return table
 
@@ -73,7 +74,7 @@ def draw(results: dict) -> object:
     lab.curves(axes[1], results, "called", called, width=5)
     for axis in axes:
         axis.set_ylim(0, 1.02)
-    lab.key(axes[0], COLOURS, x=0.5)
+    lab.key(axes[1], COLOURS, x=0.5, y=0.78)
     return figure
 
 
