@@ -219,9 +219,9 @@ def work(spec: str, seconds: str, memory: str, name: str) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a reward function must not read the questions
     source = json.loads(questions.readline())
     try:
-        function = getattr(load_task_file(spec, source), name) if spec else reward
+        score = getattr(load_task_file(spec, source), name) if spec else reward
         if not spec:
-            function("1", "1")  # loads math-verify before the bounds hold
+            score("1", "1")  # loads math-verify before the bounds hold
     except Exception as error:
         print(describe(error).replace("\n", " "), file=verdicts, flush=True)
         return
@@ -234,7 +234,7 @@ def work(spec: str, seconds: str, memory: str, name: str) -> None:
         number, completion, reference = json.loads(line)
         points, failure = 0.0, ""
         try:
-            given = function(completion, reference)
+            given = score(completion, reference)
             if name == "reply":
                 if not isinstance(given, str | None):
                     raise ValueError(f"{given!r} is no text")
