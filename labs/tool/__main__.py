@@ -15,7 +15,7 @@ from labs import lab
 
 TITLE = "A tool helps; if failed calls cost the reward, it is unlearned"
 FLAGS = "--steps 60 --eval_every 10 --eval_problems 128 --save_every 1000"
-BROKEN = f"-m labs.tool.broken HOW {FLAGS}"
+BROKEN = f"-m labs.tool.broken HOW tool.py {FLAGS}"
 UNSEEN = "--sampler_tolerance 100"  # the check of sampler against trainer never stops the run
 ARMS = {
     "no tool": f"grpo.py {FLAGS}",

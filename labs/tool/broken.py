@@ -1,6 +1,6 @@
 """variants/tool.py with something broken (for the lab tool).
 
-    python -m labs.tool.broken HOW FLAGS...
+    python -m labs.tool.broken HOW tool.py FLAGS...
 
 HOW names what is broken, joined by `+`. `fails`: in training, 30% of the calls fail by chance.
 `wrong`: 30% of the replies are random numbers. `mask`: the tool's tokens count as sampled. Held-out
@@ -16,11 +16,12 @@ from common.batch import Rollout
 from common.launch import launch
 from variants import tool
 
-HOW = sys.argv[1].split("+") if len(sys.argv) > 1 else []
 SHARE = 0.3  # of the calls
 
 
 class Broken(tool.Turns):
+    how: str  # HOW
+
     def __init__(self, args: tool.Args, *others: object):
         super().__init__(args, *others)
         self.works, self.training = self.task.reply, False
@@ -31,16 +32,16 @@ class Broken(tool.Turns):
         replies = self.works(texts, answers)
         for i, (reply, _) in enumerate(replies):
             if self.training and reply is not None and self.chance.random() < SHARE:
-                if "fails" in HOW:
+                if "fails" in self.how:
                     replies[i] = None, "by chance"
-                if "wrong" in HOW:
+                if "wrong" in self.how:
                     replies[i] = str(self.chance.randrange(100)), ""
         return replies
 
     def generate(self, *given: object, **how: object) -> Rollout:
         self.training = "answers" in how
         rollout = super().generate(*given, **how)
-        if "mask" in HOW:
+        if "mask" in self.how:
             lengths = rollout.ends - rollout.prompt_len  # [N]
             t = torch.arange(rollout.mask.shape[1], device=rollout.mask.device)  # [T]
             rollout.mask = (t < lengths[:, None]).float()  # [N, T]
@@ -48,6 +49,6 @@ class Broken(tool.Turns):
 
 
 if __name__ == "__main__":
-    sys.argv = ["tool.py", *sys.argv[2:]]
+    Broken.how, *sys.argv = sys.argv[1:]
     tool.Turns = Broken
     launch(tool.main, tool.Args)
