@@ -5,12 +5,14 @@ No `[N, T, V]` tensor is ever held, and what the sampler reported is checked aga
 
 import copy
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from common.batch import Rollout
+from common.cli import Flags
 from common.clock import timed
 from common.distributed import World, global_sum, shard
 from common.model import add_product, head_logits
@@ -49,12 +51,14 @@ class Policy(nn.Module):
         predicts: Tensor,
         temperature: float,
         readout: Readout | None = None,
+        replay: Tensor | None = None,
     ) -> Pair:
         """log π and statistic, two `[M]`, of the token after each place in `predicts [n, S]`.
 
         `sequences [n, S]` are right-padded: with causal attention no real token sees a pad, and no
-        attention mask is needed.
+        attention mask is needed. `replay [n·S, layers, k]`: the experts to send each token to.
         """
+        self.routing.replay = replay  # also for the pass that gradient checkpointing repeats
         # nonzero() once: with a mask as index, the CPU would wait for the GPU each time.
         where = predicts.flatten().nonzero()[:, 0]  # [M]
         output = self.lm.base_model(input_ids=sequences, use_cache=False)
@@ -133,7 +137,7 @@ class TokenLogprobs(torch.autograd.Function):
         return d_hidden, d_weight.to(weight.dtype), None, None, None
 
 
-def frozen_reference(args: object, lm: PreTrainedModel, world: World) -> Policy | None:
+def frozen_reference(args: Flags, lm: PreTrainedModel, world: World) -> Policy | None:
     """π_ref: `lm` as it is now, frozen and sharded; None if β is 0.
 
     With `--offload_reference` its shards wait in CPU memory.
@@ -176,10 +180,19 @@ def micro_batches(policy: nn.Module, batch: Rollout, max_tokens: int, world: Wor
     return [torch.tensor(rows, dtype=torch.long, device=batch.tokens.device) for rows in micros]
 
 
+class Logprobs(NamedTuple):
+    """What a policy makes of every sampled token of a batch."""
+
+    logp: Tensor  # [N, T]: log π(token), zero on padding
+    statistic: Tensor  # [N, T]: what the readout makes of the distribution; zero without one
+    experts: Tensor | None  # [N, S, layers, k]: where each token was sent; None if not asked for
+
+
 def response_logprobs(
-    policy: nn.Module, batch: Rollout, temperature: float, readout: Readout | None = entropies
+    policy: Policy, batch: Rollout, temperature: float, readout: Readout | None = entropies
 ) -> Pair:
-    """log π(token) and a statistic of every sampled token: two `[n, T]`, zero on padding."""
+    """log π(token), with gradient, and a statistic of every sampled token: two `[n, T]`, zero on
+    padding."""
     blank, where = torch.zeros_like(batch.mask), batch.mask.bool()  # [n, T]
     replayed = None
     if len(batch) == 0:
@@ -197,8 +210,7 @@ def response_logprobs(
         if hasattr(batch, "replayed_experts"):
             replayed = batch.replayed_experts[:, : sequences.shape[1]]  # [n, S, layers, k]
             replayed = replayed.flatten(0, 1).to(blank.device)  # [n·S, layers, k]
-    policy.routing.replay = replayed
-    logp, statistic = policy(sequences, predicts, temperature, readout)  # [M], [M]
+    logp, statistic = policy(sequences, predicts, temperature, readout, replayed)  # [M], [M]
     logp = blank.masked_scatter(where, logp)  # [n, T]
     statistic = blank.masked_scatter(where, statistic)  # [n, T]
     if logp.requires_grad:
@@ -209,44 +221,44 @@ def response_logprobs(
 @timed("logprobs")
 @torch.no_grad()
 def all_logprobs(
-    policy: nn.Module, batch: Rollout, args: object, world: World, readout: Readout | None = None
-) -> Pair:
-    """`response_logprobs` of a whole batch without gradient, in micro-batches: two `[N, T]`. The
-    second one is zeros without a `readout`.
-
-    With a mixture of experts the batch gets a column `trainer_experts`, like the sampler's, if
-    there is the sampler's to compare it with, or if `policy.routing.wanted`.
-    """
+    policy: Policy,
+    batch: Rollout,
+    args: Flags,
+    world: World,
+    readout: Readout | None = None,
+    experts: bool = False,
+) -> Logprobs:
+    """`response_logprobs` of a whole batch without gradient, in micro-batches. `experts`: also say
+    where a mixture of experts sent each token."""
     logp, statistic = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)  # [N, T]
-    routed = None
-    wanted = policy.routing.wanted or hasattr(batch, "sampler_experts")
+    sent = None
     for rows in micro_batches(policy, batch, args.micro_tokens, world):
         micro = batch.rows(rows)
         logp[rows], statistic[rows] = response_logprobs(policy, micro, args.temperature, readout)
-        if policy.routing.active and len(rows) and wanted:
-            part = policy.routing.recorded().cpu().unflatten(0, (len(rows), -1))
-            if routed is None:
-                routed = part.new_zeros(*batch.sequences.shape, *part.shape[2:])
-            routed[rows.cpu(), : part.shape[1]] = part  # [n, S, layers, k]
-    if routed is not None:
-        batch.trainer_experts = routed  # [N, S, layers, k]
-    return logp, statistic
+        if experts and policy.routing.active:
+            part = policy.routing.recorded().cpu()  # [n·S, layers, k] of this pass
+            if sent is None:
+                sent = part.new_zeros(*batch.sequences.shape, *part.shape[1:])  # [N, S, layers, k]
+            if len(rows):
+                part = part.unflatten(0, (len(rows), -1))  # [n, S, layers, k]
+                sent[rows.cpu(), : part.shape[1]] = part
+    return Logprobs(logp, statistic, sent)
 
 
-def sampler_gap(batches: list[Rollout], world: World) -> dict[str, float]:
+def sampler_gap(batches: list[Rollout]) -> dict[str, tuple[Tensor, Tensor | None]]:
     """The difference between the sampler's and the trainer's log-probs, from the same weights.
 
-    KL(μ ‖ π_old) by the k3 estimator, the mean and the largest |log π_old - log μ|, over all ranks.
+    KL(μ ‖ π_old) by the k3 estimator, the mean and the largest |log π_old - log μ|, as pairs
+    (sum, tokens) of this rank.
     """
-    sums = {"kl": 0.0, "gap": 0.0, "tokens": 0.0, "gap_max": torch.tensor(0.0)}
+    kl, total, tokens, largest = 0.0, 0.0, 0.0, torch.tensor(0.0)
     for batch in batches:
         gap = (batch.old_logp - batch.rollout_logp) * batch.mask  # [n, T]
         # expm1, because exp(gap) - 1 would lose the usual gaps of 1e-6 to rounding.
-        sums["kl"] += (gap.expm1() - gap).sum()
-        sums["gap"] += gap.abs().sum()
+        kl += (gap.expm1() - gap).sum()
+        total += gap.abs().sum()
         if len(gap):  # a rank may have no rows
-            sums["gap_max"] = torch.maximum(sums["gap_max"].to(gap), gap.abs().max())
-        sums["tokens"] += batch.mask.sum()
-    sums = global_sum(sums, world)
-    means = {f"sampler_{name}": sums[name] / sums["tokens"] for name in ("kl", "gap")}
-    return means | {"sampler_gap_max": sums["gap_max"]}
+            largest = torch.maximum(largest.to(gap), gap.abs().max())
+        tokens += batch.mask.sum()
+    found = {"sampler_kl": (kl, tokens), "sampler_gap": (total, tokens)}
+    return found | {"sampler_gap_max": (largest, None)}

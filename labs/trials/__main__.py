@@ -86,7 +86,7 @@ def end(run: dict) -> float:
 
 def rows(results: dict) -> list[list[str]]:
     table = [["arm", "runs", "sampled before", "highest", "at the end", "greedy at the end"]]
-    table[0] += ["entropy at the end", "tokens", "silenced (share)"]
+    table[0] += ["entropy at the end", "tokens", "silenced, %"]
     for arm, runs in results.items():
         ended = [
             {
@@ -96,13 +96,13 @@ def rows(results: dict) -> list[list[str]]:
                 "greedy": run["greedy"][-1],
                 "entropy": lab.tail(run["entropy"]),
                 "length": lab.tail(run["response_len"]),
-                "silenced": np.mean(run["silenced_share"] or [np.inf]),  # stapo.py's alone
+                "silenced": 100 * np.mean(run["silenced_share"] or [np.inf]),  # stapo.py's alone
             }
             for run in runs
         ]
         names = ("before", "high", "end", "greedy", "entropy")
         cells = [lab.cell(ended, name) for name in names]
-        silenced = lab.cell(ended, "silenced", ".5f").replace("never", "–")
+        silenced = lab.cell(ended, "silenced", ".3f").replace("never", "–")
         table.append([arm, str(len(runs)), *cells, lab.cell(ended, "length", ".0f"), silenced])
     return table
 

@@ -75,7 +75,7 @@ def gap(
     """Largest |log π_old - log μ| over a rollout; the run's check as in a third step like it."""
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     rollout = engine.generate(prompts, 4, 32, args.temperature, **how)
-    rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)
+    rollout.old_logp = all_logprobs(policy, rollout, args, world).logp
     Run.check_sampler(SimpleNamespace(args=args, apart=2, world=world), [rollout])
     return ((rollout.old_logp - rollout.rollout_logp) * rollout.mask).abs().max().item()
 
@@ -220,7 +220,7 @@ def test_turns_around_a_tool_are_those_of_hf(engine_of, world):
         turns.sync(Policy(lm))
         prompts = [problem.prompt_ids for problem in turns.task.held_out]
         made = turns.generate(prompts, 8, 64, 1.0)
-        logp, _ = all_logprobs(Policy(lm), made, args, world)
+        logp = all_logprobs(Policy(lm), made, args, world).logp
         assert torch.allclose(logp, made.rollout_logp, atol=1e-4) and made.calls.sum() > 100
         turns.task.reply = forced
         rollouts[engine] = turns.generate(prompts, 1, 64, 0.0)
