@@ -80,10 +80,10 @@ def check_turns(module: ModuleType) -> None:
     they were sampled, replies between them, a sampled token last. EOS stays the model's own."""
     for rule in ("reply", "end", "drop"):
         lm = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[1]))
-        task = SimpleNamespace(reply=reply, reply_error="aa", held_out=[])
+        task = SimpleNamespace(reply=reply, reply_error="aa", held_out=[], tokenizer=Tokenizer())
         args = replace(module.Args(), max_turns=3, failed_call=rule)
         with mock.patch.object(module, "make_engine", Engine):
-            turns = module.Turns(args, lm, task, Tokenizer(), ALONE)
+            turns = module.Turns(args, lm, task, ALONE)
         near(turns.engine.stops, [1, 4], "the engine stops at EOS and `=`: its tokens")
         near(lm.generation_config.eos_token_id, [1], "the model's own EOS afterwards")
         prompts, answers = [[prompt] for prompt in SCRIPT], ["", "", "", "", "fails"]
@@ -110,7 +110,7 @@ def check_dropped(module: ModuleType) -> None:
     near(module.advantages_without(R, failed), expected, "advantages without failed calls", 1e-9)
 
 
-AGAIN = "self.tokenizer(self.tokenizer.batch_decode([row.tokens])[0])['input_ids']"
+AGAIN = "self.task.tokenizer(self.task.tokenizer.batch_decode([row.tokens])[0])['input_ids']"
 MUTANTS = {
     "the tool's tokens are trained": ("sampled=False)", "sampled=True)"),
     "encoded again": ("[row.tokens for row in going]", f"[{AGAIN} for row in going]"),

@@ -139,7 +139,7 @@ def engine_of(
         raise BadInput(f"--eval_task {args.eval_task}: the run's tool is its own task's alone")
     own = {name: config[name] for name in ("turn_end", "max_turns", "failed_call")}
     task = load_task(args, tokenizer)
-    return tool.Turns(argparse.Namespace(**vars(args) | own), lm, task, tokenizer, world)
+    return tool.Turns(argparse.Namespace(**vars(args) | own), lm, task, world)
 
 
 def load_weights(folder: Path, policy: nn.Module, world: World) -> int:

@@ -55,8 +55,7 @@ from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.cli import BadInput, RunStopped, blame  # <own>
 from common.clock import timed  # <own>
-from common.data import load_task
-from common.data import Task  # <own>
+from common.data import Task, load_task  # <own>
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
@@ -158,16 +157,18 @@ class Turns:
     never texts: encoded again, a text may give other ids than those that were sampled.
     """
 
-    def __init__(self, args: Args, lm: object, task: Task, tokenizer: object, world: World):
+    def __init__(self, args: Args, lm: object, task: Task, world: World):
         if task.reply is None:
             raise BadInput(f"--task {args.task}: has no reply(response, answer)")
         eos = lm.generation_config.eos_token_id
-        texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+        texts = task.tokenizer.batch_decode([[token] for token in range(len(task.tokenizer))])
         ends = [i for i, text in enumerate(texts) if args.turn_end and text.endswith(args.turn_end)]
         if args.turn_end and not ends:
             raise BadInput(f"--turn_end {args.turn_end!r}: no token ends in it")
-        self.args, self.task, self.tokenizer = args, task, tokenizer
-        self.device, self.eos = world.device, eos
+        self.args = args
+        self.task = task
+        self.device = world.device
+        self.eos = eos
         self.turn_ends = {*eos, *ends}
         self.answers = {tuple(problem.prompt_ids): problem.answer for problem in task.held_out}
         # An engine reads where to stop when it is made. A saved model must not stop there.
@@ -226,7 +227,7 @@ class Turns:
         last token is always a sampled one: where none fits after the reply, the row is cut."""
         rows = [row for row in rows if row.tokens[-1] in self.turn_ends]
         texts = [row.tokens for row in rows]
-        texts = self.tokenizer.batch_decode(texts, skip_special_tokens=True)
+        texts = self.task.tokenizer.batch_decode(texts, skip_special_tokens=True)
         replies = self.task.reply(texts, [row.answer for row in rows])
         going = []
         for row, (reply, failure) in zip(rows, replies):
@@ -239,7 +240,7 @@ class Turns:
             if reply is None:
                 continue
             with blame(f"--task {self.args.task}: the reply {reply[:80]!r}", RunStopped):
-                ids = self.tokenizer(reply, add_special_tokens=False)["input_ids"]
+                ids = self.task.tokenizer(reply, add_special_tokens=False)["input_ids"]
             if len(row.tokens) + len(ids) < limit:
                 row.write(ids, [0.0] * len(ids), sampled=False)
                 going.append(row)
@@ -289,7 +290,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
 def main(args: Args, world: World) -> None:
     lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
-    engine = Turns(args, lm, task, tokenizer, world)  # <own>
+    engine = Turns(args, lm, task, world)  # <own>
     reference = frozen_reference(args, lm, world)  # π_ref; None if β is 0  # <own>
     policy = shard(Policy(lm), args, world)
     adam = {"betas": args.betas, "weight_decay": args.weight_decay}

@@ -61,7 +61,7 @@ def test_sampler_and_trainer_agree_around_replies(world, tiny):
     """log μ of each sampled token is the trainer's; on the tool's tokens all columns are 0."""
     lm, tokenizer = tiny
     args = tool.Args(dtype="float32", rollout="hf", eval_problems=16)
-    turns = tool.Turns(args, lm, load_task(args, tokenizer), tokenizer, world)
+    turns = tool.Turns(args, lm, load_task(args, tokenizer), world)
     prompts = [problem.prompt_ids for problem in turns.task.held_out]
     made = turns.generate(prompts, 8, 64, 1.0)
     logp, entropy = response_logprobs(Policy(lm), made, 1.0)

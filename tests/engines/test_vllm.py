@@ -216,7 +216,7 @@ def test_turns_around_a_tool_are_those_of_hf(engine_of, world):
     rollouts = {}
     for engine in ("vllm", "hf"):
         args = tool.Args(rollout=engine, dtype="float32", eval_problems=24)
-        turns = tool.Turns(args, lm, load_task(args, tokenizer), tokenizer, world)
+        turns = tool.Turns(args, lm, load_task(args, tokenizer), world)
         turns.sync(Policy(lm))
         prompts = [problem.prompt_ids for problem in turns.task.held_out]
         made = turns.generate(prompts, 8, 64, 1.0)

@@ -46,8 +46,9 @@ def test_a_tool_reads_tokens_that_a_text_would_change(world):
     all tokens are still those that were sampled: the trainer agrees with their log μ."""
     lm, tokenizer = load_model(FOLDER)
     args = tool.Args(rollout="hf", dtype="float32", turn_end=".", max_turns=3)
-    task = SimpleNamespace(held_out=[], reply=lambda texts, answers: [(" Then", "")] * len(texts))
-    turns = tool.Turns(args, lm, task, tokenizer, world)
+    task = SimpleNamespace(held_out=[], tokenizer=tokenizer)
+    task.reply = lambda texts, answers: [(" Then", "")] * len(texts)
+    turns = tool.Turns(args, lm, task, world)
     prompts = [tokenizer(text)["input_ids"] for text in ("A list of rare animals:", "In Kyoto")]
     made = turns.generate(prompts, 16, 48, 1.0, answers=["", ""])
     ids = made.response_ids()
