@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from labs.lab import end
 
 from tests.helpers import ROOT
 
@@ -100,8 +101,7 @@ def test_a_page_shows_the_stored_results(name):
 def test_pairs_of_experts_are_counted(more, less, among):
     """In how many pairs of a seed an arm ends above another. At N = 1 `none` and `r2` are the same
     runs, which count once."""
-    lab = importlib.import_module("labs.experts.__main__")
-    ends = {arm: list(map(lab.end, runs)) for arm, runs in results_of(LABS["experts"]).items()}
+    ends = {arm: list(map(end, runs)) for arm, runs in results_of(LABS["experts"]).items()}
     higher = []
     for arm in ends:
         other = arm.replace(more, less)
