@@ -92,16 +92,9 @@ def test_who_imports_whom():
 
 def test_common_is_imported_before_torch():
     """OpenMP reads its settings when torch loads (common/__init__.py)."""
-    first = [ROOT / "checks/__init__.py", ROOT / "tests/conftest.py"]  # before others of theirs
-    for path in [*PATHS.values(), *first, *ROOT.glob("tools/**/*.py"), *ROOT.glob("labs/**/*.py")]:
-        names = []
-        for node in ast.parse(path.read_text("utf-8")).body:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
-                names.append(module.partition(".")[0])
-        late = [names.index(name) for name in ("torch", "transformers") if name in names]
-        ours = [place for place, name in enumerate(names) if name in OURS - {"tools"}]
-        assert not late or not ours or ours[0] < min(late), path
+    for path in PATHS.values():
+        source = path.read_text("utf-8")
+        assert source.index("\nfrom common.") < source.index("\nimport torch\n"), path
 
 
 def test_common_has_no_circle():
