@@ -23,10 +23,9 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import common  # noqa: F401  (before torch)
-import torch
 from common.batch import Rollout
 from common.distributed import ALONE
+import torch
 from torch import Tensor
 
 CHOSEN = {"spurious", "chosen", "kept", "rare", "masked"}  # what a `choose_tokens` writes

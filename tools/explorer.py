@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-import common  # noqa: F401  (before torch)
 import grpo
 import minirl
 import torch

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-import common  # noqa: F401  (before torch)
 from common.distributed import World
 from common.launch import launch
 from common.rollout import ROUTERS

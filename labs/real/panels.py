@@ -9,15 +9,14 @@ import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import common  # noqa: F401  (before torch)
 import numpy as np
-import torch
 from common.batch import Rollout
 from common.distributed import ALONE, clip_gradients, divide_gradients
 from common.logprobs import Logprobs, Policy, all_logprobs, entropies, micro_batches
 from common.logprobs import response_logprobs
 from common.model import load_model
 from common.norms import gradient_norms
+import torch
 from torch import Tensor
 
 import deep_grpo

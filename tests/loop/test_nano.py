@@ -3,7 +3,6 @@
 import copy
 from types import ModuleType
 
-import common  # noqa: F401  (before torch)
 import grpo
 import nano
 import pytest
