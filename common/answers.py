@@ -1,4 +1,4 @@
-r"""Which text of a response is its answer, how it is written, and whether it equals the reference.
+"""Which text of a response is its answer, how it is written, and whether it equals the reference.
 
 `correct(response, reference)` is what training, evaluation and the labs ask. Texts, numbers and
 units are compared here; what remains is an expression, which math-verify reads. Three rules guard
@@ -26,8 +26,11 @@ LONGEST = 1000  # characters: a longer answer is none, which bounds all work on 
 
 # A box and its brace, or what a box without braces holds
 BOX = r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(\{|[-+(\[]?(?:[\d.\\]|[A-Za-z]\b)[^\s$]*|)"
+# "Answer: ", "the final answer is ", "#### "
 LABEL = r"(?i:(answer|option|答案)[^\n.\d]{,40}?(\bis\b|[是为:：=\n])|####)[*_:：\s]*(?=[^*_:：\s])"
+# To its end, or to the end of a displayed formula
 SENTENCE = re.compile(r"(?:\\\[.*?\\\]|\$\$.*?\$\$|[^\n])*?(?=\s*(?:\n|\Z)|\.\s|。)", re.DOTALL)
+# Words are what separates the formulas of a sentence.
 WORD = r"(?<![\\{A-Za-z])(?!(?:or|and)\b)(?:[^\W\d_]{2,}|I\b|A(?= [a-z]))"
 PAUSE = rf"(?:\(?{WORD}|[.:;!?](?:\s|$))+"
 NAMES_ONE = re.compile(r"\d|^\(?[A-J]\)?$")  # a number, or the letter of an option
@@ -41,9 +44,7 @@ def final_answer(response: str) -> str:
     response.
     """
     said = response.rpartition("</think>")[2]
-    if "<think>" in said:
-        return ""
-    answer = marked(said)
+    answer = "" if "<think>" in said else marked(said)
     if answer is None:
         lines = [spoken(line, -1) for line in said[-LONGEST:].split("\n")]
         answer = ([line for line in lines if NAMES_ONE.search(line)] or [said])[-1]
@@ -98,7 +99,7 @@ SYMBOLS, UNIT_OF = str.maketrans(TABLES["symbols"]), TABLES["units"]
 SPELLINGS = [  # (what is replaced, by what), in this order
     # 10⁻⁸, which is 10^{-}^{8} by now
     (r"(?<=(\^|_)\{[-+\dnx])\}\1\{(?=[-+\dnx]\})", ""),
-    # The rows of a system are a list; && and &= only align them.
+    # The rows of a system are a list; & only aligns them.
     (r"[,;.\s]*\\\\(?=.*\\end\{(?:cases|array|aligned|gathered)\})", ", "),
     (r"\\(?:begin|end)\{(?:cases|array|aligned|gathered)\}(?:\{[lcr| ]*\})?", ""),
     (r"\s*,?\s*&?\s*=\s*&?", " = "),
@@ -136,6 +137,7 @@ def written(text: str) -> str:
     return text.strip()
 
 
+# Known names, with or without a space; after a space a letter (5 m) or a word with a vowel
 KNOWN = "|".join(name for name in UNIT_OF if name.isascii() and len(name) > 1)
 A_NOUN = rf"(?!(?:{TABLES['no units']})\b)(?=[a-z]*[aeiou])[a-z]{{3,}}"
 A_WORD = rf"(?i:(?:{KNOWN})s?|(?<=[\s/])(?:(?-i:[mgshLNJWVAKC])|{A_NOUN}))(?![A-Za-z])"
@@ -164,6 +166,7 @@ def quantity(text: str) -> tuple[str, str]:
 
 # A value, the place of its last decimal (0 without decimals), and how many digits were written
 Number = namedtuple("Number", "value place digits", defaults=(0, 0))
+# 1,234.5 and 1.6 \times 10^{-19}
 DECIMAL = r"[1-9]\d{0,2}(?:[, ]\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+"
 POWER = r"10\s*\^\s*\{?([-+]?\d{1,4})\}?"
 PLAIN = re.compile(rf"([-+]?)\s*(?:({DECIMAL})(?:\s*(?:\\times|\\cdot|[*x])\s*{POWER})?|{POWER})")
@@ -297,10 +300,11 @@ def values(gold: object, answer: object) -> list[list[Number | None]]:
 
 
 def fitted(tree: object, other: object) -> object:
-    """x = 4, y = 3 as (4, 3) if the other is a pair; x < 2 or x > 3 as a union if it is one."""
-    parts = tree.args if isinstance(tree, sympy.FiniteSet) else [None]
-    if isinstance(other, sympy.Interval | sympy.Tuple) and all(map(is_equation, parts)):
-        tree = sympy.Tuple(*[part.rhs for part in sorted(parts, key=str)])
-    if isinstance(other, sympy.Union) and all(hasattr(part, "as_set") for part in parts):
+    """A list as a pair if the other is one, x before y; x < 2 or x > 3 as a union if it is one."""
+    parts = getattr(tree, "_unsorted_args", []) if isinstance(tree, sympy.FiniteSet) else []
+    if parts and isinstance(other, sympy.Interval | sympy.Tuple):
+        pairs = sorted([sides(part, other) for part in parts], key=lambda pair: str(pair[0]))
+        tree = sympy.Tuple(*[right for _, right in pairs])
+    if parts and isinstance(other, sympy.Union) and all(hasattr(part, "as_set") for part in parts):
         tree = sympy.Union(*[part.as_set() for part in parts])
     return tree.doit() if isinstance(tree, sympy.Set | sympy.Tuple) else tree
