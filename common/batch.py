@@ -23,6 +23,8 @@ class Rollout:
         mask `[N, T]`           1.0 on sampled tokens, the EOS that ended them included; else 0.0
         rollout_logp `[N, T]`   log μ(token) at the sampling temperature, as the sampler reports it
         finished `[N]`          False where the length limit cut the response
+        sampler_top, sampler_top_logp `[N, T, K]`  on request: the sampler's K most likely tokens at
+                                each place, and log μ of each (centred)
         sampler_experts `[N, S, layers, k]`  of a mixture of experts: where each token was sent
     Written by `Task.score`:
         problem `[N]`           the number of the training problem
@@ -46,6 +48,8 @@ class Rollout:
                                 such a column from a whole mini-batch, before its update
         values, returns, token_advantages `[N, T]`  V, its target, and Â of each token (ppo)
         teacher_logp `[N, T]`   log π_T(token), of another model, to be learned from (opd)
+    Written by `response_logprobs` where there is `sampler_top`:
+        top_logp `[n, T, K]`    log π_θ of these tokens, with gradient; of a micro-batch only
 
     Columns of experts stay on the CPU: with long responses they are gigabytes, read a micro-batch
     at a time.
@@ -72,6 +76,8 @@ class Rollout:
         device: object,
         prefixes: list[list[int]] | None = None,
         experts: list[Tensor] | None = None,
+        top: list[Tensor] | None = None,
+        top_logps: list[Tensor] | None = None,
     ) -> Rollout:
         """The batch made of lists: a prompt and a prefix for each group, the rest for each row."""
         n = len(tokens) // max(1, len(prompts))  # responses to each prompt; a rank may have none
@@ -87,6 +93,9 @@ class Rollout:
         columns = {}
         if experts:
             columns["sampler_experts"] = padded(experts, experts[0].dtype, "cpu")
+        if top:  # a row's are [tokens, K]
+            columns["sampler_top"] = padded(top, torch.int32)
+            columns["sampler_top_logp"] = padded(top_logps, torch.float32)
         sequences = [prompt + prefix + row for (prompt, prefix), row in zip(given, tokens)]
         ended = [bool(row) and row[-1] in eos for row in tokens]
         return cls(
