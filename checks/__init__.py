@@ -183,19 +183,19 @@ def busy_batch() -> dict[str, Tensor]:
     return batch
 
 
-def reached(module: ModuleType, flags: dict) -> tuple[object, Tensor, Tensor, Rollout]:
-    """Flags, log π_θ with gradient, entropy and columns of the busy batch: what `policy_loss` gets
-    for a whole mini-batch."""
+def reached(module: ModuleType, flags: dict) -> tuple[object, Tensor, Rollout]:
+    """Flags, log π_θ with gradient and columns of the busy batch: what `policy_loss` gets for a
+    whole mini-batch."""
     args = replace(module.Args(), **flags)
     columns = busy_batch()
     columns["logp"].requires_grad_()
-    logp, entropy, batch = mini_batch(module, args, **columns)
+    logp, batch = mini_batch(module, args, **columns)
     # Branches have the size of the main rows, divided by their own: tokens, or responses
     kept = getattr(batch, "kept", batch.mask)
     size = kept.sum(1) if getattr(args, "token_mean", True) else torch.ones(len(kept)).double()
     is_branch = batch.branch > 0
     batch.branch = batch.branch * size[~is_branch].sum() / size[is_branch].sum()
-    return args, logp, entropy, batch
+    return args, logp, batch
 
 
 def written(args: object, batch: Rollout) -> Batch:
@@ -211,14 +211,13 @@ def agree(spec: ModuleType) -> list[Callable]:
     def compare(module: ModuleType, divisions: list) -> None:
         for flags in spec.CASES:
             told = "".join(f" --{name} {value}" for name, value in flags.items())
-            args, logp, entropy, batch = reached(module, flags)
+            args, logp, batch = reached(module, flags)
             J, count = spec.objective(written(args, batch))
             (slope,) = torch.autograd.grad(J, logp)
             for parts in divisions:
                 total, number = 0.0, 0.0
                 for rows in parts:
-                    given = logp[rows], entropy[rows], batch.rows(rows)
-                    added, counted, _ = module.policy_loss(args, *given)
+                    added, counted, _ = module.policy_loss(args, logp[rows], batch.rows(rows))
                     total, number = total + added, number + counted
                 (gradient,) = torch.autograd.grad(total / number, logp)
                 near(total / number, -J, f"the loss{told}", 1e-9)
@@ -236,8 +235,8 @@ def agree(spec: ModuleType) -> list[Callable]:
     def check_statistics(module: ModuleType) -> None:
         for flags in spec.CASES:
             told = "".join(f" --{name} {value}" for name, value in flags.items())
-            args, logp, entropy, batch = reached(module, flags)
-            _, _, found = module.policy_loss(args, logp, entropy, batch)
+            args, logp, batch = reached(module, flags)
+            _, _, found = module.policy_loss(args, logp, batch)
             counts(found, spec.statistics(written(args, batch)), told)
 
     check_statistics.__doc__ = spec.statistics.__doc__
@@ -281,17 +280,15 @@ def near(found: object, expected: object, what: str, tolerance: float = 1e-12) -
         raise AssertionError(f"{what}{where}: {ours:.8g}, expected {theirs:.8g}")
 
 
-def mini_batch(
-    module: ModuleType, args: object, **columns: Tensor
-) -> tuple[Tensor, Tensor, Rollout]:
-    """log π_θ, entropy and the batch of a whole mini-batch with these columns.
+def mini_batch(module: ModuleType, args: object, **columns: Tensor) -> tuple[Tensor, Rollout]:
+    """log π_θ and the batch of a whole mini-batch with these columns.
 
     Of what is not given, μ is π_old, the entropy 0, no row is a branch and no token is working. The
     column that the file's `choose_tokens` writes is computed from these rows.
     """
     logp, A, mask = columns["logp"], columns["advantages"], columns["mask"]
-    entropy = columns.get("entropy", torch.zeros_like(logp))
     usual = {
+        "entropy": torch.zeros_like(logp),
         "rollout_logp": columns["old_logp"],
         "token_advantages": A if A.dim() == 2 else A[:, None].expand_as(mask),  # ppo
         "finished": torch.ones(len(mask), dtype=torch.bool),  # dapo
@@ -303,8 +300,8 @@ def mini_batch(
     }
     batch = Rollout(**usual | columns)
     if hasattr(module, "choose_tokens") and not CHOSEN & columns.keys():
-        module.choose_tokens(args, batch, logp.detach(), entropy, ALONE)
-    return logp, entropy, batch
+        module.choose_tokens(args, batch, logp.detach(), batch.entropy, ALONE)
+    return logp, batch
 
 
 def terms(module: ModuleType, args: object, **columns: Tensor) -> tuple[Tensor, Tensor, dict]:

@@ -20,7 +20,9 @@ class Damage:
 
 
 LOSS = "loss, count, stats = policy_loss"
-OF_THE_PART = "choose_tokens(args, micro, logp.detach(), entropy, World(0, 1, world.device)); "
+OF_THE_PART = (
+    "choose_tokens(args, micro, logp.detach(), micro.entropy, World(0, 1, world.device)); "
+)
 SCORE = "rewards = task.score(rollout, problems, G, means)"
 CLIP = "clip_gradients(policy, args.grad_clip)"
 FIRST = "if first:\n                    micro.old_logp"

@@ -64,7 +64,7 @@ MUTANTS = {
     "entropy ignored": ("candidates & sure", "candidates"),
     "own threshold of a micro-batch": (
         "spurious = batch.spurious  # [n, T]",
-        "choose_tokens(args, batch, logp.detach(), entropy, World(0, 1, logp.device))\n"
+        "choose_tokens(args, batch, logp.detach(), batch.entropy, World(0, 1, logp.device))\n"
         "    spurious = batch.spurious",
     ),
     "all tokens in the denominator": (RETURN, RETURN.replace("kept.sum()", "mask.sum()")),

@@ -147,11 +147,11 @@ def columns(x: Tensor) -> Tensor:
 
 
 def frozen_reference(args: object, lm: PreTrainedModel, world: World) -> Policy | None:
-    """π_ref: `lm` as it is now, frozen and sharded; None where the objective has no KL term.
+    """π_ref: `lm` as it is now, frozen and sharded; None if β is 0.
 
     With `--offload_reference` its shards wait in CPU memory.
     """
-    if getattr(args, "beta", 0) <= 0:
+    if args.beta <= 0:
         return None
     reference = Policy(copy.deepcopy(lm))
     return shard(reference, args, world, args.offload_reference).requires_grad_(False).eval()

@@ -163,9 +163,9 @@ BUGS = [
     ),
     Bug(
         (
-            "logp, entropy = response_logprobs(policy, micro, args.temperature)",
+            "logp, micro.entropy = response_logprobs(policy, micro, args.temperature)",
             "logp, _ = response_logprobs(policy, micro, args.temperature); "
-            "entropy = -logp.detach() / micro.mask.sum()",
+            "micro.entropy = -logp.detach() / micro.mask.sum()",
         ),
         LOOP,
         "The runs are the same. Which curve lies?",

@@ -137,16 +137,14 @@ ACTED = {"teacher_kl": "KL to the teacher (nats per token)"}  # <own>
 FOREIGN = -4.6  # <own>
 
 
-def policy_loss(
-    args: Args, logp: Tensor, entropy: Tensor, batch: Rollout
-) -> tuple[Tensor, Tensor, dict]:
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
     """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
     this sum, and statistics as pairs (sum, count).
 
-    A row is one response of up to T tokens. `logp` (with gradient) and `entropy` are of π_θ, both
-    `[n, T]`. `Rollout` lists the columns of `batch`. The caller adds up the sums and the counts of
-    all micro-batches and ranks, and then divides once. Dividing in each micro-batch would give the
-    tokens of a small one a larger weight.
+    A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
+    the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
+    ranks, and then divides once. Dividing in each micro-batch would give the tokens of a small one
+    a larger weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
@@ -241,14 +239,14 @@ def main(args: Args, world: World) -> None:
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                 micro = minibatch.rows(rows)
-                logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
+                logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
                 if first:
                     micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
-                loss, count, stats = policy_loss(args, logp, entropy, micro)
+                loss, count, stats = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
                 minibatch.put(rows, old_logp=micro.old_logp, logp=logp.detach())
-                minibatch.put(rows, entropy=entropy, weight=-logp.grad)
+                minibatch.put(rows, entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
             # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)

@@ -58,7 +58,7 @@ from common.cli import Exponent  # <own>
 from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.launch import launch
-from common.logprobs import Policy, all_logprobs, frozen_reference, micro_batches, response_logprobs
+from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
 from common.metrics import Means, metrics_by_sign, evaluate, rollout_metrics
 from common.model import load_model
 from common.rollout import make_engine
@@ -123,16 +123,14 @@ ACTED = {
 # </own>
 
 
-def policy_loss(
-    args: Args, logp: Tensor, entropy: Tensor, batch: Rollout
-) -> tuple[Tensor, Tensor, dict]:
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
     """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
     this sum, and statistics as pairs (sum, count).
 
-    A row is one response of up to T tokens. `logp` (with gradient) and `entropy` are of π_θ, both
-    `[n, T]`. `Rollout` lists the columns of `batch`. The caller adds up the sums and the counts of
-    all micro-batches and ranks, and then divides once. Dividing in each micro-batch would give the
-    tokens of a small one a larger weight.
+    A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
+    the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
+    ranks, and then divides once. Dividing in each micro-batch would give the tokens of a small one
+    a larger weight.
     """
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
@@ -157,7 +155,6 @@ def main(args: Args, world: World) -> None:
     lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
-    reference = frozen_reference(args, lm, world)  # π_ref; None without a KL term
     policy = shard(Policy(lm), args, world)
     adam = {"betas": args.betas, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
@@ -195,9 +192,6 @@ def main(args: Args, world: World) -> None:
         # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
         for minibatch in minibatches[1:]:
             minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
-        if reference:
-            for minibatch in minibatches:
-                minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)  # [n, T]
 
         # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
         optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
@@ -206,14 +200,14 @@ def main(args: Args, world: World) -> None:
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                 micro = minibatch.rows(rows)
-                logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
+                logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
                 if first:
                     micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
-                loss, count, stats = policy_loss(args, logp, entropy, micro)
+                loss, count, stats = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
                 minibatch.put(rows, old_logp=micro.old_logp, logp=logp.detach())
-                minibatch.put(rows, entropy=entropy, weight=-logp.grad)
+                minibatch.put(rows, entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
             # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)

@@ -32,7 +32,7 @@ GROUPS, HOPELESS = 8, 4  # groups with right and wrong responses, and without a 
 LOOKED_AT = (1, 4, 16)  # updates after which more than the ESS is measured
 BINS = {"rare": (0, 0.1), "between": (0.1, 0.9), "common": (0.9, 1.1)}  # π_old of a token
 FREE = {"clip_low": 1e9, "clip_high": 1e9}  # nothing is clipped
-Objective = Callable[[Tensor, Tensor, Rollout], Tensor]
+Objective = Callable[[Tensor, Rollout], Tensor]
 Estimate = Callable[[Tensor], Tensor]  # from how often each prompt counts `[P]`
 
 
@@ -64,9 +64,9 @@ def objective(name: str, column: str = "advantages", **flags: object) -> Objecti
     module = importlib.import_module(name)
     args = module.Args(**({"beta": 0.0} if hasattr(module.Args, "beta") else {}), **flags)
 
-    def loss(logp: Tensor, entropy: Tensor, batch: Rollout) -> Tensor:
+    def loss(logp: Tensor, batch: Rollout) -> Tensor:
         batch = Rollout(**vars(batch) | {"advantages": getattr(batch, column)})
-        return module.policy_loss(args, logp, entropy, batch)[0]
+        return module.policy_loss(args, logp, batch)[0]
 
     return loss
 
@@ -84,7 +84,7 @@ RULES = {"free": objective("grpo", **FREE)} | {
 def weights(loss: Objective, logp: Tensor, batch: Rollout) -> Tensor:
     """The weight on ∇ log π of each token `[N, T]`."""
     logp = logp.detach().requires_grad_()
-    (gradient,) = torch.autograd.grad(loss(logp, torch.zeros_like(logp), batch), logp)
+    (gradient,) = torch.autograd.grad(loss(logp, batch), logp)
     return -gradient
 
 
@@ -93,8 +93,8 @@ def update(policy: Policy, optimizer: torch.optim.Optimizer, part: Rollout, args
     count = 0.0
     for rows in micro_batches(policy, part, args.micro_tokens, ALONE):
         micro = part.rows(rows)
-        logp, entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-        loss, number, _ = grpo.policy_loss(args, logp, entropy, micro)
+        logp, _ = response_logprobs(policy, micro, args.temperature)  # [n, T]
+        loss, number, _ = grpo.policy_loss(args, logp, micro)
         loss.backward()
         count = count + number
     divide_gradients(policy, count, ALONE)
@@ -110,9 +110,9 @@ def gradients(policy: Policy, groups: list[Rollout], losses: dict[str, Objective
     stride = max(1, sum(p.numel() for p in parameters) // COORDINATES) | 1
     found = {name: [] for name in losses}
     for group in groups:
-        logp, entropy = response_logprobs(policy, group, 1.0)  # [n, T]
+        logp, _ = response_logprobs(policy, group, 1.0)  # [n, T]
         for name, loss in losses.items():
-            parts = torch.autograd.grad(loss(logp, entropy, group), parameters, retain_graph=True)
+            parts = torch.autograd.grad(loss(logp, group), parameters, retain_graph=True)
             found[name].append(torch.cat([part.flatten()[::stride] for part in parts]))
     return {name: torch.stack(rows) * stride**0.5 for name, rows in found.items()}
 

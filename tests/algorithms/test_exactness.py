@@ -18,9 +18,9 @@ def test_the_first_ratios_are_exactly_one(tmp_path, monkeypatch, name):
     module, equal = module_of(name), []
     loss = module.policy_loss
 
-    def spy(args: object, logp: torch.Tensor, entropy: torch.Tensor, batch: Rollout) -> tuple:
+    def spy(args: object, logp: torch.Tensor, batch: Rollout) -> tuple:
         equal.append(torch.equal(logp, batch.old_logp))
-        return loss(args, logp, entropy, batch)
+        return loss(args, logp, batch)
 
     monkeypatch.setattr(module, "policy_loss", spy)
     flags = [*SMALL, "--steps", 1, "--micro_tokens", 60, "--lr", 1e-30]

@@ -556,7 +556,7 @@ class Oracle:
         """The flat gradient of the loss, and the batch it came from, with `loss` and `stats`."""
         if update not in self.known:
             b = self.batch(update)
-            total, count, stats = self.module.policy_loss(self.args, b.logp, b.entropy, b)
+            total, count, stats = self.module.policy_loss(self.args, b.logp, b)
             stats["loss"] = total, count
             b.stats = {
                 name: (torch.as_tensor(number).detach(), n) for name, (number, n) in stats.items()

@@ -17,20 +17,21 @@ from tests.helpers import ROOT, module_of
 
 COMMON = sorted((ROOT / "common").rglob("*.py"))
 # Code lines, and changed code lines against the base file. stapo also finds its quantile over
-# ranks; vcpo, deep_grpo and goldilocks change more than the loss, each by one object.
-USUAL = (178, 34)
+# ranks; vcpo, deep_grpo and goldilocks change more than the loss, each by one object. Five of the
+# lines that a file without a KL term changes are those of the reference model.
+USUAL = (178, 39)
 BUDGET = {
     "stapo": (189, 45),
-    "minirl": (196, 49),  # the routing's record and replay
-    "vcpo": (220, 100),
+    "minirl": (196, 50),  # the routing's record and replay
+    "vcpo": (220, 101),
     "deep_grpo": (266, 108),
     "goldilocks": (268, 112),
-    "blockwise": (218, 67),  # where a response is cut, and two advantages
+    "blockwise": (218, 72),  # where a response is cut, and two advantages
     "lp_reg": (232, 46),  # a column, a quantile over ranks, a term
     "entropy20": (229, 74),  # two rules by covariance; what stapo has and it has not
     "dapo": (225, 76),  # rounds of sampling, and two more parts of the recipe
     "dppo": (210, 46),  # two flags more: prime-rl's mask and square
-    "paced": (284, 46),  # without its base file's KL term
+    "paced": (284, 48),  # without its base file's KL term
     "laconic": (199, 43),  # a price, and where it is paid
     "jet": (230, 40),  # an object beside minirl's replay
     "baselines": (198, 42),  # six baselines

@@ -123,7 +123,7 @@ def found(calls: dict[str, list[tuple]]) -> dict[str, str]:
     for k, (_, _, micros) in enumerate(calls["micro_batches"][-len(parts) :]):
         now, start = losses[start : start + len(micros)], start + len(micros)
         ratios = []
-        for (_, logp, _, batch), _, _ in now:
+        for (_, logp, batch), _, _ in now:
             ratios.append((logp - batch.old_logp).exp()[batch.mask > 0])
         sums = " + ".join(said(loss, 3) for _, _, (loss, _, _) in now).replace("+ -", "- ")
         total = sum(loss.item() for _, _, (loss, _, _) in now)
@@ -137,7 +137,7 @@ def found(calls: dict[str, list[tuple]]) -> dict[str, str]:
     # A wrong response of the last mini-batch, whose ratios are alive
     index = max(range(G), key=lambda i: (-rewards[SEEN[1], i].item(), len(last[1][i])))
     place = SEEN[1] * G + index - (N - len(parts[-1]))
-    for ((_, logp, _, batch), _, _), rows in zip(losses[-len(micros) :], micros):
+    for ((_, logp, batch), _, _), rows in zip(losses[-len(micros) :], micros):
         if place in rows.tolist():
             at = rows.tolist().index(place)
             a = batch.advantages[at].item()
