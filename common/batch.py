@@ -23,7 +23,7 @@ class Rollout:
         mask `[N, T]`           1.0 on sampled tokens, the EOS that ended them included; else 0.0
         rollout_logp `[N, T]`   log μ(token) at the sampling temperature, as the sampler reports it
         finished `[N]`          False where the length limit cut the response
-        sampler_top, sampler_top_logp `[N, T, K]`  on request: the sampler's K most likely tokens at
+        sampler_top_ids, sampler_top `[N, T, K]`  on request: the sampler's K most likely tokens at
                                 each place, and log μ of each (centred)
         sampler_experts `[N, S, layers, k]`  of a mixture of experts: where each token was sent
     Written by `Task.score`:
@@ -48,7 +48,7 @@ class Rollout:
                                 such a column from a whole mini-batch, before its update
         values, returns, token_advantages `[N, T]`  V, its target, and Â of each token (ppo)
         teacher_logp `[N, T]`   log π_T(token), of another model, to be learned from (opd)
-    Written by `response_logprobs` where there is `sampler_top`:
+    Written by `response_logprobs` where there is `sampler_top_ids`:
         top_logp `[n, T, K]`    log π_θ of these tokens, with gradient; of a micro-batch only
 
     Columns of experts stay on the CPU: with long responses they are gigabytes, read a micro-batch
@@ -94,8 +94,8 @@ class Rollout:
         if experts:
             columns["sampler_experts"] = padded(experts, experts[0].dtype, "cpu")
         if top:  # a row's are [tokens, K]
-            columns["sampler_top"] = padded(top, torch.int32)
-            columns["sampler_top_logp"] = padded(top_logps, torch.float32)
+            columns["sampler_top_ids"] = padded(top, torch.int32)
+            columns["sampler_top"] = padded(top_logps, torch.float32)
         sequences = [prompt + prefix + row for (prompt, prefix), row in zip(given, tokens)]
         ended = [bool(row) and row[-1] in eos for row in tokens]
         return cls(

@@ -194,7 +194,7 @@ def response_logprobs(
 ) -> Pair:
     """log π(token) and a statistic of every sampled token: two `[n, T]`, zero on padding.
 
-    Where the sampler reported its most likely tokens (`sampler_top`), the batch gets a column
+    Where the sampler reported its most likely tokens (`sampler_top_ids`), the batch gets a column
     `top_logp [n, T, K]`: log π of these, with gradient.
     """
     blank, where = torch.zeros_like(batch.mask), batch.mask.bool()  # [n, T]
@@ -211,16 +211,16 @@ def response_logprobs(
         if hasattr(batch, "replayed_experts"):
             replayed = batch.replayed_experts[:, : sequences.shape[1]]  # [n, S, layers, k]
             replayed = replayed.flatten(0, 1).to(blank.device)  # [n·S, layers, k]
-        if hasattr(batch, "sampler_top"):
-            others = batch.sampler_top[where].long()  # [M, K]
+        if hasattr(batch, "sampler_top_ids"):
+            others = batch.sampler_top_ids[where].long()  # [M, K]
     policy.routing.replay = replayed
     logp, statistic = policy(sequences, predicts, temperature, readout, others)  # [M], [M]
     if others is not None:
-        top = blank.new_zeros(batch.sampler_top.shape)  # [n, T, K]
+        top = blank.new_zeros(batch.sampler_top_ids.shape)  # [n, T, K]
         batch.top_logp = top.masked_scatter(where[..., None], logp[:, 1:])  # [n, T, K]
         logp = logp[:, 0]  # [M]
-    elif hasattr(batch, "sampler_top"):  # no rows
-        batch.top_logp = blank.new_zeros(batch.sampler_top.shape)  # [0, T, K]
+    elif hasattr(batch, "sampler_top_ids"):  # no rows
+        batch.top_logp = blank.new_zeros(batch.sampler_top_ids.shape)  # [0, T, K]
     logp = blank.masked_scatter(where, logp)  # [n, T]
     statistic = blank.masked_scatter(where, statistic)  # [n, T]
     if logp.requires_grad:
