@@ -15,11 +15,12 @@ Gradient weight on ∇ log π_θ(y_t), before each stream's average:
     main: M r Â + k,  branch: λ M r Â + k,  its prefix: 0;    k: grpo.py's β (π_ref/π_θ - 1)
     M = 0 if (Â > 0 and r > 1+ε) or (Â < 0 and r < 1-ε), else 1
 
-More responses from the start mostly repeat what is found anyway. A failed response is often right
-up to some point. K new endings from one of its own states search there. All K start from the same
-state, so comparing them says more than comparing responses that share only the prompt. The cut
-should be deep enough to be new (d^γ) and early enough to be saved (σ). σ is a logistic regression
-of "some branch succeeded" on the depth d; it is fitted during training.
+The idea: more responses from the start mostly repeat what is found anyway, and a failed response is
+often right up to some point. K new endings from one of its own states search there. As all K start
+from one state, comparing them may say more than comparing responses that share only the prompt. In
+our runs branches are right less often than new responses (docs/claims.md). The cut should be deep
+enough to be new (d^γ) and early enough to be saved (σ). σ is a logistic regression of "some branch
+succeeded" on the depth d; it is fitted during training.
 
 i = 0 is the bare prompt, the root. It can be drawn, and a response with a single segment has no
 other place to cut. Its K "branches" are then K more answers from the start. At first the embedded

@@ -14,12 +14,12 @@ Gradient weight on ∇ log π_θ(y_t), one for all tokens of y_i, before the mea
     M_i s_i Â_i / |y_i|
     M_i = 0 if (Â_i > 0 and s_i > 1+ε_high) or (Â_i < 0 and s_i < 1-ε_low), else 1
 
-The reward is for a whole response, so the ratio that corrects for old samples should belong to the
-whole response, too. Each of GRPO's token ratios is a single sample of an importance weight. So they
-add noise, not a correction. The noise grows with the length and, in mixture-of-experts models, with
-every expert that is chosen anew. The mean of the log ratios over a response makes s_i so steady
-that its clip is some 600 times narrower than GRPO's. It clips whole responses, many more tokens
-than GRPO, and still learns faster, as the paper finds.
+The paper argues so: the reward is for a whole response, so the ratio that corrects for old samples
+should belong to the whole response, too. GRPO's token ratios, each a single sample of an importance
+weight, add noise, more in longer responses and in mixtures of experts (the objection is question 45
+of docs/questions-more.md). The mean of the log ratios over a response makes s_i so steady that its
+clip is some 600 times narrower than GRPO's. It clips whole responses, many more tokens than GRPO.
+In the paper it still learns faster; here it needs more tokens (docs/claims.md).
 
 Differs from grpo.py in:
 1. The ratio and its clip are per response; every token of a response gets the same weight.

@@ -19,7 +19,7 @@ things in GRPO's clip. First, a soft gate lowers the gradient of a token that GR
 not remove it. Second, the width depends on probability mass. At probability 0.01 a ratio of 1.5
 moves half a percent of the mass; at 0.9 it is impossible. One ε for both restrains rare tokens too
 much, so σ grows as π_old falls. Third, a clear success (large Â) may move further, a clear failure
-less, because pushing down is riskier.
+less, as pushing down is held to be riskier.
 
 Differs from grpo.py in:
 1. The one-sided Gaussian gate instead of min and clip. It never acts on an update that brings a

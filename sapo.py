@@ -16,9 +16,9 @@ Gradient weight on ∇ log π_θ(y_t), without the factors 1/G and 1/|y_i|:
 GRPO's clip has a hard edge: a token just inside counts fully, one just outside not at all. SAPO's
 gate, the sech² above, is smooth. It falls as the ratio leaves 1 in either direction, and no token
 ever loses its whole gradient. With the r in front, the weight still grows up to r = 2 (to 1.57 Â)
-before it falls. A larger τ makes the gate narrower. τ_neg > τ_pos, because negative advantages are
-the less certain updates: pushing a sampled token down raises the logits of all other tokens, and
-most of them are nonsense.
+before it falls. A larger τ makes the gate narrower. The paper takes τ_neg > τ_pos: pushing a
+sampled token down raises the logits of all other tokens, most of which it holds to be nonsense.
+Here the order of the two made no difference beyond the seeds (docs/claims.md).
 
 The value of the loss has no meaning: f(1) = 2/τ, only its gradient is normalised. Do not multiply f
 by r or detach it: f replaces the ratio, and its derivative is the gate.

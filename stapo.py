@@ -16,9 +16,9 @@ Gradient weight on ∇ log π_θ(y_t), before the average over the tokens left:
 
 H_t is the entropy of π_θ where y_t was drawn, τ_h a quantile of it over the mini-batch. A spurious
 token was very unlikely for the model, at a place where the model was sure of another token, in a
-response that was right all the same. It did not help the response, but is rewarded with it, and it
-has the largest gradient. Theorem 3.1 is about the gradient with respect to the logits a, with c the
-weight above:
+response that was right all the same. The authors hold that it did not help, but is rewarded, and
+with the largest gradient. Theorem 3.1 is about the gradient with respect to the logits a, with c
+the weight above:
 
     |∇_a J|² = c² (1 - 2 π(y_t) + Σ_v π(v)²)
     c² (1 - 2π + e^-H)  <=  |∇_a J|²  <=  c² (2 - 2π - C_V H²),     C_V = (V - 1) / (V ln² V)

@@ -1,7 +1,7 @@
 """VCPO: Variance-Controlled Policy Optimization.
 
 Huang et al. (MIT, NVIDIA), "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs",
-2026, arXiv 2602.17616.
+ICML 2026 (PMLR v306), arXiv 2602.17616.
 
 Objective, for B responses that the sampler's weights of k updates ago (μ) wrote:
 

@@ -5,6 +5,7 @@ import errno
 import importlib.util
 import io
 import os
+import re
 import signal
 import sys
 import traceback
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from common.cli import BadInput, RunStopped, broken_rule, in_one_line
+from common.cli import BadInput, RunStopped, blame, broken_rule, in_one_line
 from common.clock import RUNNING, SECONDS
 from common.distributed import ALONE, SMALL, World, setup
 from common.model import EMBEDDED, parameters_of
@@ -37,11 +38,11 @@ def launch(main: Stage, Args: type, prepare: Stage | None = None) -> None:
     RUNNING.clear()
     SECONDS.clear()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while all loads: end without a traceback
-    args = parse(Args)
     world = ALONE
     code = 0
     try:
         world = setup()
+        args = parse(Args)
         if prepare:
             prepare(args, world)
         else:
@@ -90,16 +91,21 @@ def report(error: Exception, world: World) -> None:
 
 
 def parse(Args: type) -> object:
-    """`Args` from the command line. tyro explains a wrong flag, and ends with exit code 2."""
+    """`Args` from the command line. Of a wrong flag tyro's explanation, without its frame."""
     description = sys.modules[Args.__module__].__doc__.splitlines()[0]
     words = sys.argv[1:]
     for place, word in enumerate(words):
         if word == "--resume" and words[place + 1 : place + 2] != ["auto"]:
             words[place] = "--resume=True"  # what it means alone
-    with contextlib.ExitStack() as silence:
-        if os.environ.get("RANK", "0") != "0":  # the first rank says it for all
-            silence.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        return tyro.cli(Args, args=words, description=description, use_underscores=True)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(Args, args=words, description=description, use_underscores=True)
+    except SystemExit as stop:
+        if stop.code:
+            words = re.sub("[─│╭╮╰╯]|-{3,}", " ", said.getvalue()).split()
+            raise BadInput(" ".join(words)) from None
+        raise  # after --help
 
 
 def check(args: object, world: World) -> None:
@@ -113,8 +119,12 @@ def check(args: object, world: World) -> None:
     if args.prompts_per_step % unit:
         number = f"--prompts_per_step {args.prompts_per_step}"
         raise BadInput(f"{number}: not a multiple of ranks x --minibatches = {unit}")
-    if args.wandb and not importlib.util.find_spec("wandb"):
-        raise BadInput(f"--wandb {args.wandb}: needs the package (pip install wandb)")
+    if args.wandb and world.rank == 0:
+        with blame(f"--wandb {args.wandb}: cannot be used"):
+            import wandb
+
+            wandb.Settings(project=args.wandb)  # its own rules for names
+            wandb.login()
     resolve_auto(args, world, args.model)
 
 

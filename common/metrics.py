@@ -98,6 +98,8 @@ def evaluate(engine: object, task: object, args: object, world: World) -> dict:
             shown = {"prompt": problems[0].prompt, "answer": problems[0].answer}
             example["example"] = shown | {"response": texts[0], "reward": scores[0]}
     engine.load_state_dict(state)  # how often a run evaluates does not change what it samples
+    if isinstance(verifier, Verifier):
+        verifier.take_killed()  # the next step's `judge_killed` is of its own answers
     scored["works"] = float(not isinstance(verifier, Verifier) or verifier.works)
     totals = global_sum(scored, world)
     if totals.pop("works") == 0:  # all rewards would be 0, and nothing could be learned

@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
-from common.cli import BadInput, RunStopped, say
+from common.cli import BadInput, RunStopped, blame, say
 
 SECONDS, MEMORY = 5.0, 2 * 2**30  # bounds on one answer; `bounds` of a task file may set others
 START = 120.0  # seconds, bound on the start of a worker: disks may be slow, but a hang must end
@@ -68,7 +68,8 @@ def source_of(spec: str) -> str:
     path = Path(spec.partition(":")[0])
     if not path.is_file():
         raise BadInput(f"--task {spec}: no such file")
-    return path.read_text("utf-8-sig")
+    with blame(f"--task {spec}: cannot be read"):
+        return path.read_text("utf-8-sig")
 
 
 def load_task_file(spec: str, source: str = "") -> object:
@@ -83,6 +84,8 @@ def load_task_file(spec: str, source: str = "") -> object:
     sys.modules[module.__name__] = module  # dataclasses and pickle look for it there
     module.__file__ = file
     exec(compile(source or source_of(spec), file, "exec", dont_inherit=True), vars(module))
+    if name and not hasattr(module, name):
+        raise BadInput(f"--task {spec}: {name} is not in the file")
     return getattr(module, name) if name else module
 
 
@@ -118,7 +121,7 @@ class Verifier:
         failures = [failure for _, failure in verdicts if failure]
         if failures and self.spec and not self.failure:
             self.failure = failures[0]
-            say(f"\n{self.spec}: reward fails, 0 points: {self.failure}", file=sys.stderr)
+            say(f"\n{self.spec}: reward fails ({self.failure}): 0 points", file=sys.stderr)
         self.killed += len(failures)
         self.works = self.works or len(failures) < len(verdicts)
         return [score for score, _ in verdicts]
@@ -210,7 +213,7 @@ def work(spec: str, seconds: str, memory: str) -> None:
         if not spec:
             score("1", "1")  # loads math-verify before the bounds hold
     except Exception as error:
-        print(describe(error).replace("\n", " "), file=verdicts, flush=True)
+        print(describe(error), file=verdicts, flush=True)
         return
     bound_memory(int(memory))
     print("ready", file=verdicts, flush=True)
@@ -246,8 +249,11 @@ def bound_memory(most: int) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """An error's kind and message, below the line where it happened."""
-    return "".join(traceback.format_exception(error, limit=-1)[1:])[:400].strip()
+    """An error's kind and message, after the line of the task file where it happened."""
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
+    own = [one for one in frames if one.filename == frames[0].filename]
+    place = f"{Path(own[-1].filename).name}:{own[-1].lineno}: " if own else ""
+    return " ".join((place + traceback.format_exception_only(error)[-1]).split())[:400]
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import count, takewhile
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from common.curves import draw_curves
 from common.distributed import StopFlag, World
 from common.logprobs import sampler_gap
 from common.metrics import Means
+from common.model import check_saving
 from common.samples import Samples, before_and_after
 
 
@@ -214,6 +216,21 @@ class Run:
         args = self.args
         self.done = done
         if self.world.rank == 0:
+            if args.save_hf:
+                check_saving(args.model, self.task.tokenizer)
+            saved = saved_config(self.folder) if done else {}
+            self.config["id"] = saved.get("id") or uuid4().hex[:12]  # names may repeat
+            if args.wandb:
+                import wandb
+
+                with blame(f"--wandb {args.wandb}: cannot be used"):
+                    self.wandb = wandb.init(
+                        project=args.wandb,
+                        name=self.folder.name,
+                        id=self.config["id"],
+                        resume="allow",
+                        config=self.config,
+                    )
             if done:
                 self._continue()
             else:
@@ -223,13 +240,8 @@ class Run:
             self._write("config.json", json.dumps(self.config, indent=2) + "\n")
         self.folder = self._rank_0s(self.folder)
         self.stop = StopFlag()  # until here a signal ends the program at once
-        if args.wandb and self.world.rank == 0:
-            import wandb
-
-            name = self.folder.name
-            self.wandb = wandb.init(
-                project=args.wandb, name=name, id=name, resume="allow", config=self.config
-            )
+        if self.wandb:
+            self.wandb.name = self.folder.name  # perhaps run.2
         ranks = f"{self.world.size} rank(s) on {self.world.device}, {args.dtype}; {args.rollout}"
         self.say(
             f"{self.config['algorithm']}: {args.model} on {args.task}; {ranks} samples",

@@ -59,7 +59,7 @@ GROUP = {  # part 2: how a reward becomes an advantage, and the file whose loss 
     "RLOO": ("baselines", partial(baselines.advantages, how="rloo")),
     "batch": ("baselines", partial(baselines.advantages, how="batch")),
 }
-WINDOW, RISEN, FALLEN, LOST = 10, 2.0, 0.9, 0.5  # see `marks`
+WINDOW, RISEN, HALVED, FALLEN, LOST = 10, 2.0, 0.5, 0.9, 0.5  # see `marks`
 
 
 # A token's weight
@@ -184,6 +184,7 @@ def table(name: str) -> dict:
         numbers |= {"low": short(1 - args.clip_low, 6), "high": short(1 + args.clip_high, 6)}
     return {
         "name": module.__doc__.splitlines()[0].partition(":")[0],
+        "unit": scale,
         "numbers": numbers,
         "axes": real,
         "factors": {axis: f for axis, f in effects.items() if f and len({*f}) > 1},
@@ -229,20 +230,29 @@ def means(curve: list) -> dict[int, float]:
     return {curve[end - 1][0]: sum(values[end - WINDOW : end]) / WINDOW for end in ends}
 
 
-def risen(curve: list) -> int | None:
-    """The first step at which the mean is RISEN times the first mean."""
+def moved(curve: list) -> tuple[int, str] | None:
+    """The first step at which the mean is RISEN or HALVED times the first mean, and which."""
     found = means(curve)
     first = next(iter(found.values()), 0)
-    return next((step for step, mean in found.items() if mean >= RISEN * first > 0), None)
+    if first <= 0:
+        return None
+    for step, mean in found.items():
+        if mean >= RISEN * first:
+            return step, "rises"
+        if mean <= HALVED * first:
+            return step, "halves"
+    return None
 
 
 def marks(healthy: dict, collapse: dict) -> list[dict]:
-    """What rises first in the collapse and not in the healthy run; where its reward was for the
-    last time near its best (FALLEN of it); and where it was last at LOST of its best."""
-    usual = [name for name, curve in healthy["curves"].items() if risen(curve)]
-    curves = {name: c for name, c in collapse["curves"].items() if name not in usual and risen(c)}
-    first = sorted(curves, key=lambda name: risen(curves[name]))[:1]
-    found = [{"kind": "rises", "step": risen(curves[name]), "name": name} for name in first]
+    """What rises or halves first in the collapse, and does not do so in the healthy run; where its
+    reward was for the last time near its best (FALLEN of it), and where at LOST of its best."""
+    found = []
+    for name, curve in collapse["curves"].items():
+        move, usual = moved(curve), moved(healthy["curves"].get(name, []))
+        if name != "reward" and move and (not usual or usual[1] != move[1]):
+            found.append({"kind": move[1], "step": move[0], "name": name})
+    found = sorted(found, key=lambda mark: mark["step"])[:1]
     reward = means(collapse["curves"]["reward"])
     for kind, share in (("falls", FALLEN), ("late", LOST)):
         last = max(step for step, mean in reward.items() if mean >= share * max(reward.values()))
@@ -260,6 +270,7 @@ def two_runs(healthy: dict, collapse: dict) -> dict:
         run["rows"] = [row for row in run["rows"] if row["step"] in near]
         steps |= near
     rule = {"window": WINDOW, "risen": RISEN, "fallen": 100 * FALLEN, "lost": 100 * LOST}
+    rule["halved"] = 100 * HALVED
     shown = filled(page.TEMPLATE, {"runs": [healthy, collapse]})
     return {"marks": found, "steps": sorted(steps), "rule": rule, "runs": shown}
 

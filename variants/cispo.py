@@ -13,10 +13,10 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
     min(r, c) Â
 
 PPO's clip drops tokens: a good token that has risen by ε has no gradient any more. Rare tokens
-reach the clip first. In reasoning these are the forks, "However", "Wait", "Recheck", which decide
-the rest of the response. More updates per rollout (M1: 16) lose more of them. CISPO bounds only the
-weight. r corrects for sampling from π_old, and min(r, c) prevents one token from outweighing a
-batch. The gradient of log π_θ always flows.
+reach the clip first. In reasoning, the paper says, these are the forks, "However", "Wait",
+"Recheck", which decide the rest of the response. More updates per rollout (M1: 16) lose more of
+them. CISPO bounds only the weight. r corrects for sampling from π_old, and min(r, c) prevents one
+token from outweighing a batch. The gradient of log π_θ always flows.
 
 sg matters. Without it the derivative of r log π_θ is r (1 + log π_θ). Below probability 1/e its
 sign turns, and rare tokens are pushed down when they are rewarded.

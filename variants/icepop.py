@@ -20,9 +20,9 @@ both its policies are the trainer's. w is the gap, fixed before the first update
 multiplies PPO's term from outside. Inside the clip, noise of the engines would move tokens beyond
 its bound before anything was learned.
 
-IcePop drops a token whose w is far from 1. If two engines with the same weights differ by a factor
-of two, that is an error, and a capped weight would still trust it. The related corrections are,
-with W = Π_t w, the product over a response:
+IcePop drops a token whose w is far from 1: if two engines with the same weights differ by a factor
+of two, it takes this for an error, which a capped weight would still trust. The related corrections
+are, with W = Π_t w, the product over a response:
 
     tis        min(w, β), or min(W, β)                      truncated importance sampling
     mis        w if α <= w <= β, else 0; or the same of W   masked importance sampling

@@ -20,7 +20,7 @@ verifier) make them worse. Every addition in this repository should be compared 
 
 Two parts are from DAPO. With the token mean, every token counts the same in a long response and in
 a short one. With ε_high > ε_low, a token at probability 0.01 may rise to 0.0128, not only to 0.012,
-before its gradient is cut. New behaviour comes from rare tokens.
+before its gradient is cut. DAPO's authors expect new behaviour from rare tokens.
 
 Base file: grpo.py. Differs from it in:
 1. The mean over all tokens of the mini-batch instead of the mean of response means.

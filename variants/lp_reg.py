@@ -17,11 +17,11 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
 
 δ is the ρ-quantile of π_θ(y_t) over the mini-batch's negative-advantage tokens. A rare token in a
 bad response is pushed down with it, whether it was to blame or not. It is seldom drawn, so right
-responses seldom push it up again. Over a run, rare ways to continue ("wait", "but") disappear, and
-exploration with them. An entropy bonus would raise noise as well. Lp-Reg separates the two by
-relative probability: a token with less than κ of the most likely token's probability is noise and
-is not protected. The rarest of the other tokens get a second term. It is 0 at π_proxy and pulls up
-below it, more strongly the further a token has fallen.
+responses seldom push it up again. In the authors' runs rare ways to continue ("wait", "but")
+disappear, and exploration with them. An entropy bonus would raise noise as well. Lp-Reg separates
+the two by relative probability: a token with less than κ of the most likely token's probability is
+noise and is not protected. The rarest of the other tokens get a second term. It is 0 at π_proxy and
+pulls up below it, more strongly the further a token has fallen.
 
 With nothing filtered out, Â = -1 and β = 1, the weight is -r + 1/r - 1, which is 0 at r = 0.62. So
 such a token, left alone, falls to three fifths within a rollout and no further. On-policy the term

@@ -6,6 +6,7 @@ import importlib.util
 import math
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from common.distributed import World
 from labs import blank, bug
 
 from checks.files import ALGORITHMS, MODULES, PATHS
+from tests import adapters
 from tests.helpers import ROOT
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("labs/**/*.md")]
@@ -112,3 +114,71 @@ def test_every_pointer_names_a_definition_that_exists(path):
     """As `grpo.py: policy_loss` or `grpo.py: --beta`."""
     for file, name in re.findall(r"`([\w/]+\.py): ([\w.-]+)`", path.read_text("utf-8")):
         assert name in definitions((ROOT / file).read_text("utf-8")), (file, name)
+
+
+# The table of factors
+
+
+ROW = re.compile(
+    r"^\| \[[^]]+\]\(\S*?(\w+)\.py\) \| (.*?) \| (.*?) \| .*? \| (.*?) \| .*? \|$", re.M
+)
+# log r, between the files' bounds: 3e-4 and 4e-4 of gspo; 0.2, 0.27 and 0.28; the caps
+MADE = torch.tensor([0.0, 3.5e-4, -3.5e-4, 0.21, 0.243, -0.25, 2.0], dtype=torch.float64)
+APART = torch.tensor([[-1e-5, 0.0, 1e-5]], dtype=torch.float64)  # between a response's tokens
+
+
+def factor(cell: str) -> str:
+    """What a cell multiplies, as Python: 1 if it names nothing."""
+    found = re.match(r"(?!none|无)[^`]*`(.*?)`", cell)
+    return found[1].replace("²", "**2").replace("τ(", "τ*(") if found else "1"
+
+
+def product(row: tuple[str, str, str], logs: dict[str, torch.Tensor], A: torch.Tensor, L: int):
+    """The weight `[N, T]` that a row of the table gives, for A `[N, 1]` or `[N, T]`."""
+    log_r, log_w = logs["logp"] - logs["old_logp"], logs["logp"] - logs["rollout_logp"]
+
+    def M(x: torch.Tensor, a: float, b: float) -> torch.Tensor:
+        return 1 - (((A > 0) & (x > 1 + b)) | ((A < 0) & (x < 1 - a))).double()
+
+    known = {"M": M, "min": lambda x, cap: x.clamp(max=cap), "sech": lambda x: 1 / x.cosh()}
+    known |= {"r": log_r.exp(), "s": log_r.mean(1, keepdim=True).exp()}
+    known |= {"w": log_w.sum(1, keepdim=True).exp(), "π_θ": logs["logp"].exp()}
+    known |= {"μ": logs["rollout_logp"].exp(), "τ": torch.where(A > 0, 1.0, 1.05), "L": L}
+    known |= {"y": range(log_r.shape[1]), "abs": len, "Σabs": lambda y: len(y) * len(log_r)}
+    weight = A * torch.ones_like(log_r)
+    for cell in row:
+        weight = weight * eval(factor(cell), known)
+    return weight if "Σabs" in row[-1] else weight / len(log_r)  # a mean over responses, too
+
+
+@pytest.mark.parametrize("page", ["docs/questions.md", "docs/zh/questions.md"])
+def test_a_row_of_the_table_multiplies_to_its_loss_gradient(page):
+    """Of every row but the three methods as published, at seven ratios for either sign of Â."""
+    rows = ROW.findall((ROOT / page).read_text("utf-8"))
+    assert len(rows) == 13
+    for file, *row in rows:
+        if file == "baselines":
+            continue
+        log_r = (MADE[:, None] + APART).repeat(2, 1)  # [14, 3]
+        logp = torch.full_like(log_r, -3.0, requires_grad=True)
+        logs = {"logp": logp, "old_logp": logp.detach() - log_r}
+        logs["rollout_logp"] = logs["old_logp"] - 0.1
+        A = torch.tensor([[1.5]] * len(MADE) + [[-0.5]] * len(MADE), dtype=torch.float64)
+        given = {"mask": torch.ones_like(log_r), "entropy": torch.ones_like(log_r)}
+        if file == "opd":
+            given["ref_logp"] = torch.full_like(log_r, -2.5)
+        loss, _ = adapters.policy_loss(file, **logs, **given, advantages=A[:, 0])
+        (slope,) = torch.autograd.grad(loss, logp)
+        if file == "opd":
+            A = given["ref_logp"] - logp.detach()
+        limit = importlib.import_module(MODULES[file]).Args().max_new_tokens
+        torch.testing.assert_close(product(row, logs, A, limit), -slope, msg=f"{file}: {row}")
+
+
+# Leftovers of a merge
+
+
+def test_no_tracked_file_has_a_conflict_marker():
+    words = ["git", "grep", "--line-number", "-I", "-E", "^(<<<<<<<|>>>>>>>|\\|{7}|={7}$)"]
+    found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (1, "")  # 1: no such line

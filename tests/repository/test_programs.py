@@ -32,7 +32,6 @@ tools.maintain.results runs/a
 tools.maintain.results --ranges runs/a
 tools.maintain.spread --dry
 tools.maintain.walk
-tools.maintain.weights
 """.split("\n")[1:-1]
 NUMBER = r"-?\d+\.\d+"
 

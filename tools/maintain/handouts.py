@@ -16,10 +16,10 @@ from tools import arguments
 INTRODUCTION = """\
 # Reinforcement learning of a language model, in five cells
 
-Run the cells from top to bottom; a machine without a GPU is enough. Outside of Colab, install
-requirements-cpu.txt instead of the packages of cell 2. Nothing can be installed? Then download
-`docs/explorer.html`, `docs/page-healthy.html` and `docs/page-collapse.html` and open them in a
-browser."""
+Run the cells from top to bottom; a machine without a GPU is enough. While cell 3 runs, read
+`nano.py`: GRPO on one page. Outside of Colab, install requirements-cpu.txt instead of cell 2.
+Nothing can be installed? Then download `docs/explorer.html`, `docs/page-healthy.html` and
+`docs/page-collapse.html` and open them in a browser."""
 CELLS = [
     """\
 # 1. The repository. Write the address where you found this notebook.
