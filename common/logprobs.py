@@ -214,13 +214,15 @@ def response_logprobs(
         if hasattr(batch, "sampler_top_ids"):
             others = batch.sampler_top_ids[where].long()  # [M, K]
     policy.routing.replay = replayed
-    logp, statistic = policy(sequences, predicts, temperature, readout, others)  # [M], [M]
-    if others is not None:
-        top = blank.new_zeros(batch.sampler_top_ids.shape)  # [n, T, K]
-        batch.top_logp = top.masked_scatter(where[..., None], logp[:, 1:])  # [n, T, K]
-        logp = logp[:, 0]  # [M]
-    elif hasattr(batch, "sampler_top_ids"):  # no rows
-        batch.top_logp = blank.new_zeros(batch.sampler_top_ids.shape)  # [0, T, K]
+    if others is None:
+        logp, statistic = policy(sequences, predicts, temperature, readout)  # [M], [M]
+    else:
+        every, statistic = policy(sequences, predicts, temperature, readout, others)  # [M, 1 + K]
+        logp = every[:, 0]  # [M]
+    if hasattr(batch, "sampler_top_ids"):
+        batch.top_logp = blank.new_zeros(batch.sampler_top_ids.shape)  # [n, T, K]
+        if others is not None:
+            batch.top_logp = batch.top_logp.masked_scatter(where[..., None], every[:, 1:])
     logp = blank.masked_scatter(where, logp)  # [n, T]
     statistic = blank.masked_scatter(where, statistic)  # [n, T]
     if logp.requires_grad:

@@ -214,7 +214,7 @@ def test_the_most_likely_tokens_are_the_other_engines(engine_of, world, top):
     places = rollout.mask.bool()
     ours, theirs = rollout.top_logp[places], rollout.sampler_top[places]
     assert theirs.shape[1] == min(top, 18)
-    assert (ours - theirs).abs()[theirs > -15].max() < 1e-5
+    assert (ours - theirs).abs()[theirs > -15].max() < 1e-4
     assert (ours.exp() - theirs.exp()).abs().max() < 1e-6
 
 
