@@ -84,60 +84,85 @@ def inner(one: list[Tensor], other: list[Tensor]) -> float:
     return float(one[0] @ other[1] + one[1] @ other[0]) / 2
 
 
-def length(vector: list[Tensor]) -> float:
-    return max(inner(vector, vector), 1e-12) ** 0.5
-
-
-def cosine(one: list[Tensor], other: list[Tensor]) -> float:
-    return inner(one, other) / (length(one) * length(other))
-
-
 def measure(levels: int, seed: int) -> dict:
-    """Lengths and cosines. `needed`: the number of responses whose mean gradient has as much noise
-    as signal."""
+    """Inner products `a, b` of gradients, from two halves; and the `noise` of one response."""
     lm, _ = load_model("tiny")
     seeds = (2 * seed, 2 * seed + 1)
     halves = [gradients(lm, levels, half, METHODS) for half in seeds]
     own = [gradients(lm, 0, 1000 + half, {"nothing": PLAIN})["nothing"] for half in seeds]
     v = {name: [half[name] for half in halves] for name in halves[0]}
-    gap = float(sum(v.pop("gap")) / 2)
+    found = {"gap": float(sum(v.pop("gap")) / 2), "own, own": inner(own, own)}
     v["drift"] = [plain - rest for plain, rest in zip(v["nothing"], v["centred"])]
     v["drift of wrong"] = [drift - right for drift, right in zip(v["drift"], v["drift of right"])]
-    found = {"gap": gap, "drift": length(v["drift"]) / length(v["nothing"])}
-    found["covariance"] = length(v["centred"]) / length(v["nothing"])
-    found["drift left by the group's mean"] = length(v["drift"]) / length(v["raw drift"])
+    for name, vector in v.items():
+        found[f"{name}, {name}"] = inner(vector, vector)
+        found[f"{name}, own"] = inner(vector, own)
+        found[f"{name}, towards μ"] = inner(vector, v["towards μ"])
     for name in METHODS:
-        found[f"{name}, cosine"] = cosine(v[name], own)
-        noise = PROMPTS * GROUP * float((v[name][0] - v[name][1]).square().sum()) / 2
-        found[f"{name}, needed"] = noise / length(v[name]) ** 2
-    for name in ("drift", "raw drift", "drift of right", "drift of wrong"):
-        found[f"{name}, towards μ"] = cosine(v[name], v["towards μ"])
+        distance = v[name][0] - v[name][1]
+        found[f"{name}, noise"] = PROMPTS * GROUP * float(distance @ distance) / 2
     return found
 
 
+def figures(runs: list[dict]) -> dict[str, float]:
+    """Lengths, cosines and noise, of the runs' mean inner products. NaN: no length beyond noise.
+    `needed`: the number of responses whose mean gradient is noise by half."""
+    mean = {name: np.mean([run[name] for run in runs]) for name in runs[0]}
+
+    def length(name: str) -> float:
+        square = mean[f"{name}, {name}"]
+        return square**0.5 if square > 0 else np.nan
+
+    whole = length("nothing")
+    found = {"gap": mean["gap"], "drift": length("drift") / whole}
+    found["covariance"] = length("centred") / whole
+    found["left by the group's mean"] = length("drift") / length("raw drift")
+    for name in METHODS:
+        found[f"{name}, cosine"] = mean[f"{name}, own"] / (length(name) * length("own"))
+        found[f"{name}, needed"] = mean[f"{name}, noise"] / length(name) ** 2
+    for name in ("raw drift", "drift", "drift of right", "drift of wrong"):
+        product = length(name) * length("towards μ")
+        found[f"{name}, towards μ"] = mean[f"{name}, towards μ"] / product
+    return found
+
+
+def error(runs: list[dict], name: str) -> float:
+    """Twice the standard error over seeds, by leaving each out."""
+    without = [figures(runs[:i] + runs[i + 1 :])[name] for i in range(len(runs))]
+    n = len(runs)
+    return 2 * float(np.sqrt((n - 1) * np.var(without)))
+
+
 def rows(results: dict) -> list[list[str]]:
-    names = list(next(iter(results.values()))[0])
-    return [["sampler", *names]] + [
-        [arm, *(lab.cell(runs, name) for name in names)] for arm, runs in results.items()
-    ]
+    """A column for each sampler: a figure, and twice its standard error."""
+    every = [figures(runs) for runs in results.values()]
+    table = [["", *results]]
+    for name in every[0]:
+        cells = [name]
+        for found, runs in zip(every, results.values()):
+            form = ".0f" if name.endswith("needed") else ".2f"
+            cells.append(f"{found[name]:{form}} ± {error(runs, name):{form}}")
+        table.append(cells)
+    return table
 
 
 def draw(results: dict) -> object:
     """Over the gap: lengths, and cosines with the policy's own gradient."""
     words = "length, of the whole gradient's", "cosine with the policy's own gradient"
     figure, axes = lab.sheet(TITLE, *words)
-    gaps = [np.median([run["gap"] for run in runs]) for runs in results.values()]
-    drawn = {"drift": lab.PINK, "covariance": lab.BLUE}, COLOURS
-    for axis, colours in zip(axes, drawn):
+    every = [figures(runs) for runs in results.values()]
+    gaps = [found["gap"] for found in every]
+    lengths = {"drift": lab.PINK, "covariance": lab.BLUE}
+    for axis, colours in zip(axes, (lengths, COLOURS)):
         for name, colour in colours.items():
             column = f"{name}, cosine" if name in METHODS else name
-            ends = [lab.over(runs, column) for runs in results.values()]
-            middle, low, high = np.array(ends).T
-            axis.fill_between(gaps, low, high, color=colour, alpha=0.15, linewidth=0)
-            axis.plot(gaps, middle, color=colour, linewidth=2, marker="o")
+            middle = [found[column] for found in every]
+            spread = [error(runs, column) for runs in results.values()]
+            axis.errorbar(gaps, middle, spread, color=colour, linewidth=2, marker="o", capsize=3)
         lab.plain_ticks(axis, "x", (0.01, 0.03, 0.1, 0.3, 1))
         axis.set_xlabel("gap of the sampler (nats per token)")
-        lab.key(axis, colours)
+        axis.set_ylim(-0.2, 1.2)
+        lab.key(axis, colours, y=0.45)
     return figure
 
 
