@@ -215,7 +215,7 @@ def test_the_most_likely_tokens_are_the_other_engines(engine_of, world, top):
     ours, theirs = rollout.top_logp[places], rollout.sampler_top[places]
     assert theirs.shape[1] == min(top, 18)
     assert (ours - theirs).abs()[theirs > -15].max() < 1e-4
-    assert (ours.exp() - theirs.exp()).abs().max() < 1e-6
+    assert (ours.exp() - theirs.exp()).abs().max() < 5e-6
 
 
 def test_samples_repeat_with_the_state_and_not_without(engine_of):
