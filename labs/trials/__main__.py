@@ -85,7 +85,7 @@ for shape, sizes in COMPARED.items():
     for rate, lr in RATES.items():
         for name, file in FILES.items():
             if (shape, name) != ("128 x 1", "grpo"):
-                run = f"{file} --steps 60 {FLAGS} --lr {lr} {sizes}"
+                run = f"{file} --steps 40 {FLAGS} --lr {lr} {sizes}"
                 ARMS[f"critic: {shape}, {rate}, {name}"] = run.strip()
 
 COLUMNS = ("greedy", "sampled", "entropy", "response_len", "truncated", "reward", "silenced_share")
