@@ -161,8 +161,7 @@ def trained(command: str, seed: int, columns: tuple, damage: tuple[str, str] | N
     with tempfile.TemporaryDirectory() as folder:
         words = [*command.split(), "--seed", str(seed), "--run_dir", f"{folder}/run"]
         if damage:
-            source = ROOT / words[0]
-            words[0] = f"{folder}/{source.name}"
+            source, words[0] = ROOT / words[0], f"{folder}/{words[0]}"
             Path(words[0]).write_text(replaced(source, *damage), encoding="utf-8")
             environment["PYTHONPATH"] = str(ROOT)
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}

@@ -23,19 +23,14 @@ METHODS = {
     "centred": "--centre_top 20",
     "both": "--centre_top 20 --weight tis",
 }
-RUN = "variants/centred.py --steps 40 --eval_every 20 --save_every 1000 --rollout_dtype float32"
-RUN += " --sampler_tolerance 1e6"
-ARMS, DAMAGE = {}, {}
+RUN = "-m labs.mismatch.quantised {levels} centred.py --steps 40 --eval_every 20"
+RUN += " --save_every 1000 --rollout_dtype float32 --sampler_tolerance 1e6"
+ARMS = {}
 for levels, gap in GAPS.items():
     for rate, lr in RATES.items():
         for method, flags in METHODS.items():
             arm = f"{gap}, {rate}, {method}"
-            ARMS[arm] = f"{RUN} --lr {lr} {flags}"
-            DAMAGE[arm] = (
-                "from common.rollout import make_engine",
-                "from labs.mismatch.quantised import engine_of, evaluate\n\n"
-                f"make_engine = engine_of({levels})",
-            )
+            ARMS[arm] = f"{RUN.format(levels=levels)} --lr {lr} {flags}"
 COLUMNS = ("policy_sampled", "sampled", "sampler_gap", "response_len", "centred", "weight_max")
 COLOURS = dict(zip(METHODS, (lab.BLACK, lab.ORANGE, lab.BLUE, lab.GREEN)))
 SEEDS = 5
