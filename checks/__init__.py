@@ -36,6 +36,9 @@ FIXTURE = json.loads(Path(__file__).with_name("losses.json").read_text(encoding=
 @functools.cache  # so that a check is the same function every time
 def of(algorithm: str) -> tuple[list[Callable], dict[str, tuple]]:
     """All checks and the mutants of an algorithm, by its file's stem."""
+    if not Path(__file__).with_name(f"{algorithm}.py").exists():
+        states = f"objective, statistics and CASES of {algorithm}.py"
+        raise LookupError(f"write checks/{algorithm}.py: {states} (checks/sapo.py is a short one)")
     module = importlib.import_module(f"checks.{algorithm}")
     own = [f for f in vars(module).values() if getattr(f, "__module__", "") == module.__name__]
     own = [f for f in own if f.__name__.startswith("check_")]
@@ -304,7 +307,8 @@ def mini_batch(module: ModuleType, args: object, **columns: Tensor) -> tuple[Ten
     }
     batch = Rollout(**usual | columns)
     if hasattr(module, "choose_tokens") and not CHOSEN & columns.keys():
-        module.choose_tokens(args, batch, logp.detach(), batch.entropy, ALONE)
+        with torch.no_grad():
+            module.choose_tokens(args, batch, ALONE)
     return logp, batch
 
 

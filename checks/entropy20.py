@@ -64,7 +64,8 @@ def check_the_draw(module: ModuleType) -> None:
     A = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(20)
     moved = 0.5 * (torch.rand(40, 5, generator=generator) < 0.2)  # r = 1.65 on a fifth
     batch = Rollout(logp=logp, old_logp=logp - moved, mask=torch.ones_like(logp), advantages=A)
-    order, zeros = torch.randperm(40, generator=generator), torch.zeros_like(logp)
+    order = torch.randperm(40, generator=generator)
+    batch.entropy = torch.zeros_like(logp)
     mixed, drawn = batch.rows(order), torch.zeros_like(logp)
     c = (logp - logp.mean()) * (A - A.mean())[:, None]
     band = (c > 0.1) & (c < 1.5) & ~((moved > 0) & (A > 0)[:, None])
@@ -72,8 +73,8 @@ def check_the_draw(module: ModuleType) -> None:
     for some, number in ((0.9, band.sum()), (1e-4, 1), (0.05, 10)):
         args.clip_cov_share = some
         for step in range(30):
-            module.choose_tokens(args, batch, batch.logp, zeros, ALONE, step)
-            module.choose_tokens(args, mixed, mixed.logp, zeros, ALONE, step)
+            module.choose_tokens(args, batch, ALONE, step)
+            module.choose_tokens(args, mixed, ALONE, step)
             assert torch.equal(mixed.chosen, batch.chosen[order])
             assert batch.chosen.sum() == number and not batch.chosen[~band].any()
             drawn += batch.chosen

@@ -1,11 +1,13 @@
 """What all algorithm files share; imported before torch, because of the settings below.
 
-To follow one step of `grpo.py`, read these six modules, in this order:
+Begin with nano.py, which shows GRPO on one page and needs nothing of this, and then grpo.py. These
+modules are for afterwards. In the order in which a step of grpo.py calls them:
     batch         the batch passed between the stages of a step, and its balance over ranks
     distributed   ranks: sharding, exact sums and means, clean stops
     rollout       sampling: prompts in, responses and their log-probabilities out
     logprobs      the trainer's log-probabilities of the same tokens, in micro-batches
-    reward        the verifiers
+    reward        the verifiers, in bounded processes
+    answers       what a response's final answer is, and whether it equals the reference
     data          tasks: where prompts and reference answers come from (hub.json lists sets)
 The others need not be read to understand an algorithm:
     cli, launch     flags, errors of one line; from the command line to `main`

@@ -29,6 +29,7 @@ class Rollout:
     Written by `Task.score`:
         problem `[N]`           the number of the training problem
         rewards `[N]`           of the verifier
+        new_answer `[N]`        1.0 where no earlier response of the group has the same answer
     Written by every `main`, after the rewards:
         advantages `[N]`        Â of the whole response
     Written by every `main`, before the first update:
@@ -39,8 +40,8 @@ class Rollout:
         logp, entropy `[N, T]`  of π_θ, before the optimiser step
         weight `[N, T]`         on ∇ log π_θ(token) in the gradient
     Written by some files:
-        trainer_experts, replayed_experts  like sampler_experts: what the trainer chose, and what it
-                                is told to choose (minirl)
+        replayed_experts        like sampler_experts: where the trainer is told to send each token
+                                (minirl)
         branch, origin `[N]`    0 on main rows, on branches their factor; the parent (deep_grpo)
         working `[N, T]`, working_advantages `[N]`  1 on the working, and its own Â (blockwise)
         proxy_logp `[N, T]`     log π_proxy(token) (lp_reg)
@@ -151,13 +152,6 @@ class Rollout:
             if name not in vars(self):
                 setattr(self, name, values.new_zeros(len(self), *values.shape[1:]))
             getattr(self, name)[rows] = values
-
-    def record_rewards(self, problems: list, rewards: Tensor) -> None:
-        """Add the columns `problem` (the number of the training problem that a row answers) and
-        `rewards`, both `[N]`, for samples.jsonl. `rewards` is given as `[P, G]`."""
-        numbers = torch.tensor([problem.index for problem in problems], dtype=torch.long)
-        self.problem = numbers.to(rewards.device).repeat_interleave(rewards.shape[1])  # [N]
-        self.rewards = rewards.flatten()  # [N]
 
     def response_ids(self) -> list[list[int]]:
         """Per row the whole response: given prefix and sampled tokens."""

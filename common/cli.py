@@ -149,7 +149,7 @@ class Flags:
         return True
 
 
-def broken_rule(args: object) -> str:
+def broken_rule(args: Flags) -> str:
     """The message for the first flag that breaks the rule of its kind; "" if none does."""
     for name, kind in get_type_hints(type(args), include_extras=True).items():
         value = getattr(args, name)

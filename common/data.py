@@ -25,19 +25,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from common.answers import final_answer, last_box
 from common.batch import Rollout
-from common.cli import BadInput, blame, key_values, say
+from common.cli import BadInput, Flags, blame, key_values, say
 from common.clock import timed
-from common.metrics import Means
-from common.reward import Verifier, final_answer, load_task_file, source_of
+from common.reward import Verifier, load_task_file, source_of
 from common.tiny import arithmetic
 
 
 Prompt = str | list[dict]  # a text, or chat messages
 Row = tuple[Prompt, object]  # prompt, reference answer
 ROLES = ("system", "developer", "user", "assistant", "tool")
-A_MESSAGE = f"its prompt must be a text, or messages with a content (a text) and a role of {ROLES}"
-A_MESSAGE += "; rename ShareGPT's from, value, human and gpt"
+A_MESSAGE = f"a message needs a content (a text) and a role ({', '.join(ROLES)}); "
+A_MESSAGE += "rename ShareGPT's from, value and human"
 
 
 class Columns(NamedTuple):
@@ -57,12 +57,9 @@ HUB = {name: Columns(**row) for name, row in HUB.items()}
 
 
 def boxed(solution: str) -> str:
-    """MATH: what the solution's last \\boxed holds. Two rows have it without braces, in two it is
-    empty."""
+    """MATH: what the solution's last \\boxed holds; "" where it holds nothing, as in one row."""
     _, box, rest = solution.rpartition("\\boxed")
-    if rest.startswith("{"):
-        return final_answer(box + rest)[len("\\boxed{") : -1]
-    return rest.partition("$")[0] if box else ""
+    return last_box(box + rest) or ""  # not of an earlier box, which would be a wrong reference
 
 
 def after_hashes(solution: str) -> str:
@@ -76,13 +73,13 @@ def listed(answers: str | list[str]) -> str:
     return re.sub(r"(?<!\\)\$", "", text)
 
 
-def number(answer: object) -> str:
+def without_zeros(answer: object) -> str:
     """AIME: 25 for 025; one answer is 336^\\circ."""
     return as_text(answer).lstrip("0") or "0"
 
 
 EXTRACT = {"": lambda answer: answer, "boxed": boxed, "after_hashes": after_hashes}
-EXTRACT |= {"listed": listed, "number": number}
+EXTRACT |= {"listed": listed, "number": without_zeros}
 
 
 def rows_of(
@@ -114,7 +111,8 @@ def rows_of(
     if not rows:
         raise BadInput(f"{spec}: holds no problem with an answer")
     if unanswered and os.environ.get("RANK", "0") == "0":
-        say(f"{spec}: {len(unanswered)} rows without an answer left out, first: {unanswered[0]}")
+        left_out = f"{len(unanswered)} of {len(unanswered) + len(rows)} rows"
+        say(f"{spec}: left out {left_out}, without an answer; the first is row {unanswered[0]}")
     return rows
 
 
@@ -135,7 +133,7 @@ def as_prompt(prompt: object) -> Prompt:
     for turn in turns:
         known = isinstance(turn, dict) and turn.get("role") in ROLES
         if not known or not isinstance(turn.get("content"), str):
-            raise ValueError(f"{A_MESSAGE}, not {turn!r}")
+            raise ValueError(f"its prompt has {str(turn)[:80]}: {A_MESSAGE}")
     if not turns or turns[-1]["role"] == "assistant" or not turns[-1]["content"].strip():
         raise ValueError("its prompt must end with a question, not with nothing or an answer")
     return prompt
@@ -149,7 +147,7 @@ def as_text(answer: object) -> str:
         answer = str(answer)
     text = answer.strip() if isinstance(answer, str) else ""
     if not text or text.startswith(('{"', "{'")):  # the second: a dict, as CSV files have it
-        raise ValueError(f"its answer must be a text or a number, not {answer!r}")
+        raise ValueError(f"its answer must be one text or number (of a list '1, 2'): {answer!r}")
     return text
 
 
@@ -233,22 +231,23 @@ class Task:
     tokenizer: Tokenizer | None = None  # of the prompts
 
     @timed("reward")
-    def score(
-        self, rollout: Rollout, problems: list[Problem], G: int, means: Means | None = None
-    ) -> Tensor:
-        """The rewards `[P, G]` of G responses to each of P problems (on some ranks 0). They are
-        also written into the rollout's columns `rewards` and `problem`."""
+    def score(self, rollout: Rollout, problems: list[Problem], G: int) -> Tensor:
+        """The rewards `[P, G]` of G responses to each of P problems (on some ranks 0). It also
+        writes the rollout's columns `problem`, `rewards` and `new_answer`."""
         texts = self.tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
         scores = self.verifier(texts, [problem.answer for problem in problems for _ in range(G)])
-        rewards = torch.tensor(scores, device=rollout.mask.device).view(len(problems), G)  # [P, G]
-        rollout.record_rewards(problems, rewards)
-        if means:  # of the different answers in a group
-            answers = {(row // G, self.final(text)) for row, text in enumerate(texts)}
-            means.add(distinct=(len(answers), len(problems)))
-        return rewards
+        answers = [self.final(text) for text in texts]
+        groups = [answers[row - row % G : row] for row in range(len(answers))]  # up to each row
+        new = [answer not in earlier for answer, earlier in zip(answers, groups)]
+        on = rollout.mask.device
+        numbers = torch.tensor([problem.index for problem in problems], dtype=torch.long, device=on)
+        rollout.problem = numbers.repeat_interleave(G)  # [N]
+        rollout.rewards = torch.tensor(scores, dtype=torch.float32, device=on)  # [N]
+        rollout.new_answer = torch.tensor(new, dtype=torch.float32, device=on)  # [N]
+        return rollout.rewards.view(len(problems), G)  # [P, G]
 
 
-def load_task(args: object, tokenizer: Tokenizer) -> Task:
+def load_task(args: Flags, tokenizer: Tokenizer) -> Task:
     """The task that `--task` names, with `--eval_problems` held-out problems."""
     if args.task in arithmetic.KINDS:
         make = arithmetic_task
@@ -266,7 +265,7 @@ def load_task(args: object, tokenizer: Tokenizer) -> Task:
 # Where rows come from
 
 
-def arithmetic_task(args: object, tokenizer: Tokenizer) -> Task:
+def arithmetic_task(args: Flags, tokenizer: Tokenizer) -> Task:
     """The embedded task, of any kind; its held-out problems are the same for every seed."""
     kind = arithmetic.KINDS[args.task]
 
@@ -295,7 +294,7 @@ def arithmetic_task(args: object, tokenizer: Tokenizer) -> Task:
     return task
 
 
-def file_task(args: object, tokenizer: Tokenizer) -> Task:
+def file_task(args: Flags, tokenizer: Tokenizer) -> Task:
     """A custom task: FILE.py, or FILE.py:NAME for an object of that name in it (docs/yours.md).
 
     `train(i) -> (prompt, reference)` is a pure function of i (every seed begins at its own i), and
@@ -329,7 +328,7 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
     return task
 
 
-def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
+def dataset_task(args: Flags, tokenizer: Tokenizer) -> Task:
     """A finite set as an endless stream of shuffles; each covers all training rows and is seeded.
 
     Without a test split, up to a quarter of it is held out. A prompt that is held out is never
@@ -385,7 +384,7 @@ def tokenised(
     row: Callable[[int], Row],
     held_out_rows: list[Row],
     verifier: Score,
-    args: object,
+    args: Flags,
     tokenizer: Tokenizer,
     instruction: str | None,
 ) -> Task:
@@ -412,7 +411,7 @@ def tokenised(
 
 
 def as_problem(
-    row: Row, instruction: str | None, args: object, tokenizer: Tokenizer
+    row: Row, instruction: str | None, args: Flags, tokenizer: Tokenizer
 ) -> Problem | None:
     """A row and its prompt's tokens; None if these leave too few positions for a response."""
     prompt, answer = row

@@ -5,12 +5,14 @@ No `[N, T, V]` tensor is ever held, and what the sampler reported is checked aga
 
 import copy
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from common.batch import Rollout
+from common.cli import Flags
 from common.clock import timed
 from common.distributed import World, global_sum, shard
 from common.model import add_product, head_logits
@@ -49,6 +51,7 @@ class Policy(nn.Module):
         predicts: Tensor,
         temperature: float,
         readout: Readout | None = None,
+<<<<<<< HEAD
         others: Tensor | None = None,
     ) -> Pair:
         """log π and statistic, two `[M]`, of the token after each place in `predicts [n, S]`.
@@ -56,7 +59,16 @@ class Policy(nn.Module):
         `others [M, K]`: further tokens, whose log π at the same places are wanted, too. Then log π
         is `[M, 1 + K]`. `sequences [n, S]` are right-padded: with causal attention no real token
         sees a pad, and no attention mask is needed.
+=======
+        replay: Tensor | None = None,
+    ) -> Pair:
+        """log π and statistic, two `[M]`, of the token after each place in `predicts [n, S]`.
+
+        `sequences [n, S]` are right-padded: with causal attention no real token sees a pad, and no
+        attention mask is needed. `replay [n·S, layers, k]`: the experts to send each token to.
+>>>>>>> main
         """
+        self.routing.replay = replay  # also for the pass that gradient checkpointing repeats
         # nonzero() once: with a mask as index, the CPU would wait for the GPU each time.
         where = predicts.flatten().nonzero()[:, 0]  # [M]
         output = self.lm.base_model(input_ids=sequences, use_cache=False)
@@ -141,12 +153,16 @@ class TokenLogprobs(torch.autograd.Function):
         return d_hidden, d_weight.to(weight.dtype), None, None, None
 
 
+<<<<<<< HEAD
 def columns(x: Tensor) -> Tensor:
     """`[M]` as `[M, 1]`; `[M, K]` as it is."""
     return x if x.dim() == 2 else x[:, None]
 
 
 def frozen_reference(args: object, lm: PreTrainedModel, world: World) -> Policy | None:
+=======
+def frozen_reference(args: Flags, lm: PreTrainedModel, world: World) -> Policy | None:
+>>>>>>> main
     """π_ref: `lm` as it is now, frozen and sharded; None if β is 0.
 
     With `--offload_reference` its shards wait in CPU memory.
@@ -189,14 +205,27 @@ def micro_batches(policy: nn.Module, batch: Rollout, max_tokens: int, world: Wor
     return [torch.tensor(rows, dtype=torch.long, device=batch.tokens.device) for rows in micros]
 
 
+class Logprobs(NamedTuple):
+    """What a policy makes of every sampled token of a batch."""
+
+    logp: Tensor  # [N, T]: log π(token), zero on padding
+    statistic: Tensor  # [N, T]: what the readout makes of the distribution; zero without one
+    experts: Tensor | None  # [N, S, layers, k]: where each token was sent; None if not asked for
+
+
 def response_logprobs(
-    policy: nn.Module, batch: Rollout, temperature: float, readout: Readout | None = entropies
+    policy: Policy, batch: Rollout, temperature: float, readout: Readout | None = entropies
 ) -> Pair:
+<<<<<<< HEAD
     """log π(token) and a statistic of every sampled token: two `[n, T]`, zero on padding.
 
     Where the sampler reported its most likely tokens (`sampler_top_ids`), the batch gets a column
     `top_logp [n, T, K]`: log π of these, with gradient.
     """
+=======
+    """log π(token), with gradient, and a statistic of every sampled token: two `[n, T]`, zero on
+    padding."""
+>>>>>>> main
     blank, where = torch.zeros_like(batch.mask), batch.mask.bool()  # [n, T]
     replayed, others = None, None
     if len(batch) == 0:
@@ -211,6 +240,7 @@ def response_logprobs(
         if hasattr(batch, "replayed_experts"):
             replayed = batch.replayed_experts[:, : sequences.shape[1]]  # [n, S, layers, k]
             replayed = replayed.flatten(0, 1).to(blank.device)  # [n·S, layers, k]
+<<<<<<< HEAD
         if hasattr(batch, "sampler_top_ids"):
             others = batch.sampler_top_ids[where].long()  # [M, K]
     policy.routing.replay = replayed
@@ -223,6 +253,9 @@ def response_logprobs(
         batch.top_logp = blank.new_zeros(batch.sampler_top_ids.shape)  # [n, T, K]
         if others is not None:
             batch.top_logp = batch.top_logp.masked_scatter(where[..., None], every[:, 1:])
+=======
+    logp, statistic = policy(sequences, predicts, temperature, readout, replayed)  # [M], [M]
+>>>>>>> main
     logp = blank.masked_scatter(where, logp)  # [n, T]
     statistic = blank.masked_scatter(where, statistic)  # [n, T]
     if logp.requires_grad:
@@ -233,44 +266,44 @@ def response_logprobs(
 @timed("logprobs")
 @torch.no_grad()
 def all_logprobs(
-    policy: nn.Module, batch: Rollout, args: object, world: World, readout: Readout | None = None
-) -> Pair:
-    """`response_logprobs` of a whole batch without gradient, in micro-batches: two `[N, T]`. The
-    second one is zeros without a `readout`.
-
-    With a mixture of experts the batch gets a column `trainer_experts`, like the sampler's, if
-    there is the sampler's to compare it with, or if `policy.routing.wanted`.
-    """
+    policy: Policy,
+    batch: Rollout,
+    args: Flags,
+    world: World,
+    readout: Readout | None = None,
+    experts: bool = False,
+) -> Logprobs:
+    """`response_logprobs` of a whole batch without gradient, in micro-batches. `experts`: also say
+    where a mixture of experts sent each token."""
     logp, statistic = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)  # [N, T]
-    routed = None
-    wanted = policy.routing.wanted or hasattr(batch, "sampler_experts")
+    sent = None
     for rows in micro_batches(policy, batch, args.micro_tokens, world):
         micro = batch.rows(rows)
         logp[rows], statistic[rows] = response_logprobs(policy, micro, args.temperature, readout)
-        if policy.routing.active and len(rows) and wanted:
-            part = policy.routing.recorded().cpu().unflatten(0, (len(rows), -1))
-            if routed is None:
-                routed = part.new_zeros(*batch.sequences.shape, *part.shape[2:])
-            routed[rows.cpu(), : part.shape[1]] = part  # [n, S, layers, k]
-    if routed is not None:
-        batch.trainer_experts = routed  # [N, S, layers, k]
-    return logp, statistic
+        if experts and policy.routing.active:
+            part = policy.routing.recorded().cpu()  # [n·S, layers, k] of this pass
+            if sent is None:
+                sent = part.new_zeros(*batch.sequences.shape, *part.shape[1:])  # [N, S, layers, k]
+            if len(rows):
+                part = part.unflatten(0, (len(rows), -1))  # [n, S, layers, k]
+                sent[rows.cpu(), : part.shape[1]] = part
+    return Logprobs(logp, statistic, sent)
 
 
-def sampler_gap(batches: list[Rollout], world: World) -> dict[str, float]:
+def sampler_gap(batches: list[Rollout]) -> dict[str, tuple[Tensor, Tensor | None]]:
     """The difference between the sampler's and the trainer's log-probs, from the same weights.
 
-    KL(μ ‖ π_old) by the k3 estimator, the mean and the largest |log π_old - log μ|, over all ranks.
+    KL(μ ‖ π_old) by the k3 estimator, the mean and the largest |log π_old - log μ|, as pairs
+    (sum, tokens) of this rank.
     """
-    sums = {"kl": 0.0, "gap": 0.0, "tokens": 0.0, "gap_max": torch.tensor(0.0)}
+    kl, total, tokens, largest = 0.0, 0.0, 0.0, torch.tensor(0.0)
     for batch in batches:
         gap = (batch.old_logp - batch.rollout_logp) * batch.mask  # [n, T]
         # expm1, because exp(gap) - 1 would lose the usual gaps of 1e-6 to rounding.
-        sums["kl"] += (gap.expm1() - gap).sum()
-        sums["gap"] += gap.abs().sum()
+        kl += (gap.expm1() - gap).sum()
+        total += gap.abs().sum()
         if len(gap):  # a rank may have no rows
-            sums["gap_max"] = torch.maximum(sums["gap_max"].to(gap), gap.abs().max())
-        sums["tokens"] += batch.mask.sum()
-    sums = global_sum(sums, world)
-    means = {f"sampler_{name}": sums[name] / sums["tokens"] for name in ("kl", "gap")}
-    return means | {"sampler_gap_max": sums["gap_max"]}
+            largest = torch.maximum(largest.to(gap), gap.abs().max())
+        tokens += batch.mask.sum()
+    found = {"sampler_kl": (kl, tokens), "sampler_gap": (total, tokens)}
+    return found | {"sampler_gap_max": (largest, None)}

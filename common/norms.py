@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from common.batch import Rollout
+from common.cli import Flags
 from common.distributed import World
 from common.logprobs import BLOCK_ELEMENTS, TokenLogprobs, micro_batches, response_logprobs
 
 
 def gradient_norms(
-    policy: nn.Module, batch: Rollout, args: object, world: World
+    policy: nn.Module, batch: Rollout, args: Flags, world: World
 ) -> tuple[Tensor, Tensor]:
     """log π of every sampled token `[N, T]`, and |g| of every response `[N]`, under `policy`.
 

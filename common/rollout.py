@@ -1,13 +1,10 @@
-"""Sampling responses: the transformers engine, and the choice of one.
+"""Sampling responses: what an engine is, the transformers engine, and the choice of one.
 
-An engine is a policy frozen at the last `sync`:
-    generate(prompts, n, limit, temperature, prefixes, top_p) -> Rollout
-    sync(policy)                       take over the trainer's weights; every rank calls it together
-    state_dict() / load_state_dict()   its random state, for bit-exact resume
 Token ids cross between sampler and trainer, never text: encoded again, a text may give other ids.
 """
 
 import copy
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,17 +14,42 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations import sdpa_attention
 
 from common.batch import Rollout
-from common.cli import RunStopped
+from common.cli import Flags, RunStopped
 from common.clock import timed
 from common.distributed import World, broadcast_module, full_parameters
 from common.model import head_logits
 from common.routing import Routing
 
-# With a mask, transformers copies keys and values for every query head. CPU kernels need no copy.
-if not torch.cuda.is_available():
-    sdpa_attention.use_gqa_in_sdpa = lambda *_: True
 # Float8 leaves routers as they are: a rounded one chooses other experts.
 ROUTERS = ("gate.weight", "router.weight")
+
+
+class Engine(Protocol):
+    """Samples from a policy that is frozen at the last `sync`."""
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        n: int,
+        limit: int,
+        temperature: float,
+        prefixes: list[list[int]] | None = None,
+        top_p: float = 1.0,
+    ) -> Rollout:
+        """Sample `n` responses of at most `limit` tokens to each prompt; temperature 0 is greedy.
+
+        The response to prompt p continues `prefixes[p]`, whose tokens count towards the limit.
+        `top_p` is for evaluation: in training it stays 1, or log μ would belong to another
+        distribution.
+        """
+
+    def sync(self, policy: torch.nn.Module) -> None:
+        """Take over the trainer's weights, one whole tensor at a time; all ranks together."""
+
+    def state_dict(self) -> dict:
+        """Its random state, for bit-exact resume."""
+
+    def load_state_dict(self, state: dict) -> None: ...
 
 
 class HFEngine:
@@ -48,7 +70,15 @@ class HFEngine:
         top: int = 0,
     ):
         """`dtype`: float32, bfloat16, or float8: e4m3 matrices, computing in bfloat16. `experts`:
+<<<<<<< HEAD
         report them, where the model has some. `top`: report so many most likely tokens."""
+=======
+        report them, where the model has some."""
+        if not torch.cuda.is_available():
+            # With a mask, transformers copies keys and values for every query head. CPU kernels
+            # need no copy. (It is changed for the whole process.)
+            sdpa_attention.use_gqa_in_sdpa = lambda *_: True
+>>>>>>> main
         precision = torch.float32 if dtype == "float32" else torch.bfloat16
         self.float8 = dtype == "float8"
         # Weights are cast before they cross; None: float8 rounds the trainer's float32 itself.
@@ -66,7 +96,6 @@ class HFEngine:
 
     @timed("sync")
     def sync(self, policy: torch.nn.Module) -> None:
-        """Copy the trainer's weights into the sampler's, one whole tensor at a time."""
         own = self.lm.state_dict()
         for name, full in full_parameters(policy, self.sync_dtype):
             matrix = full.dim() >= 2 and ".layers." in name and not name.endswith(ROUTERS)
@@ -89,12 +118,6 @@ class HFEngine:
         prefixes: list[list[int]] | None = None,
         top_p: float = 1.0,
     ) -> Rollout:
-        """Sample `n` responses of at most `limit` tokens to each prompt; temperature 0 is greedy.
-
-        The response to prompt p continues `prefixes[p]`, whose tokens count towards the limit.
-        `top_p` is for evaluation: in training it stays 1, or log μ would belong to another
-        distribution.
-        """
         prefixes = prefixes or [[] for _ in prompts]
         columns = {"tokens": [], "logps": [], "experts": [], "top": [], "top_logps": []}  # of rows
         at_once = max(1, self.max_rows // n)  # prompts
@@ -217,9 +240,13 @@ def float8(weight: Tensor) -> Tensor:
     return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
 
 
+<<<<<<< HEAD
 def make_engine(
     args: object, lm: Model, world: World, record_experts: bool = False, record_top: int = 0
 ) -> object:
+=======
+def make_engine(args: Flags, lm: Model, world: World, record_experts: bool = False) -> Engine:
+>>>>>>> main
     """The engine that `--rollout` names, with its own weights.
 
     `record_experts`: its rollouts say which experts each token was sent to. `record_top`: and which

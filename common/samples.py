@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from common.batch import Rollout
+from common.cli import Flags
+from common.data import Task
 from common.distributed import World, gather, global_sum
 
 LONGEST = 256  # tokens of a response that are kept; of a longer one half of them at each end
@@ -22,7 +24,7 @@ class Samples:
     in the last one they have moved.
     """
 
-    def __init__(self, task: object, args: object, world: World):
+    def __init__(self, task: Task, args: Flags, world: World):
         self.task = task
         self.args = args
         self.world = world

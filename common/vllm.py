@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from common.batch import Rollout
-from common.cli import BadInput, RunStopped, blame, in_one_line, key_values, say
+from common.cli import BadInput, Flags, RunStopped, blame, in_one_line, key_values, say
 from common.clock import timed
 from common.distributed import TIMEOUT, World, full_parameters
 from common.model import EMBEDDED
@@ -26,12 +26,16 @@ class VLLMEngine:
     """
 
     def __init__(
+<<<<<<< HEAD
         self,
         args: object,
         lm: PreTrainedModel,
         world: World,
         record_experts: bool = False,
         record_top: int = 0,
+=======
+        self, args: Flags, lm: PreTrainedModel, world: World, record_experts: bool = False
+>>>>>>> main
     ):
         # In this process, where weights are handed over without a copy.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
@@ -122,8 +126,7 @@ class VLLMEngine:
         prefixes: list[list[int]] | None = None,
         top_p: float = 1.0,
     ) -> Rollout:
-        """As `HFEngine.generate`; ranks that share an engine call it together, each with its own
-        prompts."""
+        """Ranks that share an engine call it together, each with its own prompts."""
         prefixes = prefixes or [[] for _ in prompts]
         asked = [None] * dist.get_world_size(self.group)  # by rank: its prompts and prefixes
         dist.all_gather_object(asked, list(zip(prompts, prefixes)), group=self.group)
@@ -186,7 +189,7 @@ class VLLMEngine:
 
 
 def vllm_options(
-    args: object, lm: PreTrainedModel, world: World, record_experts: bool = False
+    args: Flags, lm: PreTrainedModel, world: World, record_experts: bool = False
 ) -> dict:
     """The options of `vllm.LLM` on this rank; those of `--vllm` come last and win."""
     ranks = args.tensor_parallel

@@ -251,8 +251,8 @@ def test_texts_and_numbers_arrive_as_they_are(tmp_path):
 USER = {"role": "user", "content": "2+2?"}
 DEEP = f'{{"prompt": "x", "answer": {"[" * 50_000}{"]" * 50_000}}}'
 JSON = "no JSON object in UTF-8"
-EITHER = "must be a text or a number, not"
-TURNS = "must be a text, or messages with a content"
+EITHER = "must be one text or number .*:"
+TURNS = "its prompt has .*: a message needs a content"
 QUESTION = "must end with a question"
 
 
@@ -355,6 +355,7 @@ AS_PUBLISHED = {  # the answer's column in rows of public copies: the reference
         r"It follows that $x^2 + y^2 = \boxed 9$.": "9",
         r"first \boxed{1}, our answer is $\boxed 2$.": "2",
         r"is $\boxed{\frac{1}{\sqrt{2}}}$.": r"\frac{1}{\sqrt{2}}",
+        r"is $\boxed {12}$.": "12",
         r"Since none is prime, there are $\boxed{}$ primes in that range.": None,
     },
     "gsm8k": {"5 * 200 = 1,000\n#### 1,000": "1000", "#### -3\n": "-3", "####": None},
@@ -377,8 +378,9 @@ def test_rows_of_named_sets_as_published(tmp_path, name, capsys):
     file = write(tmp_path / "set.jsonl", rows)
     found = [reference for reference in AS_PUBLISHED[name].values() if reference]
     assert [answer for _, answer in rows_of(f"{name}:{file}")] == found
-    left_out = f"{name}:{file}: 1 rows without an answer left out, first: {len(rows)}\n"
-    assert capsys.readouterr().out == (left_out if len(found) < len(rows) else "")
+    said = f"{name}:{file}: left out 1 of {len(rows)} rows, without an answer; "
+    said += f"the first is row {len(rows)}\n"
+    assert capsys.readouterr().out == (said if len(found) < len(rows) else "")
 
 
 def test_the_fingerprint_is_of_the_files_contents(tmp_path):
@@ -424,9 +426,9 @@ UNUSABLE = {  # a task file: what is said
     "train = lambda i: ('1+1=', '2')": "needs train.* no attribute 'held_out'",
     "train = 1\nheld_out = 1": "needs train.i. and a list held_out .*not iterable",
     PAIRS + "train = lambda i: None": "train.0. gives no .prompt, answer.",
-    PAIRS + "train = lambda i: ('1+1=', [2])": "train.0. .* a text or a number",
+    PAIRS + "train = lambda i: ('1+1=', [2])": "train.0. .* one text or number",
     PAIRS + "train = lambda i: ('', '2')": "train.0. .* a question",
-    PAIRS + "train = lambda i: (i, '2')": "train.0. .* must be a text, or messages",
+    PAIRS + "train = lambda i: (i, '2')": "train.0. .* a message needs a content",
     PAIRS + "train = lambda i: ('1', {2})\nreward = 1": "train.0. .* not JSON serializable",
     "held_out = ['8+1=']\ntrain = lambda i: ('1+1=', '2')": "held_out.0. gives no",
     "x = 'caf\xe9'": "cannot be read .*'utf-8' codec",

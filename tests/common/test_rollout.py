@@ -91,6 +91,18 @@ def test_samples_follow_the_distribution(engine, tiny, prompts):
     assert (frequency - probs).abs().max() < 5 * (0.25 / 4000) ** 0.5
 
 
+def test_top_p_keeps_the_smallest_set_that_reaches_it(engine, tiny, prompts):
+    """The first token at temperature 3: drawn are the most likely ones that together have
+    probability 0.9, and all of them."""
+    with torch.no_grad():
+        probs = (tiny[0](torch.tensor(prompts[:1])).logits[0, -1] / 3).softmax(-1)
+    mass, order = probs.sort(descending=True)
+    smallest = order[: int((mass.cumsum(0) < 0.9).sum()) + 1]
+    rollout = engine.generate(prompts[:1], 4000, 1, 3.0, top_p=0.9)
+    assert set(rollout.tokens[:, 0].tolist()) == set(smallest.tolist())
+    assert 1 < len(smallest) < (probs > 0.005).sum()  # others are cut, which would be drawn
+
+
 def test_runs_repeat(tiny, world, prompts):
     """Same seed, same samples; another seed or rank, others; the state carries on where it was."""
 

@@ -73,7 +73,7 @@ def gap(
     """Largest |log π_old - log μ| over a rollout; the run's check as in a third step like it."""
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     rollout = engine.generate(prompts, 4, 32, args.temperature, **how)
-    rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)
+    rollout.old_logp = all_logprobs(policy, rollout, args, world).logp
     Run.check_sampler(SimpleNamespace(args=args, apart=2, world=world), [rollout])
     return ((rollout.old_logp - rollout.rollout_logp) * rollout.mask).abs().max().item()
 

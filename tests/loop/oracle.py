@@ -568,8 +568,8 @@ class Oracle:
         if self.has("lag"):
             self.age(b)
         if hasattr(self.module, "choose_tokens"):
-            now = b.logp.detach(), b.entropy
-            self.module.choose_tokens(self.args, b, *now, ALONE)
+            with torch.no_grad():
+                self.module.choose_tokens(self.args, b, ALONE)
         kept = getattr(b, "kept", b.mask).sum(1)
         b.branch = b.grown * kept[~b.grown].sum() / kept[b.grown].sum().clamp(min=1)
         return b
