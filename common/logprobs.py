@@ -51,22 +51,15 @@ class Policy(nn.Module):
         predicts: Tensor,
         temperature: float,
         readout: Readout | None = None,
-<<<<<<< HEAD
-        others: Tensor | None = None,
-    ) -> Pair:
-        """log π and statistic, two `[M]`, of the token after each place in `predicts [n, S]`.
-
-        `others [M, K]`: further tokens, whose log π at the same places are wanted, too. Then log π
-        is `[M, 1 + K]`. `sequences [n, S]` are right-padded: with causal attention no real token
-        sees a pad, and no attention mask is needed.
-=======
         replay: Tensor | None = None,
+        others: Tensor | None = None,
     ) -> Pair:
         """log π and statistic, two `[M]`, of the token after each place in `predicts [n, S]`.
 
         `sequences [n, S]` are right-padded: with causal attention no real token sees a pad, and no
         attention mask is needed. `replay [n·S, layers, k]`: the experts to send each token to.
->>>>>>> main
+        `others [M, K]`: further tokens, whose log π at the same places are wanted, too; then log π
+        is `[M, 1 + K]`.
         """
         self.routing.replay = replay  # also for the pass that gradient checkpointing repeats
         # nonzero() once: with a mask as index, the CPU would wait for the GPU each time.
@@ -153,16 +146,12 @@ class TokenLogprobs(torch.autograd.Function):
         return d_hidden, d_weight.to(weight.dtype), None, None, None
 
 
-<<<<<<< HEAD
 def columns(x: Tensor) -> Tensor:
     """`[M]` as `[M, 1]`; `[M, K]` as it is."""
     return x if x.dim() == 2 else x[:, None]
 
 
-def frozen_reference(args: object, lm: PreTrainedModel, world: World) -> Policy | None:
-=======
 def frozen_reference(args: Flags, lm: PreTrainedModel, world: World) -> Policy | None:
->>>>>>> main
     """π_ref: `lm` as it is now, frozen and sharded; None if β is 0.
 
     With `--offload_reference` its shards wait in CPU memory.
@@ -216,16 +205,12 @@ class Logprobs(NamedTuple):
 def response_logprobs(
     policy: Policy, batch: Rollout, temperature: float, readout: Readout | None = entropies
 ) -> Pair:
-<<<<<<< HEAD
-    """log π(token) and a statistic of every sampled token: two `[n, T]`, zero on padding.
+    """log π(token), with gradient, and a statistic of every sampled token: two `[n, T]`, zero on
+    padding.
 
     Where the sampler reported its most likely tokens (`sampler_top_ids`), the batch gets a column
     `top_logp [n, T, K]`: log π of these, with gradient.
     """
-=======
-    """log π(token), with gradient, and a statistic of every sampled token: two `[n, T]`, zero on
-    padding."""
->>>>>>> main
     blank, where = torch.zeros_like(batch.mask), batch.mask.bool()  # [n, T]
     replayed, others = None, None
     if len(batch) == 0:
@@ -240,22 +225,18 @@ def response_logprobs(
         if hasattr(batch, "replayed_experts"):
             replayed = batch.replayed_experts[:, : sequences.shape[1]]  # [n, S, layers, k]
             replayed = replayed.flatten(0, 1).to(blank.device)  # [n·S, layers, k]
-<<<<<<< HEAD
         if hasattr(batch, "sampler_top_ids"):
             others = batch.sampler_top_ids[where].long()  # [M, K]
-    policy.routing.replay = replayed
     if others is None:
-        logp, statistic = policy(sequences, predicts, temperature, readout)  # [M], [M]
+        logp, statistic = policy(sequences, predicts, temperature, readout, replayed)  # [M], [M]
     else:
-        every, statistic = policy(sequences, predicts, temperature, readout, others)  # [M, 1 + K]
+        asked = sequences, predicts, temperature, readout, replayed, others
+        every, statistic = policy(*asked)  # [M, 1 + K], [M]
         logp = every[:, 0]  # [M]
     if hasattr(batch, "sampler_top_ids"):
         batch.top_logp = blank.new_zeros(batch.sampler_top_ids.shape)  # [n, T, K]
         if others is not None:
             batch.top_logp = batch.top_logp.masked_scatter(where[..., None], every[:, 1:])
-=======
-    logp, statistic = policy(sequences, predicts, temperature, readout, replayed)  # [M], [M]
->>>>>>> main
     logp = blank.masked_scatter(where, logp)  # [n, T]
     statistic = blank.masked_scatter(where, statistic)  # [n, T]
     if logp.requires_grad:

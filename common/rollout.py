@@ -70,15 +70,11 @@ class HFEngine:
         top: int = 0,
     ):
         """`dtype`: float32, bfloat16, or float8: e4m3 matrices, computing in bfloat16. `experts`:
-<<<<<<< HEAD
         report them, where the model has some. `top`: report so many most likely tokens."""
-=======
-        report them, where the model has some."""
         if not torch.cuda.is_available():
             # With a mask, transformers copies keys and values for every query head. CPU kernels
             # need no copy. (It is changed for the whole process.)
             sdpa_attention.use_gqa_in_sdpa = lambda *_: True
->>>>>>> main
         precision = torch.float32 if dtype == "float32" else torch.bfloat16
         self.float8 = dtype == "float8"
         # Weights are cast before they cross; None: float8 rounds the trainer's float32 itself.
@@ -240,13 +236,9 @@ def float8(weight: Tensor) -> Tensor:
     return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
 
 
-<<<<<<< HEAD
 def make_engine(
-    args: object, lm: Model, world: World, record_experts: bool = False, record_top: int = 0
-) -> object:
-=======
-def make_engine(args: Flags, lm: Model, world: World, record_experts: bool = False) -> Engine:
->>>>>>> main
+    args: Flags, lm: Model, world: World, record_experts: bool = False, record_top: int = 0
+) -> Engine:
     """The engine that `--rollout` names, with its own weights.
 
     `record_experts`: its rollouts say which experts each token was sent to. `record_top`: and which

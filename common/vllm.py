@@ -26,16 +26,12 @@ class VLLMEngine:
     """
 
     def __init__(
-<<<<<<< HEAD
         self,
-        args: object,
+        args: Flags,
         lm: PreTrainedModel,
         world: World,
         record_experts: bool = False,
         record_top: int = 0,
-=======
-        self, args: Flags, lm: PreTrainedModel, world: World, record_experts: bool = False
->>>>>>> main
     ):
         # In this process, where weights are handed over without a copy.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}

@@ -18,7 +18,6 @@ from common.batch import Rollout
 from common.data import load_task
 from common.distributed import ALONE
 from common.logprobs import Policy, micro_batches, response_logprobs
-from common.metrics import Means
 from common.model import load_model
 from common.rollout import HFEngine
 from torch import Tensor
@@ -65,7 +64,7 @@ def gradients(lm: PreTrainedModel, levels: int, seed: int, methods: dict) -> dic
     task = load_task(replace(PLAIN, seed=seed), load_model("tiny")[1])
     problems = [task.train(i) for i in range(PROMPTS)]
     batch = engine.generate([problem.prompt_ids for problem in problems], GROUP, 64, 1.0)
-    rewards = task.score(batch, problems, GROUP, Means())  # [P, G]
+    rewards = task.score(batch, problems, GROUP)  # [P, G]
     batch.advantages = centred.advantages(rewards).flatten()  # [N]
     found, gap = {}, 0.0
     for rows in micro_batches(policy, batch, 16384, world):
