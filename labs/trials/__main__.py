@@ -3,8 +3,7 @@
 Going back: grpo.py at three times its learning rate rises and falls; from before, at and after the
 top it goes on unchanged, with a third of the rate, or with ten times β. STAPO: other tokens than
 its own are silenced. SAPO: other temperatures. Few right samples: a task that the model solves once
-in twenty samples. Cold starts: three models that work and err differently. A critic: one response
-to each prompt, and eight.
+in twenty samples. Cold starts: three models that work and err differently.
 
     python -m labs.trials
 """
@@ -76,18 +75,6 @@ for start, shares in STARTS.items():
         run = f"{file}.py --steps 150 --rollout_dtype float32 {FLAGS.replace('10 ', '25 ', 1)}"
         ARMS[f"start: {start}, {file}"] = f"-m labs.trials.start {shares} {run}"
 
-# A group that cannot be compared: one response to each prompt, at the same number of rows
-COMPARED = {"128 x 1": "--prompts_per_step 128 --group_size 1", "16 x 8": ""}
-RATES = {"usual rate": "3e-4", "three times": "1e-3"}
-FILES = {"ppo": "-m variants.ppo", "batch mean": "-m variants.baselines --baseline batch"}
-FILES["grpo"] = "grpo.py"  # it refuses groups of one
-for shape, sizes in COMPARED.items():
-    for rate, lr in RATES.items():
-        for name, file in FILES.items():
-            if (shape, name) != ("128 x 1", "grpo"):
-                run = f"{file} --steps 40 {FLAGS} --lr {lr} {sizes}"
-                ARMS[f"critic: {shape}, {rate}, {name}"] = run.strip()
-
 COLUMNS = ("greedy", "sampled", "entropy", "response_len", "truncated", "reward", "silenced_share")
 SEEDS = 3
 
@@ -99,7 +86,7 @@ def end(run: dict) -> float:
 
 def rows(results: dict) -> list[list[str]]:
     table = [["arm", "runs", "sampled before", "highest", "at the end", "greedy at the end"]]
-    table[0] += ["entropy at the end", "tokens", "silenced (share)"]
+    table[0] += ["entropy at the end", "tokens", "silenced, %"]
     for arm, runs in results.items():
         ended = [
             {
@@ -109,13 +96,13 @@ def rows(results: dict) -> list[list[str]]:
                 "greedy": run["greedy"][-1],
                 "entropy": lab.tail(run["entropy"]),
                 "length": lab.tail(run["response_len"]),
-                "silenced": np.mean(run["silenced_share"] or [np.inf]),  # stapo.py's alone
+                "silenced": 100 * np.mean(run["silenced_share"] or [np.inf]),  # stapo.py's alone
             }
             for run in runs
         ]
         names = ("before", "high", "end", "greedy", "entropy")
         cells = [lab.cell(ended, name) for name in names]
-        silenced = lab.cell(ended, "silenced", ".5f").replace("never", "–")
+        silenced = lab.cell(ended, "silenced", ".3f").replace("never", "–")
         table.append([arm, str(len(runs)), *cells, lab.cell(ended, "length", ".0f"), silenced])
     return table
 
