@@ -31,6 +31,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
@@ -198,6 +199,38 @@ def cell(runs: list[dict], name: str, form: str = ".2f") -> str:
     """Median and range of 80% of the seeds, for a table: `0.51 (0.48–0.60)`."""
     middle, low, high = (format(x, form).replace("inf", "never") for x in over(runs, name))
     return middle if low == high else f"{middle} ({low}–{high})"
+
+
+def table(results: dict, numbers: dict[str, tuple], runs: bool = True) -> list[list[str]]:
+    """A row for each arm, a cell for each of `numbers`: title -> (a number of one run, its form).
+    `runs`: how many there are, too. A number that no run of an arm has (None) is a dash."""
+    rows = [["arm", *["runs"] * runs, *numbers]]
+    for arm, every in results.items():
+        rows.append([arm, *[str(len(every))] * runs])
+        for number, form in numbers.values():
+            known = [{"x": value} for run in every if (value := number(run)) is not None]
+            rows[-1].append(cell(known, "x", form) if known else "–")
+    return rows
+
+
+def last(name: str) -> Callable[[dict], float | None]:
+    """For `table`: a column's last value; None if the run has none."""
+    return lambda run: run[name][-1] if len(run.get(name, [])) else None
+
+
+def late(name: str) -> Callable[[dict], float | None]:
+    """For `table`: a column's mean over the last 20 steps."""
+    return lambda run: tail(run[name]) if len(run.get(name, [])) else None
+
+
+def high(name: str) -> Callable[[dict], float]:
+    """For `table`: a column's highest value."""
+    return lambda run: max(run[name])
+
+
+def end(run: dict) -> float:
+    """Sampled accuracy at the last two evaluations."""
+    return float(np.mean(run["sampled"][-2:]))
 
 
 def tail(values: list[float], count: int = 20) -> float:

@@ -38,7 +38,7 @@ SILENCED = {
     "low probability": "candidates",
     "low entropy": f"{RIGHT} & sure",
     "low probability, high entropy": "candidates & ~sure",
-    "as many at random": f"{RIGHT} & (torch.rand_like(logp) < {SHARE})",
+    "as many at random": f"{RIGHT} & (torch.rand_like(batch.logp) < {SHARE})",
 }
 STAPO = f"stapo.py {FAST} --tau_p 0.05 --entropy_quantile 0.95"  # so that it acts here
 for name, rule in SILENCED.items():
@@ -79,39 +79,29 @@ COLUMNS = ("greedy", "sampled", "entropy", "response_len", "truncated", "reward"
 SEEDS = 3
 
 
-def end(run: dict) -> float:
-    """Sampled accuracy at the last two evaluations."""
-    return float(np.mean(run["sampled"][-2:]))
+def share(values: list[float]) -> float | None:
+    """The mean in percent; None where there is none."""
+    return 100 * float(np.mean(values)) if values else None
 
 
 def rows(results: dict) -> list[list[str]]:
-    table = [["arm", "runs", "sampled before", "highest", "at the end", "greedy at the end"]]
-    table[0] += ["entropy at the end", "tokens", "silenced, %"]
-    for arm, runs in results.items():
-        ended = [
-            {
-                "before": run["sampled"][0],
-                "high": max(run["sampled"]),
-                "end": end(run),
-                "greedy": run["greedy"][-1],
-                "entropy": lab.tail(run["entropy"]),
-                "length": lab.tail(run["response_len"]),
-                "silenced": 100 * np.mean(run["silenced_share"] or [np.inf]),  # stapo.py's alone
-            }
-            for run in runs
-        ]
-        names = ("before", "high", "end", "greedy", "entropy")
-        cells = [lab.cell(ended, name) for name in names]
-        silenced = lab.cell(ended, "silenced", ".3f").replace("never", "–")
-        table.append([arm, str(len(runs)), *cells, lab.cell(ended, "length", ".0f"), silenced])
-    return table
+    numbers = {
+        "sampled before": (lambda run: run["sampled"][0], ".2f"),
+        "highest": (lab.high("sampled"), ".2f"),
+        "at the end": (lab.end, ".2f"),
+        "greedy at the end": (lab.last("greedy"), ".2f"),
+        "entropy at the end": (lab.late("entropy"), ".2f"),
+        "tokens": (lab.late("response_len"), ".0f"),
+        "silenced, %": (lambda run: share(run["silenced_share"]), ".3f"),  # stapo.py's alone
+    }
+    return lab.table(results, numbers)
 
 
 def draw(results: dict) -> object:
     """A dot is a run."""
     figure, axes = lab.sheet(TITLE, "sampled accuracy at the end", width=8, height=11)
     for y, runs in enumerate(reversed(results.values())):
-        ends = [end(run) for run in runs]
+        ends = [lab.end(run) for run in runs]
         axes[0].scatter(ends, np.full(len(ends), y), s=18, color=lab.BLUE, alpha=0.6)
         axes[0].plot(np.median(ends), y, "|", color=lab.BLACK, markersize=12, markeredgewidth=2)
     axes[0].set_yticks(range(len(results)), labels=reversed(results))

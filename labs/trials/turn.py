@@ -20,8 +20,8 @@ if __name__ == "__main__":
     last, flag, factor, file, *flags = sys.argv[1:]
     unchanged = Run.steps
 
-    def steps(run: Run, done: int, end: int) -> Iterator[int]:
-        for step in unchanged(run, done, end):
+    def steps(run: Run) -> Iterator[int]:
+        for step in unchanged(run):
             if step == int(last) + 1:
                 setattr(run.args, flag, float(factor) * getattr(run.args, flag))
             yield step
