@@ -27,7 +27,7 @@ from variants import centred
 from labs import lab
 from labs.race.stresses import quantise
 
-TITLE = "Drift is most of the gradient only where the sampler is another policy"
+TITLE = "Without its drift the gradient is no nearer to the policy's own; with a weight it is"
 ARMS = {"gap 0.01": 16, "gap 0.11": 4, "gap 0.17": 3, "gap 0.90": 2}  # levels of the sampler
 PROMPTS, GROUP, SEEDS = 64, 32, 5
 PLAIN = centred.Args(centre_top=0)
@@ -113,7 +113,7 @@ def figures(runs: list[dict]) -> dict[str, float]:
         return square**0.5 if square > 0 else np.nan
 
     whole = length("nothing")
-    found = {"gap": mean["gap"], "drift": length("drift") / whole}
+    found = {"gap": mean["gap"], "drift": length("drift") / whole}  # of the whole's length
     found["covariance"] = length("centred") / whole
     found["left by the group's mean"] = length("drift") / length("raw drift")
     for name in METHODS:
@@ -140,7 +140,8 @@ def rows(results: dict) -> list[list[str]]:
         cells = [name]
         for found, runs in zip(every, results.values()):
             form = ".0f" if name.endswith("needed") else ".2f"
-            cells.append(f"{found[name]:{form}} ± {error(runs, name):{form}}")
+            told = f"{found[name]:{form}} ± {error(runs, name):{form}}"
+            cells.append("–" if np.isnan(found[name]) else told)
         table.append(cells)
     return table
 
