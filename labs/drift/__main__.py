@@ -82,11 +82,11 @@ def inner(one: list[Tensor], other: list[Tensor]) -> float:
     return float(one[0] @ other[1] + one[1] @ other[0]) / 2
 
 
-def measure(levels: int, seed: int) -> dict:
+def measure(arm: str, seed: int) -> dict:
     """Inner products `a, b` of gradients, from two halves; and the `noise` of one response."""
     lm, _ = load_model("tiny")
     seeds = (2 * seed, 2 * seed + 1)
-    halves = [gradients(lm, levels, half, METHODS) for half in seeds]
+    halves = [gradients(lm, ARMS[arm], half, METHODS) for half in seeds]
     own = [gradients(lm, 0, 1000 + half, {"nothing": PLAIN})["nothing"] for half in seeds]
     v = {name: [half[name] for half in halves] for name in halves[0]}
     found = {"gap": float(sum(v.pop("gap")) / 2), "own, own": inner(own, own)}
