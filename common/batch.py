@@ -74,7 +74,7 @@ class Rollout:
         tokens: list[list[int]],
         logps: list[list[float]],
         eos: list[int],
-        device: object,
+        device: torch.device | str,
         prefixes: list[list[int]] | None = None,
         experts: list[Tensor] | None = None,
         top: list[Tensor] | None = None,
@@ -87,7 +87,7 @@ class Rollout:
         for prompt, prefix in zip(prompts, prefixes):
             given += [(prompt, prefix)] * n
 
-        def padded(rows: list, dtype: torch.dtype, device: object = device) -> Tensor:
+        def padded(rows: list, dtype: torch.dtype, device: torch.device | str = device) -> Tensor:
             tensors = [torch.as_tensor(row, dtype=dtype) for row in rows or [[]]]
             return pad_sequence(tensors, batch_first=True)[: len(rows)].to(device)
 
@@ -136,7 +136,7 @@ class Rollout:
         full = [vars(part) for part in parts if len(part)]  # an empty batch may lack columns
         return cls(**{name: joined([part[name] for part in full]) for name in full[0]})
 
-    def to(self, device: object) -> Rollout:
+    def to(self, device: torch.device) -> Rollout:
         """The same batch on that device; columns of experts stay on the CPU."""
         columns = {}
         for name, column in vars(self).items():

@@ -234,7 +234,9 @@ class Task:
     def score(self, rollout: Rollout, problems: list[Problem], G: int) -> Tensor:
         """The rewards `[P, G]` of G responses to each of P problems (on some ranks 0). It also
         writes the rollout's columns `problem`, `rewards` and `new_answer`."""
-        texts = self.tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+        texts = []
+        if len(rollout):  # of no responses transformers would make one empty text
+            texts = self.tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
         scores = self.verifier(texts, [problem.answer for problem in problems for _ in range(G)])
         answers = [self.final(text) for text in texts]
         groups = [answers[row - row % G : row] for row in range(len(answers))]  # up to each row

@@ -89,7 +89,8 @@ class Ledger:
     def count(self, key: int, size: int, device: str, phase: str) -> None:
         self.live[device] += size - self.sizes.get(key, 0)
         self.sizes[key] = size
-        self.peaks[device][phase] = max(self.peaks[device][phase], self.live[device])
+        if size:
+            self.peaks[device][phase] = max(self.peaks[device][phase], self.live[device])
 
 
 class Counting(TorchDispatchMode):

@@ -220,6 +220,7 @@ class LLM:
 
     def sleep(self, level: int) -> None:
         assert self.options["enable_sleep_mode"]
+        self.held.clear()
         self.held = {"graphs": torch.empty(int(GRAPHS), dtype=torch.uint8, device="cuda")}
 
     def wake_up(self, tags: list[str]) -> None:
@@ -335,22 +336,26 @@ def pretend_cuda(gpus: int) -> None:
 
 
 def pretend_ranks() -> None:
-    """The fake process group. Where values cross, all ranks have what this one has."""
+    """The fake process group. Where objects or rows cross, all ranks have what rank 0 has."""
     init, new_group, sent = dist.init_process_group, dist.new_group, []
 
     def grouped(ranks=None, timeout=None, backend=None, *more, **how):
         return new_group(ranks, timeout, "fake", *more, **how)
 
+    def received(objects: list) -> list:
+        """The last rank gets what rank 0 got: both must then do the same."""
+        if os.environ["RANK"] == "0":
+            sent.append(objects)
+            return objects
+        return sent.pop(0)
+
     def gather(parts: list, mine: object, group: object = None) -> None:
         COLLECTIVES["all_gather_object"] += 1
-        parts[:] = [mine] * len(parts)
+        parts[:] = received([mine] * len(parts)) if len(parts) > 1 else [mine]
 
     def broadcast(objects: list) -> None:
         COLLECTIVES["broadcast_object_list"] += 1
-        if os.environ["RANK"] == "0":
-            sent.append(list(objects))
-        else:
-            objects[:] = sent.pop(0)  # what rank 0 sent in its run
+        objects[:] = received(list(objects))
 
     def exchange(found: torch.Tensor, packed: torch.Tensor, received: list, given: list) -> None:
         COLLECTIVES["all_to_all_single"] += 1

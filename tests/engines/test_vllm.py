@@ -251,14 +251,3 @@ def test_two_ranks(tmp_path):
         run = started(*ranks, "--steps", 3, "--rollout", "vllm", *extra, "--run_dir", folder)
         assert run.returncode == 0, run.stderr[-3000:]
         assert all(line["sampler_gap"] < 1e-4 for line in metrics(folder)[1:])
-
-
-def test_a_runs_checkpoint_is_measured_as_by_hf(tmp_path, finished):
-    """`python -m tools.evaluate RUN --rollout vllm`: its weights are pushed into the engine."""
-    greedy = []
-    for engine in ("vllm", "hf"):
-        flags = ["--rollout", engine, "--eval_samples", 1, "--run_dir", tmp_path / engine]
-        done = started(*RUN, "tools.evaluate", finished, *flags)
-        assert done.returncode == 0 and "after step 4" in done.stdout, done.stderr[-3000:]
-        greedy.append(next(line for line in done.stdout.splitlines() if "| 0.0 |" in line))
-    assert greedy[0] == greedy[1]

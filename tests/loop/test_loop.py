@@ -320,9 +320,7 @@ def check_the_answers_ask_enough(o: Oracle) -> None:
 REPLAY = {"model": "model-moe", "grad_clip": 1e9}
 ALSO = [("stapo", {"entropy_rule": "candidates"}), ("baselines", {"baseline": "batch"})]
 ALSO += [("dapo", {"max_draws": 1}), ("dapo", {"mask_truncated": True})]
-# A share of 1 draws the whole band
-DRAWN = {"tokens": "clip_cov", "clip_cov_low": 0.1, "clip_cov_high": 9.0, "clip_cov_share": 1.0}
-ALSO += [("entropy20", {"tokens": "kl_cov"}), ("entropy20", DRAWN), ("ppo", {"lam_length": 0.3})]
+ALSO += [("entropy20", {"tokens": "kl_cov"}), ("ppo", {"lam_length": 0.3})]
 ALSO += [("recipe", {"tokens": "maspo"}), ("grpo", {"beta": 0.0})]
 ALSO += [("minirl", {"routing_replay": rule} | REPLAY) for rule in ("r2", "r3")]
 
