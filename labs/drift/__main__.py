@@ -126,7 +126,9 @@ def figures(runs: list[dict]) -> dict[str, float]:
 
 
 def error(runs: list[dict], name: str) -> float:
-    """Twice the standard error over seeds, by leaving each out."""
+    """Twice the standard error over seeds, by leaving each out; NaN: of one seed."""
+    if len(runs) == 1:
+        return np.nan
     without = [figures(runs[:i] + runs[i + 1 :])[name] for i in range(len(runs))]
     n = len(runs)
     return 2 * float(np.sqrt((n - 1) * np.var(without)))
