@@ -57,7 +57,7 @@ nothing was wrong yet.
 Run it:
     torchrun deep_grpo.py                                   # laptop, a few minutes, no download
     torchrun deep_grpo.py --branch_weight 0 # control: branches have only the KL term, β 1e-4
-    # the paper's batch and lengths, on all of MATH's training set
+    # the paper's batch and lengths, on all of MATH's training set; one node of H100s (80 GB)
     torchrun --nproc_per_node=8 deep_grpo.py --model Qwen/Qwen2.5-Math-1.5B --task math \\
         --boundary . --prompts_per_step 64 --minibatches 1 --max_new_tokens 3072 --lr 1e-6 \\
         --micro_tokens 8192

@@ -47,7 +47,7 @@ paper itself (version 1, 16 February, and version 2, 8 May 2026) we read the sta
 Run it:
     torchrun goldilocks.py                                  # laptop, 2 to 4 minutes, no download
     torchrun goldilocks.py --explore 1                      # the same, prompts drawn uniformly
-    # one node
+    # one node of H100s (80 GB)
     torchrun --nproc_per_node=8 goldilocks.py --model Qwen/Qwen2.5-1.5B --task math \\
         --teacher_lr 1e-5 --prompts_per_step 64 --group_size 16 --max_new_tokens 2048 --lr 1e-6 \\
         --micro_tokens 8192

@@ -45,7 +45,7 @@ Differs from the paper in:
 
 Run it:
     torchrun grpo.py                                        # laptop, 2 to 4 minutes, no download
-    # one node of eight GPUs, 64 x 16 = 1024 responses per step (the paper: 1024, with G = 64)
+    # one node of H100s (80 GB), 64 x 16 = 1024 responses per step (the paper: 1024, with G = 64)
     torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
         --eval_task math500 --prompts_per_step 64 --group_size 16 --max_new_tokens 4096 \\
         --lr 1e-6 --beta 0.04 --minibatches 1 --micro_tokens 8192

@@ -41,7 +41,7 @@ April 2026) we read the abstract; its batch and mini-batches are from a summary.
 
 Run it:
     torchrun maspo.py                                       # laptop, 2 to 4 minutes, no download
-    # the paper's model, data and batch; group and length are ours
+    # the paper's model, data and batch (group and length are ours), on one node of H100s (80 GB)
     torchrun --nproc_per_node=8 maspo.py --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B \\
         --task dapo-math-17k --eval_task aime24 --prompts_per_step 512 --minibatches 16 \\
         --max_new_tokens 8192 --lr 1e-6 --alpha 0.5 --micro_tokens 8192

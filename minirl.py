@@ -54,14 +54,14 @@ could not check them again. When to replay is from a summary. Of the paper (vers
 Run it:
     torchrun minirl.py                                      # laptop, 2 to 4 minutes, no download
     torchrun minirl.py --model tiny-moe --routing_replay r3
-    # one node
+    # one node of H100s (80 GB), then several; float8 needs them or newer
     torchrun --nproc_per_node=8 minirl.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
         --eval_task aime25 --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 \\
         --micro_tokens 8192 --vllm_sleep --vllm_memory 0.7
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
         minirl.py --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime25 \\
         --prompts_per_step 256 --group_size 16 --lr 1e-6 --gradient_checkpointing \\
-        --max_new_tokens 30720 --routing_replay r3 --vllm_sleep --vllm_memory 0.65
+        --max_new_tokens 8192 --routing_replay r3 --vllm_sleep --vllm_memory 0.75
 """
 
 from dataclasses import dataclass

@@ -36,11 +36,11 @@ Differs from the paper in:
 
 Run it:
     torchrun sapo.py                                        # laptop, 2 to 4 minutes, no download
-    # one node
+    # one node of H100s (80 GB)
     torchrun --nproc_per_node=8 sapo.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
         --eval_task aime25 --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 \\
         --micro_tokens 8192 --vllm_sleep --vllm_memory 0.7
-    # several nodes; sizes are ours
+    # several nodes of H100s (80 GB); sizes are ours
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
         sapo.py --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime25 \\
         --prompts_per_step 256 --group_size 16 --lr 1e-6 --gradient_checkpointing \\

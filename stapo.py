@@ -57,7 +57,7 @@ Differs from the paper in:
 
 Run it:
     torchrun stapo.py                                       # laptop, 2 to 4 minutes, no download
-    # the paper's batch and lengths
+    # the paper's batch and lengths, on one node of H100s (80 GB)
     torchrun --nproc_per_node=8 stapo.py --model Qwen/Qwen3-8B-Base --task dapo-math-17k \\
         --eval_task aime24 --prompts_per_step 256 --group_size 8 --max_new_tokens 15360 --lr 1e-6 \\
         --warmup 10 --gradient_checkpointing --tensor_parallel 2 --vllm_sleep --vllm_memory 0.7

@@ -58,7 +58,7 @@ numbers checks/vcpo.py has. Of the paper (version 2, same day) we read quotation
 Run it:
     torchrun vcpo.py                                        # laptop, 2 to 4 minutes, no download
     torchrun vcpo.py --no_optimal_baseline --no_ess_scaling # only the lag and the cut at 8
-    # the paper's batch, lag and lengths on MATH
+    # the paper's batch, lag and lengths on MATH, on one node of H100s (80 GB)
     torchrun --nproc_per_node=8 vcpo.py --model Qwen/Qwen2.5-7B --task math --prompts_per_step 32 \\
         --group_size 16 --lag 10 --max_new_tokens 2048 --lr 1e-6 --weight_decay 0.1 \\
         --gradient_checkpointing

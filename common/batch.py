@@ -19,8 +19,9 @@ class Rollout:
         sequences `[N, S]`      prompt, prefix and response, right-padded
         prompt_len `[N]`        tokens before the sampled response (prefix included)
         prefix_len `[N]`        how many of those are a given response prefix (0 without one)
-        tokens `[N, T]`         the sampled tokens, right-padded
-        mask `[N, T]`           1.0 on sampled tokens, the EOS that ended them included; else 0.0
+        tokens `[N, T]`         the sampled tokens, right-padded, and between them what a tool wrote
+        mask `[N, T]`           1.0 on sampled tokens, the EOS that ended them included; else 0.0.
+                                A row's last token is a sampled one
         rollout_logp `[N, T]`   log μ(token) at the sampling temperature, as the sampler reports it
         finished `[N]`          False where the length limit cut the response
         sampler_top_ids, sampler_top `[N, T, K]`  on request: the sampler's K most likely tokens at
@@ -49,6 +50,7 @@ class Rollout:
                                 such a column from a whole mini-batch, before its update
         values, returns, token_advantages `[N, T]`  V, its target, and Â of each token (ppo)
         teacher_logp `[N, T]`   log π_T(token), of another model, to be learned from (opd)
+        calls `[N]`, failed `[N]`  calls of a tool; whether one of them failed (tool)
     Written by `response_logprobs` where there is `sampler_top_ids`:
         top_logp `[n, T, K]`    log π_θ of these tokens, with gradient; of a micro-batch only
 
@@ -64,7 +66,8 @@ class Rollout:
     @property
     def ends(self) -> Tensor:
         """`[N]`: tokens in each row of `sequences`."""
-        return self.prompt_len + self.mask.sum(1).long()
+        from_here = self.mask.flip(1).cumsum(1)  # [N, T], reversed: sampled tokens from here on
+        return self.prompt_len + (from_here > 0).sum(1)
 
     @classmethod
     def pack(
@@ -79,8 +82,10 @@ class Rollout:
         experts: list[Tensor] | None = None,
         top: list[Tensor] | None = None,
         top_logps: list[Tensor] | None = None,
+        masks: list[list[float]] | None = None,
     ) -> Rollout:
-        """The batch made of lists: a prompt and a prefix for each group, the rest for each row."""
+        """The batch made of lists: a prompt and a prefix for each group, the rest for each row.
+        Without `masks` all tokens were sampled."""
         n = len(tokens) // max(1, len(prompts))  # responses to each prompt; a rank may have none
         prefixes = prefixes or [[] for _ in prompts]
         given = []  # prompt and prefix of each row
@@ -104,7 +109,7 @@ class Rollout:
             prompt_len=torch.tensor([len(p + q) for p, q in given], dtype=torch.long).to(device),
             prefix_len=torch.tensor([len(q) for _, q in given], dtype=torch.long).to(device),
             tokens=padded(tokens, torch.long),
-            mask=padded([[1.0] * len(row) for row in tokens], torch.float32),
+            mask=padded(masks or [[1.0] * len(row) for row in tokens], torch.float32),
             rollout_logp=padded(logps, torch.float32),
             finished=torch.tensor(ended, dtype=torch.bool).to(device),
             **columns,

@@ -205,6 +205,8 @@ PLAIN_PROMPT = "Question: {prompt}\nAnswer:"  # for tokenizers without a chat te
 TRIED = 1000  # prompts that are tokenised to find one that fits
 DATE = datetime(2024, 7, 26)  # for chat templates that write today's: Llama's own default
 Score = Callable[[list[str], list], list[float]]  # (completions, answers) -> rewards
+# (responses so far, answers) -> (what the tool writes, or None; what failed, or "")
+Tool = Callable[[list[str], list], list[tuple[str | None, str]]]
 
 
 @dataclass
@@ -229,6 +231,8 @@ class Task:
     held_out_verifier: Score | None = None  # where it is not `verifier`
     final: Callable[[str], str] = final_answer  # a response's answer, without its working
     tokenizer: Tokenizer | None = None  # of the prompts
+    reply: Tool | None = None  # of variants/tool.py
+    reply_error: str = ""  # what the policy reads instead, where a call fails
 
     @timed("reward")
     def score(self, rollout: Rollout, problems: list[Problem], G: int) -> Tensor:
@@ -293,6 +297,7 @@ def arithmetic_task(args: Flags, tokenizer: Tokenizer) -> Task:
     rows = list(answers.items())
     task = tokenised(train, rows, verifier, args, tokenizer, instruction=None)
     task.final = arithmetic.final_number
+    task.reply = lambda texts, answers: [(arithmetic.calculator(text), "") for text in texts]
     return task
 
 
@@ -327,6 +332,9 @@ def file_task(args: Flags, tokenizer: Tokenizer) -> Task:
     instruction = "" if tokenizer.chat_template else None  # see `encode`
     task = tokenised(train, held_out, verifier, args, tokenizer, instruction)
     task.fingerprint = digest([source])
+    if hasattr(custom, "reply"):
+        task.reply = Verifier(args.task, **bounds, function="reply").ask
+        task.reply_error = getattr(custom, "reply_error", "")
     return task
 
 

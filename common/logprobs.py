@@ -220,8 +220,11 @@ def response_logprobs(
         predicts = torch.tensor([[True, False]], device=blank.device)  # [1, 2]
     else:
         sequences = batch.sequences[:, : batch.ends.max()]  # [n, S]
-        after = torch.arange(1, sequences.shape[1] + 1, device=blank.device)  # [S]: next columns
-        predicts = (after >= batch.prompt_len[:, None]) & (after < batch.ends[:, None])  # [n, S]
+        # Token t stands in column prompt_len + t, and the column before that one predicts it
+        t = torch.arange(sequences.shape[1], device=blank.device) + 1  # [S]
+        t = t - batch.prompt_len[:, None]  # [n, S]: the token that each column predicts
+        inside = (t >= 0) & (t < where.shape[1])  # [n, S]
+        predicts = inside & where.gather(1, t.clamp(0, where.shape[1] - 1))  # [n, S]
         if hasattr(batch, "replayed_experts"):
             replayed = batch.replayed_experts[:, : sequences.shape[1]]  # [n, S, layers, k]
             replayed = replayed.flatten(0, 1).to(blank.device)  # [n·S, layers, k]

@@ -75,9 +75,16 @@ class Verifier:
     """
 
     def __init__(
-        self, spec: str = "", workers: int = 0, seconds: float = SECONDS, memory: int = MEMORY
+        self,
+        spec: str = "",
+        workers: int = 0,
+        seconds: float = SECONDS,
+        memory: int = MEMORY,
+        function: str = "reward",
     ):
+        """`function` may also be "reply", of a task file with a tool: see `ask`."""
         self.spec = spec
+        self.function = function
         self.seconds = seconds
         self.memory = memory
         self.killed = 0
@@ -93,14 +100,19 @@ class Verifier:
 
     def __call__(self, completions: list[str], references: list) -> list[float]:
         """A score for each completion, given its reference."""
+        return [score for score, _ in self.ask(completions, references)]
+
+    def ask(self, completions: list[str], references: list) -> list[tuple[float | str | None, str]]:
+        """The scores, or what `reply` returned, each with "" or a description of what failed."""
         verdicts = list(self.threads.map(self._score, completions, references))
         failures = [failure for _, failure in verdicts if failure]
         if failures and self.spec and not self.failure:
             self.failure = failures[0]
-            say(f"\n{self.spec}: reward fails ({self.failure}): 0 points", file=sys.stderr)
+            cost = ": 0 points" if self.function == "reward" else ""
+            say(f"\n{self.spec}: {self.function} fails ({self.failure}){cost}", file=sys.stderr)
         self.killed += len(failures)
         self.works = self.works or len(failures) < len(verdicts)
-        return [score for score, _ in verdicts]
+        return verdicts
 
     def take_killed(self) -> int:
         """How many answers failed since the last call."""
@@ -108,11 +120,11 @@ class Verifier:
         self.killed = 0
         return killed
 
-    def _score(self, completion: str, reference: object) -> tuple[float, str]:
+    def _score(self, completion: str, reference: object) -> tuple[float | str | None, str]:
         """The score of one completion, and "" or a description of what failed."""
         worker = getattr(self.own, "worker", None)
         if worker is None or worker.process.poll() is not None:
-            worker = Worker(self.spec, self.source, self.seconds, self.memory)
+            worker = Worker(self.spec, self.source, self.seconds, self.memory, self.function)
             self.own.worker = worker
         number = next(self.question_numbers)
         # Twice the worker's own bound: this deadline is for a function that turned the alarm off.
@@ -133,9 +145,10 @@ class Verifier:
 class Worker:
     """A process that scores answers, and a socket to it: one line there, one line back."""
 
-    def __init__(self, spec: str, source: str, seconds: float, memory: int):
+    def __init__(self, spec: str, source: str, seconds: float, memory: int, function: str):
         # -P: without the current folder, which may hold a json.py or another `common`.
         words = [sys.executable, "-P", "-m", "common.reward", spec, str(seconds), str(int(memory))]
+        words.append(function)
         self.channel, workers_end = socket.socketpair()
         self.process = subprocess.Popen(
             words,
@@ -177,7 +190,7 @@ class Worker:
         return self.process.wait()
 
 
-def work(spec: str, seconds: str, memory: str) -> None:
+def work(spec: str, seconds: str, memory: str, name: str) -> None:
     """The worker: answers each line [number, completion, reference] with [number, score, failure],
     until the channel, which is its stdin, closes."""
     questions = os.fdopen(os.dup(0))  # descriptor 0 is this end of the socket pair
@@ -185,7 +198,7 @@ def work(spec: str, seconds: str, memory: str) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a reward function must not read the questions
     source = json.loads(questions.readline())
     try:
-        score = load_task_file(spec, source).reward if spec else reward
+        score = getattr(load_task_file(spec, source), name) if spec else reward
         if not spec:
             score("x+1", "1+x")  # loads math-verify before the bounds hold
     except Exception as error:
@@ -200,10 +213,15 @@ def work(spec: str, seconds: str, memory: str) -> None:
         number, completion, reference = json.loads(line)
         points, failure = 0.0, ""
         try:
-            marks = float(score(completion, reference))
-            if math.isnan(marks) or abs(marks) > 1e30:
-                raise ValueError(f"{marks} is no reward")
-            points = marks
+            given = score(completion, reference)
+            if name == "reply":
+                if not isinstance(given, str | None):
+                    raise ValueError(f"{given!r} is no text")
+            else:
+                given = float(given)
+                if math.isnan(given) or abs(given) > 1e30:
+                    raise ValueError(f"{given} is no reward")
+            points = given
         except BaseException as error:  # MemoryError, RecursionError and SystemExit included
             # math-verify raises on many texts: then the answer is wrong, and nothing has failed.
             failure = describe(error) if spec else ""

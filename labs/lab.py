@@ -167,7 +167,9 @@ def trained(command: str, seed: int, columns: tuple, damage: tuple[str, str] | N
             environment["PYTHONPATH"] = str(ROOT)
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         ended = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, **pipes)
-        said = (ended.stderr.splitlines() or ["no word"])[-1]
+        shown = ended.stderr.splitlines() or ["no word"]
+        errors = [line for line in shown if ": error: " in line]  # the bar may come after it
+        said = (errors or shown)[-1]
         run, code = Path(folder, "run"), ended.returncode
         if code == 0 and not (run / "summary.json").exists():
             raise BadInput(f"{command} --seed {seed}: was stopped before its end: no result")

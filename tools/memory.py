@@ -1,34 +1,32 @@
-"""Memory of a run per GPU in GB, before there is a GPU; and flags with which it fits.
+"""Estimated memory of a run per GPU in GB, and flags with which it fits.
 
-    python -m tools.memory [FILE.py] --model MODEL [FLAGS of the file] [--gpus N] [--gpu_memory GB]
-    python -m tools.memory --cards   the largest Qwen3 for one card of 16, 24, 48, 80, 141 GB
+    python -m tools.memory [FILE.py] --model MODEL [FLAGS] [--gpus N] [--gpu_memory GB]
 
-FILE.py is grpo.py or another algorithm file, MODEL a hub name or a folder: its config.json is read.
-If the flags do not fit the card, the program prints the fastest command with more flags that does.
+FILE.py is an algorithm file (grpo.py), FLAGS are its flags, MODEL is a folder or a hub name, whose
+config.json is read. If the run does not fit, the fastest command that does is printed, too.
 
 The parts, with N parameters over R ranks:
-    states       float32 master copy, AdamW's two moments, float32 gradient: 16 N / R bytes; again
-                 for a second model that is trained (goldilocks: the teacher)
-    reference    float32 shards of a model that is not: 4 N / R (0 with --offload_reference)
-    gathered     bfloat16 copies of the root (embedding and head) and of two layers, which FSDP
-                 gathers at once, and the gradient of a layer in float32 before it is scattered
-    activations  the largest sum of tensors alive in the forward and backward passes of a
-                 micro-batch. It is counted, not estimated: the model of transformers and the head
-                 of common/logprobs.py run without memory (torch's meta device)
-    vLLM         weights / --tensor_parallel, in bfloat16 or float8; the KV cache is what
-                 --vllm_memory, a share of the card, leaves beside them and some 5 GB for
+    states       float32 master copy, AdamW's two moments, float32 gradient: 16 N / R bytes; also
+                 of a second model that is trained (a teacher, a critic)
+    reference    float32 shards of a model that is not trained, 4 N / R (0 with --offload_reference)
+    gathered     bfloat16 copies of what FSDP gathers at once, the root (embedding and head) and
+                 two layers; and a layer's float32 gradient before it is scattered
+    activations  what is alive at most in the forward and backward passes of one micro-batch. This
+                 is counted: the model runs on torch's meta device, where tensors have no memory
+    vLLM         weights (bfloat16 or float8) / --tensor_parallel; its KV cache is what
+                 --vllm_memory, a share of the card, leaves beside them and some 5 GB for its
                  activations and CUDA graphs
 With --offload, states and reference are in host memory; the GPU holds float32 shards of what is
-being gathered. The peak is in the update (all of the trainer's parts, and vLLM's share or, with
---vllm_sleep, its graphs, 2 GB) or in sampling (states without gradient, reference, vLLM's share).
-Allocator slack and NCCL's buffers come on top, some 3 to 6 GB: a command that fits leaves 1 GB and
-6% of the card.
+being gathered. The peak is that of the larger phase. In an update these are all of the trainer's
+parts and vLLM's share, or with --vllm_sleep the graphs, which stay (2 GB). In a sampling these are
+the states without gradient, the reference and vLLM's share. Allocator slack and NCCL's buffers come
+on top (some 3 to 6 GB). A command that fits leaves 1 GB and 6% of the card for them.
 
 host: GB on the node of rank 0, which alone loads the float32 weights and copies them for the
 reference. With --vllm_sleep it includes each rank's sleeping weights, every tensor in a pinned
-block of the next power of two. It also includes offloaded parts and recorded experts.
+block of the next power of two. It also includes offloaded parts, and recorded experts.
 
-`python -m tests.engines.fake_gpu` runs a command without memory, and counts all of it.
+`python -m tests.engines.fake_gpu` runs a whole command without memory and counts everything.
 """
 
 import importlib
@@ -41,7 +39,6 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-import grpo
 import torch
 from checks.files import MODULES
 from common import model as loading
@@ -56,8 +53,6 @@ from tools import arguments
 from tools.maintain.shapes import SHAPES, config_of
 
 PROMPT = 512  # tokens of a prompt
-CARDS = (16, 24, 48, 80, 141)  # GB
-EXAMPLE = "Qwen/Qwen3-1.7B-Base"  # in the table for every card
 VLLM_WORK = 5e9  # bytes of vLLM's activations and CUDA graphs
 GRAPHS = 2e9  # of these the graphs
 ENOUGH = 16  # responses that vLLM samples at once: with fewer it waits for memory, not for the GPU
@@ -276,28 +271,6 @@ def answer(file: str, words: list[str], gpus: int, gpu: float) -> list[str]:
     return [*lines, f"fits: {command} {as_words(better[0])}", f"      {shown(better[1])}"]
 
 
-def cards() -> list[str]:
-    """The table of docs/gpu.md: for one card of each size the largest Qwen3 that fits with its
-    states on the GPU, and with --offload; and EXAMPLE."""
-    rows = ["| card | model | flags | peak | responses in cache | host |", "|---" * 6 + "|"]
-    models = [name for name, shape in SHAPES.items() if shape[0] == "qwen3"]
-    for gpu in CARDS:
-        found = {}
-        for model in models:
-            args = grpo.Args(model=model, max_new_tokens=2048)
-            found[model] = fit(args, 1, gpu, set())
-        offloaded = {model: "offload" in best[0] for model, best in found.items() if best}
-        largest = {away: model for model, away in offloaded.items()}  # the last of each kind
-        for model in offloaded:
-            if model in (*largest.values(), EXAMPLE):
-                flags, best = found[model]
-                cells = [f"{gpu} GB", model.partition("/")[2], f"`{as_words(flags)}`"]
-                cells += [f"{max(best['updating'], best['sampling']):.1f}"]
-                cells += [f"{best['responses']:.0f}", f"{best['host']:.0f}"]
-                rows.append("| " + " | ".join(cells) + " |")
-    return rows
-
-
 if __name__ == "__main__":
     words = sys.argv[1:]
     file = words.pop(0) if words and words[0].endswith(".py") else "grpo.py"
@@ -305,11 +278,10 @@ if __name__ == "__main__":
     parser.allow_abbrev = False
     parser.add_argument("--gpus", type=int, default=1, help="number (more than 8: nodes of 8)")
     parser.add_argument("--gpu_memory", type=float, default=80.0, metavar="GB", help="of each GPU")
-    parser.add_argument("--cards", action="store_true", help="print the largest Qwen3 for one card")
     given, flags = parser.parse_known_args(words)
     if given.gpus < 1 or given.gpus > 8 and given.gpus % 8:
         parser.error(f"--gpus {given.gpus}: 1 to 8 GPUs or whole nodes of 8")
     try:
-        say(*(cards() if given.cards else answer(file, flags, given.gpus, given.gpu_memory)))
+        say(*answer(file, flags, given.gpus, given.gpu_memory))
     except BadInput as error:
         parser.error(str(error))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from common import vllm as vllm_module
 from common.checkpoint import save_model
+from common.data import load_task
 from common.cli import RunStopped
 from common.distributed import setup, shard
 from common.logprobs import Policy, all_logprobs, response_logprobs
@@ -18,6 +19,7 @@ from common.rollout import make_engine
 from common.run import Run
 from common.vllm import VLLMEngine
 from transformers import AutoConfig, AutoModelForCausalLM
+from variants import tool
 
 from tests.engines.cpu_vllm import use_cpu_build
 from tests.helpers import SMALL, metrics, started
@@ -216,6 +218,32 @@ def test_the_most_likely_tokens_are_the_other_engines(engine_of, world, top):
     assert theirs.shape[1] == min(top, 18)
     assert (ours - theirs).abs()[theirs > -15].max() < 1e-4
     assert (ours.exp() - theirs.exp()).abs().max() < 5e-6
+
+
+def forced(texts: list[str], answers: list) -> list[tuple[str | None, str]]:
+    """Once a response has ended it is made to go on."""
+    return [(None if "+0" in text else ";7*8=56;56+0=", "") for text in texts]
+
+
+def test_turns_around_a_tool_are_those_of_hf(engine_of, world):
+    """Sampled, the trainer's log-probs at each token that is not the tool's; greedily, and with
+    forced tokens, the same rows with the same holes."""
+    engine_of("tiny-moe")
+    lm, tokenizer = load_model("tiny")
+    rollouts = {}
+    for engine in ("vllm", "hf"):
+        args = tool.Args(rollout=engine, dtype="float32", eval_problems=24)
+        turns = tool.Turns(args, lm, load_task(args, tokenizer), world)
+        turns.sync(Policy(lm))
+        prompts = [problem.prompt_ids for problem in turns.task.held_out]
+        made = turns.generate(prompts, 8, 64, 1.0)
+        logp = all_logprobs(Policy(lm), made, args, world).logp
+        assert torch.allclose(logp, made.rollout_logp, atol=1e-4) and made.calls.sum() > 100
+        turns.task.reply = forced
+        rollouts[engine] = turns.generate(prompts, 1, 64, 0.0)
+    one, other = rollouts["vllm"], rollouts["hf"]
+    assert one.response_ids() == other.response_ids() and (one.calls == 1).all()
+    assert torch.equal(one.mask, other.mask) and torch.equal(one.finished, other.finished)
 
 
 def test_samples_repeat_with_the_state_and_not_without(engine_of):

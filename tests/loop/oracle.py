@@ -48,6 +48,7 @@ from tests.helpers import forked, module_of
 TINY = Path(__file__).parent.parent.parent / "common" / "tiny"
 VOCABULARY = ["<pad>", "<eos>", *"0123456789+-*=;#"]
 EOS, LIMIT, T = 1, 40, 0.7
+EQUALS = VOCABULARY.index("=")
 P, G, M, K = 8, 4, 2, 2  # prompts, responses, mini-batches a step; branches from a pivot
 SAMPLES = 2  # sampled responses to a held-out problem
 TRAIN = """7*8-9+6= 1+2= 3*3*3= 9-9= 4+5*6= 0*1+2-3= 8*8= 5-6+7*8= 2+2-1= 6*7= 5*5-5= 9+9+9= 3-8=
@@ -228,6 +229,38 @@ class Stored:
         pass
 
 
+class StoredTurns(Stored):
+    """An engine that stops at each `=` of a stored answer; the digit after it is the tool's."""
+
+    def generate(
+        self, prompts: list, n: int, limit: int, temperature: float, prefixes: list, top_p: float
+    ) -> Rollout:
+        texts = ["".join(VOCABULARY[t] for t in prompt) for prompt in prompts]
+        if texts and not any(prefixes):  # a first turn
+            call = {"prompts": texts[::G], "n": G if texts[0] in TRAIN else 1, "prefixes": None}
+            how = {"limit": limit, "temperature": temperature, "top_p": top_p}
+            self.calls.append(call | how)
+        tokens, logps, self.replies = [], [], []
+        for i, (text, prefix) in enumerate(zip(texts, prefixes)):
+            start, group = len(prefix), respond(text, G)
+            row = (
+                next(r for r in group if r.tokens[:start] == tuple(prefix))
+                if start
+                else group[i % G]
+            )
+            stops = [t for t in range(start, len(row.tokens)) if row.tokens[t] in (EQUALS, EOS)]
+            end = stops[0] + 1 if stops else len(row.tokens)
+            tokens.append(list(row.tokens[start:end]))
+            logps.append(list(sampler_logp(row, self.model)[start:end]))
+            if stops:
+                self.replies.append(VOCABULARY[row.tokens[end]] if end < len(row.tokens) else None)
+        how = {"prefixes": prefixes, "eos": [EOS], "device": self.world.device}
+        return Rollout.pack(prompts=prompts, tokens=tokens, logps=logps, **how)
+
+    def reply(self, texts: list[str], answers: list) -> list[tuple[str | None, str]]:
+        return [(reply, "") for reply in self.replies]
+
+
 def expert_choice(row: Row) -> Tensor:
     """[S, layers 2, k 2]: the experts that the sampler says it sent each token to: any two."""
     generator = torch.Generator().manual_seed(zlib.crc32(bytes(row.ids)))
@@ -294,6 +327,7 @@ FLAGS = {
     "ppo": {"critic_warmup": 1, "critic_lr": 3e-3, "gamma": 0.95, "lam": 0.8, "lam_critic": 0.9},
     "recipe": CHOICE | {"tau_p": 0.9, "lag": 1, "rho_on": 0.5, "branches": K, "lr": 3e-4},
     "signs": {"outliers": 1.5, "grad_clip": 3.0},
+    "tool": {"beta": 0.1, "grad_clip": 6.0},
 }
 FLAGS["lp_reg"] |= {"grad_clip": 8.0}
 FLAGS["ppo"] |= {"beta": 0.1, "value_clip": 0.05, "grad_clip": 4.0}
@@ -339,7 +373,10 @@ def record(
     args.run_dir, args.eval_every, args.eval_samples = str(folder), 100, SAMPLES
     args.model, args.sampler_tolerance = model.replace("model", "tiny"), 1e9
     engine, found = Stored(world, model), Record(world.rank, vars(args))
-    judge = marks if name == "blockwise" else reward
+    problems = task(marks if name == "blockwise" else reward)
+    if name == "tool":
+        engine = StoredTurns(world, model)
+        problems.reply = engine.reply
 
     class Watched(torch.optim.AdamW):
         """AdamW that writes down what it is given."""
@@ -363,7 +400,7 @@ def record(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "load_model", lambda name, *flag: copy.deepcopy(loaded(name)))
-        patch.setattr(module, "load_task", lambda *arguments: task(judge))
+        patch.setattr(module, "load_task", lambda *arguments: problems)
         patch.setattr(module, "make_engine", make_engine)
         patch.setattr(module, "save_checkpoint", lambda *arguments: None)
         patch.setattr("common.run.draw_run", lambda *arguments: "")
@@ -556,6 +593,9 @@ class Oracle:
                 torch.nn.utils.rnn.pad_sequence(list(part), batch_first=True) for part in zip(*top)
             )
             b.top_logp = every.gather(-1, ids)
+        if self.name == "tool":  # it wrote what stands after each `=`
+            written = [[0, *(token == EQUALS for token in row.tokens[:-1])] for row in rows]
+            b.mask = b.mask * (1 - padded(written))
         if self.name == "lp_reg":
             tokens = padded([row.tokens for row in rows], 0).flatten()
             proxy = self.module.proxy_logprobs(every_old.flatten(0, 1), tokens, self.args.kappa)
