@@ -45,6 +45,7 @@ CLAIMS = {
     "fork": ("rollouts", "MASPO", "clip-higher", "GRPO"),
     "baseline": ("until hard", "MaxRL, mixed", "RLOO, mixed", "REINFORCE++, mixed"),
     "flips": ("entropy", "GRPO, wrong π_old", "SAPO, wrong π_old"),
+    "drift": ("share", "gap 0.01", "gap 0.11", "gap 0.90"),
     "junk": ("end", "junk, STAPO", "junk, GRPO"),
     "lock": ("tries", "lr 0.3, 0.001, no branches, same tokens", "lr 0.3, 0.001, DEEP-GRPO"),
     "signs": ("until", "rare, GRPO", "rare, NSR", "rare, wrong half of the z-score"),
