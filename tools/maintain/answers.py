@@ -34,7 +34,7 @@ def verifiers() -> dict[str, Callable[[str, str], float | None]]:
 
     return {
         "this project": lambda response, reference: ours([response], [reference])[0],
-        f"math-verify {version('math-verify')}, on the whole response": math_verify_alone,
+        f"math-verify {version('math-verify')} alone": math_verify_alone,
         f"TRL {version('trl')}, `accuracy_reward`": trl,
         f"verl {version('verl')}, `math_reward`": math_reward.compute_score,
     }
