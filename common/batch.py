@@ -24,6 +24,8 @@ class Rollout:
                                 A row's last token is a sampled one
         rollout_logp `[N, T]`   log μ(token) at the sampling temperature, as the sampler reports it
         finished `[N]`          False where the length limit cut the response
+        sampler_top_ids, sampler_top `[N, T, K]`  on request: the sampler's K most likely tokens at
+                                each place, and log μ of each (centred)
         sampler_experts `[N, S, layers, k]`  of a mixture of experts: where each token was sent
     Written by `Task.score`:
         problem `[N]`           the number of the training problem
@@ -49,6 +51,8 @@ class Rollout:
         values, returns, token_advantages `[N, T]`  V, its target, and Â of each token (ppo)
         teacher_logp `[N, T]`   log π_T(token), of another model, to be learned from (opd)
         calls `[N]`, failed `[N]`  calls of a tool; whether one of them failed (tool)
+    Written by `response_logprobs` where there is `sampler_top_ids`:
+        top_logp `[n, T, K]`    log π_θ of these tokens, with gradient; of a micro-batch only
 
     Columns of experts stay on the CPU: with long responses they are gigabytes, read a micro-batch
     at a time.
@@ -76,6 +80,8 @@ class Rollout:
         device: torch.device | str,
         prefixes: list[list[int]] | None = None,
         experts: list[Tensor] | None = None,
+        top: list[Tensor] | None = None,
+        top_logps: list[Tensor] | None = None,
         masks: list[list[float]] | None = None,
     ) -> Rollout:
         """The batch made of lists: a prompt and a prefix for each group, the rest for each row.
@@ -93,6 +99,9 @@ class Rollout:
         columns = {}
         if experts:
             columns["sampler_experts"] = padded(experts, experts[0].dtype, "cpu")
+        if top:  # a row's are [tokens, K]
+            columns["sampler_top_ids"] = padded(top, torch.int32)
+            columns["sampler_top"] = padded(top_logps, torch.float32)
         sequences = [prompt + prefix + row for (prompt, prefix), row in zip(given, tokens)]
         ended = [bool(row) and row[-1] in eos for row in tokens]
         return cls(

@@ -52,11 +52,14 @@ class Policy(nn.Module):
         temperature: float,
         readout: Readout | None = None,
         replay: Tensor | None = None,
+        others: Tensor | None = None,
     ) -> Pair:
         """log π and statistic, two `[M]`, of the token after each place in `predicts [n, S]`.
 
         `sequences [n, S]` are right-padded: with causal attention no real token sees a pad, and no
         attention mask is needed. `replay [n·S, layers, k]`: the experts to send each token to.
+        `others [M, K]`: further tokens, whose log π at the same places are wanted, too; then log π
+        is `[M, 1 + K]`.
         """
         self.routing.replay = replay  # also for the pass that gradient checkpointing repeats
         # nonzero() once: with a mask as index, the CPU would wait for the GPU each time.
@@ -64,6 +67,8 @@ class Policy(nn.Module):
         output = self.lm.base_model(input_ids=sequences, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, where)  # [M, H]
         targets = sequences.roll(-1, dims=1).flatten()[where]  # [M]
+        if others is not None:
+            targets = torch.cat([targets[:, None], others], dim=1)  # [M, 1 + K]
         weight = self.lm.lm_head.weight  # [V, H]
         return TokenLogprobs.apply(hidden, weight, targets, temperature, readout)
 
@@ -72,7 +77,8 @@ class TokenLogprobs(torch.autograd.Function):
     """log softmax(hidden @ weight.T / temperature)[targets], and what `readout` makes of it.
 
     hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, statistic `[M]` (no gradient),
-    both float32. Makes the logits a block of rows at a time, and again in the backward pass.
+    both float32. Targets `[M, K]` are K tokens at each place: logp `[M, K]`, and the statistic is
+    of the first one. Makes the logits a block of rows at a time, and again in the backward pass.
 
     At a vocabulary of 152k, 16k tokens of float32 logits are 10 GB a copy, and the plain formula
     keeps several.
@@ -88,10 +94,11 @@ class TokenLogprobs(torch.autograd.Function):
     def d_logits(
         hidden: Tensor, weight: Tensor, targets: Tensor, d_logp: Tensor, temperature: float
     ) -> Tensor:
-        """`d_logp` times d log p(target) / d logits = 1{target} - p: `[b, V]`, in its dtype."""
+        """The sum over the targets `[b, K]` of `d_logp [b, K]` times d log p(target) / d logits,
+        which is 1{target} - p: `[b, V]`, in the weight's dtype."""
         p = TokenLogprobs.logits(hidden, weight, temperature).softmax(-1)  # [b, V]
-        d_logits = p.mul_(-d_logp[..., None])  # [b, V]
-        d_logits.scatter_add_(-1, targets[..., None], d_logp[..., None])
+        d_logits = p.mul_(-d_logp.sum(-1, keepdim=True))  # [b, V]
+        d_logits.scatter_add_(-1, targets, d_logp)
         if temperature != 1:
             d_logits = d_logits / temperature
         return d_logits.to(weight.dtype)
@@ -112,29 +119,36 @@ class TokenLogprobs(torch.autograd.Function):
     ) -> Pair:
         ctx.save_for_backward(hidden, weight, targets)
         ctx.temperature = temperature
-        logp = torch.empty(len(hidden), device=hidden.device)  # [M]
-        statistic = torch.zeros_like(logp)  # [M]
+        tokens = columns(targets)  # [M, K]
+        logp = torch.empty(targets.shape, device=hidden.device)  # [M], or [M, K]
+        statistic = torch.zeros(len(hidden), device=hidden.device)  # [M]
         for rows in TokenLogprobs.blocks(hidden, weight):
             logprobs = TokenLogprobs.logits(hidden[rows], weight, temperature).log_softmax(-1)
-            logp[rows] = logprobs.gather(-1, targets[rows, None])[:, 0]
+            columns(logp)[rows] = logprobs.gather(-1, tokens[rows])
             if readout:
-                statistic[rows] = readout(logprobs, targets[rows])
+                statistic[rows] = readout(logprobs, tokens[rows, 0])
         ctx.mark_non_differentiable(statistic)
         return logp, statistic
 
     @staticmethod
     def backward(ctx, d_logp: Tensor, _: None) -> tuple:
         hidden, weight, targets = ctx.saved_tensors
+        tokens, d_logp = columns(targets), columns(d_logp)  # [M, K]
         d_hidden = torch.empty_like(hidden)  # [M, H]
         # Summed over blocks in float32: in bfloat16 every block would round what came before it.
         d_weight = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]
         for rows in TokenLogprobs.blocks(hidden, weight):
             d_logits = TokenLogprobs.d_logits(
-                hidden[rows], weight, targets[rows], d_logp[rows], ctx.temperature
+                hidden[rows], weight, tokens[rows], d_logp[rows], ctx.temperature
             )  # [b, V]
             d_hidden[rows] = d_logits @ weight
             add_product(d_weight, d_logits.T, hidden[rows])
         return d_hidden, d_weight.to(weight.dtype), None, None, None
+
+
+def columns(x: Tensor) -> Tensor:
+    """`[M]` as `[M, 1]`; `[M, K]` as it is."""
+    return x if x.dim() == 2 else x[:, None]
 
 
 def frozen_reference(args: Flags, lm: PreTrainedModel, world: World) -> Policy | None:
@@ -192,9 +206,13 @@ def response_logprobs(
     policy: Policy, batch: Rollout, temperature: float, readout: Readout | None = entropies
 ) -> Pair:
     """log π(token), with gradient, and a statistic of every sampled token: two `[n, T]`, zero on
-    padding."""
+    padding.
+
+    Where the sampler reported its most likely tokens (`sampler_top_ids`), the batch gets a column
+    `top_logp [n, T, K]`: log π of these, with gradient.
+    """
     blank, where = torch.zeros_like(batch.mask), batch.mask.bool()  # [n, T]
-    replayed = None
+    replayed, others = None, None
     if len(batch) == 0:
         # Other ranks have rows left, and FSDP's collectives need all ranks: a pass over two tokens,
         # of which nothing is used. Its gradients are zeros.
@@ -210,7 +228,18 @@ def response_logprobs(
         if hasattr(batch, "replayed_experts"):
             replayed = batch.replayed_experts[:, : sequences.shape[1]]  # [n, S, layers, k]
             replayed = replayed.flatten(0, 1).to(blank.device)  # [n·S, layers, k]
-    logp, statistic = policy(sequences, predicts, temperature, readout, replayed)  # [M], [M]
+        if hasattr(batch, "sampler_top_ids"):
+            others = batch.sampler_top_ids[where].long()  # [M, K]
+    if others is None:
+        logp, statistic = policy(sequences, predicts, temperature, readout, replayed)  # [M], [M]
+    else:
+        asked = sequences, predicts, temperature, readout, replayed, others
+        every, statistic = policy(*asked)  # [M, 1 + K], [M]
+        logp = every[:, 0]  # [M]
+    if hasattr(batch, "sampler_top_ids"):
+        batch.top_logp = blank.new_zeros(batch.sampler_top_ids.shape)  # [n, T, K]
+        if others is not None:
+            batch.top_logp = batch.top_logp.masked_scatter(where[..., None], every[:, 1:])
     logp = blank.masked_scatter(where, logp)  # [n, T]
     statistic = blank.masked_scatter(where, statistic)  # [n, T]
     if logp.requires_grad:

@@ -26,7 +26,12 @@ class VLLMEngine:
     """
 
     def __init__(
-        self, args: Flags, lm: PreTrainedModel, world: World, record_experts: bool = False
+        self,
+        args: Flags,
+        lm: PreTrainedModel,
+        world: World,
+        record_experts: bool = False,
+        record_top: int = 0,
     ):
         # In this process, where weights are handed over without a copy.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
@@ -35,6 +40,8 @@ class VLLMEngine:
             import vllm
         ranks = args.tensor_parallel
         options = vllm_options(args, lm, world, record_experts)
+        self.top = min(record_top, lm.config.vocab_size)
+        options["max_logprobs"] = max(self.top, options.get("max_logprobs", 20))  # 20: its default
         self.SamplingParams = vllm.SamplingParams
         self.world = world
         self.calls = 0
@@ -134,7 +141,7 @@ class VLLMEngine:
                 temperature=temperature,
                 top_p=top_p,
                 top_k=0,
-                logprobs=0,  # of the sampled token alone
+                logprobs=self.top,  # of the sampled token, and of so many others
                 flat_logprobs=True,
                 stop_token_ids=self.eos,
                 detokenize=False,
@@ -148,8 +155,14 @@ class VLLMEngine:
         mine = answers[first : first + len(prompts)]
         outputs = [output for answer in mine for output in answer.outputs]
         tokens = [list(output.token_ids) for output in outputs]
-        logps = [output.logprobs.logprobs for output in outputs]
-        experts = []
+        logps, top, top_logps, experts = [], [], [], []
+        for output in outputs:  # at each place first the sampled token, then the most likely ones
+            reported = torch.tensor(output.logprobs.logprobs).view(-1, 1 + self.top)
+            logps.append(reported[:, 0])  # [tokens]
+            if self.top:
+                ids = torch.tensor(output.logprobs.token_ids).view(-1, 1 + self.top)
+                top.append(ids[:, 1:])  # [tokens, K]
+                top_logps.append(reported[:, 1:])  # [tokens, K]
         for row, output in enumerate(outputs if self.reports_experts else []):
             seen = torch.as_tensor(output.routed_experts)  # [tokens, layers, k]
             if seen.dtype == torch.uint16:  # few operations know it
@@ -164,6 +177,8 @@ class VLLMEngine:
             tokens=tokens,
             logps=logps,
             experts=experts,
+            top=top,
+            top_logps=top_logps,
             eos=self.eos,
             device=self.world.device,
         )

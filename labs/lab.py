@@ -1,7 +1,6 @@
 """What every lab shares: its command line, its seeds, its table, its figure.
 
-A lab is a folder with `__main__.py`, README.md, table.json and figure.png. A second experiment on
-the same subject is a module beside it, with NAME.json and NAME.png. Each has
+A lab is a folder with `__main__.py`, README.md, table.json and figure.png. Its module has
     TITLE            the finding, which stands above the figure
     ARMS             arm -> what it is: for a toy anything, else a command line: `grpo.py FLAGS`,
                      `-m variants.dapo FLAGS`
@@ -74,11 +73,9 @@ def main(lab: ModuleType) -> None:
         seeds = getattr(lab, "SEEDS", SEEDS)
     if seeds < 1:
         parser.error(f"--seeds {seeds}: must be 1 or more")
-    part = lab.__spec__.name.rpartition(".")[2]
-    names = ("table", "figure") if part == "__main__" else (part, part)
     kind = ".quick" if words.quick else ""  # beside the full runs, not in their place
     folder = words.out / program.split(".")[1]
-    table, figure = folder / f"{names[0]}{kind}.json", folder / f"{names[1]}{kind}.png"
+    table, figure = folder / f"table{kind}.json", folder / f"figure{kind}.png"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         results = run(lab, table, seeds, words.quick)

@@ -33,8 +33,8 @@ import importlib
 import itertools
 import math
 import sys
-import weakref
-from collections import Counter, defaultdict
+import warnings
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -45,8 +45,7 @@ from common import model as loading
 from common.cli import BadInput, blame, say
 from common.launch import parse
 from common.logprobs import TokenLogprobs, entropies
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
 from tools import arguments
@@ -65,42 +64,6 @@ SAVINGS += [CHECKPOINTING | flags for flags in SAVINGS]
 for moved in ("offload_reference", "offload"):
     for size in ({}, {"micro_tokens": 8192}, {"micro_tokens": 4096}):
         SAVINGS.append(CHECKPOINTING | SLEEP | size | {moved: True})
-
-
-class Ledger:
-    """Bytes of the storages that are alive, and their largest sum by device and phase."""
-
-    def __init__(self):
-        self.sizes = {}  # by storage
-        self.live = Counter()  # by device
-        self.peaks = defaultdict(Counter)  # by device, then by phase
-
-    def see(self, tensor: torch.Tensor, device: str, phase: str = "") -> None:
-        storage = tensor.untyped_storage()
-        if not self.sizes.get(storage._cdata):
-            self.count(storage._cdata, storage.nbytes(), device, phase)
-            weakref.finalize(storage, self.count, storage._cdata, 0, device, phase)
-
-    def count(self, key: int, size: int, device: str, phase: str) -> None:
-        self.live[device] += size - self.sizes.get(key, 0)
-        self.sizes[key] = size
-        if size:
-            self.peaks[device][phase] = max(self.peaks[device][phase], self.live[device])
-
-
-class Counting(TorchDispatchMode):
-    """A context in which all tensors made are entered in a ledger."""
-
-    def __init__(self):
-        super().__init__()
-        self.ledger = Ledger()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for one in tree_flatten(made)[0]:
-            if isinstance(one, torch.Tensor):
-                self.ledger.see(one, "meta")
-        return made
 
 
 def flash(module, query, key, value, mask, scaling=None, **_) -> tuple:
@@ -136,11 +99,14 @@ def counted(model: str, layers: int, tokens: int, checkpointing: bool) -> Counte
         found["pinned"] += 2 ** math.ceil(math.log2(2 * parameter.numel()))
         # As FSDP does: a gradient is passed on at once.
         parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
-    with Counting() as counting:
+    tracker = MemTracker()
+    tracker.track_external(lm)
+    with warnings.catch_warnings(action="ignore"), tracker:
         hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
         logp, _ = TokenLogprobs.apply(hidden, lm.lm_head.weight, ids[0], 1.0, entropies)
         logp.sum().backward()
-    found["activations"] = counting.ledger.peaks["meta"][""]
+    (peak,) = tracker.get_tracker_snapshot("peak").values()  # of the one device
+    found["activations"] = peak["Total"] - 2 * found["parameters"]
     return found
 
 

@@ -43,7 +43,7 @@ WIDE = {"3 bits, weight π/μ": SMALL, "3 bits, no weight": SMALL + NO_WEIGHT}
 ARMS |= WIDE
 QUANTISED = (
     "from common.rollout import make_engine",
-    "from labs.mismatch.quantised import evaluate, make_engine",
+    "from labs.mismatch.quantised import engine_of, evaluate\n\nmake_engine = engine_of(3)",
 )
 DAMAGE |= dict.fromkeys(WIDE, QUANTISED)
 COLUMNS = ("greedy", "sampled", "sampler_kl", "weight_max", "response_len")

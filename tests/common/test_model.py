@@ -47,6 +47,26 @@ def test_token_logprobs_equal_the_plain_formula(monkeypatch, temperature):
         assert torch.allclose(ours, theirs, atol=1e-5)
 
 
+def test_token_logprobs_of_several_tokens_at_each_place(monkeypatch):
+    """Targets [M, K]: log-probs, statistic of the first one, and both gradients are the formula's;
+    a token may stand there twice."""
+    monkeypatch.setattr(model_module, "BLOCK_ELEMENTS", 7 * 50)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (40, 50))
+    targets = torch.randint(50, (40, 5), generator=generator)
+    targets[:, 3] = targets[:, 0]
+    upstream = torch.randn(40, 5, generator=generator)
+    likely = lambda logprobs, tokens: logprobs.gather(1, tokens[:, None])[:, 0]  # noqa: E731
+
+    logp, first = TokenLogprobs.apply(hidden, weight, targets, 0.7, likely)
+    gradients = torch.autograd.grad((logp * upstream).sum(), (hidden, weight))
+    plain = torch.log_softmax(hidden @ weight.T / 0.7, dim=-1).gather(1, targets)
+    expected = torch.autograd.grad((plain * upstream).sum(), (hidden, weight))
+    assert torch.allclose(logp, plain, atol=1e-5) and torch.allclose(first, plain[:, 0], atol=1e-5)
+    for ours, theirs in zip(gradients, expected):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
 def test_a_bfloat16_heads_gradient_does_not_lose_over_blocks(monkeypatch):
     """58 blocks: the gradient's error against float32 is that of bfloat16's own rounding, 0.3%."""
     monkeypatch.setattr(model_module, "BLOCK_ELEMENTS", 7 * 50)
@@ -77,12 +97,14 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_log_probs_never_hold_the_logits_of_all_tokens():
-    """On tensors with a shape and no storage: nothing is larger than the head's own gradient."""
+@pytest.mark.parametrize("others", [0, 20])
+def test_log_probs_never_hold_the_logits_of_all_tokens(others):
+    """On tensors with a shape and no storage: nothing is larger than the head's own gradient, also
+    with 20 more tokens at each place."""
     V, H, TOKENS = 151_936, 2048, 16_384  # Qwen3-1.7B's, and 8 answers of 2,048 tokens
     with torch.device("meta"):
         hidden, weight = (torch.randn(n, H, requires_grad=True) for n in (TOKENS, V))
-        targets = torch.zeros(TOKENS, dtype=torch.long)
+        targets = torch.zeros(TOKENS, 1 + others, dtype=torch.long)
     with Largest() as largest:
         TokenLogprobs.apply(hidden, weight, targets, 1.0, None)[0].sum().backward()
     assert largest.size == V * H < TOKENS * V

@@ -39,6 +39,23 @@ def test_sampler_and_trainer_agree(world, tiny, prompts, temperature, max_rows):
     assert torch.allclose(logp, rollout.rollout_logp, atol=1e-4)
 
 
+def test_the_most_likely_tokens(world, tiny, prompts):
+    """On request the sampler reports them with their log-probs, at most the vocabulary; the
+    trainer's log-probs of the same ids equal them, in their order, and are 0 on padding."""
+    for asked, given in ((3, 3), (99, 18)):
+        engine = HFEngine(tiny[0], world, 0, "float32", 16, top=asked)
+        rollout = engine.generate(prompts, 8, 64, 0.6)
+        assert rollout.sampler_top.shape == (*rollout.mask.shape, given)
+        assert (rollout.sampler_top.diff(dim=-1) <= 0).all()
+        response_logprobs(Policy(tiny[0]), rollout, 0.6)
+        assert torch.allclose(rollout.top_logp, rollout.sampler_top, atol=1e-4)
+        assert (rollout.top_logp[rollout.mask == 0] == 0).all() and rollout.top_logp.requires_grad
+    places = rollout.mask.bool()
+    assert torch.allclose(rollout.sampler_top[places].exp().sum(-1), torch.tensor(1.0), atol=1e-5)
+    here = rollout.sampler_top_ids[places] == rollout.tokens[places][:, None]
+    assert torch.equal(rollout.sampler_top[places][here], rollout.rollout_logp[places])
+
+
 def test_masks_end_with_the_eos(engine, tiny, prompts):
     """Row i answers prompt i // n; mask covers the EOS; nothing but padding follows; a cut response
     has no EOS."""

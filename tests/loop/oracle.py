@@ -173,6 +173,14 @@ def sampler_logp(row: Row, model: str) -> tuple[float, ...]:
     return tuple(x + e for x, e in zip(logp, row.noise))
 
 
+@lru_cache(4096)
+def sampler_top(row: Row, model: str) -> tuple[Tensor, Tensor]:
+    """Ids and log μ of the 4 tokens that the engine calls the most likely ones: two [tokens, 4]."""
+    with torch.no_grad():
+        logp, ids = distributions(untrained(model), [row])[0].topk(4)
+    return ids, logp - torch.tensor([0.1, 0.5, 0.2, 0.9])
+
+
 def mu_of(rows: list[Row], model: str) -> Tensor:
     return padded([sampler_logp(row, model) for row in rows]).double()
 
@@ -185,7 +193,7 @@ class Stored:
 
     def __init__(self, world: World, model: str):
         self.world, self.model, self.reports_experts = world, model, model == "model-moe"
-        self.calls, self.synced = [], []
+        self.calls, self.synced, self.top = [], [], 0
 
     def generate(
         self, prompts: list, n: int, limit: int, temperature: float, prefixes=None, top_p=1.0
@@ -197,7 +205,10 @@ class Stored:
             rows += respond(text, n, starts[i] if prefixes else "")
         call = {"prompts": texts, "n": n, "limit": limit, "temperature": temperature}
         self.calls.append(call | {"top_p": top_p, "prefixes": starts if prefixes else None})
+        top = [sampler_top(row, self.model) for row in rows if self.top]
         return Rollout.pack(
+            top=[ids for ids, _ in top],
+            top_logps=[logp for _, logp in top],
             prompts=prompts,
             prefixes=prefixes,
             tokens=[list(row.tokens) for row in rows],
@@ -304,6 +315,7 @@ FLAGS = {
     "deep_grpo": {"branches": K, "beta": 0.1, "branch_weight": 0.7, "grad_clip": 8.0},
     "baselines": {"grad_clip": 6.0},
     "blockwise": {"grad_clip": 4.0},
+    "centred": {"weight": "tis", "w_high": 1.2, "grad_clip": 25.0},
     "dapo": {"max_draws": 2, "overlong_buffer": 20, "overlong_penalty": 0.7, "grad_clip": 11.0},
     "entropy20": {"grad_clip": 8.0},
     "laconic": {"length_budget": 8, "price_lr": 1.0, "price_ceiling": 0.5, "grad_clip": 5.0},
@@ -377,6 +389,10 @@ def record(
             (found.updates if policy else found.lessons).append(seen)
             super().step(closure)
 
+    def make_engine(*arguments: object, **named: object) -> Stored:
+        engine.top = named.get("record_top", 0)
+        return engine
+
     def fit(pairs: list) -> tuple:
         found.fits.append(fit_success(pairs))
         return found.fits[-1]
@@ -384,7 +400,7 @@ def record(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "load_model", lambda name, *flag: copy.deepcopy(loaded(name)))
         patch.setattr(module, "load_task", lambda *arguments: problems)
-        patch.setattr(module, "make_engine", lambda *arguments, **named: engine)
+        patch.setattr(module, "make_engine", make_engine)
         patch.setattr(module, "save_checkpoint", lambda *arguments: None)
         patch.setattr("common.run.draw_run", lambda *arguments: "")
         patch.setattr(torch.optim, "AdamW", Watched)
@@ -570,6 +586,12 @@ class Oracle:
         )
         if self.name == "blockwise":
             self.cut(b)
+        if self.name == "centred":
+            top = [sampler_top(row, self.model) for row in rows]
+            ids, b.sampler_top = (
+                torch.nn.utils.rnn.pad_sequence(list(part), batch_first=True) for part in zip(*top)
+            )
+            b.top_logp = every.gather(-1, ids)
         if self.name == "tool":  # it wrote what stands after each `=`
             written = [[0, *(token == EQUALS for token in row.tokens[:-1])] for row in rows]
             b.mask = b.mask * (1 - padded(written))

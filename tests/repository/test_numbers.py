@@ -75,9 +75,6 @@ def test_a_page_shows_the_stored_results(name):
     """Each number of its tables, between what comes out and the predictions, is one that the lab
     prints of its stored results."""
     printed = runpy.run_module(f"labs.{name}.__main__")["rows"](results_of(LABS[name]))
-    if name == "lock":
-        second = results_of(ROOT / "labs/lock/branch.json")
-        printed += runpy.run_module("labs.lock.branch")["rows"](second)
     there = figures(" | ".join(cell for row in printed for cell in row))
     page = "\n".join(lines(f"labs/{name}/README.md"))
     shown = page.partition("## What comes out")[2].partition("## Predictions")[0]

@@ -36,6 +36,7 @@ BUDGET = {
     "jet": (230, 40),  # an object beside minirl's replay
     "baselines": (198, 42),  # six baselines
     "opd": (190, 50),  # a teacher, and what is known of it
+    "centred": (205, 60),  # a second term, a weight on both; what minirl has and it has not
     "icepop": (225, 53),  # a family of corrections
     "ppo": (275, 150),  # what GRPO removed: a second model, GAE, its loss
     "tool": (295, 118),  # turns: an engine around the engine, and what a failed call costs
