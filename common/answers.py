@@ -77,7 +77,7 @@ def last_box(text: str) -> str | None:
                     break
             else:
                 return ""
-        if written(content[:LONGEST]) not in ("", "?", r"\ldots"):
+        if content.strip() and written(content[:LONGEST]) not in ("", "?", r"\ldots"):
             return content
     return None
 
