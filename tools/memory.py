@@ -1,14 +1,15 @@
-"""Estimated memory of a run per GPU in GB, and flags with which it fits.
+"""Estimated memory of a run per GPU in GB.
 
     python -m tools.memory [FILE.py] --model MODEL [FLAGS] [--gpus N] [--gpu_memory GB]
 
 FILE.py is an algorithm file (grpo.py), FLAGS are its flags, MODEL is a folder or a hub name, whose
-config.json is read. If the run does not fit, the fastest command that does is printed, too.
+config.json is read. Printed are the peak and its parts, how many responses the cache holds, and the
+peaks with one more flag that saves memory.
 
 The parts, with N parameters over R ranks:
     states       float32 master copy, AdamW's two moments, float32 gradient: 16 N / R bytes; also
                  of a second model that is trained (a teacher, a critic)
-    reference    float32 shards of a model that is not trained, 4 N / R (0 with --offload_reference)
+    reference    float32 shards of a model that is not, 4 N / R (0 with --offload_reference)
     gathered     bfloat16 copies of what FSDP gathers at once, the root (embedding and head) and
                  two layers; and a layer's float32 gradient before it is scattered
     activations  what is alive at most in the forward and backward passes of one micro-batch. This
@@ -30,7 +31,6 @@ block of the next power of two. It also includes offloaded parts, and recorded e
 """
 
 import importlib
-import itertools
 import math
 import sys
 import warnings
@@ -42,7 +42,7 @@ from pathlib import Path
 import torch
 from checks.files import MODULES
 from common import model as loading
-from common.cli import BadInput, blame, say
+from common.cli import BadInput, Flags, blame, say
 from common.launch import parse
 from common.logprobs import TokenLogprobs, entropies
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -54,16 +54,10 @@ from tools.maintain.shapes import SHAPES, config_of
 PROMPT = 512  # tokens of a prompt
 VLLM_WORK = 5e9  # bytes of vLLM's activations and CUDA graphs
 GRAPHS = 2e9  # of these the graphs
-ENOUGH = 16  # responses that vLLM samples at once: with fewer it waits for memory, not for the GPU
 COPIES = 4.5  # of the recorded experts of a rollout, while micro-batches are made of them
-USUAL = {"--task": "gsm8k", "--lr": "1e-6", "--save_every": "10", "--max_new_tokens": "2048"}
-# Flags that save memory, from those that cost no time to those that cost most
-SLEEP, CHECKPOINTING = {"vllm_sleep": True}, {"gradient_checkpointing": True}
-SAVINGS = [{}, SLEEP, SLEEP | {"micro_tokens": 8192}]
-SAVINGS += [CHECKPOINTING | flags for flags in SAVINGS]
-for moved in ("offload_reference", "offload"):
-    for size in ({}, {"micro_tokens": 8192}, {"micro_tokens": 4096}):
-        SAVINGS.append(CHECKPOINTING | SLEEP | size | {moved: True})
+PARTS = ("states", "reference", "gathered", "activations", "vLLM")
+SAVINGS = {"vllm_sleep": True, "micro_tokens": 8192, "offload_reference": True}  # cheapest first
+SAVINGS |= {"gradient_checkpointing": True, "offload": True}
 
 
 def flash(module, query, key, value, mask, scaling=None, **_) -> tuple:
@@ -97,7 +91,7 @@ def counted(model: str, layers: int, tokens: int, checkpointing: bool) -> Counte
     for parameter in lm.parameters():
         found["parameters"] += parameter.numel()
         found["pinned"] += 2 ** math.ceil(math.log2(2 * parameter.numel()))
-        # As FSDP does: a gradient is passed on at once.
+    for parameter in lm.base_model.layers.parameters():  # FSDP passes on their gradients at once
         parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
     tracker = MemTracker()
     tracker.track_external(lm)
@@ -131,9 +125,9 @@ def engine_bytes(
     return weights / ranks, 2 * 2 * config.num_hidden_layers * heads * dim
 
 
-def estimate(args: object, gpus: int, gpu: float) -> dict[str, float]:
-    """GB per GPU of `gpu` GB, and on the host, of a run with these flags on so many GPUs; and how
-    many responses vLLM's cache holds."""
+def estimate(args: Flags, gpus: int, gpu: float) -> dict[str, float | str]:
+    """PARTS and peak, GB per GPU of `gpu` GB, of a run with these flags; host, GB of a node; the
+    phase of the peak; and how many responses vLLM's cache holds."""
     nodes = math.ceil(gpus / 8)
     response = args.max_new_tokens + PROMPT
     tokens = max(args.micro_tokens, response)  # the longest response is never split
@@ -161,89 +155,52 @@ def estimate(args: object, gpus: int, gpu: float) -> dict[str, float]:
     ranks = args.tensor_parallel
     weights, token = engine_bytes(config, n, ranks, args.rollout_dtype == "float8")
     share = args.vllm_memory * gpu * 1e9
-    updating = sum(parts.values()) + (GRAPHS if args.vllm_sleep else share)
-    sampling = parts["states"] - gradients + parts["reference"] + share
+    phases = {"updating": sum(parts.values()) + (GRAPHS if args.vllm_sleep else share)}
+    phases["sampling"] = parts["states"] - gradients + parts["reference"] + share
+    phase = max(phases, key=phases.get)
 
     # The host: at the start rank 0's float32 weights, later whatever was moved there
-    pinned = gpus / nodes * found["pinned"] / ranks if args.vllm_sleep else 0
+    pinned = gpus / nodes * found["pinned"] * weights / (2 * n) if args.vllm_sleep else 0
     moved = 4 * n / nodes * frozen if args.offload or args.offload_reference else 0
     moved += 16 * n / nodes if args.offload else 0
     if getattr(args, "routing_replay", "none") != "none":
         rows = args.prompts_per_step * args.group_size / nodes
         experts = config.num_hidden_layers * config.num_experts_per_tok
         moved += COPIES * rows * response * experts
-    host = pinned + max(4 * n * (2 if frozen else 1), moved)
-    bytes_of = parts | {"vLLM": share, "updating": updating, "sampling": sampling, "host": host}
+    parts |= {"vLLM": share, "peak": phases[phase]}
+    parts["host"] = pinned + max(4 * n * (2 if frozen else 1), moved)
     responses = max(0.0, share - weights - VLLM_WORK) / token / response
-    return {name: size / 1e9 for name, size in bytes_of.items()} | {"responses": responses}
-
-
-def fits(found: dict[str, float], gpu: float) -> bool:
-    return max(found["updating"], found["sampling"]) <= 0.94 * gpu - 1
-
-
-def fit(args: object, gpus: int, gpu: float, given: set[str]) -> tuple[dict, dict] | None:
-    """The flags, beside those `given`, with which the run fits and is fastest, and the estimate;
-    None if none fits. vLLM's cache must hold ENOUGH responses, or two if no flags allow that."""
-    engines = [ranks for ranks in (1, 2, 4, 8) if gpus % ranks == 0]
-    for wanted, ranks, saving in itertools.product((ENOUGH, 2), engines, SAVINGS):
-        for share in range(90, 14, -5):  # from the largest down: a larger cache samples faster
-            flags = saving | ({"tensor_parallel": ranks} if ranks > 1 else {})
-            flags |= {"vllm_memory": share / 100}
-            flags = {name: value for name, value in flags.items() if name not in given}
-            found = estimate(replace(args, **flags), gpus, gpu)
-            if fits(found, gpu) and found["responses"] >= wanted:
-                return flags, found
-    return None
-
-
-def as_words(flags: dict[str, object]) -> str:
-    """Flags as on a command line."""
-    words = []
-    for name, value in flags.items():
-        shown = f"{value:.2f}" if isinstance(value, float) else value
-        words.append(f"--{name}" if value is True else f"--{name} {shown}")
-    return " ".join(words)
-
-
-def shown(found: dict[str, float]) -> str:
-    phase = max("updating", "sampling", key=found.get)
-    line = f"peak {found[phase]:.1f} GB per GPU, while {phase}; vLLM's cache holds "
-    return line + f"{found['responses']:.0f} responses of full length; host {found['host']:.0f} GB"
+    found = {name: size / 1e9 for name, size in parts.items()}
+    return found | {"phase": phase, "responses": responses}
 
 
 def answer(file: str, words: list[str], gpus: int, gpu: float) -> list[str]:
-    """The memory of the command given; if it does not fit, the command that does."""
-    stem = Path(file).stem
-    if stem not in MODULES:
+    """What the command needs, and which peaks one more flag would give."""
+    if Path(file).stem not in MODULES:
         raise BadInput(f"{file}: not an algorithm file")
-    given = {word.partition("=")[0] for word in words}
-    for name, value in (*USUAL.items(), ("--prompts_per_step", f"{math.ceil(64 / gpus) * gpus}")):
-        if name not in given:
-            words = [*words, name, value]
     sys.argv = [file, *words]
-    args = parse(importlib.import_module(MODULES[stem]).Args)
+    args = parse(importlib.import_module(MODULES[Path(file).stem]).Args)
     found = estimate(args, gpus, gpu)
-    parts = ("states", "reference", "gathered", "activations", "vLLM")
-    lines = [f"{args.model} on {gpus} GPU(s) of {gpu:g} GB: {shown(found)}"]
-    lines += [", ".join(f"{name} {found[name]:.1f}" for name in parts)]
-    if fits(found, gpu) and found["responses"] >= ENOUGH:
-        return [*lines, "fits"]
-    better = fit(args, gpus, gpu, {word.removeprefix("--") for word in given})
-    if not better:
-        return [*lines, "does not fit, with no flags"]
-    nodes = f"--nnodes={gpus // 8} " if gpus > 8 else ""
-    command = f"torchrun {nodes}--nproc_per_node={min(gpus, 8)} {file} {' '.join(words)}"
-    return [*lines, f"fits: {command} {as_words(better[0])}", f"      {shown(better[1])}"]
+    verdict = "fits" if found["peak"] <= 0.94 * gpu - 1 else "does not fit"
+    lines = [f"peak {found['peak']:.1f} GB per GPU, while {found['phase']}: {verdict} {gpu:g} GB"]
+    lines += ["    " + ", ".join(f"{name} {found[name]:.1f}" for name in PARTS)]
+    lines += [f"room for {found['responses']:.0f} responses of full length per GPU"]
+    lines += [f"needs {found['host']:.0f} GB of host memory"]
+    for name, value in SAVINGS.items():
+        better = estimate(replace(args, **{name: value}), gpus, gpu)
+        if better["peak"] < found["peak"]:
+            shown = f"--{name}" if value is True else f"--{name} {value}"
+            lines.append(f"    peak {better['peak']:.1f} with {shown}")
+    return lines
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    file = words.pop(0) if words and words[0].endswith(".py") else "grpo.py"
     parser = arguments(__doc__)
     parser.allow_abbrev = False
     parser.add_argument("--gpus", type=int, default=1, help="number (more than 8: nodes of 8)")
     parser.add_argument("--gpu_memory", type=float, default=80.0, metavar="GB", help="of each GPU")
+    words = sys.argv[1:]
+    file = words.pop(0) if words and not words[0].startswith("-") else "grpo.py"
     given, flags = parser.parse_known_args(words)
     if given.gpus < 1 or given.gpus > 8 and given.gpus % 8:
         parser.error(f"--gpus {given.gpus}: 1 to 8 GPUs or whole nodes of 8")

@@ -25,7 +25,7 @@ tools.compare --sheet sheet.png runs/a runs/b
 tools.evaluate runs/a --eval_problems 4 --eval_samples 1
 tools.maintain.make_tiny tiny tiny-new --steps 1
 tools.maintain.marks
-tools.memory --cards
+tools.memory stapo.py --model Qwen/Qwen3-0.6B-Base --gpus 8
 tools.page runs/a
 tools.reader
 tools.maintain.results runs/a
