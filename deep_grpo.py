@@ -57,7 +57,7 @@ nothing was wrong yet.
 Run it:
     torchrun deep_grpo.py                                   # laptop, a few minutes, no download
     torchrun deep_grpo.py --branch_weight 0 # control: branches have only the KL term, β 1e-4
-    # the paper's batch and lengths, on all of MATH's training set
+    # the paper's batch and lengths, on all of MATH's training set; one node of H100s (80 GB)
     torchrun --nproc_per_node=8 deep_grpo.py --model Qwen/Qwen2.5-Math-1.5B --task math \\
         --boundary . --prompts_per_step 64 --minibatches 1 --max_new_tokens 3072 --lr 1e-6 \\
         --micro_tokens 8192
@@ -76,15 +76,15 @@ from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.cli import BadInput, Exponent, Several  # <own>
 from common.clock import timed  # <own>
-from common.data import load_task
+from common.data import Task, load_task  # <own>
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather, global_sum  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
 from common.logprobs import frozen_reference  # <own>
-from common.metrics import Means, metrics_by_sign, evaluate, rollout_metrics
+from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
 from common.model import load_model
-from common.rollout import make_engine
+from common.rollout import Engine, make_engine  # <own>
 from common.run import Run
 import torch
 from torch import Tensor
@@ -118,18 +118,20 @@ class Args(Flags):
     """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
     clip_high: NonNegative = 0.2
     """ε of the upper clip, which is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
-    beta: NonNegative = 1e-4  # <own>
+    # <own>
+    beta: NonNegative = 1e-4
     """β of the KL term; 0 loads no reference model (paper)."""
-    kl_ratio: bool = False  # <own>
+    kl_ratio: bool = False
     """Multiply k3 by r, so that its gradient is the gradient of the KL (DeepSeek-V3.2)."""
-    boundary: str = ";"  # <own>
+    boundary: str = ";"
     """Text that ends a segment; a token that ends in it allows a branch (paper: `.`)."""
-    branches: Several = 8  # <own>
+    branches: Several = 8
     """K: new endings from each pivot (paper)."""
-    branch_weight: NonNegative = 1.0  # <own>
+    branch_weight: NonNegative = 1.0
     """λ: weight of the branches' stream (paper)."""
-    depth_power: Exponent = 2.0  # <own>
+    depth_power: Exponent = 2.0
     """γ: preference for deep pivots (paper)."""
+    # </own>
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -193,14 +195,14 @@ class Branches:
     Each rank branches from its own responses. The regression uses the outcomes of all ranks.
     """
 
-    def __init__(self, args: Args, engine: object, task: object, tokenizer: object, world: World):
-        texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
-        ends = {i for i, text in enumerate(texts) if text.rstrip(" ").endswith(args.boundary)}
-        if not args.boundary or not ends:
+    def __init__(self, args: Args, engine: Engine, task: Task, world: World):
+        # Tokens that end a step
+        texts = task.tokenizer.batch_decode([[token] for token in range(len(task.tokenizer))])
+        self.ends = {i for i, text in enumerate(texts) if text.rstrip(" ").endswith(args.boundary)}
+        if not args.boundary or not self.ends:
             raise BadInput(f"--boundary {args.boundary!r}: no token ends in it")
         self.args, self.engine, self.task, self.world = args, engine, task, world
-        self.boundaries = ends
-        self.feedback: list[tuple[float, float]] = []  # depth, whether some branch succeeded
+        self.feedback: list[list[float]] = []  # depth, whether some branch succeeded
 
     def state_dict(self) -> dict:
         return {"feedback": self.feedback}
@@ -209,9 +211,9 @@ class Branches:
         self.feedback = state["feedback"]
 
     @timed("branch")
-    def grow(self, rollout: Rollout, rewards: Tensor, problems: list, means: Means) -> Rollout:
-        """Samples K new endings of every failed response and returns those with an advantage. Their
-        column `origin` is the parent's row of `rollout`. `rewards [P, G]`."""
+    def grow(self, rollout: Rollout, rewards: Tensor, problems: list) -> tuple[Rollout, dict]:
+        """Samples K new endings of every failed response. Returns those with an advantage, whose
+        column `origin` is the parent's row of `rollout`; and metrics. `rewards [P, G]`."""
         args, world, K, G = self.args, self.world, self.args.branches, self.args.group_size
         # Each failed response is cut at one of its pivots, drawn from Q
         failed = (rewards.flatten() <= 0).nonzero()[:, 0]  # [F]: rows
@@ -220,7 +222,7 @@ class Branches:
         prefixes, depths = [], []
         for row, parent in zip(failed.tolist(), parents):
             rng = Random(f"{args.seed}/{parent.index * G + row % G}")  # seeded, nothing saved
-            kept, depth = choose_pivot(responses[row], self.boundaries, u, v, args.depth_power, rng)
+            kept, depth = choose_pivot(responses[row], self.ends, u, v, args.depth_power, rng)
             prefixes.append(responses[row][:kept])
             depths.append(depth)
         # From each pivot K new endings, all sampled in one batch
@@ -231,23 +233,23 @@ class Branches:
         grown.origin = failed.repeat_interleave(K)  # [F·K]
         # The regression is fitted to the latest pivots of all ranks
         saved = (outcome > 0).any(dim=1)  # [F]
-        depth = gather(torch.tensor(depths), world).tolist()
-        success = gather(saved.float(), world).tolist()
-        self.feedback = [*self.feedback, *zip(depth, success)][-10_000:]
+        tried = torch.stack([torch.tensor(depths), saved.float().cpu()], dim=1)  # [F, 2]
+        self.feedback = [*self.feedback, *gather(tried, world).tolist()][-10_000:]
         # Siblings that are all right or all wrong have no gradient
         used = grown.rows(grown.advantages.abs() > 1e-8)
         wrong = (rewards <= 0).all(dim=1)  # [P]
         rescued = wrong[(failed[saved] // G).unique()]
-        means.add(branches_used=(len(used), None), groups_rescued=(rescued.sum(), wrong.sum()))
-        tokens = grown.mask.sum()  # `tokens` is added to the main stream's
-        means.add(extra_tokens=(tokens, rollout.mask.sum()), tokens=(tokens, None))
+        tokens = grown.mask.sum()
         # Cuts inside a response and cuts at the root are counted separately
         deep = torch.tensor([len(prefix) > 0 for prefix in prefixes], dtype=torch.bool)  # [F]
-        means.add(pivots_root=((~deep).sum(), len(deep)))
+        stats = {"branches_used": (len(used), None), "groups_rescued": (rescued.sum(), wrong.sum())}
+        stats["extra_tokens"] = tokens, rollout.mask.sum()
+        stats["tokens"] = tokens, None  # added to the main stream's
+        stats["pivots_root"] = (~deep).sum(), len(deep)
         for ending, at in (("", deep), ("_root", ~deep)):
-            means.add(**{f"branch_reward{ending}": (outcome[at].sum(), outcome[at].numel())})
-            means.add(**{f"pivots_saved{ending}": (saved[at].sum(), at.sum())})
-        return used
+            stats[f"branch_reward{ending}"] = outcome[at].sum(), outcome[at].numel()
+            stats[f"pivots_saved{ending}"] = saved[at].sum(), at.sum()
+        return used, stats
 
     def join(self, rollout: Rollout, grown: Rollout) -> list[Rollout]:
         """The mini-batches: equal shares of the main rows, each with its branches. The column
@@ -262,9 +264,7 @@ class Branches:
         return parts
 
 
-# </own>
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
-# <own>
 ACTED = {
     "branches_used": "branches in the batch",
     "groups_rescued": "failed groups saved by a branch (share)",
@@ -315,7 +315,7 @@ def main(args: Args, world: World) -> None:
     lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
-    branches = Branches(args, engine, task, tokenizer, world)  # <own>
+    branches = Branches(args, engine, task, world)  # <own>
     reference = frozen_reference(args, lm, world)  # π_ref; None if β is 0  # <own>
     policy = shard(Policy(lm), args, world)
     adam = {"betas": args.betas, "weight_decay": args.weight_decay}
@@ -332,7 +332,7 @@ def main(args: Args, world: World) -> None:
         run.log(0, evaluate(engine, task, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
-    for step in run.steps(done, args.steps):
+    for step in run.steps():
         means = Means()
 
         # Rollout: this rank's P prompts, G responses each. The step number alone decides which
@@ -343,11 +343,12 @@ def main(args: Args, world: World) -> None:
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, G, means)  # [P, G]
+        rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
         # Branches: K new endings of every failed response.
-        grown = branches.grow(rollout, rewards, problems, means)  # <own>
+        grown, stats = branches.grow(rollout, rewards, problems)  # <own>
+        means.add(**stats)  # <own>
 
         # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
         # equally many tokens.
@@ -358,11 +359,11 @@ def main(args: Args, world: World) -> None:
         # policy moved, and how much sampler and trainer differ (see minirl.py).
         # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
         for minibatch in minibatches[1:]:
-            minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
         # <own>
         if reference:
             for minibatch in minibatches:
-                minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)  # [n, T]
+                minibatch.ref_logp = all_logprobs(reference, minibatch, args, world).logp  # [n, T]
         # </own>
 
         # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
@@ -375,26 +376,27 @@ def main(args: Args, world: World) -> None:
                 logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
                 if first:
                     micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
+                    minibatch.put(rows, old_logp=micro.old_logp)
                 loss, count, stats = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                minibatch.put(rows, old_logp=micro.old_logp, logp=logp.detach())
-                minibatch.put(rows, entropy=micro.entropy, weight=-logp.grad)
+                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
             # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
             if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
-                sampler = run.check_sampler(minibatches)
+                means.add(**run.check_sampler(minibatches))
             norm = clip_gradients(policy, args.grad_clip)
-            run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN
+            means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
             if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
             means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
-        means.add(**rollout_metrics(rollout, rewards, task))
-        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        means.add(**rollout_metrics(rollout, G, task))
+        metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line

@@ -47,7 +47,7 @@ paper itself (version 1, 16 February, and version 2, 8 May 2026) we read the sta
 Run it:
     torchrun goldilocks.py                                  # laptop, 2 to 4 minutes, no download
     torchrun goldilocks.py --explore 1                      # the same, prompts drawn uniformly
-    # one node
+    # one node of H100s (80 GB)
     torchrun --nproc_per_node=8 goldilocks.py --model Qwen/Qwen2.5-1.5B --task math \\
         --teacher_lr 1e-5 --prompts_per_step 64 --group_size 16 --max_new_tokens 2048 --lr 1e-6 \\
         --micro_tokens 8192
@@ -56,24 +56,25 @@ Run it:
         goldilocks.py ...
 """
 
-from collections import deque  # <own>
+import copy  # <own>
 from dataclasses import dataclass
 import math
 from pathlib import Path
 from random import Random  # <own>
+from typing import NamedTuple  # <own>
 
 from common.batch import Rollout, balance_tokens
 from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.cli import BadInput, Share  # <own>
 from common.clock import timed  # <own>
-from common.data import Problem, Task, encode, load_task  # <own>
+from common.data import Problem, Task, load_task  # <own>
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
 from common.logprobs import frozen_reference  # <own>
-from common.metrics import Means, metrics_by_sign, evaluate, rollout_metrics
+from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
 from common.model import load_model
 from common.rollout import make_engine
 from common.run import Run
@@ -109,24 +110,24 @@ class Args(Flags):
     """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
     clip_high: NonNegative = 0.2
     """ε of the upper clip, which is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
-    beta: NonNegative = 0.01  # <own>
+    # <own>
+    beta: NonNegative = 0.01
     """β of the KL term; 0: no reference model (our choice; DeepSeekMath: 0.04, R1: 0.001)."""
-    kl_ratio: bool = False  # <own>
+    kl_ratio: bool = False
     """Multiply k3 by r, so that its gradient is the gradient of the KL (DeepSeek-V3.2)."""
-    teacher: str = ""  # <own>
-    """Model that the teacher starts from: hub name or folder (default: the student's)."""
-    candidates: Count = 16  # <own>
+    candidates: Count = 16
     """K: prompts that compete for each slot of the batch (our choice)."""
-    explore: Share = 0.1  # <own>
+    explore: Share = 0.1
     """η: share of slots filled at random, so that the teacher sees all kinds (our choice)."""
-    window: Count = 2048  # <own>
+    window: Count = 2048
     """Number of latest prompts from which the teacher learns (our choice)."""
-    teacher_batch: Count = 64  # <own>
+    teacher_batch: Count = 64
     """Prompts in one update of the teacher; before it has them, choice is random (our choice)."""
-    teacher_updates: Whole = 2  # <own>
+    teacher_updates: Whole = 2
     """Updates of the teacher per step (our choice)."""
-    teacher_lr: Positive = 1e-3  # <own>
+    teacher_lr: Positive = 1e-3
     """The teacher's learning rate; its head has ten times this (our choice; real models: 1e-5)."""
+    # </own>
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -165,18 +166,27 @@ def learning_value(rewards: Tensor) -> Tensor:
     return (rewards - rewards[:, :1]).std(dim=1, correction=0)
 
 
-def select(values: Tensor, candidates: list[list], explore: float, rng: Random) -> list[tuple]:
-    """Returns (candidate, whether by chance) for each slot: the best of `values [B, K]`, or with
-    probability `explore` a random one. A prompt is taken twice only if its slot has no other."""
+class Choice(NamedTuple):
+    """What a slot of the batch is filled with."""
+
+    problem: Problem
+    above: float  # f of the problem, minus the mean f of the candidates
+    by_chance: bool
+
+
+def select(values: Tensor, candidates: list[list], explore: float, rng: Random) -> list[Choice]:
+    """Fill each slot: with the best candidate by `values [B, K]`, or with probability `explore` a
+    random one. A prompt is taken twice only if its slot has no other."""
+    above = values - values.mean(dim=1, keepdim=True)  # [B, K]
     chosen, taken = [], set()
-    for scores, problems in zip(values.tolist(), candidates):
+    for scores, better, problems in zip(values.tolist(), above.tolist(), candidates):
         order = sorted(range(len(problems)), key=lambda k: -scores[k])
         chance = rng.random() < explore
         if chance:
             rng.shuffle(order)
         k = next((k for k in order if problems[k].prompt not in taken), order[0])
         taken.add(problems[k].prompt)
-        chosen.append((k, chance))
+        chosen.append(Choice(problems[k], better[k], chance))
     return chosen
 
 
@@ -188,60 +198,62 @@ class Curriculum:
     the same choice and keep the same window.
     """
 
-    def __init__(self, args: Args, task: Task, world: World):
-        if args.teacher_batch % world.size or args.teacher_batch > args.window:
-            given = f"--teacher_batch {args.teacher_batch}"
-            raise BadInput(f"{given}: must be a multiple of the ranks, and at most --window")
+    def __init__(self, args: Args, lm: torch.nn.Module, task: Task, world: World):
+        if not world.size <= args.teacher_batch <= args.window:
+            raise BadInput(f"--teacher_batch {args.teacher_batch}: above --window or below ranks")
         self.args, self.task, self.world = args, task, world
-        backbone, self.tokenizer = load_model(args.teacher or args.model, world, "--teacher")
-        self.encode(task.held_out[:1])  # a bad prompt fails here, before the run
-        self.teacher = shard(Teacher(backbone.base_model), args, world)
+        self.teacher = shard(Teacher(copy.deepcopy(lm.base_model)), args, world)
         head = {"params": self.teacher.head.parameters(), "lr": 10 * args.teacher_lr}
         groups = [{"params": self.teacher.lm.parameters()}, head]
         self.optimizer = torch.optim.AdamW(groups, lr=args.teacher_lr, weight_decay=0.0, fused=True)
-        self.window = deque(maxlen=args.window)  # the latest choices: (prompt ids, value observed)
+        self.window: list[tuple] = []  # the latest choices: (prompt ids, value observed)
+        self.rng = Random()  # seeded anew in every step, so it need not be saved
 
     def state_dict(self) -> dict:
-        return {"window": list(self.window)}
+        return {"window": self.window}
 
     def load_state_dict(self, state: dict) -> None:
-        self.window.extend(state["window"])
+        self.window = state["window"]
 
-    def choose(self, step: int) -> list[Problem]:
-        """The problems of a step on all ranks, one for each of its B slots: the one of K candidates
-        with the largest f(q), or a random one."""
+    def choose(self, step: int) -> list[Choice]:
+        """Fill the B slots of a step, those of all ranks: each with the one of K candidates with
+        the largest f(q), or with a random one."""
         args, B, K = self.args, self.args.prompts_per_step, self.args.candidates
         P, rank = B // self.world.size, self.world.rank
         slots = range((step - 1) * B, step * B)
         pool = [[self.task.train(slot * K + k) for k in range(K)] for slot in slots]  # [B, K]
         # Each rank computes f for its own slots. Then every rank chooses for all slots, so that no
         # two ranks take the same prompt.
-        asked = [problem for slot in pool[rank * P : (rank + 1) * P] for problem in slot]
-        values = gather(self.predict(self.encode(asked)), self.world).view(B, K).cpu()  # [B, K]
+        asked = [one.prompt_ids for slot in pool[rank * P : (rank + 1) * P] for one in slot]
+        values = gather(self.predict(asked), self.world).view(B, K).cpu()  # [B, K]
         explore = args.explore if len(self.window) >= args.teacher_batch else 1.0  # no teacher yet
-        self.rng = Random(f"{args.seed}/{step}")  # seeded by the step, so no state is saved
-        choice = select(values, pool, explore, self.rng)
-        self.above = values[range(B), [k for k, _ in choice]] - values.mean(dim=1)  # [B]
-        self.by_chance = torch.tensor([chance for _, chance in choice])  # [B]
-        self.chosen = [slot[k] for slot, (k, _) in zip(pool, choice)]
-        return self.chosen
+        self.rng.seed(f"{args.seed}/{step}")
+        return select(values, pool, explore, self.rng)
 
-    def learn(self, rewards: Tensor, means: Means) -> None:
+    def learn(self, chosen: list[Choice], rewards: Tensor) -> dict[str, tuple]:
         """Add the learning values of all ranks' prompts to the window and update the teacher;
-        `rewards [P, G]` are this rank's."""
+        `rewards [P, G]` are this rank's. Returns metrics as pairs (sum, count)."""
         observed = gather(learning_value(rewards), self.world).cpu()  # [B]
-        self.window.extend(zip(self.encode(self.chosen), observed.tolist()))
-        if len(self.window) >= self.args.teacher_batch:
-            for _ in range(self.args.teacher_updates):
-                self.teach()
-        best, idle = ~self.by_chance, observed == 0  # [B], [B]
-        means.add(chosen_over_mean=((self.above * best).sum(), best.sum()))
-        means.add(zero_groups_chosen=((idle & best).sum(), best.sum()))
-        means.add(zero_groups_uniform=((idle & ~best).sum(), (~best).sum()))
-
-    def encode(self, problems: list[Problem]) -> list[list[int]]:
-        """The prompts, without chat template, as the teacher's tokens."""
-        return [encode(problem.prompt, None, self.tokenizer, "--teacher") for problem in problems]
+        ids = [choice.problem.prompt_ids for choice in chosen]
+        self.window = [*self.window, *zip(ids, observed.tolist())][-self.args.window :]
+        known = len(self.window) >= self.args.teacher_batch
+        for _ in range(self.args.teacher_updates if known else 0):
+            # Squared error on random rows of the window, divided over the ranks
+            rows = self.rng.sample(self.window, self.args.teacher_batch)
+            share = rows[self.world.rank :: self.world.size]
+            targets = torch.tensor([observed for _, observed in share], device=self.world.device)
+            self.predict([ids for ids, _ in share], targets)
+            divide_gradients(self.teacher, len(share), self.world)
+            if math.isfinite(clip_gradients(self.teacher, self.args.grad_clip)):
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+        best, idle = torch.tensor([not one.by_chance for one in chosen]), observed == 0  # [B], [B]
+        above = torch.tensor([one.above for one in chosen])  # [B]
+        return {
+            "chosen_over_mean": ((above * best).sum(), best.sum()),
+            "zero_groups_chosen": ((idle & best).sum(), best.sum()),
+            "zero_groups_uniform": ((idle & ~best).sum(), (~best).sum()),
+        }
 
     @timed("teacher")
     def predict(self, prompts: list[list[int]], targets: Tensor | None = None) -> Tensor:
@@ -258,21 +270,10 @@ class Curriculum:
             values[rows] = f.detach()
         return values
 
-    def teach(self) -> None:
-        """One update: squared error on `--teacher_batch` random rows, divided over the ranks."""
-        rows = self.rng.sample(self.window, self.args.teacher_batch)
-        share = rows[self.world.rank :: self.world.size]
-        targets = torch.tensor([observed for _, observed in share], device=self.world.device)
-        self.predict([ids for ids, _ in share], targets)
-        divide_gradients(self.teacher, len(share), self.world)
-        if math.isfinite(clip_gradients(self.teacher, self.args.grad_clip)):
-            self.optimizer.step()
-        self.optimizer.zero_grad()
 
-
-# </own>
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
-ACTED = {"chosen_over_mean": "f of chosen prompts, minus their candidates' mean"}  # <own>
+ACTED = {"chosen_over_mean": "f of chosen prompts, minus their candidates' mean"}
+# </own>
 
 
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
@@ -304,7 +305,8 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
         objective = objective - args.beta * k3  # [n, T]
         stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
     per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
-    # The caller divides by P·G, the responses of all ranks: 1/G, and the mean over P prompts.
+    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
+    # prompts.
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
     # </own>
 
@@ -314,7 +316,7 @@ def main(args: Args, world: World) -> None:
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
     reference = frozen_reference(args, lm, world)  # π_ref; None if β is 0  # <own>
-    curriculum = Curriculum(args, task, world)  # <own>
+    curriculum = Curriculum(args, lm, task, world)  # <own>
     policy = shard(Policy(lm), args, world)
     adam = {"betas": args.betas, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
@@ -332,19 +334,20 @@ def main(args: Args, world: World) -> None:
         run.log(0, evaluate(engine, task, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
-    for step in run.steps(done, args.steps):
+    for step in run.steps():
         means = Means()
 
         # Rollout: for each of P slots the candidate from which most can be learned, G responses.
-        problems = curriculum.choose(step)[world.rank * P : (world.rank + 1) * P]  # <own>
+        chosen = curriculum.choose(step)  # <own>
+        problems = [one.problem for one in chosen[world.rank * P : (world.rank + 1) * P]]  # <own>
         prompts = [problem.prompt_ids for problem in problems]
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, G, means)  # [P, G]
+        rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
-        curriculum.learn(rewards, means)  # <own>
+        means.add(**curriculum.learn(chosen, rewards))  # <own>
 
         # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
         # equally many tokens.
@@ -354,11 +357,11 @@ def main(args: Args, world: World) -> None:
         # policy moved, and how much sampler and trainer differ (see minirl.py).
         # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
         for minibatch in minibatches[1:]:
-            minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
         # <own>
         if reference:
             for minibatch in minibatches:
-                minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)  # [n, T]
+                minibatch.ref_logp = all_logprobs(reference, minibatch, args, world).logp  # [n, T]
         # </own>
 
         # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
@@ -371,26 +374,27 @@ def main(args: Args, world: World) -> None:
                 logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
                 if first:
                     micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
+                    minibatch.put(rows, old_logp=micro.old_logp)
                 loss, count, stats = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                minibatch.put(rows, old_logp=micro.old_logp, logp=logp.detach())
-                minibatch.put(rows, entropy=micro.entropy, weight=-logp.grad)
+                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
             # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
             if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
-                sampler = run.check_sampler(minibatches)
+                means.add(**run.check_sampler(minibatches))
             norm = clip_gradients(policy, args.grad_clip)
-            run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN
+            means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
             if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
             means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
-        means.add(**rollout_metrics(rollout, rewards, task))
-        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        means.add(**rollout_metrics(rollout, G, task))
+        metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line

@@ -45,7 +45,7 @@ Differs from the paper in:
 
 Run it:
     torchrun grpo.py                                        # laptop, 2 to 4 minutes, no download
-    # one node of eight GPUs, 64 x 16 = 1024 responses per step (the paper: 1024, with G = 64)
+    # one node of H100s (80 GB), 64 x 16 = 1024 responses per step (the paper: 1024, with G = 64)
     torchrun --nproc_per_node=8 grpo.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
         --eval_task math500 --prompts_per_step 64 --group_size 16 --max_new_tokens 4096 \\
         --lr 1e-6 --beta 0.04 --minibatches 1 --micro_tokens 8192
@@ -66,7 +66,7 @@ from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
 from common.logprobs import frozen_reference  # <own>
-from common.metrics import Means, metrics_by_sign, evaluate, rollout_metrics
+from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
 from common.model import load_model
 from common.rollout import make_engine
 from common.run import Run
@@ -152,7 +152,8 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
         objective = objective - args.beta * k3  # [n, T]
         stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
     per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
-    # The caller divides by P·G, the responses of all ranks: 1/G, and the mean over P prompts.
+    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
+    # prompts.
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
     # </own>
 
@@ -176,7 +177,7 @@ def main(args: Args, world: World) -> None:
         run.log(0, evaluate(engine, task, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
-    for step in run.steps(done, args.steps):
+    for step in run.steps():
         means = Means()
 
         # Rollout: this rank's P prompts, G responses each. The step number alone decides which
@@ -187,7 +188,7 @@ def main(args: Args, world: World) -> None:
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, G, means)  # [P, G]
+        rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
         # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
@@ -198,43 +199,48 @@ def main(args: Args, world: World) -> None:
         # policy moved, and how much sampler and trainer differ (see minirl.py).
         # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
         for minibatch in minibatches[1:]:
-            minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
         # <own>
         if reference:
             for minibatch in minibatches:
-                minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)  # [n, T]
+                minibatch.ref_logp = all_logprobs(reference, minibatch, args, world).logp  # [n, T]
         # </own>
 
         # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
         optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
         for minibatch in minibatches:
-            first = minibatch is minibatches[0]
+            first = minibatch is minibatches[0]  # <own>
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                 micro = minibatch.rows(rows)
                 logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
+                # <own>
                 if first:
                     micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
+                    minibatch.put(rows, old_logp=micro.old_logp)
+                # </own>
                 loss, count, stats = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                minibatch.put(rows, old_logp=micro.old_logp, logp=logp.detach())
-                minibatch.put(rows, entropy=micro.entropy, weight=-logp.grad)
+                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
             # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
+            # <own>
             if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
-                sampler = run.check_sampler(minibatches)
+                means.add(**run.check_sampler(minibatches))
+            # </own>
             norm = clip_gradients(policy, args.grad_clip)
-            run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN
+            means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
             if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
             means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
-        means.add(**rollout_metrics(rollout, rewards, task))
-        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        means.add(**rollout_metrics(rollout, G, task))
+        metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line

@@ -41,7 +41,7 @@ April 2026) we read the abstract; its batch and mini-batches are from a summary.
 
 Run it:
     torchrun maspo.py                                       # laptop, 2 to 4 minutes, no download
-    # the paper's model, data and batch; group and length are ours
+    # the paper's model, data and batch (group and length are ours), on one node of H100s (80 GB)
     torchrun --nproc_per_node=8 maspo.py --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B \\
         --task dapo-math-17k --eval_task aime24 --prompts_per_step 512 --minibatches 16 \\
         --max_new_tokens 8192 --lr 1e-6 --alpha 0.5 --micro_tokens 8192
@@ -61,7 +61,7 @@ from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
-from common.metrics import Means, metrics_by_sign, evaluate, rollout_metrics
+from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
 from common.model import load_model
 from common.rollout import make_engine
 from common.run import Run
@@ -93,18 +93,20 @@ class Args(Flags):
     """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
     """Largest gradient norm; larger gradients are scaled down to it (verl's default)."""
-    sigma_base: Positive = 1.0  # <own>
+    # <own>
+    sigma_base: Positive = 1.0
     """Width of the gate for a token of probability 1 (authors' code; 1 to 3 recommended)."""
-    sigma_high: Positive = 10.0  # <own>
+    sigma_high: Positive = 10.0
     """Largest width, however rare the token (authors' code)."""
-    alpha: NonNegative = 0.3  # <own>
+    alpha: NonNegative = 0.3
     """How fast the width grows as a token gets rarer (authors' code; 0.5 for their 1.5B model)."""
-    beta_pos: NonNegative = 0.03  # <own>
+    beta_pos: NonNegative = 0.03
     """How much a positive advantage widens the gate (authors' code)."""
-    beta_neg: NonNegative = 0.03  # <own>
+    beta_neg: NonNegative = 0.03
     """How much a negative advantage narrows it (authors' code)."""
-    token_clip: NonNegative = 0.2  # <own>
+    token_clip: NonNegative = 0.2
     """ε of the clip that is logged for comparison; it changes nothing (GRPO's)."""
+    # </own>
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -151,7 +153,8 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
         gate = torch.where(outward, (-((ratio - 1) ** 2) / (2 * sigma**2)).exp(), 1.0)  # [n, T]: F
         up, down = (A > 0) * mask, (A < 0) * mask  # [n, T]
         cut = (A * (ratio - 1) > A.abs() * args.token_clip) * mask  # [n, T]: GRPO would cut these
-        pull, kept = (x * ratio * A.abs() * cut for x in (1.0, gate))  # [n, T]: without, with gate
+        pull = ratio * A.abs() * cut  # [n, T]: without the gate
+        kept = gate * ratio * A.abs() * cut  # [n, T]: with it
         rare, common = (old_p < 0.1) * mask, (old_p > 0.9) * mask  # [n, T]
     objective = gate * ratio * A  # [n, T]
     stats = {
@@ -185,7 +188,7 @@ def main(args: Args, world: World) -> None:
         run.log(0, evaluate(engine, task, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
-    for step in run.steps(done, args.steps):
+    for step in run.steps():
         means = Means()
 
         # Rollout: this rank's P prompts, G responses each. The step number alone decides which
@@ -196,7 +199,7 @@ def main(args: Args, world: World) -> None:
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, G, means)  # [P, G]
+        rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
         # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
@@ -207,7 +210,7 @@ def main(args: Args, world: World) -> None:
         # policy moved, and how much sampler and trainer differ (see minirl.py).
         # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
         for minibatch in minibatches[1:]:
-            minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
 
         # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
         optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
@@ -219,26 +222,27 @@ def main(args: Args, world: World) -> None:
                 logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
                 if first:
                     micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
+                    minibatch.put(rows, old_logp=micro.old_logp)
                 loss, count, stats = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                minibatch.put(rows, old_logp=micro.old_logp, logp=logp.detach())
-                minibatch.put(rows, entropy=micro.entropy, weight=-logp.grad)
+                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
             # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
             if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
-                sampler = run.check_sampler(minibatches)
+                means.add(**run.check_sampler(minibatches))
             norm = clip_gradients(policy, args.grad_clip)
-            run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN
+            means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
             if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
             means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
-        means.add(**rollout_metrics(rollout, rewards, task))
-        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        means.add(**rollout_metrics(rollout, G, task))
+        metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line

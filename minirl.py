@@ -54,14 +54,14 @@ could not check them again. When to replay is from a summary. Of the paper (vers
 Run it:
     torchrun minirl.py                                      # laptop, 2 to 4 minutes, no download
     torchrun minirl.py --model tiny-moe --routing_replay r3
-    # one node
+    # one node of H100s (80 GB), then several; float8 needs them or newer
     torchrun --nproc_per_node=8 minirl.py --model Qwen/Qwen3-1.7B-Base --task dapo-math-17k \\
         --eval_task aime25 --prompts_per_step 64 --group_size 16 --max_new_tokens 8192 --lr 1e-6 \\
         --micro_tokens 8192 --vllm_sleep --vllm_memory 0.7
     torchrun --nnodes=4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=$HEAD:29500 \\
         minirl.py --model Qwen/Qwen3-30B-A3B-Base --task dapo-math-17k --eval_task aime25 \\
         --prompts_per_step 256 --group_size 16 --lr 1e-6 --gradient_checkpointing \\
-        --max_new_tokens 30720 --routing_replay r3 --vllm_sleep --vllm_memory 0.65
+        --max_new_tokens 8192 --routing_replay r3 --vllm_sleep --vllm_memory 0.75
 """
 
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
-from common.metrics import Means, metrics_by_sign, evaluate, rollout_metrics
+from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
 from common.model import load_model
 from common.rollout import make_engine
 from common.run import Run
@@ -113,17 +113,19 @@ class Args(Flags):
     """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
     clip_low: NonNegative = 0.2
     """ε of the mask's lower bound (paper)."""
-    clip_high: NonNegative = 0.27  # <own>
+    # <own>
+    clip_high: NonNegative = 0.27
     """ε of the mask's upper bound (paper)."""
-    is_cap: Positive = 5.0  # <own>
+    is_cap: Positive = 5.0
     """Largest importance weight π_θ/μ (paper)."""
-    correct_mismatch: bool = True  # <own>
+    correct_mismatch: bool = True
     """False: weight by r alone, the paper's ablation without train-inference correction."""
-    length_norm: bool = False  # <own>
+    length_norm: bool = False
     """True: divide by the response's length, the paper's ablation."""
-    routing_replay: Literal["none", "r2", "r3"] = "none"  # <own>
+    routing_replay: Literal["none", "r2", "r3"] = "none"
     """Experts to replay: r2 those of the trainer under π_old, r3 those of the sampler (mixture of
     experts only)."""
+    # </own>
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -138,19 +140,17 @@ def advantages(rewards: Tensor) -> Tensor:
 
 
 # <own>
-def experts_differ(batch: Rollout) -> tuple[Tensor, Tensor]:
+def experts_differ(batch: Rollout, trainer_experts: Tensor) -> tuple[Tensor, Tensor]:
     """(tokens that sampler and trainer sent to different experts in some layer, tokens)."""
     differ, fed = batch.mask.new_zeros(()), batch.ends - 1  # [N]: the last token is not fed back
     # A row at a time: the columns are on the CPU, and sort's indices are eight times as large.
-    for end, *row in zip(fed.tolist(), batch.sampler_experts, batch.trainer_experts):
+    for end, *row in zip(fed.tolist(), batch.sampler_experts, trainer_experts):
         sampler, trainer = (x[:end].to(differ.device).sort(dim=-1).values for x in row)
         differ += (sampler != trainer).flatten(1).any(dim=1).sum()  # of [end, layers, k]
     return differ, fed.sum()
 
 
-# </own>
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
-# <own>
 ACTED = {
     "masked_share": "tokens masked (share)",
     "weight_max": "largest weight π_θ/μ, before its cap",
@@ -187,7 +187,8 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
         "weight": ((weight * mask).sum(), mask.sum()),
         "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), None),
     }
-    # The caller divides by P·G, the responses of all ranks: 1/G, and the mean over P prompts.
+    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
+    # prompts.
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
     # </own>
 
@@ -210,7 +211,7 @@ def main(args: Args, world: World) -> None:
         raise BadInput(f"{replay}: {args.model} {policy.routing.why_not}")
     if args.routing_replay == "r3" and not engine.reports_experts:
         raise BadInput(f"{replay}: vLLM reports experts only on a GPU, without --tensor_parallel")
-    policy.routing.wanted = args.routing_replay == "r2"
+    records = engine.reports_experts or args.routing_replay == "r2"  # the trainer's experts
     # </own>
     if args.resume:
         done = load_checkpoint(run.folder, policy, optimizer, parts, world)
@@ -220,7 +221,7 @@ def main(args: Args, world: World) -> None:
         run.log(0, evaluate(engine, task, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
-    for step in run.steps(done, args.steps):
+    for step in run.steps():
         means = Means()
 
         # Rollout: this rank's P prompts, G responses each. The step number alone decides which
@@ -231,7 +232,7 @@ def main(args: Args, world: World) -> None:
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, G, means)  # [P, G]
+        rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
         # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
@@ -240,47 +241,45 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        for minibatch in minibatches:  # of all: it records the experts, too  # <own>
-            if args.routing_replay == "r3":  # in π_old's own evaluation, too  # <own>
-                minibatch.replayed_experts = minibatch.sampler_experts  # <own>
-            minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
-            # <own>
+        # <own>
+        for minibatch in minibatches:
+            if args.routing_replay == "r3":  # in π_old's own evaluation, too
+                minibatch.replayed_experts = minibatch.sampler_experts
+            found = all_logprobs(policy, minibatch, args, world, experts=records)
+            minibatch.old_logp = found.logp  # [n, T]
             if args.routing_replay == "r2":  # at the first mini-batch this changes nothing
-                minibatch.replayed_experts = minibatch.trainer_experts
+                minibatch.replayed_experts = found.experts
             if engine.reports_experts:
-                means.add(experts_differ=experts_differ(minibatch))
-            # </own>
+                means.add(experts_differ=experts_differ(minibatch, found.experts))
+        # </own>
+        # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
+        means.add(**run.check_sampler(minibatches))  # <own>
 
         # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
         optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
         for minibatch in minibatches:
-            first = minibatch is minibatches[0]
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                 micro = minibatch.rows(rows)
                 logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                if first:
-                    micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
                 loss, count, stats = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                minibatch.put(rows, old_logp=micro.old_logp, logp=logp.detach())
-                minibatch.put(rows, entropy=micro.entropy, weight=-logp.grad)
+                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
             # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
-            if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
-                sampler = run.check_sampler(minibatches)
             norm = clip_gradients(policy, args.grad_clip)
-            run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN
+            means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
             if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
             means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
-        means.add(**rollout_metrics(rollout, rewards, task))
-        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        means.add(**rollout_metrics(rollout, G, task))
+        metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, s
 
 MODEL = Path(__file__).parent / "common/tiny/model"  # 124k parameters; a token is a character
 P, G = 16, 8  # prompts of a rollout, and responses to each: N = P·G rows
-S = 78  # places in a row: at most 14 for the prompt, the others for the response
+S = 14 + 64  # places in a row: at most 14 for the prompt, and 64 or more for the response
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
 
 
@@ -29,7 +29,7 @@ def draw_problem() -> tuple[str, str]:
 
 @torch.no_grad()
 def sample(policy: PreTrainedModel, prompts: list[str]) -> tuple[Tensor, Tensor]:
-    """G responses to each prompt: sequences `[N, S]`; mask `[N, S-1]`, 1 before a sampled token."""
+    """G responses to each prompt: sequences `[N, S]`; mask `[N, S-1]`, 1 where a sample follows."""
     padded = tokenizer(prompts, padding="max_length", max_length=S, return_tensors="pt")
     sequences = padded["input_ids"].repeat_interleave(G, dim=0)  # [N, S]: pads stand on the right
     ends = padded["attention_mask"].sum(dim=1).repeat_interleave(G)  # [N]: tokens so far
@@ -37,7 +37,7 @@ def sample(policy: PreTrainedModel, prompts: list[str]) -> tuple[Tensor, Tensor]
     rows = torch.arange(len(sequences))  # [n]: the rows that still grow
     while len(rows) > 0:
         last = ends[rows] - 1  # [n]: the place that predicts the next token
-        logits = policy(sequences[rows, : ends[rows].max()]).logits  # [n, places, V]
+        logits = policy(sequences[rows, : ends[rows].max()]).logits  # [n, places, V]: pads unseen
         probabilities = logits[torch.arange(len(rows)), last].softmax(dim=-1)  # [n, V]
         next_token = torch.multinomial(probabilities, 1)[:, 0]  # [n]
         sequences[rows, last + 1] = next_token
@@ -84,16 +84,16 @@ def main() -> None:
         A = advantages(rewards).view(-1, 1)  # [N, 1]: one for all tokens of a response
         old_logp = log_probs(policy, sequences).detach()  # [N, S-1]: π_old, the policy that sampled
         ref_logp = log_probs(reference, sequences).detach()  # [N, S-1]
-        for n in torch.arange(P * G).chunk(4):  # four optimiser steps, each on four whole groups
-            logp = log_probs(policy, sequences[n])  # [n, S-1]
-            policy_loss(logp, old_logp[n], ref_logp[n], A[n], mask[n]).backward()
+        for rows in torch.arange(P * G).chunk(4):  # four optimiser steps, on four groups each
+            logp = log_probs(policy, sequences[rows])  # [n, S-1]
+            policy_loss(logp, old_logp[rows], ref_logp[rows], A[rows], mask[rows]).backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
         print(f"step {step}: reward {rewards.mean():.2f}, tokens {mask.sum(dim=1).mean():.1f}")
     for when, model in (("before", reference), ("after", policy)):
         sequences, _ = sample(model, ["7*8-9+6="])
-        print(f"{when}: {tokenizer.decode(sequences[0], skip_special_tokens=True)}")
+        print(f"a sample {when}: {tokenizer.decode(sequences[0], skip_special_tokens=True)}")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ Differs from the paper in:
 
 Run it:
     torchrun stapo.py                                       # laptop, 2 to 4 minutes, no download
-    # the paper's batch and lengths
+    # the paper's batch and lengths, on one node of H100s (80 GB)
     torchrun --nproc_per_node=8 stapo.py --model Qwen/Qwen3-8B-Base --task dapo-math-17k \\
         --eval_task aime24 --prompts_per_step 256 --group_size 8 --max_new_tokens 15360 --lr 1e-6 \\
         --warmup 10 --gradient_checkpointing --tensor_parallel 2 --vllm_sleep --vllm_memory 0.7
@@ -81,7 +81,7 @@ from common.distributed import gather  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
 from common.logprobs import entropies  # <own>
-from common.metrics import Means, metrics_by_sign, evaluate, rollout_metrics
+from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
 from common.model import load_model
 from common.rollout import make_engine
 from common.run import Run
@@ -143,34 +143,32 @@ def advantages(rewards: Tensor) -> Tensor:
 
 
 # <own>
-def entropy_threshold(args: Args, entropies: Tensor) -> Tensor:
+def entropy_threshold(args: Args, entropy: Tensor) -> Tensor:
     """τ_h: the quantile of the entropies `[M]` that `--entropy_rule` looks at."""
     quantile = args.entropy_quantile if args.entropy_rule == "all" else args.candidate_quantile
-    values = entropies.cpu().numpy()  # torch.quantile takes at most 2^24 numbers
+    values = entropy.cpu().numpy()  # torch.quantile takes at most 2^24 numbers
     # Without any candidate there is no quantile. A τ_h of 0 silences nothing.
-    return entropies.new_tensor(numpy.quantile(values, quantile) if len(values) else 0.0)
+    return entropy.new_tensor(numpy.quantile(values, quantile) if len(values) else 0.0)
 
 
-def choose_tokens(args: Args, batch: Rollout, logp: Tensor, entropy: Tensor, world: World) -> None:
+def choose_tokens(args: Args, batch: Rollout, world: World) -> None:
     """Write the column `spurious` `[m, T]` of a mini-batch: True on the tokens to silence.
 
     They are candidates, which are the improbable tokens of right responses, where the policy was
     sure of another token. τ_h is a quantile over the mini-batch of all ranks.
     """
     mask = batch.mask.bool()  # [m, T]
-    improbable = logp.exp() < args.tau_p  # [m, T]
+    improbable = batch.logp.exp() < args.tau_p  # [m, T]
     candidates = (batch.advantages[:, None] > 0) & improbable & mask  # [m, T]
     among = mask if args.entropy_rule == "all" else candidates  # [m, T]
-    threshold = entropy_threshold(args, gather(entropy[among], world))  # []
+    threshold = entropy_threshold(args, gather(batch.entropy[among], world))  # []
     # Responses of a group begin alike. Without the 1e-5, rounding could treat the same place
     # differently in two of them.
-    sure = entropy < threshold - 1e-5  # [m, T]
+    sure = batch.entropy < threshold - 1e-5  # [m, T]
     batch.spurious = candidates & sure  # [m, T]
 
 
-# </own>
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
-# <own>
 ACTED = {
     "silenced_share": "tokens silenced (share)",
     "silenced_prob": "their probability",
@@ -227,7 +225,7 @@ def main(args: Args, world: World) -> None:
         run.log(0, evaluate(engine, task, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
-    for step in run.steps(done, args.steps):
+    for step in run.steps():
         means = Means()
 
         # Rollout: this rank's P prompts, G responses each. The step number alone decides which
@@ -238,7 +236,7 @@ def main(args: Args, world: World) -> None:
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, G, means)  # [P, G]
+        rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
         # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
@@ -249,7 +247,7 @@ def main(args: Args, world: World) -> None:
         # policy moved, and how much sampler and trainer differ (see minirl.py).
         # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
         for minibatch in minibatches[1:]:
-            minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
 
         # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
         optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
@@ -257,8 +255,9 @@ def main(args: Args, world: World) -> None:
             first = minibatch is minibatches[0]
             # <own>
             # p and H of the whole mini-batch under π_θ: τ_h before any gradient.
-            logp, entropy = all_logprobs(policy, minibatch, args, world, entropies)  # [m, T]
-            choose_tokens(args, minibatch, logp, entropy, world)
+            now = all_logprobs(policy, minibatch, args, world, entropies)
+            minibatch.logp, minibatch.entropy = now.logp, now.statistic  # [m, T], [m, T]
+            choose_tokens(args, minibatch, world)
             # </own>
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
@@ -266,26 +265,27 @@ def main(args: Args, world: World) -> None:
                 logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
                 if first:
                     micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
+                    minibatch.put(rows, old_logp=micro.old_logp)
                 loss, count, stats = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                minibatch.put(rows, old_logp=micro.old_logp, logp=logp.detach())
-                minibatch.put(rows, entropy=micro.entropy, weight=-logp.grad)
+                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
             # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
             if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
-                sampler = run.check_sampler(minibatches)
+                means.add(**run.check_sampler(minibatches))
             norm = clip_gradients(policy, args.grad_clip)
-            run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN
+            means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
             if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
             means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
-        means.add(**rollout_metrics(rollout, rewards, task))
-        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        means.add(**rollout_metrics(rollout, G, task))
+        metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line

@@ -1,7 +1,7 @@
 """VCPO: Variance-Controlled Policy Optimization.
 
 Huang et al. (MIT, NVIDIA), "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs",
-2026, arXiv 2602.17616.
+ICML 2026 (PMLR v306), arXiv 2602.17616.
 
 Objective, for B responses that the sampler's weights of k updates ago (μ) wrote:
 
@@ -58,7 +58,7 @@ numbers checks/vcpo.py has. Of the paper (version 2, same day) we read quotation
 Run it:
     torchrun vcpo.py                                        # laptop, 2 to 4 minutes, no download
     torchrun vcpo.py --no_optimal_baseline --no_ess_scaling # only the lag and the cut at 8
-    # the paper's batch, lag and lengths on MATH
+    # the paper's batch, lag and lengths on MATH, on one node of H100s (80 GB)
     torchrun --nproc_per_node=8 vcpo.py --model Qwen/Qwen2.5-7B --task math --prompts_per_step 32 \\
         --group_size 16 --lag 10 --max_new_tokens 2048 --lr 1e-6 --weight_decay 0.1 \\
         --gradient_checkpointing
@@ -81,7 +81,7 @@ from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
-from common.metrics import Means, metrics_by_sign, evaluate, rollout_metrics
+from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
 from common.model import load_model
 from common.norms import gradient_norms, unsupported_module  # <own>
 from common.rollout import make_engine
@@ -114,18 +114,20 @@ class Args(Flags):
     """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
     """Largest gradient norm; larger gradients are scaled down to it (verl's default)."""
-    lag: Whole = 8  # <own>
+    # <own>
+    lag: Whole = 8
     """k: batches that are trained between sampling a batch and training on it (paper: 12 on GSM8K,
     10 on MATH)."""
-    is_cap: Positive = 8.0  # <own>
+    is_cap: Positive = 8.0
     """Largest weight of a response in the loss (paper); ESS sees the weights uncut."""
-    ess_scaling: bool = True  # <own>
+    ess_scaling: bool = True
     """Lower the learning rate by the square root of the batch's effective sample size."""
-    rho_on: Positive = 1.0  # <own>
+    rho_on: Positive = 1.0
     """ESS ratio from which the learning rate has its full value (paper: 1, and 0.55 for long
     tool-use responses)."""
-    optimal_baseline: bool = True  # <own>
+    optimal_baseline: bool = True
     """Subtract b (see the header); False: the group's mean."""
+    # </own>
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -175,9 +177,8 @@ def baseline_shifts(args: Args, policy: Policy, batch: Rollout, world: World) ->
         # If all rewards are equal, b is their mean for any norms, so these groups need no pass.
         part = batch.rows(unequal.repeat_interleave(args.group_size))
         logp, norms = gradient_norms(policy, part, args, world)  # [n, T], [n]
-        log_w = log_weight(logp, part.rollout_logp, part.mask)  # [n]
-        log_w, norms = log_w.view(-1, A.shape[1]), norms.view(-1, A.shape[1])  # [p, G]
-        shifts[unequal] = baseline_shift(log_w, norms, A[unequal])[:, None]
+        log_w = log_weight(logp, part.rollout_logp, part.mask).view(-1, A.shape[1])  # [p, G]
+        shifts[unequal] = baseline_shift(log_w, norms.view_as(log_w), A[unequal])[:, None]
     return shifts.flatten()
 
 
@@ -207,9 +208,7 @@ class Stale:
             self.queue.append([Rollout(**part).to(self.device) for part in batch])
 
 
-# </own>
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
-# <own>
 ACTED = {
     "lr_damping": "reduction of the learning rate (share)",
     "ess_ratio": "effective sample size (share of the batch)",
@@ -263,7 +262,7 @@ def main(args: Args, world: World) -> None:
         run.log(0, evaluate(engine, task, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
-    for step in run.steps(done, args.steps):
+    for step in run.steps():
         means = Means()
 
         # Rollout: this rank's P prompts, G responses each. The step number alone decides which
@@ -274,7 +273,7 @@ def main(args: Args, world: World) -> None:
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, G, means)  # [P, G]
+        rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
         # π_old: the weights that sampled, evaluated by the trainer. The loss does not use it: its
@@ -286,9 +285,9 @@ def main(args: Args, world: World) -> None:
         minibatches = [balance_tokens(part, world, G) for part in rollout.split(args.minibatches)]
         # </own>
         for minibatch in minibatches:  # of all: the update may be of another batch  # <own>
-            minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
         # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
-        sampler = run.check_sampler(minibatches)  # <own>
+        means.add(**run.check_sampler(minibatches))  # <own>
 
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
         # fills there is none: the step trains on nothing and logs what it sampled.
@@ -298,7 +297,6 @@ def main(args: Args, world: World) -> None:
         minibatches = stale.exchange(minibatches)
         if minibatches:
             rollout = Rollout.join(*minibatches)
-            rewards = rollout.rewards.view(-1, G)  # [P, G]
             means.add(lag=(min(trained, args.lag) * args.minibatches, 1))  # age in updates
         # </own>
 
@@ -310,22 +308,21 @@ def main(args: Args, world: World) -> None:
             shift = baseline_shifts(args, policy, minibatch, world)  # [n]
             minibatch.advantages = minibatch.advantages - shift
             means.add(baseline_shift=(shift.abs().sum(), len(shift)))
-            log_w = torch.zeros_like(shift)  # [n]
             # </own>
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                 micro = minibatch.rows(rows)
                 logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                log_w[rows] = log_weight(logp, micro.rollout_logp, micro.mask)  # <own>
                 loss, count, stats = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                minibatch.put(rows, old_logp=micro.old_logp, logp=logp.detach())
-                minibatch.put(rows, entropy=micro.entropy, weight=-logp.grad)
+                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
             # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
             # <own>
+            log_w = log_weight(minibatch.logp, minibatch.rollout_logp, minibatch.mask)  # [n]
             rho = ess_ratio(gather(log_w, world)).item()
             scale = min(1.0, rho / args.rho_on) ** 0.5 if args.ess_scaling else 1.0
             optimizer.param_groups[0]["lr"] = warm_lr * scale
@@ -333,15 +330,15 @@ def main(args: Args, world: World) -> None:
             means.add(ess_ratio=(rho, 1), lr_damping=(1 - scale, args.ess_scaling))
             # </own>
             norm = clip_gradients(policy, args.grad_clip)
-            run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN
+            means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
             if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
             means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
-        means.add(**rollout_metrics(rollout, rewards, task) | own)  # <own>
-        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        means.add(**rollout_metrics(rollout, G, task) | own)  # <own>
+        metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line

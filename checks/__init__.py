@@ -23,10 +23,9 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import common  # noqa: F401  (before torch)
-import torch
 from common.batch import Rollout
 from common.distributed import ALONE
+import torch
 from torch import Tensor
 
 CHOSEN = {"spurious", "chosen", "kept", "rare", "masked"}  # what a `choose_tokens` writes
@@ -36,6 +35,9 @@ FIXTURE = json.loads(Path(__file__).with_name("losses.json").read_text(encoding=
 @functools.cache  # so that a check is the same function every time
 def of(algorithm: str) -> tuple[list[Callable], dict[str, tuple]]:
     """All checks and the mutants of an algorithm, by its file's stem."""
+    if not Path(__file__).with_name(f"{algorithm}.py").exists():
+        states = f"objective, statistics and CASES of {algorithm}.py"
+        raise LookupError(f"write checks/{algorithm}.py: {states} (checks/sapo.py is a short one)")
     module = importlib.import_module(f"checks.{algorithm}")
     own = [f for f in vars(module).values() if getattr(f, "__module__", "") == module.__name__]
     own = [f for f in own if f.__name__.startswith("check_")]
@@ -90,7 +92,7 @@ def z_score(R: Tensor) -> Tensor:
     return (R - R.mean(-1, keepdim=True)) / (R.std(-1, keepdim=True) + 1e-6)
 
 
-def centred(R: Tensor) -> Tensor:
+def without_mean(R: Tensor) -> Tensor:
     return R - R.mean(-1, keepdim=True)
 
 
@@ -177,6 +179,8 @@ def busy_batch() -> dict[str, Tensor]:
     for name, column in batch.items():
         if column.dim() == 2:
             batch[name] = torch.nn.functional.pad(column, (0, 1))
+    top = torch.rand(2, *batch["mask"].shape, 3, generator=generator, dtype=torch.float64)
+    batch["sampler_top"], batch["top_logp"] = (0.3 * top + 0.02).log()  # centred
     batch["finished"] = torch.tensor([True, True, False, True, True, True])
     batch["branch"] = torch.tensor([0, 1, 0, 0, 1, 0]).double()
     batch["working_advantages"] = torch.tensor([-0.5, -1, 2, -0.7, 1, 0]).double()
@@ -297,10 +301,13 @@ def mini_batch(module: ModuleType, args: object, **columns: Tensor) -> tuple[Ten
         "working_advantages": A,  # blockwise
         "proxy_logp": columns["old_logp"],  # lp_reg
         "teacher_logp": columns.get("ref_logp"),  # opd
+        "sampler_top": logp.new_zeros(*logp.shape, 0),  # centred
+        "top_logp": logp.new_zeros(*logp.shape, 0),  # centred
     }
     batch = Rollout(**usual | columns)
     if hasattr(module, "choose_tokens") and not CHOSEN & columns.keys():
-        module.choose_tokens(args, batch, logp.detach(), batch.entropy, ALONE)
+        with torch.no_grad():
+            module.choose_tokens(args, batch, ALONE)
     return logp, batch
 
 
@@ -424,7 +431,7 @@ def check_advantages(module: ModuleType) -> None:
 
 def check_centred_advantages(module: ModuleType) -> None:
     """The reward minus the group's mean, nothing else."""
-    advantages_match(module, "mean_only", 1e-12, centred)
+    advantages_match(module, "mean_only", 1e-12, without_mean)
 
 
 def check_equal_rewards(module: ModuleType) -> None:

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-from . import ZSCORES, gradient_law, grpo
+from . import ZSCORES, gradient_law, grpo, near
 
 objective, statistics, CASES = grpo.objective, grpo.statistics, grpo.CASES
 
@@ -27,8 +27,10 @@ def check_select(module: ModuleType) -> None:
     values = torch.tensor([[0.1, 0.4, 0.3], [0.5, 0.2, 0.1], [0.2, 0.3, 0.4], [0.3, 0.2, 0.1]])
     problems = [[SimpleNamespace(prompt=p) for p in slot] for slot in ("abc", "bcd", "edc", "bbb")]
     chosen = module.select(values, problems, 0.0, random.Random(0))
-    # B; c, since b is gone; d, since c is gone; b
-    assert chosen == [(1, False), (1, False), (1, False), (0, False)]
+    # c, since b is gone; d, since c is gone; b again
+    assert [choice.problem.prompt for choice in chosen] == ["b", "c", "d", "b"]
+    assert not any(choice.by_chance for choice in chosen)
+    near([choice.above for choice in chosen], [0.4 / 3, -0.2 / 3, 0, 0.1], "f above the mean", 1e-6)
 
 
 def check_select_is_uniform_at_explore_1(module: ModuleType) -> None:
@@ -36,12 +38,13 @@ def check_select_is_uniform_at_explore_1(module: ModuleType) -> None:
     slots."""
     rng, values = random.Random(0), torch.arange(8.0).repeat(4000, 1)
     problems = [[SimpleNamespace(prompt=f"{i}.{k}") for k in range(8)] for i in range(4000)]
-    drawn = torch.tensor([k for k, _ in module.select(values, problems, 1.0, rng)])
-    counts = torch.bincount(drawn, minlength=8)
+    drawn = [choice.problem.prompt[-1] for choice in module.select(values, problems, 1.0, rng)]
+    counts = torch.bincount(torch.tensor(list(map(int, drawn))), minlength=8)
     assert (counts - 500).abs().max() < 4 * (4000 / 8 * 7 / 8) ** 0.5  # four standard deviations
     some = module.select(values, problems, 0.25, rng)
-    share = sum(chance for _, chance in some) / 4000
-    assert abs(share - 0.25) < 0.03 and all(k == 7 for k, chance in some if not chance)
+    share = sum(choice.by_chance for choice in some) / 4000
+    assert abs(share - 0.25) < 0.03
+    assert all(choice.by_chance or choice.problem.prompt[-1] == "7" for choice in some)
 
 
 def check_gradient_law(module: ModuleType) -> None:

@@ -20,10 +20,8 @@ class Damage:
 
 
 LOSS = "loss, count, stats = policy_loss"
-OF_THE_PART = (
-    "choose_tokens(args, micro, logp.detach(), micro.entropy, World(0, 1, world.device)); "
-)
-SCORE = "rewards = task.score(rollout, problems, G, means)"
+OF_THE_PART = "choose_tokens(args, micro, World(0, 1, world.device)); "
+SCORE = "rewards = task.score(rollout, problems, G)"
 CLIP = "clip_gradients(policy, args.grad_clip)"
 FIRST = "if first:\n                    micro.old_logp"
 COUNT = "self.counts[name] = self.counts[name] + (0.0 if count is None else count)"
@@ -95,7 +93,7 @@ DAMAGES = {
     # What some files add to the loop
     "threshold of the micro-batch": Damage(LOSS, OF_THE_PART + LOSS, "stapo"),
     "threshold of one rank": Damage(
-        "gather(entropy[among], world)", "entropy[among]", "stapo", ranks=2
+        "gather(batch.entropy[among], world)", "batch.entropy[among]", "stapo", ranks=2
     ),
     "no replay in the update": Damage(
         f"{REPLAYED}:",
@@ -106,7 +104,7 @@ DAMAGES = {
     ),
     "lr not scaled": Damage("warm_lr * scale", "warm_lr", "vcpo", "rates"),
     "norms of the next response": Damage(
-        "norms.view(-1, A.shape[1])", "norms.roll(1).view(-1, A.shape[1])", "vcpo"
+        "norms.view_as(log_w)", "norms.roll(1).view_as(log_w)", "vcpo"
     ),
     "the newest batch first": Damage("queue.popleft()", "queue.pop()", "vcpo", "metrics"),
     "the wrong targets": Damage(
@@ -121,6 +119,7 @@ DAMAGES = {
     "branches in the wrong mini-batch": Damage(
         "failed.repeat_interleave(K)", "failed.flip(0).repeat_interleave(K)", "deep_grpo"
     ),
+    "a tool's tokens are trained": Damage("sampled=False)", "sampled=True)", "tool"),
     "the critic learns the policy's λ": Damage(
         "advantages(*known, args.lam_critic)", "advantages(*known, lam)", "ppo", "critic"
     ),

@@ -57,15 +57,14 @@ def check_quantile_of_many(module: ModuleType) -> None:
 
 FIXTURES = {"dapo_eps0.2_0.28_tokenmean": {"tau_p": 0.0}}  # no token below: DAPO's loss
 SHARED = ZSCORES
-IMPROBABLE = "logp.exp() < args.tau_p"
+IMPROBABLE = "batch.logp.exp() < args.tau_p"
 RETURN = "return -(objective * kept).sum(), kept.sum()"
 MUTANTS = {
-    "π_old for π_θ": (IMPROBABLE, IMPROBABLE.replace("logp", "batch.old_logp")),
+    "π_old for π_θ": (IMPROBABLE, IMPROBABLE.replace("logp", "old_logp")),
     "entropy ignored": ("candidates & sure", "candidates"),
     "own threshold of a micro-batch": (
         "spurious = batch.spurious  # [n, T]",
-        "choose_tokens(args, batch, logp.detach(), batch.entropy, World(0, 1, logp.device))\n"
-        "    spurious = batch.spurious",
+        "choose_tokens(args, batch, World(0, 1, logp.device))\n    spurious = batch.spurious",
     ),
     "all tokens in the denominator": (RETURN, RETURN.replace("kept.sum()", "mask.sum()")),
 }

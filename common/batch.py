@@ -19,14 +19,18 @@ class Rollout:
         sequences `[N, S]`      prompt, prefix and response, right-padded
         prompt_len `[N]`        tokens before the sampled response (prefix included)
         prefix_len `[N]`        how many of those are a given response prefix (0 without one)
-        tokens `[N, T]`         the sampled tokens, right-padded
-        mask `[N, T]`           1.0 on sampled tokens, the EOS that ended them included; else 0.0
+        tokens `[N, T]`         the sampled tokens, right-padded, and between them what a tool wrote
+        mask `[N, T]`           1.0 on sampled tokens, the EOS that ended them included; else 0.0.
+                                A row's last token is a sampled one
         rollout_logp `[N, T]`   log μ(token) at the sampling temperature, as the sampler reports it
         finished `[N]`          False where the length limit cut the response
+        sampler_top_ids, sampler_top `[N, T, K]`  on request: the sampler's K most likely tokens at
+                                each place, and log μ of each (centred)
         sampler_experts `[N, S, layers, k]`  of a mixture of experts: where each token was sent
     Written by `Task.score`:
         problem `[N]`           the number of the training problem
         rewards `[N]`           of the verifier
+        new_answer `[N]`        1.0 where no earlier response of the group has the same answer
     Written by every `main`, after the rewards:
         advantages `[N]`        Â of the whole response
     Written by every `main`, before the first update:
@@ -37,8 +41,8 @@ class Rollout:
         logp, entropy `[N, T]`  of π_θ, before the optimiser step
         weight `[N, T]`         on ∇ log π_θ(token) in the gradient
     Written by some files:
-        trainer_experts, replayed_experts  like sampler_experts: what the trainer chose, and what it
-                                is told to choose (minirl)
+        replayed_experts        like sampler_experts: where the trainer is told to send each token
+                                (minirl)
         branch, origin `[N]`    0 on main rows, on branches their factor; the parent (deep_grpo)
         working `[N, T]`, working_advantages `[N]`  1 on the working, and its own Â (blockwise)
         proxy_logp `[N, T]`     log π_proxy(token) (lp_reg)
@@ -46,6 +50,9 @@ class Rollout:
                                 such a column from a whole mini-batch, before its update
         values, returns, token_advantages `[N, T]`  V, its target, and Â of each token (ppo)
         teacher_logp `[N, T]`   log π_T(token), of another model, to be learned from (opd)
+        calls `[N]`, failed `[N]`  calls of a tool; whether one of them failed (tool)
+    Written by `response_logprobs` where there is `sampler_top_ids`:
+        top_logp `[n, T, K]`    log π_θ of these tokens, with gradient; of a micro-batch only
 
     Columns of experts stay on the CPU: with long responses they are gigabytes, read a micro-batch
     at a time.
@@ -59,7 +66,8 @@ class Rollout:
     @property
     def ends(self) -> Tensor:
         """`[N]`: tokens in each row of `sequences`."""
-        return self.prompt_len + self.mask.sum(1).long()
+        from_here = self.mask.flip(1).cumsum(1)  # [N, T], reversed: sampled tokens from here on
+        return self.prompt_len + (from_here > 0).sum(1)
 
     @classmethod
     def pack(
@@ -69,24 +77,31 @@ class Rollout:
         tokens: list[list[int]],
         logps: list[list[float]],
         eos: list[int],
-        device: object,
+        device: torch.device | str,
         prefixes: list[list[int]] | None = None,
         experts: list[Tensor] | None = None,
+        top: list[Tensor] | None = None,
+        top_logps: list[Tensor] | None = None,
+        masks: list[list[float]] | None = None,
     ) -> Rollout:
-        """The batch made of lists: a prompt and a prefix for each group, the rest for each row."""
+        """The batch made of lists: a prompt and a prefix for each group, the rest for each row.
+        Without `masks` all tokens were sampled."""
         n = len(tokens) // max(1, len(prompts))  # responses to each prompt; a rank may have none
         prefixes = prefixes or [[] for _ in prompts]
         given = []  # prompt and prefix of each row
         for prompt, prefix in zip(prompts, prefixes):
             given += [(prompt, prefix)] * n
 
-        def padded(rows: list, dtype: torch.dtype, device: object = device) -> Tensor:
+        def padded(rows: list, dtype: torch.dtype, device: torch.device | str = device) -> Tensor:
             tensors = [torch.as_tensor(row, dtype=dtype) for row in rows or [[]]]
             return pad_sequence(tensors, batch_first=True)[: len(rows)].to(device)
 
         columns = {}
         if experts:
             columns["sampler_experts"] = padded(experts, experts[0].dtype, "cpu")
+        if top:  # a row's are [tokens, K]
+            columns["sampler_top_ids"] = padded(top, torch.int32)
+            columns["sampler_top"] = padded(top_logps, torch.float32)
         sequences = [prompt + prefix + row for (prompt, prefix), row in zip(given, tokens)]
         ended = [bool(row) and row[-1] in eos for row in tokens]
         return cls(
@@ -94,7 +109,7 @@ class Rollout:
             prompt_len=torch.tensor([len(p + q) for p, q in given], dtype=torch.long).to(device),
             prefix_len=torch.tensor([len(q) for _, q in given], dtype=torch.long).to(device),
             tokens=padded(tokens, torch.long),
-            mask=padded([[1.0] * len(row) for row in tokens], torch.float32),
+            mask=padded(masks or [[1.0] * len(row) for row in tokens], torch.float32),
             rollout_logp=padded(logps, torch.float32),
             finished=torch.tensor(ended, dtype=torch.bool).to(device),
             **columns,
@@ -126,7 +141,7 @@ class Rollout:
         full = [vars(part) for part in parts if len(part)]  # an empty batch may lack columns
         return cls(**{name: joined([part[name] for part in full]) for name in full[0]})
 
-    def to(self, device: object) -> Rollout:
+    def to(self, device: torch.device) -> Rollout:
         """The same batch on that device; columns of experts stay on the CPU."""
         columns = {}
         for name, column in vars(self).items():
@@ -142,13 +157,6 @@ class Rollout:
             if name not in vars(self):
                 setattr(self, name, values.new_zeros(len(self), *values.shape[1:]))
             getattr(self, name)[rows] = values
-
-    def record_rewards(self, problems: list, rewards: Tensor) -> None:
-        """Add the columns `problem` (the number of the training problem that a row answers) and
-        `rewards`, both `[N]`, for samples.jsonl. `rewards` is given as `[P, G]`."""
-        numbers = torch.tensor([problem.index for problem in problems], dtype=torch.long)
-        self.problem = numbers.to(rewards.device).repeat_interleave(rewards.shape[1])  # [N]
-        self.rewards = rewards.flatten()  # [N]
 
     def response_ids(self) -> list[list[int]]:
         """Per row the whole response: given prefix and sampled tokens."""

@@ -1,6 +1,7 @@
 """Checkpoints that survive a kill at any moment, and the model in the Hugging Face format."""
 
 import contextlib
+import json
 import random
 import shutil
 from collections.abc import Iterator
@@ -109,11 +110,20 @@ def load_checkpoint(
 
 
 def save_model(policy: nn.Module, tokenizer: Tokenizer, folder: Path, world: World) -> None:
-    """Write the model in the Hugging Face format: loadable by transformers, vLLM, and `--model`."""
+    """Write the model in the Hugging Face format: loadable by transformers, vLLM, and `--model`.
+
+    It is written under another name and renamed when complete.
+    """
     weights = {}
     for name, full in full_parameters(policy):  # all ranks gather, the first one keeps
         if world.rank == 0:
             weights[name] = full.cpu()
     if world.rank == 0:
-        policy.lm.save_pretrained(folder, state_dict=weights)
-        tokenizer.save_pretrained(folder)
+        partial = folder.with_name(f"{folder.name}.partial")
+        with blame(f"cannot save {folder}; go on with --resume once that is fixed", RunStopped):
+            policy.lm.save_pretrained(partial, state_dict=weights)
+            generation = json.dumps(policy.lm.generation, indent=2)
+            (partial / "generation_config.json").write_text(generation)
+            tokenizer.save_pretrained(partial)
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)

@@ -7,6 +7,7 @@ before it begins. `launch` shows the errors.
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple, TextIO, get_type_hints
@@ -52,11 +53,13 @@ class Rule(NamedTuple):
     holds: Callable[[float], bool]
 
 
-Count = Annotated[int, Rule("1 or more", lambda x: x >= 1)]
-Several = Annotated[int, Rule("2 or more", lambda x: x >= 2)]
-Whole = Annotated[int, Rule("0 or more", lambda x: x >= 0)]
-Positive = Annotated[float, Rule("a number above 0", lambda x: x > 0)]
-NonNegative = Annotated[float, Rule("0 or more", lambda x: x >= 0)]
+# numpy, torch and vLLM hold a seed or a size below 2**32. Of an infinite number a sum is NaN.
+MOST = 2**32 - 1
+Count = Annotated[int, Rule(f"from 1 to {MOST}", lambda x: 1 <= x <= MOST)]
+Several = Annotated[int, Rule(f"from 2 to {MOST}", lambda x: 2 <= x <= MOST)]
+Whole = Annotated[int, Rule(f"from 0 to {MOST}", lambda x: 0 <= x <= MOST)]
+Positive = Annotated[float, Rule("a number above 0, and finite", lambda x: 0 < x < math.inf)]
+NonNegative = Annotated[float, Rule("0 or more, and finite", lambda x: 0 <= x < math.inf)]
 Share = Annotated[float, Rule("from 0 to 1", lambda x: 0 <= x <= 1)]
 PositiveShare = Annotated[float, Rule("above 0 and at most 1", lambda x: 0 < x <= 1)]
 # Below 0.01 a softmax gives one token all probability; above 100 all tokens have the same.
@@ -146,7 +149,7 @@ class Flags:
         return True
 
 
-def broken_rule(args: object) -> str:
+def broken_rule(args: Flags) -> str:
     """The message for the first flag that breaks the rule of its kind; "" if none does."""
     for name, kind in get_type_hints(type(args), include_extras=True).items():
         value = getattr(args, name)

@@ -8,21 +8,25 @@ from collections.abc import Iterator
 import torch
 
 SECONDS: dict[str, float] = defaultdict(float)  # by phase, since the last line of metrics.jsonl
-# The phases that run now, one inside the other. After an exception they stay here, so that `launch`
-# can say where it happened.
-RUNNING: list[str] = []
+RUNNING: list[str] = []  # the phases that run now, one inside the other
 
 
 @contextlib.contextmanager
 def timed(phase: str) -> Iterator[None]:
     """Above a function: its seconds count towards `phase`. If another timed function calls it, they
-    count towards the phase of that one alone. Only `launch` may catch what they raise."""
+    count towards the phase of that one alone. An error keeps the outermost phase as `error.phase`.
+    """
     wait_for_gpu()
     start = time.perf_counter()
     RUNNING.append(phase)
-    yield
-    wait_for_gpu()
-    RUNNING.pop()
+    try:
+        yield
+        wait_for_gpu()
+    except Exception as error:
+        error.phase = RUNNING[0]
+        raise
+    finally:
+        RUNNING.pop()
     if not RUNNING:
         SECONDS[phase] += time.perf_counter() - start
 

@@ -8,11 +8,13 @@ the problems that the uninterrupted one would have seen.
 import hashlib
 import json
 import math
+import os
 import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
+from decimal import Decimal
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -23,16 +25,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from common.answers import final_answer, last_box
 from common.batch import Rollout
-from common.cli import BadInput, blame, key_values
+from common.cli import BadInput, Flags, blame, key_values, say
 from common.clock import timed
-from common.metrics import Means
-from common.reward import Verifier, final_answer, load_task_file, source_of
+from common.reward import Verifier, load_task_file, source_of
 from common.tiny import arithmetic
 
 
 Prompt = str | list[dict]  # a text, or chat messages
 Row = tuple[Prompt, object]  # prompt, reference answer
+ROLES = ("system", "developer", "user", "assistant", "tool")
+A_MESSAGE = f"a message needs a content (a text) and a role ({', '.join(ROLES)}); "
+A_MESSAGE += "rename ShareGPT's from, value and human"
 
 
 class Columns(NamedTuple):
@@ -52,27 +57,29 @@ HUB = {name: Columns(**row) for name, row in HUB.items()}
 
 
 def boxed(solution: str) -> str:
-    """MATH: the content of the solution's last \\boxed{...}."""
-    return re.fullmatch(r"\\boxed\{(.*)\}", final_answer(solution), re.DOTALL)[1]
+    """MATH: what the solution's last \\boxed holds; "" where it holds nothing, as in one row."""
+    _, box, rest = solution.rpartition("\\boxed")
+    return last_box(box + rest) or ""  # not of an earlier box, which would be a wrong reference
 
 
 def after_hashes(solution: str) -> str:
     """GSM8K: the number after `####`, without thousands separators."""
-    return re.search("####(.*)", solution)[1].replace(",", "")
+    return solution.partition("####")[2].partition("\n")[0].replace(",", "")
 
 
-def listed(answers: list[str]) -> str:
-    """OlympiadBench: a list of final answers, often between dollar signs."""
-    return ", ".join(answer.strip().strip("$") for answer in answers)
+def listed(answers: str | list[str]) -> str:
+    """OlympiadBench: a final answer or a list of them, often between dollar signs."""
+    text = answers if isinstance(answers, str) else ", ".join(answers)
+    return re.sub(r"(?<!\\)\$", "", text)
 
 
-EXTRACT = {
-    "": lambda answer: answer,
-    "number": int,  # "025" is 25
-    "boxed": boxed,
-    "after_hashes": after_hashes,
-    "listed": listed,
-}
+def without_zeros(answer: object) -> str:
+    """AIME: 25 for 025; one answer is 336^\\circ."""
+    return as_text(answer).lstrip("0") or "0"
+
+
+EXTRACT = {"": lambda answer: answer, "boxed": boxed, "after_hashes": after_hashes}
+EXTRACT |= {"listed": listed, "number": without_zeros}
 
 
 def rows_of(
@@ -82,27 +89,66 @@ def rows_of(
     with the columns of a hub set (`gsm8k:my.jsonl`).
 
     `split` is "train" or "test"; a set without a test split, and a file, give all rows for both.
+    A row that cannot be used is refused; a set's row whose solution has no answer is left out.
     """
     name, _, file = spec.partition(":")
-    if name in HUB:
-        columns = HUB[name]
-    else:
-        file = spec
-        columns = Columns("", prompt_column, answer_column)
-    of_hub = name in HUB and not file
-    numbered = hub_rows(name, split) if of_hub else file_rows(Path(file))
+    columns = HUB.get(name, Columns("", prompt_column, answer_column))
+    path = Path(file if name in HUB else spec)
+    numbered = hub_rows(name, split) if spec in HUB else file_rows(path)
     rows = []
+    unanswered = []  # numbers of rows
     for number, row in numbered:
-        prompt = row.get(columns.prompt)
-        answer = row.get(columns.answer)
-        if prompt is None or answer is None:
-            needs = f"needs {columns.prompt!r} and {columns.answer!r}"
+        entries = flat(row)
+        if {columns.prompt, columns.answer} - entries.keys():
+            needs = f"needs {columns.prompt!r} and {columns.answer!r}, has {', '.join(entries)}"
             raise BadInput(f"{spec}:{number}: {needs} (--prompt_column, --answer_column)")
-        with blame(f"{spec}:{number}: no answer to be read in {str(answer)[:80]!r}"):
-            rows.append((prompt, as_text(EXTRACT[columns.extract](answer))))
+        with blame(f"{spec}:{number}: cannot be used"):
+            answer = EXTRACT[columns.extract](entries[columns.answer])
+            if columns.extract and not answer.strip():
+                unanswered.append(number)
+            else:
+                rows.append((as_prompt(entries[columns.prompt]), as_text(answer)))
     if not rows:
-        raise BadInput(f"{spec}: holds no problem")
+        raise BadInput(f"{spec}: holds no problem with an answer")
+    if unanswered and os.environ.get("RANK", "0") == "0":
+        left_out = f"{len(unanswered)} of {len(unanswered) + len(rows)} rows"
+        say(f"{spec}: left out {left_out}, without an answer; the first is row {unanswered[0]}")
     return rows
+
+
+def flat(row: dict, path: str = "") -> dict[str, object]:
+    """A row's entries that are not null; those of a dict in it by `reward_model.ground_truth`."""
+    entries = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            entries |= flat(value, f"{path}{name}.")
+        elif value is not None:
+            entries[path + name] = value
+    return entries
+
+
+def as_prompt(prompt: object) -> Prompt:
+    """A text or chat messages, in which something is asked; else a ValueError."""
+    turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    for turn in turns:
+        known = isinstance(turn, dict) and turn.get("role") in ROLES
+        if not known or not isinstance(turn.get("content"), str):
+            raise ValueError(f"its prompt has {str(turn)[:80]}: {A_MESSAGE}")
+    if not turns or turns[-1]["role"] == "assistant" or not turns[-1]["content"].strip():
+        raise ValueError("its prompt must end with a question, not with nothing or an answer")
+    return prompt
+
+
+def as_text(answer: object) -> str:
+    """A reference as text: AMC's 27.0 is 27, and 0.00001 is not 1e-05. Else a ValueError."""
+    if isinstance(answer, float | np.floating) and math.isfinite(answer):
+        answer = np.format_float_positional(answer, trim="-")
+    elif isinstance(answer, int | np.integer | Decimal):
+        answer = str(answer)
+    text = answer.strip() if isinstance(answer, str) else ""
+    if not text or text.startswith(('{"', "{'")):  # the second: a dict, as CSV files have it
+        raise ValueError(f"its answer must be one text or number (of a list '1, 2'): {answer!r}")
+    return text
 
 
 def file_rows(path: Path) -> Iterator[tuple[int, dict]]:
@@ -116,19 +162,28 @@ def file_rows(path: Path) -> Iterator[tuple[int, dict]]:
         raise BadInput(f"{str(path)!r}: unknown, use {known}")
     if not path.is_file():  # reading a pipe could wait for ever
         raise BadInput(f"{path}: no such file")
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
+    with blame(f"{path}: cannot be read"):
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
 
-        with blame(f"{path}: cannot be read"):
-            table = pyarrow.parquet.read_table(path)
-        yield from enumerate(table.to_pylist(), 1)
-        return
-    for number, line in enumerate(path.read_text("utf-8-sig").split("\n"), 1):
+            yield from enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1)
+            return
+        lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
         if line.strip():
-            try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise BadInput(f"{path}:{number}: no JSON ({error})") from error
+            # iconv converts the encoding, jq writes the rows of an array as lines.
+            with blame(f"{path}:{number}: no JSON object in UTF-8: try iconv, or jq -c '.[]'"):
+                row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=unique)
+                if not isinstance(row, dict):
+                    raise ValueError(f"a {type(row).__name__}")
+            yield number, row
+
+
+def unique(pairs: list[tuple[str, object]]) -> dict:
+    """A JSON object's dict; of a key that stands there twice json would keep the last value."""
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key stands there twice")
+    return dict(pairs)
 
 
 def hub_rows(name: str, split: str) -> Iterator[tuple[int, dict]]:
@@ -146,17 +201,12 @@ def hub_rows(name: str, split: str) -> Iterator[tuple[int, dict]]:
     yield from enumerate(rows, 1)
 
 
-def as_text(answer: object) -> str:
-    """A reference as text: AMC's 27.0 is 27."""
-    if isinstance(answer, float) and answer.is_integer():
-        answer = int(answer)
-    return str(answer).strip()
-
-
 PLAIN_PROMPT = "Question: {prompt}\nAnswer:"  # for tokenizers without a chat template
 TRIED = 1000  # prompts that are tokenised to find one that fits
 DATE = datetime(2024, 7, 26)  # for chat templates that write today's: Llama's own default
 Score = Callable[[list[str], list], list[float]]  # (completions, answers) -> rewards
+# (responses so far, answers) -> (what the tool writes, or None; what failed, or "")
+Tool = Callable[[list[str], list], list[tuple[str | None, str]]]
 
 
 @dataclass
@@ -181,24 +231,29 @@ class Task:
     held_out_verifier: Score | None = None  # where it is not `verifier`
     final: Callable[[str], str] = final_answer  # a response's answer, without its working
     tokenizer: Tokenizer | None = None  # of the prompts
+    reply: Tool | None = None  # of variants/tool.py
+    reply_error: str = ""  # what the policy reads instead, where a call fails
 
     @timed("reward")
-    def score(
-        self, rollout: Rollout, problems: list[Problem], G: int, means: Means | None = None
-    ) -> Tensor:
-        """The rewards `[P, G]` of G responses to each of P problems (on some ranks 0). They are
-        also written into the rollout's columns `rewards` and `problem`."""
-        texts = self.tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
+    def score(self, rollout: Rollout, problems: list[Problem], G: int) -> Tensor:
+        """The rewards `[P, G]` of G responses to each of P problems (on some ranks 0). It also
+        writes the rollout's columns `problem`, `rewards` and `new_answer`."""
+        texts = []
+        if len(rollout):  # of no responses transformers would make one empty text
+            texts = self.tokenizer.batch_decode(rollout.response_ids(), skip_special_tokens=True)
         scores = self.verifier(texts, [problem.answer for problem in problems for _ in range(G)])
-        rewards = torch.tensor(scores, device=rollout.mask.device).view(len(problems), G)  # [P, G]
-        rollout.record_rewards(problems, rewards)
-        if means:  # of the different answers in a group
-            answers = {(row // G, self.final(text)) for row, text in enumerate(texts)}
-            means.add(distinct=(len(answers), len(problems)))
-        return rewards
+        answers = [self.final(text) for text in texts]
+        groups = [answers[row - row % G : row] for row in range(len(answers))]  # up to each row
+        new = [answer not in earlier for answer, earlier in zip(answers, groups)]
+        on = rollout.mask.device
+        numbers = torch.tensor([problem.index for problem in problems], dtype=torch.long, device=on)
+        rollout.problem = numbers.repeat_interleave(G)  # [N]
+        rollout.rewards = torch.tensor(scores, dtype=torch.float32, device=on)  # [N]
+        rollout.new_answer = torch.tensor(new, dtype=torch.float32, device=on)  # [N]
+        return rollout.rewards.view(len(problems), G)  # [P, G]
 
 
-def load_task(args: object, tokenizer: Tokenizer) -> Task:
+def load_task(args: Flags, tokenizer: Tokenizer) -> Task:
     """The task that `--task` names, with `--eval_problems` held-out problems."""
     if args.task in arithmetic.KINDS:
         make = arithmetic_task
@@ -216,7 +271,7 @@ def load_task(args: object, tokenizer: Tokenizer) -> Task:
 # Where rows come from
 
 
-def arithmetic_task(args: object, tokenizer: Tokenizer) -> Task:
+def arithmetic_task(args: Flags, tokenizer: Tokenizer) -> Task:
     """The embedded task, of any kind; its held-out problems are the same for every seed."""
     kind = arithmetic.KINDS[args.task]
 
@@ -242,10 +297,11 @@ def arithmetic_task(args: object, tokenizer: Tokenizer) -> Task:
     rows = list(answers.items())
     task = tokenised(train, rows, verifier, args, tokenizer, instruction=None)
     task.final = arithmetic.final_number
+    task.reply = lambda texts, answers: [(arithmetic.calculator(text), "") for text in texts]
     return task
 
 
-def file_task(args: object, tokenizer: Tokenizer) -> Task:
+def file_task(args: Flags, tokenizer: Tokenizer) -> Task:
     """A custom task: FILE.py, or FILE.py:NAME for an object of that name in it (docs/yours.md).
 
     `train(i) -> (prompt, reference)` is a pure function of i (every seed begins at its own i), and
@@ -258,23 +314,31 @@ def file_task(args: object, tokenizer: Tokenizer) -> Task:
     own_reward = hasattr(custom, "reward")
     bounds = getattr(custom, "bounds", {})
     verifier = Verifier(args.task, **bounds) if own_reward else Verifier()
+    with blame(f"--task {args.task}: needs train(i) and a list held_out"):
+        draw, first = custom.train, islice(custom.held_out, args.eval_problems)
     begin = ((args.seed - 1) % 2**20) * 1_000_003  # where this seed's stream starts
 
-    def as_row(pair: tuple) -> Row:
-        prompt, reference = pair
-        return prompt, reference if own_reward else as_text(reference)
+    def as_row(pair: tuple, where: str) -> Row:
+        with blame(f"--task {args.task}: {where} gives no (prompt, answer) that can be used"):
+            prompt, answer = pair
+            answer = answer if own_reward else as_text(answer)
+            json.dumps(answer)  # as it goes to the process that scores
+            return as_prompt(prompt), answer
 
     def train(index: int) -> Row:
-        return as_row(custom.train(begin + index))
+        return as_row(draw(begin + index), f"train({begin + index})")
 
-    held_out = [as_row(pair) for pair in islice(custom.held_out, args.eval_problems)]
+    held_out = [as_row(pair, f"held_out[{number}]") for number, pair in enumerate(first)]
     instruction = "" if tokenizer.chat_template else None  # see `encode`
     task = tokenised(train, held_out, verifier, args, tokenizer, instruction)
     task.fingerprint = digest([source])
+    if hasattr(custom, "reply"):
+        task.reply = Verifier(args.task, **bounds, function="reply").ask
+        task.reply_error = getattr(custom, "reply_error", "")
     return task
 
 
-def dataset_task(args: object, tokenizer: Tokenizer) -> Task:
+def dataset_task(args: Flags, tokenizer: Tokenizer) -> Task:
     """A finite set as an endless stream of shuffles; each covers all training rows and is seeded.
 
     Without a test split, up to a quarter of it is held out. A prompt that is held out is never
@@ -330,7 +394,7 @@ def tokenised(
     row: Callable[[int], Row],
     held_out_rows: list[Row],
     verifier: Score,
-    args: object,
+    args: Flags,
     tokenizer: Tokenizer,
     instruction: str | None,
 ) -> Task:
@@ -357,7 +421,7 @@ def tokenised(
 
 
 def as_problem(
-    row: Row, instruction: str | None, args: object, tokenizer: Tokenizer
+    row: Row, instruction: str | None, args: Flags, tokenizer: Tokenizer
 ) -> Problem | None:
     """A row and its prompt's tokens; None if these leave too few positions for a response."""
     prompt, answer = row
@@ -394,8 +458,13 @@ def encode(
             )
         elif instruction is not None:
             text = PLAIN_PROMPT.format(prompt=text)
-        # A template has written its special tokens already.
-        ids = tokenizer(text, add_special_tokens=not templated)["input_ids"]
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise ValueError("no token left")
+        if not templated:  # a template has written its special tokens already
+            special = tokenizer(text)["input_ids"]  # in front BOS, but at the end maybe EOS
+            return special[: special.index(ids[0])] + ids
+        for turn in turns:  # of other roles templates leave out thoughts, and write calls as JSON
+            if turn["role"] in ROLES[:3] and turn["content"].strip() not in text:
+                raise ValueError(f"the chat template leaves out the {turn['role']}'s message")
         return ids

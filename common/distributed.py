@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
-from common.cli import BadInput
+from common.cli import BadInput, Flags
 
 # How long a collective waits for the last rank. Ranks sample and verify for unequal times. But
 # before an update they have agreed on the number of micro-batches, so they enter it together: a
@@ -69,7 +69,7 @@ def setup() -> World:
     return World(rank, size, device, store)
 
 
-def shard(policy: nn.Module, args: object, world: World, offload: bool = False) -> nn.Module:
+def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -> nn.Module:
     """Shard the policy in place with FSDP2, and give every rank the weights of rank 0.
 
     FSDP gathers and frees weights unit by unit: each decoder layer is a unit, and the root unit

@@ -5,6 +5,7 @@ import errno
 import importlib.util
 import io
 import os
+import re
 import signal
 import sys
 import traceback
@@ -15,12 +16,12 @@ import torch
 import torch.distributed as dist
 import tyro
 
-from common.cli import BadInput, RunStopped, broken_rule, in_one_line
-from common.clock import RUNNING, SECONDS
+from common.cli import BadInput, Flags, RunStopped, blame, broken_rule, in_one_line
+from common.clock import SECONDS
 from common.distributed import ALONE, SMALL, World, setup
 from common.model import EMBEDDED, parameters_of
 
-Stage = Callable[[object, World], None]  # called with the flags and the ranks
+Stage = Callable[[Flags, World], None]  # called with the flags and the ranks
 # Flags whose right value depends on the model, and their usual values.
 USUAL = {
     "lr": "usual in full fine-tuning: 1e-6 for billions of parameters, 1e-5 for some 100 million",
@@ -28,20 +29,19 @@ USUAL = {
 }
 
 
-def launch(main: Stage, Args: type, prepare: Stage | None = None) -> None:
+def launch(main: Stage, Args: type[Flags], prepare: Stage | None = None) -> None:
     """Parse the flags, join the ranks, run `main(args, world)`.
 
     Errors meant for people are one line on stderr: exit code 2 for bad input, 1 for a run that had
     to stop. A program that does not train gives a `prepare(args, world)`, which replaces `check`.
     """
-    RUNNING.clear()
     SECONDS.clear()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while all loads: end without a traceback
-    args = parse(Args)
     world = ALONE
     code = 0
     try:
         world = setup()
+        args = parse(Args)
         if prepare:
             prepare(args, world)
         else:
@@ -77,7 +77,7 @@ def report(error: Exception, world: World) -> None:
     # torch has no class of errors for the memory of CPUs.
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "alloc_cpu" in str(error):
         lower = "--micro_tokens, or of the sampler --rollout_rows or --vllm_memory"
-        phase = RUNNING[0] if RUNNING else "update or set-up"
+        phase = getattr(error, "phase", "update or set-up")  # see `timed`
         message = f"out of memory in {phase} ({in_one_line(error)}): lower {lower}"
     elif getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT):
         message = f"{error}: make room, then go on with --resume"
@@ -89,20 +89,25 @@ def report(error: Exception, world: World) -> None:
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
 
 
-def parse(Args: type) -> object:
-    """`Args` from the command line. tyro explains a wrong flag, and ends with exit code 2."""
+def parse(Args: type[Flags]) -> Flags:
+    """`Args` from the command line. Of a wrong flag tyro's explanation, without its frame."""
     description = sys.modules[Args.__module__].__doc__.splitlines()[0]
     words = sys.argv[1:]
     for place, word in enumerate(words):
         if word == "--resume" and words[place + 1 : place + 2] != ["auto"]:
             words[place] = "--resume=True"  # what it means alone
-    with contextlib.ExitStack() as silence:
-        if os.environ.get("RANK", "0") != "0":  # the first rank says it for all
-            silence.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        return tyro.cli(Args, args=words, description=description, use_underscores=True)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(Args, args=words, description=description, use_underscores=True)
+    except SystemExit as stop:
+        if stop.code:
+            words = re.sub("[─│╭╮╰╯]|-{3,}", " ", said.getvalue()).split()
+            raise BadInput(" ".join(words)) from None
+        raise  # after --help
 
 
-def check(args: object, world: World) -> None:
+def check(args: Flags, world: World) -> None:
     """Refuse values with which no run makes sense, or that leave a rank without its share, and
     replace every `auto`."""
     if wrong := broken_rule(args):
@@ -113,12 +118,16 @@ def check(args: object, world: World) -> None:
     if args.prompts_per_step % unit:
         number = f"--prompts_per_step {args.prompts_per_step}"
         raise BadInput(f"{number}: not a multiple of ranks x --minibatches = {unit}")
-    if args.wandb and not importlib.util.find_spec("wandb"):
-        raise BadInput(f"--wandb {args.wandb}: needs the package (pip install wandb)")
+    if args.wandb and world.rank == 0:
+        with blame(f"--wandb {args.wandb}: cannot be used"):
+            import wandb
+
+            wandb.Settings(project=args.wandb)  # its own rules for names
+            wandb.login()
     resolve_auto(args, world, args.model)
 
 
-def check_defaults(args: object, words: list[str]) -> None:
+def check_defaults(args: Flags, words: list[str]) -> None:
     """Refuse a real model under defaults that are right for the embedded one: lr 3e-4 would destroy
     it, and 64 tokens cut off every answer. `words` is the command line."""
     given = {word.partition("=")[0].replace("-", "_") for word in words}
@@ -128,7 +137,7 @@ def check_defaults(args: object, words: list[str]) -> None:
         raise BadInput(f"--model {args.model}: the defaults are the embedded model's; give {asked}")
 
 
-def resolve_auto(args: object, world: World, model: str) -> None:
+def resolve_auto(args: Flags, world: World, model: str) -> None:
     """Replace `auto` by its value for this model on this machine; check that ranks divide."""
     gpu = world.device.type == "cuda"
     if args.rollout == "auto":  # starting vLLM takes a minute, longer than an embedded model's run

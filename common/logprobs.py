@@ -5,12 +5,14 @@ No `[N, T, V]` tensor is ever held, and what the sampler reported is checked aga
 
 import copy
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from common.batch import Rollout
+from common.cli import Flags
 from common.clock import timed
 from common.distributed import World, global_sum, shard
 from common.model import add_product, head_logits
@@ -49,17 +51,24 @@ class Policy(nn.Module):
         predicts: Tensor,
         temperature: float,
         readout: Readout | None = None,
+        replay: Tensor | None = None,
+        others: Tensor | None = None,
     ) -> Pair:
         """log π and statistic, two `[M]`, of the token after each place in `predicts [n, S]`.
 
         `sequences [n, S]` are right-padded: with causal attention no real token sees a pad, and no
-        attention mask is needed.
+        attention mask is needed. `replay [n·S, layers, k]`: the experts to send each token to.
+        `others [M, K]`: further tokens, whose log π at the same places are wanted, too; then log π
+        is `[M, 1 + K]`.
         """
+        self.routing.replay = replay  # also for the pass that gradient checkpointing repeats
         # nonzero() once: with a mask as index, the CPU would wait for the GPU each time.
         where = predicts.flatten().nonzero()[:, 0]  # [M]
         output = self.lm.base_model(input_ids=sequences, use_cache=False)
         hidden = output.last_hidden_state.flatten(0, 1).index_select(0, where)  # [M, H]
         targets = sequences.roll(-1, dims=1).flatten()[where]  # [M]
+        if others is not None:
+            targets = torch.cat([targets[:, None], others], dim=1)  # [M, 1 + K]
         weight = self.lm.lm_head.weight  # [V, H]
         return TokenLogprobs.apply(hidden, weight, targets, temperature, readout)
 
@@ -68,7 +77,8 @@ class TokenLogprobs(torch.autograd.Function):
     """log softmax(hidden @ weight.T / temperature)[targets], and what `readout` makes of it.
 
     hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, statistic `[M]` (no gradient),
-    both float32. Makes the logits a block of rows at a time, and again in the backward pass.
+    both float32. Targets `[M, K]` are K tokens at each place: logp `[M, K]`, and the statistic is
+    of the first one. Makes the logits a block of rows at a time, and again in the backward pass.
 
     At a vocabulary of 152k, 16k tokens of float32 logits are 10 GB a copy, and the plain formula
     keeps several.
@@ -84,10 +94,11 @@ class TokenLogprobs(torch.autograd.Function):
     def d_logits(
         hidden: Tensor, weight: Tensor, targets: Tensor, d_logp: Tensor, temperature: float
     ) -> Tensor:
-        """`d_logp` times d log p(target) / d logits = 1{target} - p: `[b, V]`, in its dtype."""
+        """The sum over the targets `[b, K]` of `d_logp [b, K]` times d log p(target) / d logits,
+        which is 1{target} - p: `[b, V]`, in the weight's dtype."""
         p = TokenLogprobs.logits(hidden, weight, temperature).softmax(-1)  # [b, V]
-        d_logits = p.mul_(-d_logp[..., None])  # [b, V]
-        d_logits.scatter_add_(-1, targets[..., None], d_logp[..., None])
+        d_logits = p.mul_(-d_logp.sum(-1, keepdim=True))  # [b, V]
+        d_logits.scatter_add_(-1, targets, d_logp)
         if temperature != 1:
             d_logits = d_logits / temperature
         return d_logits.to(weight.dtype)
@@ -108,32 +119,39 @@ class TokenLogprobs(torch.autograd.Function):
     ) -> Pair:
         ctx.save_for_backward(hidden, weight, targets)
         ctx.temperature = temperature
-        logp = torch.empty(len(hidden), device=hidden.device)  # [M]
-        statistic = torch.zeros_like(logp)  # [M]
+        tokens = columns(targets)  # [M, K]
+        logp = torch.empty(targets.shape, device=hidden.device)  # [M], or [M, K]
+        statistic = torch.zeros(len(hidden), device=hidden.device)  # [M]
         for rows in TokenLogprobs.blocks(hidden, weight):
             logprobs = TokenLogprobs.logits(hidden[rows], weight, temperature).log_softmax(-1)
-            logp[rows] = logprobs.gather(-1, targets[rows, None])[:, 0]
+            columns(logp)[rows] = logprobs.gather(-1, tokens[rows])
             if readout:
-                statistic[rows] = readout(logprobs, targets[rows])
+                statistic[rows] = readout(logprobs, tokens[rows, 0])
         ctx.mark_non_differentiable(statistic)
         return logp, statistic
 
     @staticmethod
     def backward(ctx, d_logp: Tensor, _: None) -> tuple:
         hidden, weight, targets = ctx.saved_tensors
+        tokens, d_logp = columns(targets), columns(d_logp)  # [M, K]
         d_hidden = torch.empty_like(hidden)  # [M, H]
         # Summed over blocks in float32: in bfloat16 every block would round what came before it.
         d_weight = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]
         for rows in TokenLogprobs.blocks(hidden, weight):
             d_logits = TokenLogprobs.d_logits(
-                hidden[rows], weight, targets[rows], d_logp[rows], ctx.temperature
+                hidden[rows], weight, tokens[rows], d_logp[rows], ctx.temperature
             )  # [b, V]
             d_hidden[rows] = d_logits @ weight
             add_product(d_weight, d_logits.T, hidden[rows])
         return d_hidden, d_weight.to(weight.dtype), None, None, None
 
 
-def frozen_reference(args: object, lm: PreTrainedModel, world: World) -> Policy | None:
+def columns(x: Tensor) -> Tensor:
+    """`[M]` as `[M, 1]`; `[M, K]` as it is."""
+    return x if x.dim() == 2 else x[:, None]
+
+
+def frozen_reference(args: Flags, lm: PreTrainedModel, world: World) -> Policy | None:
     """π_ref: `lm` as it is now, frozen and sharded; None if β is 0.
 
     With `--offload_reference` its shards wait in CPU memory.
@@ -176,12 +194,25 @@ def micro_batches(policy: nn.Module, batch: Rollout, max_tokens: int, world: Wor
     return [torch.tensor(rows, dtype=torch.long, device=batch.tokens.device) for rows in micros]
 
 
+class Logprobs(NamedTuple):
+    """What a policy makes of every sampled token of a batch."""
+
+    logp: Tensor  # [N, T]: log π(token), zero on padding
+    statistic: Tensor  # [N, T]: what the readout makes of the distribution; zero without one
+    experts: Tensor | None  # [N, S, layers, k]: where each token was sent; None if not asked for
+
+
 def response_logprobs(
-    policy: nn.Module, batch: Rollout, temperature: float, readout: Readout | None = entropies
+    policy: Policy, batch: Rollout, temperature: float, readout: Readout | None = entropies
 ) -> Pair:
-    """log π(token) and a statistic of every sampled token: two `[n, T]`, zero on padding."""
+    """log π(token), with gradient, and a statistic of every sampled token: two `[n, T]`, zero on
+    padding.
+
+    Where the sampler reported its most likely tokens (`sampler_top_ids`), the batch gets a column
+    `top_logp [n, T, K]`: log π of these, with gradient.
+    """
     blank, where = torch.zeros_like(batch.mask), batch.mask.bool()  # [n, T]
-    replayed = None
+    replayed, others = None, None
     if len(batch) == 0:
         # Other ranks have rows left, and FSDP's collectives need all ranks: a pass over two tokens,
         # of which nothing is used. Its gradients are zeros.
@@ -189,13 +220,26 @@ def response_logprobs(
         predicts = torch.tensor([[True, False]], device=blank.device)  # [1, 2]
     else:
         sequences = batch.sequences[:, : batch.ends.max()]  # [n, S]
-        after = torch.arange(1, sequences.shape[1] + 1, device=blank.device)  # [S]: next columns
-        predicts = (after >= batch.prompt_len[:, None]) & (after < batch.ends[:, None])  # [n, S]
+        # Token t stands in column prompt_len + t, and the column before that one predicts it
+        t = torch.arange(sequences.shape[1], device=blank.device) + 1  # [S]
+        t = t - batch.prompt_len[:, None]  # [n, S]: the token that each column predicts
+        inside = (t >= 0) & (t < where.shape[1])  # [n, S]
+        predicts = inside & where.gather(1, t.clamp(0, where.shape[1] - 1))  # [n, S]
         if hasattr(batch, "replayed_experts"):
             replayed = batch.replayed_experts[:, : sequences.shape[1]]  # [n, S, layers, k]
             replayed = replayed.flatten(0, 1).to(blank.device)  # [n·S, layers, k]
-    policy.routing.replay = replayed
-    logp, statistic = policy(sequences, predicts, temperature, readout)  # [M], [M]
+        if hasattr(batch, "sampler_top_ids"):
+            others = batch.sampler_top_ids[where].long()  # [M, K]
+    if others is None:
+        logp, statistic = policy(sequences, predicts, temperature, readout, replayed)  # [M], [M]
+    else:
+        asked = sequences, predicts, temperature, readout, replayed, others
+        every, statistic = policy(*asked)  # [M, 1 + K], [M]
+        logp = every[:, 0]  # [M]
+    if hasattr(batch, "sampler_top_ids"):
+        batch.top_logp = blank.new_zeros(batch.sampler_top_ids.shape)  # [n, T, K]
+        if others is not None:
+            batch.top_logp = batch.top_logp.masked_scatter(where[..., None], every[:, 1:])
     logp = blank.masked_scatter(where, logp)  # [n, T]
     statistic = blank.masked_scatter(where, statistic)  # [n, T]
     if logp.requires_grad:
@@ -206,44 +250,44 @@ def response_logprobs(
 @timed("logprobs")
 @torch.no_grad()
 def all_logprobs(
-    policy: nn.Module, batch: Rollout, args: object, world: World, readout: Readout | None = None
-) -> Pair:
-    """`response_logprobs` of a whole batch without gradient, in micro-batches: two `[N, T]`. The
-    second one is zeros without a `readout`.
-
-    With a mixture of experts the batch gets a column `trainer_experts`, like the sampler's, if
-    there is the sampler's to compare it with, or if `policy.routing.wanted`.
-    """
+    policy: Policy,
+    batch: Rollout,
+    args: Flags,
+    world: World,
+    readout: Readout | None = None,
+    experts: bool = False,
+) -> Logprobs:
+    """`response_logprobs` of a whole batch without gradient, in micro-batches. `experts`: also say
+    where a mixture of experts sent each token."""
     logp, statistic = torch.zeros_like(batch.mask), torch.zeros_like(batch.mask)  # [N, T]
-    routed = None
-    wanted = policy.routing.wanted or hasattr(batch, "sampler_experts")
+    sent = None
     for rows in micro_batches(policy, batch, args.micro_tokens, world):
         micro = batch.rows(rows)
         logp[rows], statistic[rows] = response_logprobs(policy, micro, args.temperature, readout)
-        if policy.routing.active and len(rows) and wanted:
-            part = policy.routing.recorded().cpu().unflatten(0, (len(rows), -1))
-            if routed is None:
-                routed = part.new_zeros(*batch.sequences.shape, *part.shape[2:])
-            routed[rows.cpu(), : part.shape[1]] = part  # [n, S, layers, k]
-    if routed is not None:
-        batch.trainer_experts = routed  # [N, S, layers, k]
-    return logp, statistic
+        if experts and policy.routing.active:
+            part = policy.routing.recorded().cpu()  # [n·S, layers, k] of this pass
+            if sent is None:
+                sent = part.new_zeros(*batch.sequences.shape, *part.shape[1:])  # [N, S, layers, k]
+            if len(rows):
+                part = part.unflatten(0, (len(rows), -1))  # [n, S, layers, k]
+                sent[rows.cpu(), : part.shape[1]] = part
+    return Logprobs(logp, statistic, sent)
 
 
-def sampler_gap(batches: list[Rollout], world: World) -> dict[str, float]:
+def sampler_gap(batches: list[Rollout]) -> dict[str, tuple[Tensor, Tensor | None]]:
     """The difference between the sampler's and the trainer's log-probs, from the same weights.
 
-    KL(μ ‖ π_old) by the k3 estimator, the mean and the largest |log π_old - log μ|, over all ranks.
+    KL(μ ‖ π_old) by the k3 estimator, the mean and the largest |log π_old - log μ|, as pairs
+    (sum, tokens) of this rank.
     """
-    sums = {"kl": 0.0, "gap": 0.0, "tokens": 0.0, "gap_max": torch.tensor(0.0)}
+    kl, total, tokens, largest = 0.0, 0.0, 0.0, torch.tensor(0.0)
     for batch in batches:
         gap = (batch.old_logp - batch.rollout_logp) * batch.mask  # [n, T]
         # expm1, because exp(gap) - 1 would lose the usual gaps of 1e-6 to rounding.
-        sums["kl"] += (gap.expm1() - gap).sum()
-        sums["gap"] += gap.abs().sum()
+        kl += (gap.expm1() - gap).sum()
+        total += gap.abs().sum()
         if len(gap):  # a rank may have no rows
-            sums["gap_max"] = torch.maximum(sums["gap_max"].to(gap), gap.abs().max())
-        sums["tokens"] += batch.mask.sum()
-    sums = global_sum(sums, world)
-    means = {f"sampler_{name}": sums[name] / sums["tokens"] for name in ("kl", "gap")}
-    return means | {"sampler_gap_max": sums["gap_max"]}
+            largest = torch.maximum(largest.to(gap), gap.abs().max())
+        tokens += batch.mask.sum()
+    found = {"sampler_kl": (kl, tokens), "sampler_gap": (total, tokens)}
+    return found | {"sampler_gap_max": (largest, None)}

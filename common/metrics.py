@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from common.batch import Rollout
-from common.cli import RunStopped
+from common.cli import Flags, RunStopped
 from common.clock import timed
+from common.data import Task
 from common.distributed import World, global_sum
 from common.reward import Verifier
+from common.rollout import Engine
 
 
 class Means:
@@ -59,13 +61,15 @@ def metrics_by_sign(batch: Rollout) -> dict[str, tuple[Tensor, Tensor]]:
     return metrics
 
 
-def rollout_metrics(rollout: Rollout, rewards: Tensor, task: object) -> dict[str, tuple]:
-    """Metrics of the sampled responses and of their rewards `[P, G]`."""
+def rollout_metrics(rollout: Rollout, G: int, task: Task) -> dict[str, tuple]:
+    """Metrics of the sampled responses, in groups of G, and of their rewards."""
+    rewards = rollout.rewards.view(-1, G)  # [P, G]
     tokens = rollout.mask.sum()
     N = len(rollout)
     killed = task.verifier.take_killed() if isinstance(task.verifier, Verifier) else 0
     return {
         "reward": (rewards.sum(), N),
+        "distinct": (rollout.new_answer.sum(), len(rewards)),  # answers in a group
         "zero_groups": ((rewards == rewards[:, :1]).all(dim=1).sum(), len(rewards)),
         "response_len": (tokens, N),
         "truncated": ((~rollout.finished).sum(), N),
@@ -75,7 +79,7 @@ def rollout_metrics(rollout: Rollout, rewards: Tensor, task: object) -> dict[str
 
 
 @timed("evaluate")
-def evaluate(engine: object, task: object, args: object, world: World) -> dict:
+def evaluate(engine: Engine, task: Task, args: Flags, world: World) -> dict:
     """Accuracy on the held-out problems, over all ranks.
 
     `greedy`: of one response at temperature 0; `sampled`: the mean of --eval_samples responses;
@@ -98,6 +102,8 @@ def evaluate(engine: object, task: object, args: object, world: World) -> dict:
             shown = {"prompt": problems[0].prompt, "answer": problems[0].answer}
             example["example"] = shown | {"response": texts[0], "reward": scores[0]}
     engine.load_state_dict(state)  # how often a run evaluates does not change what it samples
+    if isinstance(verifier, Verifier):
+        verifier.take_killed()  # the next step's `judge_killed` is of its own answers
     scored["works"] = float(not isinstance(verifier, Verifier) or verifier.works)
     totals = global_sum(scored, world)
     if totals.pop("works") == 0:  # all rewards would be 0, and nothing could be learned

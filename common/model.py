@@ -1,13 +1,16 @@
 """Loading a model and its tokenizer; models whose files do not fit together are refused."""
 
+import contextlib
+import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from common.cli import BadInput, blame
 from common.distributed import ALONE, World
@@ -70,6 +73,8 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
     source = source_of(name, flag)
     logging.set_verbosity_error()  # check_weights refuses what transformers only warns about
     report = {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
+    # Of the folder's own, transformers refuses some to load and more to save: see `read_json`.
+    report["generation_config"] = GenerationConfig()
     with blame(f"{flag} {name}: cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(source, **SAFE)
         if not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
@@ -79,7 +84,11 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
             lm, loaded = AutoModelForCausalLM.from_pretrained(source, **options, **report)
             check_structure(lm)
             check_weights(loaded)
-            lm.generation_config.eos_token_id = sorted(eos_ids(lm, tokenizer))
+            read = read_json(source, "generation_config.json")
+            declared = read or read_json(source, "config.json")
+            eos = eos_ids(declared.get("eos_token_id"), tokenizer)
+            lm.generation_config.eos_token_id = eos
+            lm.generation = read | {"eos_token_id": eos if len(eos) > 1 else eos[0]}
         else:
             with torch.device("meta"):
                 lm = AutoModelForCausalLM.from_config(**options).eval()
@@ -91,6 +100,13 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
     positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     tokenizer.model_max_length = positions or tokenizer.model_max_length
     return lm, tokenizer
+
+
+def check_saving(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a model that could be trained but not saved, before it is trained."""
+    with blame(f"--save_hf: {name} cannot be saved"), TemporaryDirectory() as folder:
+        config_of(source_of(name)).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def check_weights(loaded: dict) -> None:
@@ -122,13 +138,21 @@ def check_structure(lm: PreTrainedModel) -> None:
             )
 
 
-def eos_ids(lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Every token id that ends a response: the tokenizer's and those of a chat model's config."""
-    declared = lm.generation_config.eos_token_id
-    ids = {tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])}
-    if not ids - {None} or not all(isinstance(one, int | None) for one in ids):
+def read_json(source: str, name: str) -> dict:
+    """A JSON file of a model as it stands there; {} where there is none, or no JSON object."""
+    with contextlib.suppress(OSError, ValueError):
+        read = json.loads(Path(cached_file(source, name)).read_bytes())
+        return read if isinstance(read, dict) else {}
+    return {}
+
+
+def eos_ids(declared: object, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every token id that ends a response: those that a model declares and the tokenizer's."""
+    ids = declared if isinstance(declared, list) else [declared]
+    ids = [one for one in dict.fromkeys([*ids, tokenizer.eos_token_id]) if one is not None]
+    if not ids or not all(isinstance(one, int) for one in ids):
         raise ValueError("neither tokenizer nor generation config names EOS tokens by number")
-    return ids - {None}
+    return ids
 
 
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from common.batch import Rollout
+from common.cli import Flags
 from common.distributed import World
 from common.logprobs import BLOCK_ELEMENTS, TokenLogprobs, micro_batches, response_logprobs
 
 
 def gradient_norms(
-    policy: nn.Module, batch: Rollout, args: object, world: World
+    policy: nn.Module, batch: Rollout, args: Flags, world: World
 ) -> tuple[Tensor, Tensor]:
     """log π of every sampled token `[N, T]`, and |g| of every response `[N]`, under `policy`.
 
@@ -125,7 +126,8 @@ class HeadPart:
             gradient = weight.new_zeros(len(some), *weight.shape, dtype=torch.float32)  # [r, V, H]
             for block in steps.split(max(1, BLOCK_ELEMENTS // (r * len(weight)))):
                 at = some[:, None], block
-                given = weight, micro.tokens[at], micro.mask[at], self.temperature
+                tokens, ones = micro.tokens[at][..., None], micro.mask[at][..., None]
+                given = weight, tokens, ones, self.temperature
                 gradient += TokenLogprobs.d_logits(x[at], *given).mT @ x[at]
             found[some] = torch.linalg.vector_norm(gradient, dim=(1, 2)).square()
             own = torch.arange(len(some), device=on)[:, None]  # [r, 1]

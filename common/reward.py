@@ -26,41 +26,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
-from common.cli import BadInput, RunStopped, say
+from common.cli import BadInput, RunStopped, blame, say
 
 SECONDS, MEMORY = 5.0, 2 * 2**30  # bounds on one answer; `bounds` of a task file may set others
 START = 120.0  # seconds, bound on the start of a worker: disks may be slow, but a hang must end
-TAIL = 2000  # characters searched for an answer that is not boxed
-
-
-def final_answer(completion: str) -> str:
-    """The last \\boxed{...}, braces balanced, or "" if it never closes.
-
-    Without a box: the last TAIL characters.
-    Only the last box counts: a response that boxes every candidate must not earn for one of them.
-    """
-    start = completion.rfind("\\boxed{")
-    if start < 0:
-        return completion[-TAIL:]
-    depth = 0
-    for end, character in enumerate(completion[start:], start + 1):
-        if character == "{":
-            depth += 1
-        elif character == "}":
-            depth -= 1
-            if depth == 0:
-                return completion[start:end]
-    return ""
 
 
 def reward(completion: str, reference: str) -> float:
-    """1.0 where math-verify finds the completion's final answer equal to the reference, else 0."""
-    from math_verify import parse, verify  # slow to import; only the workers need it
+    """1.0 where the completion's final answer equals the reference, else 0."""
+    from common.answers import correct  # slow to import; workers of a task file do not need it
 
-    # No time-outs of its own: the worker's alarm bounds both.
-    gold = parse(f"${reference}$", parsing_timeout=None)
-    answer = parse(final_answer(completion), parsing_timeout=None)
-    return float(verify(gold, answer, timeout_seconds=None))
+    return float(correct(completion, reference))
 
 
 def source_of(spec: str) -> str:
@@ -68,7 +44,8 @@ def source_of(spec: str) -> str:
     path = Path(spec.partition(":")[0])
     if not path.is_file():
         raise BadInput(f"--task {spec}: no such file")
-    return path.read_text("utf-8-sig")
+    with blame(f"--task {spec}: cannot be read"):
+        return path.read_text("utf-8-sig")
 
 
 def load_task_file(spec: str, source: str = "") -> object:
@@ -83,6 +60,8 @@ def load_task_file(spec: str, source: str = "") -> object:
     sys.modules[module.__name__] = module  # dataclasses and pickle look for it there
     module.__file__ = file
     exec(compile(source or source_of(spec), file, "exec", dont_inherit=True), vars(module))
+    if name and not hasattr(module, name):
+        raise BadInput(f"--task {spec}: {name} is not in the file")
     return getattr(module, name) if name else module
 
 
@@ -96,9 +75,16 @@ class Verifier:
     """
 
     def __init__(
-        self, spec: str = "", workers: int = 0, seconds: float = SECONDS, memory: int = MEMORY
+        self,
+        spec: str = "",
+        workers: int = 0,
+        seconds: float = SECONDS,
+        memory: int = MEMORY,
+        function: str = "reward",
     ):
+        """`function` may also be "reply", of a task file with a tool: see `ask`."""
         self.spec = spec
+        self.function = function
         self.seconds = seconds
         self.memory = memory
         self.killed = 0
@@ -114,14 +100,19 @@ class Verifier:
 
     def __call__(self, completions: list[str], references: list) -> list[float]:
         """A score for each completion, given its reference."""
+        return [score for score, _ in self.ask(completions, references)]
+
+    def ask(self, completions: list[str], references: list) -> list[tuple[float | str | None, str]]:
+        """The scores, or what `reply` returned, each with "" or a description of what failed."""
         verdicts = list(self.threads.map(self._score, completions, references))
         failures = [failure for _, failure in verdicts if failure]
         if failures and self.spec and not self.failure:
             self.failure = failures[0]
-            say(f"\n{self.spec}: reward fails, 0 points: {self.failure}", file=sys.stderr)
+            cost = ": 0 points" if self.function == "reward" else ""
+            say(f"\n{self.spec}: {self.function} fails ({self.failure}){cost}", file=sys.stderr)
         self.killed += len(failures)
         self.works = self.works or len(failures) < len(verdicts)
-        return [score for score, _ in verdicts]
+        return verdicts
 
     def take_killed(self) -> int:
         """How many answers failed since the last call."""
@@ -129,11 +120,11 @@ class Verifier:
         self.killed = 0
         return killed
 
-    def _score(self, completion: str, reference: object) -> tuple[float, str]:
+    def _score(self, completion: str, reference: object) -> tuple[float | str | None, str]:
         """The score of one completion, and "" or a description of what failed."""
         worker = getattr(self.own, "worker", None)
         if worker is None or worker.process.poll() is not None:
-            worker = Worker(self.spec, self.source, self.seconds, self.memory)
+            worker = Worker(self.spec, self.source, self.seconds, self.memory, self.function)
             self.own.worker = worker
         number = next(self.question_numbers)
         # Twice the worker's own bound: this deadline is for a function that turned the alarm off.
@@ -154,9 +145,10 @@ class Verifier:
 class Worker:
     """A process that scores answers, and a socket to it: one line there, one line back."""
 
-    def __init__(self, spec: str, source: str, seconds: float, memory: int):
+    def __init__(self, spec: str, source: str, seconds: float, memory: int, function: str):
         # -P: without the current folder, which may hold a json.py or another `common`.
         words = [sys.executable, "-P", "-m", "common.reward", spec, str(seconds), str(int(memory))]
+        words.append(function)
         self.channel, workers_end = socket.socketpair()
         self.process = subprocess.Popen(
             words,
@@ -198,7 +190,7 @@ class Worker:
         return self.process.wait()
 
 
-def work(spec: str, seconds: str, memory: str) -> None:
+def work(spec: str, seconds: str, memory: str, name: str) -> None:
     """The worker: answers each line [number, completion, reference] with [number, score, failure],
     until the channel, which is its stdin, closes."""
     questions = os.fdopen(os.dup(0))  # descriptor 0 is this end of the socket pair
@@ -206,11 +198,11 @@ def work(spec: str, seconds: str, memory: str) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a reward function must not read the questions
     source = json.loads(questions.readline())
     try:
-        score = load_task_file(spec, source).reward if spec else reward
+        score = getattr(load_task_file(spec, source), name) if spec else reward
         if not spec:
-            score("1", "1")  # loads math-verify before the bounds hold
+            score("x+1", "1+x")  # loads math-verify before the bounds hold
     except Exception as error:
-        print(describe(error).replace("\n", " "), file=verdicts, flush=True)
+        print(describe(error), file=verdicts, flush=True)
         return
     bound_memory(int(memory))
     print("ready", file=verdicts, flush=True)
@@ -221,10 +213,15 @@ def work(spec: str, seconds: str, memory: str) -> None:
         number, completion, reference = json.loads(line)
         points, failure = 0.0, ""
         try:
-            marks = float(score(completion, reference))
-            if math.isnan(marks) or abs(marks) > 1e30:
-                raise ValueError(f"{marks} is no reward")
-            points = marks
+            given = score(completion, reference)
+            if name == "reply":
+                if not isinstance(given, str | None):
+                    raise ValueError(f"{given!r} is no text")
+            else:
+                given = float(given)
+                if math.isnan(given) or abs(given) > 1e30:
+                    raise ValueError(f"{given} is no reward")
+            points = given
         except BaseException as error:  # MemoryError, RecursionError and SystemExit included
             # math-verify raises on many texts: then the answer is wrong, and nothing has failed.
             failure = describe(error) if spec else ""
@@ -246,8 +243,11 @@ def bound_memory(most: int) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """An error's kind and message, below the line where it happened."""
-    return "".join(traceback.format_exception(error, limit=-1)[1:])[:400].strip()
+    """An error's kind and message, after the line of the task file where it happened."""
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename != __file__]
+    own = [one for one in frames if one.filename == frames[0].filename]
+    place = f"{Path(own[-1].filename).name}:{own[-1].lineno}: " if own else ""
+    return " ".join((place + traceback.format_exception_only(error)[-1]).split())[:400]
 
 
 if __name__ == "__main__":

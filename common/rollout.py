@@ -1,13 +1,10 @@
-"""Sampling responses: the transformers engine, and the choice of one.
+"""Sampling responses: what an engine is, the transformers engine, and the choice of one.
 
-An engine is a policy frozen at the last `sync`:
-    generate(prompts, n, limit, temperature, prefixes, top_p) -> Rollout
-    sync(policy)                       take over the trainer's weights; every rank calls it together
-    state_dict() / load_state_dict()   its random state, for bit-exact resume
 Token ids cross between sampler and trainer, never text: encoded again, a text may give other ids.
 """
 
 import copy
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,17 +14,42 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations import sdpa_attention
 
 from common.batch import Rollout
-from common.cli import RunStopped
+from common.cli import Flags, RunStopped
 from common.clock import timed
 from common.distributed import World, broadcast_module, full_parameters
 from common.model import head_logits
 from common.routing import Routing
 
-# With a mask, transformers copies keys and values for every query head. CPU kernels need no copy.
-if not torch.cuda.is_available():
-    sdpa_attention.use_gqa_in_sdpa = lambda *_: True
 # Float8 leaves routers as they are: a rounded one chooses other experts.
 ROUTERS = ("gate.weight", "router.weight")
+
+
+class Engine(Protocol):
+    """Samples from a policy that is frozen at the last `sync`."""
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        n: int,
+        limit: int,
+        temperature: float,
+        prefixes: list[list[int]] | None = None,
+        top_p: float = 1.0,
+    ) -> Rollout:
+        """Sample `n` responses of at most `limit` tokens to each prompt; temperature 0 is greedy.
+
+        The response to prompt p continues `prefixes[p]`, whose tokens count towards the limit.
+        `top_p` is for evaluation: in training it stays 1, or log μ would belong to another
+        distribution.
+        """
+
+    def sync(self, policy: torch.nn.Module) -> None:
+        """Take over the trainer's weights, one whole tensor at a time; all ranks together."""
+
+    def state_dict(self) -> dict:
+        """Its random state, for bit-exact resume."""
+
+    def load_state_dict(self, state: dict) -> None: ...
 
 
 class HFEngine:
@@ -38,10 +60,21 @@ class HFEngine:
     """
 
     def __init__(
-        self, lm: Model, world: World, seed: int, dtype: str, max_rows: int, experts: bool = False
+        self,
+        lm: Model,
+        world: World,
+        seed: int,
+        dtype: str,
+        max_rows: int,
+        experts: bool = False,
+        top: int = 0,
     ):
         """`dtype`: float32, bfloat16, or float8: e4m3 matrices, computing in bfloat16. `experts`:
-        report them, where the model has some."""
+        report them, where the model has some. `top`: report so many most likely tokens."""
+        if not torch.cuda.is_available():
+            # With a mask, transformers copies keys and values for every query head. CPU kernels
+            # need no copy. (It is changed for the whole process.)
+            sdpa_attention.use_gqa_in_sdpa = lambda *_: True
         precision = torch.float32 if dtype == "float32" else torch.bfloat16
         self.float8 = dtype == "float8"
         # Weights are cast before they cross; None: float8 rounds the trainer's float32 itself.
@@ -51,6 +84,7 @@ class HFEngine:
             parameter.data = parameter.data.to(precision)
         self.device, self.max_rows, self.routing = world.device, max_rows, Routing(self.lm)
         self.reports_experts = experts and self.routing.active
+        self.top = min(top, lm.config.vocab_size)
         self.eos = torch.tensor(lm.generation_config.eos_token_id, device=world.device)
         # Each rank has its own seed; the same run draws the same samples again.
         self.rank = world.rank
@@ -58,7 +92,6 @@ class HFEngine:
 
     @timed("sync")
     def sync(self, policy: torch.nn.Module) -> None:
-        """Copy the trainer's weights into the sampler's, one whole tensor at a time."""
         own = self.lm.state_dict()
         for name, full in full_parameters(policy, self.sync_dtype):
             matrix = full.dim() >= 2 and ".layers." in name and not name.endswith(ROUTERS)
@@ -81,29 +114,23 @@ class HFEngine:
         prefixes: list[list[int]] | None = None,
         top_p: float = 1.0,
     ) -> Rollout:
-        """Sample `n` responses of at most `limit` tokens to each prompt; temperature 0 is greedy.
-
-        The response to prompt p continues `prefixes[p]`, whose tokens count towards the limit.
-        `top_p` is for evaluation: in training it stays 1, or log μ would belong to another
-        distribution.
-        """
         prefixes = prefixes or [[] for _ in prompts]
-        tokens, logps, experts = [], [], []  # lists of rows
+        columns = {"tokens": [], "logps": [], "experts": [], "top": [], "top_logps": []}  # of rows
         at_once = max(1, self.max_rows // n)  # prompts
         for start in range(0, len(prompts), at_once):
             chunk = slice(start, start + at_once)
             sampled = self._sample(prompts[chunk], prefixes[chunk], n, limit, temperature, top_p)
-            tokens += sampled[0]
-            logps += sampled[1]
-            experts += sampled[2]
+            for name, rows in sampled.items():
+                columns[name] += rows
         how = {"prefixes": prefixes, "eos": self.eos.tolist(), "device": self.device}
-        return Rollout.pack(prompts=prompts, tokens=tokens, logps=logps, experts=experts, **how)
+        return Rollout.pack(prompts=prompts, **columns, **how)
 
     @torch.inference_mode()
     def _sample(
         self, prompts: list, prefixes: list, n: int, limit: int, temperature: float, top_p: float
-    ) -> tuple[list, list, list]:
-        """Tokens, log-probs and experts (if any) of N = len(prompts)·n rows, decoded together."""
+    ) -> dict[str, list]:
+        """Tokens, log-probs, experts and most likely tokens (if any) of N = len(prompts)·n rows,
+        decoded together: a list of rows each."""
         contexts = [prompt + prefix for prompt, prefix in zip(prompts, prefixes)]
         width, rows, on = max(map(len, contexts)), len(contexts) * n, {"device": self.device}
         # Left padding ends all contexts in the same column: one column a step extends every row.
@@ -135,12 +162,17 @@ class HFEngine:
         budget = limit - given.repeat_interleave(n)  # [N]
         tokens = torch.zeros(rows, limit, dtype=torch.long, **on)  # [N, limit]
         logp = torch.zeros(rows, limit, **on)  # [N, limit]
+        top = torch.zeros(rows, limit, self.top, dtype=torch.int32, **on)  # [N, limit, K]
+        top_logp = torch.zeros(rows, limit, self.top, **on)  # [N, limit, K]
         count = torch.zeros(rows, dtype=torch.long, **on)  # [N]
         alive = torch.arange(rows, **on)  # rows still being decoded
         for t in range(limit):
-            token, chosen = self._choose(logits, temperature, top_p)  # [alive, 1], [alive, 1]
+            token, logprobs = self._choose(logits, temperature, top_p)  # [alive, 1], [alive, V]
             tokens[alive, t] = token[:, 0]
-            logp[alive, t] = chosen[:, 0]
+            logp[alive, t] = logprobs.gather(-1, token)[:, 0]
+            if self.top:
+                top_logp[alive, t], best = logprobs.topk(self.top)  # [alive, K], [alive, K]
+                top[alive, t] = best.int()
             count[alive] = t + 1
             ended = torch.isin(token[:, 0], self.eos)  # [alive]
             too_long = t + 1 >= budget[alive]  # [alive]
@@ -160,11 +192,14 @@ class HFEngine:
             if self.reports_experts:
                 routed[alive, position[:, 0]] = self.routing.recorded()
             position = position + 1
-        return (
-            cut(tokens.tolist(), count.tolist()),
-            cut(logp.tolist(), count.tolist()),
-            cut(routed.cpu(), (length + count).tolist()),
-        )
+        ends = count.tolist()
+        return {
+            "tokens": cut(tokens.tolist(), ends),
+            "logps": cut(logp.tolist(), ends),
+            "experts": cut(routed.cpu(), (length + count).tolist()),
+            "top": cut(top, ends) if self.top else [],
+            "top_logps": cut(top_logp, ends) if self.top else [],
+        }
 
     def _logits(
         self, tokens: Tensor, attention: Tensor, position: Tensor, cache: DynamicCache
@@ -176,7 +211,7 @@ class HFEngine:
         return head_logits(last, self.lm.lm_head.weight)[:, 0]  # [rows, V]
 
     def _choose(self, logits: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
-        """The next token of each row and its log-probability: two `[rows, 1]`."""
+        """The next token of each row `[rows, 1]`, and all log-probs `[rows, V]`."""
         logp = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)  # [rows, V]
         if top_p < 1:  # keep the most likely tokens that together reach top_p
             probs, order = logp.exp().sort(dim=-1, descending=True)  # [rows, V], [rows, V]
@@ -187,7 +222,7 @@ class HFEngine:
             token = torch.multinomial(logp.exp(), 1, generator=self.generator)  # [rows, 1]
         else:
             token = logp.argmax(-1, keepdim=True)  # [rows, 1]
-        return token, logp.gather(-1, token)
+        return token, logp
 
 
 def cut(rows: list | Tensor, ends: list[int]) -> list:
@@ -201,14 +236,18 @@ def float8(weight: Tensor) -> Tensor:
     return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
 
 
-def make_engine(args: object, lm: Model, world: World, record_experts: bool = False) -> object:
+def make_engine(
+    args: Flags, lm: Model, world: World, record_experts: bool = False, record_top: int = 0
+) -> Engine:
     """The engine that `--rollout` names, with its own weights.
 
-    `record_experts`: its rollouts say which experts each token was sent to.
+    `record_experts`: its rollouts say which experts each token was sent to. `record_top`: and which
+    tokens were the most likely ones at each place, so many (at most the vocabulary).
     """
     if args.rollout == "vllm":
         from common.vllm import VLLMEngine
 
-        return VLLMEngine(args, lm, world, record_experts)
+        return VLLMEngine(args, lm, world, record_experts, record_top)
     dtype = args.dtype if args.rollout_dtype == "auto" else args.rollout_dtype
-    return HFEngine(lm, world, args.seed, dtype, args.rollout_rows, record_experts)
+    how = {"experts": record_experts, "top": record_top}
+    return HFEngine(lm, world, args.seed, dtype, args.rollout_rows, **how)

@@ -60,8 +60,7 @@ class Routing:
         self.why_not = why_not_replayed(lm)
         self.active = not self.why_not
         self.last: dict[int, Tensor] = {}  # by layer, of the last forward pass: [tokens, k]
-        self.replay: Tensor | None = None  # [tokens, layers, k], for the forward passes to come
-        self.wanted = False  # whether all_logprobs is to give batches a column trainer_experts
+        self.replay: Tensor | None = None  # [tokens, layers, k], of the forward pass (`Policy`)
         for layer, router in enumerate(routers(lm) if self.active else []):
             # Not a hook: the context must be entered before the forward and left after it.
             router.forward = partial(self._choose, layer, router.forward)

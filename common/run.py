@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import count, takewhile
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -17,12 +18,14 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from common.batch import Rollout
-from common.cli import BadInput, RunStopped, blame, say
+from common.cli import BadInput, Flags, RunStopped, blame, say
 from common.clock import SECONDS, wait_for_gpu
 from common.curves import draw_curves
+from common.data import Task
 from common.distributed import StopFlag, World
 from common.logprobs import sampler_gap
 from common.metrics import Means
+from common.model import check_saving
 from common.samples import Samples, before_and_after
 
 
@@ -156,7 +159,7 @@ class Run:
     """
 
     def __init__(
-        self, args: object, task: object, world: World, algorithm: str, acted: dict[str, str]
+        self, args: Flags, task: Task, world: World, algorithm: str, acted: dict[str, str]
     ):
         """`acted`: metrics that show the algorithm at work, and their words for plots.
 
@@ -214,6 +217,21 @@ class Run:
         args = self.args
         self.done = done
         if self.world.rank == 0:
+            if args.save_hf:
+                check_saving(args.model, self.task.tokenizer)
+            saved = saved_config(self.folder) if done else {}
+            self.config["id"] = saved.get("id") or uuid4().hex[:12]  # names may repeat
+            if args.wandb:
+                import wandb
+
+                with blame(f"--wandb {args.wandb}: cannot be used"):
+                    self.wandb = wandb.init(
+                        project=args.wandb,
+                        name=self.folder.name,
+                        id=self.config["id"],
+                        resume="allow",
+                        config=self.config,
+                    )
             if done:
                 self._continue()
             else:
@@ -223,13 +241,8 @@ class Run:
             self._write("config.json", json.dumps(self.config, indent=2) + "\n")
         self.folder = self._rank_0s(self.folder)
         self.stop = StopFlag()  # until here a signal ends the program at once
-        if args.wandb and self.world.rank == 0:
-            import wandb
-
-            name = self.folder.name
-            self.wandb = wandb.init(
-                project=args.wandb, name=name, id=name, resume="allow", config=self.config
-            )
+        if self.wandb:
+            self.wandb.name = self.folder.name  # perhaps run.2
         ranks = f"{self.world.size} rank(s) on {self.world.device}, {args.dtype}; {args.rollout}"
         self.say(
             f"{self.config['algorithm']}: {args.model} on {args.task}; {ranks} samples",
@@ -263,9 +276,10 @@ class Run:
         if lines and self.world.rank == 0:
             say(*lines)
 
-    def steps(self, done: int, last: int) -> Iterator[int]:
-        """Step numbers from `done` + 1 to `last`, or until a signal asks to stop; rank 0 shows a
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps still to do, or until a signal asks to stop; rank 0 shows a
         progress bar."""
+        done, last = self.done, self.args.steps
         self.bar = tqdm(
             total=last, initial=done, disable=self.world.rank > 0, dynamic_ncols=True, unit="step"
         )
@@ -317,18 +331,13 @@ class Run:
                 file.write(as_lines(rows))
             sync(self.folder / name)
 
-    def check_gradient(self, norm: float, batch: Rollout, means: Means) -> None:
+    def check_gradient(self, norm: float, batch: Rollout) -> dict[str, tuple]:
         """Stop the run if the norms of MOST_SKIPPED gradients in a row were no numbers, and leave
         the batch in its folder. The norm is the same on every rank.
 
-        Adds `grad_norm` (of applied gradients) and `skipped` (how many were not) to the metrics.
+        Returns the metrics `grad_norm` (of applied gradients) and `skipped` (how many were not).
         """
         finite = math.isfinite(norm)
-        means.add(grad_norm=(norm if finite else 0.0, finite))
-        # All ranks skip together. A metric with the count None is summed over ranks: each adds its
-        # part of one.
-        skipped = 0.0 if finite else 1 / self.world.size
-        means.add(skipped=(skipped, None))
         self.skipped = 0 if finite else self.skipped + 1
         if self.skipped == MOST_SKIPPED:
             path = self.folder / f"bad_batch_rank{self.world.rank}.pt"
@@ -336,15 +345,19 @@ class Run:
             wrong = f"{MOST_SKIPPED} gradients in a row were NaN or infinite, none was applied"
             causes = "a learning rate, weight or penalty far too large, a mask or length of 0"
             raise RunStopped(f"{wrong}; the last batch is in {path}. Usual causes: {causes}.")
+        # All ranks skip together. A metric with the count None is summed over ranks: each adds its
+        # part of one.
+        skipped = 0.0 if finite else 1 / self.world.size
+        return {"grad_norm": (norm if finite else 0.0, finite), "skipped": (skipped, None)}
 
-    def check_sampler(self, minibatches: list[Rollout]) -> dict[str, float]:
+    def check_sampler(self, minibatches: list[Rollout]) -> dict[str, tuple]:
         """Stop the run if sampler and trainer disagree; else return the metrics of the sampler.
 
         They disagree if the gap is above the tolerance in MOST_APART steps in a row, or above ten
         times the tolerance once. Then every ratio would be wrong, and nothing else would show it.
         """
-        sampler = sampler_gap(minibatches, self.world)
-        gap = sampler["sampler_gap"]
+        sampler = sampler_gap(minibatches)
+        gap = Means().add(**sampler).reduce(self.world)["sampler_gap"]  # over all ranks
         precisions = (self.args.dtype, self.args.rollout_dtype)  # the second one may be "auto"
         usual = max(TOLERANCE.get(precision, 0.0) for precision in precisions)
         tolerance = self.args.sampler_tolerance or usual

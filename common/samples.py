@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from common.batch import Rollout
+from common.cli import Flags
+from common.data import Task
 from common.distributed import World, gather, global_sum
 
 LONGEST = 256  # tokens of a response that are kept; of a longer one half of them at each end
@@ -22,7 +24,7 @@ class Samples:
     in the last one they have moved.
     """
 
-    def __init__(self, task: object, args: object, world: World):
+    def __init__(self, task: Task, args: Flags, world: World):
         self.task = task
         self.args = args
         self.world = world
@@ -87,7 +89,7 @@ class Samples:
 
     def _response(self, one: Rollout) -> dict:
         """The batch of one row, as plain numbers and texts."""
-        length = int(one.mask.sum())
+        length = int(one.ends - one.prompt_len)
         decode = self.task.tokenizer.decode
         columns = {name: getattr(one, name)[0] for name in ("logp", "entropy", "weight")}  # [T]
         for name, column in vars(one).items():
@@ -95,6 +97,8 @@ class Samples:
                 columns[name] = column[0]
         if hasattr(one, "token_advantages"):  # instead of the response's
             columns["advantage"] = one.token_advantages[0]
+        if one.mask.sum() < length:
+            columns["mask"] = one.mask[0]  # 0 on what a tool wrote
         ids = one.tokens[0, :length].tolist()
         response = one.response_ids()[0]
         listed = {"ids": ids, "tokens": [decode([token]) for token in ids]}

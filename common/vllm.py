@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from common.batch import Rollout
-from common.cli import BadInput, RunStopped, blame, in_one_line, key_values, say
+from common.cli import BadInput, Flags, RunStopped, blame, in_one_line, key_values, say
 from common.clock import timed
 from common.distributed import TIMEOUT, World, full_parameters
 from common.model import EMBEDDED
@@ -26,7 +26,12 @@ class VLLMEngine:
     """
 
     def __init__(
-        self, args: object, lm: PreTrainedModel, world: World, record_experts: bool = False
+        self,
+        args: Flags,
+        lm: PreTrainedModel,
+        world: World,
+        record_experts: bool = False,
+        record_top: int = 0,
     ):
         # In this process, where weights are handed over without a copy.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
@@ -35,6 +40,8 @@ class VLLMEngine:
             import vllm
         ranks = args.tensor_parallel
         options = vllm_options(args, lm, world, record_experts)
+        self.top = min(record_top, lm.config.vocab_size)
+        options["max_logprobs"] = max(self.top, options.get("max_logprobs", 20))  # 20: its default
         self.SamplingParams = vllm.SamplingParams
         self.world = world
         self.calls = 0
@@ -115,8 +122,7 @@ class VLLMEngine:
         prefixes: list[list[int]] | None = None,
         top_p: float = 1.0,
     ) -> Rollout:
-        """As `HFEngine.generate`; ranks that share an engine call it together, each with its own
-        prompts."""
+        """Ranks that share an engine call it together, each with its own prompts."""
         prefixes = prefixes or [[] for _ in prompts]
         asked = [None] * dist.get_world_size(self.group)  # by rank: its prompts and prefixes
         dist.all_gather_object(asked, list(zip(prompts, prefixes)), group=self.group)
@@ -135,7 +141,7 @@ class VLLMEngine:
                 temperature=temperature,
                 top_p=top_p,
                 top_k=0,
-                logprobs=0,  # of the sampled token alone
+                logprobs=self.top,  # of the sampled token, and of so many others
                 flat_logprobs=True,
                 stop_token_ids=self.eos,
                 detokenize=False,
@@ -149,8 +155,14 @@ class VLLMEngine:
         mine = answers[first : first + len(prompts)]
         outputs = [output for answer in mine for output in answer.outputs]
         tokens = [list(output.token_ids) for output in outputs]
-        logps = [output.logprobs.logprobs for output in outputs]
-        experts = []
+        logps, top, top_logps, experts = [], [], [], []
+        for output in outputs:  # at each place first the sampled token, then the most likely ones
+            reported = torch.tensor(output.logprobs.logprobs).view(-1, 1 + self.top)
+            logps.append(reported[:, 0])  # [tokens]
+            if self.top:
+                ids = torch.tensor(output.logprobs.token_ids).view(-1, 1 + self.top)
+                top.append(ids[:, 1:])  # [tokens, K]
+                top_logps.append(reported[:, 1:])  # [tokens, K]
         for row, output in enumerate(outputs if self.reports_experts else []):
             seen = torch.as_tensor(output.routed_experts)  # [tokens, layers, k]
             if seen.dtype == torch.uint16:  # few operations know it
@@ -165,13 +177,15 @@ class VLLMEngine:
             tokens=tokens,
             logps=logps,
             experts=experts,
+            top=top,
+            top_logps=top_logps,
             eos=self.eos,
             device=self.world.device,
         )
 
 
 def vllm_options(
-    args: object, lm: PreTrainedModel, world: World, record_experts: bool = False
+    args: Flags, lm: PreTrainedModel, world: World, record_experts: bool = False
 ) -> dict:
     """The options of `vllm.LLM` on this rank; those of `--vllm` come last and win."""
     ranks = args.tensor_parallel

@@ -18,7 +18,6 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-import common  # noqa: F401  (before torch)
 from common.cli import BadInput, in_one_line
 from common.run import read_lines
 import checks

@@ -31,7 +31,6 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import ModuleType
 
-import common  # noqa: F401  (before torch)
 import checks
 import torch
 from checks.files import MODULES, PATHS

@@ -1,7 +1,6 @@
 """What every lab shares: its command line, its seeds, its table, its figure.
 
-A lab is a folder with `__main__.py`, README.md, table.json and figure.png. A second experiment on
-the same subject is a module beside it, with NAME.json and NAME.png. Each has
+A lab is a folder with `__main__.py`, README.md, table.json and figure.png. Its module has
     TITLE            the finding, which stands above the figure
     ARMS             arm -> what it is: for a toy anything, else a command line: `grpo.py FLAGS`,
                      `-m variants.dapo FLAGS`
@@ -40,7 +39,6 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-import common  # noqa: F401  (before torch)
 import numpy as np
 from common.cli import BadInput, in_one_line
 from common.curves import series, smooth
@@ -78,11 +76,9 @@ def main(lab: ModuleType) -> None:
         seeds = getattr(lab, "SEEDS", SEEDS)
     if seeds < 1:
         parser.error(f"--seeds {seeds}: must be 1 or more")
-    part = lab.__spec__.name.rpartition(".")[2]
-    names = ("table", "figure") if part == "__main__" else (part, part)
     kind = ".quick" if words.quick else ""  # beside the full runs, not in their place
     folder = words.out / program.split(".")[1]
-    table, figure = folder / f"{names[0]}{kind}.json", folder / f"{names[1]}{kind}.png"
+    table, figure = folder / f"table{kind}.json", folder / f"figure{kind}.png"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         results = run(lab, table, seeds, words.quick)
@@ -189,7 +185,9 @@ def trained(
             environment["PYTHONPATH"] = str(ROOT)
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
         ended = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, **pipes)
-        said = (ended.stderr.splitlines() or ["no word"])[-1]
+        shown = ended.stderr.splitlines() or ["no word"]
+        errors = [line for line in shown if ": error: " in line]  # the bar may come after it
+        said = (errors or shown)[-1]
         run, code = Path(folder, "run"), ended.returncode
         if code == 0 and not (run / "summary.json").exists():
             raise BadInput(f"{command} --seed {seed}: was stopped before its end: no result")
@@ -218,6 +216,38 @@ def cell(runs: list[dict], name: str, form: str = ".2f") -> str:
     """Median and range of 80% of the seeds, for a table: `0.51 (0.48–0.60)`."""
     middle, low, high = (format(x, form).replace("inf", "never") for x in over(runs, name))
     return middle if low == high else f"{middle} ({low}–{high})"
+
+
+def table(results: dict, numbers: dict[str, tuple], runs: bool = True) -> list[list[str]]:
+    """A row for each arm, a cell for each of `numbers`: title -> (a number of one run, its form).
+    `runs`: how many there are, too. A number that no run of an arm has (None) is a dash."""
+    rows = [["arm", *["runs"] * runs, *numbers]]
+    for arm, every in results.items():
+        rows.append([arm, *[str(len(every))] * runs])
+        for number, form in numbers.values():
+            known = [{"x": value} for run in every if (value := number(run)) is not None]
+            rows[-1].append(cell(known, "x", form) if known else "–")
+    return rows
+
+
+def last(name: str) -> Callable[[dict], float | None]:
+    """For `table`: a column's last value; None if the run has none."""
+    return lambda run: run[name][-1] if len(run.get(name, [])) else None
+
+
+def late(name: str) -> Callable[[dict], float | None]:
+    """For `table`: a column's mean over the last 20 steps."""
+    return lambda run: tail(run[name]) if len(run.get(name, [])) else None
+
+
+def high(name: str) -> Callable[[dict], float]:
+    """For `table`: a column's highest value."""
+    return lambda run: max(run[name])
+
+
+def end(run: dict) -> float:
+    """Sampled accuracy at the last two evaluations."""
+    return float(np.mean(run["sampled"][-2:]))
 
 
 def tail(values: list[float], count: int = 20) -> float:

@@ -7,10 +7,9 @@ import importlib
 from collections.abc import Callable
 from types import ModuleType
 
-import common  # noqa: F401  (before torch)
-import torch
 import checks
 from checks.files import MODULES
+import torch
 from torch import Tensor
 
 torch.set_num_threads(1)  # tables this small gain nothing from a second

@@ -4,7 +4,6 @@ import functools
 import importlib
 from dataclasses import replace
 
-import common  # noqa: F401  (before torch)
 from common.reward import Verifier
 from common.tiny.arithmetic import arithmetic_reward
 from checks import terms

@@ -8,7 +8,6 @@ import pytest
 # On a machine with GPUs too the suite is the CPU's: what needs one is in tests/gpu.
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
 
-import common  # noqa: F401  (before torch)
 import grpo
 import torch
 import torch.distributed as dist

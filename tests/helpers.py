@@ -21,11 +21,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import common  # noqa: F401  (before torch)
 import pytest
-import torch
 from common.launch import launch
 from common.run import Run
+import torch
 from torch.distributed import TCPStore
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 

@@ -14,6 +14,7 @@ at a setting, the program prints its line of the table and writes its responses 
 their scores.
 """
 
+import argparse
 import math
 import re
 import time
@@ -41,7 +42,8 @@ import tyro
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from variants import tool
 
 SETTINGS = ((0.0, 1.0), (1.0, 1.0), (0.7, 0.9))  # (temperature, top-p); 0 is greedy, one response
 RESAMPLES = 2000
@@ -127,6 +129,19 @@ def load_sets(
     return sets, remarks
 
 
+def engine_of(
+    args: Args, config: dict, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, world: World
+) -> object:
+    """The sampling engine; of a run of variants/tool.py with its tool."""
+    if config.get("algorithm") != "tool":
+        return make_engine(args, lm, world)
+    if args.eval_task:
+        raise BadInput(f"--eval_task {args.eval_task}: the run's tool is its own task's alone")
+    own = {name: config[name] for name in ("turn_end", "max_turns", "failed_call")}
+    task = load_task(args, tokenizer)
+    return tool.Turns(argparse.Namespace(**vars(args) | own), lm, task, world)
+
+
 def load_weights(folder: Path, policy: nn.Module, world: World) -> int:
     """Give the policy the weights of a run's newest checkpoint; returns its step.
 
@@ -160,7 +175,7 @@ def main(args: Args, world: World) -> None:
 
     lm, tokenizer = load_model(args.model, world, "MODEL")
     sets, remarks = load_sets(args, config, tokenizer)
-    engine, step = make_engine(args, lm, world), 0
+    engine, step = engine_of(args, config, lm, tokenizer, world), 0
     if config:
         policy = shard(Policy(lm), args, world)
         step = load_weights(run, policy, world)

@@ -5,7 +5,6 @@ import json
 import re
 from pathlib import Path
 
-import common  # noqa: F401  (before torch)
 from common.cli import BadInput
 from common.run import atomic_write
 from pygments.lexers import PythonLexer

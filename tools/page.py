@@ -18,7 +18,6 @@ import math
 from dataclasses import asdict
 from pathlib import Path
 
-import common  # noqa: F401  (before torch)
 from common.cli import BadInput, in_one_line
 from common.curves import ROUNDING
 from common.run import read_lines, saved_config

@@ -18,11 +18,10 @@ from math import log10
 from pathlib import Path
 from types import ModuleType
 
-import common  # noqa: F401  (before torch)
-import torch
 from checks import terms
 from checks.files import MODULES, ROOT, algorithms, base_of
 from common.cli import BadInput, in_one_line
+import torch
 from torch import Tensor
 
 from tools import arguments

@@ -70,7 +70,7 @@ from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather, global_sum  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
-from common.metrics import Means, metrics_by_sign, evaluate, rollout_metrics
+from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
 from common.model import load_model
 from common.rollout import make_engine
 from common.run import Run
@@ -104,16 +104,18 @@ class Args(Flags):
     """Largest gradient norm; larger gradients are scaled down to it (verl's default)."""
     clip_low: NonNegative = 0.2
     """ε of the lower clip (authors' script)."""
-    clip_high: NonNegative = 0.28  # <own>
+    # <own>
+    clip_high: NonNegative = 0.28
     """ε of the upper clip (authors' script)."""
-    max_draws: Count = 10  # <own>
+    max_draws: Count = 10
     """Rounds of sampling in a step, including the first; 1: no dynamic sampling (verl's recipe)."""
-    overlong_buffer: Whole = 24  # <own>
+    overlong_buffer: Whole = 24
     """The penalty grows over this many tokens before the limit (ours; paper: 4096 of 20480)."""
-    overlong_penalty: NonNegative = 0.5  # <own>
+    overlong_penalty: NonNegative = 0.5
     """Punishment of a response of full length (paper: half of right minus wrong)."""
-    mask_truncated: bool = False  # <own>
+    mask_truncated: bool = False
     """Leave responses cut by the length limit out of the loss (verl: not in the best runs)."""
+    # </own>
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -211,9 +213,7 @@ class Draws:
         }
 
 
-# </own>
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
-# <own>
 ACTED = {
     "extra_tokens": "tokens sampled and dropped, per token trained on",
     "reward_drawn": "reward of all sampled responses",
@@ -268,7 +268,7 @@ def main(args: Args, world: World) -> None:
         run.log(0, evaluate(engine, task, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
-    for step in run.steps(done, args.steps):
+    for step in run.steps():
         means = Means()
 
         # Rollout: this rank's P prompts, G responses each.
@@ -277,7 +277,7 @@ def main(args: Args, world: World) -> None:
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, G, means)  # [P, G]
+        rewards = task.score(rollout, problems, G)  # [P, G]
         rollout, rewards = draws.refill(rollout, rewards)  # <own>
         rollout.advantages = advantages(punished(rewards, rollout, args)).flatten()  # <own>
 
@@ -289,7 +289,7 @@ def main(args: Args, world: World) -> None:
         # policy moved, and how much sampler and trainer differ (see minirl.py).
         # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
         for minibatch in minibatches[1:]:
-            minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
 
         # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
         optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
@@ -301,18 +301,19 @@ def main(args: Args, world: World) -> None:
                 logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
                 if first:
                     micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
+                    minibatch.put(rows, old_logp=micro.old_logp)
                 loss, count, stats = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                minibatch.put(rows, old_logp=micro.old_logp, logp=logp.detach())
-                minibatch.put(rows, entropy=micro.entropy, weight=-logp.grad)
+                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
             # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
             if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
-                sampler = run.check_sampler(minibatches)
+                means.add(**run.check_sampler(minibatches))
             norm = clip_gradients(policy, args.grad_clip)
-            run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN
+            means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
             if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
@@ -320,8 +321,8 @@ def main(args: Args, world: World) -> None:
         engine.sync(policy)
 
         means.add(**draws.statistics(rollout))  # <own>
-        means.add(**rollout_metrics(rollout, rewards, task))
-        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        means.add(**rollout_metrics(rollout, G, task))
+        metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line

@@ -26,14 +26,12 @@ token is trained, elsewhere none. stapo.py selects by the drawn token, and only 
 an improbable token at a place of low entropy, which has the largest gradient of all, is left out
 when it is punished, too.
 
-Two other rules choose tokens by their effect on the entropy (Cui et al., "The Entropy Mechanism of
-Reinforcement Learning for Reasoning Language Models", 2025, arXiv 2505.22617). To first order a
-step lowers the entropy by the covariance of log π_θ and Â. The authors find that few tokens
-contribute far more to it than the others:
+Another rule, KL-Cov, chooses tokens by their effect on the entropy (Cui et al., "The Entropy
+Mechanism of Reinforcement Learning for Reasoning Language Models", 2025, arXiv 2505.22617). To
+first order a step lowers the entropy by the covariance of log π_θ and Â. The authors find that few
+tokens contribute far more to it than the others:
 
     c = (log π_θ(y_t) - mean) (Â_i - mean)           both means over the mini-batch's tokens
-    --tokens clip_cov    0.02% of all tokens, drawn at random among those with 1 < c < 5 that the
-                         clip leaves a gradient, lose it; their number still divides
     --tokens kl_cov      r Â - |log r| at the 0.2% of the largest c, r Â elsewhere: no clip
 
 Base file: stapo.py. Differs from it in:
@@ -46,21 +44,17 @@ Differs from the paper in:
    of each micro-batch, so memory decides which tokens are trained.
 3. No bound on r where Â < 0. The authors' script passes `clip_ratio_c=10`, verl's bound.
 4. Covariances, too, are of the mini-batch over all ranks, under π_θ when it begins; verl's are of a
-   micro-batch. The draw takes from the band in order of c, with a generator seeded by the step. So
-   ranks, row order and a resumed run give the same draw; verl's differs in every process. Tokens
-   whose c equals a drawn one except for rounding are drawn, too, and the 0.2% is a quantile,
-   rounded up.
-5. The authors' scripts for Clip-Cov almost switch the clip off: `--clip_low 1 --clip_high 1`.
+   micro-batch. The 0.2% is a quantile, rounded up.
 TRL (`top_entropy_quantile`) divides by all tokens: the same gradient, five times smaller.
 
 Confidence: objective and ε are as in the paper and the authors' code; TRL's numbers agree, except
-for that factor. The code shows that π_θ's entropies are meant, not π_old's. Both covariance rules
-are as in verl's code, with its defaults except KL-Cov's 0.2% and coefficient 1. These are from
-scripts for 7B, read in copies; verl's are 0.02% and, in its configuration, 0.1.
+for that factor. The code shows that π_θ's entropies are meant, not π_old's. KL-Cov is as in verl's
+code. Its 0.2% and coefficient 1 are from scripts for 7B, read in copies; verl's are 0.02% and, in
+its configuration, 0.1.
 
 Run it:
     torchrun -m variants.entropy20                          # laptop, 2 to 4 minutes, no download
-    torchrun -m variants.entropy20 --tokens kl_cov          # or clip_cov
+    torchrun -m variants.entropy20 --tokens kl_cov          # by the covariance instead
     # a node of eight; the paper's rollout, with 16 mini-batches and no warm-up
     torchrun --nproc_per_node=8 -m variants.entropy20 --model Qwen/Qwen3-8B-Base \\
         --task dapo-math-17k --eval_task aime24 --prompts_per_step 512 --group_size 16 \\
@@ -83,7 +77,7 @@ from common.distributed import gather  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
 from common.logprobs import entropies
-from common.metrics import Means, metrics_by_sign, evaluate, rollout_metrics
+from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
 from common.model import load_model
 from common.rollout import make_engine
 from common.run import Run
@@ -123,15 +117,9 @@ class Args(Flags):
     top_entropy: Share = 0.2  # <own>
     """Share of the tokens that are trained: those of the largest entropy (paper)."""
     # <own>
-    tokens: Literal["entropy", "clip_cov", "kl_cov"] = "entropy"
-    """Rule that chooses tokens: entropy chooses those that are trained; the covariance of log π_θ
-    and Â those that lose their gradient (clip_cov) or are kept near π_old (kl_cov)."""
-    clip_cov_share: Share = 2e-4
-    """clip_cov: share of the tokens that lose their gradient, at least one token (verl)."""
-    clip_cov_low: NonNegative = 1.0
-    """clip_cov: lower end of the covariances from which they are drawn (verl)."""
-    clip_cov_high: NonNegative = 5.0
-    """clip_cov: upper end of these covariances (verl)."""
+    tokens: Literal["entropy", "kl_cov"] = "entropy"
+    """Rule that chooses tokens: by entropy those that are trained; or by the covariance of log π_θ
+    and Â those that are kept near π_old (kl_cov)."""
     kl_cov_share: Share = 2e-3
     """kl_cov: share of tokens kept near π_old, by largest covariance (7B script; verl: 2e-4)."""
     kl_cov_coef: NonNegative = 1.0
@@ -159,40 +147,24 @@ def top_threshold(share: float, pool: Tensor) -> Tensor:
     return pool.new_tensor(numpy.quantile(values, 1 - share))
 
 
-def choose_tokens(
-    args: Args, batch: Rollout, logp: Tensor, entropy: Tensor, world: World, step: int = 0
-) -> None:
+def choose_tokens(args: Args, batch: Rollout, world: World) -> None:
     """Write the column `chosen` `[m, T]`: the tokens that `--tokens` chooses from a mini-batch of
-    all ranks. `step` seeds clip_cov's draw."""
+    all ranks."""
 
     def pooled(values: Tensor) -> Tensor:
         return gather(values, world)
 
-    on = batch.mask.bool()  # [m, T]
-    score, share = entropy, args.top_entropy  # [m, T]
-    if args.tokens != "entropy":
+    on, logp = batch.mask.bool(), batch.logp  # [m, T], [m, T]
+    score, share = batch.entropy, args.top_entropy  # [m, T]
+    if args.tokens == "kl_cov":
         A = batch.advantages[:, None].expand_as(logp)  # [n, T]
         score = (logp - pooled(logp[on]).mean()) * (A - pooled(A[on]).mean())  # [n, T]: c
         share = args.kl_cov_share
-    if args.tokens != "clip_cov":
-        # Responses of a group begin alike; rounding must not make them differ
-        batch.chosen = score >= top_threshold(share, pooled(score[on])) - 1e-5
-        return
-    ratio = (logp - batch.old_logp).exp()  # [n, T]
-    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
-    score = score.masked_fill(clipped * A < ratio * A, -torch.inf)  # no gradient to lose
-    pool = pooled(score[on])  # [M]
-    # Sorted by c, the band is the same list on any number of ranks.
-    band = pool[(pool > args.clip_cov_low) & (pool < args.clip_cov_high)].sort().values
-    order = torch.randperm(len(band), generator=torch.Generator().manual_seed(step))
-    batch.chosen = torch.zeros_like(on)
-    for drawn in band[order.to(band.device)][: max(1, int(args.clip_cov_share * len(pool)))]:
-        batch.chosen |= (score - drawn).abs() < 1e-5
+    # Responses of a group begin alike; rounding must not make them differ
+    batch.chosen = score >= top_threshold(share, pooled(score[on])) - 1e-5
 
 
-# </own>
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
-# <own>
 ACTED = {
     "left_out": "tokens not trained (share)",
     "fork_entropy": "entropy of those trained (nats)",
@@ -219,8 +191,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     clips = args.tokens != "kl_cov"
     cut = (((A > 0) & out_above) | ((A < 0) & out_below)) & clips  # [n, T]: M = 0
     chosen = batch.chosen  # [n, T]
-    kept = mask * (chosen if args.tokens == "entropy" else True)  # [n, T]: I, counted below
-    trained = mask * ~chosen if args.tokens == "clip_cov" else kept  # [n, T]
+    kept = mask * (chosen if args.tokens == "entropy" else True)  # [n, T]: I
     stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
     stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
     stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
@@ -230,9 +201,9 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
         stats["held_share"] = (mask * chosen).sum(), mask.sum()
         stats["held_pull"] = (pull.detach() * mask).sum(), (mask * chosen).sum()
     else:
-        stats["left_out"] = (mask - trained).sum(), mask.sum()
-        stats["fork_entropy"] = (batch.entropy * trained).sum(), trained.sum()
-    return -(objective * trained).sum(), kept.sum(), stats  # a mean over the tokens left
+        stats["left_out"] = (mask - kept).sum(), mask.sum()
+        stats["fork_entropy"] = (batch.entropy * kept).sum(), kept.sum()
+    return -(objective * kept).sum(), kept.sum(), stats  # a mean over the tokens left
     # </own>
 
 
@@ -254,7 +225,7 @@ def main(args: Args, world: World) -> None:
         run.log(0, evaluate(engine, task, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
-    for step in run.steps(done, args.steps):
+    for step in run.steps():
         means = Means()
 
         # Rollout: this rank's P prompts, G responses each. The step number alone decides which
@@ -265,7 +236,7 @@ def main(args: Args, world: World) -> None:
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, G, means)  # [P, G]
+        rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
         # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
@@ -276,7 +247,7 @@ def main(args: Args, world: World) -> None:
         # policy moved, and how much sampler and trainer differ (see minirl.py).
         # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
         for minibatch in minibatches[1:]:
-            minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
 
         # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
         optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
@@ -284,8 +255,9 @@ def main(args: Args, world: World) -> None:
             first = minibatch is minibatches[0]
             # <own>
             # H of the whole mini-batch under π_θ, on all ranks: τ before any gradient.
-            logp, entropy = all_logprobs(policy, minibatch, args, world, entropies)  # [m, T]
-            choose_tokens(args, minibatch, logp, entropy, world, step)
+            now = all_logprobs(policy, minibatch, args, world, entropies)
+            minibatch.logp, minibatch.entropy = now.logp, now.statistic  # [m, T], [m, T]
+            choose_tokens(args, minibatch, world)
             # </own>
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
@@ -293,26 +265,27 @@ def main(args: Args, world: World) -> None:
                 logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
                 if first:
                     micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
+                    minibatch.put(rows, old_logp=micro.old_logp)
                 loss, count, stats = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                minibatch.put(rows, old_logp=micro.old_logp, logp=logp.detach())
-                minibatch.put(rows, entropy=micro.entropy, weight=-logp.grad)
+                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
             # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
             if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
-                sampler = run.check_sampler(minibatches)
+                means.add(**run.check_sampler(minibatches))
             norm = clip_gradients(policy, args.grad_clip)
-            run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN
+            means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
             if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
             means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
-        means.add(**rollout_metrics(rollout, rewards, task))
-        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        means.add(**rollout_metrics(rollout, G, task))
+        metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line

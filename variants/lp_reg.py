@@ -74,7 +74,7 @@ from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
-from common.metrics import Means, metrics_by_sign, evaluate, rollout_metrics
+from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
 from common.model import load_model
 from common.rollout import make_engine
 from common.run import Run
@@ -107,17 +107,19 @@ class Args(Flags):
     """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
     """Largest gradient norm; larger gradients are scaled down to it (verl's default)."""
-    clip_low: NonNegative = 1.0  # <own>
+    # <own>
+    clip_low: NonNegative = 1.0
     """ε of the lower clip; at 1 there is no lower bound (authors' script)."""
-    clip_high: NonNegative = 9.0  # <own>
+    clip_high: NonNegative = 9.0
     """ε of the upper clip (authors' script)."""
-    rare_share: Share = 0.05  # <own>
+    rare_share: Share = 0.05
     """ρ: share of negative-advantage tokens, the rarest ones, that may be protected (our choice;
     paper: 0.01 at 14B, 0.005 at 32B)."""
-    kappa: PositiveShare = 0.02  # <own>
+    kappa: PositiveShare = 0.02
     """κ: a token below this share of the most likely token's probability is noise (paper)."""
-    proxy_weight: NonNegative = 1.0  # <own>
+    proxy_weight: NonNegative = 1.0
     """β of the protecting term (authors' script)."""
+    # </own>
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -147,17 +149,15 @@ def rare_threshold(args: Args, logp: Tensor) -> Tensor:
     return logp.new_tensor(numpy.quantile(values, args.rare_share))
 
 
-def choose_tokens(args: Args, batch: Rollout, logp: Tensor, entropy: Tensor, world: World) -> None:
+def choose_tokens(args: Args, batch: Rollout, world: World) -> None:
     """Write the column `rare` `[m, T]` of a mini-batch, whose δ is one of all ranks."""
     bad = (batch.advantages[:, None] < 0) & batch.mask.bool()  # [m, T]
-    threshold = rare_threshold(args, gather(logp[bad], world))  # []: log δ
+    threshold = rare_threshold(args, gather(batch.logp[bad], world))  # []: log δ
     # 1e-5: responses of a group begin alike, and rounding must not make their tokens differ.
-    batch.rare = bad & (logp <= threshold + 1e-5)  # [m, T]
+    batch.rare = bad & (batch.logp <= threshold + 1e-5)  # [m, T]
 
 
-# </own>
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
-# <own>
 ACTED = {
     "protected_share": "negative-advantage tokens protected (share)",
     "protected_pull": "their pull upwards, β (π_proxy/π_θ - 1)",
@@ -221,7 +221,7 @@ def main(args: Args, world: World) -> None:
         run.log(0, evaluate(engine, task, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
-    for step in run.steps(done, args.steps):
+    for step in run.steps():
         means = Means()
 
         # Rollout: this rank's P prompts, G responses each. The step number alone decides which
@@ -232,7 +232,7 @@ def main(args: Args, world: World) -> None:
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, G, means)  # [P, G]
+        rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
         # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
@@ -241,48 +241,46 @@ def main(args: Args, world: World) -> None:
         # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
-        for minibatch in minibatches:  # of all: π_proxy is π_old without its noise  # <own>
-            # <own>
-            readout = partial(proxy_logprobs, kappa=args.kappa)  # instead of entropy
-            both = all_logprobs(policy, minibatch, args, world, readout)  # [n, T], [n, T]
-            minibatch.old_logp, minibatch.proxy_logp = both
-            # </own>
+        # <own>
+        readout = partial(proxy_logprobs, kappa=args.kappa)  # instead of entropy
+        for minibatch in minibatches:
+            found = all_logprobs(policy, minibatch, args, world, readout)
+            minibatch.old_logp = found.logp  # [n, T]
+            minibatch.proxy_logp = found.statistic  # [n, T]: π_old without its noise
+        # </own>
+        # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
+        means.add(**run.check_sampler(minibatches))  # <own>
 
         # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
         optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
         for minibatch in minibatches:
-            first = minibatch is minibatches[0]
             # <own>
             # π_θ of the whole mini-batch, on all ranks: δ before any gradient.
-            logp, entropy = all_logprobs(policy, minibatch, args, world)  # [m, T]
-            choose_tokens(args, minibatch, logp, entropy, world)
+            minibatch.logp = all_logprobs(policy, minibatch, args, world).logp  # [m, T]
+            choose_tokens(args, minibatch, world)
             # </own>
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                 micro = minibatch.rows(rows)
                 logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                if first:
-                    micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
                 loss, count, stats = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                minibatch.put(rows, old_logp=micro.old_logp, logp=logp.detach())
-                minibatch.put(rows, entropy=micro.entropy, weight=-logp.grad)
+                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
             # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
-            if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
-                sampler = run.check_sampler(minibatches)
             norm = clip_gradients(policy, args.grad_clip)
-            run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN
+            means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
             if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
             means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
-        means.add(**rollout_metrics(rollout, rewards, task))
-        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        means.add(**rollout_metrics(rollout, G, task))
+        metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line

@@ -56,23 +56,24 @@ Run it:
         --weight_decay 0.1 --micro_tokens 8192
 """
 
-from collections import deque  # <own>
+import copy  # <own>
 from dataclasses import dataclass
 import math
 from pathlib import Path
 from random import Random  # <own>
+from typing import NamedTuple  # <own>
 
 from common.batch import Rollout, balance_tokens
 from common.checkpoint import load_checkpoint, save_checkpoint, save_model
 from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
 from common.cli import BadInput, Share  # <own>
 from common.clock import timed  # <own>
-from common.data import Problem, Task, encode, load_task  # <own>
+from common.data import Problem, Task, load_task  # <own>
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.distributed import gather  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
-from common.metrics import Means, metrics_by_sign, evaluate, rollout_metrics
+from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
 from common.model import load_model
 from common.rollout import make_engine
 from common.run import Run
@@ -104,24 +105,24 @@ class Args(Flags):
     """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
     grad_clip: Positive = 1.0
     """Largest gradient norm; larger gradients are scaled down to it (verl's default)."""
-    anchor: Positive = 0.05  # <own>
+    # <own>
+    anchor: Positive = 0.05
     """β: weight of KL(π_θ ‖ π_old) against the reward (paper)."""
-    target: Share = 0.5  # <own>
+    target: Share = 0.5
     """τ: the chosen prompts should have this chance of a right answer (paper)."""
-    teacher: str = ""  # <own>
-    """Model that the teacher starts from: hub name or folder (default: the student's)."""
-    candidates: Count = 16  # <own>
+    candidates: Count = 16
     """K: prompts that compete for each slot of the batch (our choice)."""
-    explore: Share = 0.1  # <own>
+    explore: Share = 0.1
     """η: share of slots filled at random, so that the teacher sees all kinds (our choice)."""
-    window: Count = 256  # <own>
+    window: Count = 256
     """Latest prompts the teacher learns from; few, as V has to follow the student (our choice)."""
-    teacher_batch: Count = 64  # <own>
+    teacher_batch: Count = 64
     """Prompts in one update of the teacher; before it has them, choice is random (our choice)."""
-    teacher_updates: Whole = 2  # <own>
+    teacher_updates: Whole = 2
     """Updates of the teacher per step (our choice)."""
-    teacher_lr: Positive = 1e-3  # <own>
+    teacher_lr: Positive = 1e-3
     """The teacher's learning rate; its head has ten times this (our choice; real models: 1e-5)."""
+    # </own>
 
 
 def advantages(rewards: Tensor, expected: Tensor) -> Tensor:  # <own>
@@ -147,18 +148,32 @@ class Teacher(torch.nn.Module):
         return self.head(mean)[:, 0].float().sigmoid()  # as 1 < Z < exp(1/β)
 
 
-def select(values: Tensor, candidates: list[list], explore: float, rng: Random) -> list[tuple]:
-    """Returns (candidate, whether by chance) for each slot: the best of `values [B, K]`, or with
+class Choice(NamedTuple):
+    """What a slot of the batch is filled with."""
+
+    problem: Problem
+    predicted: float  # V of the problem
+    above: float  # how much nearer it is to τ than V of the mean candidate
+    by_chance: bool
+
+
+def select(
+    values: Tensor, candidates: list[list], target: float, explore: float, rng: Random
+) -> list[Choice]:
+    """Fill each slot: with the candidate of which `values [B, K]` is nearest to the target, or with
     probability `explore` a random one. A prompt is taken twice only if its slot has no other."""
+    merits = -(values - target).abs()  # [B, K]
+    above = merits - merits.mean(dim=1, keepdim=True)  # [B, K]
     chosen, taken = [], set()
-    for scores, problems in zip(values.tolist(), candidates):
+    rows = zip(values.tolist(), merits.tolist(), above.tolist(), candidates)
+    for predicted, scores, better, problems in rows:
         order = sorted(range(len(problems)), key=lambda k: -scores[k])
         chance = rng.random() < explore
         if chance:
             rng.shuffle(order)
         k = next((k for k in order if problems[k].prompt not in taken), order[0])
         taken.add(problems[k].prompt)
-        chosen.append((k, chance))
+        chosen.append(Choice(problems[k], predicted[k], better[k], chance))
     return chosen
 
 
@@ -170,70 +185,66 @@ class Curriculum:
     The ranks divide the teacher's work and share the results. All ranks make the same choice.
     """
 
-    def __init__(self, args: Args, task: Task, world: World):
-        if args.teacher_batch % world.size or args.teacher_batch > args.window:
-            given = f"--teacher_batch {args.teacher_batch}"
-            raise BadInput(f"{given}: must be a multiple of the ranks, and at most --window")
+    def __init__(self, args: Args, lm: torch.nn.Module, task: Task, world: World):
+        if not world.size <= args.teacher_batch <= args.window:
+            raise BadInput(f"--teacher_batch {args.teacher_batch}: above --window or below ranks")
         self.args, self.task, self.world = args, task, world
-        backbone, self.tokenizer = load_model(args.teacher or args.model, world, "--teacher")
-        self.encode(task.held_out[:1])  # a bad prompt fails here, before the run
-        self.teacher = shard(Teacher(backbone.base_model), args, world)
+        self.teacher = shard(Teacher(copy.deepcopy(lm.base_model)), args, world)
         head = {"params": self.teacher.head.parameters(), "lr": 10 * args.teacher_lr}
         groups = [{"params": self.teacher.lm.parameters()}, head]
         self.optimizer = torch.optim.AdamW(groups, lr=args.teacher_lr, weight_decay=0.0, fused=True)
-        self.window = deque(maxlen=args.window)  # the latest choices: (prompt ids, value observed)
+        self.window: list[tuple] = []  # the latest choices: (prompt ids, value observed)
+        self.rng = Random()  # seeded anew in every step, so it need not be saved
 
     def state_dict(self) -> dict:
-        return {"window": list(self.window)}
+        return {"window": self.window}
 
     def load_state_dict(self, state: dict) -> None:
-        self.window.extend(state["window"])
+        self.window = state["window"]
 
-    def choose(self, step: int) -> list[Problem]:
-        """The problems of a step on all ranks, one for each of its B slots: the one of K candidates
-        with V(q) nearest to τ, or a random one."""
+    def choose(self, step: int) -> list[Choice]:
+        """Fill the B slots of a step, those of all ranks: each with the one of K candidates with
+        V(q) nearest to τ, or with a random one."""
         args, B, K = self.args, self.args.prompts_per_step, self.args.candidates
         P, rank = B // self.world.size, self.world.rank
         slots = range((step - 1) * B, step * B)
         pool = [[self.task.train(slot * K + k) for k in range(K)] for slot in slots]  # [B, K]
         # Each rank computes V for its own slots. Then every rank chooses for all slots, so that no
         # two ranks take the same prompt.
-        asked = [problem for slot in pool[rank * P : (rank + 1) * P] for problem in slot]
-        values = gather(self.predict(self.encode(asked)), self.world).view(B, K).cpu()  # [B, K]
+        asked = [one.prompt_ids for slot in pool[rank * P : (rank + 1) * P] for one in slot]
+        values = gather(self.predict(asked), self.world).view(B, K).cpu()  # [B, K]
         explore = args.explore if len(self.window) >= args.teacher_batch else 1.0  # no teacher yet
-        self.rng = Random(f"{args.seed}/{step}")  # seeded by the step, so no state is saved
-        merits = -(values - args.target).abs()  # [B, K]
-        choice = select(merits, pool, explore, self.rng)
-        picks = [k for k, _ in choice]
-        self.predicted = values[range(B), picks]  # [B]
-        self.above = merits[range(B), picks] - merits.mean(dim=1)  # [B]
-        self.by_chance = torch.tensor([chance for _, chance in choice])  # [B]
-        self.chosen = [slot[k] for slot, (k, _) in zip(pool, choice)]
-        return self.chosen
+        self.rng.seed(f"{args.seed}/{step}")
+        return select(values, pool, args.target, explore, self.rng)
 
-    def expects(self) -> Tensor:
-        """V `[P]` of this rank's prompts, as computed by `choose`: β log Z of the step."""
-        P, rank = len(self.chosen) // self.world.size, self.world.rank
-        return self.predicted[rank * P : (rank + 1) * P].to(self.world.device)
-
-    def learn(self, rewards: Tensor, means: Means) -> None:
+    def learn(self, chosen: list[Choice], rewards: Tensor) -> dict[str, tuple]:
         """Add the mean rewards of all ranks' prompts to the window and update the teacher;
-        `rewards [P, G]` are this rank's."""
+        `rewards [P, G]` are this rank's. Returns metrics as pairs (sum, count)."""
         # Only the mean is stored: Σ_i (V - R_i)² and G (V - mean R)² have the same gradient.
         observed = gather(rewards.mean(dim=1), self.world).cpu()  # [B]
-        self.window.extend(zip(self.encode(self.chosen), observed.tolist()))
-        if len(self.window) >= self.args.teacher_batch:
-            for _ in range(self.args.teacher_updates):
-                self.teach()
-        best, idle = ~self.by_chance, (observed == 0) | (observed == 1)  # [B], [B]
-        means.add(expected=(self.predicted.sum(), len(self.predicted)))
-        means.add(chosen_over_mean=((self.above * best).sum(), best.sum()))
-        means.add(zero_groups_chosen=((idle & best).sum(), best.sum()))
-        means.add(zero_groups_uniform=((idle & ~best).sum(), (~best).sum()))
-
-    def encode(self, problems: list[Problem]) -> list[list[int]]:
-        """The prompts, without chat template, as the teacher's tokens."""
-        return [encode(problem.prompt, None, self.tokenizer, "--teacher") for problem in problems]
+        ids = [choice.problem.prompt_ids for choice in chosen]
+        self.window = [*self.window, *zip(ids, observed.tolist())][-self.args.window :]
+        known = len(self.window) >= self.args.teacher_batch
+        for _ in range(self.args.teacher_updates if known else 0):
+            # Squared error on random rows of the window, divided over the ranks
+            rows = self.rng.sample(self.window, self.args.teacher_batch)
+            share = rows[self.world.rank :: self.world.size]
+            targets = torch.tensor([observed for _, observed in share], device=self.world.device)
+            self.predict([ids for ids, _ in share], targets)
+            divide_gradients(self.teacher, len(share), self.world)
+            if math.isfinite(clip_gradients(self.teacher, self.args.grad_clip)):
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+        best = torch.tensor([not choice.by_chance for choice in chosen])  # [B]
+        idle = (observed == 0) | (observed == 1)  # [B]
+        above = torch.tensor([choice.above for choice in chosen])  # [B]
+        predicted = torch.tensor([choice.predicted for choice in chosen])  # [B]
+        return {
+            "expected": (predicted.sum(), len(chosen)),
+            "chosen_over_mean": ((above * best).sum(), best.sum()),
+            "zero_groups_chosen": ((idle & best).sum(), best.sum()),
+            "zero_groups_uniform": ((idle & ~best).sum(), (~best).sum()),
+        }
 
     @timed("teacher")
     def predict(self, prompts: list[list[int]], targets: Tensor | None = None) -> Tensor:
@@ -250,21 +261,10 @@ class Curriculum:
             values[rows] = f.detach()
         return values
 
-    def teach(self) -> None:
-        """One update: squared error on `--teacher_batch` random rows, divided over the ranks."""
-        rows = self.rng.sample(self.window, self.args.teacher_batch)
-        share = rows[self.world.rank :: self.world.size]
-        targets = torch.tensor([observed for _, observed in share], device=self.world.device)
-        self.predict([ids for ids, _ in share], targets)
-        divide_gradients(self.teacher, len(share), self.world)
-        if math.isfinite(clip_gradients(self.teacher, self.args.grad_clip)):
-            self.optimizer.step()
-        self.optimizer.zero_grad()
 
-
-# </own>
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
-ACTED = {"chosen_over_mean": "how much nearer to τ than the mean candidate"}  # <own>
+ACTED = {"chosen_over_mean": "how much nearer to τ than the mean candidate"}
+# </own>
 
 
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
@@ -293,7 +293,7 @@ def main(args: Args, world: World) -> None:
     lm, tokenizer = load_model(args.model, world)
     task = load_task(args, tokenizer)
     engine = make_engine(args, lm, world)
-    curriculum = Curriculum(args, task, world)  # <own>
+    curriculum = Curriculum(args, lm, task, world)  # <own>
     policy = shard(Policy(lm), args, world)
     adam = {"betas": args.betas, "weight_decay": args.weight_decay}
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
@@ -311,19 +311,22 @@ def main(args: Args, world: World) -> None:
         run.log(0, evaluate(engine, task, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
-    for step in run.steps(done, args.steps):
+    for step in run.steps():
         means = Means()
 
         # Rollout: for each of P slots the candidate with V nearest to τ, G responses.
-        problems = curriculum.choose(step)[world.rank * P : (world.rank + 1) * P]  # <own>
+        chosen = curriculum.choose(step)  # <own>
+        mine = chosen[world.rank * P : (world.rank + 1) * P]  # <own>
+        problems = [choice.problem for choice in mine]  # <own>
         prompts = [problem.prompt_ids for problem in problems]
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, G, means)  # [P, G]
-        rollout.advantages = advantages(rewards, curriculum.expects()).flatten()  # [N]  # <own>
+        rewards = task.score(rollout, problems, G)  # [P, G]
+        expected = rewards.new_tensor([choice.predicted for choice in mine])  # [P]: V  # <own>
+        rollout.advantages = advantages(rewards, expected).flatten()  # [N]  # <own>
 
-        curriculum.learn(rewards, means)  # <own>
+        means.add(**curriculum.learn(chosen, rewards))  # <own>
 
         # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
         # equally many tokens.
@@ -333,7 +336,7 @@ def main(args: Args, world: World) -> None:
         # policy moved, and how much sampler and trainer differ (see minirl.py).
         # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
         for minibatch in minibatches[1:]:
-            minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
 
         # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
         optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
@@ -345,26 +348,27 @@ def main(args: Args, world: World) -> None:
                 logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
                 if first:
                     micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
+                    minibatch.put(rows, old_logp=micro.old_logp)
                 loss, count, stats = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                minibatch.put(rows, old_logp=micro.old_logp, logp=logp.detach())
-                minibatch.put(rows, entropy=micro.entropy, weight=-logp.grad)
+                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
             # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
             if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
-                sampler = run.check_sampler(minibatches)
+                means.add(**run.check_sampler(minibatches))
             norm = clip_gradients(policy, args.grad_clip)
-            run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN
+            means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
             if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
             means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
-        means.add(**rollout_metrics(rollout, rewards, task))
-        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        means.add(**rollout_metrics(rollout, G, task))
+        metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line

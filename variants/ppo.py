@@ -77,8 +77,8 @@ from common.distributed import global_sum  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
 from common.logprobs import frozen_reference  # <own>
-from common.logprobs import Pair, Readout  # <own>
-from common.metrics import Means, metrics_by_sign, evaluate, rollout_metrics
+from common.logprobs import Pair  # <own>
+from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
 from common.model import load_model
 from common.rollout import make_engine
 from common.run import Run
@@ -114,25 +114,27 @@ class Args(Flags):
     """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
     clip_high: NonNegative = 0.2
     """ε of the upper clip, which is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
-    beta: NonNegative = 0.01  # <own>
+    # <own>
+    beta: NonNegative = 0.01
     """β of the KL in the reward; 0 loads no reference model (our choice; TRL: 0.05)."""
-    gamma: PositiveShare = 1.0  # <own>
+    gamma: PositiveShare = 1.0
     """γ: discount of a reward per token (verl, TRL; PPO's paper: 0.99)."""
-    lam: Share = 0.95  # <own>
+    lam: Share = 0.95
     """λ of the policy's advantages: 1 trusts the rewards, 0 the critic (paper; verl: 1)."""
-    lam_critic: Share = 0.95  # <own>
+    lam_critic: Share = 0.95
     """λ of the critic's targets (paper: the policy's; VAPO's paper: 1)."""
-    lam_length: NonNegative = 0.0  # <own>
+    lam_length: NonNegative = 0.0
     """α: the policy's λ of a response is 1 - 1/(α|y|) instead of `lam` (VAPO's paper: 0.05; 0:
     off)."""
-    value_clip: Positive = 0.2  # <own>
+    value_clip: Positive = 0.2
     """ε_V: how far V may move in a step without losing its gradient (TRL, PPO's authors' code;
     verl: 0.5)."""
-    critic_lr: Positive = 1e-3  # <own>
+    critic_lr: Positive = 1e-3
     """AdamW's learning rate for the critic, without warm-up (our choice; verl: ten times the
     policy's)."""
-    critic_warmup: Whole = 5  # <own>
+    critic_warmup: Whole = 5
     """First steps train only the critic; the policy's warm-up follows (our choice; verl: 0)."""
+    # </own>
 
     def compares(self) -> bool:  # <own>
         return False  # the baseline is the critic, not the group  # <own>
@@ -181,16 +183,15 @@ def moments(columns: list[Tensor], masks: list[Tensor], world: World) -> tuple[f
 
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float
-) -> tuple[Tensor, dict]:
-    """1/2 max{(V - V̂)², (clip(V) - V̂)²} summed over the tokens `[n, T]`, and statistics."""
+) -> tuple[Tensor, Tensor]:
+    """1/2 max{(V - V̂)², (clip(V) - V̂)²} summed over the tokens `[n, T]`, and how many of them the
+    clip has left without a gradient."""
     near = old_values + (values - old_values).clamp(-clip, clip)  # [n, T]
     free, held = (values - returns).square(), (near - returns).square()  # [n, T]
     # The larger of two errors. A V that moved by more than ε_V towards V̂ has no gradient; a V that
     # moved away from V̂ still has one.
     loss = 0.5 * (torch.maximum(free, held) * mask).sum()
-    stats = {"value_loss": (loss, mask.sum())}
-    stats["value_clipped"] = ((held > free) * mask).sum(), mask.sum()
-    return loss, stats
+    return loss, ((held > free) * mask).sum()
 
 
 class Value(Policy):
@@ -204,11 +205,9 @@ class Value(Policy):
         self.head = nn.Linear(lm.config.hidden_size, 1, bias=False)
         nn.init.zeros_(self.head.weight)  # at first V is 0, and Â the reward, discounted by λ
 
-    def forward(
-        self, sequences: Tensor, predicts: Tensor, temperature: float, readout: Readout | None
-    ) -> Pair:
-        """V `[M]` of the states in which the next tokens marked by `predicts [n, S]` are drawn;
-        temperature and readout are a policy's."""
+    def forward(self, sequences: Tensor, predicts: Tensor, *of_a_policy: object) -> Pair:
+        """V `[M]` of the states in which the next tokens marked by `predicts [n, S]` are drawn.
+        What else a policy is given is not used."""
         output = self.lm(input_ids=sequences, use_cache=False)
         hidden = output.last_hidden_state[predicts]  # [M, H]
         # In float32: bfloat16 could not tell 0.500 from 0.501.
@@ -226,13 +225,14 @@ class Critic:
         self.optimizer = torch.optim.AdamW(self.value.parameters(), args.critic_lr, **how)
 
     @timed("critic")
-    def judge(self, batches: list[Rollout], means: Means) -> None:
+    def judge(self, batches: list[Rollout]) -> dict[str, tuple]:
         """Give every mini-batch its `values`, `returns` and `token_advantages` `[n, T]`, and
-        `advantages` `[n]`, which metrics use to separate good and bad responses."""
+        `advantages` `[n]`, which metrics use to separate good and bad responses. Returns metrics as
+        pairs (sum, count)."""
         args, world, masks = self.args, self.world, [batch.mask for batch in batches]
-        earned, errors = [], []
+        earned, errors, paid = [], [], 0.0
         for batch in batches:
-            batch.values, _ = all_logprobs(self.value, batch, args, world)  # [n, T]: V_old
+            batch.values = all_logprobs(self.value, batch, args, world).logp  # [n, T]: V_old
             rewards = token_rewards(batch, args.beta)  # [n, T]
             known = rewards, batch.values, batch.mask, args.gamma
             lam = args.lam
@@ -244,39 +244,46 @@ class Critic:
             batch.advantages = (came - batch.values)[:, 0]  # [n]
             earned.append(came)
             errors.append(came - batch.values)
-            means.add(value=((batch.values * batch.mask).sum(), batch.mask.sum()))
-            means.add(kl_paid=((batch.rewards - rewards.sum(dim=1)).sum(), len(batch)))
+            paid = paid + (batch.rewards - rewards.sum(dim=1)).double().sum()
         mean, variance = moments([batch.token_advantages for batch in batches], masks, world)
         for batch in batches:  # whitened, so the scale of rewards does not matter
             centred = (batch.token_advantages - mean) * batch.mask  # [n, T]
             batch.token_advantages = centred / (variance**0.5 + 1e-8)  # [n, T]
         _, unknown = moments(errors, masks, world)
         _, spread = moments(earned, masks, world)
-        means.add(explained_variance=(1 - unknown / spread if spread else 0.0, spread > 0))
+        values = sum((batch.values * batch.mask).double().sum() for batch in batches)
+        return {
+            "value": (values, sum(mask.sum() for mask in masks)),
+            "kl_paid": (paid, sum(map(len, batches))),
+            "explained_variance": (1 - unknown / spread if spread else 0.0, spread > 0),
+        }
 
-    def learn(self, batch: Rollout, means: Means) -> None:
-        """One optimiser step of V towards its targets, on a mini-batch."""
-        args, tokens = self.args, 0.0
+    def learn(self, batch: Rollout) -> dict[str, tuple]:
+        """One optimiser step of V towards its targets, on a mini-batch. Returns metrics."""
+        args, tokens, squares, clipped = self.args, 0.0, 0.0, 0.0
         for rows in micro_batches(self.value, batch, args.micro_tokens, self.world):
             micro = batch.rows(rows)
             values, _ = response_logprobs(self.value, micro, args.temperature)  # [n, T]
             given = values, micro.values, micro.returns, micro.mask, args.value_clip
-            loss, stats = value_loss(*given)
+            loss, cut = value_loss(*given)
             loss.backward()
             tokens = tokens + micro.mask.sum()
-            means.add(**stats)
+            squares = squares + loss.detach().double()
+            clipped = clipped + cut
         divide_gradients(self.value, tokens, self.world)
         norm = clip_gradients(self.value, args.grad_clip)
         finite = math.isfinite(norm)
         if finite:
             self.optimizer.step()
         self.optimizer.zero_grad()
-        means.add(critic_norm=(norm if finite else 0.0, finite))
+        return {
+            "value_loss": (squares, tokens),
+            "value_clipped": (clipped, tokens),
+            "critic_norm": (norm if finite else 0.0, finite),
+        }
 
 
-# </own>
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
-# <own>
 ACTED = {
     "explained_variance": "share of the returns' variance explained by V",
     "value_loss": "squared error of V, halved",
@@ -333,7 +340,7 @@ def main(args: Args, world: World) -> None:
         run.log(0, evaluate(engine, task, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
-    for step in run.steps(done, args.steps):
+    for step in run.steps():
         means = Means()
 
         # Rollout: this rank's P prompts, G responses each. The step number alone decides which
@@ -344,8 +351,8 @@ def main(args: Args, world: World) -> None:
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward. The critic computes advantages from it below.
-        rewards = task.score(rollout, problems, G, means)  # [P, G]
-        rollout.advantages = rollout.rewards  # [N]: R, replaced by `judge`  # <own>
+        rewards = task.score(rollout, problems, G)  # [P, G]
+        rollout.advantages = rewards.flatten()  # [N]: R, replaced by `judge`  # <own>
 
         # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
         # equally many tokens.
@@ -354,55 +361,50 @@ def main(args: Args, world: World) -> None:
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
         for minibatch in minibatches:  # of all: the KL term is part of the reward  # <own>
-            minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
+        # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
+        means.add(**run.check_sampler(minibatches))  # <own>
         # <own>
         if reference:
             for minibatch in minibatches:
-                minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)  # [n, T]
+                minibatch.ref_logp = all_logprobs(reference, minibatch, args, world).logp  # [n, T]
         # </own>
 
         # Values and advantages, from the critic before this step's updates.
-        critic.judge(minibatches, means)  # <own>
+        means.add(**critic.judge(minibatches))  # <own>
 
         # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
         begun = max(0, step - args.critic_warmup)  # steps of the policy  # <own>
         optimizer.param_groups[0]["lr"] = args.lr * min(1.0, begun / max(1, args.warmup))  # <own>
         for minibatch in minibatches:
-            first = minibatch is minibatches[0]
-            critic.learn(minibatch, means)  # <own>
+            means.add(**critic.learn(minibatch))  # <own>
             # An untrained critic gives bad advantages, which would stay in Adam's moments.
             # <own>
             if step <= args.critic_warmup:
-                if first:
-                    sampler = run.check_sampler(minibatches)
                 continue
             # </own>
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                 micro = minibatch.rows(rows)
                 logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                if first:
-                    micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
                 loss, count, stats = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                minibatch.put(rows, old_logp=micro.old_logp, logp=logp.detach())
-                minibatch.put(rows, entropy=micro.entropy, weight=-logp.grad)
+                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
             # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
-            if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
-                sampler = run.check_sampler(minibatches)
             norm = clip_gradients(policy, args.grad_clip)
-            run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN
+            means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
             if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
             means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
-        means.add(**rollout_metrics(rollout, rewards, task))
-        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        means.add(**rollout_metrics(rollout, G, task))
+        metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line

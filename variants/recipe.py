@@ -69,7 +69,7 @@ from common.distributed import gather, global_sum  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
 from common.logprobs import entropies  # <own>
-from common.metrics import Means, metrics_by_sign, evaluate, rollout_metrics
+from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
 from common.model import load_model
 from common.norms import unsupported_module  # <own>
 from common.rollout import make_engine
@@ -110,8 +110,6 @@ class Args(justrl.Args):  # <own>
     """maspo: how much a negative advantage narrows it (authors' code)."""
     curriculum: bool = True  # <own>
     """Layer 3: a teacher chooses the prompts; False: prompts come in their order."""
-    teacher: str = ""  # <own>
-    """Model that the teacher starts from: hub name or folder (default: the student's)."""
     candidates: Count = 16  # <own>
     """K: prompts that compete for each slot of the batch (our choice)."""
     explore: Share = 0.1  # <own>
@@ -146,11 +144,11 @@ class Args(justrl.Args):  # <own>
 
 
 # <own>
-def choose_tokens(args: Args, batch: Rollout, logp: Tensor, entropy: Tensor, world: World) -> None:
+def choose_tokens(args: Args, batch: Rollout, world: World) -> None:
     """Write the column `kept` `[m, T]`: I, the mask without STAPO's spurious tokens."""
     batch.kept = batch.mask  # [m, T]
     if args.tokens == "stapo":
-        stapo.choose_tokens(args, batch, logp, entropy, world)
+        stapo.choose_tokens(args, batch, world)
         batch.kept = batch.mask * ~batch.spurious  # [m, T]
 
 
@@ -187,27 +185,28 @@ def balanced(part: Rollout, world: World, G: int) -> Rollout:
     return Rollout.join(rows, balance_tokens(part.rows(~main), world))
 
 
-def prepare(args: Args, policy: Policy, batch: Rollout, means: Means, world: World) -> None:
+def prepare(args: Args, policy: Policy, batch: Rollout, world: World) -> dict[str, tuple]:
     """Computes what needs a whole mini-batch before its first gradient; all ranks call it together.
 
     Subtracts b from the advantages, stores I in the column `kept`, and sets `branch` to the divisor
-    of main rows over that of branches.
+    of main rows over that of branches. Returns metrics as pairs (sum, count).
     """
-    main = batch.branch == 0  # [n]
+    main, stats = batch.branch == 0, {}  # [n]
     if args.lag:
         shift = torch.zeros_like(batch.advantages)  # [n]: 0 for branches
         shift[main] = baseline_shifts(args, policy, batch.rows(main), world)
         batch.advantages = batch.advantages - shift
-        means.add(baseline_shift=(shift.abs().sum(), main.sum()))
+        stats["baseline_shift"] = shift.abs().sum(), main.sum()
     # p and H of the whole mini-batch under π_θ
-    now = (None, None)
     if args.tokens == "stapo":
-        now = all_logprobs(policy, batch, args, world, entropies)  # [n, T] each
-    choose_tokens(args, batch, *now, world)
+        now = all_logprobs(policy, batch, args, world, entropies)
+        batch.logp, batch.entropy = now.logp, now.statistic  # [n, T], [n, T]
+    choose_tokens(args, batch, world)
     size = counted(args, batch.kept)  # [n]
     streams = global_sum({"main": size[main].sum(), "branch": size[~main].sum()}, world)
     balance = streams["main"] / max(1.0, streams["branch"])
     batch.branch = torch.where(main, 0.0, balance)  # [n]
+    return stats
 
 
 def counted(args: Args, kept: Tensor) -> Tensor:
@@ -215,9 +214,7 @@ def counted(args: Args, kept: Tensor) -> Tensor:
     return kept.sum(dim=1) if args.token_mean else torch.ones_like(kept[:, 0])
 
 
-# </own>
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
-# <own>
 ACTED = {
     "layers_acted": "how many layers acted in the step",
     "branches_used": "branches in the batch",
@@ -281,8 +278,8 @@ def main(args: Args, world: World) -> None:
     # <own>
     if args.branches == 1:
         raise BadInput("--branches 1: must be 0, or 2 or more: a branch is judged by its siblings")
-    branches = Branches(args, engine, task, tokenizer, world) if args.branches else None
-    curriculum = Curriculum(args, task, world) if args.curriculum else None
+    branches = Branches(args, engine, task, world) if args.branches else None
+    curriculum = Curriculum(args, lm, task, world) if args.curriculum else None
     # </own>
     policy = shard(Policy(lm), args, world)
     adam = {"betas": args.betas, "weight_decay": args.weight_decay}
@@ -314,7 +311,7 @@ def main(args: Args, world: World) -> None:
         run.log(0, evaluate(engine, task, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
-    for step in run.steps(done, args.steps):
+    for step in run.steps():
         means = Means()
 
         # Rollout: this rank's P prompts, G responses each: in their order, or the teacher's choice.
@@ -322,24 +319,26 @@ def main(args: Args, world: World) -> None:
         problems = [task.train(cursor + i) for i in range(P)]
         # <own>
         if curriculum:
-            problems = curriculum.choose(step)[world.rank * P : (world.rank + 1) * P]
+            chosen = curriculum.choose(step)
+            problems = [one.problem for one in chosen[world.rank * P : (world.rank + 1) * P]]
         # </own>
         prompts = [problem.prompt_ids for problem in problems]
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, G, means)  # [P, G]
+        rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
         # <own>
         if curriculum:
-            curriculum.learn(rewards, means)
+            means.add(**curriculum.learn(chosen, rewards))
         sampled = rollout.mask.sum()  # tokens
         rollout.branch = torch.zeros_like(rollout.advantages)  # [N]
         shares = rollout.split(args.minibatches)
         if branches:
             # K new endings of every failed response, beside the main rows of its mini-batch.
-            grown = branches.grow(rollout, rewards, problems, means)
+            grown, stats = branches.grow(rollout, rewards, problems)
+            means.add(**stats)
             grown.advantages = divided_by_std(args, grown)
             shares = branches.join(rollout, grown)
         # </own>
@@ -353,9 +352,9 @@ def main(args: Args, world: World) -> None:
         # log-probs come from other kernels. A ratio against those would mix two things: how far the
         # policy moved, and how much sampler and trainer differ (see minirl.py).
         for minibatch in minibatches:  # of all: the update may be of another batch  # <own>
-            minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
         # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
-        sampler = run.check_sampler(minibatches)  # <own>
+        means.add(**run.check_sampler(minibatches))  # <own>
 
         # From here on the batch is the one that is due, sampled `lag` batches ago. While the queue
         # fills there is none: the step trains on nothing and logs what it sampled.
@@ -365,7 +364,6 @@ def main(args: Args, world: World) -> None:
         if minibatches:
             rollout = Rollout.join(*minibatches)
             rollout = rollout.rows(rollout.branch == 0)  # the main stream
-            rewards = rollout.rewards.view(-1, G)  # [P, G]
             means.add(lag=(min(trained, args.lag) * args.minibatches, 1))  # age in updates
         # </own>
 
@@ -374,30 +372,27 @@ def main(args: Args, world: World) -> None:
         # π_old of a stale batch is the policy before this update. So the clip bounds how far one
         # batch moves the policy; the weights w correct for its age.
         for minibatch in minibatches if args.lag else ():
-            minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
         # </own>
         warm_lr = args.lr * min(1.0, (trained + 1) / max(1, args.warmup))  # <own>
         optimizer.param_groups[0]["lr"] = warm_lr  # <own>
         for minibatch in minibatches:
-            # <own>
-            prepare(args, policy, minibatch, means, world)
-            log_w = torch.zeros_like(minibatch.advantages)  # [n]
-            # </own>
+            means.add(**prepare(args, policy, minibatch, world))  # <own>
             denominator = 0.0
             for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
                 micro = minibatch.rows(rows)
                 logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                log_w[rows] = log_weight(logp, micro.rollout_logp, micro.mask)  # <own>
                 loss, count, stats = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                minibatch.put(rows, old_logp=micro.old_logp, logp=logp.detach())
-                minibatch.put(rows, entropy=micro.entropy, weight=-logp.grad)
+                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
             # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
             # <own>
             if args.lag:
+                log_w = log_weight(minibatch.logp, minibatch.rollout_logp, minibatch.mask)  # [n]
                 rho = ess_ratio(gather(log_w, world)).item()
                 scale = min(1.0, rho / args.rho_on) ** 0.5 if args.ess_scaling else 1.0
                 optimizer.param_groups[0]["lr"] = warm_lr * scale
@@ -405,15 +400,15 @@ def main(args: Args, world: World) -> None:
                 means.add(ess_ratio=(rho, 1), lr_damping=(1 - scale, args.ess_scaling))
             # </own>
             norm = clip_gradients(policy, args.grad_clip)
-            run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN
+            means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
             if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
             means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
-        means.add(**rollout_metrics(rollout, rewards, task) | {"tokens": (sampled, None)})  # <own>
-        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        means.add(**rollout_metrics(rollout, G, task) | {"tokens": (sampled, None)})  # <own>
+        metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         metrics["layers_acted"] = sum(bool(metrics.get(name)) for name in LAYERS)  # <own>
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)

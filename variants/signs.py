@@ -75,7 +75,7 @@ from common.distributed import gather  # <own>
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
 from common.logprobs import frozen_reference  # <own>
-from common.metrics import Means, metrics_by_sign, evaluate, rollout_metrics
+from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
 from common.model import load_model
 from common.rollout import make_engine
 from common.run import Run
@@ -111,17 +111,19 @@ class Args(Flags):
     """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
     clip_high: NonNegative = 0.2
     """ε of the upper clip, which is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
-    beta: NonNegative = 0.01  # <own>
+    # <own>
+    beta: NonNegative = 0.01
     """β of the KL term; 0: no reference model (our choice; DeepSeekMath: 0.04, R1: 0.001)."""
-    kl_ratio: bool = False  # <own>
+    kl_ratio: bool = False
     """Multiply k3 by r, so that its gradient is the gradient of the KL (DeepSeek-V3.2)."""
-    positive_weight: NonNegative = 0.1  # <own>
+    positive_weight: NonNegative = 0.1
     """λ: weight of right responses; 0: learn only from wrong ones (paper)."""
-    baseline: Literal["group", "none"] = "group"  # <own>
+    baseline: Literal["group", "none"] = "group"
     """group: Â is the group's z-score; none: 1 for a right response, -1 for a wrong one (paper)."""
-    outliers: NonNegative = 3.0  # <own>
+    outliers: NonNegative = 3.0
     """k: a response is an outlier if its length or its mean log μ is more than k standard
     deviations from the rollout's mean; 0: off (our choice)."""
+    # </own>
 
 
 def advantages(rewards: Tensor) -> Tensor:
@@ -155,9 +157,7 @@ def outliers(args: Args, own: Tensor, every: Tensor) -> Tensor:
     return ((own - every.mean(0)).abs() > limit).any(1) & (args.outliers > 0)
 
 
-# </own>
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
-# <own>
 ACTED = {
     "damped": "advantages taken away (share of Σ |Â|)",
     "outlier_share": "outliers (share of responses)",
@@ -197,7 +197,8 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
         objective = objective - args.beta * k3  # [n, T]
         stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
     per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
-    # The caller divides by P·G, the responses of all ranks: 1/G, and the mean over P prompts.
+    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
+    # prompts.
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
     # </own>
 
@@ -221,7 +222,7 @@ def main(args: Args, world: World) -> None:
         run.log(0, evaluate(engine, task, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
-    for step in run.steps(done, args.steps):
+    for step in run.steps():
         means = Means()
 
         # Rollout: this rank's P prompts, G responses each. The step number alone decides which
@@ -232,7 +233,7 @@ def main(args: Args, world: World) -> None:
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, G, means)  # [P, G]
+        rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
         # <own>
         if args.baseline == "none":
@@ -252,11 +253,11 @@ def main(args: Args, world: World) -> None:
         # policy moved, and how much sampler and trainer differ (see minirl.py).
         # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
         for minibatch in minibatches[1:]:
-            minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
         # <own>
         if reference:
             for minibatch in minibatches:
-                minibatch.ref_logp, _ = all_logprobs(reference, minibatch, args, world)  # [n, T]
+                minibatch.ref_logp = all_logprobs(reference, minibatch, args, world).logp  # [n, T]
         # </own>
 
         # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
@@ -269,26 +270,27 @@ def main(args: Args, world: World) -> None:
                 logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
                 if first:
                     micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
+                    minibatch.put(rows, old_logp=micro.old_logp)
                 loss, count, stats = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                minibatch.put(rows, old_logp=micro.old_logp, logp=logp.detach())
-                minibatch.put(rows, entropy=micro.entropy, weight=-logp.grad)
+                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
             # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
             if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
-                sampler = run.check_sampler(minibatches)
+                means.add(**run.check_sampler(minibatches))
             norm = clip_gradients(policy, args.grad_clip)
-            run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN
+            means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
             if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
             means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
-        means.add(**rollout_metrics(rollout, rewards, task))
-        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        means.add(**rollout_metrics(rollout, G, task))
+        metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line

@@ -59,7 +59,7 @@ from common.data import load_task
 from common.distributed import World, clip_gradients, divide_gradients, shard
 from common.launch import launch
 from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
-from common.metrics import Means, metrics_by_sign, evaluate, rollout_metrics
+from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
 from common.model import load_model
 from common.rollout import make_engine
 from common.run import Run
@@ -169,7 +169,7 @@ def main(args: Args, world: World) -> None:
         run.log(0, evaluate(engine, task, args, world))
     P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
 
-    for step in run.steps(done, args.steps):
+    for step in run.steps():
         means = Means()
 
         # Rollout: this rank's P prompts, G responses each. The step number alone decides which
@@ -180,7 +180,7 @@ def main(args: Args, world: World) -> None:
         rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
 
         # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, G, means)  # [P, G]
+        rewards = task.score(rollout, problems, G)  # [P, G]
         rollout.advantages = advantages(rewards).flatten()  # [N]
 
         # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
@@ -191,7 +191,7 @@ def main(args: Args, world: World) -> None:
         # policy moved, and how much sampler and trainer differ (see minirl.py).
         # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
         for minibatch in minibatches[1:]:
-            minibatch.old_logp, _ = all_logprobs(policy, minibatch, args, world)  # [n, T]
+            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
 
         # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
         optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
@@ -203,26 +203,27 @@ def main(args: Args, world: World) -> None:
                 logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
                 if first:
                     micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
+                    minibatch.put(rows, old_logp=micro.old_logp)
                 loss, count, stats = policy_loss(args, logp, micro)
                 loss.backward()  # a sum: gradients add up over micro-batches
                 denominator = denominator + count
-                minibatch.put(rows, old_logp=micro.old_logp, logp=logp.detach())
-                minibatch.put(rows, entropy=micro.entropy, weight=-logp.grad)
+                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
                 means.add(loss=(loss, count), **stats)
             # Sums become means: gradients and token weights are divided by the count of all ranks.
             minibatch.weight /= divide_gradients(policy, denominator, world)
             if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
-                sampler = run.check_sampler(minibatches)
+                means.add(**run.check_sampler(minibatches))
             norm = clip_gradients(policy, args.grad_clip)
-            run.check_gradient(norm, minibatch, means)  # stops if several in a row are NaN
+            means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
             if math.isfinite(norm):  # else skip the step
                 optimizer.step()
             optimizer.zero_grad()
             means.add(**metrics_by_sign(minibatch))
         engine.sync(policy)
 
-        means.add(**rollout_metrics(rollout, rewards, task))
-        metrics = means.reduce(world) | sampler | {"lr": optimizer.param_groups[0]["lr"]}
+        means.add(**rollout_metrics(rollout, G, task))
+        metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
         if run.due(step, args.eval_every):
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line

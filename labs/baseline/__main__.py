@@ -101,9 +101,7 @@ def draw(results: dict) -> object:
             lab.line(axis, np.arange(ROLLOUTS), runs, f"right {kind}", colour)
         axis.set(xlabel="rollouts", ylim=(0.85 if kind == "easy" else -0.02, 1.01), xlim=(0, 100))
     axes[0].set_ylabel("p(right), mean over prompts")
-    for place, (name, colour) in enumerate(COLOURS.items()):
-        where = {"xycoords": "axes fraction"}
-        lab.label(axes[0], 0.4, 0.4 - 0.07 * place, name, colour, **where)
+    lab.key(axes[0], COLOURS, 0.4, 0.4)
     return figure
 
 

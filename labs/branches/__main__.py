@@ -33,32 +33,20 @@ SEEDS = 3
 def rows(results: dict) -> list[list[str]]:
     """ "At equal tokens" is where the run that sampled least ends."""
     least = min(lab.spent(run)[-1] for runs in results.values() for run in runs)
-    table = [["arm", "sampled at the end", "sampled at equal tokens", "tokens, thousands"]]
-    table[0] += ["branches right", "branches right, from the root"]
-    for arm, runs in results.items():
-        ended = [
-            {
-                "end": end(run),
-                "equal": lab.at_tokens(run, least),
-                "tokens": lab.spent(run)[-1],
-                **({"deep": right(run), "root": right(run, "_root")} if "K" in arm else {}),
-            }
-            for run in runs
-        ]
-        cells = [lab.cell(ended, "end"), lab.cell(ended, "equal"), lab.cell(ended, "tokens", ".0f")]
-        cells += [lab.cell(ended, name) if "K" in arm else "–" for name in ("deep", "root")]
-        table.append([arm, *cells])
-    return table
+    numbers = {
+        "sampled at the end": (lab.end, ".2f"),
+        "sampled at equal tokens": (lambda run: lab.at_tokens(run, least), ".2f"),
+        "tokens, thousands": (lambda run: lab.spent(run)[-1], ".0f"),
+        "branches right": (right, ".2f"),
+        "branches right, from the root": (lambda run: right(run, "_root"), ".2f"),
+    }
+    return lab.table(results, numbers, runs=False)
 
 
-def end(run: dict) -> float:
-    """Sampled accuracy at the last two evaluations."""
-    return float(np.mean(run["sampled"][-2:]))
-
-
-def right(run: dict, where: str = "") -> float:
+def right(run: dict, where: str = "") -> float | None:
     """The share of right branches, over all steps that had some."""
-    return float(np.mean(run[f"branch_reward{where}"]))
+    found = run[f"branch_reward{where}"]
+    return float(np.mean(found)) if found else None
 
 
 def draw(results: dict) -> object:
@@ -69,8 +57,8 @@ def draw(results: dict) -> object:
         kind = "16 prompts" if arm.startswith("16 prompts") else "128 responses"
         kind = "branches" if "K" in arm else kind
         tokens = [lab.spent(run)[-1] for run in runs]
-        axes[0].scatter(tokens, [end(run) for run in runs], s=16, color=kinds[kind], alpha=0.5)
-        middle = np.median([end(run) for run in runs])
+        axes[0].scatter(tokens, [lab.end(run) for run in runs], s=16, color=kinds[kind], alpha=0.5)
+        middle = np.median([lab.end(run) for run in runs])
         lab.label(axes[0], np.median(tokens), middle, arm.split(", ")[-1], kinds[kind])
         for where, colour in (("", lab.BLUE), ("_root", lab.ORANGE)):
             if "K" in arm:

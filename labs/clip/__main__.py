@@ -49,22 +49,16 @@ def updates(arm: str, run: dict) -> np.ndarray:
 
 
 def rows(results: dict) -> list[list[str]]:
-    head = ["arm", "runs", "responses per Adam step", "Adam steps", "greedy at the end"]
-    table = [[*head, "highest greedy", "mean greedy", "clip share, mean"]]
-    for arm, runs in results.items():
-        ended = [
-            {
-                "end": run["greedy"][-1],
-                "high": max(run["greedy"]),
-                "mean": np.mean(run["greedy"][1:]),
-                "share": 100 * sum(run["clip_share"]) / len(run["clip_share"]),
-            }
-            for run in runs
-        ]
-        counts = len(runs), SEEN[arm], int(updates(arm, runs[0])[-1])
-        cells = [lab.cell(ended, name) for name in ("end", "high", "mean")]
-        share = lab.cell(ended, "share", ".2f") + " %"
-        table.append([arm, *map(str, counts), *cells, share])
+    numbers = {
+        "greedy at the end": (lab.last("greedy"), ".2f"),
+        "highest greedy": (lab.high("greedy"), ".2f"),
+        "mean greedy": (lambda run: np.mean(run["greedy"][1:]), ".2f"),
+        "clip share, mean (%)": (lambda run: 100 * np.mean(run["clip_share"]), ".2f"),
+    }
+    table = lab.table(results, numbers)
+    table[0][2:2] = ["responses per Adam step", "Adam steps"]
+    for row, (arm, runs) in zip(table[1:], results.items()):
+        row[2:2] = [str(SEEN[arm]), str(int(updates(arm, runs[0])[-1]))]
     return table
 
 

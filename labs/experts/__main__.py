@@ -49,29 +49,15 @@ COLUMNS += ("masked_share", "grad_norm")
 SEEDS = 3
 
 
-def end(run: dict) -> float:
-    """Sampled accuracy at the last two evaluations."""
-    return float(np.mean(run["sampled"][-2:]))
-
-
 def rows(results: dict) -> list[list[str]]:
-    table = [["arm", "runs", "sampled at the end", "highest sampled", "entropy at the end"]]
-    table[0] += ["KL(μ ‖ π_old), last 20 steps", "tokens of other experts"]
-    for arm, runs in results.items():
-        ended = [
-            {
-                "end": end(run),
-                "high": max(run["sampled"]),
-                "entropy": lab.tail(run["entropy"]),
-                "kl": lab.tail(run["sampler_kl"]),
-                "differ": lab.tail(run["experts_differ"] or [np.inf]),  # minirl.py's alone
-            }
-            for run in runs
-        ]
-        cells = [lab.cell(ended, name) for name in ("end", "high", "entropy")]
-        differ = lab.cell(ended, "differ").replace("never", "–")
-        table.append([arm, str(len(runs)), *cells, lab.cell(ended, "kl", ".3f"), differ])
-    return table
+    numbers = {
+        "sampled at the end": (lab.end, ".2f"),
+        "highest sampled": (lab.high("sampled"), ".2f"),
+        "entropy at the end": (lab.late("entropy"), ".2f"),
+        "KL(μ ‖ π_old), last 20 steps": (lab.late("sampler_kl"), ".3f"),
+        "tokens of other experts": (lab.late("experts_differ"), ".2f"),  # minirl.py's alone
+    }
+    return lab.table(results, numbers)
 
 
 def draw(results: dict) -> object:
@@ -84,7 +70,7 @@ def draw(results: dict) -> object:
             for N in (1, 2, 4, 8):
                 runs = results.get(f"N = {N}, {replay}, {kind}", [])
                 x = np.log2(N) + 0.09 * (place - 1.5)
-                axis.scatter([x] * len(runs), [end(run) for run in runs], s=18, color=colour)
+                axis.scatter([x] * len(runs), [lab.end(run) for run in runs], s=18, color=colour)
         axis.set_xticks(range(4), labels=(1, 2, 4, 8))
         axis.set_xlabel("N: optimiser steps for each rollout")
         axis.set_ylim(0, 1)

@@ -10,7 +10,6 @@ problems.
 import sys
 from pathlib import Path
 
-import common  # noqa: F401  (before torch)
 from common.launch import launch
 
 from labs.race.stresses import Stress, load, put_under

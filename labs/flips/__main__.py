@@ -120,8 +120,7 @@ def draw(results: dict) -> object:
         axis.set(ylim=(len(names) - 0.4, -0.6))
         axis.grid(visible=False, axis="y")
     axes[0].set_xlim(0, ROLLOUTS)
-    for place, (how, colour) in enumerate(COLOURS.items()):
-        lab.label(axes[0], 0.62, 0.28 - 0.06 * place, how, colour, xycoords="axes fraction")
+    lab.key(axes[0], COLOURS, 0.62, 0.28)
     return figure
 
 

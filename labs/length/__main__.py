@@ -12,10 +12,9 @@ tokens beyond a budget of 10 from the reward.
 
 import sys
 
-import common  # noqa: F401  (before torch)
 import numpy as np
-import torch
 from common.distributed import World
+import torch
 
 from labs import lab, toy
 

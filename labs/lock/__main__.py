@@ -8,7 +8,6 @@ Adam, at two learning rates. With plain steps a method that averages over fewer 
 do, would take longer steps.
 
     python -m labs.lock
-    python -m labs.lock.branch
 """
 
 import sys

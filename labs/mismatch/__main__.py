@@ -43,7 +43,7 @@ WIDE = {"3 bits, weight π/μ": SMALL, "3 bits, no weight": SMALL + NO_WEIGHT}
 ARMS |= WIDE
 QUANTISED = (
     "from common.rollout import make_engine",
-    "from labs.mismatch.quantised import evaluate, make_engine",
+    "from labs.mismatch.quantised import engine_of, evaluate\n\nmake_engine = engine_of(3)",
 )
 DAMAGE |= dict.fromkeys(WIDE, QUANTISED)
 COLUMNS = ("greedy", "sampled", "sampler_kl", "weight_max", "response_len")
@@ -55,26 +55,18 @@ SEEDS, LOW = 5, 0.5
 
 def rows(results: dict) -> list[list[str]]:
     """The policy's own accuracy has columns of its own."""
-    head = ["arm", "runs", "greedy at the end", "ended below 0.5", "sampled at the end"]
-    head += ["the policy itself, greedy", "the policy itself, sampled"]
-    table = [[*head, "KL(μ ‖ π_old), first 20 steps", "KL(μ ‖ π_old), last 20 steps"]]
-    for arm, runs in results.items():
-        ended = [
-            {
-                "end": run["greedy"][-1],
-                "sampled": run["sampled"][-1],
-                "first": 1e3 * np.mean(run["sampler_kl"][:20]),
-                "kl": 1e3 * lab.tail(run["sampler_kl"]),
-            }
-            for run in runs
-        ]
-        lost = f"{sum(run['end'] < LOW for run in ended)} of {len(runs)}"
-        told = [arm, str(len(runs)), lab.cell(ended, "end"), lost, lab.cell(ended, "sampled")]
-        for name in ("policy_greedy", "policy_sampled"):
-            last = [{name: run[name][-1]} for run in runs if len(run.get(name, []))]
-            told.append(lab.cell(last, name) if last else "–")
-        gaps = [lab.cell(ended, name, ".1f") + " · 10⁻³" for name in ("first", "kl")]
-        table.append(told + gaps)
+    numbers = {
+        "greedy at the end": (lab.last("greedy"), ".2f"),
+        "sampled at the end": (lab.last("sampled"), ".2f"),
+        "the policy itself, greedy": (lab.last("policy_greedy"), ".2f"),
+        "the policy itself, sampled": (lab.last("policy_sampled"), ".2f"),
+        "10³ KL(μ ‖ π_old), first 20": (lambda run: 1e3 * np.mean(run["sampler_kl"][:20]), ".1f"),
+        "10³ KL(μ ‖ π_old), last 20": (lambda run: 1e3 * lab.tail(run["sampler_kl"]), ".1f"),
+    }
+    table = lab.table(results, numbers)
+    for row, runs in zip(table, ["", *results.values()]):
+        lost = sum(run["greedy"][-1] < LOW for run in runs)
+        row.insert(3, f"{lost} of {len(runs)}" if runs else "ended below 0.5")
     return table
 
 

@@ -1,37 +1,44 @@
-"""A sampler of three bits, and an evaluation of both sampler and policy (for the lab mismatch).
+"""A sampler of a few levels, and an evaluation of both sampler and policy, for the labs mismatch
+and drift.
 
-This module replaces `make_engine` and `evaluate` in a copy of minirl.py. The parameters of every
-layer become whole numbers from -3 to 3 times their row's scale. (Routers stay as they are, as under
-`--rollout_dtype float8`.) With `--rollout_dtype float32` this is the whole gap. Held-out problems
-are answered by this sampler (`greedy`, `sampled`) and by the policy (`policy_greedy`,
-`policy_sampled`).
+    python -m labs.mismatch.quantised LEVELS FILE FLAGS...
+
+`engine_of(levels)` and `evaluate` replace `make_engine` and `evaluate` in a copy of a file. The
+parameters of every layer become whole numbers from -levels to levels times their row's scale.
+(Routers stay as they are, as under `--rollout_dtype float8`.) With `--rollout_dtype float32` this
+is the whole gap. Held-out problems are answered by this sampler (`greedy`, `sampled`) and by the
+policy (`policy_greedy`, `policy_sampled`).
 """
 
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from checks.files import PATHS
 from common import metrics, rollout
-from torch import Tensor, nn
+from common.launch import launch
+from torch import nn
+
+from labs.race.stresses import load, quantise
 
 
-def three_bits(weight: Tensor) -> Tensor:
-    """Each row rounded to -3 ... 3 times its own scale."""
-    scale = weight.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / 3
-    return (weight / scale).round() * scale
+def engine_of(levels: int) -> Callable:
+    """A `make_engine`, whose engine rounds after it has copied: three levels need three bits."""
 
+    def make_engine(*args: object, **named: object) -> object:
+        engine = rollout.make_engine(*args, **named)
+        copy = engine.sync
 
-def make_engine(*args: object, **named: object) -> object:
-    """The engine that the flags ask for. Its `sync` rounds after it has copied."""
-    engine = rollout.make_engine(*args, **named)
-    copy = engine.sync
+        def sync(policy: nn.Module, rounded: bool = True) -> None:
+            copy(policy)
+            engine.policy = policy
+            if rounded:
+                quantise(engine.lm, levels)
 
-    def sync(policy: nn.Module, rounded: bool = True) -> None:
-        copy(policy)
-        engine.policy = policy
-        for name, weight in engine.lm.named_parameters():
-            if rounded and weight.dim() >= 2 and ".layers." in name:
-                if not name.endswith(rollout.ROUTERS):
-                    weight.copy_(three_bits(weight))
+        engine.sync = sync
+        return engine
 
-    engine.sync = sync
-    return engine
+    return make_engine
 
 
 def evaluate(engine: object, *args: object) -> dict:
@@ -41,3 +48,11 @@ def evaluate(engine: object, *args: object) -> dict:
     itself = metrics.evaluate(engine, *args)
     engine.sync(engine.policy)
     return found | {f"policy_{name}": value for name, value in itself.items() if name != "example"}
+
+
+if __name__ == "__main__":  # one run of a file with such a sampler
+    levels, file, *flags = sys.argv[1:]
+    module = load(PATHS[Path(file).stem])
+    module.make_engine, module.evaluate = engine_of(int(levels)), evaluate
+    sys.argv = [file, *flags]
+    launch(module.main, module.Args)

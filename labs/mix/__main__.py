@@ -33,25 +33,15 @@ def rows(results: dict) -> list[list[str]]:
     """Tokens include those that DAPO drops. "At equal tokens" is where the run that sampled least
     ends."""
     least = min(lab.spent(run)[-1] for runs in results.values() for run in runs)
-    head = ["arm", "runs", "highest greedy", "greedy at the end", "sampled at the end"]
-    head += ["zero-variance groups", "tokens, thousands"]
-    table = [[*head, "sampled at equal tokens"]]
-    for arm, runs in results.items():
-        ended = [
-            {
-                "high": max(run["greedy"]),
-                "greedy": run["greedy"][-1],
-                "sampled": run["sampled"][-1],
-                "zero": np.mean(run["zero_groups"]),
-                "tokens": lab.spent(run)[-1],
-                "equal": lab.at_tokens(run, least),
-            }
-            for run in runs
-        ]
-        cells = [lab.cell(ended, name) for name in ("high", "greedy", "sampled", "zero")]
-        cells += [lab.cell(ended, "tokens", ".0f"), lab.cell(ended, "equal")]
-        table.append([arm, str(len(runs)), *cells])
-    return table
+    numbers = {
+        "highest greedy": (lab.high("greedy"), ".2f"),
+        "greedy at the end": (lab.last("greedy"), ".2f"),
+        "sampled at the end": (lab.last("sampled"), ".2f"),
+        "zero-variance groups": (lambda run: np.mean(run["zero_groups"]), ".2f"),
+        "tokens, thousands": (lambda run: lab.spent(run)[-1], ".0f"),
+        "sampled at equal tokens": (lambda run: lab.at_tokens(run, least), ".2f"),
+    }
+    return lab.table(results, numbers)
 
 
 def draw(results: dict) -> object:

@@ -14,7 +14,6 @@ from datetime import date
 from multiprocessing import get_context
 from pathlib import Path
 
-import common  # noqa: F401  (before torch)
 import numpy as np
 from common.run import atomic_write
 

@@ -9,14 +9,14 @@ import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import common  # noqa: F401  (before torch)
 import numpy as np
-import torch
 from common.batch import Rollout
 from common.distributed import ALONE, clip_gradients, divide_gradients
-from common.logprobs import Policy, all_logprobs, entropies, micro_batches, response_logprobs
+from common.logprobs import Logprobs, Policy, all_logprobs, entropies, micro_batches
+from common.logprobs import response_logprobs
 from common.model import load_model
 from common.norms import gradient_norms
+import torch
 from torch import Tensor
 
 import deep_grpo
@@ -171,14 +171,14 @@ class Panels:
         groups = batch.split(len(batch) // G)
         return [group for group in groups if group.advantages.any()][:GROUPS]
 
-    def look(self, readout: Callable | None = None) -> tuple[Tensor, Tensor]:
-        """log π of the responses now, and a statistic: two `[N, T]`."""
+    def look(self, readout: Callable | None = None) -> Logprobs:
+        """log π of the responses now, and a statistic."""
         return all_logprobs(self.policy, self.batch, self.args, ALONE, readout)
 
     def squared(self) -> tuple[Tensor, Tensor]:
         """log π, and |∂ log π / ∂ logits|² = 1 - 2π + Σπ²: two `[N, T]`."""
-        logp, squares = self.look(lambda logprobs, _: logprobs.exp().square().sum(-1))
-        return logp, (1 - 2 * logp.exp() + squares).clamp(min=0) * self.mask
+        now = self.look(lambda logprobs, _: logprobs.exp().square().sum(-1))
+        return now.logp, (1 - 2 * now.logp.exp() + now.statistic).clamp(min=0) * self.mask
 
     def measure(self) -> None:
         self.stapo()
@@ -302,7 +302,7 @@ class Panels:
         """KL(μ ‖ π) of samplers in bfloat16 and float8, and the angle between the two levels."""
         for name in PRECISIONS:
             batch = self.responses[name]
-            logp, _ = all_logprobs(self.policy, batch, self.args, ALONE)
+            logp = all_logprobs(self.policy, batch, self.args, ALONE).logp
             gap = (logp - batch.rollout_logp) * batch.mask  # [N, T]: log π/μ
             n, groups = len(batch) // G, self.mixed(batch)
             prompt = torch.arange(n).repeat_interleave(G)  # [N]
@@ -317,13 +317,14 @@ class Panels:
     def stapo(self) -> None:
         """Spurious tokens' share of tokens and of |gradient|²; the norm beside its exact form."""
         batch, args = self.batch, stapo.Args()
-        _, entropy = self.look(entropies)
+        batch.entropy = self.look(entropies).statistic
         logp, size = self.squared()
+        batch.logp = logp
         energy = size * batch.advantages[:, None] ** 2  # [N, T]
         live = self.mask * (batch.advantages != 0)[:, None]  # [N, T]
         for tau_p in (0.002, 0.05):
             args.tau_p = tau_p
-            stapo.choose_tokens(args, batch, logp, entropy, ALONE)
+            stapo.choose_tokens(args, batch, ALONE)
             low = (logp.exp() < tau_p) & (batch.advantages[:, None] > 0) & (live > 0)  # [N, T]
             for name, where in (("spurious", batch.spurious), ("improbable", low)):
                 at = f"τ_p = {tau_p}"

@@ -9,8 +9,6 @@ import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import common  # noqa: F401  (before torch)
-import torch
 from common.batch import Rollout
 from common.data import load_task
 from common.distributed import ALONE
@@ -18,6 +16,7 @@ from common.logprobs import Policy
 from common.model import load_model
 from common.rollout import HFEngine
 from common.run import atomic_write
+import torch
 from torch import Tensor
 
 import deep_grpo

@@ -8,12 +8,11 @@ real training runs, it first imitates worked responses: 48 steps, six minutes on
 
 from pathlib import Path
 
-import common  # noqa: F401  (before torch)
-import torch
 from common.batch import Rollout
 from common.distributed import ALONE
 from common.logprobs import Policy, response_logprobs
 from common.model import load_model
+import torch
 from tools import arguments
 from tools.maintain.make_tiny import emptied
 from tqdm import trange

@@ -13,7 +13,6 @@ stale batch is 16 updates old.)
 
 import sys
 
-import common  # noqa: F401  (before torch)
 import numpy as np
 
 from labs import lab

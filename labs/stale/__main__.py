@@ -27,22 +27,16 @@ SEEDS, LOW = 5, 0.5  # runs of each arm; greedy accuracy below which a run has c
 
 
 def rows(results: dict) -> list[list[str]]:
-    head = ["arm", "greedy at the end", "lowest after step 0", "collapsed"]
-    table = [[*head, "ESS/B, last 20 steps", "√(ESS/B), mean"]]
-    for arm, runs in results.items():
-        ended = [
-            {
-                "end": run["greedy"][-1],
-                "low": min(run["greedy"][1:]),
-                "ess": lab.tail(run["ess_ratio"]),
-                "root": np.mean(np.sqrt(run["ess_ratio"])),
-            }
-            for run in runs
-        ]
-        lost = sum(run["end"] < LOW for run in ended)
-        cells = (lab.cell(ended, name) for name in ("end", "low"))
-        worth = (lab.cell(ended, name) for name in ("ess", "root"))
-        table.append([arm, *cells, f"{lost} of {len(runs)}", *worth])
+    numbers = {
+        "greedy at the end": (lab.last("greedy"), ".2f"),
+        "lowest after step 0": (lambda run: min(run["greedy"][1:]), ".2f"),
+        "ESS/B, last 20 steps": (lab.late("ess_ratio"), ".2f"),
+        "√(ESS/B), mean": (lambda run: np.mean(np.sqrt(run["ess_ratio"])), ".2f"),
+    }
+    table = lab.table(results, numbers, runs=False)
+    for row, runs in zip(table, ["", *results.values()]):
+        lost = sum(run["greedy"][-1] < LOW for run in runs)
+        row.insert(3, f"{lost} of {len(runs)}" if runs else "collapsed")
     return table
 
 

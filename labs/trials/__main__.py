@@ -3,7 +3,8 @@
 Going back: grpo.py at three times its learning rate rises and falls; from before, at and after the
 top it goes on unchanged, with a third of the rate, or with ten times β. STAPO: other tokens than
 its own are silenced. SAPO: other temperatures. Few right samples: a task that the model solves once
-in twenty samples. Cold starts: three models that work and err differently.
+in twenty samples. Cold starts: three models that work and err differently. A critic: one response
+to each of 128 prompts, and eight to each of 16.
 
     python -m labs.trials
 """
@@ -38,7 +39,7 @@ SILENCED = {
     "low probability": "candidates",
     "low entropy": f"{RIGHT} & sure",
     "low probability, high entropy": "candidates & ~sure",
-    "as many at random": f"{RIGHT} & (torch.rand_like(logp) < {SHARE})",
+    "as many at random": f"{RIGHT} & (torch.rand_like(batch.logp) < {SHARE})",
 }
 STAPO = f"stapo.py {FAST} --tau_p 0.05 --entropy_quantile 0.95"  # so that it acts here
 for name, rule in SILENCED.items():
@@ -75,43 +76,45 @@ for start, shares in STARTS.items():
         run = f"{file}.py --steps 150 --rollout_dtype float32 {FLAGS.replace('10 ', '25 ', 1)}"
         ARMS[f"start: {start}, {file}"] = f"-m labs.trials.start {shares} {run}"
 
+# Groups that cannot be compared: one response to each prompt, at the same number of responses
+SHAPES = {"128 x 1": "--prompts_per_step 128 --group_size 1", "16 x 8": "--group_size 8"}
+RATES = {"usual rate": "3e-4", "three times": "1e-3"}
+LEARNERS = {"ppo": "-m variants.ppo", "batch mean": "-m variants.baselines --baseline batch"}
+LEARNERS["grpo"] = "grpo.py"  # it refuses groups of one
+for shape, sizes in SHAPES.items():
+    for rate, lr in RATES.items():
+        for name, file in LEARNERS.items():
+            if (shape, name) != ("128 x 1", "grpo"):
+                run = f"{file} --steps 40 {FLAGS} --lr {lr} {sizes}"
+                ARMS[f"critic: {shape}, {rate}, {name}"] = run
+
 COLUMNS = ("greedy", "sampled", "entropy", "response_len", "truncated", "reward", "silenced_share")
 SEEDS = 3
 
 
-def end(run: dict) -> float:
-    """Sampled accuracy at the last two evaluations."""
-    return float(np.mean(run["sampled"][-2:]))
+def share(values: list[float]) -> float | None:
+    """The mean in percent; None where there is none."""
+    return 100 * float(np.mean(values)) if values else None
 
 
 def rows(results: dict) -> list[list[str]]:
-    table = [["arm", "runs", "sampled before", "highest", "at the end", "greedy at the end"]]
-    table[0] += ["entropy at the end", "tokens", "silenced (share)"]
-    for arm, runs in results.items():
-        ended = [
-            {
-                "before": run["sampled"][0],
-                "high": max(run["sampled"]),
-                "end": end(run),
-                "greedy": run["greedy"][-1],
-                "entropy": lab.tail(run["entropy"]),
-                "length": lab.tail(run["response_len"]),
-                "silenced": np.mean(run["silenced_share"] or [np.inf]),  # stapo.py's alone
-            }
-            for run in runs
-        ]
-        names = ("before", "high", "end", "greedy", "entropy")
-        cells = [lab.cell(ended, name) for name in names]
-        silenced = lab.cell(ended, "silenced", ".5f").replace("never", "–")
-        table.append([arm, str(len(runs)), *cells, lab.cell(ended, "length", ".0f"), silenced])
-    return table
+    numbers = {
+        "sampled before": (lambda run: run["sampled"][0], ".2f"),
+        "highest": (lab.high("sampled"), ".2f"),
+        "at the end": (lab.end, ".2f"),
+        "greedy at the end": (lab.last("greedy"), ".2f"),
+        "entropy at the end": (lab.late("entropy"), ".2f"),
+        "tokens": (lab.late("response_len"), ".0f"),
+        "silenced, %": (lambda run: share(run["silenced_share"]), ".3f"),  # stapo.py's alone
+    }
+    return lab.table(results, numbers)
 
 
 def draw(results: dict) -> object:
     """A dot is a run."""
     figure, axes = lab.sheet(TITLE, "sampled accuracy at the end", width=8, height=11)
     for y, runs in enumerate(reversed(results.values())):
-        ends = [end(run) for run in runs]
+        ends = [lab.end(run) for run in runs]
         axes[0].scatter(ends, np.full(len(ends), y), s=18, color=lab.BLUE, alpha=0.6)
         axes[0].plot(np.median(ends), y, "|", color=lab.BLACK, markersize=12, markeredgewidth=2)
     axes[0].set_yticks(range(len(results)), labels=reversed(results))

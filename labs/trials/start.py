@@ -10,11 +10,10 @@ guess the answer without working, SLIP the share of worked steps that are wrong 
 import sys
 from pathlib import Path
 
-import common  # noqa: F401  (before torch)
-import torch
 from checks.files import ROOT
 from common.launch import launch
 from common.model import load_model
+import torch
 from filelock import FileLock
 from tools.maintain.make_tiny import imitate
 

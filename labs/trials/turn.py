@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import common  # noqa: F401  (before torch)
 from common.launch import launch
 from common.run import Run
 
@@ -20,8 +19,8 @@ if __name__ == "__main__":
     last, flag, factor, file, *flags = sys.argv[1:]
     unchanged = Run.steps
 
-    def steps(run: Run, done: int, end: int) -> Iterator[int]:
-        for step in unchanged(run, done, end):
+    def steps(run: Run) -> Iterator[int]:
+        for step in unchanged(run):
             if step == int(last) + 1:
                 setattr(run.args, flag, float(factor) * getattr(run.args, flag))
             yield step

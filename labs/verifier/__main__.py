@@ -23,21 +23,13 @@ SEEDS = 5
 
 
 def rows(results: dict) -> list[list[str]]:
-    head = ["arm", "training reward", "held-out greedy", "highest before", "tokens per response"]
-    table = [head]
-    for arm, runs in results.items():
-        ended = [
-            {
-                "reward": lab.tail(run["reward"]),
-                "end": run["greedy"][-1],
-                "high": max(run["greedy"]),
-                "tokens": lab.tail(run["response_len"]),
-            }
-            for run in runs
-        ]
-        cells = (lab.cell(ended, name) for name in ("reward", "end", "high"))
-        table.append([arm, *cells, lab.cell(ended, "tokens", ".0f")])
-    return table
+    numbers = {
+        "training reward": (lab.late("reward"), ".2f"),
+        "held-out greedy": (lab.last("greedy"), ".2f"),
+        "highest before": (lab.high("greedy"), ".2f"),
+        "tokens per response": (lab.late("response_len"), ".0f"),
+    }
+    return lab.table(results, numbers, runs=False)
 
 
 def draw(results: dict) -> object:

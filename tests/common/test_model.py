@@ -8,16 +8,18 @@ import grpo
 import pytest
 import torch
 from common import logprobs as model_module
+from common.checkpoint import save_model
 from common.cli import BadInput
 from common.data import encode
 from common.distributed import shard, whole_tensor
 from common.logprobs import Policy, TokenLogprobs, entropies
 from common.model import EMBEDDED, config_of, load_model
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
@@ -41,6 +43,26 @@ def test_token_logprobs_equal_the_plain_formula(monkeypatch, temperature):
 
     assert torch.allclose(logp, plain, atol=1e-5) and not entropy.requires_grad
     assert torch.allclose(entropy, -(full.exp() * full).sum(-1), atol=1e-5)
+    for ours, theirs in zip(gradients, expected):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_token_logprobs_of_several_tokens_at_each_place(monkeypatch):
+    """Targets [M, K]: log-probs, statistic of the first one, and both gradients are the formula's;
+    a token may stand there twice."""
+    monkeypatch.setattr(model_module, "BLOCK_ELEMENTS", 7 * 50)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (40, 50))
+    targets = torch.randint(50, (40, 5), generator=generator)
+    targets[:, 3] = targets[:, 0]
+    upstream = torch.randn(40, 5, generator=generator)
+    likely = lambda logprobs, tokens: logprobs.gather(1, tokens[:, None])[:, 0]  # noqa: E731
+
+    logp, first = TokenLogprobs.apply(hidden, weight, targets, 0.7, likely)
+    gradients = torch.autograd.grad((logp * upstream).sum(), (hidden, weight))
+    plain = torch.log_softmax(hidden @ weight.T / 0.7, dim=-1).gather(1, targets)
+    expected = torch.autograd.grad((plain * upstream).sum(), (hidden, weight))
+    assert torch.allclose(logp, plain, atol=1e-5) and torch.allclose(first, plain[:, 0], atol=1e-5)
     for ours, theirs in zip(gradients, expected):
         assert torch.allclose(ours, theirs, atol=1e-5)
 
@@ -75,12 +97,14 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_log_probs_never_hold_the_logits_of_all_tokens():
-    """On tensors with a shape and no storage: nothing is larger than the head's own gradient."""
+@pytest.mark.parametrize("others", [0, 20])
+def test_log_probs_never_hold_the_logits_of_all_tokens(others):
+    """On tensors with a shape and no storage: nothing is larger than the head's own gradient, also
+    with 20 more tokens at each place."""
     V, H, TOKENS = 151_936, 2048, 16_384  # Qwen3-1.7B's, and 8 answers of 2,048 tokens
     with torch.device("meta"):
         hidden, weight = (torch.randn(n, H, requires_grad=True) for n in (TOKENS, V))
-        targets = torch.zeros(TOKENS, dtype=torch.long)
+        targets = torch.zeros(TOKENS, 1 + others, dtype=torch.long)
     with Largest() as largest:
         TokenLogprobs.apply(hidden, weight, targets, 1.0, None)[0].sum().backward()
     assert largest.size == V * H < TOKENS * V
@@ -211,11 +235,74 @@ def test_a_folder_chooses_neither_attention_nor_dropout_nor_length(folder, their
     assert tokenizer.model_max_length == 256
 
 
-def test_a_template_that_swallows_the_prompt_is_named(words):
+GENERATION = {  # generation_config.json: the EOS ids that a run takes from it
+    '{"eos_token_id": 1, "temperature": 0.9, "top_p": 0.6}': [1],  # Vicuna's
+    '{"eos_token_id": [2, 1], "temperature": -1, "num_beams": 0}': [2, 1],
+    '{"num_return_sequences": 4, "early_stopping": true}': [1],
+    '{"compile_config": {"mode": "x"}, "watermarking_config": 1}': [1],
+    '{"eos_token_id": 2, "of a later version": {"a": [null]}}': [2, 1],
+    "[1]": [1],
+    "{no json": [1],
+    "": [1],
+}
+
+
+@pytest.mark.parametrize("text", GENERATION)
+def test_no_generation_config_stops_loading_or_saving(folder, text, tmp_path, world):
+    """transformers refuses each of these at one of the two. What is saved is what was read, with
+    the EOS ids of the run."""
+    path = folder / "generation_config.json"
+    path.write_text(text)
+    lm, tokenizer = load_model(str(folder))
+    assert lm.generation_config.eos_token_id == GENERATION[text]
+    save_model(Policy(lm), tokenizer, tmp_path / "saved", world)
+    saved = json.loads((tmp_path / "saved/generation_config.json").read_text())
+    eos = GENERATION[text] if len(GENERATION[text]) > 1 else 1
+    read = json.loads(text) if "{" in text and text != "{no json" else {}
+    assert saved == read | {"eos_token_id": eos}
+    assert load_model(str(tmp_path / "saved"))[0].generation_config.eos_token_id == GENERATION[text]
+
+
+def test_a_run_that_cannot_save_its_model_says_so_before_it_begins(tmp_path, monkeypatch, capsys):
+    def fails(*arguments: object, **keywords: object) -> None:
+        raise ValueError("no such vocabulary")
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", fails)
+    flags = [*SMALL, "--run_dir", tmp_path / "run", "--steps", 1]
+    assert run_here(grpo.main, *flags, "--save_hf") == 2
+    said = capsys.readouterr().err
+    assert "--save_hf: tiny cannot be saved (no such vocabulary)" in said and said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("added", ["<s> $A </s>", "$A </s>", "<s> $A", "$A"])
+def test_a_prompt_without_a_template_begins_with_bos_and_never_ends_with_eos(words, added):
+    """Whatever the tokenizer adds to a text."""
     _, tokenizer = load_model(str(words))
-    tokenizer.chat_template = "{# nothing #}"
-    with pytest.raises(BadInput, match="no token left"):
-        encode("two and two", "", tokenizer)
+    special = [("<s>", 0), ("</s>", 1)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(added, special_tokens=special)
+    ids = encode("2+2", "", tokenizer)
+    plain = tokenizer("Question: 2+2\nAnswer:", add_special_tokens=False)["input_ids"]
+    assert ids == [0] * ("<s>" in added) + plain
+
+
+SWALLOWS = {  # a chat template: what is said
+    "{# nothing #}": "no token left",
+    "{{ messages[0]['content'] }}": "leaves out the user's message",
+    "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}": "the system's",
+    "{{ raise_exception('roles must alternate') }}": "roles must alternate",
+}
+
+
+@pytest.mark.parametrize("template", SWALLOWS)
+def test_a_template_that_swallows_the_prompt_is_named(words, template):
+    _, tokenizer = load_model(str(words))
+    tokenizer.chat_template = template
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " 2+2?\n"}]
+    with pytest.raises(BadInput, match=SWALLOWS[template]):
+        encode(turns, "", tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content | trim }}{% endfor %}"
+    assert tokenizer.decode(encode(turns, "", tokenizer)) == "Be brief.2+2?"
 
 
 @pytest.mark.slow

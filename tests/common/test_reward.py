@@ -18,21 +18,6 @@ def test_arithmetic():
         assert adapters.reward("arithmetic", completion, "47") == 0, completion
 
 
-MATH = {  # (completion, reference): reward
-    (r"so the answer is \boxed{\frac{1}{2}}.", "0.5"): 1,
-    (r"\boxed{\frac{1}{2}}", r"\dfrac12"): 1,
-    (r"\boxed{0.5} no, wait: \boxed{2}", "2"): 1,
-    (r"\boxed{1,000}", "1000"): 1,
-    (r"\boxed{2\sqrt{3}}", r"\sqrt{12}"): 1,
-    ("The answer is 7.", "7"): 1,
-    ("I think 7. No: 8", "7"): 0,  # without a box the last number is the answer
-    ("Which of 7, 8 and 9 is a prime? Hard to say; maybe it is 9", "7"): 0,
-    (r"\boxed{2} no, wait: \boxed{3}", "2"): 0,  # boxing every candidate is not answering
-    (r"\boxed{7, 8}", "7"): 0,
-    (r"\boxed{7 \text{ or } 8}", "7"): 0,
-    (r"7 is it. \boxed{8", "7"): 0,  # unbalanced: no answer, although a 7 stands there
-    ("70", "7"): 0,
-}
 HOSTILE = {
     "a tower": r"\boxed{9^{9^{9^{9}}}}",
     "a megabyte of digits": r"\boxed{" + "7" * 10**6 + "}",
@@ -43,13 +28,6 @@ HOSTILE = {
     "memory": r"\boxed{2^{40000000000}}",
     "a second line for the worker": '\\boxed{8"]\n["7", "7"]}',
 }
-
-
-def test_math():
-    verifier = Verifier(workers=1)
-    completions, references = zip(*MATH)
-    assert verifier(completions, references) == list(MATH.values())
-    assert verifier.killed == 0
 
 
 def test_hostile_answers_cost_little_and_earn_nothing():
@@ -101,7 +79,7 @@ def reward(response, reference):
     return float(response == reference)
 """
 FAILURES = {
-    "raise": 'mine.py", line 7, in reward',
+    "raise": "(mine.py:7: ValueError: ",
     "fork": "",
     "stray verdict": "something else wrote into the worker's channel",
     "nan": "ValueError: nan is no reward",

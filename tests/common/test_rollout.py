@@ -39,6 +39,23 @@ def test_sampler_and_trainer_agree(world, tiny, prompts, temperature, max_rows):
     assert torch.allclose(logp, rollout.rollout_logp, atol=1e-4)
 
 
+def test_the_most_likely_tokens(world, tiny, prompts):
+    """On request the sampler reports them with their log-probs, at most the vocabulary; the
+    trainer's log-probs of the same ids equal them, in their order, and are 0 on padding."""
+    for asked, given in ((3, 3), (99, 18)):
+        engine = HFEngine(tiny[0], world, 0, "float32", 16, top=asked)
+        rollout = engine.generate(prompts, 8, 64, 0.6)
+        assert rollout.sampler_top.shape == (*rollout.mask.shape, given)
+        assert (rollout.sampler_top.diff(dim=-1) <= 0).all()
+        response_logprobs(Policy(tiny[0]), rollout, 0.6)
+        assert torch.allclose(rollout.top_logp, rollout.sampler_top, atol=1e-4)
+        assert (rollout.top_logp[rollout.mask == 0] == 0).all() and rollout.top_logp.requires_grad
+    places = rollout.mask.bool()
+    assert torch.allclose(rollout.sampler_top[places].exp().sum(-1), torch.tensor(1.0), atol=1e-5)
+    here = rollout.sampler_top_ids[places] == rollout.tokens[places][:, None]
+    assert torch.equal(rollout.sampler_top[places][here], rollout.rollout_logp[places])
+
+
 def test_masks_end_with_the_eos(engine, tiny, prompts):
     """Row i answers prompt i // n; mask covers the EOS; nothing but padding follows; a cut response
     has no EOS."""
@@ -72,6 +89,18 @@ def test_samples_follow_the_distribution(engine, tiny, prompts):
         probs = tiny[0](torch.tensor(prompts[:1])).logits[0, -1].softmax(-1)
     frequency = torch.bincount(rollout.tokens[:, 0], minlength=len(probs)) / 4000
     assert (frequency - probs).abs().max() < 5 * (0.25 / 4000) ** 0.5
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it(engine, tiny, prompts):
+    """The first token at temperature 3: drawn are the most likely ones that together have
+    probability 0.9, and all of them."""
+    with torch.no_grad():
+        probs = (tiny[0](torch.tensor(prompts[:1])).logits[0, -1] / 3).softmax(-1)
+    mass, order = probs.sort(descending=True)
+    smallest = order[: int((mass.cumsum(0) < 0.9).sum()) + 1]
+    rollout = engine.generate(prompts[:1], 4000, 1, 3.0, top_p=0.9)
+    assert set(rollout.tokens[:, 0].tolist()) == set(smallest.tolist())
+    assert 1 < len(smallest) < (probs > 0.005).sum()  # others are cut, which would be drawn
 
 
 def test_runs_repeat(tiny, world, prompts):

@@ -45,15 +45,15 @@ def test_sampler_and_trainer_record_the_same_experts(moe, world, args, dtype):
     """With the same weights, prompt and response, token by token and layer by layer. Rounded to
     float8 some tokens go elsewhere, until their experts are replayed."""
     rollout, policy = sample(moe, world, dtype), Policy(copy.deepcopy(moe[0]))
-    all_logprobs(policy, rollout, args, world)
+    experts = all_logprobs(policy, rollout, args, world, experts=True).experts
     assert rollout.sampler_experts.shape == (32, rollout.sequences.shape[1], 2, 2)
-    differing, tokens = minirl.experts_differ(rollout)
+    differing, tokens = minirl.experts_differ(rollout, experts)
     assert tokens == fed(rollout).sum()
     assert differing == 0 if dtype == "float32" else 0 < differing < 0.3 * tokens
-    assert len(rollout.trainer_experts[fed(rollout)].unique()) == 8  # all experts are in use
+    assert len(experts[fed(rollout)].unique()) == 8  # all experts are in use
     rollout.replayed_experts = rollout.sampler_experts
-    all_logprobs(policy, rollout, args, world)
-    assert minirl.experts_differ(rollout)[0] == 0
+    experts = all_logprobs(policy, rollout, args, world, experts=True).experts
+    assert minirl.experts_differ(rollout, experts)[0] == 0
 
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "head_dim": 16}
@@ -107,11 +107,11 @@ def test_replay_in_a_sharded_bfloat16_policy_with_recomputation(moe, world):
     recomputed."""
     sequences = torch.tensor([moe[1]("7*8-9=7*8=56;56-9=47#47")["input_ids"]])
     args = minirl.Args(dtype="bfloat16", gradient_checkpointing=True)
-    policy, found = shard(Policy(copy.deepcopy(moe[0])), args, world), []
+    policy, found, replay = shard(Policy(copy.deepcopy(moe[0])), args, world), [], None
     for _ in range(2):
-        logp, _ = policy(sequences, torch.arange(23)[None] < 22, 1.0)
+        logp, _ = policy(sequences, torch.arange(23)[None] < 22, 1.0, replay=replay)
         logp.sum().backward()
-        policy.routing.replay = policy.routing.recorded()
+        replay = policy.routing.recorded()
         gradients = [parameter.grad.full_tensor().clone() for parameter in policy.parameters()]
         found.append([logp.detach(), *gradients])
         policy.zero_grad()

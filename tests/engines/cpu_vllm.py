@@ -8,9 +8,8 @@ import os
 import runpy
 import sys
 
-import common  # noqa: F401  (before torch)
-import torch
 from common import vllm as engine
+import torch
 
 
 def use_cpu_build() -> None:

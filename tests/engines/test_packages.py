@@ -5,23 +5,56 @@ import datasets
 import grpo
 import pytest
 from common.data import HUB, rows_of
+from tools.maintain import answers
 
-from tests.helpers import SMALL, run_here
+from tests.helpers import ROOT, SMALL, run_here
 from tests.common.rows import ROWS, load
 from tests.repository.test_yours import save_examples
 
 
-def test_wandb_gets_the_flags_and_every_step(tmp_path, monkeypatch):
+@pytest.fixture
+def wandb(tmp_path, monkeypatch):
+    """The package, without a network and without the user's key."""
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
-    flags = [*SMALL, "--steps", 2, "--seed", 7, "--wandb", "project", "--run_dir", tmp_path / "run"]
-    assert run_here(grpo.main, *flags) == 0
-    wandb.teardown()  # its own process writes the file
-    (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    written = path.read_bytes()
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    wandb.teardown()  # it has read the environment once
+    return wandb
+
+
+def test_wandb_gets_the_flags_and_every_step(tmp_path, wandb):
+    """Each run under an id of its own, which a resumed one keeps, whatever their names."""
+    flags = [*SMALL, "--seed", 7, "--wandb", "project", "--run_dir"]
+    for more in (["one/a#b"], ["two/a#b"], ["one/a#b", "--resume", "--steps", 3]):
+        more[0] = tmp_path / more[0]
+        assert run_here(grpo.main, "--steps", 2, *flags, *more) == 0
+        wandb.finish()
+    wandb.teardown()  # its own process writes the files
+    paths = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    names = [path.stem for path in paths]
+    assert len(names) == 3 and len(set(names)) == 2
+    written = paths[0].read_bytes()
     assert b"prompts_per_step" in written and written.count(b"sampler_gap_max") >= 2
+    assert all(b"a#b" in path.read_bytes() for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("project", "mode", "message"),
+    [("project", "online", "No API key configured"), ("a/b", "offline", "Invalid project name")],
+)
+def test_wandb_that_cannot_be_used(project, mode, message, tmp_path, monkeypatch, wandb, capsys):
+    """Before the model is loaded."""
+    monkeypatch.setenv("WANDB_MODE", mode)
+    monkeypatch.setattr(grpo, "load_model", None)
+    monkeypatch.setattr("sys.stdin", None)  # nobody to ask
+    flags = [*SMALL, "--wandb", project, "--run_dir", tmp_path / "run"]
+    assert run_here(grpo.main, *flags) == 2
+    said = capsys.readouterr().err
+    assert f"--wandb {project}: cannot be used ({message}" in said
+    assert "Traceback" not in said and not (tmp_path / "run").exists()
 
 
 def test_reasoning_gym_itself(tmp_path, monkeypatch):
@@ -67,3 +100,14 @@ def test_hub_sets_through_datasets_itself(name, tmp_path, monkeypatch):
         asked = "test " if columns.test else "train "
         assert all(problem.prompt.startswith(asked) for problem in task.held_out)
     assert [found for _, found in rows_of(name, "test")] == [answer] * 5
+
+
+def test_the_table_of_verifiers(monkeypatch, capsys):
+    """docs/yours.md has what TRL and verl do on the same answers."""
+    pytest.importorskip("trl")
+    pytest.importorskip("verl")
+    monkeypatch.setattr("sys.argv", ["answers"])
+    answers.main()
+    table = [line for line in capsys.readouterr().out.split("\n") if line.startswith("|")]
+    page = (ROOT / "docs/yours.md").read_text()
+    assert len(table) == 6 and all(line in page for line in table)

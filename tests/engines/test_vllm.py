@@ -4,20 +4,21 @@ package."""
 from pathlib import Path
 from types import SimpleNamespace
 
-import common  # noqa: F401  (before torch)
 import grpo
 import pytest
 import torch
 from common import vllm as vllm_module
 from common.checkpoint import save_model
+from common.data import load_task
 from common.cli import RunStopped
 from common.distributed import setup, shard
-from common.logprobs import Policy, all_logprobs
+from common.logprobs import Policy, all_logprobs, response_logprobs
 from common.model import load_model
 from common.rollout import make_engine
 from common.run import Run
 from common.vllm import VLLMEngine
 from transformers import AutoConfig, AutoModelForCausalLM
+from variants import tool
 
 from tests.engines.cpu_vllm import use_cpu_build
 from tests.helpers import SMALL, metrics, started
@@ -73,7 +74,7 @@ def gap(
     """Largest |log π_old - log μ| over a rollout; the run's check as in a third step like it."""
     prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
     rollout = engine.generate(prompts, 4, 32, args.temperature, **how)
-    rollout.old_logp, _ = all_logprobs(policy, rollout, args, world)
+    rollout.old_logp = all_logprobs(policy, rollout, args, world).logp
     Run.check_sampler(SimpleNamespace(args=args, apart=2, world=world), [rollout])
     return ((rollout.old_logp - rollout.rollout_logp) * rollout.mask).abs().max().item()
 
@@ -201,6 +202,49 @@ def test_prefixes_lengths_and_stops(engine_of):
     assert len(engine.generate([], 4, 20, 1.0)) == 0
 
 
+@pytest.mark.parametrize("top", [3, 99])
+def test_the_most_likely_tokens_are_the_other_engines(engine_of, world, top):
+    """Three, or the whole vocabulary of 18: the same ids and log-probs as the trainer's."""
+    engine_of("tiny")
+    lm, tokenizer = load_model("tiny")
+    engine = make_engine(args_of(model="tiny"), lm, world, record_top=top)
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    rollout = engine.generate(prompts, 4, 32, 0.7)
+    with torch.no_grad():
+        response_logprobs(Policy(lm), rollout, 0.7)
+    places = rollout.mask.bool()
+    ours, theirs = rollout.top_logp[places], rollout.sampler_top[places]
+    assert theirs.shape[1] == min(top, 18)
+    assert (ours - theirs).abs()[theirs > -15].max() < 1e-4
+    assert (ours.exp() - theirs.exp()).abs().max() < 5e-6
+
+
+def forced(texts: list[str], answers: list) -> list[tuple[str | None, str]]:
+    """Once a response has ended it is made to go on."""
+    return [(None if "+0" in text else ";7*8=56;56+0=", "") for text in texts]
+
+
+def test_turns_around_a_tool_are_those_of_hf(engine_of, world):
+    """Sampled, the trainer's log-probs at each token that is not the tool's; greedily, and with
+    forced tokens, the same rows with the same holes."""
+    engine_of("tiny-moe")
+    lm, tokenizer = load_model("tiny")
+    rollouts = {}
+    for engine in ("vllm", "hf"):
+        args = tool.Args(rollout=engine, dtype="float32", eval_problems=24)
+        turns = tool.Turns(args, lm, load_task(args, tokenizer), world)
+        turns.sync(Policy(lm))
+        prompts = [problem.prompt_ids for problem in turns.task.held_out]
+        made = turns.generate(prompts, 8, 64, 1.0)
+        logp = all_logprobs(Policy(lm), made, args, world).logp
+        assert torch.allclose(logp, made.rollout_logp, atol=1e-4) and made.calls.sum() > 100
+        turns.task.reply = forced
+        rollouts[engine] = turns.generate(prompts, 1, 64, 0.0)
+    one, other = rollouts["vllm"], rollouts["hf"]
+    assert one.response_ids() == other.response_ids() and (one.calls == 1).all()
+    assert torch.equal(one.mask, other.mask) and torch.equal(one.finished, other.finished)
+
+
 def test_samples_repeat_with_the_state_and_not_without(engine_of):
     """What resume needs: the same state draws the same samples, the next call others."""
     engine, _ = engine_of("tiny")
@@ -234,14 +278,3 @@ def test_two_ranks(tmp_path):
         run = started(*ranks, "--steps", 3, "--rollout", "vllm", *extra, "--run_dir", folder)
         assert run.returncode == 0, run.stderr[-3000:]
         assert all(line["sampler_gap"] < 1e-4 for line in metrics(folder)[1:])
-
-
-def test_a_runs_checkpoint_is_measured_as_by_hf(tmp_path, finished):
-    """`python -m tools.evaluate RUN --rollout vllm`: its weights are pushed into the engine."""
-    greedy = []
-    for engine in ("vllm", "hf"):
-        flags = ["--rollout", engine, "--eval_samples", 1, "--run_dir", tmp_path / engine]
-        done = started(*RUN, "tools.evaluate", finished, *flags)
-        assert done.returncode == 0 and "after step 4" in done.stdout, done.stderr[-3000:]
-        greedy.append(next(line for line in done.stdout.splitlines() if "| 0.0 |" in line))
-    assert greedy[0] == greedy[1]

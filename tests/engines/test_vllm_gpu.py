@@ -12,7 +12,6 @@ import json
 import sys
 import types
 
-import common  # noqa: F401  (before torch)
 import minirl
 import pytest
 import torch

@@ -10,7 +10,6 @@ import tempfile
 import traceback
 from pathlib import Path
 
-import common  # noqa: F401  (before torch)
 import grpo
 import torch
 from checks.files import NINE

@@ -25,8 +25,7 @@ from tests.helpers import ROOT, module_of
 pytestmark = pytest.mark.slow
 
 NAMES = sorted(path.parent.name for path in ROOT.glob("labs/*/figure.png"))
-MODULES = {name: f"labs.{name}.__main__" for name in NAMES} | {"branch": "labs.lock.branch"}
-LABS = {name: importlib.import_module(module) for name, module in MODULES.items()}
+LABS = {name: importlib.import_module(f"labs.{name}.__main__") for name in NAMES}
 RUNS = [name for name in LABS if hasattr(LABS[name], "COLUMNS")]  # of whole training runs
 
 
@@ -47,6 +46,7 @@ CLAIMS = {
     "fork": ("rollouts", "MASPO", "clip-higher", "GRPO"),
     "baseline": ("until hard", "MaxRL, mixed", "RLOO, mixed", "REINFORCE++, mixed"),
     "flips": ("entropy", "GRPO, wrong π_old", "SAPO, wrong π_old"),
+    "drift": ("share", "gap 0.01", "gap 0.11", "gap 0.90"),
     "junk": ("end", "junk, STAPO", "junk, GRPO"),
     "lock": ("tries", "lr 0.3, 0.001, no branches, same tokens", "lr 0.3, 0.001, DEEP-GRPO"),
     "signs": ("until", "rare, GRPO", "rare, NSR", "rare, wrong half of the z-score"),
@@ -86,11 +86,11 @@ def test_a_toy_goes_the_way_of_its_page(name, tmp_path, monkeypatch, capsys):
 def test_the_shipped_table_of_runs_becomes_a_figure(name, tmp_path, monkeypatch, capsys):
     """It has every arm's command line, so nothing is run again. What is damaged stands in its
     file."""
-    module, folder = LABS[name], "lock" if name == "branch" else name
-    shutil.copytree(ROOT / "labs" / folder, tmp_path / folder)
+    module = LABS[name]
+    shutil.copytree(ROOT / "labs" / name, tmp_path / name)
     monkeypatch.setattr(lab, "trained", None)
-    start(monkeypatch, MODULES[name], "--out", tmp_path, "--seeds", 1)
-    table = tmp_path / folder / ("branch.json" if name == "branch" else "table.json")
+    start(monkeypatch, f"labs.{name}.__main__", "--out", tmp_path, "--seeds", 1)
+    table = tmp_path / name / "table.json"
     assert lab.text(module.rows(results(table))) in capsys.readouterr().out
     for arm, damage in getattr(module, "DAMAGE", {}).items():
         assert checks.replaced(ROOT / module.ARMS[arm].split()[0], *damage)

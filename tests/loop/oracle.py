@@ -29,15 +29,14 @@ from functools import lru_cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import common  # noqa: F401  (before torch)
 import pytest
-import torch
 import vcpo
 from common.batch import Rollout
 from common.data import Problem, Task
 from common.distributed import ALONE, World, setup
 from common.model import load_model
 from common.routing import Routing
+import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -48,6 +47,7 @@ from tests.helpers import forked, module_of
 TINY = Path(__file__).parent.parent.parent / "common" / "tiny"
 VOCABULARY = ["<pad>", "<eos>", *"0123456789+-*=;#"]
 EOS, LIMIT, T = 1, 40, 0.7
+EQUALS = VOCABULARY.index("=")
 P, G, M, K = 8, 4, 2, 2  # prompts, responses, mini-batches a step; branches from a pivot
 SAMPLES = 2  # sampled responses to a held-out problem
 TRAIN = """7*8-9+6= 1+2= 3*3*3= 9-9= 4+5*6= 0*1+2-3= 8*8= 5-6+7*8= 2+2-1= 6*7= 5*5-5= 9+9+9= 3-8=
@@ -173,6 +173,14 @@ def sampler_logp(row: Row, model: str) -> tuple[float, ...]:
     return tuple(x + e for x, e in zip(logp, row.noise))
 
 
+@lru_cache(4096)
+def sampler_top(row: Row, model: str) -> tuple[Tensor, Tensor]:
+    """Ids and log μ of the 4 tokens that the engine calls the most likely ones: two [tokens, 4]."""
+    with torch.no_grad():
+        logp, ids = distributions(untrained(model), [row])[0].topk(4)
+    return ids, logp - torch.tensor([0.1, 0.5, 0.2, 0.9])
+
+
 def mu_of(rows: list[Row], model: str) -> Tensor:
     return padded([sampler_logp(row, model) for row in rows]).double()
 
@@ -185,7 +193,7 @@ class Stored:
 
     def __init__(self, world: World, model: str):
         self.world, self.model, self.reports_experts = world, model, model == "model-moe"
-        self.calls, self.synced = [], []
+        self.calls, self.synced, self.top = [], [], 0
 
     def generate(
         self, prompts: list, n: int, limit: int, temperature: float, prefixes=None, top_p=1.0
@@ -197,7 +205,10 @@ class Stored:
             rows += respond(text, n, starts[i] if prefixes else "")
         call = {"prompts": texts, "n": n, "limit": limit, "temperature": temperature}
         self.calls.append(call | {"top_p": top_p, "prefixes": starts if prefixes else None})
+        top = [sampler_top(row, self.model) for row in rows if self.top]
         return Rollout.pack(
+            top=[ids for ids, _ in top],
+            top_logps=[logp for _, logp in top],
             prompts=prompts,
             prefixes=prefixes,
             tokens=[list(row.tokens) for row in rows],
@@ -215,6 +226,38 @@ class Stored:
 
     def load_state_dict(self, state: dict) -> None:
         pass
+
+
+class StoredTurns(Stored):
+    """An engine that stops at each `=` of a stored answer; the digit after it is the tool's."""
+
+    def generate(
+        self, prompts: list, n: int, limit: int, temperature: float, prefixes: list, top_p: float
+    ) -> Rollout:
+        texts = ["".join(VOCABULARY[t] for t in prompt) for prompt in prompts]
+        if texts and not any(prefixes):  # a first turn
+            call = {"prompts": texts[::G], "n": G if texts[0] in TRAIN else 1, "prefixes": None}
+            how = {"limit": limit, "temperature": temperature, "top_p": top_p}
+            self.calls.append(call | how)
+        tokens, logps, self.replies = [], [], []
+        for i, (text, prefix) in enumerate(zip(texts, prefixes)):
+            start, group = len(prefix), respond(text, G)
+            row = (
+                next(r for r in group if r.tokens[:start] == tuple(prefix))
+                if start
+                else group[i % G]
+            )
+            stops = [t for t in range(start, len(row.tokens)) if row.tokens[t] in (EQUALS, EOS)]
+            end = stops[0] + 1 if stops else len(row.tokens)
+            tokens.append(list(row.tokens[start:end]))
+            logps.append(list(sampler_logp(row, self.model)[start:end]))
+            if stops:
+                self.replies.append(VOCABULARY[row.tokens[end]] if end < len(row.tokens) else None)
+        how = {"prefixes": prefixes, "eos": [EOS], "device": self.world.device}
+        return Rollout.pack(prompts=prompts, tokens=tokens, logps=logps, **how)
+
+    def reply(self, texts: list[str], answers: list) -> list[tuple[str | None, str]]:
+        return [(reply, "") for reply in self.replies]
 
 
 def expert_choice(row: Row) -> Tensor:
@@ -272,6 +315,7 @@ FLAGS = {
     "deep_grpo": {"branches": K, "beta": 0.1, "branch_weight": 0.7, "grad_clip": 8.0},
     "baselines": {"grad_clip": 6.0},
     "blockwise": {"grad_clip": 4.0},
+    "centred": {"weight": "tis", "w_high": 1.2, "grad_clip": 25.0},
     "dapo": {"max_draws": 2, "overlong_buffer": 20, "overlong_penalty": 0.7, "grad_clip": 11.0},
     "entropy20": {"grad_clip": 8.0},
     "laconic": {"length_budget": 8, "price_lr": 1.0, "price_ceiling": 0.5, "grad_clip": 5.0},
@@ -282,6 +326,7 @@ FLAGS = {
     "ppo": {"critic_warmup": 1, "critic_lr": 3e-3, "gamma": 0.95, "lam": 0.8, "lam_critic": 0.9},
     "recipe": CHOICE | {"tau_p": 0.9, "lag": 1, "rho_on": 0.5, "branches": K, "lr": 3e-4},
     "signs": {"outliers": 1.5, "grad_clip": 3.0},
+    "tool": {"beta": 0.1, "grad_clip": 6.0},
 }
 FLAGS["lp_reg"] |= {"grad_clip": 8.0}
 FLAGS["ppo"] |= {"beta": 0.1, "value_clip": 0.05, "grad_clip": 4.0}
@@ -327,7 +372,10 @@ def record(
     args.run_dir, args.eval_every, args.eval_samples = str(folder), 100, SAMPLES
     args.model, args.sampler_tolerance = model.replace("model", "tiny"), 1e9
     engine, found = Stored(world, model), Record(world.rank, vars(args))
-    judge = marks if name == "blockwise" else reward
+    problems = task(marks if name == "blockwise" else reward)
+    if name == "tool":
+        engine = StoredTurns(world, model)
+        problems.reply = engine.reply
 
     class Watched(torch.optim.AdamW):
         """AdamW that writes down what it is given."""
@@ -341,14 +389,18 @@ def record(
             (found.updates if policy else found.lessons).append(seen)
             super().step(closure)
 
+    def make_engine(*arguments: object, **named: object) -> Stored:
+        engine.top = named.get("record_top", 0)
+        return engine
+
     def fit(pairs: list) -> tuple:
         found.fits.append(fit_success(pairs))
         return found.fits[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "load_model", lambda name, *flag: copy.deepcopy(loaded(name)))
-        patch.setattr(module, "load_task", lambda *arguments: task(judge))
-        patch.setattr(module, "make_engine", lambda *arguments, **named: engine)
+        patch.setattr(module, "load_task", lambda *arguments: problems)
+        patch.setattr(module, "make_engine", make_engine)
         patch.setattr(module, "save_checkpoint", lambda *arguments: None)
         patch.setattr("common.run.draw_run", lambda *arguments: "")
         patch.setattr(torch.optim, "AdamW", Watched)
@@ -534,6 +586,15 @@ class Oracle:
         )
         if self.name == "blockwise":
             self.cut(b)
+        if self.name == "centred":
+            top = [sampler_top(row, self.model) for row in rows]
+            ids, b.sampler_top = (
+                torch.nn.utils.rnn.pad_sequence(list(part), batch_first=True) for part in zip(*top)
+            )
+            b.top_logp = every.gather(-1, ids)
+        if self.name == "tool":  # it wrote what stands after each `=`
+            written = [[0, *(token == EQUALS for token in row.tokens[:-1])] for row in rows]
+            b.mask = b.mask * (1 - padded(written))
         if self.name == "lp_reg":
             tokens = padded([row.tokens for row in rows], 0).flatten()
             proxy = self.module.proxy_logprobs(every_old.flatten(0, 1), tokens, self.args.kappa)
@@ -546,8 +607,8 @@ class Oracle:
         if self.has("lag"):
             self.age(b)
         if hasattr(self.module, "choose_tokens"):
-            now = b.logp.detach(), b.entropy
-            self.module.choose_tokens(self.args, b, *now, ALONE)
+            with torch.no_grad():
+                self.module.choose_tokens(self.args, b, ALONE)
         kept = getattr(b, "kept", b.mask).sum(1)
         b.branch = b.grown * kept[~b.grown].sum() / kept[b.grown].sum().clamp(min=1)
         return b

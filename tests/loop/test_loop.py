@@ -110,7 +110,9 @@ def check_metrics(o: Oracle) -> None:
         expected = expected_metrics(o, step)
         now = step + waited(o)  # when this step's batch was sampled
         fresh = [respond(prompt, G) for prompt in o.prompts(now)]
-        answers = [{row.text.split("#")[-1] for row in group} for group in fresh]
+        rows = o.rows(step)
+        groups = [rows[i : i + G] for i in range(0, len(rows), G)]
+        answers = [{row.text.split("#")[-1] for row in group} for group in groups]
         expected["distinct"] = sum(map(len, answers)) / P
         for part in range(M) if o.has("branches") else ():
             fresh += o.branches(now, part)

@@ -3,7 +3,6 @@
 import copy
 from types import ModuleType
 
-import common  # noqa: F401  (before torch)
 import grpo
 import nano
 import pytest
@@ -60,8 +59,8 @@ def grpo_gradient(
     )
     batch.advantages = module.advantages(REWARDS).flatten()  # [N]
     policy = Policy(policies["new"])
-    batch.old_logp, _ = all_logprobs(Policy(policies["old"]), batch, ARGS, ALONE)  # [N, T]
-    batch.ref_logp, _ = all_logprobs(Policy(policies["ref"]), batch, ARGS, ALONE)  # [N, T]
+    batch.old_logp = all_logprobs(Policy(policies["old"]), batch, ARGS, ALONE).logp  # [N, T]
+    batch.ref_logp = all_logprobs(Policy(policies["ref"]), batch, ARGS, ALONE).logp  # [N, T]
     policy.zero_grad()
     denominator, clipped, tokens = 0.0, 0.0, 0.0
     for rows in micro_batches(policy, batch, ARGS.micro_tokens, ALONE):

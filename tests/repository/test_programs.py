@@ -25,14 +25,13 @@ tools.compare --sheet sheet.png runs/a runs/b
 tools.evaluate runs/a --eval_problems 4 --eval_samples 1
 tools.maintain.make_tiny tiny tiny-new --steps 1
 tools.maintain.marks
-tools.memory --cards
+tools.memory stapo.py --model Qwen/Qwen3-0.6B-Base --gpus 8
 tools.page runs/a
 tools.reader
 tools.maintain.results runs/a
 tools.maintain.results --ranges runs/a
 tools.maintain.spread --dry
 tools.maintain.walk
-tools.maintain.weights
 """.split("\n")[1:-1]
 NUMBER = r"-?\d+\.\d+"
 

@@ -50,6 +50,18 @@ def test_words():
     assert task["reward"]("act", "tac") == 0
 
 
+def test_a_tool():
+    """A call is answered, in the chat's markup; what is no call is an answer."""
+    task = {}
+    exec(re.search(r"# calls.py.*?(?=```)", PAGE, re.DOTALL)[0], task)
+    messages, answer = task["train"](3)
+    assert messages[-1]["role"] == "user" and answer.lstrip("-").isdigit()
+    said = task["reply"]("<calc>17 * 23</calc>\n", answer)
+    assert "tool\n391<|im_end|>" in said and task["reply"]("The answer is 391", answer) is None
+    assert task["reward"]("tool\n391\nassistant\nThe answer is 391.", "391") == 1
+    assert task["reward"]("<calc>17 * 23</calc>", "391") == 0
+
+
 def test_a_dataset_with_another_reward(files):
     """Rows of a named set, under a reward that prefers brief answers."""
     row, answer = ROWS["gsm8k"]

@@ -7,6 +7,7 @@ import common.checkpoint
 import grpo
 import pytest
 import torch
+from common.clock import SECONDS, timed
 from common.run import checkpoints
 
 from tests.helpers import SMALL, assert_same_run, command, drive, forked, metrics, run_here
@@ -38,6 +39,14 @@ def test_memory_of_the_cpu(tmp_path, monkeypatch, capsys):
     assert run_here(grpo.main, *SMALL, "--run_dir", tmp_path / "run") == 1
     said = capsys.readouterr().err
     assert "out of memory in evaluate" in said and "Traceback" not in said
+
+
+def test_a_caught_error_does_not_stop_the_clock():
+    """Where code recovers from an error in a timed function, later phases are counted."""
+    with pytest.raises(ValueError) as caught:
+        timed("one")(int)("no number")
+    timed("two")(sum)([])
+    assert caught.value.phase == "one" and {"two"} <= SECONDS.keys()
 
 
 # Disks that fill

@@ -3,14 +3,11 @@
 import json
 import os
 import shutil
-import signal
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import grpo
 import pytest
-from common.data import load_task
 from common.run import Run, checkpoints, folder_to_resume, new_folder, read_lines
 
 from tests.helpers import SMALL, assert_same_run, command, metrics, run_here, tree
@@ -69,17 +66,6 @@ def test_a_run_goes_on_alone(tmp_path, monkeypatch):
     assert refused.returncode == 2 and f"a run is under way in {folder}" in refused.stderr
     assert beside.returncode == 0 and (tmp_path / "run.2/summary.json").exists()
     assert [line["step"] for line in metrics(folder)] == [0, 1, 2, 3, 4]
-
-
-@slow
-def test_the_second_run_is_resumed_while_the_first_is_finished(run):
-    """`--run_dir run.2 --resume` goes on with run.2 and leaves run as it was."""
-    flags, second = [*SMALL, "--steps", 4, "--run_dir"], run.with_name("run.2")
-    assert command("grpo", *flags, run, at=(signal.SIGKILL, 4)).returncode == -signal.SIGKILL
-    before = tree(run)
-    assert run_here(grpo.main, *flags, second, "--resume") == 0
-    assert tree(run) == before and (second / "summary.json").exists()
-    assert [line["step"] for line in metrics(second)] == [0, 1, 2, 3, 4]
 
 
 @slow
@@ -170,13 +156,3 @@ def test_a_power_loss_leaves_a_checkpoint(tmp_path, monkeypatch):
     names = {Path(path).name for path in of_step_4 if path.startswith(partial)}
     assert {"rank0.pt", "__0_0.distcp"} <= names
     assert str(tmp_path / "run/metrics.jsonl") in earlier[len(of_step_4) :][:3]
-
-
-@slow
-def test_resume_knows_the_data(run, monkeypatch, capsys):
-    """Another fingerprint is refused before anything is written."""
-    monkeypatch.setattr(grpo, "load_task", lambda *a: replace(load_task(*a), fingerprint="xyz"))
-    before = tree(run)
-    assert run_here(grpo.main, *SMALL, "--steps", 5, "--run_dir", run, "--resume") == 2
-    assert "has data" in capsys.readouterr().err
-    assert tree(run) == before

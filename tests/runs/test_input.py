@@ -19,12 +19,18 @@ BAD_INPUT = [
     ("grpo", "--group_size 1", "--group_size 1"),
     ("grpo", "--minibatches 5", "--prompts_per_step 16"),
     ("grpo", "--beta nan", "--beta nan: must be 0 or more"),
+    ("grpo", "--lr inf", "--lr inf: must be a number above 0, and finite"),
+    ("grpo", "--seed 12345678901234567890123", "must be from 0 to 4294967295"),
     ("grpo", "--shard_ranks 2", "--shard_ranks 2: does not divide the 1 rank(s)"),
     ("grpo", "--resume", "--resume: no checkpoint in"),
 ]
 # Each kind of limit, and what a file checks of its own
 OWN_FLAGS = [
     ("grpo", "--temperature 1e-40", "--temperature 1e-40: must be from 0.01 to 100"),
+    ("grpo", "--lr -0", "--lr -0.0: must be a number above 0"),
+    ("grpo", "--weight_decay inf", "--weight_decay inf: must be 0 or more, and finite"),
+    ("grpo", f"--group_size 1{'0' * 30}", "must be from 1 to 4294967295"),
+    ("grpo", f"--warmup 1{'0' * 30}", "must be from 0 to 4294967295"),
     ("grpo", "--vllm_memory 30", "--vllm_memory 30.0: must be above 0 and at most 1"),
     ("stapo", "--entropy_quantile 80", "--entropy_quantile 80.0: must be from 0 to 1"),
     ("minirl", "--routing_replay r3", "tiny has no experts"),
@@ -76,8 +82,9 @@ def test_exit_code_and_line_of_the_real_command():
     assert run.stderr.count("\n") == 1 and not run.stdout
 
 
-@pytest.mark.parametrize("words", [("--lerning_rate", "1"), ("--lr", "fast")])
+@pytest.mark.parametrize("words", ["--lerning_rate 1", "--lr fast", "--steps 1e30", "--steps"])
 def test_tyro_names_a_wrong_flag(words, tmp_path, capsys):
-    assert run_here(grpo.main, *words, "--run_dir", tmp_path / "run") == 2
-    assert words[0] in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    assert run_here(grpo.main, "--run_dir", tmp_path / "run", *words.split()) == 2
+    said = capsys.readouterr().err
+    assert words.split()[0] in said and said.startswith("grpo.py: error: ")
+    assert said.count("\n") == 1 and not list(tmp_path.iterdir())

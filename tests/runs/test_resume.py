@@ -110,11 +110,14 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path):
     assert [line["step"] for line in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
 
 
+CHANGES = [{"algorithm": "gspo"}, {"eval_task": "math500"}, {"lr": 1.0}, {"data": "other rows"}]
+
+
 @slow
-@pytest.mark.parametrize("change", [{"algorithm": "gspo"}, {"eval_task": "math500"}, {"lr": 1.0}])
+@pytest.mark.parametrize("change", CHANGES)
 def test_resume_refuses_another_run(change, tmp_path, finished, capsys):
-    """Another algorithm, another set (it decides which rows are held back), another flag: named,
-    and the folder stays as it was."""
+    """Another algorithm, another set (it decides which rows are held back), another flag, other
+    data of the same name: named, and the folder stays as it was."""
     folder = Path(shutil.copytree(finished, tmp_path / "run"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | change))

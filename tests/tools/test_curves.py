@@ -1,26 +1,20 @@
 """A run's picture: its lines are the run's numbers, and what is null is a gap."""
 
 import numpy as np
-from common.run import draw_run
-from matplotlib.figure import Figure
+from common.curves import draw_curves
+from common.run import saved_config
 
 from tests.tools.made import a_run, metrics_of
 
 
-def test_the_lines_are_the_runs_numbers(tmp_path, monkeypatch):
+def test_the_lines_are_the_runs_numbers(tmp_path):
     """A missing number is no gap."""
     lines = metrics_of(40)
     lines[20]["entropy"] = None
     del lines[21]["entropy"]
-    figures, save = [], Figure.savefig
-
-    def keep(figure: Figure, *given: object, **more: object) -> None:
-        figures.append(figure)
-        save(figure, *given, **more)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-    draw_run(a_run(tmp_path / "run", lines))
-    axes = {axis.get_title().replace("\n", " "): axis for axis in figures[0].axes}
+    folder = a_run(tmp_path / "run", lines)
+    figure = draw_curves(folder, saved_config(folder), lines)
+    axes = {axis.get_title().replace("\n", " "): axis for axis in figure.axes}
     raw, _ = axes["reward (training samples)"].lines
     assert [*raw.get_ydata()] == [row["reward"] for row in lines[1:]]
     steps, values = axes["entropy (nats per token)"].lines[0].get_data()

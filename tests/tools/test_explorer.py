@@ -89,17 +89,6 @@ def test_the_built_page_is_small_and_fetches_nothing():
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
 
 
-def test_the_advantages_of_a_group():
-    found = explorer.group_tables()
-    one_right = {name: method["advantages"][1] for name, method in found.items()}
-    assert one_right["z-score"] == pytest.approx([7 / math.sqrt(8), -1 / math.sqrt(8)], rel=1e-4)
-    assert one_right["no std"] == pytest.approx([7 / 8, -1 / 8])
-    assert one_right["RLOO"] == pytest.approx([1, -1 / 7], rel=1e-4)
-    for name, method in found.items():
-        none, *_, every = method["advantages"]
-        assert (none[1] < 0 < every[0]) if name == "batch" else (none == every == [0, 0])
-
-
 def test_the_marks():
     """`norm` rises and `entropy` halves in both runs, `noise` does neither. So `weight`, which
     rises, is first, and then `share`, which halves earlier. The reward falls at the end."""

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-import common  # noqa: F401  (before torch)
 import grpo
 import torch
 from common.launch import launch

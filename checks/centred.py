@@ -1,0 +1,167 @@
+"""Score centering: what is left of the gradient's mean, with every token enumerated."""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import CENTRED, FIXTURE, Batch, near, no_kl, share, terms
+
+
+def bounded(args: object, ratio: Tensor) -> Tensor:
+    """w as a function of π/μ."""
+    if args.weight == "tis":
+        return ratio.clip(max=args.w_high)
+    if args.weight == "icepop":
+        return ratio * ((args.w_low <= ratio) & (ratio <= args.w_high))
+    return 0 * ratio + 1
+
+
+def coefficients(b: Batch) -> Tensor:
+    """c `[n, T, K]`: on the K tokens μ w - α π, where α π is μ w in the tail."""
+    p, q = b.top_logp.detach().exp(), b.sampler_top.exp()
+    rho = (1 - q.sum(-1)).clip(1e-6) / (1 - p.sum(-1)).clip(1e-6)
+    alpha = rho * bounded(b.args, rho.reciprocal())
+    return q * bounded(b.args, p / q) - alpha[..., None] * p
+
+
+def objective(b: Batch) -> tuple[Tensor, int]:
+    """The sum over tokens of Â (w log π - Σ c log π), without a gradient through w and c."""
+    score = bounded(b.args, (b.logp.detach() - b.mu).exp()) * b.logp
+    if b.args.centre_top > 0:
+        score = score - (coefficients(b) * b.top_logp).sum(-1)
+    return (b.A[:, None] * score * b.mask).sum(1).mean(), len(b.mask)
+
+
+def statistics(b: Batch) -> dict[str, tuple]:
+    """Of all response tokens; weight_max is the largest π/μ before its bound, centred half of the
+    sum of |c|, tail what the sampler gives to other tokens than its K."""
+    ratio = (b.logp.detach() - b.mu).exp()
+    found = {
+        "weight": share(bounded(b.args, ratio), b.mask),
+        "weight_max": (ratio[b.mask > 0].max(), None),
+    }
+    if b.args.centre_top > 0:
+        found["centred"] = share(coefficients(b).abs().sum(-1) / 2, b.mask)
+        found["tail"] = share(1 - b.sampler_top.exp().sum(-1), b.mask)
+    return found
+
+
+BOUNDS = {"w_low": 0.8, "w_high": 1.2}
+CASES = [{}, {"centre_top": 0}, {"weight": "tis"} | BOUNDS, {"weight": "icepop"} | BOUNDS]
+WEIGHTS = CASES[:1] + CASES[2:]
+V = 8  # tokens of the enumerated place
+
+
+def place(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of π with gradient, μ, and the reward of each of V tokens, at one prefix."""
+    generator = torch.Generator().manual_seed(seed)
+    logits, noise, A = torch.randn(3, V, generator=generator, dtype=torch.float64)
+    return logits.requires_grad_(), (logits.detach() + noise).softmax(0), A + 0.7
+
+
+def mean_gradient(
+    module: ModuleType, logits: Tensor, mu: Tensor, A: Tensor, K: int, **flags: object
+) -> Tensor:
+    """The mean of the file's gradient by the logits over all tokens that μ may sample: each is a
+    row, which counts with its probability."""
+    log_pi, ids = logits.log_softmax(0), mu.topk(K).indices
+    columns = {
+        "logp": log_pi[:, None],
+        "old_logp": log_pi.detach()[:, None],
+        "rollout_logp": mu.log()[:, None],
+        "advantages": mu * A,
+        "mask": torch.ones(V, 1, dtype=torch.float64),
+        "top_logp": log_pi[ids].expand(V, 1, K),
+        "sampler_top": mu[ids].log().expand(V, 1, K),
+    }
+    total, _, _ = terms(module, no_kl(module, **flags), **columns)
+    return torch.autograd.grad(-total, logits)[0]
+
+
+def parts(logits: Tensor, mu: Tensor, A: Tensor, args: object) -> tuple[Tensor, Tensor]:
+    """Drift and covariance: E[A] E[s] and E[(A - E[A]) s] under μ, of the scores s = w ∇ log π."""
+    pi = logits.detach().softmax(0)
+    scores = bounded(args, pi / mu)[:, None] * (torch.eye(V, dtype=torch.float64) - pi)
+    mean = (mu * A).sum()
+    return mean * (mu @ scores), (mu * (A - mean)) @ scores
+
+
+def check_drift_and_covariance(module: ModuleType) -> None:
+    """With K = vocabulary: without centring the mean gradient is drift + covariance, with it the
+    covariance; for every weight."""
+    for seed in range(5):
+        for flags in WEIGHTS:
+            told = f" {flags}, seed {seed}"
+            drift, covariance = parts(*place(seed), no_kl(module, **flags))
+            plain = mean_gradient(module, *place(seed), V, **flags | {"centre_top": 0})
+            near(plain, drift + covariance, f"the mean gradient, not centred{told}", 1e-10)
+            ours = mean_gradient(module, *place(seed), V, **flags)
+            near(ours, covariance, f"the mean gradient, centred{told}", 1e-10)
+
+
+def check_tail(module: ModuleType) -> None:
+    """With K = 3 of 8 tokens: exact where μ is ρ π in the tail, whatever ρ is. Else the drift is
+    left that the tail's μ - ρ π makes."""
+    logits, mu, A = place(1)
+    pi = logits.detach().softmax(0)
+    rest = mu.topk(V).indices[3:]
+    for tail in (0.5, 1.0, 1.8):
+        modelled = mu.clone()
+        modelled[rest] = tail * 0.3 * pi[rest]
+        modelled[rest[0]] += 0  # the head stays the head
+        head = mu.topk(3).indices
+        modelled[head] *= (1 - modelled[rest].sum()) / modelled[head].sum()
+        assert set(modelled.topk(3).indices.tolist()) == set(head.tolist())
+        for flags in WEIGHTS:
+            _, covariance = parts(logits, modelled, A, no_kl(module, **flags))
+            ours = mean_gradient(module, logits, modelled, A, 3, **flags)
+            near(ours, covariance, f"the centred mean, tail {tail}, {flags}", 1e-10)
+    _, covariance = parts(logits, mu, A, no_kl(module))
+    rho = mu[rest].sum() / pi[rest].sum()
+    scores = torch.eye(V, dtype=torch.float64) - pi
+    left = (mu * A).sum() * ((mu - rho * pi)[rest] @ scores[rest])
+    ours = mean_gradient(module, logits, mu, A, 3)
+    near(ours - covariance, left, "what an unlike tail leaves", 1e-10)
+
+
+def check_untruncated(module: ModuleType) -> None:
+    """With the whole weight π/μ nothing is left to centre: the mean gradient is E_π[A ∇ log π],
+    with centring and without."""
+    logits, mu, A = place(2)
+    pi = logits.detach().softmax(0)
+    scores = torch.eye(V, dtype=torch.float64) - pi
+    for K in (3, V):
+        for centre_top in (0, 20):
+            flags = {"weight": "tis", "w_high": 1e12, "centre_top": centre_top}
+            ours = mean_gradient(module, logits, mu, A, K, **flags)
+            near(ours, (pi * A) @ scores, f"the mean gradient, K = {K}, {flags}", 1e-10)
+
+
+def check_published(module: ModuleType) -> None:
+    """The term and its gradient are those of vime's function (losses.json)."""
+    numbers = FIXTURE["score_centering"]
+    mu = torch.tensor(numbers["sampler_logp"], dtype=torch.float64)[None]  # [1, T, K]
+    for case, flags in numbers["flags"].items():
+        top = torch.tensor(numbers["logp"], dtype=torch.float64)[None].requires_grad_()
+        b = Batch(args=no_kl(module, **flags), top_logp=top, sampler_top=mu)
+        c = module.centring(b.args, b)
+        near((c * top).sum(-1)[0], numbers["cases"][case]["term"], f"the term, {case}", 1e-6)
+        near(c[0], numbers["cases"][case]["gradient"], f"its gradient, {case}", 1e-6)
+
+
+SHARED = CENTRED
+MUTANTS = {
+    "sign": ("score = score - (c", "score = score + (c"),
+    "gradient through c": (
+        "pi, mu = batch.top_logp.detach().exp()",
+        "pi, mu = batch.top_logp.exp()",
+    ),
+    "no tail": ("mu * weight - alpha * pi", "mu * weight"),
+    "tail not weighted": ("rho * importance_weight(args, 1 / rho)", "rho"),
+    "mean not weighted": ("mu * weight - alpha", "mu - alpha"),
+    "ratio upside down": (
+        "(batch.top_logp.detach() - batch.sampler_top)",
+        "(batch.sampler_top - batch.top_logp.detach())",
+    ),
+}

@@ -1,0 +1,123 @@
+"""A tool between the turns of a response: what a mask with holes changes, and what it must not."""
+
+import json
+import signal
+import sys
+
+import pytest
+import torch
+from common.data import load_task
+from common.launch import launch
+from common.logprobs import Policy, response_logprobs
+from common.reward import Verifier
+from tools import evaluate
+from variants import tool
+
+from checks import busy_batch, loss_and_gradient, near
+from checks.files import NINE
+from tests.helpers import SMALL, assert_same_run, command, metrics, module_of, run_here
+
+TASK = """
+from common.tiny import arithmetic
+PROMPTS = [f"{a}*{b}-{c}=" for a in range(2, 9) for b in range(2, 9) for c in range(2, 9)]
+held_out = [(prompt, arithmetic.work(prompt)[1]) for prompt in PROMPTS[::9]]
+bounds = {"seconds": 1, "workers": 1}
+reward = arithmetic.arithmetic_reward
+def train(i):
+    prompt = PROMPTS[i * 101 % len(PROMPTS)]
+    return prompt, arithmetic.work(prompt)[1]
+def reply(response, answer):
+    if response == "loop":
+        while True: pass
+    if "6" in response and response.endswith("="): return 7  # no text: the call fails
+    return arithmetic.calculator(response)
+"""
+
+
+@pytest.mark.parametrize("name", NINE)
+def test_a_hole_is_nothing_to_a_loss(name):
+    """Value and gradient are those of the rows with the holes cut out."""
+    module, columns = module_of(name), busy_batch()
+    holes = torch.rand(columns["mask"].shape, generator=torch.Generator().manual_seed(1)) < 0.4
+    holes[:, 0] = False
+    columns["mask"] = columns["mask"] * ~holes
+    order = columns["mask"].argsort(dim=1, descending=True, stable=True)  # sampled tokens first
+    cut = {}
+    for key, column in columns.items():
+        cut[key] = column.gather(1, order) if column.dim() == 2 else column
+    loss, gradient = loss_and_gradient(module, module.Args(), **columns)
+    expected, gradient_cut = loss_and_gradient(module, module.Args(), **cut)
+    near(loss, expected, "the loss", 1e-9)
+    near(gradient.gather(1, order), gradient_cut, "its gradient", 1e-9)
+
+
+@pytest.fixture
+def task_file(tmp_path):
+    (tmp_path / "calls.py").write_text(TASK)
+    return str(tmp_path / "calls.py")
+
+
+def test_sampler_and_trainer_agree_around_replies(world, tiny):
+    """log μ of each sampled token is the trainer's; on the tool's tokens all columns are 0."""
+    lm, tokenizer = tiny
+    args = tool.Args(dtype="float32", rollout="hf", eval_problems=16)
+    turns = tool.Turns(args, lm, load_task(args, tokenizer), world)
+    prompts = [problem.prompt_ids for problem in turns.task.held_out]
+    made = turns.generate(prompts, 8, 64, 1.0)
+    logp, entropy = response_logprobs(Policy(lm), made, 1.0)
+    assert torch.allclose(logp, made.rollout_logp, atol=1e-4)
+    written = made.tokens * (1 - made.mask)  # [N, T]
+    assert (written > 0).sum() > 100 and not ((1 - made.mask) * (entropy - logp)).any()
+
+
+def test_a_reply_that_fails_costs_its_own_call_alone(task_file):
+    """In the bounded worker of a reward: no text, out of time; the next one is asked as always."""
+    replies = Verifier(task_file, workers=1, seconds=1.0, function="reply").ask
+    found = replies(["1+2=", "6=", "1+2=#3", "loop", "2*8="], ["3"] * 5)
+    assert [one for one, _ in found] == ["3", 0.0, None, 0.0, "16"]
+    assert "7 is no text" in found[1][1] and "out of time" in found[3][1]
+    assert not any(found[i][1] for i in (0, 2, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["reply", "end", "drop"])
+def test_a_run_with_failing_calls(task_file, tmp_path, rule, monkeypatch):
+    """Calls fail, and the run ends; samples.jsonl says which tokens the tool wrote; tools.evaluate
+    measures what the run did."""
+    folder = tmp_path / "run"
+    flags = [*SMALL, "--task", task_file, "--failed_call", rule, "--steps", 2]
+    assert run_here(tool.main, *flags, "--run_dir", folder) == 0
+    lines = metrics(folder)
+    assert all(line["calls"] > line["called"] * line["failed"] > 0 for line in lines[1:])
+    rows = map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
+    responses = [one for row in rows for one in row.get("responses", [])]
+    some = [one for one in responses if "mask" in one]
+    assert some and len(some) < len(responses)
+    for one in some:
+        assert len(one["mask"]) == len(one["weight"]) == len(one["ids"]) and one["mask"][-1] == 1
+        assert not any(w for w, sampled in zip(one["weight"], one["mask"]) if not sampled)
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", str(folder)])
+    launch(evaluate.main, evaluate.Args, evaluate.prepare)
+    (measured,) = folder.glob("evaluation-*")
+    scores = [json.loads(line) for line in measured.read_text().splitlines()]
+    greedy = [row["scores"][0] for row in scores if not row["temperature"]]
+    assert sum(greedy) / len(greedy) == lines[-1]["greedy"]
+
+
+@pytest.mark.slow
+def test_two_ranks_resume_to_the_bit(task_file, tmp_path):
+    """With failing calls: both killed in step 4, on from step 2, the end is an unbroken run's."""
+    flags = [*SMALL, "--task", task_file, "--failed_call", "drop", "--steps", 4, "--run_dir"]
+    for name, how in (("whole", ()), ("parts", (signal.SIGKILL, 4))):
+        command("tool", *flags, tmp_path / name, at=how, ranks=2)
+    assert [line["step"] for line in metrics(tmp_path / "parts")] == [0, 1, 2, 3]
+    assert command("tool", *flags, tmp_path / "parts", "--resume", ranks=2).codes == [0, 0]
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 4, tmp_path)
+
+
+def test_a_task_without_a_reply_is_one_line(capsys, tmp_path):
+    (tmp_path / "plain.py").write_text(TASK.replace("def reply", "def other"))
+    assert run_here(tool.main, "--task", tmp_path / "plain.py") == 2
+    assert "has no reply(response, answer)" in capsys.readouterr().err
+    assert run_here(tool.main, "--turn_end", "?") == 2
+    assert "no token ends in it" in capsys.readouterr().err

@@ -1,0 +1,108 @@
+"""Numbers on pages are numbers of stored results: a quoting page's stand on the page that its cell
+links, a lab's in its table.json."""
+
+import json
+import re
+import runpy
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from labs.lab import end
+
+from tests.helpers import ROOT
+
+QUOTING = ("docs/claims.md", "labs/course-answers.md")
+LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
+NUMBER = r"\d+(?:\.\d+)?(?:e-\d+)?"
+# `3 of 5`, `0.42 (0.30–0.48)` and `0.42`, but not the 2 of SmolLM2
+FIGURE = re.compile(
+    rf"(?<![\w.-])(?:\d+ of \d+|{NUMBER} \({NUMBER}–{NUMBER}\)|{NUMBER})(?![\w-]|\.\d)"
+)
+LABS = {path.parent.name: path for path in sorted(ROOT.glob("labs/*/table.json"))}
+LABS.pop("race")  # its page is docs/stability-data.md
+
+
+def plain(text: str) -> str:
+    """On one line, 1,000 as 1000, without marks of code and numbers of papers."""
+    text = re.sub(r"(?<=\d),(?=\d{3})|`", "", " ".join(text.split()))
+    return re.sub(r"\d{4}\.\d{5}", "", text)
+
+
+def figures(text: str) -> set[str]:
+    """And medians without their range, but no ends of a range."""
+    found = set(FIGURE.findall(plain(text)))
+    return found | {figure.partition(" (")[0] for figure in found}
+
+
+def cells(line: str) -> list[str]:
+    """Of a table's row."""
+    return re.split(r"(?<!\\)\|", line)[1:-1] if line.startswith("|") else []
+
+
+def lines(page: str) -> list[str]:
+    return (ROOT / page).read_text(encoding="utf-8").splitlines()
+
+
+def quotations() -> list[tuple[str, str]]:
+    """(page, a row's last cell that links another page)."""
+    rows = [(page, cells(line)) for page in QUOTING for line in lines(page)]
+    return [(page, row[-1]) for page, row in rows if row and LINK.search(row[-1])]
+
+
+@pytest.mark.parametrize("page, cell", quotations())
+def test_a_quoted_number_stands_on_a_linked_page(page, cell):
+    paths = [(ROOT / page).parent / link for link in LINK.findall(cell)]
+    pages = [path.read_text("utf-8") for path in paths if path.is_file()]
+    quoted = figures(LINK.sub("]", re.sub("`[^`]*`", "", cell)))
+    missing = quoted - set().union(*map(figures, pages))
+    assert not missing
+
+
+def test_verdicts_are_counted():
+    counts = Counter(row[1].strip() for row in map(cells, lines("docs/claims.md")) if len(row) == 3)
+    found = [counts[verdict] for verdict in ("holds", "in part", "not here", "wrong")]
+    (sentence,) = [line for line in lines("docs/claims.md") if re.match(r"Of \d", line)]
+    assert [int(number) for number in re.findall(r"\d+", sentence)] == [sum(found), *found]
+
+
+def results_of(table: Path) -> dict:
+    return json.loads(table.read_text(encoding="utf-8"))["results"]
+
+
+@pytest.mark.parametrize("name", LABS)
+def test_a_page_shows_the_stored_results(name):
+    """Each number of its tables, between what comes out and the predictions, is one that the lab
+    prints of its stored results."""
+    printed = runpy.run_module(f"labs.{name}.__main__")["rows"](results_of(LABS[name]))
+    there = figures(" | ".join(cell for row in printed for cell in row))
+    page = "\n".join(lines(f"labs/{name}/README.md"))
+    shown = page.partition("## What comes out")[2].partition("## Predictions")[0]
+    for table in re.findall(r"\|---.*\n((?:\|.*\n)+)", shown):  # without its head
+        for row in map(cells, table.splitlines()):
+            missing = figures(" | ".join(row[1:])) - there
+            assert not missing, row[0]
+
+
+@pytest.mark.parametrize(
+    "more, less, among",
+    [
+        (", mean", ", sum", "N"),
+        (", mean", ", sum", "N = 1"),
+        (", clip", ", no clip", "N = 8, r"),
+        (", clip", ", no clip", "N = [24]"),
+        (", none", ", r3", "N = 1"),
+        (", none", ", r2", "N = 2"),
+    ],
+)
+def test_pairs_of_experts_are_counted(more, less, among):
+    """In how many pairs of a seed an arm ends above another. At N = 1 `none` and `r2` are the same
+    runs, which count once."""
+    ends = {arm: list(map(end, runs)) for arm, runs in results_of(LABS["experts"]).items()}
+    higher = []
+    for arm in ends:
+        other = arm.replace(more, less)
+        if more in arm and other in ends and re.match(among, arm) and "N = 1, r2" not in arm:
+            higher += [one > two for one, two in zip(ends[arm], ends[other])]
+    page = " ".join(lines("labs/experts/README.md"))
+    assert re.search(rf"\b{sum(higher)} of {len(higher)}\b", page), (sum(higher), len(higher))

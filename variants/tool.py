@@ -1,0 +1,394 @@
+"""GRPO over several turns: the policy calls a tool, reads the reply and goes on.
+
+Jin et al., "Search-R1: Training LLMs to Reason and Leverage Search Engines with Reinforcement
+Learning", 2025, arXiv 2503.09516.
+
+Objective, for G responses y_i to one prompt, with r = π_θ(y_t) / π_old(y_t) for each token y_t,
+I = 1 on tokens that the policy sampled, 0 on tokens that the tool wrote, and |y_i| = Σ_t I:
+
+    J = 1/G Σ_i 1/|y_i| Σ_t I { min(r Â_i, clip(r, 1-ε, 1+ε) Â_i) - β k3 }
+    Â_i = (R_i - mean R) / std R;   with `--failed_call drop` among responses without a failed call
+
+Gradient weight on ∇ log π_θ(y_t), without the factors 1/G and 1/|y_i|:
+
+    I [M r Â + β (π_ref/π_θ - 1)]      (M, k3 and `--kl_ratio` as in grpo.py)
+
+A response consists of turns. In a turn the policy samples up to EOS, or up to a token that ends in
+`--turn_end`. Then the tool is asked. If it replies, its tokens are appended, and the policy samples
+the next turn after them. In the embedded task the tool is a calculator: the policy writes `7*8=`,
+the calculator `56`, the policy `;56-9=`, the calculator `47`, the policy `#47` and EOS.
+
+The tool's tokens are context, like a prompt in the middle of the response. The policy did not
+choose them, so they have no gradient, and |y_i| does not count them. The mask alone does this: the
+loss is grpo.py's. The sampled tokens of all turns share one advantage.
+
+A call *fails* if the tool raises, takes too long or returns no text. This is no fault of the
+policy. If it costs the reward, the policy unlearns to call (labs/tool). So by default the policy
+reads an error text and goes on.
+
+Differs from grpo.py in:
+1. `Turns`, an engine with a tool. The mask of its rows has holes where the tool wrote.
+2. `advantages_without`, for `--failed_call drop`. A dropped response has Â = 0. It stays in the
+   average and under the KL term.
+
+Differs from the paper in:
+1. The paper's tool is a search engine. `--failed_call` is ours.
+2. In each turn all rows wait for the slowest one. Larger systems ask for each row when it is ready.
+
+Absent: environments with a state, several tools at once, histories that are rewritten.
+
+Run it:
+    torchrun -m variants.tool                               # laptop, 2 to 4 minutes, no download
+    # your own tool: `reply(response, answer)` in a task file (docs/yours.md); chat turns end at EOS
+    torchrun --nproc_per_node=8 -m variants.tool --model Qwen/Qwen2.5-1.5B-Instruct \
+        --task calls.py --turn_end "" --prompts_per_step 64 --max_new_tokens 512 --lr 1e-6
+"""
+
+from dataclasses import dataclass
+from dataclasses import field  # <own>
+import math
+from pathlib import Path
+from typing import Literal  # <own>
+
+from common.batch import Rollout, balance_tokens
+from common.checkpoint import load_checkpoint, save_checkpoint, save_model
+from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+from common.cli import BadInput, RunStopped, blame  # <own>
+from common.clock import timed  # <own>
+from common.data import Task, load_task  # <own>
+from common.distributed import World, clip_gradients, divide_gradients, shard
+from common.launch import launch
+from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
+from common.logprobs import frozen_reference  # <own>
+from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
+from common.model import load_model
+from common.rollout import make_engine
+from common.run import Run
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Args(Flags):
+    steps: Count = 150
+    """Training steps: a rollout, then `minibatches` optimiser steps (our choice)."""
+    prompts_per_step: Count = 16
+    """Prompts in a rollout, on all ranks together (our choice)."""
+    group_size: Count = 8
+    """G: responses to each prompt (DeepSeekMath: 64)."""
+    minibatches: Count = 4
+    """Optimiser steps per rollout; from the second on, π_θ differs from π_old (DeepSeekMath: 1)."""
+    max_new_tokens: Count = 64
+    """Largest number of tokens in a response (DeepSeekMath: 1024)."""
+    temperature: Temperature = 1.0
+    """Sampling temperature, also used for all log-probabilities (papers: 1)."""
+    lr: Positive = 3e-4
+    """AdamW's learning rate after warm-up, chosen for `tiny` (DeepSeekMath: 1e-6 at 7B)."""
+    warmup: Whole = 5
+    """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
+    betas: Betas = (0.9, 0.95)
+    """AdamW's decay rates (OpenRLHF's; verl's, which most papers have, are 0.9 0.999)."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
+    grad_clip: Positive = 1.0
+    """Largest gradient norm; larger gradients are scaled down to it (verl's default)."""
+    clip_low: NonNegative = 0.2
+    """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
+    clip_high: NonNegative = 0.2
+    """ε of the upper clip, which is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
+    beta: NonNegative = 0.01  # <own>
+    """β of the KL term; 0: no reference model (our choice; DeepSeekMath: 0.04, R1: 0.001)."""
+    kl_ratio: bool = False  # <own>
+    """Multiply k3 by r, so that its gradient is the gradient of the KL (DeepSeek-V3.2)."""
+    turn_end: str = "="  # <own>
+    """A token that ends in this text ends a turn, as EOS does; "": EOS alone (chat models)."""
+    max_turns: Count = 16  # <own>
+    """Largest number of turns in a response (our choice)."""
+    failed_call: Literal["reply", "end", "drop"] = "reply"  # <own>
+    """After a failed call the policy reads the task's error text; or the response ends there; or it
+    ends and is left out of its group's mean and std (our choice)."""
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """Group z-score: `[P, G]` -> `[P, G]`. Rewards [1, 0, 0, 0] give [1.5, -0.5, -0.5, -0.5]."""
+    # If all rewards are equal, all advantages must be exactly 0. But rounding makes the mean of
+    # eight rewards of 0.3 not quite 0.3. So subtract the first reward from all of them.
+    rewards = rewards - rewards[:, :1]  # [P, G]
+    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
+    # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
+    # too easy or too hard teaches nothing. The 1e-6 only prevents 0/0.
+    return centred / (rewards.std(dim=1, keepdim=True) + 1e-6)  # [P, G]
+
+
+# <own>
+def advantages_without(rewards: Tensor, failed: Tensor) -> Tensor:
+    """Advantages of a group's responses among those without a failed call: `rewards`, `failed`
+    `[P, G]` -> `[P, G]`, 0 where a call failed."""
+    found = torch.zeros_like(rewards)  # [P, G]
+    for group, kept in enumerate(~failed):
+        if kept.sum() > 1:  # one response has nothing to be compared with
+            found[group, kept] = advantages(rewards[group, kept][None])[0]
+    return found
+
+
+@dataclass
+class Response:
+    """A response while it grows: its tokens, and log μ and the mask of each."""
+
+    prompt: list[int]
+    answer: object
+    tokens: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    mask: list[float] = field(default_factory=list)
+    calls: int = 0
+    failed: bool = False  # one of its calls
+    finished: bool = False  # False: cut by the limit of tokens or turns
+
+    def write(self, tokens: list[int], logps: list[float], sampled: bool) -> None:
+        self.tokens += tokens
+        self.logps += logps
+        self.mask += [float(sampled)] * len(tokens)
+
+
+class Turns:
+    """An engine whose responses have several turns, with a tool's replies between them.
+
+    The engine inside samples a turn; what was written before is the prefix. Token ids are joined,
+    never texts: encoded again, a text may give other ids than those that were sampled.
+    """
+
+    def __init__(self, args: Args, lm: object, task: Task, world: World):
+        if task.reply is None:
+            raise BadInput(f"--task {args.task}: has no reply(response, answer)")
+        eos = lm.generation_config.eos_token_id
+        texts = task.tokenizer.batch_decode([[token] for token in range(len(task.tokenizer))])
+        ends = [i for i, text in enumerate(texts) if args.turn_end and text.endswith(args.turn_end)]
+        if args.turn_end and not ends:
+            raise BadInput(f"--turn_end {args.turn_end!r}: no token ends in it")
+        self.args = args
+        self.task = task
+        self.device = world.device
+        self.eos = eos
+        self.turn_ends = {*eos, *ends}
+        self.answers = {tuple(problem.prompt_ids): problem.answer for problem in task.held_out}
+        # An engine reads where to stop when it is made. A saved model must not stop there.
+        lm.generation_config.eos_token_id = sorted(self.turn_ends)
+        self.engine = make_engine(args, lm, world)
+        lm.generation_config.eos_token_id = eos
+        self.sync = self.engine.sync
+        self.state_dict = self.engine.state_dict  # the tool has none: it sees the text alone
+        self.load_state_dict = self.engine.load_state_dict
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        n: int,
+        limit: int,
+        temperature: float,
+        prefixes: None = None,
+        top_p: float = 1.0,
+        answers: list | None = None,
+    ) -> Rollout:
+        """As the engine's. `limit` counts the tool's tokens, too. The tool is given the `answers`
+        of the prompts (default: of held-out problems).
+
+        Further columns: `calls [N]`, and `failed [N]`, whether one of them failed.
+        """
+        answers = answers or [self.answers[tuple(prompt)] for prompt in prompts]
+        rows = []
+        for prompt, answer in zip(prompts, answers):
+            rows += [Response(prompt, answer) for _ in range(n)]
+        going = rows
+        for turn in range(self.args.max_turns):  # also without rows: ranks may share an engine
+            given = [row.prompt for row in going]
+            written = [row.tokens for row in going]
+            part = self.engine.generate(given, 1, limit, temperature, written, top_p)
+            for row, ids, logps in zip(going, part.response_ids(), part.rollout_logp.tolist()):
+                sampled = ids[len(row.tokens) :]
+                row.write(sampled, logps[: len(sampled)], sampled=True)
+            last = turn + 1 == self.args.max_turns
+            going = self.replied(going, 0 if last else limit)
+        rollout = Rollout.pack(
+            prompts=prompts,
+            tokens=[row.tokens for row in rows],
+            logps=[row.logps for row in rows],
+            masks=[row.mask for row in rows],
+            eos=self.eos,
+            device=self.device,
+        )
+        for name, kind in (("calls", torch.long), ("failed", torch.bool), ("finished", torch.bool)):
+            values = [getattr(row, name) for row in rows]
+            setattr(rollout, name, torch.tensor(values, dtype=kind, device=self.device))  # [N]
+        return rollout
+
+    @timed("tool")
+    def replied(self, rows: list[Response], limit: int) -> list[Response]:
+        """Ask the tool where a turn is over, and append its replies: the rows that go on. A row's
+        last token is always a sampled one: where none fits after the reply, the row is cut."""
+        rows = [row for row in rows if row.tokens[-1] in self.turn_ends]
+        texts = [row.tokens for row in rows]
+        texts = self.task.tokenizer.batch_decode(texts, skip_special_tokens=True)
+        replies = self.task.reply(texts, [row.answer for row in rows])
+        going = []
+        for row, (reply, failure) in zip(rows, replies):
+            if failure:
+                row.failed = True
+                reply = self.task.reply_error if self.args.failed_call == "reply" else None
+            if failure or reply is not None:
+                row.calls += 1
+            row.finished = reply is None  # this was the answer; or the end, after a failed call
+            if reply is None:
+                continue
+            with blame(f"--task {self.args.task}: the reply {reply[:80]!r}", RunStopped):
+                ids = self.task.tokenizer(reply, add_special_tokens=False)["input_ids"]
+            if len(row.tokens) + len(ids) < limit:
+                row.write(ids, [0.0] * len(ids), sampled=False)
+                going.append(row)
+        return going
+
+
+# </own>
+# Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
+ACTED = {"calls": "calls of the tool per response", "clip_share": "tokens clipped (share)"}  # <own>
+
+
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
+    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
+    this sum, and statistics as pairs (sum, count).
+
+    A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
+    the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
+    ranks, and then divides once. Dividing in each micro-batch would give the tokens of a small one
+    a larger weight.
+    """
+    mask = batch.mask  # [n, T]: 1 on sampled tokens, 0 on the tool's and on padding
+    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
+    # <own>
+    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
+    # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
+    # that it can come back.
+    objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
+    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
+    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
+    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
+    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
+    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
+    if args.beta > 0:
+        log_ref_ratio = batch.ref_logp - logp  # [n, T]: log(π_ref/π_θ), not log(π_θ/π_ref)
+        k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
+        k3 = ratio * k3 if args.kl_ratio else k3  # [n, T]: r has a gradient too
+        objective = objective - args.beta * k3  # [n, T]
+        stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
+    per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
+    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
+    # prompts.
+    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
+    # </own>
+
+
+def main(args: Args, world: World) -> None:
+    lm, tokenizer = load_model(args.model, world)
+    task = load_task(args, tokenizer)
+    engine = Turns(args, lm, task, world)  # <own>
+    reference = frozen_reference(args, lm, world)  # π_ref; None if β is 0  # <own>
+    policy = shard(Policy(lm), args, world)
+    adam = {"betas": args.betas, "weight_decay": args.weight_decay}
+    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
+    run = Run(args, task, world, Path(__file__).stem, ACTED)
+    parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
+    done = 0  # steps trained so far
+    if args.resume:
+        done = load_checkpoint(run.folder, policy, optimizer, parts, world)
+    engine.sync(policy)
+    run.start(done)
+    if done == 0:
+        run.log(0, evaluate(engine, task, args, world))
+    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
+
+    for step in run.steps():
+        means = Means()
+
+        # Rollout: this rank's P prompts, G responses each. The step number alone decides which
+        # prompts are used, so a checkpoint need not save a position in the data.
+        cursor = (step - 1) * args.prompts_per_step + world.rank * P
+        problems = [task.train(cursor + i) for i in range(P)]
+        prompts = [problem.prompt_ids for problem in problems]
+        # <own>
+        answers = [problem.answer for problem in problems]
+        sampling = {"limit": args.max_new_tokens, "temperature": args.temperature}
+        rollout = engine.generate(prompts, G, answers=answers, **sampling)  # N = P·G rows
+        called = (rollout.calls > 0).sum()
+        means.add(calls=(rollout.calls.sum(), P * G), called=(called, P * G))
+        means.add(failed=(rollout.failed.sum(), called))  # of the responses that call
+        # </own>
+
+        # Reward and advantages. A group is never split over ranks: its mean needs no communication.
+        rewards = task.score(rollout, problems, G)  # [P, G]
+        rollout.advantages = advantages(rewards).flatten()  # [N]
+        if args.failed_call == "drop":  # <own>
+            failed = rollout.failed.view(P, G)  # [P, G]  # <own>
+            rollout.advantages = advantages_without(rewards, failed).flatten()  # [N]  # <own>
+
+        # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
+        # equally many tokens.
+        minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
+        # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
+        # log-probs come from other kernels. A ratio against those would mix two things: how far the
+        # policy moved, and how much sampler and trainer differ (see minirl.py).
+        # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
+        for minibatch in minibatches[1:]:
+            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
+        # <own>
+        if reference:
+            for minibatch in minibatches:
+                minibatch.ref_logp = all_logprobs(reference, minibatch, args, world).logp  # [n, T]
+        # </own>
+
+        # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
+        optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
+        for minibatch in minibatches:
+            first = minibatch is minibatches[0]  # <own>
+            denominator = 0.0
+            for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
+                micro = minibatch.rows(rows)
+                logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
+                # <own>
+                if first:
+                    micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
+                    minibatch.put(rows, old_logp=micro.old_logp)
+                # </own>
+                loss, count, stats = policy_loss(args, logp, micro)
+                loss.backward()  # a sum: gradients add up over micro-batches
+                denominator = denominator + count
+                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
+                minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
+                means.add(loss=(loss, count), **stats)
+            # Sums become means: gradients and token weights are divided by the count of all ranks.
+            minibatch.weight /= divide_gradients(policy, denominator, world)
+            # <own>
+            if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
+                means.add(**run.check_sampler(minibatches))
+            # </own>
+            norm = clip_gradients(policy, args.grad_clip)
+            means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
+            if math.isfinite(norm):  # else skip the step
+                optimizer.step()
+            optimizer.zero_grad()
+            means.add(**metrics_by_sign(minibatch))
+        engine.sync(policy)
+
+        means.add(**rollout_metrics(rollout, G, task))
+        metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
+        if run.due(step, args.eval_every):
+            metrics |= evaluate(engine, task, args, world)
+        run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
+        if run.due(step, args.save_every):
+            save_checkpoint(run.folder, step, policy, optimizer, parts, world)
+    if args.save_hf:
+        save_model(policy, tokenizer, run.folder / "model", world)
+    run.finish()
+
+
+if __name__ == "__main__":
+    launch(main, Args)
