@@ -1,8 +1,8 @@
 """What warns first before a collapse, how many steps ahead, and how often does it cry wolf?
 
 The nine files, healthy and under what makes them fall. A rule watches one metric: its mean over
-five steps, divided by its mean over the run's first ten, is beyond a threshold. Thresholds are
-fitted on the odd seeds and scored on the even ones. Writes common/alarms.json, too.
+five steps, itself or in multiples of its mean over the run's first ten, is beyond a limit
+(rules.py). Limits are fitted on the odd seeds and scored on the even ones.
 
     python -m labs.warning
 """
@@ -10,109 +10,111 @@ fitted on the odd seeds and scored on the even ones. Writes common/alarms.json, 
 import sys
 
 import numpy as np
-from checks.files import ROOT
-from common.alarm import Rule, block_means, sounds
+from common.alarm import Rule
 
 from labs import lab
+from labs.race.stresses import STRESSES
+from labs.warning.rules import half, keep, lead, rules, scored, worth  # noqa: F401 (keep: for lab)
 
 TITLE = "What warns before a fall"
 FLAGS = "--steps 100 --eval_every 5 --eval_problems 128 --eval_samples 2 --sample_every 0"
 FLAGS += " --sampler_tolerance 1e6"  # else a quantised or stale sampler would end the run
-NINE = "grpo gspo sapo stapo maspo minirl vcpo goldilocks deep_grpo".split()
+ROWS = 128  # responses of a step
 FAST = "16 updates, lr x3"
+NINE = "grpo gspo sapo stapo maspo minirl vcpo goldilocks deep_grpo"
 FILES = {
     "none": NINE,
     "lr x3": NINE,
     "all four at half strength": NINE,
-    "quantised sampler": ["grpo", "gspo", "sapo", "maspo", "minirl"],
-    "stale sampler": ["grpo", "sapo"],
-    FAST: ["grpo"],
-    "temperature-mismatched sampler": ["grpo", "sapo", "minirl"],
-    "noisy verifier": ["grpo", "stapo", "gspo"],
-    "groups of two": ["grpo"],
+    "quantised sampler": "grpo gspo sapo maspo minirl",
+    "stale sampler": "grpo sapo",
+    FAST: "grpo",
+    "temperature-mismatched sampler": "grpo sapo minirl",
+    "noisy verifier": "grpo stapo gspo",
+    "groups of two": "grpo",
 }
-ARMS = {}
-for stress, files in FILES.items():
-    for file in files:
-        flags = f"none {FLAGS} --lr 9e-4 --minibatches 16" if stress == FAST else f"'{stress}' {FLAGS}"
-        ARMS[f"{file}, {stress}"] = f"-m labs.race.stresses {file}.py {flags}"
 SEEDS = 4
-LOST = 0.8  # of the best accuracy: below it, and never back, is a fall
-FALSE = 0.05  # largest share of healthy runs in which a rule may sound, where it is fitted
-SHOWN = 10  # lines of the table
-# The outcome itself, what only repeats another metric, and what measures the machine
-UNWATCHED = "step greedy sampled tokens tokens_per_s loss lr judge_killed skipped seconds lag".split()
-FACTORS = (1.2, 1.5, 2, 2.5, 3, 4, 5, 7, 10, 15, 20, 30, 50, 100, 200, 500, 1000)
+SHOWN = 10  # metrics in the table and the figure
 
 
-def fall(lines: list[dict]) -> int:
-    """The evaluation from which on held-out accuracy stays below LOST of the best one before it:
-    its step, or 0 if there is none."""
-    best, since = 0.0, 0
-    for line in lines:
-        if "sampled" not in line:
-            continue
-        if line["sampled"] >= LOST * best:
-            since = 0
-        elif since == 0:
-            since = line["step"]
-        best = max(best, line["sampled"])
-    return since
+def command(file: str, stress: str) -> str:
+    """A run's command line."""
+    if stress == FAST:
+        return f"-m labs.race.stresses {file}.py none {FLAGS} --lr 9e-4 --minibatches 16"
+    flags = FLAGS + STRESSES[stress].flags(ROWS)
+    return f"-m labs.race.stresses {file}.py '{stress}' {flags}"
 
 
-def keep(lines: list[dict]) -> dict:
-    """What is stored of a run: the step of its fall, and each metric's means over blocks."""
-    names = {name for line in lines for name in line if not name.startswith("seconds_")}
-    means = {name: block_means(lines, name) for name in sorted(names - set(UNWATCHED))}
-    return {"fall": fall(lines)} | means
+ARMS = {
+    f"{file}, {stress}": command(file, stress)
+    for stress, files in FILES.items()
+    for file in files.split()
+}
 
 
-def scored(rule: Rule, runs: list[dict]) -> tuple[Rule, list[int]]:
-    """The rule with its counts on the runs that have its metric, and how many steps ahead of the
-    fall it sounded in each run whose fall it announced."""
-    leads, falls, false, healthy = [], 0, 0, 0
-    for run in runs:
-        if rule.metric not in run:
-            continue
-        alarm = sounds(rule, run[rule.metric])
-        if run["fall"]:
-            falls += 1
-            if alarm and alarm.step < run["fall"]:
-                leads.append(int(run["fall"] - alarm.step))
-        else:
-            healthy += 1
-            false += bool(alarm)
-    return Rule(rule.metric, rule.times, len(leads), falls, false, healthy), leads
+def said(rule: Rule) -> str:
+    """`sampler_kl above 0.092`, `ref_kl above 150 times`."""
+    beyond = f"{'above' if rule.above else 'below'} {rule.limit:.2g}"
+    return f"{rule.metric} {beyond}{'' if rule.itself else ' times'}"
 
 
-def fitted(metric: str, runs: list[dict]) -> Rule | None:
-    """The rule on this metric that announces most falls of these runs, with few false alarms; of
-    equals the one that sounds latest. None if no rule announces any."""
-    best = Rule(metric, 1.0)
-    for factor in FACTORS:
-        for times in (factor, 1 / factor):
-            rule, _ = scored(Rule(metric, times), runs)
-            quiet = rule.alarms <= FALSE * rule.healthy
-            if quiet and rule.announced >= max(1, best.announced):
-                best = rule
-    return best if best.announced else None
+def leads(sounding: list[Rule], runs: list[dict]) -> list[int]:
+    """Of each run whose fall any of these rules announces: how many steps ahead the first does."""
+    first = [max(lead(rule, run) for rule in sounding) for run in runs if run["fall"]]
+    return sorted(steps for steps in first if steps)
 
 
-def halves(results: dict) -> tuple[list[dict], list[dict]]:
-    """The runs of odd seeds, of even seeds."""
-    odd = [run for runs in results.values() for run in runs[::2]]
-    even = [run for runs in results.values() for run in runs[1::2]]
-    return odd, even
+def quartiles(steps: list[int]) -> str:
+    """`25 (10–40)`: the median, and a quarter on either side."""
+    if not steps:
+        return "–"
+    low, middle, high = np.quantile(steps, (0.25, 0.5, 0.75), method="inverted_cdf")
+    return f"{middle:.0f} ({low:.0f}–{high:.0f})"
 
 
-def ranked(results: dict) -> list[tuple[Rule, list[int]]]:
-    """The fitted rule of each metric, scored on the other half of the seeds: first the one that
-    announces the largest share of all falls."""
-    odd, even = halves(results)
-    metrics = sorted({name for run in odd for name in run} - {"fall"})
-    found = []
-    for metric in metrics:
-        rule = fitted(metric, odd)
-        if rule:
-            found.append(scored(rule, even))
-    return sorted(found, key=lambda one: -one[0].announced)
+def counted(name: str, sounding: list[Rule], runs: list[dict]) -> list[str]:
+    """A row: what any of these rules announces of these runs' falls, and their false alarms."""
+    ahead = leads(sounding, runs)
+    falls = [run for run in runs if run["fall"]]
+    healthy = [run for run in runs if not run["fall"]]
+    alarms = [run for run in healthy if any(scored(rule, [run]).alarms for rule in sounding)]
+    announced = f"{len(ahead)} of {len(falls)}"
+    return [name, announced, quartiles(ahead), f"{len(alarms)} of {len(healthy)}"]
+
+
+def rows(results: dict) -> list[list[str]]:
+    """Each metric's rule; then all rules of the alarm together, by kind of run and by file."""
+    even, table = half(results, 2), [["", "falls announced", "steps ahead", "false alarms"]]
+    found = rules(results)
+    for rule in found:
+        table.append(counted(said(rule), [rule], [run for run in even if rule.metric in run]))
+    alarm = [rule for rule in found if worth(rule)]
+    table.append(counted("all of the alarm", alarm, even))
+    kinds = {arm.partition(", ")[part] for arm in results for part in (0, 2)}
+    for kind in [*NINE.split(), *FILES]:
+        if kind in kinds:
+            chosen = {a: runs for a, runs in results.items() if kind in (a.partition(", ")[::2])}
+            table.append(counted(kind, alarm, half(chosen, 2)))
+    return table
+
+
+def draw(results: dict) -> object:
+    even = half(results, 2)
+    panels = "share of the falls announced (dot) and of healthy runs (cross)", "steps ahead"
+    figure, axes = lab.sheet(TITLE, *panels, width=11, height=5)
+    shown = rules(results)[:SHOWN][::-1]
+    for place, rule in enumerate(shown):
+        axes[0].plot(rule.announced / rule.falls, place, "o", color=lab.BLUE, markersize=9)
+        axes[0].plot(rule.alarms / rule.healthy, place, "x", color=lab.ORANGE, markersize=9)
+        lab.dots(
+            axes[1], place, leads([rule], [run for run in even if rule.metric in run]), lab.BLUE
+        )
+    names = [f"{said(rule)}: {rule.announced} of {rule.falls}" for rule in shown]
+    axes[0].set_yticks(range(len(shown)), labels=names)
+    axes[1].set_yticks(range(len(shown)), labels=[])
+    axes[0].set_xlim(-0.03, 1.03)
+    return figure
+
+
+if __name__ == "__main__":
+    lab.main(sys.modules[__name__])
