@@ -14,7 +14,7 @@ from common.alarm import Rule
 
 from labs import lab
 from labs.race.stresses import STRESSES
-from labs.warning.rules import half, keep, lead, rules, scored, worth  # noqa: F401 (keep: for lab)
+from labs.warning.rules import alarm_rules, half, keep, lead, rules, scored  # noqa: F401 (keep: for lab)
 
 TITLE = "What warns before a fall"
 FLAGS = "--steps 100 --eval_every 5 --eval_problems 128 --eval_samples 2 --sample_every 0"
@@ -88,7 +88,7 @@ def rows(results: dict) -> list[list[str]]:
     found = rules(results)
     for rule in found:
         table.append(counted(said(rule), [rule], [run for run in even if rule.metric in run]))
-    alarm = [rule for rule in found if worth(rule)]
+    alarm = alarm_rules(results)
     table.append(counted("all of the alarm", alarm, even))
     kinds = {arm.partition(", ")[part] for arm in results for part in (0, 2)}
     for kind in [*NINE.split(), *FILES]:

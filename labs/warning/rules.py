@@ -5,16 +5,20 @@ python -m labs.warning.rules     writes common/alarms.json: the rules that are w
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 from checks.files import ROOT
-from common.alarm import Rule, block_means, compared, sounds
+from common.alarm import BLOCK, Rule, block_means, compared, sounds
 from common.run import atomic_write
 
 LOST = 0.8  # of the best accuracy: below it, and never back, is a fall
 FALSE = 0.05  # largest share of healthy runs in which a rule may sound
-WORTH, FEW = 0.5, 3  # of the falls, and in number: announced by a rule that is worth an alarm
+# Of limits: two digits, as they are easy to read
+LIMITS = [
+    float(f"{m}e{e}") for e in range(-7, 4) for m in (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
+]
+WORTH = 1 / 3  # smallest share of the falls announced by a rule that is worth an alarm
 # The outcome; what repeats another metric, depends on the machine, or is set beforehand
 UNWATCHED = "step greedy sampled tokens tokens_per_s loss lr judge_killed skipped seconds lag"
 
@@ -60,27 +64,29 @@ def scored(rule: Rule, runs: list[dict]) -> Rule:
     )
 
 
-def to_two_digits(number: float, rounded: Callable) -> float:
-    """By math.ceil or math.floor."""
-    if number == 0:
-        return 0.0
-    unit = 10.0 ** (math.floor(math.log10(abs(number))) - 1)
-    return float(f"{rounded(number / unit) * unit:.3g}")
+def extreme(run: dict, rule: Rule) -> float:
+    """The number furthest in the rule's direction, before the run's fall; NaN if there is none."""
+    numbers = compared(run[rule.metric], rule.itself)
+    if run["fall"]:
+        numbers = numbers[: math.ceil(run["fall"] / BLOCK) - 1]
+    known = [number for number in numbers if math.isfinite(number)] or [math.nan]
+    return max(known) if rule.above else min(known)
 
 
-def fitted(metric: str, itself: bool, above: bool, runs: list[dict]) -> Rule | None:
-    """The loosest rule with so few false alarms in these runs: it announces most falls."""
-    healthy = [run for run in runs if metric in run and not run["fall"]]
-    extremes = []
-    for run in healthy:
-        known = [number for number in compared(run[metric], itself) if math.isfinite(number)]
-        extremes += [max(known) if above else min(known)] if known else []
-    if not extremes:
-        return None
-    allowed = int(FALSE * len(healthy))
-    limit = sorted(extremes, reverse=above)[min(allowed, len(extremes) - 1)]
-    limit = to_two_digits(limit, math.ceil if above else math.floor)
-    return scored(Rule(metric, itself, above, limit), runs)
+def fitted(metric: str, itself: bool, above: bool, runs: list[dict]) -> Rule:
+    """The rule that announces most falls of these runs, of those with few false alarms; of equal
+    ones the one whose limit is furthest off."""
+    best = Rule(metric, itself, above, math.inf if above else -math.inf)
+    having = [run for run in runs if metric in run]
+    falls = np.array([extreme(run, best) for run in having if run["fall"]])
+    healthy = np.array([extreme(run, best) for run in having if not run["fall"]])
+    most = 1
+    for limit in LIMITS if above else reversed(LIMITS):
+        announced = np.sum(falls > limit if above else falls < limit)  # false for NaN
+        alarms = np.sum(healthy > limit if above else healthy < limit)
+        if alarms <= FALSE * len(healthy) and announced >= most:
+            most, best = announced, best._replace(limit=limit)
+    return scored(best, runs)
 
 
 def best_rule(metric: str, runs: list[dict]) -> Rule | None:
@@ -89,7 +95,7 @@ def best_rule(metric: str, runs: list[dict]) -> Rule | None:
     for itself in (False, True):
         for above in (True, False):
             rule = fitted(metric, itself, above, runs)
-            if rule and rule.announced > (best.announced if best else 0):
+            if rule.announced > (best.announced if best else 0):
                 best = rule
     return best
 
@@ -108,15 +114,21 @@ def rules(results: dict) -> list[Rule]:
     return sorted([scored(rule, even) for rule in found if rule], key=lambda r: -r.announced)
 
 
-def worth(rule: Rule) -> bool:
-    """Whether a run should sound it."""
-    announces = rule.announced >= max(FEW, WORTH * rule.falls)
-    return announces and rule.alarms <= FALSE * rule.healthy
+def alarm_rules(results: dict) -> list[Rule]:
+    """The rules that a run sounds. On the even seeds each has announced a third of the falls, with
+    few false alarms; on the odd ones at least two falls that those before it miss."""
+    chosen, missed = [], [run for run in half(results, 1) if run["fall"]]
+    for rule in rules(results):
+        seldom = rule.announced < WORTH * rule.falls or rule.alarms > FALSE * rule.healthy
+        left = [run for run in missed if not lead(rule, run)]
+        if not seldom and len(missed) - len(left) >= 2:
+            chosen.append(rule)
+            missed = left
+    return chosen
 
 
 if __name__ == "__main__":
     stored = json.loads(Path(__file__).with_name("table.json").read_text(encoding="utf-8"))
-    chosen = [rule._asdict() for rule in rules(stored["results"]) if worth(rule)]
+    chosen = [json.dumps(rule._asdict()) for rule in alarm_rules(stored["results"])]
     with atomic_write(ROOT / "common/alarms.json") as path:
-        rows = ",\n".join(json.dumps(row) for row in chosen)
-        path.write_text(f"[\n{rows}\n]\n", encoding="utf-8")
+        path.write_text("[\n" + ",\n".join(chosen) + "\n]\n", encoding="utf-8")
