@@ -18,7 +18,9 @@ FALSE = 0.05  # largest share of healthy runs in which a rule may sound
 LIMITS = [
     float(f"{m}e{e}") for e in range(-7, 4) for m in (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
 ]
-WORTH = 1 / 3  # smallest share of the falls announced by a rule that is worth an alarm
+# What a rule that is worth an alarm does: announces so many of the falls, and false alarms in at
+# most so many of the other runs, or in one
+WORTH, SELDOM = 1 / 3, 0.1
 # The outcome; what repeats another metric, depends on the machine, or is set beforehand
 UNWATCHED = "step greedy sampled tokens tokens_per_s loss lr judge_killed skipped seconds lag"
 
@@ -115,13 +117,13 @@ def rules(results: dict) -> list[Rule]:
 
 
 def alarm_rules(results: dict) -> list[Rule]:
-    """The rules that a run sounds. On the even seeds each has announced a third of the falls, with
-    few false alarms; on the odd ones at least two falls that those before it miss."""
+    """The rules that a run sounds: worth it by their counts on the even seeds, and on the odd ones
+    each announces at least two falls that those before it miss."""
     chosen, missed = [], [run for run in half(results, 1) if run["fall"]]
     for rule in rules(results):
-        seldom = rule.announced < WORTH * rule.falls or rule.alarms > FALSE * rule.healthy
         left = [run for run in missed if not lead(rule, run)]
-        if not seldom and len(missed) - len(left) >= 2:
+        enough = rule.announced >= WORTH * rule.falls and len(missed) - len(left) >= 2
+        if enough and rule.alarms <= max(1, SELDOM * rule.healthy):
             chosen.append(rule)
             missed = left
     return chosen
