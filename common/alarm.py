@@ -39,11 +39,11 @@ class Alarm(NamedTuple):
 
     def __str__(self) -> str:
         rule = self.rule
-        beyond = f"{'above' if rule.above else 'below'} {rule.limit:.2g}"
+        beyond = f"{'above' if rule.above else 'below'} {rule.limit:g}"
         how = f", {beyond}" if rule.itself else " times its first mean"
         before = f"{rule.announced} of {rule.falls} falls began so"
         in_vain = f"{rule.alarms} of {rule.healthy} healthy runs did"
-        what = f"{rule.metric} is {self.number:.2g}{how}"
+        what = f"{rule.metric} is {self.number:.3g}{how}"
         return f"step {self.step}: {what}; {before}, {in_vain} (docs/metrics.md)"
 
 
