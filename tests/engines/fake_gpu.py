@@ -86,8 +86,7 @@ from tools.maintain.shapes import byte_tokenizer, config_of
 from tools.memory import GRAPHS, VLLM_WORK, engine_bytes
 
 CARD = 80e9  # bytes
-MOST = 8_000_000  # elements of a tensor that has values
-UNKNOWN = 1_000_000  # of one without values, which counts as zeros where it meets some
+MOST = 4_500_000  # elements of a tensor with values
 aten = torch.ops.aten
 READS = (aten.item.default, aten.is_nonzero.default, aten._local_scalar_dense.default)
 EMPTY = (aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default)
@@ -96,7 +95,8 @@ DYNAMIC = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.UnsupportedOperatorException,
 )
-# What is known of the run: --layers; what runs while no phase is timed; the tokens of long rows
+# Layers of the model (0: all); what runs when no phase is timed; tokens of a micro-batch, if rows
+# are to fill one; whether DTensor asks for a shape
 STATE = SimpleNamespace(layers=0, stage="load", fill=0, shaping=False)
 COLLECTIVES, PEAKS = Counter(), defaultdict(Counter)
 
@@ -123,7 +123,7 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, FakeTensor):
         return tensor
     if not hasattr(tensor, "value"):
-        assert tensor.numel() <= 8 * MOST, f"the program reads values of {tuple(tensor.shape)}"
+        assert tensor.numel() <= 16 * MOST, f"the program reads values of {tuple(tensor.shape)}"
         with torch._C._DisableTorchDispatch():
             tensor.value = torch.zeros(tensor.shape, dtype=tensor.dtype)
     return tensor.value
@@ -156,7 +156,6 @@ class Values(TorchDispatchMode):
             with torch._C._DisableTorchDispatch():
                 return value_of(args[0]).item()
         known = [not isinstance(one, FakeTensor) or hasattr(one, "value") for one in tensors]
-        small = all(one.numel() <= (MOST if k else UNKNOWN) for one, k in zip(tensors, known))
         try:
             made, shape = tree_flatten(func(*args, **(kwargs or {})))
         except DYNAMIC:  # the shape depends on values
@@ -165,13 +164,11 @@ class Values(TorchDispatchMode):
             made = [torch.empty(one.shape, dtype=one.dtype, device=on) for one in values]
         else:
             values = []
-            few = sum(one.numel() for one in made if isinstance(one, FakeTensor)) <= MOST
-            if few and small and (any(known) or not tensors) and func.namespace == "aten":
+            sizes = [one.numel() for one in (*tensors, *made) if isinstance(one, torch.Tensor)]
+            small = func.namespace == "aten" and max(sizes, default=0) <= MOST
+            if small and (any(known) or not tensors):
                 with contextlib.suppress(RuntimeError):  # no kernel for CPUs: not known
                     values, _ = on_values(func, flat, spec)
-        for one in made:
-            if isinstance(one, FakeTensor):
-                one.constant = None  # torch's own values of single numbers: it copies them to a GPU
         for one, value in zip(made, values):
             if isinstance(one, FakeTensor) and (one.shape, one.dtype) == (value.shape, value.dtype):
                 one.value = value
@@ -248,11 +245,10 @@ class LLM:
                 text = self.texts[(number + place) % 3]
                 length = long.pop() if long else min(how.max_tokens, len(text) - place % 2)
                 ids = text * (length // len(text)) + text[: length % len(text)]
-                logps = SimpleNamespace(logprobs=[0.0] * length)
-                experts = np.zeros((prompt + length - 1, *self.chosen), np.uint8)
-                outputs.append(
-                    SimpleNamespace(token_ids=ids, logprobs=logps, routed_experts=experts)
-                )
+                output = SimpleNamespace(token_ids=ids)
+                output.logprobs = SimpleNamespace(logprobs=[0.0] * length)
+                output.routed_experts = np.zeros((prompt + length - 1, *self.chosen), np.uint8)
+                outputs.append(output)
             answers.append(SimpleNamespace(outputs=outputs))
         return answers
 
@@ -276,11 +272,10 @@ def pretend_cuda(gpus: int) -> None:
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     for name in "Stream Event stream current_stream default_stream".split():
         setattr(torch.cuda, name, MagicMock())
+    torch.backends.cuda.enable_cudnn_sdp = lambda *_: None
     FakeTensorMode.avoid_device_init = True  # torch.tensor(..., device="cuda") would ask CUDA,
-    fake_tensor.init_gpu_context = torch.backends.cuda.enable_cudnn_sdp = lambda *_: (
-        None
-    )  # as these
-    FakeTensor.pin_memory = lambda self, *_: self
+    fake_tensor.init_gpu_context = lambda *_: None  # so would the mode
+    FakeTensor.pin_memory = lambda self, *_: self  # by CUDA's allocator
 
     def flash(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_):
         if attn_mask is not None or query.dtype != torch.bfloat16:
@@ -290,6 +285,7 @@ def pretend_cuda(gpus: int) -> None:
 
     torch.nn.functional.scaled_dot_product_attention = flash  # the CPU build lacks its table
     masking_utils.is_tracing = lambda *_: False  # it takes a FakeTensor for torch.export
+    FakeTensorMode.may_turn_const = lambda *_: False  # its values of single numbers need a GPU
     FakeTensor.tolist = lambda self: value_of(self).tolist()
     FakeTensor.numpy = lambda self, **_: value_of(self).numpy()
 
