@@ -54,7 +54,7 @@ from tools.maintain.shapes import SHAPES, config_of
 PROMPT = 512  # tokens of a prompt
 VLLM_WORK = 5e9  # bytes of vLLM's activations and CUDA graphs
 GRAPHS = 2e9  # of these the graphs
-COPIES = 4.5  # of the recorded experts of a rollout, while micro-batches are made of them
+COPIES = 3.5  # of the recorded experts of a rollout: two columns, and parts of them
 PARTS = ("states", "reference", "gathered", "activations", "vLLM")
 SAVINGS = {"vllm_sleep": True, "micro_tokens": 8192, "offload_reference": True}  # cheapest first
 SAVINGS |= {"gradient_checkpointing": True, "offload": True}
