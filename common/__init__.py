@@ -28,9 +28,10 @@ import sys
 
 if os.name == "nt":  # it has no such locks, signals and limits on memory
     sys.exit("error: runs on Linux and macOS; on Windows use WSL")
-# OpenMP reads this once, when torch loads. Idle threads must sleep, not spin: on two busy cores,
-# with OMP_NUM_THREADS=2, three steps of grpo.py took 1.5 to 3.8 s, and without this line 1.6 to
-# 21 s (five pairs). With the usual one thread there was no difference.
+# OpenMP reads this once, when torch loads: idle threads sleep, and do not spin. With one thread, as
+# usual, it makes no difference. With OMP_NUM_THREADS=2 on two cores, three steps of grpo.py took
+# 1.5 to 3.8 s beside other programs, against 1.6 to 21 s without this line; but alone on the cores
+# 0.6 to 1.1 s, against 0.4 to 1.2 s (five pairs each). OMP_WAIT_POLICY=active undoes it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Every micro-batch has another shape, and vLLM needs contiguous memory back.

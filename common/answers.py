@@ -189,7 +189,8 @@ def equal(gold: str, answer: str) -> bool:
     """Whether two written texts are equal: as texts, numbers with units, or expressions."""
     if as_text(gold) == as_text(answer):
         return True
-    (value, unit), (answer_value, answer_unit) = quantity(gold), quantity(answer)
+    value, unit = quantity(gold)
+    answer_value, answer_unit = quantity(answer)
     if unit or answer_unit:
         share = rf"\frac{{{value}}}{{100}}" if unit == r"\%" else value  # 50% is 50, and 0.5
         answer_share = rf"\frac{{{answer_value}}}{{100}}" if answer_unit == r"\%" else answer_value
@@ -230,6 +231,8 @@ def close(gold: Number, answer: Number) -> bool:
     """
     gap = abs(gold.value - answer.value)
     below = answer.value.denominator
+    # A decimal ends if its denominator divides a power of ten. Of an irrational value no digits
+    # were written.
     endless = pow(10, below.bit_length(), below) != 0 or (answer.place and not answer.digits)
     if gold.digits >= (3 if endless else 5) and answer.place < gold.place:
         return 2 * gap <= gold.place

@@ -46,7 +46,7 @@ def test_what_a_rollout_is_made_of(world, theirs, ours):
     """Prefixes belong to the response, experts to every token but the last, also where there are
     more than 256; each response has a seed of its own, and the next call has others."""
     engine = SimpleNamespace(
-        calls=0, seed=7, eos=[1], world=world, group=None, reports_experts=True
+        calls=0, seed=7, top=0, eos=[1], world=world, group=None, reports_experts=True
     )
     engine.llm, engine.SamplingParams = Sampler(theirs), SimpleNamespace
     engine._wake, engine._sleep = lambda *parts: None, lambda: None
