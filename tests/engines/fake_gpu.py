@@ -1,13 +1,13 @@
 """One rank of a command for GPUs that are not there. Needs g++, and torch's build for CPUs.
 
-    python -m tests.engines.fake_gpu 2 torchrun --nproc_per_node=8 gspo.py --lr 1e-6 ...
+    python -m tests.engines.fake_gpu 2 80 torchrun --nproc_per_node=8 gspo.py --lr 1e-6 ...
 
 Every tensor is a FakeTensor: shape, type and the device cuda:0, but no memory. All but what is
-patched below runs unchanged, with 2 layers of the model (0: all). `main` runs three times: to the
-first update and a checkpoint; resumed, for a step with responses that fill a micro-batch and one of
-full length; and the first part as the last rank. The last line is JSON: exit code and collectives
-of each, and peaks in GB by device and phase. No numbers, speed or hangs are seen, and no types that
-a CUDA kernel refuses.
+patched below runs unchanged, with 2 layers of the model (0: all) on cards of 80 GB. `main` runs
+three times: to the first update and a checkpoint; resumed, for a step with responses that fill a
+micro-batch and one of full length; and the first part as the last rank. The last line is JSON: exit
+code and collectives of each, and peaks in bytes by device and phase. No numbers, speed or hangs are
+seen, and no types that a CUDA kernel refuses.
 """
 
 import contextlib
@@ -87,7 +87,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, maskin
 from tools.maintain.shapes import byte_tokenizer, config_of
 from tools.memory import GRAPHS, VLLM_WORK, engine_bytes
 
-CARD = 80e9  # bytes
 MOST = 40_000_000  # elements of a tensor that has values
 FEW = 1_000_000  # of one without, if it counts as zeros where it meets others
 aten = torch.ops.aten
@@ -98,9 +97,9 @@ DYNAMIC = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.UnsupportedOperatorException,
 )
-# Layers of the model (0: all); what runs when no phase is timed; tokens of a micro-batch, if rows
-# are to fill one; whether DTensor asks for a shape
-STATE = SimpleNamespace(layers=0, stage="load", fill=0, shaping=False)
+# Layers of the model (0: all), and bytes of a card; what runs when no phase is timed; tokens of a
+# micro-batch, if rows are to fill one; whether DTensor asks for a shape
+STATE = SimpleNamespace(layers=0, card=80e9, stage="load", fill=0, shaping=False)
 COLLECTIVES, PEAKS = Counter(), defaultdict(Counter)
 
 
@@ -189,7 +188,7 @@ class LLM:
             raise ValueError(f"{config.num_attention_heads} heads do not divide by {ranks}")
         with torch.device("meta"):
             self.elements = AutoModelForCausalLM.from_config(config).num_parameters()
-        self.share = options["gpu_memory_utilization"] * CARD
+        self.share = options["gpu_memory_utilization"] * STATE.card
         self.weights, token = engine_bytes(config, self.elements, ranks, float8)
         if self.share - self.weights - VLLM_WORK < token * options["max_model_len"]:
             raise ValueError("the KV cache holds no response of full length")
@@ -415,7 +414,8 @@ def run_as(rank: int, ranks: int, module: ModuleType, flags: list[str]) -> tuple
 
 
 def main() -> None:
-    STATE.layers, command = int(sys.argv[1]), sys.argv[2:]
+    STATE.layers, STATE.card = int(sys.argv[1]), 1e9 * float(sys.argv[2])
+    command = sys.argv[3:]
     sizes = re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", " ".join(command))
     ranks = math.prod(map(int, sizes))
     file = next(word for word in command if word.endswith(".py"))
@@ -430,13 +430,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         flags = [*flags, "--eval_problems", str(ranks), "--run_dir", f"{folder}/run", "--steps"]
         runs = [run_as(0, ranks, module, [*flags, str(first)])]
-        STATE.fill = next(
-            (int(b) for a, b in zip(flags, flags[1:]) if a == "--micro_tokens"), 16384
-        )
+        STATE.fill = 16384
+        if "--micro_tokens" in flags:
+            STATE.fill = int(flags[flags.index("--micro_tokens") + 1])
         runs.append(run_as(0, ranks, module, [*flags, str(first + 1), "--resume"]))
-        peaks = {
-            on: {name: f"{size / 1e9:.1f}" for name, size in PEAKS[on].items()} for on in PEAKS
-        }
+        peaks = {device: dict(sizes) for device, sizes in PEAKS.items()}
         STATE.fill = 0
         runs.append(run_as(ranks - 1, ranks, module, [*flags, str(first)]))
     print(json.dumps([*runs, peaks]))

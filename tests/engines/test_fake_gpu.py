@@ -31,7 +31,7 @@ def printed() -> list:
 @pytest.mark.parametrize(("name", "words", "ranks"), printed())
 def test_a_command_trains_saves_and_resumes(name, words, ranks):
     command = ("torchrun", f"--nproc_per_node={ranks}", f"{name}.py", *words)
-    done = started("-m", "tests.engines.fake_gpu", 2, *command)
+    done = started("-m", "tests.engines.fake_gpu", 2, 80, *command)
     assert done.returncode == 0, done.stderr[-3000:]
     first, resumed, last, _ = json.loads(done.stdout.splitlines()[-1])
     codes = [run[0] for run in (first, resumed, last)]
