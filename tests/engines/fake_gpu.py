@@ -4,10 +4,10 @@
 
 Every tensor is a FakeTensor: shape, type and the device cuda:0, but no memory. All but what is
 patched below runs unchanged, with 2 layers of the model (0: all) on cards of 80 GB. `main` runs
-three times: to the first update and a checkpoint; resumed, for a step with responses that fill a
-micro-batch and one of full length; and the first part as the last rank. The last line is JSON: exit
-code and collectives of each, and peaks in bytes by device and phase. No numbers, speed or hangs are
-seen, and no types that a CUDA kernel refuses.
+three times: to the first update and a checkpoint; resumed, for a step; and the first part as the
+last rank. In each rollout some responses fill a micro-batch, and one has full length. The last line
+is JSON: exit code and collectives of each, and peaks in bytes by device and phase. No numbers,
+speed or hangs are seen, and no types that a CUDA kernel refuses.
 """
 
 import contextlib
@@ -98,8 +98,8 @@ DYNAMIC = (
     fake_tensor.UnsupportedOperatorException,
 )
 # Layers of the model (0: all), and bytes of a card; what runs when no phase is timed; tokens of a
-# micro-batch, if rows are to fill one; whether DTensor asks for a shape
-STATE = SimpleNamespace(layers=0, card=80e9, stage="load", fill=0, shaping=False)
+# micro-batch; whether DTensor asks for a shape
+STATE = SimpleNamespace(layers=0, card=80e9, stage="load", fill=16384, shaping=False)
 COLLECTIVES, PEAKS = Counter(), defaultdict(Counter)
 
 
@@ -233,7 +233,7 @@ class LLM:
     def generate(self, requests: list, sampling: list, use_tqdm: bool) -> list:
         assert len(self.awake) == 2
         long, limit = [], sampling[0].max_tokens
-        if STATE.fill and sampling[0].n > 4:  # in training
+        if sampling[0].n > 4:  # in training
             prompt = len(requests[0]["prompt_token_ids"])
             rows = math.ceil(STATE.fill / (prompt + limit))
             long = [limit, *[STATE.fill // rows - prompt] * rows]
@@ -356,7 +356,7 @@ def pretend_hub() -> None:
         assert split in (row.train, row.test), (path, split)
         answers = {"boxed": r"\boxed{7}", "after_hashes": "#### 7", "listed": ["7"]}
         answer = answers.get(row.extract, "7")
-        return [{row.prompt: f"{path} {split} {i}", row.answer: answer} for i in range(9999)]
+        return [{row.prompt: f"{path} {split} {i:04}", row.answer: answer} for i in range(9999)]
 
     AutoConfig.from_pretrained, AutoModelForCausalLM.from_pretrained = config_for, load
     AutoTokenizer.from_pretrained = lambda *_, **__: byte_tokenizer(258)
@@ -429,13 +429,11 @@ def main() -> None:
     first = 11 if file == "vcpo.py" else 1  # the step of the first update (--lag 10)
     with tempfile.TemporaryDirectory() as folder:
         flags = [*flags, "--eval_problems", str(ranks), "--run_dir", f"{folder}/run", "--steps"]
-        runs = [run_as(0, ranks, module, [*flags, str(first)])]
-        STATE.fill = 16384
         if "--micro_tokens" in flags:
             STATE.fill = int(flags[flags.index("--micro_tokens") + 1])
+        runs = [run_as(0, ranks, module, [*flags, str(first)])]
         runs.append(run_as(0, ranks, module, [*flags, str(first + 1), "--resume"]))
         peaks = {device: dict(sizes) for device, sizes in PEAKS.items()}
-        STATE.fill = 0
         runs.append(run_as(ranks - 1, ranks, module, [*flags, str(first)]))
     print(json.dumps([*runs, peaks]))
 
