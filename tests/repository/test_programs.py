@@ -19,6 +19,7 @@ labs.bug 1 --reveal
 labs.grade grpo.py
 labs.race --redraw
 tools.maintain.handouts
+tools.maintain.bench tiny --side ours --size 4 2 8
 tools.compare runs/a runs/b
 tools.compare --sheet sheet.png runs/a runs/b
 tools.evaluate runs/a --eval_problems 4 --eval_samples 1
