@@ -8,6 +8,8 @@ import runpy
 import shutil
 import sys
 from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import numpy as np
@@ -119,7 +121,7 @@ def test_a_lab_of_runs_goes_on_where_its_table_ends(tmp_path, monkeypatch):
     made, table, module = [], tmp_path / "t.json", Runs("labs.runs.__main__")
     module.__spec__ = importlib.machinery.ModuleSpec("labs.runs.__main__", None)
 
-    def trained(command: str, seed: int, columns: tuple, damage: tuple | None) -> dict:
+    def trained(command: str, seed: int, keep: Callable, damage: tuple | None) -> dict:
         made.append((command.strip(), seed))
         return {"reward@": [1], "reward": [seed]}
 
@@ -145,15 +147,15 @@ open(folder + "/metrics.jsonl", "w").write('{"step": 0, "greedy": 0.25}\\n')
 def test_a_run_that_somebody_stopped_is_no_result(tmp_path):
     """It ends with exit code 0 and no summary; one that broke ends with 1 and a traceback; one that
     stopped itself is a result."""
-    file = tmp_path / "stopped.py"
+    file, greedy = tmp_path / "stopped.py", partial(lab.columns_of, names=("greedy",))
     file.write_text(STOPPED)
     with pytest.raises(BadInput, match="was stopped before its end"):
-        lab.trained(str(file), 1, ("greedy",))
+        lab.trained(str(file), 1, greedy)
     file.write_text(STOPPED + "raise KeyError('β')")
     with pytest.raises(BadInput, match="exit code 1: KeyError: 'β'"):
-        lab.trained(str(file), 1, ("greedy",))
+        lab.trained(str(file), 1, greedy)
     file.write_text(STOPPED + "sys.exit('stopped.py: error: sampler and trainer disagree')")
-    found = lab.trained(str(file), 1, ("greedy",))
+    found = lab.trained(str(file), 1, greedy)
     assert found["stopped"].endswith("disagree") and found["greedy"].tolist() == [0.25]
 
 
