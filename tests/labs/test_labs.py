@@ -5,6 +5,7 @@ import importlib
 import importlib.machinery
 import json
 import runpy
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 NAMES = sorted(path.parent.name for path in ROOT.glob("labs/*/figure.png"))
 LABS = {name: importlib.import_module(f"labs.{name}.__main__") for name in NAMES}
-RUNS = [name for name in LABS if hasattr(LABS[name], "COLUMNS")]  # of whole training runs
+RUNS = [name for name in LABS if lab.is_training(LABS[name])]
 
 
 def results(table: Path) -> dict:
@@ -100,11 +101,14 @@ def test_the_shipped_table_of_runs_becomes_a_figure(name, tmp_path, monkeypatch,
 def test_the_runs_of_a_lab_would_start(name, monkeypatch):
     """Their flags exist, also in a quick run."""
     for command in LABS[name].ARMS.values():
-        words = f"{command} {lab.SHORT} {getattr(LABS[name], 'SHORT', '')}".split()
+        words = shlex.split(f"{command} {lab.SHORT} {getattr(LABS[name], 'SHORT', '')}")
         file = words[1] if words[0] == "-m" else words[0]
         if file.startswith("labs."):  # a module that runs a file: `labs.trials.turn 10 lr 3 FILE`
             file = next(word for word in words if word.endswith(".py"))
-        monkeypatch.setattr(sys, "argv", words[words.index(file) :])
+        flags = words[words.index(file) + 1 :]
+        if not flags[0].startswith("--"):  # `labs.race.stresses FILE STRESS FLAGS`
+            flags = flags[1:]
+        monkeypatch.setattr(sys, "argv", [file, *flags])
         args = parse(module_of(file.removesuffix(".py").removeprefix("variants.")).Args)
         assert not broken_rule(args), command
 
