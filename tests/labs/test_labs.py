@@ -45,6 +45,7 @@ def start(patch: pytest.MonkeyPatch, module: str, *words: object) -> None:
 # Of each toy a number (of a series the last one), and arms in which it rises
 CLAIMS = {
     "fork": ("rollouts", "MASPO", "clip-higher", "GRPO"),
+    "bound": ("perfect critic", "long, on-policy, plain", "short, on-policy, plain"),
     "baseline": ("until hard", "MaxRL, mixed", "RLOO, mixed", "REINFORCE++, mixed"),
     "flips": ("entropy", "GRPO, wrong π_old", "SAPO, wrong π_old"),
     "drift": ("share", "gap 0.01", "gap 0.11", "gap 0.90"),
