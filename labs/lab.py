@@ -78,10 +78,12 @@ def main(lab: ModuleType) -> None:
     if seeds < 1:
         parser.error(f"--seeds {seeds}: must be 1 or more")
     kind = ".quick" if words.quick else ""  # beside the full runs, not in their place
-    _, name, *part = program.split(".")  # a lab's other programs write files of their own
-    folder = words.out / name
-    table = folder / f"{part[0] if part else 'table'}{kind}.json"
-    figure = folder / f"{part[0] if part else 'figure'}{kind}.png"
+    names = program.split(".")  # labs, the lab, and perhaps another program of it
+    folder = words.out / names[1]
+    table, figure = folder / f"table{kind}.json", folder / f"figure{kind}.png"
+    if len(names) > 2:  # it has files of its own
+        table = folder / f"{names[2]}{kind}.json"
+        figure = table.with_suffix(".png")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         results = run(lab, table, seeds, words.quick)

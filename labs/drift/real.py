@@ -31,7 +31,9 @@ from labs.race.stresses import quantise
 TITLE = "The drift's share of a real model's gradient"
 MODEL = Path("runs/smollm2-sums")
 ARMS = {"bfloat16": 0, "float8": 0, "four bits": 7}  # levels on either side of 0, if rounded so
-GROUPS, PROMPTS, RESPONSES, SEEDS = 8, 4, 8, 1
+GROUPS = 8  # of prompts
+PROMPTS, RESPONSES = 4, 8  # of a group; to each of its prompts
+SEEDS = 1
 METHODS = {"nothing": PLAIN, "centred": centred.Args(centre_top=128)}
 
 
