@@ -9,7 +9,6 @@ docs/stability.md in which runs fall. SAPO, MASPO and STAPO are trained under th
 
 import sys
 
-import numpy as np
 
 from labs import lab
 from labs.race.stresses import STRESSES
