@@ -41,13 +41,48 @@ def score(run: dict) -> float:
     return lab.tail(run["sampled"], 3)
 
 
+def above(results: dict, arm: str, other: str) -> str:
+    """In how many seeds an arm's score is above another's."""
+    pairs = list(zip(results[arm], results[other]))
+    return f"{sum(score(one) > score(two) for one, two in pairs)} of {len(pairs)}"
+
+
 def rows(results: dict) -> list[list[str]]:
+    """A row for each setting, and whether step and shuffled are above outcome, seed by seed."""
     table = [["setting", *HOW, "step above outcome", "shuffled above outcome"]]
+    for setting in dict.fromkeys(arm.rpartition(", ")[0] for arm in ARMS):
+        cells = [setting]
+        for how in HOW:
+            runs = [{"score": score(run)} for run in results.get(f"{setting}, {how}", [])]
+            cells.append(lab.cell(runs, "score") if runs else "–")
+        for how in HOW[1:]:
+            pair = f"{setting}, {how}", f"{setting}, outcome"
+            cells.append(above(results, *pair) if pair[0] in results else "–")
+        table.append(cells)
     return table
 
 
+COLOURS = dict(zip(HOW, (lab.BLACK, lab.BLUE, lab.ORANGE)))
+
+
 def draw(results: dict) -> object:
-    figure, axes = lab.sheet(TITLE, "")
+    """A dot is a seed. On the right, every run of 100 steps."""
+    words = "sampled accuracy, last three measurements", "lr x3, 100 steps: sampled accuracy"
+    figure, axes = lab.sheet(TITLE, *words, width=11)
+    settings = [*SETTINGS, *(f"{FOUR}, {file}" for file in FILES)]
+    for y, setting in enumerate(reversed(settings)):
+        for place, how in enumerate(HOW):
+            runs = results.get(f"{setting}, {how}", [])
+            if runs:
+                lab.dots(
+                    axes[0], y + 0.25 * (1 - place), [score(run) for run in runs], COLOURS[how]
+                )
+    words = [setting.replace(FOUR, "four stresses") for setting in reversed(settings)]
+    axes[0].set_yticks(range(len(settings)), labels=words)
+    for how in HOW[:2]:
+        lab.bands(axes[1], results[f"lr x3, 100 steps, {how}"], "sampled", COLOURS[how])
+    axes[1].set_ylim(0, 1)
+    lab.key(axes[1], COLOURS)
     return figure
 
 
