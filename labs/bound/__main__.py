@@ -149,11 +149,20 @@ def in_groups(one: SimpleNamespace, name: str) -> tuple[Tensor, Tensor]:
     return moments(chance, share @ one.parts.sum(1))
 
 
-def by_node(one: SimpleNamespace) -> Tensor:
-    """The parts of each response's gradient by prefix: `[K, nodes, D]`."""
+def by_prefix(one: SimpleNamespace) -> Tensor:
+    """The parts of each response's gradient, by the prefix before them: `[K, nodes, D]`."""
     K, T, D = one.parts.shape
     found = torch.zeros(K, int(one.nodes.max()) + 1, D, dtype=torch.float64)
     return found.scatter_add_(1, one.nodes[..., None].expand(K, T, D), one.parts)
+
+
+def least(one: SimpleNamespace, parts: Tensor) -> Tensor:
+    """The estimate of each response `[K, D]` with the numbers b that leave the least variance, one
+    for each of its `parts [K, M, D]`."""
+    earned = (one.parts.sum(1) * one.reward[:, None])[:, None]  # [K, 1, D]
+    M, c = covariance(one.p, parts, parts), covariance(one.p, parts, earned)
+    b = torch.linalg.pinv(M, rtol=1e-10, hermitian=True) @ c  # [M, 1]
+    return earned[:, 0] - (parts * b).sum(1)
 
 
 def measure(arm: str, seed: int) -> dict:
@@ -161,47 +170,36 @@ def measure(arm: str, seed: int) -> dict:
     depth, age, loss = ARMS[arm]
     draw = torch.Generator().manual_seed(seed)
     theta = torch.randn(FEATURES, 3, generator=draw, dtype=torch.float64) / FEATURES**0.5
-    asked = [
-        random_prompt(depth, age == "stale", loss == "as written", draw, theta) for _ in range(P)
-    ]
-    found = {}  # name -> (mean, variance) of each prompt
+    asked = []
+    for _ in range(P):
+        asked.append(random_prompt(depth, age == "stale", loss == "as written", draw, theta))
+    whole = [one.parts.sum(1)[:, None] for one in asked]  # [K, 1, D] each
+    up, under = 0.0, 0.0  # of the best constant
+    for one, a in zip(asked, whole):
+        up += covariance(one.p, a, a * one.reward[:, None, None]).item()
+        under += covariance(one.p, a, a).item()
+    heavy = [one.p * (2 * one.log_w).exp() * one.norms**2 for one in asked]  # [K] each
+    baselines = {
+        "no baseline": [0.0] * P,
+        "known mean": [one.value for one in asked],
+        "known b of VCPO": [h @ one.reward / h.sum() for h, one in zip(heavy, asked)],
+        "best constant": [up / under] * P,
+    }
+    vectors = {  # name -> the estimate of each response, for each prompt
+        name: [a[:, 0] * (one.reward - b)[:, None] for one, a, b in zip(asked, whole, numbers)]
+        for name, numbers in baselines.items()
+    }
+    vectors["best per prompt"] = [least(one, a) for one, a in zip(asked, whole)]
+    vectors["best per token"] = [least(one, by_prefix(one)) for one in asked]
+    vectors["perfect critic"] = [(one.parts * one.critic[..., None]).sum(1) for one in asked]
 
-    def independent(name: str, vectors: list[Tensor]) -> None:
-        """An estimate that is a mean over independent responses."""
-        both = [moments(one.p, x) for one, x in zip(asked, vectors)]
-        found[name] = [(mean, variance / G) for mean, variance in both]
-
-    whole = [one.parts.sum(1) for one in asked]  # [K, D] each: a
-    found["RLOO"] = [rloo(one) for one in asked]
-    independent("no baseline", [a * one.reward[:, None] for one, a in zip(asked, whole)])
+    found = {"RLOO": [rloo(one) for one in asked]}  # name -> mean and variance for each prompt
     if len(asked[0].p) <= ENOUGH:
         for name, file in FILES.items():
             found[name] = [in_groups(one, file) for one in asked]
-    heavy = [one.p * (2 * one.log_w).exp() * one.norms**2 for one in asked]  # [K] each
-    given = {"known mean": [one.value for one in asked]}
-    given["known b of VCPO"] = [h @ one.reward / h.sum() for h, one in zip(heavy, asked)]
-    of_a = [covariance(one.p, a[:, None], a[:, None])[0, 0] for one, a in zip(asked, whole)]
-    with_r = [
-        covariance(one.p, a[:, None], a[:, None] * one.reward[:, None, None])[0, 0]
-        for one, a in zip(asked, whole)
-    ]
-    given["best constant"] = [sum(with_r) / sum(of_a)] * P
-    given["best per prompt"] = [c / v for c, v in zip(with_r, of_a)]
-    for name, baselines in given.items():
-        vectors = [a * (one.reward - b)[:, None] for one, a, b in zip(asked, whole, baselines)]
-        independent(name, vectors)
-    vectors = []
-    for one, a in zip(asked, whole):
-        parts = by_node(one)  # [K, nodes, D]
-        M, c = (
-            covariance(one.p, parts, parts),
-            covariance(one.p, parts, (a * one.reward[:, None])[:, None]),
-        )
-        b = torch.linalg.pinv(M, rtol=1e-10, hermitian=True) @ c  # [nodes, 1]
-        vectors.append(a * one.reward[:, None] - (parts * b).sum(1))
-    independent("best per token", vectors)
-    independent("perfect critic", [(one.parts * one.critic[..., None]).sum(1) for one in asked])
-
+    for name, estimates in vectors.items():
+        both = [moments(one.p, x) for one, x in zip(asked, estimates)]
+        found[name] = [(mean, variance / G) for mean, variance in both]
     means = {name: sum(mean for mean, _ in prompts) for name, prompts in found.items()}  # [D] each
     target = means["RLOO"]
     numbers = {name: sum(variance for _, variance in prompts) for name, prompts in found.items()}
