@@ -1,6 +1,7 @@
 """What every lab shares: its command line, its seeds, its table, its figure.
 
-A lab is a folder with `__main__.py`, README.md, table.json and figure.png. Its module has
+A lab is a folder with `__main__.py`, README.md, table.json and figure.png. Another program of it,
+`NAME.py`, writes NAME.json and NAME.png. A lab's module has
     TITLE            the finding, which stands above the figure
     ARMS             arm -> what it is: for a toy anything, else a command line: `grpo.py FLAGS`,
                      `-m variants.dapo FLAGS`
@@ -67,15 +68,17 @@ def main(lab: ModuleType) -> None:
     words = parser.parse_args()
     trains = hasattr(lab, "COLUMNS")
     seeds = words.seeds
-    if seeds is None and words.quick:
-        seeds = 1 if trains else QUICK
-    elif seeds is None:
+    if seeds is None:
         seeds = getattr(lab, "SEEDS", SEEDS)
+        if words.quick:
+            seeds = 1 if trains else min(QUICK, seeds)
     if seeds < 1:
         parser.error(f"--seeds {seeds}: must be 1 or more")
     kind = ".quick" if words.quick else ""  # beside the full runs, not in their place
-    folder = words.out / program.split(".")[1]
-    table, figure = folder / f"table{kind}.json", folder / f"figure{kind}.png"
+    _, name, *part = program.split(".")  # a lab's other programs write files of their own
+    folder = words.out / name
+    table = folder / f"{part[0] if part else 'table'}{kind}.json"
+    figure = folder / f"{part[0] if part else 'figure'}{kind}.png"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         results = run(lab, table, seeds, words.quick)

@@ -40,11 +40,11 @@ METHODS = {
 COLOURS = dict(zip(METHODS, (lab.BLACK, lab.ORANGE, lab.BLUE, lab.GREEN)))
 
 
-def objectives(batch: Rollout, logp: Tensor, methods: dict) -> dict[str, Tensor]:
+def objectives(batch: Rollout, logp: Tensor, methods: dict, parts: bool) -> dict[str, Tensor]:
     """Name -> a sum over responses. Those of centred.py; and parts of the drift: of rewards without
     a baseline, of right responses; and -KL(μ ‖ π), whose gradient is the mean score."""
     found = {name: -centred.policy_loss(args, logp, batch)[0] for name, args in methods.items()}
-    if "centred" in methods:
+    if parts:
         c = centred.centring(METHODS["centred"], batch)  # [n, T, K]
         score = ((c * batch.top_logp).sum(-1) * batch.mask).sum(1)  # [n]
         found["raw drift"] = (batch.rewards * score).sum()
@@ -53,11 +53,9 @@ def objectives(batch: Rollout, logp: Tensor, methods: dict) -> dict[str, Tensor]
     return found
 
 
-def gradients(lm: PreTrainedModel, levels: int, seed: int, methods: dict) -> dict[str, Tensor]:
-    """Name -> the gradient by all parameters, a mean over the responses that a sampler of so many
-    levels gives (0: the policy itself); and its mean `gap`."""
-    policy, world = Policy(lm), ALONE
-    engine = HFEngine(lm, world, seed, "float32", 4096, top=lm.config.vocab_size)
+def sampled(lm: PreTrainedModel, levels: int, seed: int) -> Rollout:
+    """Responses of a sampler of so many levels (0: the policy itself), with their advantages."""
+    engine = HFEngine(lm, ALONE, seed, "float32", 4096, top=lm.config.vocab_size)
     if levels:
         quantise(engine.lm, levels)
     task = load_task(replace(PLAIN, seed=seed), load_model("tiny")[1])
@@ -65,14 +63,23 @@ def gradients(lm: PreTrainedModel, levels: int, seed: int, methods: dict) -> dic
     batch = engine.generate([problem.prompt_ids for problem in problems], GROUP, 64, 1.0)
     rewards = task.score(batch, problems, GROUP)  # [P, G]
     batch.advantages = centred.advantages(rewards).flatten()  # [N]
+    return batch
+
+
+def gradients(
+    lm: PreTrainedModel, batch: Rollout, methods: dict, parts: bool = False
+) -> dict[str, Tensor]:
+    """Objective's name -> its gradient by all parameters, a mean over the responses; and their mean
+    `gap`."""
+    policy = Policy(lm)
     found, gap = {}, 0.0
-    for rows in micro_batches(policy, batch, 16384, world):
+    for rows in micro_batches(policy, batch, 16384, ALONE):
         micro = batch.rows(rows)
         logp, _ = response_logprobs(policy, micro, 1.0, None)  # [n, T]
         gap += ((logp - micro.rollout_logp).abs() * micro.mask).sum().detach()
-        for name, total in objectives(micro, logp, methods).items():
-            parts = torch.autograd.grad(total / len(batch), policy.parameters(), retain_graph=True)
-            flat = torch.cat([part.flatten() for part in parts])
+        for name, total in objectives(micro, logp, methods, parts).items():
+            each = torch.autograd.grad(total / len(batch), policy.parameters(), retain_graph=True)
+            flat = torch.cat([gradient.flatten() for gradient in each])
             found[name] = found.get(name, 0.0) + flat
     return found | {"gap": gap / batch.mask.sum()}
 
@@ -86,8 +93,9 @@ def measure(arm: str, seed: int) -> dict:
     """Inner products `a, b` of gradients, from two halves; and the `noise` of one response."""
     lm, _ = load_model("tiny")
     seeds = (2 * seed, 2 * seed + 1)
-    halves = [gradients(lm, ARMS[arm], half, METHODS) for half in seeds]
-    own = [gradients(lm, 0, 1000 + half, {"nothing": PLAIN})["nothing"] for half in seeds]
+    halves = [gradients(lm, sampled(lm, ARMS[arm], half), METHODS, True) for half in seeds]
+    selves = [sampled(lm, 0, 1000 + half) for half in seeds]
+    own = [gradients(lm, batch, {"nothing": PLAIN})["nothing"] for batch in selves]
     v = {name: [half[name] for half in halves] for name in halves[0]}
     found = {"gap": float(sum(v.pop("gap")) / 2), "own, own": inner(own, own)}
     v["drift"] = [plain - rest for plain, rest in zip(v["nothing"], v["centred"])]

@@ -26,7 +26,6 @@ FILES = {
     "SAPO": ("sapo", {}),
     "CISPO": ("cispo", {}),
     GSPO: ("gspo", {"clip_low": 0.05, "clip_high": 0.05}),
-    "VESPO": ("vespo", {}),
     "MiniRL": ("minirl", {"length_norm": True}),
     "DPPO": ("dppo", {}),
     "IcePop": ("icepop", {}),

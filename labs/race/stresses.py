@@ -1,4 +1,4 @@
-"""The ten stresses, and one training run under one of them.
+"""The eleven stresses, and one training run under one of them.
 
     python -m labs.race.stresses FILE STRESS FLAGS...
 
@@ -51,6 +51,7 @@ STRESSES = {
     "16 updates": Stress(minibatches=16),
     "stale sampler": Stress(sync_every=16),
     "quantised sampler": Stress(levels=2),
+    "mildly quantised sampler": Stress(levels=4),
     "temperature-mismatched sampler": Stress(temperature=0.5),
     "noisy verifier": Stress(flipped=0.1),
     "uninformative prompts": Stress(uninformative=True),

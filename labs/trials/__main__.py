@@ -3,7 +3,8 @@
 Going back: grpo.py at three times its learning rate rises and falls; from before, at and after the
 top it goes on unchanged, with a third of the rate, or with ten times β. STAPO: other tokens than
 its own are silenced. SAPO: other temperatures. Few right samples: a task that the model solves once
-in twenty samples. Cold starts: three models that work and err differently.
+in twenty samples. Cold starts: three models that work and err differently. A critic: one response
+to each of 128 prompts, and eight to each of 16.
 
     python -m labs.trials
 """
@@ -74,6 +75,18 @@ for start, shares in STARTS.items():
     for file in ("grpo", "minirl"):
         run = f"{file}.py --steps 150 --rollout_dtype float32 {FLAGS.replace('10 ', '25 ', 1)}"
         ARMS[f"start: {start}, {file}"] = f"-m labs.trials.start {shares} {run}"
+
+# Groups that cannot be compared: one response to each prompt, at the same number of responses
+SHAPES = {"128 x 1": "--prompts_per_step 128 --group_size 1", "16 x 8": "--group_size 8"}
+RATES = {"usual rate": "3e-4", "three times": "1e-3"}
+LEARNERS = {"ppo": "-m variants.ppo", "batch mean": "-m variants.baselines --baseline batch"}
+LEARNERS["grpo"] = "grpo.py"  # it refuses groups of one
+for shape, sizes in SHAPES.items():
+    for rate, lr in RATES.items():
+        for name, file in LEARNERS.items():
+            if (shape, name) != ("128 x 1", "grpo"):
+                run = f"{file} --steps 40 {FLAGS} --lr {lr} {sizes}"
+                ARMS[f"critic: {shape}, {rate}, {name}"] = run
 
 COLUMNS = ("greedy", "sampled", "entropy", "response_len", "truncated", "reward", "silenced_share")
 SEEDS = 3

@@ -75,6 +75,11 @@ def test_a_page_shows_the_stored_results(name):
     """Each number of its tables, between what comes out and the predictions, is one that the lab
     prints of its stored results."""
     printed = runpy.run_module(f"labs.{name}.__main__")["rows"](results_of(LABS[name]))
+    for program in LABS[name].parent.glob("*.py"):  # its other programs' tables
+        table = program.with_suffix(".json")
+        if table.exists():
+            module = runpy.run_module(f"labs.{name}.{program.stem}")
+            printed += module["rows"](results_of(table))
     there = figures(" | ".join(cell for row in printed for cell in row))
     page = "\n".join(lines(f"labs/{name}/README.md"))
     shown = page.partition("## What comes out")[2].partition("## Predictions")[0]
