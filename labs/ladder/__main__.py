@@ -13,6 +13,7 @@ import numpy as np
 from checks.files import ROOT
 
 from labs import lab
+from labs.ladder.start import PARAMETERS
 
 TITLE = "Ladder"
 RATES = {"30k": (3e-4, 6e-4, 1.2e-3, 2.4e-3, 4.8e-3), "124k": (3e-4, 6e-4, 1.2e-3, 2.4e-3)}
@@ -23,7 +24,6 @@ ARMS = {}
 for size, rates in RATES.items():
     for rate in rates:
         ARMS[f"{size}, {rate:g}"] = f"-m labs.ladder.start {size} {RUN} --lr {rate:g}"
-PARAMETERS = {"30k": 31_584, "124k": 124_480, "500k": 494_592, "2M": 1_972_096}
 LATE = "16 updates"
 NUMBERS = {
     "spurious tokens, τ_p 0.002": "stapo: spurious, tokens, τ_p = 0.002",

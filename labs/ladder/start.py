@@ -25,6 +25,7 @@ from tools.maintain.make_tiny import GUESS, SLIP, imitate, tokenizer, untrained
 import grpo
 from labs.race.stresses import load
 
+PARAMETERS = {"30k": 31_584, "124k": 124_480, "500k": 494_592, "2M": 1_972_096}
 # Hidden size, steps of the cosine, rate, and how often to measure
 SIZES = {"30k": (32, 12000, 3e-3, 400), "500k": (128, 2000, 2e-3, 50), "2M": (256, 1000, 1e-3, 25)}
 GOAL = 0.51  # measured on 256 problems, two responses to each
