@@ -1,15 +1,15 @@
-"""Tokens and weights of the four sizes, measured as labs/real measures SmolLM2's.
+"""Tokens and weights of the sizes, measured as labs/real measures SmolLM2's.
 
-python -m labs.ladder.panels SIZE SEED    prints the numbers as JSON
+    python -m labs.ladder.panels
+
+It writes runs/labs/ladder/panels.json: some minutes on one core.
 """
-
-import json
-import sys
 
 from checks.files import ROOT
 import torch
 
-from labs.ladder.start import model
+from labs import lab
+from labs.ladder.start import PARAMETERS, model
 from labs.real.panels import Panels, after
 from labs.real.responses import Subject, stored
 
