@@ -6,7 +6,8 @@ A lab is a folder with `__main__.py`, README.md, table.json and figure.png. Anot
     ARMS             arm -> what it is: for a toy anything, else a command line: `grpo.py FLAGS`,
                      `-m variants.dapo FLAGS`
     measure(arm, seed)   one run of a toy -> numbers and short series. Command lines have instead
-    COLUMNS          the columns of metrics.jsonl that are kept
+    COLUMNS          the columns of metrics.jsonl that are kept, or
+    keep(lines)      what is kept of the lines of metrics.jsonl
     SHORT            more flags for them in a quick run, which shows nothing
     DAMAGE           arm -> (what stands in its file once, what it becomes): a bug, on purpose
     SEEDS            runs of each arm, if it is not 20
@@ -28,12 +29,14 @@ import argparse
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -66,7 +69,7 @@ def main(lab: ModuleType) -> None:
     parser.add_argument("--quick", action="store_true", help=told)
     parser.add_argument("--out", type=Path, default=Path("runs/labs"), help="default: runs/labs")
     words = parser.parse_args()
-    trains = hasattr(lab, "COLUMNS")
+    trains = is_training(lab)
     seeds = words.seeds
     if seeds is None:
         seeds = getattr(lab, "SEEDS", SEEDS)
@@ -95,6 +98,11 @@ def main(lab: ModuleType) -> None:
     print(text(lab.rows(results)), "", table, figure, sep="\n")
 
 
+def is_training(lab: ModuleType) -> bool:
+    """Whether its arms are command lines of training runs; else it is a toy."""
+    return hasattr(lab, "COLUMNS") or hasattr(lab, "keep")
+
+
 def run(lab: ModuleType, table: Path, seeds: int, quick: bool) -> dict:
     """Every arm with every seed -> its runs.
 
@@ -102,7 +110,7 @@ def run(lab: ModuleType, table: Path, seeds: int, quick: bool) -> dict:
     where its table ends: with a complete table, such as ours, it only draws. A toy is measured
     again. Quick runs are kept for nobody.
     """
-    trains = hasattr(lab, "COLUMNS")
+    trains = is_training(lab)
     commands = {arm: what if isinstance(what, str) else "" for arm, what in lab.ARMS.items()}
     results = {arm: [] for arm in lab.ARMS}
     if trains and not quick and table.exists():
@@ -124,7 +132,8 @@ def run(lab: ModuleType, table: Path, seeds: int, quick: bool) -> dict:
             return lab.measure(arm, seed)
         flags = f"{SHORT} {getattr(lab, 'SHORT', '')}" if quick else ""
         damage = getattr(lab, "DAMAGE", {}).get(arm)
-        return trained(f"{lab.ARMS[arm]} {flags}", seed, lab.COLUMNS, damage)
+        keep = getattr(lab, "keep", None) or partial(columns_of, names=lab.COLUMNS)
+        return trained(f"{lab.ARMS[arm]} {flags}", seed, keep, damage)
 
     with ThreadPoolExecutor(2) as pool:  # an error cancels what has not begun
         done = pool.map(one, todo) if trains else map(one, todo)
@@ -153,13 +162,26 @@ def plain(value: object) -> object:
     return [float(f"{v:.3g}") for v in array] if array.ndim else float(f"{array:.4g}")
 
 
-def trained(command: str, seed: int, columns: tuple, damage: tuple[str, str] | None = None) -> dict:
-    """A training run as a process of one thread -> its columns of metrics.jsonl, each with the
-    steps, as `name` and `name@`. One that stopped itself is a result, too: `stopped` says why. One
-    that somebody stopped, or that broke, is none."""
+def columns_of(lines: list[dict], names: tuple) -> dict:
+    """Columns of metrics.jsonl, each with its steps, as `name` and `name@`."""
+    found = {}
+    for name in names:
+        found[f"{name}@"], found[name] = series(lines, name)
+    return found
+
+
+def trained(
+    command: str,
+    seed: int,
+    keep: Callable[[list[dict]], dict],
+    damage: tuple[str, str] | None = None,
+) -> dict:
+    """A training run as a process of one thread -> what `keep` makes of its metrics.jsonl. One that
+    stopped itself is a result, too: `stopped` says why. One that somebody stopped, or that broke,
+    is none."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     with tempfile.TemporaryDirectory() as folder:
-        words = [*command.split(), "--seed", str(seed), "--run_dir", f"{folder}/run"]
+        words = [*shlex.split(command), "--seed", str(seed), "--run_dir", f"{folder}/run"]
         if damage:
             source, words[0] = ROOT / words[0], f"{folder}/{words[0]}"
             Path(words[0]).write_text(replaced(source, *damage), encoding="utf-8")
@@ -175,10 +197,7 @@ def trained(command: str, seed: int, columns: tuple, damage: tuple[str, str] | N
         if code and not (code == 1 and ": error: " in said and (run / "metrics.jsonl").exists()):
             raise BadInput(f"{command} --seed {seed}: exit code {code}: {said}")
         lines = read_lines(run / "metrics.jsonl")
-    found = {}
-    for name in columns:
-        found[f"{name}@"], found[name] = series(lines, name)
-    return found | ({"stopped": said} if code else {})
+    return keep(lines) | ({"stopped": said} if code else {})
 
 
 def text(rows: list[list[str]]) -> str:

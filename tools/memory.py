@@ -54,7 +54,7 @@ from tools.maintain.shapes import SHAPES, config_of
 PROMPT = 512  # tokens of a prompt
 VLLM_WORK = 5e9  # bytes of vLLM's activations and CUDA graphs
 GRAPHS = 2e9  # of these the graphs
-COPIES = 4.5  # of the recorded experts of a rollout, while micro-batches are made of them
+COPIES = 3.5  # of the recorded experts of a rollout: two columns, and parts of them
 PARTS = ("states", "reference", "gathered", "activations", "vLLM")
 SAVINGS = {"vllm_sleep": True, "micro_tokens": 8192, "offload_reference": True}  # cheapest first
 SAVINGS |= {"gradient_checkpointing": True, "offload": True}
@@ -144,7 +144,6 @@ def estimate(args: Flags, gpus: int, gpu: float) -> dict[str, float | str]:
     gradients = trained * 4 * n / sharing
     parts = {"states": 4 * gradients, "reference": frozen * 4 * n / sharing}
     if args.offload:
-        gradients = 0
         parts["states"] = 4 * (root + 2 * layer) / sharing
     if args.offload or args.offload_reference:
         parts["reference"] = 0
@@ -156,7 +155,8 @@ def estimate(args: Flags, gpus: int, gpu: float) -> dict[str, float | str]:
     weights, token = engine_bytes(config, n, ranks, args.rollout_dtype == "float8")
     share = args.vllm_memory * gpu * 1e9
     phases = {"updating": sum(parts.values()) + (GRAPHS if args.vllm_sleep else share)}
-    phases["sampling"] = parts["states"] - gradients + parts["reference"] + share
+    states = 0 if args.offload else parts["states"] - gradients
+    phases["sampling"] = states + parts["reference"] + share
     phase = max(phases, key=phases.get)
 
     # The host: at the start rank 0's float32 weights, later whatever was moved there

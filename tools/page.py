@@ -18,6 +18,7 @@ import math
 from dataclasses import asdict
 from pathlib import Path
 
+from common.alarm import alarms, stored_rules
 from common.cli import BadInput, in_one_line
 from common.curves import ROUNDING
 from common.run import read_lines, saved_config
@@ -49,11 +50,11 @@ def flags_of(config: dict) -> str:
     return " ".join(words)
 
 
-def curves_of(metrics: list[dict], acted: dict) -> dict[str, list]:
-    """Metric -> [step, value] of some metrics, those of `acted` among them, that the run has."""
+def curves_of(metrics: list[dict], more: list[str]) -> dict[str, list]:
+    """Metric -> [step, value] of some metrics, `more` among them, that the run has."""
     thin = math.ceil(len(metrics) / POINTS)
     found = {}
-    for name in dict.fromkeys([*CURVES, *acted]):
+    for name in dict.fromkeys([*CURVES, *more]):
         known = [row for row in metrics if row.get(name) is not None]
         if name == "sampler_kl" and all(row[name] < ROUNDING for row in known):
             continue
@@ -97,11 +98,14 @@ def run_data(folder: Path, every: int) -> dict:
     stored = sorted({row["step"] for row in groups})
     chosen = [step for step in stored if step % every == 0 or step in (stored[0], stored[-1])]
     chosen = {*chosen[:: math.ceil(len(chosen) / MOST)], chosen[-1]}
+    metrics = read_lines(folder / "metrics.jsonl")
+    sounded = {alarm.rule.metric: alarm for alarm in alarms(metrics, stored_rules())}
     return {
         "name": folder.resolve().name,
         "algorithm": config["algorithm"],
         "flags": flags_of(config),
-        "curves": curves_of(read_lines(folder / "metrics.jsonl"), config["acted"]),
+        "curves": curves_of(metrics, [*config["acted"], *sounded]),
+        "alarms": {name: [alarm.step, str(alarm)] for name, alarm in sounded.items()},
         "examples": [row for row in rows if "example" in row],
         "stored": len(stored),
         "rows": [shortened(row) for row in groups if row["step"] in chosen],

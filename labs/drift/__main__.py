@@ -27,7 +27,7 @@ from variants import centred
 from labs import lab
 from labs.race.stresses import quantise
 
-TITLE = "Without its drift the gradient is no nearer to the policy's own; with a weight it is"
+TITLE = "Without its drift the gradient is hardly nearer to the policy's own; with a weight it is"
 ARMS = {"gap 0.01": 16, "gap 0.11": 4, "gap 0.17": 3, "gap 0.90": 2}  # levels of the sampler
 PROMPTS, GROUP, SEEDS = 64, 32, 5
 PLAIN = centred.Args(centre_top=0)

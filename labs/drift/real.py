@@ -19,6 +19,7 @@ import torch
 from common.cli import BadInput
 from common.data import load_task
 from common.distributed import ALONE
+from common.logprobs import Policy
 from common.model import load_model
 from common.rollout import HFEngine
 from variants import centred
@@ -36,11 +37,13 @@ METHODS = {"nothing": PLAIN, "centred": centred.Args(centre_top=128)}
 
 def share(inner: dict[str, np.ndarray], groups: list[int]) -> float:
     """The drift's length of the gradient's, from inner products `[GROUPS, GROUPS]` of two different
-    groups; 0 if the drift has no length beyond noise."""
+    groups; 0 if the drift has no length beyond noise, NaN if the gradient has none."""
     square = {}
     for name, products in inner.items():
         among = products[np.ix_(groups, groups)]
         square[name] = among.sum() - np.trace(among)
+    if square["nothing"] <= 0:
+        return np.nan
     return float(np.sqrt(max(0.0, square["drift"]) / square["nothing"]))
 
 
@@ -52,6 +55,7 @@ def measure(arm: str, seed: int) -> dict:
     task = load_task(replace(PLAIN, task="labs/real/sums.py:worked", seed=seed), tokenizer)
     precision = "float32" if ARMS[arm] else arm
     engine = HFEngine(lm, ALONE, seed, precision, 256, top=METHODS["centred"].centre_top)
+    engine.sync(Policy(lm))  # it rounds to float8 where it takes over weights
     if ARMS[arm]:
         quantise(engine.lm, ARMS[arm])
     vectors, gaps = {"nothing": [], "drift": []}, []
@@ -73,7 +77,8 @@ def measure(arm: str, seed: int) -> dict:
     without = [share(inner, [j for j in range(GROUPS) if j != i]) for i in range(GROUPS)]
     error = np.sqrt((GROUPS - 1) * np.var(without))
     t = 2.36  # of seven degrees of freedom
-    return {"gap": np.mean(gaps), "share": whole, "half": t * error}
+    half = "?" if np.isnan(error) else t * error  # without some group: no length beyond noise
+    return {"gap": np.mean(gaps), "share": whole, "half": half}
 
 
 def rows(results: dict) -> list[list[str]]:
@@ -81,20 +86,22 @@ def rows(results: dict) -> list[list[str]]:
     table = [["sampler's weights", "gap", "drift's length, of the gradient's"]]
     for arm, runs in results.items():
         run = runs[0]
-        table.append([arm, f"{run['gap']:.4f}", f"{run['share']:.3f} ± {run['half']:.3f}"])
+        half = run["half"] if run["half"] == "?" else f"{run['half']:.2f}"
+        table.append([arm, f"{run['gap']:.4f}", f"{run['share']:.2f} ± {half}"])
     return table
 
 
 def draw(results: dict) -> object:
-    """The share over the gap."""
+    """The share over the gap, with its interval where there is one."""
     figure, axes = lab.sheet(TITLE, "drift's length, of the gradient's", width=5.5)
     for arm, runs in results.items():
         run = runs[0]
-        axes[0].errorbar(
-            run["gap"], run["share"], run["half"], color=lab.PINK, marker="o", capsize=3
-        )
-        lab.label(axes[0], run["gap"], run["share"], arm, lab.PINK)
-    axes[0].set_xscale("log")
+        error = None if run["half"] == "?" else run["half"]
+        point = run["gap"], run["share"]
+        axes[0].errorbar(*point, error, color=lab.PINK, marker="o", capsize=3)
+        lab.label(axes[0], *point, arm, lab.PINK)
+    lab.plain_ticks(axes[0], "x", (0.01, 0.1, 1, 3))
+    axes[0].set_ylim(-0.2, 1.2)
     axes[0].set_xlabel("gap of the sampler (nats per token)")
     return figure
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from labs import lab, toy
-from labs.credit.steps import by_token
 
 TITLE = "STAPO's mask cannot tell a slip from a discovery; it removes both"
 MASKS = {"GRPO": ("grpo", {}), "STAPO": ("stapo", {}), "top 20%": ("entropy20", {})}
@@ -91,7 +90,7 @@ def measure(arm: str, seed: int) -> dict:
     """The mean probability of junk, or that of the right first token, after each rollout."""
     (task, stem, flags), generator = ARMS[arm], torch.Generator().manual_seed(seed)
     credited = arm.endswith(CREDIT)
-    module = by_token(toy.load(stem)) if credited else toy.load(stem)
+    module = toy.by_token(toy.load(stem)) if credited else toy.load(stem)
     logits, curve = tables(task), []
     lr = LR[task] * (1 if task == "spark" else len(logits))
     for _ in range(ROLLOUTS[task]):
@@ -151,7 +150,7 @@ LABELS = {  # panel -> x, y and words of each arm's label
         "JustRL": (118, 0.94, "JustRL"),
         "Lp-Reg": (145, 0.81, "Lp-Reg"),
         "Lp-Reg, spring off": (132, 0.61, "Lp-Reg, spring off"),
-        CREDIT: (120, 0.2, CREDIT),
+        CREDIT: (120, 0.1, CREDIT),
     },
 }
 

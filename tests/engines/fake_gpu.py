@@ -1,13 +1,14 @@
 """One rank of a command for GPUs that are not there. Needs g++, and torch's build for CPUs.
 
-    python -m tests.engines.fake_gpu 2 torchrun --nproc_per_node=8 gspo.py --lr 1e-6 ...
+    python -m tests.engines.fake_gpu 2 80 torchrun --nproc_per_node=8 gspo.py --lr 1e-6 ...
 
 Every tensor is a FakeTensor: shape, type and the device cuda:0, but no memory. All but what is
-patched below runs unchanged, with 2 layers of the model (0: all). `main` runs three times: to the
-first update and a checkpoint; resumed, for a step with responses that fill a micro-batch and one of
-full length; and the first part as the last rank. The last line is JSON: exit code and collectives
-of each, and peaks in GB by device and phase. No numbers, speed or hangs are seen, and no types that
-a CUDA kernel refuses.
+patched below runs unchanged, with 2 layers of the model (0: all) on cards of 80 GB. `main` runs
+three times: to the first update and a checkpoint; resumed, for a step; and the first part as the
+last rank. Some responses fill a micro-batch, and one has full length: with all layers in each
+rollout, with few in the resumed run only, or the ranks could not be compared. The last line is
+JSON: exit code and collectives of each, and peaks in bytes by device and phase. No numbers, speed
+or hangs are seen, and no types that a CUDA kernel refuses.
 """
 
 import contextlib
@@ -32,6 +33,8 @@ from unittest.mock import MagicMock
 
 import common  # noqa: F401  (before torch)
 import numpy as np
+
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 # torch's build for CPUs aborts where autograd meets a tensor of CUDA. A device guard and hooks that
 # do nothing, loaded before torch asks for them, make it believe in a device.
@@ -85,19 +88,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, maskin
 from tools.maintain.shapes import byte_tokenizer, config_of
 from tools.memory import GRAPHS, VLLM_WORK, engine_bytes
 
-CARD = 80e9  # bytes
-MOST = 8_000_000  # elements of a tensor that has values
-UNKNOWN = 1_000_000  # of one without values, which counts as zeros where it meets some
+MOST = 40_000_000  # elements of a tensor that has values
+FEW = 1_000_000  # of one without, if it counts as zeros where it meets others
 aten = torch.ops.aten
 READS = (aten.item.default, aten.is_nonzero.default, aten._local_scalar_dense.default)
-EMPTY = (aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default)
+EMPTY = (aten.empty.memory_format, aten.empty_strided.default)
 DYNAMIC = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.DataDependentOutputException,
     fake_tensor.UnsupportedOperatorException,
 )
-# What is known of the run: --layers; what runs while no phase is timed; the tokens of long rows
-STATE = SimpleNamespace(layers=0, stage="load", fill=0, shaping=False)
+# Layers of the model (0: all), and bytes of a card; what runs when no phase is timed; tokens of a
+# micro-batch, and whether responses fill one; whether DTensor asks for a shape
+STATE = SimpleNamespace(layers=0, card=80e9, stage="load", fill=16384, long=True, shaping=False)
 COLLECTIVES, PEAKS = Counter(), defaultdict(Counter)
 
 
@@ -111,9 +114,8 @@ class Peaks(MemTracker):
     def _update_peak_stats(self, _: object) -> None:
         if STATE.shaping:
             return
-        if RUNNING[:1] == ["rollout"]:
-            STATE.stage = "update"
         phase = RUNNING[0] if RUNNING else STATE.stage
+        STATE.stage = {"rollout": "update", "sync": "other"}.get(phase, STATE.stage)
         for device, parts in self._curr_mem_snap.items():
             PEAKS[device.type][phase] = max(PEAKS[device.type][phase], parts["Total"])
 
@@ -123,7 +125,7 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, FakeTensor):
         return tensor
     if not hasattr(tensor, "value"):
-        assert tensor.numel() <= 8 * MOST, f"the program reads values of {tuple(tensor.shape)}"
+        assert tensor.numel() <= MOST, f"the program reads values of {tuple(tensor.shape)}"
         with torch._C._DisableTorchDispatch():
             tensor.value = torch.zeros(tensor.shape, dtype=tensor.dtype)
     return tensor.value
@@ -156,7 +158,6 @@ class Values(TorchDispatchMode):
             with torch._C._DisableTorchDispatch():
                 return value_of(args[0]).item()
         known = [not isinstance(one, FakeTensor) or hasattr(one, "value") for one in tensors]
-        small = all(one.numel() <= (MOST if k else UNKNOWN) for one, k in zip(tensors, known))
         try:
             made, shape = tree_flatten(func(*args, **(kwargs or {})))
         except DYNAMIC:  # the shape depends on values
@@ -165,13 +166,12 @@ class Values(TorchDispatchMode):
             made = [torch.empty(one.shape, dtype=one.dtype, device=on) for one in values]
         else:
             values = []
-            few = sum(one.numel() for one in made if isinstance(one, FakeTensor)) <= MOST
-            if few and small and (any(known) or not tensors) and func.namespace == "aten":
+            size = sum(one.numel() for one in made if isinstance(one, torch.Tensor))
+            small = all(one.numel() <= (MOST if k else FEW) for one, k in zip(tensors, known))
+            small = small and size <= (FEW if func in EMPTY else MOST)
+            if (any(known) or not tensors) and small and func.namespace == "aten":
                 with contextlib.suppress(RuntimeError):  # no kernel for CPUs: not known
                     values, _ = on_values(func, flat, spec)
-        for one in made:
-            if isinstance(one, FakeTensor):
-                one.constant = None  # torch's own values of single numbers: it copies them to a GPU
         for one, value in zip(made, values):
             if isinstance(one, FakeTensor) and (one.shape, one.dtype) == (value.shape, value.dtype):
                 one.value = value
@@ -189,7 +189,7 @@ class LLM:
             raise ValueError(f"{config.num_attention_heads} heads do not divide by {ranks}")
         with torch.device("meta"):
             self.elements = AutoModelForCausalLM.from_config(config).num_parameters()
-        self.share = options["gpu_memory_utilization"] * CARD
+        self.share = options["gpu_memory_utilization"] * STATE.card
         self.weights, token = engine_bytes(config, self.elements, ranks, float8)
         if self.share - self.weights - VLLM_WORK < token * options["max_model_len"]:
             raise ValueError("the KV cache holds no response of full length")
@@ -210,8 +210,6 @@ class LLM:
 
     def wake_up(self, tags: list[str]) -> None:
         awake = {*tags, *getattr(self, "awake", ())}
-        if STATE.stage == "update" and not RUNNING:
-            STATE.stage = "close"
         self.hold(awake, self.share if "kv_cache" in awake else self.weights + VLLM_WORK)
 
     def shutdown(self) -> None:
@@ -236,7 +234,7 @@ class LLM:
     def generate(self, requests: list, sampling: list, use_tqdm: bool) -> list:
         assert len(self.awake) == 2
         long, limit = [], sampling[0].max_tokens
-        if STATE.fill and sampling[0].n > 4:  # in training
+        if STATE.long and sampling[0].n > 4:  # in training
             prompt = len(requests[0]["prompt_token_ids"])
             rows = math.ceil(STATE.fill / (prompt + limit))
             long = [limit, *[STATE.fill // rows - prompt] * rows]
@@ -248,11 +246,10 @@ class LLM:
                 text = self.texts[(number + place) % 3]
                 length = long.pop() if long else min(how.max_tokens, len(text) - place % 2)
                 ids = text * (length // len(text)) + text[: length % len(text)]
-                logps = SimpleNamespace(logprobs=[0.0] * length)
-                experts = np.zeros((prompt + length - 1, *self.chosen), np.uint8)
-                outputs.append(
-                    SimpleNamespace(token_ids=ids, logprobs=logps, routed_experts=experts)
-                )
+                output = SimpleNamespace(token_ids=ids)
+                output.logprobs = SimpleNamespace(logprobs=[0.0] * length)
+                output.routed_experts = np.zeros((prompt + length - 1, *self.chosen), np.uint8)
+                outputs.append(output)
             answers.append(SimpleNamespace(outputs=outputs))
         return answers
 
@@ -276,11 +273,10 @@ def pretend_cuda(gpus: int) -> None:
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     for name in "Stream Event stream current_stream default_stream".split():
         setattr(torch.cuda, name, MagicMock())
+    torch.backends.cuda.enable_cudnn_sdp = lambda *_: None
     FakeTensorMode.avoid_device_init = True  # torch.tensor(..., device="cuda") would ask CUDA,
-    fake_tensor.init_gpu_context = torch.backends.cuda.enable_cudnn_sdp = lambda *_: (
-        None
-    )  # as these
-    FakeTensor.pin_memory = lambda self, *_: self
+    fake_tensor.init_gpu_context = lambda *_: None  # so would the mode
+    FakeTensor.pin_memory = lambda self, *_: self  # by CUDA's allocator
 
     def flash(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **_):
         if attn_mask is not None or query.dtype != torch.bfloat16:
@@ -290,8 +286,9 @@ def pretend_cuda(gpus: int) -> None:
 
     torch.nn.functional.scaled_dot_product_attention = flash  # the CPU build lacks its table
     masking_utils.is_tracing = lambda *_: False  # it takes a FakeTensor for torch.export
+    FakeTensorMode.may_turn_const = lambda *_: False  # its values of single numbers need a GPU
     FakeTensor.tolist = lambda self: value_of(self).tolist()
-    FakeTensor.numpy = lambda self, **_: value_of(self).numpy()
+    FakeTensor.numpy = lambda self, **_: np.array(self.tolist())
 
     def copied(self: FakeTensor, memo: dict) -> FakeTensor:
         if id(self) not in memo:
@@ -360,7 +357,7 @@ def pretend_hub() -> None:
         assert split in (row.train, row.test), (path, split)
         answers = {"boxed": r"\boxed{7}", "after_hashes": "#### 7", "listed": ["7"]}
         answer = answers.get(row.extract, "7")
-        return [{row.prompt: f"{path} {split} {i}", row.answer: answer} for i in range(9999)]
+        return [{row.prompt: f"{path} {split} {i:04}", row.answer: answer} for i in range(9999)]
 
     AutoConfig.from_pretrained, AutoModelForCausalLM.from_pretrained = config_for, load
     AutoTokenizer.from_pretrained = lambda *_, **__: byte_tokenizer(258)
@@ -418,12 +415,13 @@ def run_as(rank: int, ranks: int, module: ModuleType, flags: list[str]) -> tuple
 
 
 def main() -> None:
-    STATE.layers, command = int(sys.argv[1]), sys.argv[2:]
+    STATE.layers, STATE.card = int(sys.argv[1]), 1e9 * float(sys.argv[2])
+    command = sys.argv[3:]
     sizes = re.findall(r"--(?:nnodes|nproc_per_node)=(\d+)", " ".join(command))
     ranks = math.prod(map(int, sizes))
     file = next(word for word in command if word.endswith(".py"))
     flags = command[command.index(file) + 1 :]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     pretend_cuda(min(8, ranks))
     pretend_ranks()
     pretend_hub()
@@ -431,16 +429,16 @@ def main() -> None:
     module = importlib.import_module(file.removesuffix(".py"))
     first = 11 if file == "vcpo.py" else 1  # the step of the first update (--lag 10)
     with tempfile.TemporaryDirectory() as folder:
-        flags = [*flags, "--run_dir", f"{folder}/run", "--steps"]
+        flags = [*flags, "--eval_problems", str(ranks), "--run_dir", f"{folder}/run", "--steps"]
+        if "--micro_tokens" in flags:
+            STATE.fill = int(flags[flags.index("--micro_tokens") + 1])
+        # The exchange of rows is not real: with long rows a rank would count its own micro-batches.
+        STATE.long = not STATE.layers
         runs = [run_as(0, ranks, module, [*flags, str(first)])]
-        STATE.fill = next(
-            (int(b) for a, b in zip(flags, flags[1:]) if a == "--micro_tokens"), 16384
-        )
+        STATE.long = True
         runs.append(run_as(0, ranks, module, [*flags, str(first + 1), "--resume"]))
-        peaks = {
-            on: {name: f"{size / 1e9:.1f}" for name, size in PEAKS[on].items()} for on in PEAKS
-        }
-        STATE.fill = 0
+        peaks = {device: dict(sizes) for device, sizes in PEAKS.items()}
+        STATE.long = not STATE.layers
         runs.append(run_as(ranks - 1, ranks, module, [*flags, str(first)]))
     print(json.dumps([*runs, peaks]))
 

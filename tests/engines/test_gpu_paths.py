@@ -4,7 +4,6 @@ Whether the kernels do what they should is for tests/gpu; vLLM itself is in test
 """
 
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -59,18 +58,6 @@ def test_what_a_rollout_is_made_of(world, theirs, ours):
     assert batch.mask.sum() == 12 and batch.rollout_logp[3].tolist() == [-0.5, -0.25]
     assert batch.sampler_experts.dtype == ours
     assert batch.sampler_experts[[0, 3], :, 0, 0].tolist() == [[1, 1, 1, 0]] * 2
-
-
-def test_a_sleeping_engine_wakes_before_it_is_shut_down():
-    """CUDA prints an error for each piece of sleeping memory that is freed."""
-    calls = []
-    core = SimpleNamespace(shutdown=lambda: calls.append("shutdown"))
-    llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))
-    llm.wake_up = lambda tags: calls.append(f"wake {' '.join(tags)}")
-    engine = SimpleNamespace(llm=llm, awake=set())
-    engine._wake = partial(VLLMEngine._wake, engine)
-    VLLMEngine._close(engine)
-    assert calls == ["wake kv_cache weights", "shutdown"]
 
 
 def test_a_push_has_the_names_of_published_checkpoints():

@@ -2,9 +2,7 @@
 configuration, on one batch of uneven lengths whose samples are stale and off the sampler."""
 
 import functools
-import json
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -233,14 +231,3 @@ def test_the_sheet(name, flags, framework, there, constant, tmp_path):
         theirs = theirs_verl(there, [whole] if quantile else HALVES)
         compare_advantages(name, theirs[2], 1e-6)
         compare(theirs, name, flags, whole, constant)
-
-
-def test_the_run_starts(tmp_path, monkeypatch):
-    """The plug-in with TRL's own sampler and forward pass."""
-    from tools.port import trl_run
-
-    monkeypatch.chdir(tmp_path)
-    trl_run.main(trl_run.Args(steps=1, minibatches=1, eval_problems=8, eval_samples=1))
-    first, _, final = map(json.loads, Path("port-s1.jsonl").read_text("utf-8").splitlines())
-    assert 0.3 < first["reward"] < 0.9 and first["grad_norm"] > 0.1
-    assert 0 <= final["greedy"] <= 1

@@ -5,9 +5,12 @@ import importlib
 import importlib.machinery
 import json
 import runpy
+import shlex
 import shutil
 import sys
 from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import numpy as np
@@ -24,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 NAMES = sorted(path.parent.name for path in ROOT.glob("labs/*/figure.png"))
 LABS = {name: importlib.import_module(f"labs.{name}.__main__") for name in NAMES}
-RUNS = [name for name in LABS if hasattr(LABS[name], "COLUMNS")]  # of whole training runs
+RUNS = [name for name in LABS if lab.is_training(LABS[name])]
 
 
 def results(table: Path) -> dict:
@@ -43,6 +46,7 @@ def start(patch: pytest.MonkeyPatch, module: str, *words: object) -> None:
 CLAIMS = {
     "fork": ("rollouts", "MASPO", "clip-higher", "GRPO"),
     "bound": ("perfect critic", "long, on-policy, plain", "short, on-policy, plain"),
+    "baseline": ("until hard", "MaxRL, mixed", "RLOO, mixed", "REINFORCE++, mixed"),
     "flips": ("entropy", "GRPO, wrong π_old", "SAPO, wrong π_old"),
     "drift": ("share", "gap 0.01", "gap 0.11", "gap 0.90"),
     "junk": ("end", "junk, STAPO", "junk, GRPO"),
@@ -52,10 +56,16 @@ CLAIMS = {
 }
 
 
+def number(run: dict, name: str) -> float:
+    if name == "until hard":
+        return LABS["baseline"].until(run, "hard")
+    return float(np.ravel(run[name])[-1])
+
+
 def goes_its_way(name: str, found: dict) -> None:
     """The medians over seeds rise from arm to arm."""
     measured, *arms = CLAIMS[name]
-    medians = [np.median([np.ravel(run[measured])[-1] for run in found[arm]]) for arm in arms]
+    medians = [np.median([number(run, measured) for run in found[arm]]) for arm in arms]
     for less, more in zip(medians, medians[1:]):
         assert less < more, (arms, medians)
 
@@ -92,11 +102,14 @@ def test_the_shipped_table_of_runs_becomes_a_figure(name, tmp_path, monkeypatch,
 def test_the_runs_of_a_lab_would_start(name, monkeypatch):
     """Their flags exist, also in a quick run."""
     for command in LABS[name].ARMS.values():
-        words = f"{command} {lab.SHORT} {getattr(LABS[name], 'SHORT', '')}".split()
+        words = shlex.split(f"{command} {lab.SHORT} {getattr(LABS[name], 'SHORT', '')}")
         file = words[1] if words[0] == "-m" else words[0]
         if file.startswith("labs."):  # a module that runs a file: `labs.trials.turn 10 lr 3 FILE`
             file = next(word for word in words if word.endswith(".py"))
-        monkeypatch.setattr(sys, "argv", words[words.index(file) :])
+        flags = words[words.index(file) + 1 :]
+        if not flags[0].startswith("--"):  # `labs.race.stresses FILE STRESS FLAGS`
+            flags = flags[1:]
+        monkeypatch.setattr(sys, "argv", [file, *flags])
         args = parse(module_of(file.removesuffix(".py").removeprefix("variants.")).Args)
         assert not broken_rule(args), command
 
@@ -113,7 +126,7 @@ def test_a_lab_of_runs_goes_on_where_its_table_ends(tmp_path, monkeypatch):
     made, table, module = [], tmp_path / "t.json", Runs("labs.runs.__main__")
     module.__spec__ = importlib.machinery.ModuleSpec("labs.runs.__main__", None)
 
-    def trained(command: str, seed: int, columns: tuple, damage: tuple | None) -> dict:
+    def trained(command: str, seed: int, keep: Callable, damage: tuple | None) -> dict:
         made.append((command.strip(), seed))
         return {"reward@": [1], "reward": [seed]}
 
@@ -139,15 +152,15 @@ open(folder + "/metrics.jsonl", "w").write('{"step": 0, "greedy": 0.25}\\n')
 def test_a_run_that_somebody_stopped_is_no_result(tmp_path):
     """It ends with exit code 0 and no summary; one that broke ends with 1 and a traceback; one that
     stopped itself is a result."""
-    file = tmp_path / "stopped.py"
+    file, greedy = tmp_path / "stopped.py", partial(lab.columns_of, names=("greedy",))
     file.write_text(STOPPED)
     with pytest.raises(BadInput, match="was stopped before its end"):
-        lab.trained(str(file), 1, ("greedy",))
+        lab.trained(str(file), 1, greedy)
     file.write_text(STOPPED + "raise KeyError('β')")
     with pytest.raises(BadInput, match="exit code 1: KeyError: 'β'"):
-        lab.trained(str(file), 1, ("greedy",))
+        lab.trained(str(file), 1, greedy)
     file.write_text(STOPPED + "sys.exit('stopped.py: error: sampler and trainer disagree')")
-    found = lab.trained(str(file), 1, ("greedy",))
+    found = lab.trained(str(file), 1, greedy)
     assert found["stopped"].endswith("disagree") and found["greedy"].tolist() == [0.25]
 
 

@@ -14,19 +14,28 @@ from tools import memory
 from tests.helpers import ROOT
 from tests.repository.test_docs import commands
 
-# GB of the largest phase of each file's last command for several GPUs, by tests.engines.fake_gpu
-PEAKS = {"grpo": 57.7, "stapo": 68.6}
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PEAKS)
-def test_it_agrees_with_the_fake_within_a_twentieth(name, monkeypatch):
-    header = ast.get_docstring(ast.parse(PATHS[name].read_text("utf-8")))
-    found = [one for one in commands(header) if one[2] > 1 and "..." not in one[1]]
-    _, words, gpus = found[-1]
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
-    args = parse(importlib.import_module(name).Args)
-    assert memory.estimate(args, gpus, 80.0)["peak"] == pytest.approx(PEAKS[name], rel=0.05)
+def test_it_agrees_with_the_fake_within_a_twentieth(monkeypatch):
+    """For each row of the page's table of commands for several GPUs."""
+    page = (ROOT / "docs/gpu.md").read_text("utf-8")
+    rows = re.findall(r"\| ([\w., ]+\.py) \| \S+ \| (\d+) \|((?: [\d.]+ \|){5})", page)
+    seen = []
+    for names, gpus, numbers in rows:
+        peak = max(map(float, re.findall(r"[\d.]+", numbers)))
+        for name in re.findall(r"(\w+)\.py", names):
+            header = ast.get_docstring(ast.parse(PATHS[name].read_text("utf-8")))
+            (words,) = [
+                words
+                for _, words, ranks in commands(header)
+                if ranks == int(gpus) and "..." not in words
+            ]
+            monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+            args = parse(importlib.import_module(name).Args)
+            found = memory.estimate(args, int(gpus), 80.0)["peak"]
+            assert found == pytest.approx(peak, rel=0.05), (name, gpus)
+            seen.append((name, gpus))
+    assert len(seen) == 12
 
 
 @pytest.mark.slow
