@@ -20,6 +20,11 @@ def load(stem: str) -> ModuleType:
     return importlib.import_module(MODULES[stem])
 
 
+def by_token(module: ModuleType) -> ModuleType:
+    """The file with a loss that reads an advantage for each token, `token_advantages [N, T]`."""
+    return checks.mutate(module, "A = batch.advantages[:, None]", "A = batch.token_advantages")
+
+
 def start(p: float, size: int) -> Tensor:
     """Logits `[size]` of a softmax with probability p on 0 and the rest spread evenly."""
     first = torch.tensor(p / (1 - p) * (size - 1), dtype=torch.float64).log()

@@ -7,7 +7,8 @@ tokens follow. *spark*: the first token chooses one of two ways. The usual way, 
 half of the time. The rare way, at 0.05, needs a second token, which is right in one of five samples
 and can be learned. Junk and fork compare STAPO's mask with training the top 20% of tokens by
 entropy. Spark compares Lp-Reg, which has a spring under rare negative-advantage tokens, with Lp-Reg
-without its spring and with its base file.
+without its spring and with its base file. *Exact credit* is GRPO with the advantage of each token
+from a perfect critic, Q - V over the group's std, instead of one for the whole response.
 
     python -m labs.junk
 """
@@ -24,12 +25,14 @@ TITLE = "STAPO's mask cannot tell a slip from a discovery; it removes both"
 MASKS = {"GRPO": ("grpo", {}), "STAPO": ("stapo", {}), "top 20%": ("entropy20", {})}
 SPRINGS = {"GRPO": ("grpo", {}), "JustRL": ("justrl", {}), "Lp-Reg": ("lp_reg", {})}
 SPRINGS["Lp-Reg, spring off"] = ("lp_reg", {"proxy_weight": 0.0})
+CREDIT = "exact credit"
+MASKS[CREDIT] = SPRINGS[CREDIT] = ("grpo", {})
 TASKS = {"junk": MASKS, "fork": MASKS, "spark": SPRINGS}
 ARMS = {
     f"{task}, {name}": (task, *way) for task, ways in TASKS.items() for name, way in ways.items()
 }
-COLOURS = dict(zip([*MASKS, *SPRINGS], (lab.BLACK, lab.ORANGE, lab.GREEN, lab.BLACK, lab.BLUE)))
-COLOURS |= {"Lp-Reg": lab.PINK, "Lp-Reg, spring off": lab.GREY}
+COLOURS = {"GRPO": lab.BLACK, "STAPO": lab.ORANGE, "top 20%": lab.GREEN, "JustRL": lab.BLUE}
+COLOURS |= {CREDIT: "#56B4E9", "Lp-Reg": lab.PINK, "Lp-Reg, spring off": lab.GREY}
 P, G, V = 16, 8, 20
 LR = {"junk": 4.0, "fork": 6.0, "spark": 4.0}  # times the tokens of a response, except at the spark
 STEPS = {
@@ -66,10 +69,29 @@ def outcome(task: str, tokens: Tensor, generator: torch.Generator) -> tuple[Tens
     return ((first == 1) & coin) | ((tokens == 0).all(dim=1)), mask
 
 
+def exact_advantages(task: str, chances: Tensor, tokens: Tensor, right: Tensor) -> Tensor:
+    """`[N, T]`: the change of the chance of a right response, Q - V, by each token, over the
+    group's std; 0 where all rewards are equal, as with GRPO. A coin's part belongs to no token."""
+    found = torch.zeros(tokens.shape, dtype=torch.float64)  # junk: no token changes it
+    first = tokens[:, 0] == 0  # [N]
+    if task == "fork":
+        found[:, 0] = first.double() - chances[0, 0]
+    if task == "spark":
+        second = chances[1, 0]  # of a right second token
+        value = torch.zeros(V, dtype=torch.float64)  # of each first token
+        value[0], value[1] = second, 0.5
+        found[:, 0] = value[tokens[:, 0]] - chances[0] @ value
+        found[:, 1] = ((tokens[:, 1] == 0).double() - second) * first
+    std = right.double().view(P, G).std(dim=1).repeat_interleave(G)[:, None]  # [N, 1]
+    return torch.where(std > 0, found / (std + 1e-6), 0)
+
+
 def measure(arm: str, seed: int) -> dict:
     """The mean probability of junk, or that of the right first token, after each rollout."""
     (task, stem, flags), generator = ARMS[arm], torch.Generator().manual_seed(seed)
-    module, logits, curve = toy.load(stem), tables(task), []
+    credited = arm.endswith(CREDIT)
+    module = toy.by_token(toy.load(stem)) if credited else toy.load(stem)
+    logits, curve = tables(task), []
     lr = LR[task] * (1 if task == "spark" else len(logits))
     for _ in range(ROLLOUTS[task]):
         chances = logits.softmax(-1)  # [T, V]
@@ -81,6 +103,8 @@ def measure(arm: str, seed: int) -> dict:
         entropy = -(chances * logits.log_softmax(-1)).sum(-1).expand_as(old_logp)  # [N, T]
         advantages = module.advantages(right.double().view(P, G)).flatten()  # [N]
         held = {"advantages": advantages, "entropy": entropy, "mask": mask, "old_logp": old_logp}
+        if credited:
+            held["token_advantages"] = exact_advantages(task, chances, tokens, right)
         if stem == "lp_reg":
             every = logits.log_softmax(-1).repeat(P * G, 1)  # [N·T, V]
             proxy = module.proxy_logprobs(every, tokens.flatten(), module.Args().kappa)
@@ -113,17 +137,20 @@ LABELS = {  # panel -> x, y and words of each arm's label
         "GRPO": (203, 0.0104, "GRPO"),
         "STAPO": (203, 0.0022, "STAPO"),
         "top 20%": (203, 0.0135, "top 20%"),
+        CREDIT: (203, 0.0085, CREDIT),
     },
     "fork": {
         "GRPO": (70, 0.5, "GRPO"),
         "STAPO": (58, 0.00135, "STAPO, top 20% (dashed)"),
         "top 20%": (0, 1, ""),
+        CREDIT: (70, 0.25, CREDIT),
     },
     "spark": {
         "GRPO": (120, 0.36, "GRPO"),
         "JustRL": (118, 0.94, "JustRL"),
         "Lp-Reg": (145, 0.81, "Lp-Reg"),
         "Lp-Reg, spring off": (132, 0.61, "Lp-Reg, spring off"),
+        CREDIT: (120, 0.1, CREDIT),
     },
 }
 

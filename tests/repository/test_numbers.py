@@ -12,7 +12,7 @@ from labs.lab import end
 
 from tests.helpers import ROOT
 
-QUOTING = ("docs/claims.md", "labs/course-answers.md")
+QUOTING = ("docs/claims.md", "docs/open.md", "labs/course-answers.md")
 LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
 NUMBER = r"\d+(?:\.\d+)?(?:e-\d+)?"
 # `3 of 5`, `0.42 (0.30–0.48)` and `0.42`, but not the 2 of SmolLM2
