@@ -45,7 +45,6 @@ class Rollout:
                                 (minirl)
         branch, origin `[N]`    0 on main rows, on branches their factor; the parent (deep_grpo)
         working `[N, T]`, working_advantages `[N]`  1 on the working, and its own Â (blockwise)
-        proxy_logp `[N, T]`     log π_proxy(token) (lp_reg)
         spurious `[N, T]`       True on tokens to silence (stapo); `choose_tokens` of a file writes
                                 such a column from a whole mini-batch, before its update
         values, returns, token_advantages `[N, T]`  V, its target, and Â of each token (ppo)

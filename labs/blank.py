@@ -24,7 +24,7 @@ HEAD = "# Exercise: {name}"  # the first line
 INDENT, TODO = "    # ", '    raise NotImplementedError("TODO: {name}")'
 # What is asked for is small, has a catch, or needs the head of the file read closely
 EASY = "grpo dr_grpo justrl dapo goldilocks laconic sampler_logprobs accumulate pass_at_k shift"
-HARD = "maspo vcpo deep_grpo stapo icepop lp_reg blockwise recipe rank_advantages"
+HARD = "maspo vcpo deep_grpo stapo icepop blockwise recipe rank_advantages"
 TOKENS = "/ response tokens"
 # What each statistic is, for a student who is to write it: what is added up / what it is divided by
 STATISTICS = {
@@ -67,9 +67,6 @@ STATISTICS = {
     "centred": f"half of the sum of |c| {TOKENS}",
     "tail": f"1 - the sum of μ over the K tokens {TOKENS}",
     "damped": "|Â| - |u Â| of responses / |Â| of responses",
-    "protected_share": "tokens protected / response tokens with Â < 0",
-    "protected_pull": "β (π_proxy/π_θ - 1) of the tokens protected / tokens protected",
-    "noise_share": "rare tokens that the proxy has filtered out / rare tokens",
     "advantages_apart": "|Â of the working - Â of the answer| / responses",
     "anchor_kl": "β log(π_old/π_θ) of whole responses / responses",
 }

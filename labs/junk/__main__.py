@@ -6,8 +6,7 @@ the first token alone decides. A wrong one has probability 0.98, the right one 0
 tokens follow. *spark*: the first token chooses one of two ways. The usual way, at 0.94, is right
 half of the time. The rare way, at 0.05, needs a second token, which is right in one of five samples
 and can be learned. Junk and fork compare STAPO's mask with training the top 20% of tokens by
-entropy. Spark compares Lp-Reg, which has a spring under rare negative-advantage tokens, with Lp-Reg
-without its spring and with its base file. *Exact credit* is GRPO with the advantage of each token
+entropy. Spark compares GRPO with JustRL. *Exact credit* is GRPO with the advantage of each token
 from a perfect critic, Q - V over the group's std, instead of one for the whole response.
 
     python -m labs.junk
@@ -23,23 +22,18 @@ from labs import lab, toy
 
 TITLE = "STAPO's mask cannot tell a slip from a discovery; it removes both"
 MASKS = {"GRPO": ("grpo", {}), "STAPO": ("stapo", {}), "top 20%": ("entropy20", {})}
-SPRINGS = {"GRPO": ("grpo", {}), "JustRL": ("justrl", {}), "Lp-Reg": ("lp_reg", {})}
-SPRINGS["Lp-Reg, spring off"] = ("lp_reg", {"proxy_weight": 0.0})
+CLIPS = {"GRPO": ("grpo", {}), "JustRL": ("justrl", {})}
 CREDIT = "exact credit"
-MASKS[CREDIT] = SPRINGS[CREDIT] = ("grpo", {})
-TASKS = {"junk": MASKS, "fork": MASKS, "spark": SPRINGS}
+MASKS[CREDIT] = CLIPS[CREDIT] = ("grpo", {})
+TASKS = {"junk": MASKS, "fork": MASKS, "spark": CLIPS}
 ARMS = {
     f"{task}, {name}": (task, *way) for task, ways in TASKS.items() for name, way in ways.items()
 }
 COLOURS = {"GRPO": lab.BLACK, "STAPO": lab.ORANGE, "top 20%": lab.GREEN, "JustRL": lab.BLUE}
-COLOURS |= {CREDIT: "#56B4E9", "Lp-Reg": lab.PINK, "Lp-Reg, spring off": lab.GREY}
+COLOURS[CREDIT] = "#56B4E9"
 P, G, V = 16, 8, 20
 LR = {"junk": 4.0, "fork": 6.0, "spark": 4.0}  # times the tokens of a response, except at the spark
-STEPS = {
-    "junk": 1,
-    "fork": 1,
-    "spark": 4,
-}  # gradient steps per rollout; at r = 1 the spring hardly pulls
+STEPS = {"junk": 1, "fork": 1, "spark": 4}  # gradient steps per rollout; at r = 1 no clip acts
 EVERY, ROLLOUTS = 2, {"junk": 200, "fork": 150, "spark": 200}
 
 
@@ -105,10 +99,6 @@ def measure(arm: str, seed: int) -> dict:
         held = {"advantages": advantages, "entropy": entropy, "mask": mask, "old_logp": old_logp}
         if credited:
             held["token_advantages"] = exact_advantages(task, chances, tokens, right)
-        if stem == "lp_reg":
-            every = logits.log_softmax(-1).repeat(P * G, 1)  # [N·T, V]
-            proxy = module.proxy_logprobs(every, tokens.flatten(), module.Args().kappa)
-            held["proxy_logp"] = proxy.view(tokens.shape)
         for _ in range(STEPS[task]):
             logits = logits - lr * toy.gradient(module, flags, logits, tokens, **held)
     found = next((i for i, p in enumerate(curve) if p > 0.5), np.inf)
@@ -148,8 +138,6 @@ LABELS = {  # panel -> x, y and words of each arm's label
     "spark": {
         "GRPO": (120, 0.36, "GRPO"),
         "JustRL": (118, 0.94, "JustRL"),
-        "Lp-Reg": (145, 0.81, "Lp-Reg"),
-        "Lp-Reg, spring off": (132, 0.61, "Lp-Reg, spring off"),
         CREDIT: (120, 0.1, CREDIT),
     },
 }

@@ -337,7 +337,7 @@ def test_other_rules(alone, name, flags):
 EMPTY = ("common.logprobs", "micros = micros[::-1] or [[]]", "micros = [*micros[::-1], []]")
 # A mean of means, a mini-batch's quantile, whole responses, branches; passes of their own
 SMALLEST = ["grpo", "stapo", "vcpo", "deep_grpo"]
-SMALLEST += [pytest.param(n, marks=slow) for n in "minirl goldilocks ppo lp_reg recipe".split()]
+SMALLEST += [pytest.param(n, marks=slow) for n in "minirl goldilocks ppo recipe".split()]
 
 
 @pytest.mark.parametrize("name", SMALLEST)

@@ -28,7 +28,6 @@ BUDGET = {
     "deep_grpo": (266, 108),
     "goldilocks": (268, 110),
     "blockwise": (218, 73),  # where a response is cut, and two advantages
-    "lp_reg": (232, 50),  # a column, a quantile over ranks, a term
     "dapo": (225, 76),  # rounds of sampling, and two more parts of the recipe
     "dppo": (210, 47),  # two flags more: prime-rl's mask and square
     "paced": (284, 56),  # without its base file's KL term
