@@ -31,6 +31,7 @@ LAYERS = {"nothing": (), "all five": tuple(OFF)}
 LAYERS |= {f"without {name}": tuple(other for other in OFF if other != name) for name in OFF}
 LAYERS |= {f"{name} alone": (name,) for name in OFF}
 LAYERS["stale, curriculum"] = ("stale", "curriculum")
+LAYERS["stale, curriculum, branches"] = ("stale", "curriculum", "branches")
 RATES = {"": "", ", lr 1e-3": " --lr 1e-3"}
 ARMS = {
     arm + rate: " ".join(
@@ -49,9 +50,8 @@ def against(layers: str) -> str | None:
     """The arm that a row is compared with, seed by seed."""
     if layers == "nothing":
         return None
-    return {"stale, curriculum": "stale alone"}.get(
-        layers, "all five" if layers.startswith("without") else "nothing"
-    )
+    pairs = {"stale, curriculum": "stale alone", "stale, curriculum, branches": "stale, curriculum"}
+    return pairs.get(layers, "all five" if layers.startswith("without") else "nothing")
 
 
 def ended(run: dict, other: dict | None, least: float) -> dict:
