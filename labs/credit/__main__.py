@@ -9,11 +9,10 @@ docs/stability.md in which runs fall. SAPO, MASPO and STAPO are trained under th
 
 import sys
 
-
 from labs import lab
 from labs.race.stresses import STRESSES
 
-TITLE = "Exact credit by step"
+TITLE = "Credit for the right steps prevents none of the falls"
 HOW = ("outcome", "step", "shuffled")
 SETTINGS = ("none", "lr x3", "16 updates", "stale sampler", "all four at half strength")
 FOUR = SETTINGS[-1]

@@ -3,7 +3,7 @@
     python -m labs.ladder.start SIZE FILE FLAGS...
 
 SIZE is 30k, 124k, 500k or 2M parameters. All four imitate the demonstrations of the embedded model,
-until they answer half of the training prompts right. Each is made once and kept in
+until they answer 0.45 of held-out problems right (sampled). Each is made once and kept in
 runs/labs/ladder: five to fifteen minutes on one core.
 """
 
