@@ -99,10 +99,11 @@ def rows(results: dict) -> list[list[str]]:
 
 
 def draw(results: dict) -> object:
-    """The arms without one layer, the usual rate and ESS/B are in the table only."""
-    words = "sampled accuracy at three times the learning rate: last three evaluations"
+    """Four arms without one layer, the usual rate and ESS/B are in the table only."""
+    words = "sampled accuracy at lr 1e-3, last three evaluations"
     figure, (axis,) = lab.sheet(TITLE, words, width=7.4)
-    arms = ["nothing", *(f"{name} alone" for name in OFF), "stale, curriculum", "all five"]
+    arms = ["nothing", *(f"{name} alone" for name in OFF), "stale, curriculum"]
+    arms += ["stale, curriculum, branches", "without branches", "all five"]
     for y, layers in enumerate(reversed(arms)):
         values = [lab.tail(run["sampled"], 3) for run in results[f"{layers}, lr 1e-3"]]
         lab.dots(axis, y, values, COLOURS.get(layers, lab.BLUE))
