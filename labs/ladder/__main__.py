@@ -68,7 +68,7 @@ def slope(points: dict[str, list[float]]) -> str:
 
 def panels() -> dict:
     """size -> the numbers of every seed (panels.py)."""
-    return json.loads((ROOT / "labs/ladder/panels.json").read_text(encoding="utf-8"))
+    return json.loads((ROOT / "labs/ladder/signs.json").read_text(encoding="utf-8"))
 
 
 def rates(results: dict) -> dict[str, list[float]]:

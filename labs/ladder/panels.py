@@ -2,7 +2,7 @@
 
     python -m labs.ladder.panels
 
-It writes runs/labs/ladder/panels.json: some minutes on one core.
+It writes runs/labs/ladder/signs.json: some minutes on one core.
 """
 
 from checks.files import ROOT
@@ -42,4 +42,4 @@ def measured(size: str, seed: int) -> dict[str, list[float]]:
 
 if __name__ == "__main__":
     found = {size: [measured(size, seed) for seed in range(1, 6)] for size in PARAMETERS}
-    lab.write(ROOT / "runs/labs/ladder/panels.json", found)
+    lab.write(ROOT / "runs/labs/ladder/signs.json", found)
