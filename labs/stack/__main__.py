@@ -31,6 +31,7 @@ LAYERS = {"nothing": (), "all five": tuple(OFF)}
 LAYERS |= {f"without {name}": tuple(other for other in OFF if other != name) for name in OFF}
 LAYERS |= {f"{name} alone": (name,) for name in OFF}
 LAYERS["stale, curriculum"] = ("stale", "curriculum")
+LAYERS["stale, curriculum, branches"] = ("stale", "curriculum", "branches")
 RATES = {"": "", ", lr 1e-3": " --lr 1e-3"}
 ARMS = {
     arm + rate: " ".join(
@@ -49,9 +50,8 @@ def against(layers: str) -> str | None:
     """The arm that a row is compared with, seed by seed."""
     if layers == "nothing":
         return None
-    return {"stale, curriculum": "stale alone"}.get(
-        layers, "all five" if layers.startswith("without") else "nothing"
-    )
+    pairs = {"stale, curriculum": "stale alone", "stale, curriculum, branches": "stale, curriculum"}
+    return pairs.get(layers, "all five" if layers.startswith("without") else "nothing")
 
 
 def ended(run: dict, other: dict | None, least: float) -> dict:
@@ -99,10 +99,11 @@ def rows(results: dict) -> list[list[str]]:
 
 
 def draw(results: dict) -> object:
-    """The arms without one layer, the usual rate and ESS/B are in the table only."""
-    words = "sampled accuracy at three times the learning rate: last three evaluations"
+    """Four arms without one layer, the usual rate and ESS/B are in the table only."""
+    words = "sampled accuracy at lr 1e-3, last three evaluations"
     figure, (axis,) = lab.sheet(TITLE, words, width=7.4)
-    arms = ["nothing", *(f"{name} alone" for name in OFF), "stale, curriculum", "all five"]
+    arms = ["nothing", *(f"{name} alone" for name in OFF), "stale, curriculum"]
+    arms += ["stale, curriculum, branches", "without branches", "all five"]
     for y, layers in enumerate(reversed(arms)):
         values = [lab.tail(run["sampled"], 3) for run in results[f"{layers}, lr 1e-3"]]
         lab.dots(axis, y, values, COLOURS.get(layers, lab.BLUE))

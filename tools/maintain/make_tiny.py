@@ -13,6 +13,7 @@ FOLDER must be new or empty: to replace an embedded model, delete it first.
 
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 from common.model import EMBEDDED, load_model
@@ -49,13 +50,15 @@ def demonstration(rng: random.Random, guess: float, slip: float) -> tuple[str, s
     return prompt, ";".join(steps) + "#" + answer
 
 
-def untrained(kind: str) -> PreTrainedModel:
-    """The model before its warm start; for tiny-teacher this is tiny after its warm start."""
+def untrained(kind: str, width: int = 64) -> PreTrainedModel:
+    """The model before its warm start; for tiny-teacher this is tiny after its warm start. `width`:
+    its hidden size, to which all other sizes are in proportion (labs/ladder)."""
     if kind == "tiny-teacher":
         return load_model("tiny")[0].train()
     shape = {"vocab_size": len(VOCABULARY), "max_position_embeddings": 256}
-    shape |= {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 192}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    shape |= {"hidden_size": width, "num_hidden_layers": 2, "intermediate_size": 3 * width}
+    heads = width // 16
+    shape |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2, "head_dim": 32}
     shape |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     shape |= {"tie_word_embeddings": True}
     if kind != "tiny-moe":
@@ -80,8 +83,9 @@ def imitate(
     lr: float,
     guess: float,
     slip: float,
+    enough: Callable[[int], bool] = lambda step: False,
 ) -> None:
-    """Train the model on demonstrations with these shares of guesses and slips."""
+    """Train the model on demonstrations with these shares of guesses and slips, until `enough`."""
     rng = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
     for step in range(steps):
@@ -102,6 +106,8 @@ def imitate(
         optimizer.zero_grad()
         if step % 200 == 0 or step == steps - 1:
             print(f"step {step:5d}  loss {loss.item():.4f}", flush=True)
+        if enough(step):
+            break
 
 
 def main(kind: str, folder: Path, most: int | None = None) -> None:
