@@ -1,7 +1,6 @@
 """A tool between the turns of a response: what a mask with holes changes, and what it must not."""
 
 import json
-import signal
 import sys
 
 import pytest
@@ -15,7 +14,7 @@ from variants import tool
 
 from checks import busy_batch, loss_and_gradient, near
 from checks.files import NINE
-from tests.helpers import SMALL, assert_same_run, command, metrics, module_of, run_here
+from tests.helpers import SMALL, metrics, module_of, run_here
 
 TASK = """
 from common.tiny import arithmetic
@@ -102,17 +101,6 @@ def test_a_run_with_failing_calls(task_file, tmp_path, rule, monkeypatch):
     scores = [json.loads(line) for line in measured.read_text().splitlines()]
     greedy = [row["scores"][0] for row in scores if not row["temperature"]]
     assert sum(greedy) / len(greedy) == lines[-1]["greedy"]
-
-
-@pytest.mark.slow
-def test_two_ranks_resume_to_the_bit(task_file, tmp_path):
-    """With failing calls: both killed in step 4, on from step 2, the end is an unbroken run's."""
-    flags = [*SMALL, "--task", task_file, "--failed_call", "drop", "--steps", 4, "--run_dir"]
-    for name, how in (("whole", ()), ("parts", (signal.SIGKILL, 4))):
-        command("tool", *flags, tmp_path / name, at=how, ranks=2)
-    assert [line["step"] for line in metrics(tmp_path / "parts")] == [0, 1, 2, 3]
-    assert command("tool", *flags, tmp_path / "parts", "--resume", ranks=2).codes == [0, 0]
-    assert_same_run(tmp_path / "whole", tmp_path / "parts", 4, tmp_path)
 
 
 def test_a_task_without_a_reply_is_one_line(capsys, tmp_path):
