@@ -5,9 +5,7 @@ import sys
 
 import pytest
 import torch
-from common.data import load_task
 from common.launch import launch
-from common.logprobs import Policy, response_logprobs
 from common.reward import Verifier
 from tools import evaluate
 from variants import tool
@@ -54,19 +52,6 @@ def test_a_hole_is_nothing_to_a_loss(name):
 def task_file(tmp_path):
     (tmp_path / "calls.py").write_text(TASK)
     return str(tmp_path / "calls.py")
-
-
-def test_sampler_and_trainer_agree_around_replies(world, tiny):
-    """log μ of each sampled token is the trainer's; on the tool's tokens all columns are 0."""
-    lm, tokenizer = tiny
-    args = tool.Args(dtype="float32", rollout="hf", eval_problems=16)
-    turns = tool.Turns(args, lm, load_task(args, tokenizer), world)
-    prompts = [problem.prompt_ids for problem in turns.task.held_out]
-    made = turns.generate(prompts, 8, 64, 1.0)
-    logp, entropy = response_logprobs(Policy(lm), made, 1.0)
-    assert torch.allclose(logp, made.rollout_logp, atol=1e-4)
-    written = made.tokens * (1 - made.mask)  # [N, T]
-    assert (written > 0).sum() > 100 and not ((1 - made.mask) * (entropy - logp)).any()
 
 
 def test_a_reply_that_fails_costs_its_own_call_alone(task_file):
