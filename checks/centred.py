@@ -125,19 +125,6 @@ def check_tail(module: ModuleType) -> None:
     near(ours - covariance, left, "what an unlike tail leaves", 1e-10)
 
 
-def check_untruncated(module: ModuleType) -> None:
-    """With the whole weight π/μ nothing is left to centre: the mean gradient is E_π[A ∇ log π],
-    with centring and without."""
-    logits, mu, A = place(2)
-    pi = logits.detach().softmax(0)
-    scores = torch.eye(V, dtype=torch.float64) - pi
-    for K in (3, V):
-        for centre_top in (0, 20):
-            flags = {"weight": "tis", "w_high": 1e12, "centre_top": centre_top}
-            ours = mean_gradient(module, logits, mu, A, K, **flags)
-            near(ours, (pi * A) @ scores, f"the mean gradient, K = {K}, {flags}", 1e-10)
-
-
 def check_published(module: ModuleType) -> None:
     """The term and its gradient are those of vime's function (losses.json)."""
     numbers = FIXTURE["score_centering"]

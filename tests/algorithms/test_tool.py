@@ -1,21 +1,18 @@
 """A tool between the turns of a response: what a mask with holes changes, and what it must not."""
 
 import json
-import signal
 import sys
 
 import pytest
 import torch
-from common.data import load_task
 from common.launch import launch
-from common.logprobs import Policy, response_logprobs
 from common.reward import Verifier
 from tools import evaluate
 from variants import tool
 
 from checks import busy_batch, loss_and_gradient, near
 from checks.files import NINE
-from tests.helpers import SMALL, assert_same_run, command, metrics, module_of, run_here
+from tests.helpers import SMALL, metrics, module_of, run_here
 
 TASK = """
 from common.tiny import arithmetic
@@ -57,19 +54,6 @@ def task_file(tmp_path):
     return str(tmp_path / "calls.py")
 
 
-def test_sampler_and_trainer_agree_around_replies(world, tiny):
-    """log μ of each sampled token is the trainer's; on the tool's tokens all columns are 0."""
-    lm, tokenizer = tiny
-    args = tool.Args(dtype="float32", rollout="hf", eval_problems=16)
-    turns = tool.Turns(args, lm, load_task(args, tokenizer), world)
-    prompts = [problem.prompt_ids for problem in turns.task.held_out]
-    made = turns.generate(prompts, 8, 64, 1.0)
-    logp, entropy = response_logprobs(Policy(lm), made, 1.0)
-    assert torch.allclose(logp, made.rollout_logp, atol=1e-4)
-    written = made.tokens * (1 - made.mask)  # [N, T]
-    assert (written > 0).sum() > 100 and not ((1 - made.mask) * (entropy - logp)).any()
-
-
 def test_a_reply_that_fails_costs_its_own_call_alone(task_file):
     """In the bounded worker of a reward: no text, out of time; the next one is asked as always."""
     replies = Verifier(task_file, workers=1, seconds=1.0, function="reply").ask
@@ -102,17 +86,6 @@ def test_a_run_with_failing_calls(task_file, tmp_path, rule, monkeypatch):
     scores = [json.loads(line) for line in measured.read_text().splitlines()]
     greedy = [row["scores"][0] for row in scores if not row["temperature"]]
     assert sum(greedy) / len(greedy) == lines[-1]["greedy"]
-
-
-@pytest.mark.slow
-def test_two_ranks_resume_to_the_bit(task_file, tmp_path):
-    """With failing calls: both killed in step 4, on from step 2, the end is an unbroken run's."""
-    flags = [*SMALL, "--task", task_file, "--failed_call", "drop", "--steps", 4, "--run_dir"]
-    for name, how in (("whole", ()), ("parts", (signal.SIGKILL, 4))):
-        command("tool", *flags, tmp_path / name, at=how, ranks=2)
-    assert [line["step"] for line in metrics(tmp_path / "parts")] == [0, 1, 2, 3]
-    assert command("tool", *flags, tmp_path / "parts", "--resume", ranks=2).codes == [0, 0]
-    assert_same_run(tmp_path / "whole", tmp_path / "parts", 4, tmp_path)
 
 
 def test_a_task_without_a_reply_is_one_line(capsys, tmp_path):

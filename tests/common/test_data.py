@@ -228,12 +228,6 @@ def test_options_of_the_chat_template(tmp_path, mine):
             )
 
 
-def test_parquet(tmp_path):
-    path = tmp_path / "set.parquet"
-    datasets.Dataset.from_list(numbered(6)).to_parquet(path)
-    assert {problem.answer for problem in load(str(path)).held_out} < {str(i) for i in range(6)}
-
-
 def test_texts_and_numbers_arrive_as_they_are(tmp_path):
     """27.0 is 27, and nothing is rounded; a byte order mark, CRLF, empty lines and U+2028, at
     which str.splitlines would cut, change nothing."""
@@ -269,43 +263,25 @@ def asked(*prompt: object) -> dict:
 MALFORMED = [  # the third row, and what is said of it
     ("{not json", f"{JSON}.*property name"),
     (json.dumps(numbered(3)), f"{JSON}.*a list"),
-    ("7", f"{JSON}.*a int"),
-    ("null", f"{JSON}.*a NoneType"),
-    ('"text"', f"{JSON}.*a str"),
     (b'{"prompt": "caf\xe9", "answer": 1}', f"{JSON}.*'utf-8' codec"),
     ('{"prompt": "x", "answer": 1, "answer": 2}', f"{JSON}.*twice"),
-    ('{"prompt": "x", "answer": ' + "7" * 5000 + "}", f"{JSON}.*4300 digits"),
     (DEEP, f"{JSON}.*recursion"),
     ({"prompt": "x", "solution": 1}, "needs 'prompt' and 'answer', has prompt, solution"),
     (of(None), "needs 'prompt' and 'answer', has prompt "),
     (of({"value": "3", "why": {"a": 1}}), "has prompt, answer.value, answer.why.a"),
-    (of({}), "needs"),
-    (of(""), f"{EITHER} ''"),
     (of(" \n"), EITHER),
     (of([3]), EITHER),
-    (of([]), EITHER),
     (of("{'ground_truth': '34', 'style': 'rule'}"), EITHER),
     (of('{"ground_truth": "34"}'), EITHER),
     (of(float("nan")), f"{EITHER} nan"),
-    ('{"prompt": "x", "answer": -Infinity}', f"{EITHER} -inf"),
     ('{"prompt": "x", "answer": 1e999}', f"{EITHER} inf"),
-    ({"prompt": None, "answer": 1}, "needs"),
-    ({"prompt": {}, "answer": 1}, "needs"),
-    ({"prompt": USER, "answer": 1}, "has prompt.role, prompt.content, answer"),
-    ({"prompt": "", "answer": 1}, QUESTION),
     ({"prompt": "\u2028 \t", "answer": 1}, QUESTION),
     ({"prompt": 7, "answer": 1}, TURNS),
     (asked(), QUESTION),
     (asked("2+2?"), TURNS),
-    (asked([USER]), TURNS),
     (asked({"from": "human", "value": "2+2?"}), "ShareGPT"),
-    (asked({"content": "2+2?"}), TURNS),
     (asked({"role": "human", "content": "2+2?"}), TURNS),
-    (asked({"role": ["user"], "content": "2+2?"}), TURNS),
-    (asked({"role": "user", "content": None}), TURNS),
-    (asked({"role": "user", "content": [{"type": "text", "text": "2+2?"}]}), TURNS),
     (asked(USER, {"role": "assistant", "content": "4"}), QUESTION),
-    (asked(USER, {"role": "user", "content": " "}), QUESTION),
 ]
 
 
@@ -321,13 +297,7 @@ def test_malformed_rows_are_named(tmp_path, row, message):
     assert "\n" not in str(error.value)
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path):
-    rows = [{"prompt": "x", "answer": 1}] * 60
-    with pytest.raises(BadInput, match="all of its 60 problems are held out"):
-        load(write(tmp_path / "same.jsonl", rows))
-    (tmp_path / "wide.jsonl").write_text('{"prompt": "x", "answer": 1}', "utf-16")
-    with pytest.raises(BadInput, match="wide.jsonl:1: no JSON object in UTF-8: try iconv"):
-        load(str(tmp_path / "wide.jsonl"))
+def test_a_parquet_file_that_is_cut_short_is_named(tmp_path):
     path = tmp_path / "set.parquet"
     datasets.Dataset.from_list(numbered(6)).to_parquet(path)
     path.write_bytes(path.read_bytes()[:-100])
@@ -354,8 +324,6 @@ AS_PUBLISHED = {  # the answer's column in rows of public copies: the reference
     "math": {
         r"It follows that $x^2 + y^2 = \boxed 9$.": "9",
         r"first \boxed{1}, our answer is $\boxed 2$.": "2",
-        r"is $\boxed{\frac{1}{\sqrt{2}}}$.": r"\frac{1}{\sqrt{2}}",
-        r"is $\boxed {12}$.": "12",
         r"Since none is prime, there are $\boxed{}$ primes in that range.": None,
     },
     "gsm8k": {"5 * 200 = 1,000\n#### 1,000": "1000", "#### -3\n": "-3", "####": None},
@@ -427,7 +395,6 @@ UNUSABLE = {  # a task file: what is said
     "train = 1\nheld_out = 1": "needs train.i. and a list held_out .*not iterable",
     PAIRS + "train = lambda i: None": "train.0. gives no .prompt, answer.",
     PAIRS + "train = lambda i: ('1+1=', [2])": "train.0. .* one text or number",
-    PAIRS + "train = lambda i: ('', '2')": "train.0. .* a question",
     PAIRS + "train = lambda i: (i, '2')": "train.0. .* a message needs a content",
     PAIRS + "train = lambda i: ('1', {2})\nreward = 1": "train.0. .* not JSON serializable",
     "held_out = ['8+1=']\ntrain = lambda i: ('1+1=', '2')": "held_out.0. gives no",
@@ -476,13 +443,6 @@ def test_a_prompt_may_be_chat_messages(tmp_path, mine):
     task = load(write(tmp_path / "set.jsonl", rows), Chat(), eval_problems=1)
     texts = {text_of(task.train(i)) for i in range(20)}
     assert len(texts) == 3 and text_of(task.held_out[0]) not in texts
-
-
-def test_prompts_that_the_model_cannot_read(mine, tiny):
-    """The first one is shown."""
-    mine.write_text(MINE.replace('{i % 7}+1="', 'seven"'))
-    with pytest.raises(BadInput, match="--model: its tokenizer cannot write the prompt 'seven'"):
-        load(str(mine), tiny[1])
 
 
 @pytest.mark.slow

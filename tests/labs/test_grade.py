@@ -68,15 +68,7 @@ ANSWERS = {
         "",
     ),
     "textbook": ([(CENTRE, ""), (RATIO, "")], "equal rewards not made 0"),
-    "k3 reversed": ([("= batch.ref_logp - logp", "= logp - batch.ref_logp")], "KL direction"),
-    "population std": ([(STD, STD.replace(")", ", correction=0)"))], "population std"),
-    "no min": ([("torch.minimum(ratio * A, clipped * A)", "clipped * A")], "clip without min"),
     "token mean": ([(MEAN, ""), (RETURN, "-per_response.sum(), mask.sum(), stats")], "token-mean"),
-    "mean": ([(RETURN, "-per_response.mean(), mask.new_tensor(1.0), stats")], "mean of the part"),
-    "mean, and a count": (
-        [(RETURN, RETURN.replace("sum()", "mean()"))],
-        "a mean where the sum is asked",
-    ),
 }
 
 
