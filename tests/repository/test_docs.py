@@ -6,6 +6,7 @@ import importlib.util
 import math
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -172,3 +173,12 @@ def test_a_row_of_the_table_multiplies_to_its_loss_gradient(page):
             A = given["ref_logp"] - logp.detach()
         limit = importlib.import_module(MODULES[file]).Args().max_new_tokens
         torch.testing.assert_close(product(row, logs, A, limit), -slope, msg=f"{file}: {row}")
+
+
+# Leftovers of a merge
+
+
+def test_no_tracked_file_has_a_conflict_marker():
+    words = ["git", "grep", "--line-number", "-I", "-E", "^(<<<<<<<|>>>>>>>|\\|{7}|={7}$)"]
+    found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (1, "")  # 1: no such line
