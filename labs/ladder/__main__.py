@@ -21,12 +21,12 @@ RATES |= {"500k": (1.5e-4, 3e-4, 6e-4, 1.2e-3), "2M": (1.5e-4, 3e-4, 6e-4)}
 RUN = "grpo.py --beta 0 --steps 30 --eval_every 5 --eval_problems 128 --eval_samples 2"
 RUN += " --save_every 1000"
 ARMS = {}
-for size, rates in RATES.items():
-    for rate in rates:
+for size, tried in RATES.items():
+    for rate in tried:
         ARMS[f"{size}, {rate:g}"] = f"-m labs.ladder.start {size} {RUN} --lr {rate:g}"
 LATE = "16 updates"
 NUMBERS = {
-    "spurious tokens, τ_p 0.002": "stapo: spurious, tokens, τ_p = 0.002",
+    "spurious tokens, τ_p 0.002, before": "stapo: spurious, tokens, τ_p = 0.002",
     f"spurious tokens, τ_p 0.05, after {LATE}": f"stapo: spurious, tokens, τ_p = 0.05, {LATE}",
     f"their share of |gradient|², after {LATE}": f"stapo: spurious, gradient², τ_p = 0.05, {LATE}",
     f"ESS/B after {LATE}": f"vcpo: ESS/B, {LATE}",
