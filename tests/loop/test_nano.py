@@ -8,15 +8,15 @@ import nano
 import pytest
 import torch
 from common.batch import Rollout
-from common.distributed import ALONE
-from common.logprobs import Policy, response_logprobs
+from common.distributed import ALONE, divide_gradients
+from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
 from torch import Tensor, nn
 
 from checks import mutate
 
 PROMPTS = ["7*8-9+6=", "1+2=", "5*5-5+8*3=", "9-9="]
 REWARDS = torch.tensor([[1.0] * 8, [1.0] * 3 + [0.0] * 5, [0.0] * 7 + [1.0], [1.0, 0.0] * 4])
-ARGS = grpo.Args()
+ARGS = grpo.Args(micro_tokens=300)  # several micro-batches
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,9 @@ def nano_gradient(module: ModuleType, policies: dict[str, nn.Module]) -> tuple[T
     return whole_gradient(policies["new"]), sequences
 
 
-def grpo_gradient(policies: dict[str, nn.Module], sequences: Tensor) -> tuple[Tensor, float]:
+def grpo_gradient(
+    module: ModuleType, policies: dict[str, nn.Module], sequences: Tensor
+) -> tuple[Tensor, float]:
     """What grpo.py and common give for these sequences; the share of clipped tokens."""
     prompts = [nano.tokenizer.encode(prompt) for prompt in PROMPTS]
     eos, responses = nano.tokenizer.eos_token_id, []
@@ -55,15 +57,21 @@ def grpo_gradient(policies: dict[str, nn.Module], sequences: Tensor) -> tuple[Te
     batch = Rollout.pack(
         prompts=prompts, tokens=responses, logps=unused, eos=[eos], device=ALONE.device
     )
-    batch.advantages = grpo.advantages(REWARDS).flatten()  # [N]
-    logp = {}
-    for name, policy in policies.items():
-        logp[name], _ = response_logprobs(Policy(policy), batch, ARGS.temperature)  # [N, T]
-    batch.old_logp, batch.ref_logp = logp["old"].detach(), logp["ref"].detach()
-    policies["new"].zero_grad()
-    loss, count, stats = grpo.policy_loss(ARGS, logp["new"], batch)
-    (loss / count).backward()
-    clipped, tokens = stats["clip_share"]
+    batch.advantages = module.advantages(REWARDS).flatten()  # [N]
+    policy = Policy(policies["new"])
+    batch.old_logp = all_logprobs(Policy(policies["old"]), batch, ARGS, ALONE).logp  # [N, T]
+    batch.ref_logp = all_logprobs(Policy(policies["ref"]), batch, ARGS, ALONE).logp  # [N, T]
+    policy.zero_grad()
+    denominator, clipped, tokens = 0.0, 0.0, 0.0
+    for rows in micro_batches(policy, batch, ARGS.micro_tokens, ALONE):
+        micro = batch.rows(rows)
+        logp, _ = response_logprobs(policy, micro, ARGS.temperature)  # [n, T]
+        loss, count, stats = module.policy_loss(ARGS, logp, micro)
+        loss.backward()
+        denominator += count
+        clipped += stats["clip_share"][0]
+        tokens += stats["clip_share"][1]
+    divide_gradients(policy, denominator, ALONE)
     return whole_gradient(policies["new"]), float(clipped / tokens)
 
 
@@ -78,7 +86,7 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 def test_the_page_has_the_gradient_of_grpo(policies):
     found, sequences = nano_gradient(nano, policies)
-    expected, clip_share = grpo_gradient(policies, sequences)
+    expected, clip_share = grpo_gradient(grpo, policies, sequences)
     assert 0.05 < clip_share < 0.5
     assert difference(found, expected) < 1e-6
 
@@ -90,10 +98,24 @@ NANO = {
     "KL the other way": ("(ref_logp - logp).exp() - (ref_logp - logp)", "(logp - ref_logp).exp()"),
     "token mean": ("(objective * mask).sum(dim=1) / mask.sum(dim=1)", "objective[mask > 0]"),
 }
+GRPO = {
+    "population std": ("std(dim=1, keepdim=True)", "std(dim=1, keepdim=True, correction=0)"),
+    "no clip above": ("1 + args.clip_high)  # [n, T]\n", "9.0)  # [n, T]\n"),
+    "no KL term": ("if args.beta > 0:", "if args.beta > 1:"),
+    "sum over tokens": (" / mask.sum(dim=1).clamp(min=1)", ""),
+    "EOS is left out": ("mask = batch.mask", "mask = batch.mask * (batch.tokens != 1)"),
+}
 
 
 @pytest.mark.parametrize("damage", NANO)
 def test_a_damage_of_the_page_shows(policies, damage):
     found, sequences = nano_gradient(mutate(nano, *NANO[damage]), policies)
-    expected, _ = grpo_gradient(policies, sequences)
+    expected, _ = grpo_gradient(grpo, policies, sequences)
+    assert difference(found, expected) > 1e-3
+
+
+@pytest.mark.parametrize("damage", GRPO)
+def test_a_damage_of_grpo_shows(policies, damage):
+    found, sequences = nano_gradient(nano, policies)
+    expected, _ = grpo_gradient(mutate(grpo, *GRPO[damage]), policies, sequences)
     assert difference(found, expected) > 1e-3

@@ -1,6 +1,7 @@
 """Killed, stopped by a signal, resumed: to the bit, and only where it is the same run."""
 
 import json
+import os
 import shutil
 import signal
 import sys
@@ -9,8 +10,10 @@ from pathlib import Path
 import grpo
 import pytest
 from checks.files import ALGORITHMS, FIRST
+from common import checkpoint
+from common.run import checkpoints
 
-from tests.helpers import MORE, SMALL, assert_same_run, command, metrics, module_of
+from tests.helpers import MORE, SMALL, assert_same_run, command, drive, forked, metrics, module_of
 from tests.helpers import run_here, started, tree
 
 slow = pytest.mark.slow
@@ -60,6 +63,31 @@ def test_a_lost_rank_ends_the_other_and_torchrun_goes_on(tmp_path):
     assert "steps 1 to 5;" in run.stdout and "steps 3 to 5;" in run.stdout
     assert command("grpo", *flags, "--run_dir", tmp_path / "whole", ranks=2).returncode == 0
     assert_same_run(tmp_path / "whole", tmp_path / "parts", 5, tmp_path)
+
+
+def killed_while_saving(*flags: object) -> None:
+    """A run that ends between the writing and the renaming of its second checkpoint."""
+    save, saves = checkpoint.dcp.save, []
+
+    def save_and_end(*arguments: object, **keywords: object) -> None:
+        save(*arguments, **keywords)
+        saves.append(1)
+        if len(saves) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoint.dcp.save = save_and_end
+    drive("grpo", flags)
+
+
+@slow
+def test_a_kill_during_the_save_leaves_the_checkpoint_before(tmp_path, finished):
+    """The first checkpoint is loaded, and the run ends as if not killed."""
+    flags = [*SMALL, "--steps", 4, "--run_dir", tmp_path / "parts"]
+    assert forked(killed_while_saving, *flags).returncode == -signal.SIGKILL
+    assert [path.name for path in checkpoints(tmp_path / "parts")] == ["step_000002"]
+    assert run_here(grpo.main, *flags, "--resume") == 0
+    assert_same_run(finished, tmp_path / "parts", 4, tmp_path)
+    assert not (tmp_path / "parts/checkpoints/partial").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=slow)])
