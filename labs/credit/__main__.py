@@ -1,8 +1,8 @@
 """Credit: does an exact verdict on every step prevent the falls that masks and gates were made for?
 
 grpo.py without its KL term trains with the advantage of the whole response, with credit by step
-(steps.py), and with the same credits dealt to the steps by chance. The settings are those of
-docs/stability.md in which runs fall. SAPO, MASPO and STAPO are trained under the hardest one, too.
+(steps.py), and with the same credits dealt to the steps by chance. The settings are stresses of
+docs/stability.md that lower its accuracy. SAPO, MASPO and STAPO are trained under four of them.
 
     python -m labs.credit
 """
@@ -11,8 +11,9 @@ import sys
 
 from labs import lab
 from labs.race.stresses import STRESSES
+from labs.warning.rules import fell
 
-TITLE = "Credit for the right steps prevents none of the falls"
+TITLE = "Credit for the right steps does not prevent the falls"
 HOW = ("outcome", "step", "shuffled")
 SETTINGS = ("none", "lr x3", "16 updates", "stale sampler", "all four at half strength")
 FOUR = SETTINGS[-1]
@@ -20,7 +21,7 @@ FLAGS = "--eval_problems 256 --eval_samples 2 --sampler_tolerance 1e6 --save_eve
 
 
 def command(how: str, stress: str, file: str = "grpo.py --beta 0", steps: int = 40) -> str:
-    """A run; five measurements after step 0."""
+    """A run of 16 prompts times 8 responses; five measurements after step 0."""
     words = f"-m labs.credit.steps {how} {stress.replace(' ', '-')} {file} {FLAGS}"
     return f"{words} --steps {steps} --eval_every {steps // 5}{STRESSES[stress].flags(128)}"
 
@@ -47,16 +48,20 @@ def above(results: dict, arm: str, other: str) -> str:
 
 
 def rows(results: dict) -> list[list[str]]:
-    """A row for each setting, and whether step and shuffled are above outcome, seed by seed."""
-    table = [["setting", *HOW, "step above outcome", "shuffled above outcome"]]
+    """A row for each setting: scores, falls, and whether step is above the others, seed by seed."""
+    table = [["setting", *HOW, "falls", "step above outcome", "step above shuffled"]]
     for setting in dict.fromkeys(arm.rpartition(", ")[0] for arm in ARMS):
-        cells = [setting]
+        cells, falls = [setting], []
         for how in HOW:
-            runs = [{"score": score(run)} for run in results.get(f"{setting}, {how}", [])]
-            cells.append(lab.cell(runs, "score") if runs else "–")
-        for how in HOW[1:]:
-            pair = f"{setting}, {how}", f"{setting}, outcome"
-            cells.append(above(results, *pair) if pair[0] in results else "–")
+            runs = results.get(f"{setting}, {how}", [])
+            scores = [{"score": score(run)} for run in runs]
+            cells.append(lab.cell(scores, "score") if runs else "–")
+            falls.append(str(sum(map(fell, runs))) if runs else "–")
+        cells.append(", ".join(falls))
+        for how in ("outcome", "shuffled"):
+            known = f"{setting}, {how}" in results
+            pair = f"{setting}, step", f"{setting}, {how}"
+            cells.append(above(results, *pair) if known else "–")
         table.append(cells)
     return table
 

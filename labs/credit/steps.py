@@ -11,7 +11,7 @@ A response's blocks are its steps with their `;` and the answer from the last `#
 a step is exact. The value of a prefix is the mean reward of those responses of the group that have
 as many blocks before it, all of them right (or not all). A block's credit is the value after it
 minus the value before it, and the reward is the value after the last one. So the credits of a
-response add up to its reward minus the group's mean, whatever HOW is, and a step after the first
+response add up to its reward minus the group's mean, shuffled or not, and a step after the first
 mistake has the credit 0 unless luck repairs it.
 """
 

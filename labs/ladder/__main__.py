@@ -14,6 +14,7 @@ from checks.files import ROOT
 
 from labs import lab
 from labs.ladder.start import PARAMETERS
+from labs.warning.rules import fell
 
 TITLE = "A larger model falls at a smaller learning rate"
 RATES = {"30k": (3e-4, 6e-4, 1.2e-3, 2.4e-3, 4.8e-3), "124k": (3e-4, 6e-4, 1.2e-3, 2.4e-3)}
@@ -38,11 +39,6 @@ DRAWN = (f"KL of a response after {LATE}", f"tokens cut after {LATE}")
 TICKS = ((0.00015, 0.0003, 0.0006, 0.0012), (0.2, 0.5, 1), (0.06, 0.07, 0.08, 0.1))
 COLUMNS = ("sampled", "entropy", "response_len", "clip_share")
 SEEDS = 5
-
-
-def fell(run: dict) -> bool:
-    """The last two measurements are below 0.8 of the best."""
-    return max(run["sampled"][-2:]) < 0.8 * max(run["sampled"])
 
 
 def largest(results: dict, size: str, seed: int) -> float:
@@ -72,7 +68,7 @@ def panels() -> dict:
 
 
 def rates(results: dict) -> dict[str, list[float]]:
-    """size -> the largest rate of every seed."""
+    """size -> the largest rate without a fall, of every seed."""
     found = {}
     for size in PARAMETERS:
         seeds = len(results[f"{size}, {RATES[size][0]:g}"])

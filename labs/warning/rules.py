@@ -40,6 +40,12 @@ def fall(lines: list[dict]) -> int:
     return since
 
 
+def fell(run: dict) -> bool:
+    """Whether a run falls, of which a lab has stored the column `sampled`."""
+    measured = zip(run["sampled@"], run["sampled"])
+    return fall([{"step": step, "sampled": sampled} for step, sampled in measured]) > 0
+
+
 def keep(lines: list[dict]) -> dict:
     """What is stored of a run: the step of its fall, and each metric's means over blocks."""
     names = {name for line in lines for name in line if not name.startswith("seconds_")}

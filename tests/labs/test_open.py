@@ -5,7 +5,8 @@ import torch
 from common.batch import Rollout
 from common.model import load_model
 from labs.credit.steps import token_advantages
-from labs.ladder.__main__ import PARAMETERS, fell, slope
+from labs.ladder.__main__ import PARAMETERS, slope
+from labs.warning.rules import fell
 
 # A group's responses to 7*8-9=, its rewards, and the credit of each block
 GROUP = {
@@ -37,4 +38,6 @@ def test_a_step_has_the_change_of_the_mean_reward_as_its_credit():
 def test_a_slope_is_the_power_and_a_fall_stays():
     points = {size: [count**-0.5, 1.01 * count**-0.5] for size, count in PARAMETERS.items()}
     assert slope(points).startswith("-0.50 ± 0.0")
-    assert fell({"sampled": [0.5, 0.8, 0.6, 0.63]}) and not fell({"sampled": [0.5, 0.8, 0.6, 0.7]})
+    ends = {0.63: True, 0.7: False}  # below 0.8 of 0.8, or back
+    for end, falls in ends.items():
+        assert fell({"sampled@": [0, 5, 10, 15], "sampled": [0.5, 0.8, 0.6, end]}) == falls
