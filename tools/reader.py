@@ -71,8 +71,8 @@ def sections(source: str) -> tuple[dict[str, int], list[str]]:
 
 
 def weights(module: ModuleType, ratios: Tensor) -> Tensor:
-    """`weights_together`, but ratio by ratio if one row's loss depends on other rows (lp_reg on the
-    rarest tokens; m2po on a mean, whose budget 1.24 exceeds alone but not in the batch)."""
+    """`weights_together`, but ratio by ratio if one row's loss depends on other rows (m2po's on a
+    mean, whose budget 1.24 exceeds alone but not in the batch)."""
     probe = torch.tensor([0.5, 0.7, 1.1, 1.24], dtype=torch.float64)
     apart = [weights_together(module, ratio[None]) for ratio in probe]
     if torch.cat(apart, -1).allclose(weights_together(module, probe)):

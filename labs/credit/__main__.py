@@ -51,18 +51,19 @@ def rows(results: dict) -> list[list[str]]:
     """A row for each setting: scores, falls, and whether step is above the others, seed by seed."""
     table = [["setting", *HOW, "falls", "step above outcome", "step above shuffled"]]
     for setting in dict.fromkeys(arm.rpartition(", ")[0] for arm in ARMS):
-        cells, falls = [setting], []
+        cells, falls, wins = [], [], []
         for how in HOW:
-            runs = results.get(f"{setting}, {how}", [])
+            runs = results.get(f"{setting}, {how}")
+            if not runs:  # shuffled was not run
+                cells.append("–")
+                falls.append("–")
+                wins.append("–")
+                continue
             scores = [{"score": score(run)} for run in runs]
-            cells.append(lab.cell(scores, "score") if runs else "–")
-            falls.append(str(sum(map(fell, runs))) if runs else "–")
-        cells.append(", ".join(falls))
-        for how in ("outcome", "shuffled"):
-            known = f"{setting}, {how}" in results
-            pair = f"{setting}, step", f"{setting}, {how}"
-            cells.append(above(results, *pair) if known else "–")
-        table.append(cells)
+            cells.append(lab.cell(scores, "score"))
+            falls.append(str(sum(fell(run) for run in runs)))
+            wins.append(above(results, f"{setting}, step", f"{setting}, {how}"))
+        table.append([setting, *cells, ", ".join(falls), wins[0], wins[2]])
     return table
 
 

@@ -35,7 +35,9 @@ from labs.race.stresses import STRESSES, load, put_under
 def blocks(text: str) -> list[str]:
     """`7*8=56;56-9=47#47` -> `7*8=56;`, `56-9=47`, `#47`; a guess is one block."""
     end = text.rindex("#") if "#" in text else len(text)
-    return [block for block in [*re.split("(?<=;)", text[:end]), text[end:]] if block]
+    parts = re.split("(?<=;)", text[:end])
+    parts.append(text[end:])
+    return [part for part in parts if part]
 
 
 def states(parts: list[str], solution: list[str]) -> list[tuple[int, bool]]:
@@ -90,7 +92,7 @@ def credited(module: ModuleType, shuffle: bool) -> None:
 
     def load_credited(args: object, tokenizer: object) -> object:
         task, rng = load_task(args, tokenizer), random.Random(f"credit/{args.seed}")
-        # One letter for each id, so that texts and tokens have equal lengths
+        # One letter for each id, so that texts and tokens have equal lengths: `.` is EOS
         letters = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
         letters = [letter if len(letter) == 1 else "." for letter in letters]
         score = task.score

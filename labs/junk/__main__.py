@@ -21,13 +21,12 @@ from torch import Tensor
 from labs import lab, toy
 
 TITLE = "STAPO's mask cannot tell a slip from a discovery; it removes both"
-MASKS = {"GRPO": ("grpo", {}), "STAPO": ("stapo", {}), "top 20%": ("entropy20", {})}
-CLIPS = {"GRPO": ("grpo", {}), "JustRL": ("justrl", {})}
 CREDIT = "exact credit"
-MASKS[CREDIT] = CLIPS[CREDIT] = ("grpo", {})
-TASKS = {"junk": MASKS, "fork": MASKS, "spark": CLIPS}
+MASKS = {"GRPO": "grpo", "STAPO": "stapo", "top 20%": "entropy20", CREDIT: "grpo"}
+CLIPS = {"GRPO": "grpo", "JustRL": "justrl", CREDIT: "grpo"}
+TASKS = {"junk": MASKS, "fork": MASKS, "spark": CLIPS}  # task -> name -> the file
 ARMS = {
-    f"{task}, {name}": (task, *way) for task, ways in TASKS.items() for name, way in ways.items()
+    f"{task}, {name}": (task, file) for task, files in TASKS.items() for name, file in files.items()
 }
 COLOURS = {"GRPO": lab.BLACK, "STAPO": lab.ORANGE, "top 20%": lab.GREEN, "JustRL": lab.BLUE}
 COLOURS[CREDIT] = "#56B4E9"
@@ -82,9 +81,12 @@ def exact_advantages(task: str, chances: Tensor, tokens: Tensor, right: Tensor) 
 
 def measure(arm: str, seed: int) -> dict:
     """The mean probability of junk, or that of the right first token, after each rollout."""
-    (task, stem, flags), generator = ARMS[arm], torch.Generator().manual_seed(seed)
+    task, file = ARMS[arm]
+    generator = torch.Generator().manual_seed(seed)
     credited = arm.endswith(CREDIT)
-    module = toy.by_token(toy.load(stem)) if credited else toy.load(stem)
+    module = toy.load(file)
+    if credited:
+        module = toy.by_token(module)
     logits, curve = tables(task), []
     lr = LR[task] * (1 if task == "spark" else len(logits))
     for _ in range(ROLLOUTS[task]):
@@ -100,7 +102,7 @@ def measure(arm: str, seed: int) -> dict:
         if credited:
             held["token_advantages"] = exact_advantages(task, chances, tokens, right)
         for _ in range(STEPS[task]):
-            logits = logits - lr * toy.gradient(module, flags, logits, tokens, **held)
+            logits = logits - lr * toy.gradient(module, {}, logits, tokens, **held)
     found = next((i for i, p in enumerate(curve) if p > 0.5), np.inf)
     lowest = {"lowest": min(curve)} if task == "spark" else {}
     return {"p": curve[::EVERY], "start": curve[0], "end": curve[-1], "found": found} | lowest

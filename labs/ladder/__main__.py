@@ -62,9 +62,17 @@ def slope(points: dict[str, list[float]]) -> str:
     return f"{power:.2f} ± {2 * error**0.5:.2f}"
 
 
-def panels() -> dict:
-    """size -> the numbers of every seed (panels.py)."""
-    return json.loads((ROOT / "labs/ladder/signs.json").read_text(encoding="utf-8"))
+def signs(name: str) -> dict[str, list[float]]:
+    """size -> a number of every seed (panels.py)."""
+    stored = json.loads((ROOT / "labs/ladder/signs.json").read_text(encoding="utf-8"))
+    return {size: [run[name][0] for run in runs] for size, runs in stored.items()}
+
+
+def smollm2(name: str) -> str:
+    """The same of SmolLM2, two seeds; a dash if lab real has not measured it."""
+    stored = json.loads((ROOT / "labs/real/panels.json").read_text(encoding="utf-8"))
+    runs = [run["numbers"] for run in stored["results"]["SmolLM2"]]
+    return ", ".join(f"{run[name][0]:.2g}" for run in runs) if name in runs[0] else "–"
 
 
 def rates(results: dict) -> dict[str, list[float]]:
@@ -78,8 +86,7 @@ def rates(results: dict) -> dict[str, list[float]]:
 
 def told(values: list[float]) -> str:
     """`0.0006 (0.0006–0.0012)`: median, lowest, highest."""
-    middle, low, high = (f"{x:.2g}" for x in (np.median(values), min(values), max(values)))
-    return middle if low == high else f"{middle} ({low}–{high})"
+    return lab.cell([{"x": value} for value in values], "x", ".2g")
 
 
 def rows(results: dict) -> list[list[str]]:
@@ -88,28 +95,23 @@ def rows(results: dict) -> list[list[str]]:
     found = rates(results)
     cells = [told(found[size]) for size in PARAMETERS]
     table.append(["largest rate without a fall", *cells, slope(found), "–"])
-    measured = panels()
-    smollm2 = json.loads((ROOT / "labs/real/panels.json").read_text(encoding="utf-8"))
     for words, name in NUMBERS.items():
-        points = {size: [run[name][0] for run in measured[size]] for size in PARAMETERS}
+        points = signs(name)
         cells = [told(points[size]) for size in PARAMETERS]
-        known = min(min(values) for values in points.values()) > 0
-        other = [run["numbers"].get(name) for run in smollm2["results"]["SmolLM2"]]
-        cells.append(slope(points) if known else "–")
-        cells.append(told([value[0] for value in other]) if all(other) else "–")
-        table.append([words, *cells])
+        positive = all(min(values) > 0 for values in points.values())
+        cells.append(slope(points) if positive else "–")
+        table.append([words, *cells, smollm2(name)])
     return table
 
 
 def draw(results: dict) -> object:
     """Every seed."""
     figure, axes = lab.sheet(TITLE, "largest rate without a fall", *DRAWN, width=12)
-    measured, found = panels(), rates(results)
-    for size, count in PARAMETERS.items():
-        columns = [found[size]]
-        columns += [[run[NUMBERS[words]][0] for run in measured[size]] for words in DRAWN]
-        for axis, values in zip(axes, columns):
-            axis.plot([count] * len(values), values, "o", color=lab.BLUE, alpha=0.6)
+    columns = [rates(results), *(signs(NUMBERS[words]) for words in DRAWN)]
+    for axis, points in zip(axes, columns):
+        for size, values in points.items():
+            x = [PARAMETERS[size]] * len(values)
+            axis.plot(x, values, "o", color=lab.BLUE, alpha=0.6)
     for axis, ticks in zip(axes, TICKS):
         axis.set(xscale="log", yscale="log", xlabel="parameters")
         lab.plain_ticks(axis, "y", ticks)
