@@ -149,9 +149,15 @@ def emptied(source: str, taken: tuple[str, ...], file: str = "") -> str:
     return "\n".join(lines) + "\n"
 
 
+def files_of_exercises() -> dict[str, Path]:
+    """The algorithm files with a function to write: some variants have their base file's."""
+    texts = {path: path.read_text(encoding="utf-8") for path in algorithms()}
+    return {p.stem: p for p, text in texts.items() if any(f"\ndef {x}(" in text for x in TAKEN)}
+
+
 def blank(name: str) -> str:
     """The text of an exercise. BadInput for another name."""
-    files = {path.stem: path for path in algorithms()}
+    files = files_of_exercises()
     if name in files:
         text = emptied(files[name].read_text(encoding="utf-8"), TAKEN, name)
         return f"{HEAD.format(name=name)}\n{text}"
@@ -168,7 +174,7 @@ def blank(name: str) -> str:
 
 def listed() -> str:
     """Every exercise with its difficulty and its title."""
-    told = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in algorithms()}
+    told = {n: ast.parse(p.read_text(encoding="utf-8")) for n, p in files_of_exercises().items()}
     rows = []
     for name, node in (told | single()).items():
         stars = "*" if name in EASY.split() else "***" if name in HARD.split() else "**"

@@ -49,9 +49,12 @@ def sections(source: str) -> tuple[dict[str, int], list[str]]:
     give the gradient weight."""
     lines, tree = source.splitlines(), ast.parse(source)
     named = {node.name: node for node in tree.body if hasattr(node, "name")}
+    loop = next(
+        n for n in tree.body if ast.unparse(n).startswith(("LOOP = ", "main = ", "def main"))
+    )
     first = {n: min([d.lineno, *(x.lineno for x in d.decorator_list)]) for n, d in named.items()}
-    loss = first["policy_loss"]
-    own = named.get("advantages")  # variants/recipe.py imports it
+    loss = first.get("policy_loss", loop.lineno)  # a variant's may be its base file's
+    own = named.get("advantages")  # likewise
     weight = next(i for i, line in enumerate(lines) if line.startswith("Gradient weight on "))
     notes = next(i for i in range(weight + 1, len(lines)) if re.match(r"\S", lines[i]))
     starts = {
@@ -62,7 +65,7 @@ def sections(source: str) -> tuple[dict[str, int], list[str]]:
         "advantages": first["advantages"] if own else loss,
         "helpers": own.end_lineno + 1 if own else loss,
         "loss": loss,
-        "loop": first["main"],
+        "loop": loop.lineno,
     }
     return starts, [line.strip() for line in lines[weight + 1 : notes] if line.strip()]
 

@@ -1,1 +1,63 @@
-"""The neighbours of the nine, in the same form: `torchrun -m variants.dapo`, from the root."""
+"""The neighbours of the nine: `torchrun -m variants.dapo`, from the root of the repository.
+
+A variant is what it changes: its header, its flags, its loss, and a diff of its base file's loop:
+`main = loop_of(grpo, globals(), LOOP)`. `python -m variants dapo` prints that loop in full.
+"""
+
+import inspect
+import linecache
+import re
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+
+from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
+
+MARKS = r"(?m)^\s*# </?own>\n|  # </?own>$"
+
+
+@dataclass
+class Trunk(Flags):
+    """The flags of every loop, as in grpo.py (tested)."""
+
+    steps: Count = 150
+    """Training steps: a rollout, then `minibatches` optimiser steps (our choice)."""
+    prompts_per_step: Count = 16
+    """Prompts in a rollout, on all ranks together (our choice)."""
+    group_size: Count = 8
+    """G: responses to each prompt (DeepSeekMath: 64)."""
+    minibatches: Count = 4
+    """Optimiser steps per rollout; from the second on, π_θ differs from π_old (DeepSeekMath: 1)."""
+    max_new_tokens: Count = 64
+    """Largest number of tokens in a response (DeepSeekMath: 1024)."""
+    temperature: Temperature = 1.0
+    """Sampling temperature, also used for all log-probabilities (papers: 1)."""
+    lr: Positive = 3e-4
+    """AdamW's learning rate after warm-up, chosen for `tiny` (DeepSeekMath: 1e-6 at 7B)."""
+    warmup: Whole = 5
+    """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
+    betas: Betas = (0.9, 0.95)
+    """AdamW's decay rates (OpenRLHF's; verl's, which most papers have, are 0.9 0.999)."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
+    grad_clip: Positive = 1.0
+    """Largest gradient norm; larger gradients are scaled down to it (verl's default)."""
+
+
+def loop_of(base: ModuleType, own: dict, diff: str = "") -> FunctionType:
+    """`base.main` as if it stood in the file with these globals, changed by a diff: hunks of lines
+    that begin with a blank, - or +, an empty line between them. A name that the file does not
+    define, such as `advantages`, is the base file's."""
+    for name, value in vars(base).items():
+        own.setdefault(name, value)
+    source = getattr(base.main, "source", None) or re.sub(MARKS, "", inspect.getsource(base.main))
+    for hunk in diff.strip("\n").split("\n\n") if diff else ():
+        lines = hunk.split("\n")
+        old, new = ([x[1:] + "\n" for x in lines if x[:1] in ("", " ", sign)] for sign in "-+")
+        if source.count("".join(old)) != 1:
+            raise LookupError(f"{base.__name__}.main has no, or several times:\n{hunk}")
+        source = source.replace("".join(old), "".join(new))
+    name = f"{own['__file__']}: main"
+    linecache.cache[name] = len(source), None, source.splitlines(True), name  # for tracebacks
+    exec(compile(source, name, "exec", dont_inherit=True), own)
+    own["main"].source = source
+    return own["main"]

@@ -65,62 +65,30 @@ Run it:
 """
 
 from dataclasses import dataclass
-import math
-from pathlib import Path
-from typing import Literal  # <own>
+from typing import Literal
 
-from common.batch import Rollout, balance_tokens
-from common.checkpoint import load_checkpoint, save_checkpoint, save_model
-from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
-from common.data import load_task
-from common.distributed import World, clip_gradients, divide_gradients, shard
-from common.distributed import ALONE, global_sum  # <own>
+from common.cli import NonNegative
+from common.distributed import ALONE, global_sum, World
 from common.launch import launch
-from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
-from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
-from common.model import load_model
-from common.rollout import make_engine
-from common.run import Run
 import torch
 from torch import Tensor
 
+from variants import justrl, loop_of, Trunk
+
 
 @dataclass
-class Args(Flags):
-    steps: Count = 150
-    """Training steps: a rollout, then `minibatches` optimiser steps (our choice)."""
-    prompts_per_step: Count = 16
-    """Prompts in a rollout, on all ranks together (our choice)."""
-    group_size: Count = 8
-    """G: responses to each prompt (DeepSeekMath: 64)."""
-    minibatches: Count = 4
-    """Optimiser steps per rollout; from the second on, π_θ differs from π_old (DeepSeekMath: 1)."""
-    max_new_tokens: Count = 64
-    """Largest number of tokens in a response (DeepSeekMath: 1024)."""
-    temperature: Temperature = 1.0
-    """Sampling temperature, also used for all log-probabilities (papers: 1)."""
-    lr: Positive = 3e-4
-    """AdamW's learning rate after warm-up, chosen for `tiny` (DeepSeekMath: 1e-6 at 7B)."""
-    warmup: Whole = 5
-    """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
-    betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl's, which most papers have, are 0.9 0.999)."""
-    weight_decay: NonNegative = 0.0
-    """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
-    grad_clip: Positive = 1.0
-    """Largest gradient norm; larger gradients are scaled down to it (verl's default)."""
+class Args(Trunk):
     clip_low: NonNegative = 0.2
     """ε of the lower clip (authors' script)."""
-    clip_high: NonNegative = 0.28  # <own>
+    clip_high: NonNegative = 0.28
     """ε of the upper clip (authors' script)."""
-    baseline: Literal["none", "rloo", "batch", "group", "maxrl", "scalerl"] = "rloo"  # <own>
+    baseline: Literal["none", "rloo", "batch", "group", "maxrl", "scalerl"] = "rloo"
     """How Â is computed (see the table above)."""
 
-    def compares(self) -> bool:  # <own>
-        return self.baseline not in ("none", "batch")  # <own>
+    def compares(self) -> bool:
+        return self.baseline not in ("none", "batch")
 
 
-# <own>
 def advantages(
     rewards: Tensor, how: str = "rloo", sizes: Tensor | None = None, world: World = ALONE
 ) -> Tensor:
@@ -170,121 +138,17 @@ ACTED = {
     "apart": "distance of Â from R minus the group's mean, mean",
     "idle_push": "share of |Â| in zero-variance groups",
 }
-# </own>
 
 
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
-    this sum, and statistics as pairs (sum, count).
-
-    A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
-    the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
-    ranks, and then divides once. Dividing in each micro-batch would give the tokens of a small one
-    a larger weight.
-    """
-    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
-    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    # <own>
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
-    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
-    # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
-    # that it can come back.
-    objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
-    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
-    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
-    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
-    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
-    return -(objective * mask).sum(), mask.sum(), stats  # the mean over all tokens
-    # </own>
-
-
-def main(args: Args, world: World) -> None:
-    lm, tokenizer = load_model(args.model, world)
-    task = load_task(args, tokenizer)
-    engine = make_engine(args, lm, world)
-    policy = shard(Policy(lm), args, world)
-    adam = {"betas": args.betas, "weight_decay": args.weight_decay}
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
-    run = Run(args, task, world, Path(__file__).stem, ACTED)
-    parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
-    done = 0  # steps trained so far
-    if args.resume:
-        done = load_checkpoint(run.folder, policy, optimizer, parts, world)
-    engine.sync(policy)
-    run.start(done)
-    if done == 0:
-        run.log(0, evaluate(engine, task, args, world))
-    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
-
-    for step in run.steps():
-        means = Means()
-
-        # Rollout: this rank's P prompts, G responses each. The step number alone decides which
-        # prompts are used, so a checkpoint need not save a position in the data.
-        cursor = (step - 1) * args.prompts_per_step + world.rank * P
-        problems = [task.train(cursor + i) for i in range(P)]
-        prompts = [problem.prompt_ids for problem in problems]
-        rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
-
-        # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, G)  # [P, G]
-        # <own>
-        sizes = rollout.mask.sum(dim=1).view(P, G)  # [P, G]
-        A = advantages(rewards, args.baseline, sizes, world)  # [P, G]
-        rollout.advantages = A.flatten()  # [N]
-        means.add(**effect(rewards, A))
-        # </own>
-
-        # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
-        # equally many tokens.
-        minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
-        # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
-        # log-probs come from other kernels. A ratio against those would mix two things: how far the
-        # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
-        for minibatch in minibatches[1:]:
-            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
-
-        # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
-        optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
-        for minibatch in minibatches:
-            first = minibatch is minibatches[0]
-            denominator = 0.0
-            for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
-                micro = minibatch.rows(rows)
-                logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                if first:
-                    micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
-                    minibatch.put(rows, old_logp=micro.old_logp)
-                loss, count, stats = policy_loss(args, logp, micro)
-                loss.backward()  # a sum: gradients add up over micro-batches
-                denominator = denominator + count
-                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
-                minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
-                means.add(loss=(loss, count), **stats)
-            # Sums become means: gradients and token weights are divided by the count of all ranks.
-            minibatch.weight /= divide_gradients(policy, denominator, world)
-            if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
-                means.add(**run.check_sampler(minibatches))
-            norm = clip_gradients(policy, args.grad_clip)
-            means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
-            if math.isfinite(norm):  # else skip the step
-                optimizer.step()
-            optimizer.zero_grad()
-            means.add(**metrics_by_sign(minibatch))
-        engine.sync(policy)
-
-        means.add(**rollout_metrics(rollout, G, task))
-        metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
-        if run.due(step, args.eval_every):
-            metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
-        if run.due(step, args.save_every):
-            save_checkpoint(run.folder, step, policy, optimizer, parts, world)
-    if args.save_hf:
-        save_model(policy, tokenizer, run.folder / "model", world)
-    run.finish()
+# Lines of justrl.py's loop and what they become here
+LOOP = """
+-        rollout.advantages = advantages(rewards).flatten()  # [N]
++        sizes = rollout.mask.sum(dim=1).view(P, G)  # [P, G]
++        A = advantages(rewards, args.baseline, sizes, world)  # [P, G]
++        rollout.advantages = A.flatten()  # [N]
++        means.add(**effect(rewards, A))
+"""
+main = loop_of(justrl, globals(), LOOP)
 
 
 if __name__ == "__main__":

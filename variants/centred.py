@@ -65,53 +65,21 @@ Run it:
 """
 
 from dataclasses import dataclass
-import math
-from pathlib import Path
 from typing import Literal
 
-from common.batch import Rollout, balance_tokens
-from common.checkpoint import load_checkpoint, save_checkpoint, save_model
-from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
-from common.cli import BadInput  # <own>
-from common.data import load_task
-from common.distributed import World, clip_gradients, divide_gradients, shard
+from common.batch import Rollout
+from common.cli import NonNegative, Positive, Whole
 from common.launch import launch
-from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
-from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
-from common.model import load_model
-from common.rollout import make_engine
-from common.run import Run
 import torch
 from torch import Tensor
 
+from variants import dppo, loop_of, Trunk
+
 
 @dataclass
-class Args(Flags):
-    steps: Count = 150
-    """Training steps: a rollout, then `minibatches` optimiser steps (our choice)."""
-    prompts_per_step: Count = 16
-    """Prompts in a rollout, on all ranks together (our choice)."""
-    group_size: Count = 8
-    """G: responses to each prompt (DeepSeekMath: 64)."""
-    minibatches: Count = 4
-    """Optimiser steps per rollout; from the second on, π_θ differs from π_old (DeepSeekMath: 1)."""
-    max_new_tokens: Count = 64
-    """Largest number of tokens in a response (DeepSeekMath: 1024)."""
-    temperature: Temperature = 1.0
-    """Sampling temperature, also used for all log-probabilities (papers: 1)."""
-    lr: Positive = 3e-4
-    """AdamW's learning rate after warm-up, chosen for `tiny` (DeepSeekMath: 1e-6 at 7B)."""
-    warmup: Whole = 5
-    """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
-    betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl's, which most papers have, are 0.9 0.999)."""
-    weight_decay: NonNegative = 0.0
-    """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
-    grad_clip: Positive = 1.0
-    """Largest gradient norm; larger gradients are scaled down to it (verl's default)."""
-    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "float8"  # <own>
+class Args(Trunk):
+    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "float8"
     """Precision of the sampler's weights (auto: as dtype; float8 with vllm: on GPUs only)."""
-    # <own>
     centre_top: Whole = 20
     """K: the sampler's most likely tokens, whose probabilities it reports at each place; at most
     the vocabulary; 0: no centring (vLLM's own largest number; the paper's is unknown to us)."""
@@ -121,21 +89,8 @@ class Args(Flags):
     """icepop: smallest weight (OpenRLHF, verl)."""
     w_high: Positive = 5.0
     """tis and icepop: largest weight (OpenRLHF, verl; vime: 2)."""
-    # </own>
 
 
-def advantages(rewards: Tensor) -> Tensor:
-    """Reward minus group mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
-    # If all rewards are equal, all advantages must be exactly 0. But rounding makes the mean of
-    # eight rewards of 0.3 not quite 0.3. So subtract the first reward from all of them.
-    rewards = rewards - rewards[:, :1]  # [P, G]
-    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
-    # too easy or too hard teaches nothing.
-    return centred  # no std: dividing by it would weight prompts by their difficulty  # <own>
-
-
-# <own>
 def importance_weight(args: Args, ratio: Tensor) -> Tensor:
     """w, of π_θ/μ of a token, or of the whole tail: of the same shape."""
     if args.weight == "tis":
@@ -164,21 +119,12 @@ ACTED = {
     "tail": "μ outside of the K most likely tokens (share)",
     "weight_max": "largest π_θ/μ of a token, before its bound",
 }
-# </own>
 
 
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
-    this sum, and statistics as pairs (sum, count).
-
-    A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
-    the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
-    ranks, and then divides once. Dividing in each micro-batch would give the tokens of a small one
-    a larger weight.
-    """
+    """Sum, count and statistics, as `grpo.policy_loss` returns them."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    # <own>
     uncapped = (logp.detach() - batch.rollout_logp).exp()  # [n, T]: π_θ/μ
     weight = importance_weight(args, uncapped)  # [n, T]: w
     score = weight * logp  # [n, T]: its gradient is the weighted score
@@ -196,91 +142,17 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
     # prompts.
     return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
-    # </own>
 
 
-def main(args: Args, world: World) -> None:
-    lm, tokenizer = load_model(args.model, world)
-    task = load_task(args, tokenizer)
-    engine = make_engine(args, lm, world, record_top=args.centre_top)  # <own>
-    policy = shard(Policy(lm), args, world)
-    adam = {"betas": args.betas, "weight_decay": args.weight_decay}
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
-    run = Run(args, task, world, Path(__file__).stem, ACTED)
-    parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
-    done = 0  # steps trained so far
-    # <own>
-    if not args.w_low <= 1 <= args.w_high:  # the weight where sampler and trainer agree
-        raise BadInput(f"--w_low {args.w_low}, --w_high {args.w_high}: 1 must lie between them")
-    # </own>
-    if args.resume:
-        done = load_checkpoint(run.folder, policy, optimizer, parts, world)
-    engine.sync(policy)
-    run.start(done)
-    if done == 0:
-        run.log(0, evaluate(engine, task, args, world))
-    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
+LOOP = """
+-    engine = make_engine(args, lm, world)
++    engine = make_engine(args, lm, world, record_top=args.centre_top)
 
-    for step in run.steps():
-        means = Means()
-
-        # Rollout: this rank's P prompts, G responses each. The step number alone decides which
-        # prompts are used, so a checkpoint need not save a position in the data.
-        cursor = (step - 1) * args.prompts_per_step + world.rank * P
-        problems = [task.train(cursor + i) for i in range(P)]
-        prompts = [problem.prompt_ids for problem in problems]
-        rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
-
-        # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, G)  # [P, G]
-        rollout.advantages = advantages(rewards).flatten()  # [N]
-
-        # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
-        # equally many tokens.
-        minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
-        # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
-        # log-probs come from other kernels. A ratio against those would mix two things: how far the
-        # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # <own>
-        for minibatch in minibatches:
-            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
-        # </own>
-        # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
-        means.add(**run.check_sampler(minibatches))  # <own>
-
-        # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
-        optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
-        for minibatch in minibatches:
-            denominator = 0.0
-            for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
-                micro = minibatch.rows(rows)
-                logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                loss, count, stats = policy_loss(args, logp, micro)
-                loss.backward()  # a sum: gradients add up over micro-batches
-                denominator = denominator + count
-                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
-                minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
-                means.add(loss=(loss, count), **stats)
-            # Sums become means: gradients and token weights are divided by the count of all ranks.
-            minibatch.weight /= divide_gradients(policy, denominator, world)
-            norm = clip_gradients(policy, args.grad_clip)
-            means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
-            if math.isfinite(norm):  # else skip the step
-                optimizer.step()
-            optimizer.zero_grad()
-            means.add(**metrics_by_sign(minibatch))
-        engine.sync(policy)
-
-        means.add(**rollout_metrics(rollout, G, task))
-        metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
-        if run.due(step, args.eval_every):
-            metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
-        if run.due(step, args.save_every):
-            save_checkpoint(run.folder, step, policy, optimizer, parts, world)
-    if args.save_hf:
-        save_model(policy, tokenizer, run.folder / "model", world)
-    run.finish()
+     parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
++    if not args.w_low <= 1 <= args.w_high:  # the weight where sampler and trainer agree
++        raise BadInput(f"--w_low {args.w_low}, --w_high {args.w_high}: 1 must lie between them")
+"""
+main = loop_of(dppo, globals(), LOOP)
 
 
 if __name__ == "__main__":

@@ -51,57 +51,27 @@ Run it:
         --gradient_checkpointing --tensor_parallel 2
 """
 
-import contextlib  # <own>
-from collections.abc import Iterator  # <own>
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-import math
-from pathlib import Path
 from typing import Literal
 
-from common.batch import Rollout, balance_tokens
-from common.checkpoint import load_checkpoint, save_checkpoint, save_model
-from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
-from common.cli import BadInput  # <own>
-from common.data import load_task
-from common.distributed import World, clip_gradients, divide_gradients, shard
+from common.cli import NonNegative, Positive
 from common.launch import launch
-from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
-from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
-from common.model import load_model
-from common.rollout import ROUTERS, float8, make_engine  # <own>
-from common.run import Run
+from common.logprobs import Policy
+from common.rollout import ROUTERS, float8
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor  # <own>
+from torch.distributed.tensor import DTensor
+
+import minirl
+from variants import Trunk, loop_of
 
 
 @dataclass
-class Args(Flags):
-    steps: Count = 150
-    """Training steps: a rollout, then `minibatches` optimiser steps (our choice)."""
-    prompts_per_step: Count = 16
-    """Prompts in a rollout, on all ranks together (our choice)."""
-    group_size: Count = 8
-    """G: responses to each prompt (DeepSeekMath: 64)."""
-    minibatches: Count = 4
-    """Optimiser steps per rollout; from the second on, π_θ differs from π_old (DeepSeekMath: 1)."""
-    max_new_tokens: Count = 64
-    """Largest number of tokens in a response (DeepSeekMath: 1024)."""
-    temperature: Temperature = 1.0
-    """Sampling temperature, also used for all log-probabilities (papers: 1)."""
-    lr: Positive = 3e-4
-    """AdamW's learning rate after warm-up, chosen for `tiny` (DeepSeekMath: 1e-6 at 7B)."""
-    warmup: Whole = 5
-    """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
-    betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl's, which most papers have, are 0.9 0.999)."""
-    weight_decay: NonNegative = 0.0
-    """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
-    grad_clip: Positive = 1.0
-    """Largest gradient norm; larger gradients are scaled down to it (verl's default)."""
+class Args(Trunk):
     clip_low: NonNegative = 0.2
     """ε of the mask's lower bound (paper)."""
-    # <own>
     clip_high: NonNegative = 0.27
     """ε of the mask's upper bound (paper)."""
     is_cap: Positive = 5.0
@@ -113,29 +83,6 @@ class Args(Flags):
     routing_replay: Literal["none", "r2", "r3"] = "none"
     """Experts to replay: r2 those of the trainer under π_old, r3 those of the sampler (mixture of
     experts only)."""
-    # </own>
-
-
-def advantages(rewards: Tensor) -> Tensor:
-    """Reward minus group mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
-    # If all rewards are equal, all advantages must be exactly 0. But rounding makes the mean of
-    # eight rewards of 0.3 not quite 0.3. So subtract the first reward from all of them.
-    rewards = rewards - rewards[:, :1]  # [P, G]
-    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
-    # too easy or too hard teaches nothing.
-    return centred  # no std: dividing by it would weight prompts by their difficulty  # <own>
-
-
-# <own>
-def experts_differ(batch: Rollout, trainer_experts: Tensor) -> tuple[Tensor, Tensor]:
-    """(tokens that sampler and trainer sent to different experts in some layer, tokens)."""
-    differ, fed = batch.mask.new_zeros(()), batch.ends - 1  # [N]: the last token is not fed back
-    # A row at a time: the columns are on the CPU, and sort's indices are eight times as large.
-    for end, *row in zip(fed.tolist(), batch.sampler_experts, trainer_experts):
-        sampler, trainer = (x[:end].to(differ.device).sort(dim=-1).values for x in row)
-        differ += (sampler != trainer).flatten(1).any(dim=1).sum()  # of [end, layers, k]
-    return differ, fed.sum()
 
 
 class EightBits:
@@ -183,141 +130,21 @@ ACTED = {
     "sampler_gap": "mean |log π_old - log μ| (nats per token)",
     "weight_max": "largest weight π_θ/μ, before its cap",
 }
-# </own>
 
 
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
-    this sum, and statistics as pairs (sum, count).
+# Lines of minirl.py's loop and what they become here
+LOOP = """
+         done = load_checkpoint(run.folder, policy, optimizer, parts, world)
++    eight_bits = EightBits(policy)
 
-    A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
-    the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
-    ranks, and then divides once. Dividing in each micro-batch would give the tokens of a small one
-    a larger weight.
-    """
-    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
-    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    # <own>
-    behaviour = batch.rollout_logp if args.correct_mismatch else batch.old_logp  # [n, T]
-    uncapped = (logp.detach() - behaviour).exp()  # [n, T]: π_θ/μ
-    weight = uncapped.clamp(max=args.is_cap)  # [n, T]: without gradient
-    ratio = (logp.detach() - batch.old_logp).exp()  # [n, T]: r, for the mask only
-    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
-    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
-    objective = ~cut * weight * A * logp  # [n, T]: only log π_θ has a gradient
-    per_response = (objective * mask).sum(dim=1)  # [n]: a sum, not a mean
-    if args.length_norm:
-        per_response = per_response / mask.sum(dim=1).clamp(min=1)  # [n]
-    stats = {
-        "masked_share": ((cut * mask).sum(), mask.sum()),
-        "masked_above": (((cut & out_above) * mask).sum(), mask.sum()),
-        "masked_below": (((cut & out_below) * mask).sum(), mask.sum()),
-        "weight": ((weight * mask).sum(), mask.sum()),
-        "weight_max": (torch.cat([mask.new_zeros(1), uncapped[mask > 0]]).max(), None),
-    }
-    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
-    # prompts.
-    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
-    # </own>
+-                optimizer.step()
++                means.add(rounding=eight_bits.step(optimizer))
 
-
-def main(args: Args, world: World) -> None:
-    lm, tokenizer = load_model(args.model, world)
-    task = load_task(args, tokenizer)
-    # In vLLM recording switches its scheduling ahead off, so there it records only for a replay.
-    experts = args.rollout == "hf" or args.routing_replay == "r3"  # <own>
-    engine = make_engine(args, lm, world, record_experts=experts)  # <own>
-    policy = shard(Policy(lm), args, world)
-    adam = {"betas": args.betas, "weight_decay": args.weight_decay}
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
-    run = Run(args, task, world, Path(__file__).stem, ACTED)
-    parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
-    done = 0  # steps trained so far
-    # <own>
-    replay = f"--routing_replay {args.routing_replay}"
-    if args.routing_replay != "none" and not policy.routing.active:
-        raise BadInput(f"{replay}: {args.model} {policy.routing.why_not}")
-    if args.routing_replay == "r3" and not engine.reports_experts:
-        raise BadInput(f"{replay}: vLLM reports experts only on a GPU, without --tensor_parallel")
-    records = engine.reports_experts or args.routing_replay == "r2"  # the trainer's experts
-    # </own>
-    if args.resume:
-        done = load_checkpoint(run.folder, policy, optimizer, parts, world)
-    eight_bits = EightBits(policy)  # <own>
-    engine.sync(policy)
-    run.start(done)
-    if done == 0:
-        run.log(0, evaluate(engine, task, args, world))
-    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
-
-    for step in run.steps():
-        means = Means()
-
-        # Rollout: this rank's P prompts, G responses each. The step number alone decides which
-        # prompts are used, so a checkpoint need not save a position in the data.
-        cursor = (step - 1) * args.prompts_per_step + world.rank * P
-        problems = [task.train(cursor + i) for i in range(P)]
-        prompts = [problem.prompt_ids for problem in problems]
-        rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
-
-        # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, G)  # [P, G]
-        rollout.advantages = advantages(rewards).flatten()  # [N]
-
-        # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
-        # equally many tokens.
-        minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
-        # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
-        # log-probs come from other kernels. A ratio against those would mix two things: how far the
-        # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # <own>
-        for minibatch in minibatches:
-            if args.routing_replay == "r3":  # in π_old's own evaluation, too
-                minibatch.replayed_experts = minibatch.sampler_experts
-            found = all_logprobs(policy, minibatch, args, world, experts=records)
-            minibatch.old_logp = found.logp  # [n, T]
-            if args.routing_replay == "r2":  # at the first mini-batch this changes nothing
-                minibatch.replayed_experts = found.experts
-            if engine.reports_experts:
-                means.add(experts_differ=experts_differ(minibatch, found.experts))
-        # </own>
-        # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
-        means.add(**run.check_sampler(minibatches))  # <own>
-
-        # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
-        optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
-        for minibatch in minibatches:
-            denominator = 0.0
-            for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
-                micro = minibatch.rows(rows)
-                logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                loss, count, stats = policy_loss(args, logp, micro)
-                loss.backward()  # a sum: gradients add up over micro-batches
-                denominator = denominator + count
-                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
-                minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
-                means.add(loss=(loss, count), **stats)
-            # Sums become means: gradients and token weights are divided by the count of all ranks.
-            minibatch.weight /= divide_gradients(policy, denominator, world)
-            norm = clip_gradients(policy, args.grad_clip)
-            means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
-            if math.isfinite(norm):  # else skip the step
-                means.add(rounding=eight_bits.step(optimizer))  # <own>
-            optimizer.zero_grad()
-            means.add(**metrics_by_sign(minibatch))
-        engine.sync(policy)
-
-        means.add(**rollout_metrics(rollout, G, task))
-        metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
-        if run.due(step, args.eval_every):
-            metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
-        if run.due(step, args.save_every):
-            with eight_bits.lifted():  # <own>
-                save_checkpoint(run.folder, step, policy, optimizer, parts, world)  # <own>
-    if args.save_hf:
-        save_model(policy, tokenizer, run.folder / "model", world)
-    run.finish()
+-            save_checkpoint(run.folder, step, policy, optimizer, parts, world)
++            with eight_bits.lifted():
++                save_checkpoint(run.folder, step, policy, optimizer, parts, world)
+"""
+main = loop_of(minirl, globals(), LOOP)
 
 
 if __name__ == "__main__":

@@ -56,56 +56,28 @@ Run it:
         --weight_decay 0.1 --micro_tokens 8192
 """
 
-import copy  # <own>
+import copy
 from dataclasses import dataclass
 import math
-from pathlib import Path
-from random import Random  # <own>
-from typing import NamedTuple  # <own>
+from random import Random
+from typing import NamedTuple
 
-from common.batch import Rollout, balance_tokens
-from common.checkpoint import load_checkpoint, save_checkpoint, save_model
-from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
-from common.cli import BadInput, Share  # <own>
-from common.clock import timed  # <own>
-from common.data import Problem, Task, load_task  # <own>
-from common.distributed import World, clip_gradients, divide_gradients, shard
-from common.distributed import gather  # <own>
+from common.batch import Rollout
+from common.cli import BadInput, Count, Positive, Share, Whole
+from common.clock import timed
+from common.data import Problem, Task
+from common.distributed import clip_gradients, divide_gradients, gather, shard, World
 from common.launch import launch
-from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
-from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
-from common.model import load_model
-from common.rollout import make_engine
-from common.run import Run
+from common.logprobs import micro_batches
 import torch
 from torch import Tensor
 
+import goldilocks
+from variants import Trunk, loop_of
+
 
 @dataclass
-class Args(Flags):
-    steps: Count = 150
-    """Training steps: a rollout, then `minibatches` optimiser steps (our choice)."""
-    prompts_per_step: Count = 16
-    """Prompts in a rollout, on all ranks together (our choice)."""
-    group_size: Count = 8
-    """G: responses to each prompt (DeepSeekMath: 64)."""
-    minibatches: Count = 4
-    """Optimiser steps per rollout; from the second on, π_θ differs from π_old (DeepSeekMath: 1)."""
-    max_new_tokens: Count = 64
-    """Largest number of tokens in a response (DeepSeekMath: 1024)."""
-    temperature: Temperature = 1.0
-    """Sampling temperature, also used for all log-probabilities (papers: 1)."""
-    lr: Positive = 3e-4
-    """AdamW's learning rate after warm-up, chosen for `tiny` (DeepSeekMath: 1e-6 at 7B)."""
-    warmup: Whole = 5
-    """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
-    betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl's, which most papers have, are 0.9 0.999)."""
-    weight_decay: NonNegative = 0.0
-    """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
-    grad_clip: Positive = 1.0
-    """Largest gradient norm; larger gradients are scaled down to it (verl's default)."""
-    # <own>
+class Args(Trunk):
     anchor: Positive = 0.05
     """β: weight of KL(π_θ ‖ π_old) against the reward (paper)."""
     target: Share = 0.5
@@ -122,15 +94,13 @@ class Args(Flags):
     """Updates of the teacher per step (our choice)."""
     teacher_lr: Positive = 1e-3
     """The teacher's learning rate; its head has ten times this (our choice; real models: 1e-5)."""
-    # </own>
 
 
-def advantages(rewards: Tensor, expected: Tensor) -> Tensor:  # <own>
+def advantages(rewards: Tensor, expected: Tensor) -> Tensor:
     """R - V: `[P, G]`, `[P]` -> `[P, G]`. The baseline V is predicted from the prompt's text."""
-    return rewards - expected[:, None]  # [P, G]  # <own>
+    return rewards - expected[:, None]  # [P, G]
 
 
-# <own>
 class Teacher(torch.nn.Module):
     """V(q) = β log Z(q) = σ(u · mean_t h_t(q) + v): the student's chance to be right, as
     predicted from the text of the prompt."""
@@ -264,21 +234,12 @@ class Curriculum:
 
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
 ACTED = {"chosen_over_mean": "how much nearer to τ than the mean candidate"}
-# </own>
 
 
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
-    this sum, and statistics as pairs (sum, count).
-
-    A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
-    the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
-    ranks, and then divides once. Dividing in each micro-batch would give the tokens of a small one
-    a larger weight.
-    """
+    """Sum, count and statistics, as `grpo.policy_loss` returns them."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    # <own>
     # One ratio for the whole response, because trajectory balance is about whole responses.
     log_ratio = ((logp - batch.old_logp) * mask).sum(dim=1, keepdim=True)  # [n, 1]
     # β (log Z + log π_θ - log π_old) - R, with V = β log Z in the advantage
@@ -286,97 +247,28 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     # How far V may lie above p: β KL(π_old ‖ π_θ), from responses of π_old.
     stats = {"anchor_kl": (-args.anchor * log_ratio.sum(), mask.new_tensor(len(mask)))}
     return imbalance.square().sum() / (2 * args.anchor), mask.new_tensor(len(mask)), stats
-    # </own>
 
 
-def main(args: Args, world: World) -> None:
-    lm, tokenizer = load_model(args.model, world)
-    task = load_task(args, tokenizer)
-    engine = make_engine(args, lm, world)
-    curriculum = Curriculum(args, lm, task, world)  # <own>
-    policy = shard(Policy(lm), args, world)
-    adam = {"betas": args.betas, "weight_decay": args.weight_decay}
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
-    both = torch.nn.ModuleList([policy, curriculum.teacher])  # <own>
-    optimizers = [optimizer, curriculum.optimizer]  # <own>
-    run = Run(args, task, world, Path(__file__).stem, ACTED)
-    # What else a checkpoint holds: each has a state_dict.
-    parts = {"engine": engine, "curriculum": curriculum}  # <own>
-    done = 0  # steps trained so far
-    if args.resume:
-        done = load_checkpoint(run.folder, both, optimizers, parts, world)  # <own>
-    engine.sync(policy)
-    run.start(done)
-    if done == 0:
-        run.log(0, evaluate(engine, task, args, world))
-    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
+# Lines of goldilocks.py's loop and what they become here
+LOOP = """
+-    reference = frozen_reference(args, lm, world)  # π_ref; None if β is 0
 
-    for step in run.steps():
-        means = Means()
+-        # Rollout: for each of P slots the candidate from which most can be learned, G responses.
++        # Rollout: for each of P slots the candidate with V nearest to τ, G responses.
 
-        # Rollout: for each of P slots the candidate with V nearest to τ, G responses.
-        chosen = curriculum.choose(step)  # <own>
-        mine = chosen[world.rank * P : (world.rank + 1) * P]  # <own>
-        problems = [choice.problem for choice in mine]  # <own>
-        prompts = [problem.prompt_ids for problem in problems]
-        rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
+-        problems = [one.problem for one in chosen[world.rank * P : (world.rank + 1) * P]]
++        mine = chosen[world.rank * P : (world.rank + 1) * P]
++        problems = [choice.problem for choice in mine]
 
-        # Reward and advantages. A group is never split over ranks: its mean needs no communication.
-        rewards = task.score(rollout, problems, G)  # [P, G]
-        expected = rewards.new_tensor([choice.predicted for choice in mine])  # [P]: V  # <own>
-        rollout.advantages = advantages(rewards, expected).flatten()  # [N]  # <own>
+-        rollout.advantages = advantages(rewards).flatten()  # [N]
++        expected = rewards.new_tensor([choice.predicted for choice in mine])  # [P]: V
++        rollout.advantages = advantages(rewards, expected).flatten()  # [N]
 
-        means.add(**curriculum.learn(chosen, rewards))  # <own>
-
-        # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
-        # equally many tokens.
-        minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
-        # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
-        # log-probs come from other kernels. A ratio against those would mix two things: how far the
-        # policy moved, and how much sampler and trainer differ (see minirl.py).
-        # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
-        for minibatch in minibatches[1:]:
-            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
-
-        # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
-        optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
-        for minibatch in minibatches:
-            first = minibatch is minibatches[0]
-            denominator = 0.0
-            for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
-                micro = minibatch.rows(rows)
-                logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                if first:
-                    micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
-                    minibatch.put(rows, old_logp=micro.old_logp)
-                loss, count, stats = policy_loss(args, logp, micro)
-                loss.backward()  # a sum: gradients add up over micro-batches
-                denominator = denominator + count
-                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
-                minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
-                means.add(loss=(loss, count), **stats)
-            # Sums become means: gradients and token weights are divided by the count of all ranks.
-            minibatch.weight /= divide_gradients(policy, denominator, world)
-            if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
-                means.add(**run.check_sampler(minibatches))
-            norm = clip_gradients(policy, args.grad_clip)
-            means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
-            if math.isfinite(norm):  # else skip the step
-                optimizer.step()
-            optimizer.zero_grad()
-            means.add(**metrics_by_sign(minibatch))
-        engine.sync(policy)
-
-        means.add(**rollout_metrics(rollout, G, task))
-        metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
-        if run.due(step, args.eval_every):
-            metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
-        if run.due(step, args.save_every):
-            save_checkpoint(run.folder, step, both, optimizers, parts, world)  # <own>
-    if args.save_hf:
-        save_model(policy, tokenizer, run.folder / "model", world)
-    run.finish()
+-        if reference:
+-            for minibatch in minibatches:
+-                minibatch.ref_logp = all_logprobs(reference, minibatch, args, world).logp  # [n, T]
+"""
+main = loop_of(goldilocks, globals(), LOOP)
 
 
 if __name__ == "__main__":

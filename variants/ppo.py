@@ -61,60 +61,29 @@ Run it:
         --clip_high 0.28 --max_new_tokens 8192 --gradient_checkpointing
 """
 
-import copy  # <own>
+import copy
 from dataclasses import dataclass
 import math
-from pathlib import Path
 
-from common.batch import Rollout, balance_tokens
-from common.checkpoint import load_checkpoint, save_checkpoint, save_model
-from common.cli import Betas, Count, Flags, NonNegative, Positive, Temperature, Whole
-from common.cli import PositiveShare, Share  # <own>
-from common.clock import timed  # <own>
-from common.data import load_task
-from common.distributed import World, clip_gradients, divide_gradients, shard
-from common.distributed import global_sum  # <own>
+from common.batch import Rollout
+from common.cli import NonNegative, Positive, PositiveShare, Share, Whole
+from common.clock import timed
+from common.distributed import clip_gradients, divide_gradients, global_sum, shard, World
 from common.launch import launch
-from common.logprobs import Policy, all_logprobs, micro_batches, response_logprobs
-from common.logprobs import frozen_reference  # <own>
-from common.logprobs import Pair  # <own>
-from common.metrics import Means, evaluate, metrics_by_sign, rollout_metrics
-from common.model import load_model
-from common.rollout import make_engine
-from common.run import Run
+from common.logprobs import all_logprobs, micro_batches, Pair, Policy, response_logprobs
 import torch
-from torch import Tensor, nn  # <own>
+from torch import Tensor, nn
+
+import grpo
+from variants import Trunk, loop_of
 
 
 @dataclass
-class Args(Flags):
-    steps: Count = 150
-    """Training steps: a rollout, then `minibatches` optimiser steps (our choice)."""
-    prompts_per_step: Count = 16
-    """Prompts in a rollout, on all ranks together (our choice)."""
-    group_size: Count = 8
-    """G: responses to each prompt (DeepSeekMath: 64)."""
-    minibatches: Count = 4
-    """Optimiser steps per rollout; from the second on, π_θ differs from π_old (DeepSeekMath: 1)."""
-    max_new_tokens: Count = 64
-    """Largest number of tokens in a response (DeepSeekMath: 1024)."""
-    temperature: Temperature = 1.0
-    """Sampling temperature, also used for all log-probabilities (papers: 1)."""
-    lr: Positive = 3e-4
-    """AdamW's learning rate after warm-up, chosen for `tiny` (DeepSeekMath: 1e-6 at 7B)."""
-    warmup: Whole = 5
-    """Steps in which lr rises linearly to its full value (our choice; verl's default: 0)."""
-    betas: Betas = (0.9, 0.95)
-    """AdamW's decay rates (OpenRLHF's; verl's, which most papers have, are 0.9 0.999)."""
-    weight_decay: NonNegative = 0.0
-    """AdamW's decoupled weight decay (our choice; verl's default: 0.01)."""
-    grad_clip: Positive = 1.0
-    """Largest gradient norm; larger gradients are scaled down to it (verl's default)."""
+class Args(Trunk):
     clip_low: NonNegative = 0.2
     """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
     clip_high: NonNegative = 0.2
     """ε of the upper clip, which is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
-    # <own>
     beta: NonNegative = 0.01
     """β of the KL in the reward; 0 loads no reference model (our choice; TRL: 0.05)."""
     gamma: PositiveShare = 1.0
@@ -134,13 +103,11 @@ class Args(Flags):
     policy's)."""
     critic_warmup: Whole = 5
     """First steps train only the critic; the policy's warm-up follows (our choice; verl: 0)."""
-    # </own>
 
-    def compares(self) -> bool:  # <own>
-        return False  # the baseline is the critic, not the group  # <own>
+    def compares(self) -> bool:
+        return False  # the baseline is the critic, not the group
 
 
-# <own>
 def advantages(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -289,21 +256,12 @@ ACTED = {
     "value_loss": "squared error of V, halved",
     "clip_share": "tokens clipped (share)",
 }
-# </own>
 
 
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Returns three things: the sum of the loss over the n rows of `batch`, the count that divides
-    this sum, and statistics as pairs (sum, count).
-
-    A row is one response of up to T tokens. `logp [n, T]` is of π_θ, with gradient. `Rollout` lists
-    the columns of `batch`. The caller adds up the sums and the counts of all micro-batches and
-    ranks, and then divides once. Dividing in each micro-batch would give the tokens of a small one
-    a larger weight.
-    """
+    """Sum, count and statistics, as `grpo.policy_loss` returns them."""
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
-    A = batch.token_advantages  # [n, T]: one advantage for each token  # <own>
-    # <own>
+    A = batch.token_advantages  # [n, T]: one advantage for each token
     ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
     # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
@@ -315,104 +273,60 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
     stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
     return -(objective * mask).sum(), mask.sum(), stats  # the mean over all tokens
-    # </own>
 
 
-def main(args: Args, world: World) -> None:
-    lm, tokenizer = load_model(args.model, world)
-    task = load_task(args, tokenizer)
-    engine = make_engine(args, lm, world)
-    reference = frozen_reference(args, lm, world)  # π_ref; None if β is 0  # <own>
-    critic = Critic(args, lm, world)  # <own>
-    policy = shard(Policy(lm), args, world)
-    adam = {"betas": args.betas, "weight_decay": args.weight_decay}
-    optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
-    both = nn.ModuleList([policy, critic.value])  # <own>
-    optimizers = [optimizer, critic.optimizer]  # <own>
-    run = Run(args, task, world, Path(__file__).stem, ACTED)
-    parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
-    done = 0  # steps trained so far
-    if args.resume:
-        done = load_checkpoint(run.folder, both, optimizers, parts, world)  # <own>
-    engine.sync(policy)
-    run.start(done)
-    if done == 0:
-        run.log(0, evaluate(engine, task, args, world))
-    P, G = args.prompts_per_step // world.size, args.group_size  # P: this rank's prompts
+# Lines of grpo.py's loop and what they become here
+LOOP = """
+     reference = frozen_reference(args, lm, world)  # π_ref; None if β is 0
++    critic = Critic(args, lm, world)
 
-    for step in run.steps():
-        means = Means()
+     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
++    both = nn.ModuleList([policy, critic.value])
++    optimizers = [optimizer, critic.optimizer]
 
-        # Rollout: this rank's P prompts, G responses each. The step number alone decides which
-        # prompts are used, so a checkpoint need not save a position in the data.
-        cursor = (step - 1) * args.prompts_per_step + world.rank * P
-        problems = [task.train(cursor + i) for i in range(P)]
-        prompts = [problem.prompt_ids for problem in problems]
-        rollout = engine.generate(prompts, G, args.max_new_tokens, args.temperature)  # N = P·G rows
+-        done = load_checkpoint(run.folder, policy, optimizer, parts, world)
++        done = load_checkpoint(run.folder, both, optimizers, parts, world)
 
-        # Reward. The critic computes advantages from it below.
-        rewards = task.score(rollout, problems, G)  # [P, G]
-        rollout.advantages = rewards.flatten()  # [N]: R, replaced by `judge`  # <own>
+-        # Reward and advantages. A group is never split over ranks: its mean needs no communication.
++        # Reward. The critic computes advantages from it below.
 
-        # Mini-batches of whole groups. In each, the ranks exchange rows until they have about
-        # equally many tokens.
-        minibatches = [balance_tokens(part, world) for part in rollout.split(args.minibatches)]
-        # The trainer computes the log-probs of π_old, the policy that sampled. The sampler's own
-        # log-probs come from other kernels. A ratio against those would mix two things: how far the
-        # policy moved, and how much sampler and trainer differ (see minirl.py).
-        for minibatch in minibatches:  # of all: the KL term is part of the reward  # <own>
-            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
-        # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
-        means.add(**run.check_sampler(minibatches))  # <own>
-        # <own>
-        if reference:
-            for minibatch in minibatches:
-                minibatch.ref_logp = all_logprobs(reference, minibatch, args, world).logp  # [n, T]
-        # </own>
+-        rollout.advantages = advantages(rewards).flatten()  # [N]
++        rollout.advantages = rewards.flatten()  # [N]: R, replaced by `judge`
 
-        # Values and advantages, from the critic before this step's updates.
-        means.add(**critic.judge(minibatches))  # <own>
+-        # The first mini-batch needs no pass: until the first optimiser step π_θ is π_old.
+-        for minibatch in minibatches[1:]:
++        for minibatch in minibatches:  # of all: the KL term is part of the reward
 
-        # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
-        begun = max(0, step - args.critic_warmup)  # steps of the policy  # <own>
-        optimizer.param_groups[0]["lr"] = args.lr * min(1.0, begun / max(1, args.warmup))  # <own>
-        for minibatch in minibatches:
-            means.add(**critic.learn(minibatch))  # <own>
-            # An untrained critic gives bad advantages, which would stay in Adam's moments.
-            # <own>
-            if step <= args.critic_warmup:
-                continue
-            # </own>
-            denominator = 0.0
-            for rows in micro_batches(policy, minibatch, args.micro_tokens, world):
-                micro = minibatch.rows(rows)
-                logp, micro.entropy = response_logprobs(policy, micro, args.temperature)  # [n, T]
-                loss, count, stats = policy_loss(args, logp, micro)
-                loss.backward()  # a sum: gradients add up over micro-batches
-                denominator = denominator + count
-                # logp keeps its gradient, ∂loss/∂log π_θ: minus each token's weight on ∇ log π_θ.
-                minibatch.put(rows, logp=logp.detach(), entropy=micro.entropy, weight=-logp.grad)
-                means.add(loss=(loss, count), **stats)
-            # Sums become means: gradients and token weights are divided by the count of all ranks.
-            minibatch.weight /= divide_gradients(policy, denominator, world)
-            norm = clip_gradients(policy, args.grad_clip)
-            means.add(**run.check_gradient(norm, minibatch))  # stops if several in a row are NaN
-            if math.isfinite(norm):  # else skip the step
-                optimizer.step()
-            optimizer.zero_grad()
-            means.add(**metrics_by_sign(minibatch))
-        engine.sync(policy)
+             minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
++        # Stop if the sampler's log-probs, μ, are far from π_old: then one of the two is broken.
++        means.add(**run.check_sampler(minibatches))
 
-        means.add(**rollout_metrics(rollout, G, task))
-        metrics = means.reduce(world) | {"lr": optimizer.param_groups[0]["lr"]}
-        if run.due(step, args.eval_every):
-            metrics |= evaluate(engine, task, args, world)
-        run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
-        if run.due(step, args.save_every):
-            save_checkpoint(run.folder, step, both, optimizers, parts, world)  # <own>
-    if args.save_hf:
-        save_model(policy, tokenizer, run.folder / "model", world)
-    run.finish()
++        # Values and advantages, from the critic before this step's updates.
++        means.add(**critic.judge(minibatches))
++
+         # Update: one optimiser step per mini-batch, in as many micro-batches as memory requires.
+
+-        optimizer.param_groups[0]["lr"] = args.lr * min(1.0, step / max(1, args.warmup))
++        begun = max(0, step - args.critic_warmup)  # steps of the policy
++        optimizer.param_groups[0]["lr"] = args.lr * min(1.0, begun / max(1, args.warmup))
+
+-            first = minibatch is minibatches[0]
++            means.add(**critic.learn(minibatch))
++            # An untrained critic gives bad advantages, which would stay in Adam's moments.
++            if step <= args.critic_warmup:
++                continue
+
+-                if first:
+-                    micro.old_logp = logp.detach()  # [n, T]: these ratios are exactly 1
+-                    minibatch.put(rows, old_logp=micro.old_logp)
+
+-            if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
+-                means.add(**run.check_sampler(minibatches))
+
+-            save_checkpoint(run.folder, step, policy, optimizer, parts, world)
++            save_checkpoint(run.folder, step, both, optimizers, parts, world)
+"""
+main = loop_of(grpo, globals(), LOOP)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checks.files import ALGORITHMS, MODULES, PATHS
+from checks.files import MODULES, PATHS
 from labs import blank, bug, exercise_checks, grade
 
 import checks
@@ -18,7 +18,7 @@ from tests.helpers import ROOT, refused
 QUICK = ("grpo", "pass_at_k")
 BY_TIME = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
-    for name in [*ALGORITHMS, *blank.single()]
+    for name in [*blank.files_of_exercises(), *blank.single()]
 ]
 
 

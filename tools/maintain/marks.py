@@ -16,7 +16,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-from checks.files import algorithms, base_of
+from checks.files import NINE, PATHS, base_of
 
 from tools import arguments
 
@@ -84,7 +84,7 @@ def changes(path: Path, base: Path) -> tuple[list[str], int]:
 def main() -> int:
     """Print every file's distance from its base file. Returns the number of unmarked changes."""
     unmarked = 0
-    for path in algorithms():
+    for path in map(PATHS.get, NINE):
         base = base_of(path)
         if base:
             loose, changed = changes(path, base)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools import arguments
-from checks.files import ROOT, algorithms, base_of
+from checks.files import NINE, PATHS, ROOT, base_of
 
 MARK = r"# </?\w+>$"
 
@@ -106,7 +106,7 @@ def committed(path: Path, commit: str) -> str | None:
 
 def main(commit: str, dry: bool) -> int:
     """Spread every base file's change, grpo.py's first. Returns the number of hunks left."""
-    left, waiting, done = 0, algorithms(), set()
+    left, waiting, done = 0, [PATHS[name] for name in NINE], set()
     while waiting:
         path = next(path for path in waiting if base_of(path) is None or base_of(path) in done)
         waiting.remove(path)
