@@ -2,9 +2,12 @@
 
 import math
 import random
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import torch
+from common.batch import Rollout
+from common.distributed import ALONE
 from torch import Tensor
 
 from . import CENTRED, FIXTURE, Batch, both_streams, clip_statistics, k3, near, surrogate
@@ -61,6 +64,42 @@ def check_fit(module: ModuleType) -> None:
 
 
 FIXTURES = {"bnpo_eps0.2_tokenmean": {}}  # without branches
+
+
+def check_branches(module: ModuleType) -> None:
+    """Failed responses are cut where their pivots and the fit say; an ending knows its parent."""
+    cuts, asked = {6: 1, 7: 0, 8: 2}, []  # first token of a failed response: tokens kept
+    rows = [[5, 9], [6, 9, 9], [7, 9, 1], [8, 9, 9]]
+
+    def choose(response: list[int], ends: set, u: float, v: float, *more: object) -> tuple:
+        assert (u, v) == (3.0, -1.0)
+        return cuts[response[0]], 0.5
+
+    def generate(prompts: list, n: int, limit: int, T: float, prefixes: list) -> Rollout:
+        asked.extend(prefixes)
+        tokens = [[4, i] for i in range(len(prompts) * n)]
+        given = {"prefixes": prefixes, "eos": [1], "device": "cpu"}
+        return Rollout.pack(prompts=prompts, tokens=tokens, logps=tokens, **given)
+
+    def pack(tokens: list) -> Rollout:
+        how = {"logps": tokens, "eos": [1], "device": "cpu"}
+        return Rollout.pack(prompts=[[0], [0]], tokens=tokens, **how)
+
+    outcome = torch.tensor([[1.0, 0], [0, 0], [0, 1]])
+    branches = object.__new__(module.Branches)
+    branches.args, branches.world = module.Args(branches=2, group_size=2), ALONE
+    branches.engine, branches.ends = SimpleNamespace(generate=generate), {9}
+    branches.feedback = [[0.5, 1.0]]
+    branches.task = SimpleNamespace(score=lambda *_: outcome)
+    problems = [SimpleNamespace(index=k, prompt_ids=[0]) for k in range(2)]
+    fit = lambda pairs: (3.0 * len(pairs), -1.0)  # noqa: E731
+    with mock.patch.multiple(module, fit_success=fit, choose_pivot=choose):
+        used, _ = branches.grow(pack(rows), torch.tensor([[1.0, 0], [0, 0]]), problems)
+    assert asked == [[6], [], [8, 9]]
+    near(used.origin, [1, 1, 3, 3], "the parents of endings that have an advantage")
+    assert [pair[1] for pair in branches.feedback] == [1.0, 1.0, 0.0, 1.0]
+
+
 SHARED = CENTRED
 RETURN = "return -per_response.sum(), mask[main].sum()"
 LAMBDA = "torch.where(main, 1.0, args.branch_weight)"

@@ -3,8 +3,10 @@
 
 import random
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import torch
+from common.distributed import ALONE
 
 from . import ZSCORES, gradient_law, grpo, near
 
@@ -51,6 +53,23 @@ def check_gradient_law(module: ModuleType) -> None:
     """The gradient's norm is sqrt(p (1-p)) times the distance between the mean scores of right and
     wrong answers. `learning_value` estimates the first factor."""
     gradient_law(module, 0.5)
+
+
+def check_lesson(module: ModuleType) -> None:
+    """The teacher is shown each prompt with the learning value of its own group."""
+    curriculum, shown = object.__new__(module.Curriculum), []
+    curriculum.args = module.Args(teacher_batch=3, window=3, teacher_updates=1)
+    curriculum.world, curriculum.rng, curriculum.window = ALONE, random.Random(0), [([9], 0.4)]
+    curriculum.predict = lambda ids, targets: shown.extend(zip(ids, targets.tolist()))
+    curriculum.teacher = curriculum.optimizer = mock.MagicMock()
+    chosen = [module.Choice(SimpleNamespace(prompt_ids=[k]), 0.0, False) for k in range(3)]
+    rewards = torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
+    with mock.patch.multiple(module, divide_gradients=mock.DEFAULT, clip_gradients=lambda *_: 1.0):
+        curriculum.learn(chosen, rewards)
+    for k, value in enumerate((3**0.5 / 4, 0.5, 0.0)):
+        near(
+            dict((ids[0], target) for ids, target in shown)[k], value, f"target of prompt {k}", 1e-6
+        )
 
 
 SHARED = ZSCORES

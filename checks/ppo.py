@@ -1,8 +1,11 @@
 """PPO: GAE by another formula, the value loss, and an advantage for each token."""
 
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import torch
+from common.batch import Rollout
+from common.distributed import ALONE
 from torch import Tensor
 
 from . import Batch, clipped, cut_shares, near, one, token_mean
@@ -69,3 +72,26 @@ def check_value_loss(module: ModuleType) -> None:
     near(loss, (0.5**2 + 0.3**2 + 0.9**2 + 0.9**2 + 0.4**2) / 2, "the sum")
     near(V.grad, one(-0.5, 0, -0.9, 0.9, 0.4, 0), "∂ loss / ∂ V")
     near(clipped, 1, "tokens that the clip leaves without a gradient")
+
+
+def check_judge(module: ModuleType) -> None:
+    """The policy's advantages have λ, the critic's targets `--lam_critic`; advantages are whitened
+    over the tokens of all mini-batches."""
+    critic, generator = object.__new__(module.Critic), torch.Generator().manual_seed(1)
+    critic.args = module.Args(gamma=0.95, lam=0.5, lam_critic=0.9, beta=0.0)
+    critic.world, critic.value = ALONE, None
+    values, mask = torch.rand(4, 5, generator=generator), torch.ones(4, 5)
+    rewards = torch.tensor([1.0, 0, 0, 1])
+    whole = Rollout(
+        rewards=rewards, mask=mask, old_logp=values, advantages=rewards, row=values, tokens=mask
+    )
+    parts = whole.split(2)
+    with mock.patch.object(module, "all_logprobs", lambda _, b, *more: SimpleNamespace(logp=b.row)):
+        critic.judge(parts)
+    by_token = torch.cat([torch.zeros(4, 4), rewards[:, None]], dim=1)
+    known = by_token, values, mask, 0.95
+    returns = torch.cat([part.returns for part in parts])
+    near(returns, module.advantages(*known, 0.9)[1], "the critic's targets", 1e-6)
+    A = module.advantages(*known, 0.5)[0]
+    found = torch.cat([part.token_advantages for part in parts])
+    near(found, (A - A.mean()) / A.std(), "the policy's advantages", 1e-4)

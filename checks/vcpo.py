@@ -2,8 +2,11 @@
 
 import math
 from types import ModuleType
+from unittest import mock
 
 import torch
+from common.batch import Rollout
+from common.distributed import ALONE
 from torch import Tensor
 
 from . import FIXTURE, RIGHT, Batch, advantages_match, check_equal_rewards, loss_and_gradient, near
@@ -103,6 +106,32 @@ def check_ess(module: ModuleType) -> None:
     log_w = ((stored["logp"] - stored["rollout_logp"]) * stored["mask"]).sum(1)
     for shift in (0.0, 700.0, -700.0):
         near(module.ess_ratio(log_w + shift), stored["ess_ratio"], "ESS/B", 1e-8)
+
+
+def check_queue(module: ModuleType) -> None:
+    """Batches leave in the order in which they came, `--lag` later."""
+    stale = module.Stale(module.Args(lag=2, steps=9), ALONE)
+    assert [stale.exchange([k]) for k in range(5)] == [[], [], [0], [1], [2]]
+
+
+def check_shifts(module: ModuleType) -> None:
+    """A group's b is of its own responses' weights and norms; 0 where rewards are equal."""
+    generator = torch.Generator().manual_seed(1)
+    logp, mu, norms = torch.rand(3, 12, 1, generator=generator, dtype=torch.float64)
+    A = module.advantages(torch.tensor([[1.0, 0, 0, 0], [1] * 4, [0, 1, 1, 0]]).double())
+    batch = Rollout(
+        advantages=A.flatten(), rollout_logp=mu, mask=torch.ones_like(mu), row=norms, tokens=mu
+    )
+
+    def passed(policy: object, part: Rollout, *more: object) -> tuple[Tensor, Tensor]:
+        return logp[: len(part)], part.row[:, 0]
+
+    with mock.patch.object(module, "gradient_norms", passed):
+        found = module.baseline_shifts(module.Args(group_size=4), None, batch, ALONE).view(3, 4)
+    log_w = (logp[:8] - mu[[*range(4), *range(8, 12)]]).view(2, 4)
+    expected = module.baseline_shift(log_w, norms[[*range(4), *range(8, 12)]].view(2, 4), A[::2])
+    near(found[[0, 2]], expected[:, None].expand(2, 4), "b of two groups")
+    near(found[1], torch.zeros(4), "b of equal rewards")
 
 
 SHARED = [check_equal_rewards]

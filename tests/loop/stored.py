@@ -1,11 +1,4 @@
-"""What each file's `main` must do, computed a second time without it.
-
-`record` runs a file's own `main` on stored answers and writes down what reaches the optimiser, the
-engine and the log. `Oracle` computes from the same answers what should have come out: all columns
-of a whole mini-batch in float64, by transformers' logits of the weights that each policy had, then
-the file's own `policy_loss` of them, and autograd. So it tests the loop: which columns a loss gets,
-its micro-batches, ranks and optimiser. The losses and other functions of a file alone are held in
-checks/NAME.py.
+"""A file's own `main` on stored answers: what reaches its optimiser, its engine and its log.
 
 The stored answers are made for this: sequences of unequal length, some cut off; groups all right,
 all wrong and mixed; a sampler whose log-probs μ are off by noise, and in some responses by a factor
@@ -18,31 +11,28 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import itertools
 import json
 import random
 import sys
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import vcpo
 from common.batch import Rollout
 from common.data import Problem, Task
-from common.distributed import ALONE, World, setup
+from common.distributed import World, setup
 from common.model import load_model
-from common.routing import Routing
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from checks import mutate
 from checks.files import MODULES
-from tests.helpers import forked, module_of
+from tests.helpers import forked
 
 TINY = Path(__file__).parent.parent.parent / "common" / "tiny"
 VOCABULARY = ["<pad>", "<eos>", *"0123456789+-*=;#"]
@@ -440,292 +430,12 @@ def damaged(algorithm: str, where: str = "", old: str = "", new: str = "") -> Mo
         yield own
 
 
-# The oracle
-
-
-def differ(group: list[Row]) -> bool:
-    return len({row.reward for row in group}) > 1
-
-
-def rounds_of(o: Oracle) -> list[list[dict[int, str]]]:
-    """The rounds of sampling of each step: slot of the batch -> prompt. A round reads the next
-    prompts of one stream: the first for all slots, further ones (dapo) for those of groups without
-    a difference. A teacher's choice is taken as it was recorded, and `check_teacher` holds it."""
-    drawn, steps = 0, []
-    for step in range(o.args.steps):
-        slots, found = list(range(P)), []
-        while slots and len(found) < getattr(o.args, "max_draws", 1):
-            found.append({slot: TRAIN[(drawn + i) % len(TRAIN)] for i, slot in enumerate(slots)})
-            drawn += len(slots)
-            slots = [slot for slot in slots if not differ(respond(found[-1][slot], G))]
-        if o.has("teacher_lr"):
-            found = [dict(enumerate(o.prompts(step)))]
-        steps.append(found)
-    return steps
-
-
-class Oracle:
-    """What the records of all ranks of one run should say."""
-
-    def __init__(self, name: str, records: list[Record], model: str = "model"):
-        self.name, self.records, self.model = name, records, model
-        self.module, self.args = module_of(name), SimpleNamespace(**records[0].flags)
-        self.size, self.updates = len(records), records[0].updates
-        self.warmup = getattr(self.args, "critic_warmup", 0)  # steps in which ppo's policy waits
-        self.known: dict[int, tuple] = {}
-        self.rounds = rounds_of(self)
-
-    def has(self, flag: str) -> bool:
-        """Whether this file has a flag, and it is not 0."""
-        return bool(getattr(self.args, flag, 0))
-
-    def prompts(self, step: int) -> list[str]:
-        """What all ranks sampled first in a step."""
-        return [prompt for one in self.records for prompt in one.training[step]["prompts"]]
-
-    def lm(self, parameters: list[Tensor]) -> torch.nn.Module:
-        lm = copy.deepcopy(untrained(self.model))
-        with torch.no_grad():
-            for own, given in zip(lm.parameters(), parameters, strict=True):
-                own.copy_(given)
-        return lm
-
-    # Rows and their advantages
-
-    def rows(self, step: int, parts: Iterable[int] = range(M)) -> list[Row]:
-        """The rows of a batch's mini-batches: of each every rank's own share, in its own order."""
-        filled, found, share = {}, [], P // self.size // M
-        for drawn in self.rounds[step]:
-            filled |= drawn  # a later round's group takes the slot
-        for part, one in itertools.product(parts, self.records):
-            start = one.rank * P // self.size + part * share
-            for slot in range(start, start + share):
-                found += respond(filled[slot], G)
-        return found
-
-    def advantages(self, step: int) -> Tensor:
-        """Of all rows of a batch, by the file's own functions: [P, G]."""
-        rows, args, module = self.rows(step), self.args, self.module
-        R, mask = rewards_of(rows).view(P, G), mask_of(rows)
-        if self.name == "ppo":
-            return R  # until the critic has judged
-        if self.name == "baselines":
-            return module.advantages(R, args.baseline, mask.sum(1).view(P, G))
-        if self.name == "paced":
-            lm, head = self.taught(step)
-            V = [teaches(lm, head, row.prompt, 1.0).detach() for row in rows[::G]]
-            return module.advantages(R, torch.stack(V))
-        if self.name == "laconic":
-            budget = module.Budget(args, ALONE)
-            for before in range(step):  # each batch moves the next one's price
-                earlier = self.rows(before)
-                budget.charge(rewards_of(earlier), mask_of(earlier).sum(1))
-            R = budget.charge(R, mask.sum(1).view(P, G))
-        if self.name == "dapo":
-            R = module.punished(R, SimpleNamespace(mask=mask), args)
-        A = module.advantages(R)
-        if self.name == "signs":
-            mu = mu_of(rows, self.model)
-            measures = module.measures(SimpleNamespace(mask=mask, rollout_logp=mu))
-            A.view(-1)[module.outliers(args, measures, measures)] = 0.0
-        return A
-
-    def failed(self, one: Record, step: int) -> list[tuple[int, int, Row]]:
-        """A rank's failed responses of a step: place of the prompt, number of the response, row."""
-        found = []
-        for place, prompt in enumerate(one.training[step]["prompts"]):
-            for number, row in enumerate(respond(prompt, G)):
-                if row.reward == 0:
-                    found.append((place, number, row))
-        return found
-
-    def branches(self, step: int, part: int) -> list[list[Row]]:
-        """The siblings that were grown from this mini-batch's failed responses."""
-        found, share = [], P // self.size // M
-        for one in self.records:
-            call, failed = one.branching[step], self.failed(one, step)
-            assert call["prompts"] == [row.prompt for _, _, row in failed] and call["n"] == K
-            assert call["temperature"] == T and call["limit"] == LIMIT
-            for (place, _, row), prefix in zip(failed, call["prefixes"], strict=True):
-                if place // share == part:
-                    found.append(respond(row.prompt, K, prefix))
-        return found
-
-    # A mini-batch
-
-    def batch(self, update: int) -> SimpleNamespace:
-        """All columns of the whole mini-batch of this update, and the model `lm` of `logp`."""
-        start = update - update % M  # the batch's first update
-        step, part = start // M + self.warmup, update % M
-        rows = self.rows(step, [part])
-        A, main = self.advantages(step).view(M, -1)[part], len(rows)
-        for siblings in self.branches(step, part) if self.has("branches") else ():
-            own = self.module.advantages(rewards_of(siblings)[None])[0]
-            if own.any():  # branches must teach something
-                rows, A = rows + siblings, torch.cat([A, own])
-        lm = self.lm(self.updates[update]["parameters"])
-        old, reference = (self.lm(self.updates[at]["parameters"]) for at in (start, 0))
-        self.replay(rows, lm, old)
-        every = distributions(lm, rows)
-        with torch.no_grad():
-            every_old = distributions(old, rows)
-        b = SimpleNamespace(
-            rows=rows,
-            lm=lm,
-            logp=sampled(every, rows),
-            entropy=-(every.exp() * every).sum(-1).detach(),
-            mask=mask_of(rows),
-            old_logp=sampled(every_old, rows),
-            ref_logp=log_probs(reference, rows),
-            rollout_logp=mu_of(rows, self.model),
-            finished=torch.tensor([row.finished for row in rows]),
-            advantages=A,
-            grown=torch.arange(len(rows)) >= main,
-        )
-        if self.name == "blockwise":
-            self.cut(b)
-        if self.name == "centred":
-            top = [sampler_top(row, self.model) for row in rows]
-            ids, b.sampler_top = (
-                torch.nn.utils.rnn.pad_sequence(list(part), batch_first=True) for part in zip(*top)
-            )
-            b.top_logp = every.gather(-1, ids)
-        if self.name == "tool":  # it wrote what stands after each `=`
-            written = [[0, *(token == EQUALS for token in row.tokens[:-1])] for row in rows]
-            b.mask = b.mask * (1 - padded(written))
-        if self.name == "opd":
-            b.teacher_logp = log_probs(untrained("model-teacher"), rows)
-        if self.name == "ppo":
-            b.token_advantages = self.judged(step)[part].token_advantages
-            b.advantages = b.token_advantages[:, 0]
-        if self.has("lag"):
-            self.age(b)
-        if hasattr(self.module, "choose_tokens"):
-            with torch.no_grad():
-                self.module.choose_tokens(self.args, b, ALONE)
-        kept = getattr(b, "kept", b.mask).sum(1)
-        b.branch = b.grown * kept[~b.grown].sum() / kept[b.grown].sum().clamp(min=1)
-        return b
-
-    def gradient(self, update: int) -> tuple[Tensor, SimpleNamespace]:
-        """The flat gradient of the loss, and the batch it came from, with `loss` and `stats`."""
-        if update not in self.known:
-            b = self.batch(update)
-            total, count, stats = self.module.policy_loss(self.args, b.logp, b)
-            stats["loss"] = total, count
-            b.stats = {
-                name: (torch.as_tensor(number).detach(), n) for name, (number, n) in stats.items()
-            }
-            gradient = flat(torch.autograd.grad(total / count, list(b.lm.parameters())))
-            b.logp, b.lm = b.logp.detach(), None  # the graph is not needed any more
-            self.known[update] = gradient, b
-        return self.known[update]
-
-    def age(self, b: SimpleNamespace) -> None:
-        """vcpo subtracts a baseline from the advantages of main rows, by a backward pass for each
-        response; and ρ, by the weights of all. (checks/vcpo.py holds both formulas.)"""
-        log_w = vcpo.log_weight(b.logp, b.rollout_logp, b.mask)
-        main, norms = ~b.grown, []
-        for row in (b.logp * b.mask)[main].sum(1):  # g_i = ∇ Σ_t log π
-            parts = torch.autograd.grad(row, list(b.lm.parameters()), retain_graph=True)
-            norms.append(flat(parts).norm())
-        A = b.advantages[main].view(-1, G)
-        b.shifts = vcpo.baseline_shift(log_w[main].view(-1, G), torch.stack(norms).view(-1, G), A)
-        b.advantages[main] -= b.shifts.repeat_interleave(G)
-        b.rho = float(vcpo.ess_ratio(log_w))
-
-    def cut(self, b: SimpleNamespace) -> None:
-        """blockwise's working, which ends with the last #, and the advantages of both blocks."""
-        ends, first, second = [], [], []
-        for row in b.rows:
-            working, marker, answer = row.text.rpartition("#")
-            ends.append(len(working) + 1 if marker else len(row.tokens))
-            first.append(marks(working + marker, right_answer(row.prompt)))
-            second.append(marks("#" + answer * bool(marker), right_answer(row.prompt)))
-        b.working = padded([[1.0] * end for end in ends]).double()
-        b.working = torch.nn.functional.pad(b.working, (0, b.mask.shape[1] - max(ends)))
-        R = [torch.tensor(x).double().view(-1, G) for x in (first, second)]
-        b.working_advantages = self.module.advantages(R[0]).flatten()
-        answers = self.module.answer_advantages(self.args, R[1], R[0], ALONE)
-        b.advantages = answers.flatten()
-
-    # goldilocks' and paced's teacher, ppo's critic
-
-    def taught(self, step: int) -> tuple[torch.nn.Module, list[Tensor]]:
-        """The teacher before a step's lesson: its backbone, weight and bias of its head."""
-        *backbone, weight, bias = self.records[0].lessons[step]["parameters"]
-        return self.lm(backbone).model, [x.double().requires_grad_() for x in (weight, bias)]
-
-    def values(self, update: int, rows: list[Row]) -> tuple[Tensor, list[Tensor]]:
-        """V [n, T] of the critic before its update, and the parameters that it depends on."""
-        *backbone, head = self.records[0].lessons[update]["parameters"]
-        lm, head = self.lm(backbone).model, head.double().requires_grad_()
-        hidden = lm(padded([row.ids for row in rows], 0)).last_hidden_state  # [n, S, H]
-        found = []
-        for i, row in enumerate(rows):
-            found.append(hidden[i, len(row.context) - 1 : len(row.ids) - 1] @ head[0])
-        return torch.nn.utils.rnn.pad_sequence(found, batch_first=True), [*lm.parameters(), head]
-
-    def judged(self, step: int) -> list[SimpleNamespace]:
-        """ppo's columns of each mini-batch, by the critic before the step's updates: advantages
-        whitened over all."""
-        args, parts, start = self.args, [], max(0, step - self.warmup) * M
-        old, reference = (self.lm(self.updates[at]["parameters"]) for at in (start, 0))
-        for part in range(M):
-            rows = self.rows(step, [part])
-            b = SimpleNamespace(rows=rows, mask=mask_of(rows), rewards=rewards_of(rows))
-            b.old_logp, b.ref_logp = log_probs(old, rows), log_probs(reference, rows)
-            b.values = self.values(step * M, rows)[0].detach()
-            known = self.module.token_rewards(b, args.beta), b.values, b.mask, args.gamma
-            lam = args.lam
-            if args.lam_length:
-                lam = (1 - 1 / (args.lam_length * b.mask.sum(1))).clip(min=0)
-            b.token_advantages = self.module.advantages(*known, lam)[0]
-            b.returns = self.module.advantages(*known, args.lam_critic)[1]
-            parts.append(b)
-        every = torch.cat([b.token_advantages[b.mask > 0] for b in parts])
-        for b in parts:
-            b.token_advantages = (b.token_advantages - every.mean()) / every.std() * b.mask
-        return parts
-
-    def lesson(self, update: int) -> Tensor:
-        """The flat gradient of the critic's mean loss."""
-        step, part = divmod(update, M)
-        b = self.judged(step)[part]
-        V, parameters = self.values(update, b.rows)
-        given = V, b.values, b.returns, b.mask, self.args.value_clip
-        loss, _ = self.module.value_loss(*given)
-        return flat(torch.autograd.grad(loss / b.mask.sum(), parameters))
-
-    def replay(self, rows: list[Row], lm: torch.nn.Module, old: torch.nn.Module) -> None:
-        """minirl: both models send these rows' tokens to the experts of the sampler (r3), or to
-        those of π_old (r2). (tests/common/test_routing.py holds `Routing`.)"""
-        mode = getattr(self.args, "routing_replay", "none")
-        if mode == "none":
-            return
-        routings = Routing(lm), Routing(old)
-        if mode == "r3":
-            chosen = [expert_choice(row) for row in rows]
-            experts = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True).flatten(0, 1)
-        else:
-            log_probs(old, rows)
-            experts = routings[1].recorded()
-        for routing in routings:
-            routing.replay = experts
-
-
 def rewards_of(rows: list[Row]) -> Tensor:
     return torch.tensor([row.reward for row in rows], dtype=torch.float64)
 
 
 def flat(tensors: object) -> Tensor:
     return torch.cat([x.flatten() for x in tensors]).double()
-
-
-def teaches(lm: torch.nn.Module, head: list[Tensor], prompt: str, most: float) -> Tensor:
-    """A teacher's number in (0, most) for a prompt: most · σ(w · mean h + b)."""
-    hidden = lm(torch.tensor([[VOCABULARY.index(c) for c in prompt]])).last_hidden_state[0]
-    return most / (1 + (-(hidden.mean(0) @ head[0][0] + head[1][0])).exp())
 
 
 # Several ranks
