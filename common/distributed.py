@@ -3,25 +3,30 @@
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
-from common.cli import BadInput, Flags
+from common.cli import BadInput, Flags, in_one_line, say
+from common.routing import routers
 
 # How long a collective waits for the last rank. Ranks sample and verify for unequal times. But
 # before an update they have agreed on the number of micro-batches, so they enter it together: a
 # rank that is missing there has failed.
 TIMEOUT = timedelta(hours=4)
 UPDATE_TIMEOUT = timedelta(minutes=20)
+COMPILED = 300_000_000  # parameters; a guess: below it, compiling takes longer than it saves
 SMALL = 10_000_000  # parameters; below it, gathering shards takes longer than computing
 
 
@@ -82,8 +87,12 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
     """
     if args.gradient_checkpointing:
         policy.train().lm.gradient_checkpointing_enable({"use_reentrant": False})
+    size = sum(parameter.numel() for parameter in policy.parameters())
+    pays = world.device.type == "cuda" and size > COMPILED and not routers(policy.lm)
+    if args.compile == "on" or (args.compile == "auto" and pays):
+        compile_layers(policy)
     offload = offload or args.offload
-    small = sum(parameter.numel() for parameter in policy.parameters()) < SMALL
+    small = size < SMALL
     sharing = args.shard_ranks or (1 if small else world.size)  # ranks
     plain = sharing == 1 and args.dtype == "float32" and not offload
     if plain and world.size == 1:
@@ -104,6 +113,43 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
     for layer in policy.lm.base_model.layers:
         fully_shard(broadcast_module(layer, world), **options)
     return fully_shard(broadcast_module(policy, world), **options)
+
+
+class Compiled:
+    """A function that torch.compile compiles when it is first called, for inputs of any shape.
+
+    Where that fails, one line says so, and no such function of this process is compiled any more.
+    """
+
+    failed = False
+
+    def __init__(self, function: Callable, dynamic: bool | None = None):
+        """`dynamic`: for all shapes from the first call on; None: from the second shape on."""
+        self.function = function
+        self.dynamic = dynamic
+
+    @cached_property
+    def compiled(self) -> Callable:
+        # All layers of all models share the limit. By default it is 8, which policy and reference
+        # exceed: others with and without gradient, for frozen weights, for one row.
+        return torch.compile(self.function, dynamic=self.dynamic, recompile_limit=64)
+
+    def __call__(self, *inputs: object, **named: object) -> object:
+        if not Compiled.failed:
+            try:
+                return self.compiled(*inputs, **named)
+            except TorchDynamoException as error:
+                Compiled.failed = True
+                say(f"cannot compile, going on without: {in_one_line(error)}", file=sys.stderr)
+        return self.function(*inputs, **named)
+
+
+def compile_layers(policy: nn.Module) -> None:
+    """Compile each decoder layer in place, and the head of a `Policy`; all names stay."""
+    policy.compiled = True
+    for layer in policy.lm.base_model.layers:
+        # As `layer.compile()` does. A deep copy of the layer is not compiled.
+        layer._compiled_call_impl = Compiled(layer._call_impl, dynamic=True)
 
 
 def update_groups(world: World, sharing: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from common.batch import Rollout
 from common.cli import Flags
 from common.clock import timed
-from common.distributed import World, global_sum, shard
+from common.distributed import Compiled, World, global_sum, shard
 from common.model import add_product, head_logits
 from common.routing import Routing, routers
 
@@ -44,6 +44,7 @@ class Policy(nn.Module):
     def __init__(self, lm: PreTrainedModel):
         super().__init__()
         self.lm, self.routing = lm, Routing(lm)
+        self.compiled = False  # see `compile_layers`
 
     def forward(
         self,
@@ -70,7 +71,38 @@ class Policy(nn.Module):
         if others is not None:
             targets = torch.cat([targets[:, None], others], dim=1)  # [M, 1 + K]
         weight = self.lm.lm_head.weight  # [V, H]
-        return TokenLogprobs.apply(hidden, weight, targets, temperature, readout)
+        asked = targets, temperature, readout
+        return TokenLogprobs.apply(hidden, weight, *asked, self.compiled)
+
+
+def read_block(logits: Tensor, tokens: Tensor, temperature: float, readout: Readout | None) -> Pair:
+    """log π of the `tokens [b, K]` at logits `[b, V]`: `[b, K]`; and the statistic `[b]`."""
+    if temperature != 1:
+        logits = logits / temperature
+    logprobs = logits.log_softmax(-1)  # [b, V]
+    statistic = readout(logprobs, tokens[:, 0]) if readout else logits.new_zeros(len(logits))
+    return logprobs.gather(-1, tokens), statistic
+
+
+def logits_gradient(
+    logits: Tensor, tokens: Tensor, d_logp: Tensor, temperature: float, dtype: torch.dtype
+) -> Tensor:
+    """The sum over the `tokens [b, K]` of `d_logp [b, K]` times d log p(token) / d logits, which is
+    1{token} - p: `[b, V]`, in `dtype`."""
+    if temperature != 1:
+        logits = logits / temperature
+    p = logits.softmax(-1)  # [b, V]
+    del logits  # up to 512 MB
+    gradient = p.mul_(-d_logp.sum(-1, keepdim=True))  # [b, V]
+    gradient.scatter_add_(-1, tokens, d_logp)
+    if temperature != 1:
+        gradient = gradient / temperature
+    return gradient.to(dtype)
+
+
+# Compiled, they read the logits once or twice, and write no other tensor of their size.
+compiled_read_block = Compiled(read_block)
+compiled_logits_gradient = Compiled(logits_gradient)
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -85,25 +117,6 @@ class TokenLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-        """`[b, V]`, float32: a softmax in bfloat16 would add its own rounding to the product's."""
-        logits = head_logits(hidden, weight)
-        return logits if temperature == 1 else logits / temperature
-
-    @staticmethod
-    def d_logits(
-        hidden: Tensor, weight: Tensor, targets: Tensor, d_logp: Tensor, temperature: float
-    ) -> Tensor:
-        """The sum over the targets `[b, K]` of `d_logp [b, K]` times d log p(target) / d logits,
-        which is 1{target} - p: `[b, V]`, in the weight's dtype."""
-        p = TokenLogprobs.logits(hidden, weight, temperature).softmax(-1)  # [b, V]
-        d_logits = p.mul_(-d_logp.sum(-1, keepdim=True))  # [b, V]
-        d_logits.scatter_add_(-1, targets, d_logp)
-        if temperature != 1:
-            d_logits = d_logits / temperature
-        return d_logits.to(weight.dtype)
-
-    @staticmethod
     def blocks(hidden: Tensor, weight: Tensor) -> list[slice]:
         rows = max(1, BLOCK_ELEMENTS // len(weight))
         return [slice(start, start + rows) for start in range(0, len(hidden), rows)]
@@ -116,17 +129,18 @@ class TokenLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         readout: Readout | None,
+        compiled: bool = False,
     ) -> Pair:
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.compiled = temperature, compiled
+        read = compiled_read_block if compiled else read_block
         tokens = columns(targets)  # [M, K]
         logp = torch.empty(targets.shape, device=hidden.device)  # [M], or [M, K]
         statistic = torch.zeros(len(hidden), device=hidden.device)  # [M]
         for rows in TokenLogprobs.blocks(hidden, weight):
-            logprobs = TokenLogprobs.logits(hidden[rows], weight, temperature).log_softmax(-1)
-            columns(logp)[rows] = logprobs.gather(-1, tokens[rows])
-            if readout:
-                statistic[rows] = readout(logprobs, tokens[rows, 0])
+            asked = tokens[rows], temperature, readout
+            part, statistic[rows] = read(head_logits(hidden[rows], weight), *asked)
+            columns(logp)[rows] = part  # [b, K]
         ctx.mark_non_differentiable(statistic)
         return logp, statistic
 
@@ -137,13 +151,13 @@ class TokenLogprobs(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden)  # [M, H]
         # Summed over blocks in float32: in bfloat16 every block would round what came before it.
         d_weight = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]
+        gradient = compiled_logits_gradient if ctx.compiled else logits_gradient
         for rows in TokenLogprobs.blocks(hidden, weight):
-            d_logits = TokenLogprobs.d_logits(
-                hidden[rows], weight, tokens[rows], d_logp[rows], ctx.temperature
-            )  # [b, V]
+            given = tokens[rows], d_logp[rows], ctx.temperature, weight.dtype
+            d_logits = gradient(head_logits(hidden[rows], weight), *given)  # [b, V]
             d_hidden[rows] = d_logits @ weight
             add_product(d_weight, d_logits.T, hidden[rows])
-        return d_hidden, d_weight.to(weight.dtype), None, None, None
+        return d_hidden, d_weight.to(weight.dtype), None, None, None, None
 
 
 def columns(x: Tensor) -> Tensor:

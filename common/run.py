@@ -34,7 +34,7 @@ from common.samples import Samples, before_and_after
 FREE_ON_RESUME = set(
     """acted steps run_dir resume save_every save_hf eval_every eval_samples sample_every
     wandb alarm
-    ranks shard_ranks micro_tokens rollout_rows sampler_tolerance gradient_checkpointing
+    ranks shard_ranks micro_tokens rollout_rows sampler_tolerance gradient_checkpointing compile
     offload offload_reference vllm_memory vllm_sleep""".split()
 )
 
