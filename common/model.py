@@ -1,9 +1,11 @@
 """Loading a model and its tokenizer; models whose files do not fit together are refused."""
 
 import contextlib
+import hashlib
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file, logging
 
-from common.cli import BadInput, blame
+from common.cli import BadInput, blame, say
 from common.distributed import ALONE, World
 
 logging.disable_progress_bar()  # the run has its own
@@ -41,15 +43,13 @@ def source_of(name: str, flag: str = "--model") -> str:
 
 
 def config_of(source: str) -> PreTrainedConfig:
-    """A model's config.json with our attention and without dropout.
+    """A model's config.json with our attention.
 
     The file may name another attention, even a kernel that transformers would download and run, and
-    that name wins over the argument of `from_pretrained`. With dropout the log-probs of the trainer
-    would differ from those of the sampler.
+    that name wins over the argument of `from_pretrained`.
     """
     config = AutoConfig.from_pretrained(source, **SAFE)
     config._attn_implementation = "sdpa"
-    config.attention_dropout = 0.0
     return config
 
 
@@ -84,9 +84,15 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
             lm, loaded = AutoModelForCausalLM.from_pretrained(source, **options, **report)
             check_structure(lm)
             check_weights(loaded)
+            check_head(lm)
             read = read_json(source, "generation_config.json")
             declared = read or read_json(source, "config.json")
             eos = eos_ids(declared.get("eos_token_id"), tokenizer)
+            turn_end = turn_end_of(tokenizer)
+            if turn_end not in (None, *eos):
+                eos.append(turn_end)
+                token = tokenizer.convert_ids_to_tokens(turn_end)
+                say(f"{flag} {name}: a response also ends at its chat template's {token}, no EOS")
             lm.generation_config.eos_token_id = eos
             lm.generation = read | {"eos_token_id": eos if len(eos) > 1 else eos[0]}
         else:
@@ -99,7 +105,22 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
     # The tokenizer's own limit is often another model's or none.
     positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     tokenizer.model_max_length = positions or tokenizer.model_max_length
+    tokenizer.embeddings = lm.get_input_embeddings().num_embeddings  # see `as_problem`
     return lm, tokenizer
+
+
+def fingerprint(name: str) -> str:
+    """SHA-256 of 64 kB at each of 64 places of every file of a model's weights: training changes
+    nearly all of them."""
+    digest = hashlib.sha256()
+    folder = Path(cached_file(source_of(name), "config.json")).parent
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            for place in range(64):
+                file.seek(size * place // 64)
+                digest.update(file.read(2**16))
+    return digest.hexdigest()
 
 
 def check_saving(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -138,6 +159,19 @@ def check_structure(lm: PreTrainedModel) -> None:
             )
 
 
+def check_head(lm: PreTrainedModel) -> None:
+    """Refuse a model whose own log-probs of some tokens are not those of `Policy` and sampler."""
+    ids = torch.linspace(0, len(lm.lm_head.weight) - 1, 16).long()[None]  # [1, 16]
+    with torch.no_grad():
+        hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [1, 16, H]
+        ours = head_of(lm).logits(hidden, lm.lm_head.weight).log_softmax(-1)  # [1, 16, V]
+        theirs = lm(input_ids=ids, use_cache=False).logits.log_softmax(-1)  # [1, 16, V]
+    gap = (ours - theirs).abs().max().item()
+    if gap > 1e-4:  # rounding: 1e-6
+        wrong = f"its log-probs are not those of hidden @ lm_head.weight.T, by up to {gap:.2g}"
+        raise ValueError(f"{type(lm).__name__} changes its logits in a way of its own: {wrong}")
+
+
 def read_json(source: str, name: str) -> dict:
     """A JSON file of a model as it stands there; {} where there is none, or no JSON object."""
     with contextlib.suppress(OSError, ValueError):
@@ -153,6 +187,54 @@ def eos_ids(declared: object, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if not ids or not all(isinstance(one, int) for one in ids):
         raise ValueError("neither tokenizer nor generation config names EOS tokens by number")
     return ids
+
+
+def turn_end_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The special token with which the chat template ends the assistant's turn; None without."""
+    said = "That is so."
+    turns = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": said}]
+    with contextlib.suppress(Exception):  # no template, or one for other chats
+        before, _, behind = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(said)
+        ids = tokenizer(behind.strip(), add_special_tokens=False)["input_ids"]
+        if before and tokenizer.added_tokens_decoder[ids[0]].special:
+            return ids[0]
+    return None
+
+
+class Head(NamedTuple):
+    """How a family makes logits of hidden @ weight.T: times `scale`, then, if there is a `cap`,
+    cap · tanh(logits / cap); and both of them over the sampling temperature."""
+
+    temperature: float = 1.0
+    scale: float = 1.0
+    cap: float = 0.0
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """hidden `[..., H]`, weight `[V, H]` -> `[..., V]`, float32: a softmax in bfloat16 would
+        add its own rounding to the product's."""
+        logits = head_logits(hidden, weight)
+        if self.scale != 1:
+            logits = logits * self.scale
+        if self.cap:
+            logits = self.cap * torch.tanh(logits / self.cap)
+        return logits if self.temperature == 1 else logits / self.temperature
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """d logits / d (hidden @ weight.T): `[..., V]`, or without a cap one number."""
+        slope = self.scale / self.temperature
+        if not self.cap:
+            return slope
+        tanh = logits * (self.temperature / self.cap)
+        return slope * (1 - tanh.square())
+
+
+def head_of(lm: PreTrainedModel, temperature: float = 1.0) -> Head:
+    """By the names that families have in config.json; `check_head` finds what has another one."""
+    config = lm.config
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    cap = getattr(config, "final_logit_softcapping", None) or 0.0  # Gemma, NanoChat
+    return Head(temperature, scale, cap)
 
 
 def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:

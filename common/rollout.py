@@ -4,6 +4,7 @@ Token ids cross between sampler and trainer, never text: encoded again, a text m
 """
 
 import copy
+import re
 from typing import Protocol
 
 import torch
@@ -17,11 +18,8 @@ from common.batch import Rollout
 from common.cli import Flags, RunStopped
 from common.clock import timed
 from common.distributed import World, broadcast_module, full_parameters
-from common.model import head_logits
+from common.model import head_of
 from common.routing import Routing
-
-# Float8 leaves routers as they are: a rounded one chooses other experts.
-ROUTERS = ("gate.weight", "router.weight")
 
 
 class Engine(Protocol):
@@ -94,8 +92,8 @@ class HFEngine:
     def sync(self, policy: torch.nn.Module) -> None:
         own = self.lm.state_dict()
         for name, full in full_parameters(policy, self.sync_dtype):
-            matrix = full.dim() >= 2 and ".layers." in name and not name.endswith(ROUTERS)
-            own[name].copy_(float8(full) if self.float8 and matrix else full)
+            rounded = self.float8 and is_layer_matrix(name, full)
+            own[name].copy_(float8(full) if rounded else full)
 
     def state_dict(self) -> dict:
         return {"generator": self.generator.get_state(), "rank": self.rank}
@@ -208,7 +206,7 @@ class HFEngine:
         step = {"past_key_values": cache, "use_cache": True, "position_ids": position}
         output = self.lm.base_model(tokens, attention_mask=attention, **step)
         last = output.last_hidden_state[:, -1:]  # [rows, 1, H]
-        return head_logits(last, self.lm.lm_head.weight)[:, 0]  # [rows, V]
+        return head_of(self.lm).logits(last, self.lm.lm_head.weight)[:, 0]  # [rows, V]
 
     def _choose(self, logits: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
         """The next token of each row `[rows, 1]`, and all log-probs `[rows, V]`."""
@@ -228,6 +226,13 @@ class HFEngine:
 def cut(rows: list | Tensor, ends: list[int]) -> list:
     """The rows without their padding: row i up to `ends[i]`."""
     return [row[:end] for row, end in zip(rows, ends)]
+
+
+def is_layer_matrix(name: str, weight: Tensor) -> bool:
+    """Whether a weight is one of those that few bits hold: a matrix of a layer, whatever a family
+    calls its layers, but no router. A rounded router chooses other experts."""
+    router = name.endswith(("gate.weight", "router.weight"))
+    return weight.dim() >= 2 and bool(re.search(r"\.\d+\.", name)) and not router
 
 
 def float8(weight: Tensor) -> Tensor:
