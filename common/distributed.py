@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from threading import Timer
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,6 @@ from common.cli import BadInput, Flags, blame, say
 # rank that is missing there has failed.
 TIMEOUT = timedelta(hours=4)
 UPDATE_TIMEOUT = timedelta(minutes=20)
-PATIENCE = 30.0  # seconds after which a rank says that it waits for the others to start
 SMALL = 10_000_000  # parameters; below it, gathering shards takes longer than computing
 
 
@@ -52,16 +50,13 @@ def setup() -> World:
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
     if not alone and not os.environ.get("MASTER_PORT"):
         raise BadInput("WORLD_SIZE is set, but no MASTER_PORT: start several ranks with torchrun")
-    tasks = os.environ.get("SLURM_NTASKS", "1")
-    if alone and tasks != "1":
-        say(f"SLURM_NTASKS is {tasks}, but this process is a run of its own: use torchrun")
+    if alone and os.environ.get("SLURM_NTASKS", "1") != "1":
+        say("SLURM_NTASKS is not 1, but this process is a run of its own: use torchrun")
     for name, value in one.items():  # vLLM reads them, too
         os.environ[name] = value if alone else os.environ.get(name, value)
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
     local = int(os.environ["LOCAL_RANK"])
-    if rank >= size:
-        raise BadInput(f"RANK is {rank}: must be below WORLD_SIZE, which is {size}")
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     if gpu:
@@ -71,17 +66,14 @@ def setup() -> World:
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # more threads pay only above 10M parameters
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-    meeting = f"{size} ranks at {os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
-    waiting = Timer(PATIENCE, say, [f"rank {rank} still waits for {meeting}"])
-    waiting.daemon = True
-    waiting.start()
-    with blame(f"rank {rank} cannot join {meeting}"):
+    if not alone and "TORCHELASTIC_RUN_ID" not in os.environ:  # others may never be started
+        say(f"rank {rank} of {size} waits for the others at {os.environ['MASTER_ADDR']}")
+    with blame(f"rank {rank} of {size} cannot join the others"):
         if alone:  # a store inside this process, no port to collide on
             store = dist.HashStore()
         else:
             store, _, _ = next(rendezvous("env://", timeout=TIMEOUT))
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-    waiting.cancel()
     return World(rank, size, device, store)
 
 
@@ -96,8 +88,11 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
     A float32 model that is neither shared nor offloaded stays a plain module. FSDP2 would give the
     same gradient, and cost 15% of a step at the embedded model's size.
     """
+    # The decoder's layers, by whatever name a family holds them
+    layers = [one for one in policy.modules() if isinstance(one, GradientCheckpointingLayer)]
     if args.gradient_checkpointing:
-        recompute_layers(policy)
+        for layer in layers:  # not by transformers: only in training mode, and dropout would act
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     offload = offload or args.offload
     small = sum(parameter.numel() for parameter in policy.parameters()) < SMALL
     sharing = args.shard_ranks or (1 if small else world.size)  # ranks
@@ -117,24 +112,9 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-    for layer in layers_of(policy):
+    for layer in layers:
         fully_shard(broadcast_module(layer, world), **options)
     return fully_shard(broadcast_module(policy, world), **options)
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The decoder's layers, by whatever name a family holds them."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def recompute_layers(model: nn.Module) -> None:
-    """Make each layer drop what it computed in forward, and compute it again in backward.
-
-    Not by transformers, which does so only in training mode: dropout would act there, by the names
-    of many flags, and the trainer's log-probs would differ from the sampler's.
-    """
-    for layer in layers_of(model):
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def update_groups(world: World, sharing: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:

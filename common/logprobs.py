@@ -92,13 +92,12 @@ class TokenLogprobs(torch.autograd.Function):
         """The gradient at hidden @ weight.T: `[b, V]`, in the weight's dtype. At the logits it is
         the sum over the targets `[b, K]` of `d_logp [b, K]` times 1{target} - p."""
         logits = head.logits(hidden, weight)  # [b, V]
-        slope = head.slope(logits)
-        p = logits.softmax(-1)  # [b, V]
-        del logits  # its memory is needed
-        d_logits = p.mul_(-d_logp.sum(-1, keepdim=True))  # [b, V]
+        d_logits = logits.softmax(-1).mul_(-d_logp.sum(-1, keepdim=True))  # [b, V]
         d_logits.scatter_add_(-1, targets, d_logp)
-        if head != Head():
-            d_logits *= slope
+        if head.temperature != 1:
+            d_logits /= head.temperature
+        if head.cap:  # tanh' = 1 - tanh²
+            d_logits *= 1 - (logits * (head.temperature / head.cap)).square()
         return d_logits.to(weight.dtype)
 
     @staticmethod
@@ -108,12 +107,7 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        head: Head,
-        readout: Readout | None,
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head, readout: Readout | None
     ) -> Pair:
         ctx.save_for_backward(hidden, weight, targets)
         ctx.head = head

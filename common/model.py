@@ -84,16 +84,15 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
             lm, loaded = AutoModelForCausalLM.from_pretrained(source, **options, **report)
             check_structure(lm)
             check_weights(loaded)
-            check_head(lm)
+            if max(tokenizer.get_vocab().values()) >= len(lm.get_input_embeddings().weight):
+                raise ValueError("more tokens than embeddings: the model must be resized")
             read = read_json(source, "generation_config.json")
             declared = read or read_json(source, "config.json")
             eos = eos_ids(declared.get("eos_token_id"), tokenizer)
-            turn_end = turn_end_of(tokenizer)
-            if turn_end not in (None, *eos):
-                eos.append(turn_end)
-                token = tokenizer.convert_ids_to_tokens(turn_end)
-                say(f"{flag} {name}: a response also ends at its chat template's {token}, no EOS")
             lm.generation_config.eos_token_id = eos
+            # For config.json: a resumed run must begin from the same weights.
+            firsts = torch.cat([weight.detach().flatten()[:64] for weight in lm.parameters()])
+            tokenizer.weights = hashlib.sha256(firsts.numpy().tobytes()).hexdigest()[:16]
             lm.generation = read | {"eos_token_id": eos if len(eos) > 1 else eos[0]}
         else:
             with torch.device("meta"):
@@ -105,22 +104,7 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
     # The tokenizer's own limit is often another model's or none.
     positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     tokenizer.model_max_length = positions or tokenizer.model_max_length
-    tokenizer.embeddings = lm.get_input_embeddings().num_embeddings  # see `as_problem`
     return lm, tokenizer
-
-
-def fingerprint(name: str) -> str:
-    """SHA-256 of 64 kB at each of 64 places of every file of a model's weights: training changes
-    nearly all of them."""
-    digest = hashlib.sha256()
-    folder = Path(cached_file(source_of(name), "config.json")).parent
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            for place in range(64):
-                file.seek(size * place // 64)
-                digest.update(file.read(2**16))
-    return digest.hexdigest()
 
 
 def check_saving(name: str, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -148,19 +132,12 @@ def check_structure(lm: PreTrainedModel) -> None:
         raise ValueError(f"{name} is more than a text model: use the family's text-only checkpoint")
     if hasattr(lm.config, "quantization_config"):
         raise ValueError(f"{name} is quantised: use a checkpoint that is not")
-    head = getattr(lm, "lm_head", None)
-    if not isinstance(head, nn.Linear) or head.bias is not None:  # Policy uses its weight alone
-        raise ValueError(f"{name} has no output head lm_head without a bias")
     # These types look at the longest row of a micro-batch: log-probs would depend on other rows.
     for kind in ("dynamic", "longrope"):
         if f"'{kind}'" in str(getattr(lm.config, "rope_parameters", "")):  # maybe by kind of layer
             raise ValueError(
                 f"RoPE type {kind} scales by the batch's longest row: use another model"
             )
-
-
-def check_head(lm: PreTrainedModel) -> None:
-    """Refuse a model whose own log-probs of some tokens are not those of `Policy` and sampler."""
     ids = torch.linspace(0, len(lm.lm_head.weight) - 1, 16).long()[None]  # [1, 16]
     with torch.no_grad():
         hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [1, 16, H]
@@ -168,8 +145,7 @@ def check_head(lm: PreTrainedModel) -> None:
         theirs = lm(input_ids=ids, use_cache=False).logits.log_softmax(-1)  # [1, 16, V]
     gap = (ours - theirs).abs().max().item()
     if gap > 1e-4:  # rounding: 1e-6
-        wrong = f"its log-probs are not those of hidden @ lm_head.weight.T, by up to {gap:.2g}"
-        raise ValueError(f"{type(lm).__name__} changes its logits in a way of its own: {wrong}")
+        raise ValueError(f"{name} makes other logits of its head's product: off by {gap:.2g}")
 
 
 def read_json(source: str, name: str) -> dict:
@@ -181,74 +157,60 @@ def read_json(source: str, name: str) -> dict:
 
 
 def eos_ids(declared: object, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every token id that ends a response: those that a model declares and the tokenizer's."""
+    """Every token id that ends a response: those that a model declares, the tokenizer's, and the
+    chat template's end of a turn, which base models do not declare."""
     ids = declared if isinstance(declared, list) else [declared]
     ids = [one for one in dict.fromkeys([*ids, tokenizer.eos_token_id]) if one is not None]
     if not ids or not all(isinstance(one, int) for one in ids):
         raise ValueError("neither tokenizer nor generation config names EOS tokens by number")
-    return ids
+    turn_end = [one for one in turn_end_of(tokenizer) if one not in ids]
+    if turn_end:
+        say(f"a response also ends at {tokenizer.decode(turn_end)}, as turns of the chat template")
+    return ids + turn_end
 
 
-def turn_end_of(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token with which the chat template ends the assistant's turn; None without."""
-    said = "That is so."
-    turns = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": said}]
+def turn_end_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special token with which the chat template ends the assistant's turn, if it does."""
+    turns = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "So it is."}]
     with contextlib.suppress(Exception):  # no template, or one for other chats
-        before, _, behind = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(said)
-        ids = tokenizer(behind.strip(), add_special_tokens=False)["input_ids"]
-        if before and tokenizer.added_tokens_decoder[ids[0]].special:
-            return ids[0]
-    return None
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        behind = text.partition("So it is.")[2].strip()
+        first = tokenizer(behind, add_special_tokens=False)["input_ids"][0]
+        return [first] if tokenizer.added_tokens_decoder[first].special else []
+    return []
 
 
 class Head(NamedTuple):
-    """How a family makes logits of hidden @ weight.T: times `scale`, then, if there is a `cap`,
-    cap · tanh(logits / cap); and both of them over the sampling temperature."""
+    """From a product hidden @ weight.T to logits: cap · tanh(product / cap), where a family caps
+    them softly (0: it does not), over a temperature."""
 
     temperature: float = 1.0
-    scale: float = 1.0
     cap: float = 0.0
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """hidden `[..., H]`, weight `[V, H]` -> `[..., V]`, float32: a softmax in bfloat16 would
-        add its own rounding to the product's."""
-        logits = head_logits(hidden, weight)
-        if self.scale != 1:
-            logits = logits * self.scale
+        """hidden `[..., H]`, weight `[V, H]` -> `[..., V]`, float32.
+
+        On a GPU the product of bfloat16 numbers leaves the kernel in float32. Rounded to bfloat16,
+        logits of 16 to 32 would be 0.125 apart and log-probs off by 0.01: sampler and trainer would
+        disagree, and no ratio would be 1. (CPUs have no such kernel.)
+        """
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            flat = hidden.flatten(0, -2)  # [b, H]
+            logits = torch.mm(flat, weight.T, out_dtype=torch.float32)  # [b, V]
+            logits = logits.unflatten(0, hidden.shape[:-1])
+        else:
+            logits = nn.functional.linear(hidden, weight).float()
         if self.cap:
             logits = self.cap * torch.tanh(logits / self.cap)
         return logits if self.temperature == 1 else logits / self.temperature
 
-    def slope(self, logits: Tensor) -> Tensor | float:
-        """d logits / d (hidden @ weight.T): `[..., V]`, or without a cap one number."""
-        slope = self.scale / self.temperature
-        if not self.cap:
-            return slope
-        tanh = logits * (self.temperature / self.cap)
-        return slope * (1 - tanh.square())
-
 
 def head_of(lm: PreTrainedModel, temperature: float = 1.0) -> Head:
-    """By the names that families have in config.json; `check_head` finds what has another one."""
-    config = lm.config
-    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
-    scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
-    cap = getattr(config, "final_logit_softcapping", None) or 0.0  # Gemma, NanoChat
-    return Head(temperature, scale, cap)
-
-
-def head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden `[..., H]` @ weight `[V, H]` transposed: logits `[..., V]`, float32.
-
-    On a GPU the product of bfloat16 numbers leaves the kernel in float32. Rounded to bfloat16,
-    logits of 16 to 32 would be 0.125 apart and log-probs off by 0.01: sampler and trainer would
-    disagree, and no ratio would be 1. (CPUs have no such kernel.)
-    """
-    if hidden.is_cuda and hidden.dtype != torch.float32:
-        flat = hidden.flatten(0, -2)  # [b, H]
-        logits = torch.mm(flat, weight.T, out_dtype=torch.float32)  # [b, V]
-        return logits.unflatten(0, hidden.shape[:-1])
-    return nn.functional.linear(hidden, weight).float()
+    """A model's head, by what families call their factor and their cap in config.json."""
+    factor = getattr(lm.config, "logit_scale", None) or 1.0  # Cohere
+    divisor = getattr(lm.config, "logits_scaling", None) or 1.0  # Granite
+    cap = getattr(lm.config, "final_logit_softcapping", None) or 0.0  # Gemma
+    return Head(temperature * divisor / factor, cap)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

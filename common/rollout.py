@@ -21,6 +21,12 @@ from common.distributed import World, broadcast_module, full_parameters
 from common.model import head_of
 from common.routing import Routing
 
+# Float8 leaves routers as they are: a rounded one chooses other experts.
+ROUTERS = ("gate.weight", "router.weight")
+LAYER = re.compile(
+    r"\.\d+\."
+)  # in the names of a layer's weights: model.layers.3., transformer.h.3.
+
 
 class Engine(Protocol):
     """Samples from a policy that is frozen at the last `sync`."""
@@ -92,8 +98,8 @@ class HFEngine:
     def sync(self, policy: torch.nn.Module) -> None:
         own = self.lm.state_dict()
         for name, full in full_parameters(policy, self.sync_dtype):
-            rounded = self.float8 and is_layer_matrix(name, full)
-            own[name].copy_(float8(full) if rounded else full)
+            matrix = full.dim() >= 2 and LAYER.search(name) and not name.endswith(ROUTERS)
+            own[name].copy_(float8(full) if self.float8 and matrix else full)
 
     def state_dict(self) -> dict:
         return {"generator": self.generator.get_state(), "rank": self.rank}
@@ -226,13 +232,6 @@ class HFEngine:
 def cut(rows: list | Tensor, ends: list[int]) -> list:
     """The rows without their padding: row i up to `ends[i]`."""
     return [row[:end] for row, end in zip(rows, ends)]
-
-
-def is_layer_matrix(name: str, weight: Tensor) -> bool:
-    """Whether a weight is one of those that few bits hold: a matrix of a layer, whatever a family
-    calls its layers, but no router. A rounded router chooses other experts."""
-    router = name.endswith(("gate.weight", "router.weight"))
-    return weight.dim() >= 2 and bool(re.search(r"\.\d+\.", name)) and not router
 
 
 def float8(weight: Tensor) -> Tensor:

@@ -43,10 +43,9 @@ import torch
 from checks.files import MODULES
 from common import model as loading
 from common.cli import BadInput, Flags, blame, say
-from common.distributed import layers_of, recompute_layers
 from common.launch import parse
 from common.logprobs import TokenLogprobs, entropies
-from common.model import head_of
+from common.model import Head
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
@@ -85,22 +84,21 @@ def counted(model: str, layers: int, tokens: int, checkpointing: bool) -> Counte
     config = configuration(model)
     config.num_hidden_layers, config._attn_implementation = layers, "counted"
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
         ids = torch.zeros(1, tokens, dtype=torch.long)
     if checkpointing:
-        recompute_layers(lm)
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
     found = Counter()
     for parameter in lm.parameters():
         found["parameters"] += parameter.numel()
         found["pinned"] += 2 ** math.ceil(math.log2(2 * parameter.numel()))
-    for layer in layers_of(lm):  # FSDP passes on their gradients at once
-        for parameter in layer.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
+    for parameter in lm.base_model.layers.parameters():  # FSDP passes on their gradients at once
+        parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
     tracker = MemTracker()
     tracker.track_external(lm)
     with warnings.catch_warnings(action="ignore"), tracker:
         hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
-        logp, _ = TokenLogprobs.apply(hidden, lm.lm_head.weight, ids[0], head_of(lm), entropies)
+        logp, _ = TokenLogprobs.apply(hidden, lm.lm_head.weight, ids[0], Head(), entropies)
         logp.sum().backward()
     (peak,) = tracker.get_tracker_snapshot("peak").values()  # of the one device
     found["activations"] = peak["Total"] - 2 * found["parameters"]
