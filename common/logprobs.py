@@ -15,7 +15,7 @@ from common.batch import Rollout
 from common.cli import Flags
 from common.clock import timed
 from common.distributed import Compiled, World, global_sum, shard
-from common.model import add_product, head_logits
+from common.model import Head, add_product, head_of, head_product
 from common.routing import Routing, routers
 
 # Logits made at once: 512 MB in float32, whatever the vocabulary, and three such tensors at a time.
@@ -71,42 +71,40 @@ class Policy(nn.Module):
         if others is not None:
             targets = torch.cat([targets[:, None], others], dim=1)  # [M, 1 + K]
         weight = self.lm.lm_head.weight  # [V, H]
-        asked = targets, temperature, readout
+        asked = targets, head_of(self.lm, temperature), readout
         return TokenLogprobs.apply(hidden, weight, *asked, self.compiled)
 
 
-def read_block(logits: Tensor, tokens: Tensor, temperature: float, readout: Readout | None) -> Pair:
-    """log π of the `tokens [b, K]` at logits `[b, V]`: `[b, K]`; and the statistic `[b]`."""
-    if temperature != 1:
-        logits = logits / temperature
-    logprobs = logits.log_softmax(-1)  # [b, V]
-    statistic = readout(logprobs, tokens[:, 0]) if readout else logits.new_zeros(len(logits))
+def read_block(product: Tensor, tokens: Tensor, head: Head, readout: Readout | None) -> Pair:
+    """log π of the `tokens [b, K]` at the head's product `[b, V]`: `[b, K]`; and the statistic of
+    each row: `[b]`."""
+    logprobs = head.logits(product).log_softmax(-1)  # [b, V]
+    statistic = readout(logprobs, tokens[:, 0]) if readout else product.new_zeros(len(product))
     return logprobs.gather(-1, tokens), statistic
 
 
-def logits_gradient(
-    logits: Tensor, tokens: Tensor, d_logp: Tensor, temperature: float, dtype: torch.dtype
+def d_product(
+    product: Tensor, tokens: Tensor, d_logp: Tensor, head: Head, dtype: torch.dtype
 ) -> Tensor:
-    """The sum over the `tokens [b, K]` of `d_logp [b, K]` times d log p(token) / d logits, which is
-    1{token} - p: `[b, V]`, in `dtype`."""
-    if temperature != 1:
-        logits = logits / temperature
-    p = logits.softmax(-1)  # [b, V]
-    del logits  # up to 512 MB
-    gradient = p.mul_(-d_logp.sum(-1, keepdim=True))  # [b, V]
-    gradient.scatter_add_(-1, tokens, d_logp)
-    if temperature != 1:
-        gradient = gradient / temperature
-    return gradient.to(dtype)
+    """The gradient at the head's product: `[b, V]`, in `dtype`. At the logits it is the sum over
+    the `tokens [b, K]` of `d_logp [b, K]` times 1{token} - p."""
+    logits = head.logits(product)  # [b, V]
+    d_logits = logits.softmax(-1).mul_(-d_logp.sum(-1, keepdim=True))  # [b, V]
+    d_logits.scatter_add_(-1, tokens, d_logp)
+    if head.temperature != 1:
+        d_logits /= head.temperature
+    if head.cap:  # tanh' = 1 - tanh²
+        d_logits *= 1 - (logits * (head.temperature / head.cap)).square()
+    return d_logits.to(dtype)
 
 
-# Compiled, they read the logits once or twice, and write no other tensor of their size.
+# Compiled, they write fewer tensors of that size, and read them less often.
 compiled_read_block = Compiled(read_block)
-compiled_logits_gradient = Compiled(logits_gradient)
+compiled_d_product = Compiled(d_product)
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """log softmax(hidden @ weight.T / temperature)[targets], and what `readout` makes of it.
+    """log softmax(head's logits)[targets], and what `readout` makes of the distribution.
 
     hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, statistic `[M]` (no gradient),
     both float32. Targets `[M, K]` are K tokens at each place: logp `[M, K]`, and the statistic is
@@ -127,19 +125,19 @@ class TokenLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        temperature: float,
+        head: Head,
         readout: Readout | None,
         compiled: bool = False,
     ) -> Pair:
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.temperature, ctx.compiled = temperature, compiled
+        ctx.head, ctx.compiled = head, compiled
         read = compiled_read_block if compiled else read_block
         tokens = columns(targets)  # [M, K]
         logp = torch.empty(targets.shape, device=hidden.device)  # [M], or [M, K]
         statistic = torch.zeros(len(hidden), device=hidden.device)  # [M]
         for rows in TokenLogprobs.blocks(hidden, weight):
-            asked = tokens[rows], temperature, readout
-            part, statistic[rows] = read(head_logits(hidden[rows], weight), *asked)
+            product = head_product(hidden[rows], weight)  # [b, V]
+            part, statistic[rows] = read(product, tokens[rows], head, readout)
             columns(logp)[rows] = part  # [b, K]
         ctx.mark_non_differentiable(statistic)
         return logp, statistic
@@ -151,12 +149,13 @@ class TokenLogprobs(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden)  # [M, H]
         # Summed over blocks in float32: in bfloat16 every block would round what came before it.
         d_weight = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]
-        gradient = compiled_logits_gradient if ctx.compiled else logits_gradient
+        differentiate = compiled_d_product if ctx.compiled else d_product
         for rows in TokenLogprobs.blocks(hidden, weight):
-            given = tokens[rows], d_logp[rows], ctx.temperature, weight.dtype
-            d_logits = gradient(head_logits(hidden[rows], weight), *given)  # [b, V]
-            d_hidden[rows] = d_logits @ weight
-            add_product(d_weight, d_logits.T, hidden[rows])
+            product = head_product(hidden[rows], weight)  # [b, V]
+            given = product, tokens[rows], d_logp[rows], ctx.head, weight.dtype
+            gradient = differentiate(*given)  # [b, V]
+            d_hidden[rows] = gradient @ weight
+            add_product(d_weight, gradient.T, hidden[rows])
         return d_hidden, d_weight.to(weight.dtype), None, None, None, None
 
 

@@ -87,13 +87,12 @@ def saved_config(folder: Path) -> dict:
 
 
 def check_flags(folder: Path, config: dict) -> None:
-    """Refuse to resume the run in `folder` under other flags, or with other `data`."""
+    """Refuse to resume the run in `folder` under other flags, or with other data or weights. What
+    a run of an older version has not written is not compared."""
     saved = saved_config(folder)
-    for name in sorted(config.keys() - FREE_ON_RESUME):
-        if saved.get(name) != config[name]:
-            raise BadInput(
-                f"--resume: {folder} has {name} {saved.get(name)!r}, not {config[name]!r}"
-            )
+    for name in sorted(config.keys() & saved.keys() - FREE_ON_RESUME):
+        if saved[name] != config[name]:
+            raise BadInput(f"--resume: {folder} has {name} {saved[name]!r}, not {config[name]!r}")
 
 
 @contextlib.contextmanager
@@ -181,18 +180,21 @@ class Run:
         self.lines = []  # of metrics.jsonl, for the alarms
         config = {"algorithm": algorithm, "acted": acted, "ranks": world.size}
         config |= asdict(args) | {"data": task.fingerprint}
+        config["weights"] = getattr(task.tokenizer, "weights", "")  # of --model
         self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
         task_name = Path(args.task.replace(".py:", "-")).stem  # my/words.py:train -> words-train
         task_name = re.sub(r"[^\w.-]+", "-", task_name)
         name = args.run_dir or f"runs/{algorithm}-{task_name}-s{args.seed}"
         self.folder = Path(name).expanduser()
+        if task.fingerprint != self._rank_0s(task.fingerprint):
+            raise BadInput(f"--task {args.task}: other problems on other ranks: set order, chance?")
         if args.resume:
             self.folder = self._rank_0s(folder_to_resume(self.folder, bool(args.run_dir)))
             self._check_resume()
 
-    def _rank_0s(self, folder: Path) -> Path:
-        """The first rank's folder, on every rank."""
-        shared = [folder]
+    def _rank_0s(self, value: object) -> object:
+        """The first rank's value, on every rank."""
+        shared = [value]
         dist.broadcast_object_list(shared)
         return shared[0]
 

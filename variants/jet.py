@@ -59,7 +59,7 @@ from typing import Literal
 from common.cli import NonNegative, Positive
 from common.launch import launch
 from common.logprobs import Policy
-from common.rollout import ROUTERS, float8
+from common.rollout import LAYER, ROUTERS, float8
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -93,7 +93,7 @@ class EightBits:
     """
 
     def __init__(self, policy: Policy):
-        layers = {n: w.detach() for n, w in policy.lm.named_parameters() if ".layers." in n}
+        layers = {n: w.detach() for n, w in policy.lm.named_parameters() if LAYER.search(n)}
         parts = [w for n, w in layers.items() if w.dim() >= 2 and not n.endswith(ROUTERS)]
         self.parts = [w.to_local() if isinstance(w, DTensor) else w for w in parts]  # own rows
         self.round()

@@ -13,7 +13,7 @@ from common.cli import BadInput
 from common.data import encode
 from common.distributed import shard, whole_tensor
 from common.logprobs import Policy, TokenLogprobs, entropies
-from common.model import EMBEDDED, config_of, load_model
+from common.model import EMBEDDED, Head, config_of, load_model
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from torch.distributed.tensor import DTensor
@@ -38,7 +38,7 @@ def test_token_logprobs_equal_the_plain_formula(monkeypatch, shape, temperature)
         targets[:, 3] = targets[:, 0]
     upstream = torch.randn(shape, generator=generator)
 
-    logp, entropy = TokenLogprobs.apply(hidden, weight, targets, temperature, entropies)
+    logp, entropy = TokenLogprobs.apply(hidden, weight, targets, Head(temperature), entropies)
     gradients = torch.autograd.grad((logp * upstream).sum(), (hidden, weight))
     full = torch.log_softmax(hidden @ weight.T / temperature, dim=-1)
     plain = full.gather(1, targets.view(40, -1)).view(shape)
@@ -59,8 +59,8 @@ def test_a_bfloat16_heads_gradient_does_not_lose_over_blocks(monkeypatch):
     )
     exact_hidden, exact_weight = (x.detach().float().requires_grad_() for x in (hidden, weight))
     targets = torch.randint(50, (400,), generator=generator)
-    TokenLogprobs.apply(hidden, weight, targets, 1.0, None)[0].sum().backward()
-    TokenLogprobs.apply(exact_hidden, exact_weight, targets, 1.0, None)[0].sum().backward()
+    TokenLogprobs.apply(hidden, weight, targets, Head(), None)[0].sum().backward()
+    TokenLogprobs.apply(exact_hidden, exact_weight, targets, Head(), None)[0].sum().backward()
     for ours, theirs in ((weight.grad, exact_weight.grad), (hidden.grad, exact_hidden.grad)):
         assert ours.dtype == torch.bfloat16
         assert (ours.float() - theirs).norm() / theirs.norm() < 4e-3
@@ -89,7 +89,7 @@ def test_log_probs_never_hold_the_logits_of_all_tokens(others):
         hidden, weight = (torch.randn(n, H, requires_grad=True) for n in (TOKENS, V))
         targets = torch.zeros(TOKENS, 1 + others, dtype=torch.long)
     with Largest() as largest:
-        TokenLogprobs.apply(hidden, weight, targets, 1.0, None)[0].sum().backward()
+        TokenLogprobs.apply(hidden, weight, targets, Head(), None)[0].sum().backward()
     assert largest.size == V * H < TOKENS * V
 
 
