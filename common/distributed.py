@@ -94,15 +94,15 @@ def shard(policy: nn.Module, args: Flags, world: World, offload: bool = False) -
     """
     # The decoder's layers, by whatever name a family holds them
     layers = [one for one in policy.modules() if isinstance(one, GradientCheckpointingLayer)]
-    if args.gradient_checkpointing:
-        for layer in layers:  # not by transformers: only in training mode, and dropout would act
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     size = sum(parameter.numel() for parameter in policy.parameters())
     pays = world.device.type == "cuda" and size > COMPILED and not routers(policy.lm)
     if args.compile == "on" or (args.compile == "auto" and pays):
         policy.compiled = True
-        for layer in layers:  # as `layer.compile()` does; a deep copy of the layer is not compiled
-            layer._compiled_call_impl = Compiled(layer._call_impl, dynamic=True)
+        for layer in layers:
+            layer.forward = partial(Compiled(type(layer).forward, dynamic=True), layer)
+    if args.gradient_checkpointing:
+        for layer in layers:  # not by transformers: only in training mode, and dropout would act
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     offload = offload or args.offload
     small = size < SMALL
     sharing = args.shard_ranks or (1 if small else world.size)  # ranks
