@@ -165,7 +165,8 @@ def eos_ids(declared: object, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         raise ValueError("neither tokenizer nor generation config names EOS tokens by number")
     turn_end = [one for one in turn_end_of(tokenizer) if one not in ids]
     if turn_end:
-        say(f"a response also ends at {tokenizer.decode(turn_end)}, as turns of the chat template")
+        token = tokenizer.decode(turn_end)
+        say(f"a response also ends at {token}, with which the chat template ends a turn")
     return ids + turn_end
 
 

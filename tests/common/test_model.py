@@ -12,14 +12,15 @@ from common.checkpoint import save_model
 from common.cli import BadInput
 from common.data import encode
 from common.distributed import shard, whole_tensor
-from common.logprobs import Policy, TokenLogprobs, entropies
+from common.logprobs import Policy, TokenLogprobs, entropies, response_logprobs
 from common.model import EMBEDDED, Head, config_of, load_model
+from common.rollout import HFEngine
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
@@ -128,6 +129,52 @@ def test_sharding_and_recomputing_change_nothing_and_casting_little(world, tiny)
                 assert torch.cosine_similarity(gradient, exact, dim=0) > 0.995
 
 
+SHAPE = {"vocab_size": 18, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SHAPE |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None, "initializer_range": 0.3}
+WIDE = SHAPE | {"num_key_value_heads": 1, "intermediate_size": 48}
+FAMILIES = {
+    "granite": WIDE | {"logits_scaling": 8.0},
+    "cohere": WIDE | {"logit_scale": 0.0625},
+    "gemma2": WIDE | {"head_dim": 16, "final_logit_softcapping": 3.0},
+    # Layers by other names, and dropout
+    "gpt2": SHAPE,
+    "opt": SHAPE | {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.5},
+    "falcon": SHAPE | {"hidden_dropout": 0.5},
+}
+
+
+def untrained(family: str, folder: Path, **shape: object) -> None:
+    """The folder with another model."""
+    (folder / "model.safetensors").unlink()
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
+    lm.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_and_gradients_are_the_models_own(folder, world, family):
+    """At T = 0.7: trainer and sampler, plain, and sharded with layers computed again."""
+    untrained(family, folder, **FAMILIES[family])
+    lm, tokenizer = load_model(str(folder))
+    rollout = HFEngine(lm, world, 0, "float32", 64).generate([[3, 4, 5], [6, 7, 8]], 4, 12, 0.7)
+    full = (lm(rollout.sequences).logits[:, 2:-1] / 0.7).log_softmax(-1)  # [N, T, V]
+    expected = full.gather(-1, rollout.tokens[..., None])[..., 0] * rollout.mask  # [N, T]
+    assert torch.allclose(rollout.rollout_logp, expected, atol=1e-5)
+    weights = list(lm.parameters())
+    gradients = torch.autograd.grad(expected.sum(), weights, allow_unused=True)
+    policy = Policy(lm)
+    args = grpo.Args(dtype="float32", gradient_checkpointing=True)
+    for offload in (False, True):  # a policy that is offloaded is sharded
+        policy = shard(policy, args, world, offload) if offload else policy
+        logp, _ = response_logprobs(policy, rollout, 0.7)
+        assert torch.allclose(logp, expected, atol=1e-6)
+        logp.sum().backward()
+        for weight, gradient in zip(policy.parameters(), gradients):
+            if gradient is not None:
+                assert torch.allclose(whole_tensor(weight.grad), gradient, atol=1e-4)
+        policy.zero_grad()
+
+
 # Folders
 
 
@@ -162,6 +209,16 @@ def image_model(folder: Path) -> None:
     Gemma3ForConditionalGeneration(config).save_pretrained(folder)
 
 
+def more_tokens(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save_pretrained(folder)
+
+
+def another_head(folder: Path) -> None:
+    untrained("hyperclovax", folder, **WIDE, logits_scaling=2.0)
+
+
 def rope(kind: str) -> dict:
     """Entries of config.json for which transformers scales positions by the longest row."""
     given = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 2.0}
@@ -175,6 +232,8 @@ DAMAGES = [  # entries of config.json, or a function; what is said
     (reward_model, "first: score.weight"),
     (cut_weights, "incomplete metadata"),
     (image_model, "Gemma3ForConditionalGeneration is more than a text model"),
+    (more_tokens, "more tokens than embeddings"),
+    (another_head, "HyperCLOVAXForCausalLM makes other logits"),
     (rope("dynamic"), "RoPE type dynamic"),
     (rope("longrope"), "RoPE type longrope"),
 ]
@@ -205,16 +264,15 @@ def test_a_head_of_its_own_and_left_over_weights_load(folder):
 
 
 @pytest.mark.parametrize("theirs", ["eager", "evil/kernel"])
-def test_a_folder_chooses_neither_attention_nor_dropout_nor_length(folder, theirs):
-    """A kernel of the hub's would be code that is run; with dropout sampler and trainer would
-    differ; the tokenizer's length is often another model's."""
-    changed(folder / "config.json", _attn_implementation=theirs, attention_dropout=0.3)
+def test_a_folder_chooses_neither_attention_nor_length(folder, theirs):
+    """A kernel of the hub's would be code that is run; the tokenizer's length is often another
+    model's."""
+    changed(folder / "config.json", _attn_implementation=theirs)
     changed(folder / "tokenizer_config.json", model_max_length=100)
     lm, tokenizer = load_model(str(folder))
     other = AutoModelForCausalLM.from_config(config_of(str(folder)))  # as other ranks make it
     for model in (lm, other):
         assert {part.config._attn_implementation for part in (model, model.model)} == {"sdpa"}
-    assert all(getattr(module, "attention_dropout", 0.0) == 0.0 for module in lm.modules())
     assert tokenizer.model_max_length == 256
 
 
@@ -254,6 +312,15 @@ def test_a_run_that_cannot_save_its_model_says_so_before_it_begins(tmp_path, mon
     said = capsys.readouterr().err
     assert "--save_hf: tiny cannot be saved (no such vocabulary)" in said and said.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("end", "eos"), [("<pad>\n", [1, 0]), ("<eos>", [1]), ("\n\n", [1])])
+def test_the_chat_templates_end_of_a_turn_ends_a_response(words, tmp_path, capsys, end, eos):
+    folder = Path(shutil.copytree(words, tmp_path / "model"))
+    template = "{% for m in messages %}" + "{{ m.role }}: {{ m.content }}" + end + "{% endfor %}"
+    changed(folder / "tokenizer_config.json", chat_template=template)
+    assert load_model(str(folder))[0].generation_config.eos_token_id == eos
+    assert ("also ends at <pad>" in capsys.readouterr().out) == (len(eos) > 1)
 
 
 @pytest.mark.parametrize("added", ["<s> $A </s>", "$A </s>", "<s> $A", "$A"])
