@@ -84,8 +84,6 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
             lm, loaded = AutoModelForCausalLM.from_pretrained(source, **options, **report)
             check_structure(lm)
             check_weights(loaded)
-            if max(tokenizer.get_vocab().values()) >= len(lm.get_input_embeddings().weight):
-                raise ValueError("more tokens than embeddings: the model must be resized")
             read = read_json(source, "generation_config.json")
             declared = read or read_json(source, "config.json")
             eos = eos_ids(declared.get("eos_token_id"), tokenizer)
@@ -104,6 +102,7 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
     # The tokenizer's own limit is often another model's or none.
     positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     tokenizer.model_max_length = positions or tokenizer.model_max_length
+    tokenizer.embeddings = len(lm.get_input_embeddings().weight)  # see `as_problem`
     return lm, tokenizer
 
 

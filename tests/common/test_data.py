@@ -189,7 +189,7 @@ def test_a_row_that_is_too_long_is_replaced_by_a_rule_of_the_index_alone(tmp_pat
 
 def test_a_prompt_and_its_response_fit_into_the_model(tmp_path):
     """A prompt may have --max_prompt_tokens, but no more than the model's positions less
-    --max_new_tokens."""
+    --max_new_tokens; and only tokens that the model has an embedding for."""
     tokenizer = Letters()
     tokenizer.model_max_length = 100
     path = write(tmp_path / "set.jsonl", numbered(6))  # 29 tokens with "Question: ... Answer:"
@@ -197,6 +197,9 @@ def test_a_prompt_and_its_response_fit_into_the_model(tmp_path):
     assert len(load(path, tokenizer, max_new_tokens=71, **plain).train(0).prompt_ids) == 29
     with pytest.raises(BadInput, match="no prompt fits into .*--max_new_tokens"):
         load(path, tokenizer, max_new_tokens=72, **plain)
+    tokenizer.embeddings, tokenizer.decode = ord("w"), chr
+    with pytest.raises(BadInput, match="no embedding for 'w' in a prompt"):
+        load(path, tokenizer, **plain)
 
 
 class Chat(Letters):
