@@ -44,6 +44,20 @@ class Means:
         return means | {name: sums[name] for name in self.plain}
 
 
+def clip_shares(
+    logp: Tensor, batch: Rollout, low: float, high: float, name: str = "clip"
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Share of the response tokens that lose their gradient by a clip of r = π_θ/π_old `[n, T]`,
+    and its two parts: above 1 + high where Â > 0, below 1 - low where Â < 0."""
+    A = batch.advantages[:, None]  # [n, 1]
+    ratio = (logp - batch.old_logp).exp()  # [n, T]
+    above = (A > 0) & (ratio > 1 + high)  # [n, T]
+    below = (A < 0) & (ratio < 1 - low)  # [n, T]
+    sides = {"share": above | below, "above": above, "below": below}
+    tokens = batch.mask.sum()
+    return {f"{name}_{side}": ((cut * batch.mask).sum(), tokens) for side, cut in sides.items()}
+
+
 def metrics_by_sign(batch: Rollout) -> dict[str, tuple[Tensor, Tensor]]:
     """Entropy per token, over all rows and over those of Â > 0 (good) and Â < 0 (bad); and
     tokens per row of both. The mean over all rows hides how a collapse begins: the responses of
