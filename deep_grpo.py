@@ -420,5 +420,13 @@ if __name__ == "__main__":
 #    and P = 1 again if the latest 10,000 outcomes were all the same.
 # 4. A segment ends with any token whose text ends in `--boundary` (".", ")."). In the released code
 #    only the token "." ends one.
+# 5. Each stream is a mean over its tokens, as in the released code. By a summary, the paper's
+#    objective averages over responses. The paper trains on MATH's levels 3 to 5.
 #
-# PROVENANCE
+# Formulas and sizes are those of the authors' first code (github befocuss/Deep-GRPO 4d45405, 31
+# January 2026). checks/deep_grpo.py has its numbers, and those of AgentCombo/DEEP-GRPO (b49943b, 4
+# July 2026), which version 2 links and where pivots are only an option: by default a teacher
+# corrects failed responses, and the verified right prefixes become prompts. Its README says why:
+# branches cost much generation, and as the first error is not known, most of them start where all
+# is lost, or where nothing was wrong yet. Not read of the paper (version 2, 12 June 2026): all but
+# the abstract. A summary of version 1 has the same Q, γ = 2, K = 8 and λ = 1, but no ε, β or batch.

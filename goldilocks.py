@@ -417,6 +417,9 @@ if __name__ == "__main__":
 # 2. The teacher takes turns with the student on the same devices; the paper gives it 2 of 8 GPUs.
 # 3. The paper streams through OpenMathReasoning (3M problems). The command above draws 64 x 16
 #    candidates per step from MATH's 7,500 problems, so after seven steps prompts come back.
-# 4. f averages the last hidden states. The paper says only MeanPool(Embed(q)).
+# 4. f averages the last hidden states and has a bias; summaries say only w · MeanPool(Embed(q)).
 #
-# PROVENANCE
+# Not read of the paper (version 2, 8 May 2026): all but the abstract and the start of the
+# introduction. f, its target, the choice, the sliding window, the 2 of 8 GPUs and the gradient law
+# are from two summaries of version 1 (16 February 2026). Neither has f's bias v, K, η, the window's
+# size, learning rates or the std. The std here (sample, + 1e-6) is GRPO's usual one.

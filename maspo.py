@@ -138,6 +138,8 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
     ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
+    # Detached, as in the authors' code, though their README calls the gate differentiable. With its
+    # derivative the weight would be Â r F (1 - r (r - 1) / σ²): negative beyond r = 1.618 (σ = 1).
     F = gates(args, ratio.detach(), batch)  # [n, T]
     objective = F * ratio * A  # [n, T]
     return -(objective * mask).sum(), mask.sum()  # token mean: all count the same
@@ -270,12 +272,10 @@ if __name__ == "__main__":
 # Differs from the paper in:
 # 1. Four mini-batches per rollout; the paper takes 16.
 # 2. The normaliser of the displayed objective could not be checked; token-mean is the default of
-#    the authors' code.
+#    the authors' code. The bounds of σ are their code's, too; the formula of their README has none.
 # 3. No clamp of log r to ±20 (their code); it only acts on a ratio that has exploded.
-# 4. The gate is detached, as in their code; their README calls it differentiable. With its
-#    derivative the weight would be Â r F (1 - r (r - 1) / σ²), which is negative beyond r = 1.618
-#    (σ = 1).
 #
 # Formulas, constants and the std (sample, + 1e-6) are those of the authors' code (github
 # FlyTune/MASPO-RL 22b4681, 20 April 2026), whose numbers checks/maspo.py has. Not read of the paper
-# (version 3, 18 April 2026): all but the abstract; its batch and mini-batches are from a summary.
+# (version 3, 18 April 2026; ACL 2026): all but the abstract. Its batch of 512 in mini-batches of
+# 32, no KL term and the detached gate are from summaries.

@@ -137,6 +137,12 @@ def experts_differ(batch: Rollout, trainer_experts: Tensor) -> tuple[Tensor, Ten
     return differ, fed.sum()
 
 
+def importance_weight(args: Args, logp: Tensor, batch: Rollout) -> Tensor:
+    """π_θ/μ `[n, T]`, before its cap, without gradient."""
+    behaviour = batch.rollout_logp if args.correct_mismatch else batch.old_logp  # [n, T]
+    return (logp.detach() - behaviour).exp()  # [n, T]
+
+
 # </own>
 def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
     """Returns the sum of the loss over the n rows of `batch`, and the count that divides this sum.
@@ -149,9 +155,7 @@ def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tenso
     mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
     A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
     # <own>
-    behaviour = batch.rollout_logp if args.correct_mismatch else batch.old_logp  # [n, T]
-    uncapped = (logp.detach() - behaviour).exp()  # [n, T]: π_θ/μ
-    weight = uncapped.clamp(max=args.is_cap)  # [n, T]: without gradient
+    weight = importance_weight(args, logp, batch).clamp(max=args.is_cap)  # [n, T]
     ratio = (logp.detach() - batch.old_logp).exp()  # [n, T]: r, for the mask only
     out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
     cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
@@ -169,8 +173,7 @@ def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
     """Metrics of the loss as pairs (sum, count), without gradient. Nothing trains on them."""
     # <own>
     mask = batch.mask  # [n, T]
-    behaviour = batch.rollout_logp if args.correct_mismatch else batch.old_logp  # [n, T]
-    uncapped = (logp - behaviour).exp()  # [n, T]: π_θ/μ
+    uncapped = importance_weight(args, logp, batch)  # [n, T]
     return {
         **clip_shares(logp, batch, args.clip_low, args.clip_high, name="masked"),
         "weight": ((uncapped.clamp(max=args.is_cap) * mask).sum(), mask.sum()),
@@ -291,15 +294,17 @@ if __name__ == "__main__":
     launch(main, Args)
 
 # Differs from the paper in:
-# 1. The cap 5 is on the whole weight π_θ/μ. "The token-level IS weight" may also mean its first
-#    factor.
-# 2. The hf engine rounds the 8-bit copy's weights, not its activations (vLLM on a GPU: both).
-# 3. A sum over tokens exceeds `--grad_clip 1` (not given in the paper) at nearly every step (norms
-#    of 0.9 to 16 here). So steps with large gradients weigh less than without it. Adam cancels a
-#    constant scale, not this one.
+# 1. The hf engine rounds the 8-bit copy's weights, not its activations (vLLM on a GPU: both).
+# 2. A sum over tokens exceeds `--grad_clip 1` at nearly every step (norms of 0.9 to 16 here). So
+#    steps with large gradients weigh less than without it. Adam cancels a constant scale, not this
+#    one.
+# 3. `--no_correct_mismatch` is the paper's ablation only with one mini-batch, where r is 1.
+# 4. The paper's responses have up to 32,768 tokens.
 #
 # R3 narrows both gaps, but from the start it trains with a routing that the model would not choose.
 # In the paper, R3 brings nothing with N = 1 mini-batch per rollout. With more, training needs both
-# the mask and replay: R2 at N = 2; R3 at N = 4 (the default here) and 8, where R2 collapses.
+# the mask and replay: R2 is better at N = 2, R3 is needed at N = 4 (the default here) and 8, where
+# R2 collapses.
 #
-# PROVENANCE
+# Not read of the paper (version 3, 3 December 2025): the curves in its figures. Its text gives no
+# learning rate, optimiser or gradient clip, and names no released code.

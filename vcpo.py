@@ -360,4 +360,7 @@ if __name__ == "__main__":
 # above the least possible one (median), and above that of the plain group mean in 27 tasks;
 # off-policy in 16.
 #
-# PROVENANCE
+# Formulas and constants are those of the authors' code (github mit-han-lab/vcpo c7f030f, 2 March
+# 2026), whose numbers checks/vcpo.py has. Not read of the paper (version 2, same day): all but the
+# abstract and quotations of sections 3.2, 3.3, 3.5 and appendix E.2 (w²|g|² in b, the square root,
+# ESS of uncut weights, the cut at 8). The std and 1/|y| are from the authors' scripts.
