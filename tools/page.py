@@ -9,7 +9,7 @@ prompt, responses, reward, Â, and every token. The token's colour is the factor
 the update that trained it, or another number: the ratio to π_old, the entropy, the gap between
 sampler and trainer, the KL to the reference.
 
-The page's form and its program are in tools/page.html; tools/look.* is shared with tools.reader.
+The page's form and its program are in tools/page.html; tools/look.* is shared with tools.explorer.
 """
 
 import importlib

@@ -27,7 +27,6 @@ tools.maintain.make_tiny tiny tiny-new --steps 1
 tools.maintain.marks
 tools.memory stapo.py --model Qwen/Qwen3-0.6B-Base --gpus 8
 tools.page runs/a
-tools.reader
 tools.maintain.results runs/a
 tools.maintain.results --ranges runs/a
 tools.maintain.spread --dry
@@ -89,7 +88,6 @@ tools.evaluate tiny --eval_task nosuchset
 tools.maintain.make_tiny tiny docs
 tools.memory --model tiny --gpus 12
 tools.page docs docs docs
-tools.reader grpo --out none/reader.html
 tools.maintain.results none
 tools.maintain.spread --dry nosuchcommit
 """.split("\n")[1:-1]
