@@ -118,8 +118,6 @@ class Flags:
     sample_every: Whole = 10
     """Steps between two groups of responses written to samples.jsonl token by token; step 1, each
     evaluation and the last step are written too (our choice; 0: no file)."""
-    alarm: bool = True
-    """Say once if a metric moves as it did before falls of accuracy (docs/metrics.md)."""
     max_prompt_tokens: Count = 1024
     """Longer prompts are skipped (our choice)."""
     instruction: str = "Let's think step by step and put the final answer in \\boxed{}."

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from common.alarm import alarms_now, stored_rules
 from common.batch import Rollout
 from common.cli import BadInput, Flags, RunStopped, blame, say
 from common.clock import SECONDS, wait_for_gpu
@@ -33,8 +32,7 @@ from common.samples import Samples, before_and_after
 # What may change on resume: how long, where, how often, and what trades memory for time
 FREE_ON_RESUME = set(
     """acted steps run_dir resume save_every save_hf eval_every eval_samples sample_every
-    wandb alarm
-    ranks shard_ranks micro_tokens rollout_rows sampler_tolerance gradient_checkpointing
+    wandb ranks shard_ranks micro_tokens rollout_rows sampler_tolerance gradient_checkpointing
     offload offload_reference vllm_memory vllm_sleep""".split()
 )
 
@@ -177,8 +175,6 @@ class Run:
         self.apart = 0
         self.bar = tqdm(disable=True)
         self.samples = Samples(task, args, world)
-        self.rules = stored_rules() if args.alarm else []
-        self.lines = []  # of metrics.jsonl, for the alarms
         config = {"algorithm": algorithm, "acted": acted, "ranks": world.size}
         config |= asdict(args) | {"data": task.fingerprint}
         self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
@@ -266,7 +262,6 @@ class Run:
         if steps != list(range(self.done + 1)):
             path = self.folder / "metrics.jsonl"
             raise BadInput(f"--resume: {path} does not hold the steps 0 to {self.done}, each once")
-        self.lines = kept["metrics.jsonl"]
         for name, rows in kept.items():
             self._write(name, as_lines(rows))
         (self.folder / "summary.json").unlink(missing_ok=True)  # of fewer steps
@@ -312,8 +307,6 @@ class Run:
         self.done = step
         self.stopping = self.stop.anywhere(self.world)
         self.note("metrics.jsonl", [line])
-        self.lines.append(line)
-        self.say(*map(str, alarms_now(self.lines, self.rules)))
         if self.wandb:
             self.wandb.log(line, step=step)
         shown = [name for name in (*SHOWN, self.acted) if name in line]

@@ -10,10 +10,10 @@ five steps, itself or in multiples of its mean over the run's first ten, is beyo
 import sys
 
 import numpy as np
-from common.alarm import Rule
 
 from labs import lab
 from labs.race.stresses import STRESSES
+from labs.warning.alarm import Rule
 from labs.warning.rules import alarm_rules, half, keep, lead, rules, scored  # noqa: F401 (keep: for lab)
 
 TITLE = "The cut and the gap warn of half of the falls, the usual numbers of a quarter or none"

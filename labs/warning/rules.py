@@ -1,6 +1,6 @@
 """Falls, and the rules that announce them: fitted on the odd seeds, scored on the even ones.
 
-python -m labs.warning.rules     writes common/alarms.json: the rules that are worth an alarm
+python -m labs.warning.rules     prints the rules that are worth an alarm
 """
 
 import json
@@ -8,9 +8,8 @@ import math
 from pathlib import Path
 
 import numpy as np
-from checks.files import ROOT
-from common.alarm import BLOCK, Rule, block_means, compared, sounds
-from common.run import atomic_write
+
+from labs.warning.alarm import BLOCK, Rule, block_means, compared, sounds
 
 LOST = 0.8  # of the best accuracy: below it, and never back, is a fall
 FALSE = 0.05  # largest share of healthy runs in which a rule may sound
@@ -138,5 +137,4 @@ def alarm_rules(results: dict) -> list[Rule]:
 if __name__ == "__main__":
     stored = json.loads(Path(__file__).with_name("table.json").read_text(encoding="utf-8"))
     chosen = [json.dumps(rule._asdict()) for rule in alarm_rules(stored["results"])]
-    with atomic_write(ROOT / "common/alarms.json") as path:
-        path.write_text("[\n" + ",\n".join(chosen) + "\n]\n", encoding="utf-8")
+    print("\n".join(chosen))

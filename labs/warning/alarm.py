@@ -1,12 +1,9 @@
 """The alarm: a metric has left its first values, as it did before falls of accuracy.
 
-`python -m labs.warning` measures which metrics do so, and how often they do it in vain. The rules
-worth a warning are in alarms.json beside this module.
+`python -m labs.warning` measures which metrics do so, and how often they do it in vain.
 """
 
-import json
 import math
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -36,21 +33,6 @@ class Alarm(NamedTuple):
     step: int
     number: float
     rule: Rule
-
-    def __str__(self) -> str:
-        rule = self.rule
-        beyond = f"{'above' if rule.above else 'below'} {rule.limit:g}"
-        how = f", {beyond}" if rule.itself else " times its first mean"
-        before = f"{rule.announced} of {rule.falls} falls began so"
-        in_vain = f"{rule.alarms} of {rule.healthy} healthy runs did"
-        what = f"{rule.metric} is {self.number:.3g}{how}"
-        return f"step {self.step}: {what}; {before}, {in_vain} (docs/metrics.md)"
-
-
-def stored_rules() -> list[Rule]:
-    """The rules of alarms.json."""
-    rows = json.loads(Path(__file__).with_name("alarms.json").read_text(encoding="utf-8"))
-    return [Rule(**row) for row in rows]
 
 
 def block_means(lines: list[dict], metric: str) -> list[float]:
@@ -82,17 +64,3 @@ def sounds(rule: Rule, means: list[float]) -> Alarm | None:
         if beyond:
             return Alarm(block * BLOCK, number, rule)
     return None
-
-
-def alarms(lines: list[dict], rules: list[Rule]) -> list[Alarm]:
-    """The alarms of a run, given its lines of metrics.jsonl: at most one of each rule."""
-    found = [sounds(rule, block_means(lines, rule.metric)) for rule in rules]
-    return [alarm for alarm in found if alarm]
-
-
-def alarms_now(lines: list[dict], rules: list[Rule]) -> list[Alarm]:
-    """Those that sound at the last line for the first time. It depends on the lines alone: so a
-    resumed run, which has read the earlier ones, repeats none and loses none."""
-    if not lines or lines[-1]["step"] % BLOCK:
-        return []
-    return [alarm for alarm in alarms(lines, rules) if alarm.step == lines[-1]["step"]]
