@@ -326,9 +326,7 @@ def main(args: Args, world: World) -> None:
     run = Run(args, task, world, Path(__file__).stem, ACTED)
     # What else a checkpoint holds: each has a state_dict.
     parts = {"engine": engine, "curriculum": curriculum}  # <own>
-    done = 0  # steps trained so far
-    if args.resume:
-        done = load_checkpoint(run.folder, both, optimizers, parts, world)  # <own>
+    done = load_checkpoint(run.checkpoint, both, optimizers, parts, world)  # <own>
     engine.sync(policy)
     run.start(done)
     if done == 0:
@@ -402,7 +400,7 @@ def main(args: Args, world: World) -> None:
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
         if run.due(step, args.save_every):
-            save_checkpoint(run.folder, step, both, optimizers, parts, world)  # <own>
+            save_checkpoint(run.folder, step, both, optimizers, parts, world, args.keep)  # <own>
     if args.save_hf:
         save_model(policy, tokenizer, run.folder / "model", world)
     run.finish()

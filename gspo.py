@@ -175,9 +175,7 @@ def main(args: Args, world: World) -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), args.lr, fused=True, **adam)
     run = Run(args, task, world, Path(__file__).stem, ACTED)
     parts = {"engine": engine}  # what else a checkpoint holds: each has a state_dict
-    done = 0  # steps trained so far
-    if args.resume:
-        done = load_checkpoint(run.folder, policy, optimizer, parts, world)
+    done = load_checkpoint(run.checkpoint, policy, optimizer, parts, world)  # steps; 0: a new run
     engine.sync(policy)
     run.start(done)
     if done == 0:
@@ -245,7 +243,7 @@ def main(args: Args, world: World) -> None:
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
         if run.due(step, args.save_every):
-            save_checkpoint(run.folder, step, policy, optimizer, parts, world)
+            save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:
         save_model(policy, tokenizer, run.folder / "model", world)
     run.finish()

@@ -179,11 +179,13 @@ class Stale:
 
     def state_dict(self) -> dict:
         queue = [[vars(part) for part in batch] for batch in self.queue]
-        return {"queue": queue, "ranks": self.ranks}
+        return {"queue": queue, "ranks": self.ranks, "lag": self.lag}
 
     def load_state_dict(self, state: dict) -> None:
         if state["ranks"] != self.ranks and state["queue"]:
             raise BadInput(f"--resume: batches in flight: use {state['ranks']} rank(s)")
+        if state.get("lag", self.lag) != self.lag:
+            raise BadInput(f"--back_to: batches in flight: use --lag {state['lag']}")
         for batch in state["queue"]:
             self.queue.append([Rollout(**part).to(self.device) for part in batch])
 
@@ -239,9 +241,7 @@ def main(args: Args, world: World) -> None:
     stale = Stale(args, world)  # <own>
     # What else a checkpoint holds: each has a state_dict.
     parts = {"engine": engine, "stale": stale}  # <own>
-    done = 0  # steps trained so far
-    if args.resume:
-        done = load_checkpoint(run.folder, policy, optimizer, parts, world)
+    done = load_checkpoint(run.checkpoint, policy, optimizer, parts, world)  # steps; 0: a new run
     engine.sync(policy)
     if args.optimal_baseline and (part := unsupported_module(policy)):  # <own>
         raise BadInput(f"{part}: no gradient norms, use --no_optimal_baseline")  # <own>
@@ -333,7 +333,7 @@ def main(args: Args, world: World) -> None:
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
         if run.due(step, args.save_every):
-            save_checkpoint(run.folder, step, policy, optimizer, parts, world)
+            save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
     if args.save_hf:
         save_model(policy, tokenizer, run.folder / "model", world)
     run.finish()

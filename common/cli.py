@@ -82,6 +82,11 @@ class Flags:
     """Save the final model in the Hugging Face format, in `model` in the run folder."""
     resume: bool | Literal["auto"] = False
     """Continue from the newest checkpoint in the run folder; auto: only if there is one."""
+    back_to: Whole = 0
+    """With --resume: go back to the checkpoint of this step, and on with other flags of the
+    algorithm: a smaller lr, fewer minibatches (0: the newest checkpoint, and no other flags)."""
+    keep: Count = 3
+    """Checkpoints that are kept, the newest ones (our choice)."""
     micro_tokens: Count = 16384
     """Tokens, with padding, in one pass: limits memory; the gradient is the same (our choice)."""
     task: str = "arithmetic"

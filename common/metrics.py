@@ -1,6 +1,7 @@
 """Metrics of a step, as sums and counts that are divided once; the two accuracies of a run."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -90,6 +91,15 @@ def rollout_metrics(rollout: Rollout, G: int, task: Task) -> dict[str, tuple]:
         "tokens": (tokens, None),
         "judge_killed": (killed, None),
     }
+
+
+LOST = 0.8  # of the best accuracy
+
+
+def fell(accuracies: Sequence[float]) -> bool:
+    """Whether a run with these held-out accuracies, in order, has fallen: it ends below LOST of its
+    best. The one definition of a fall (docs/glossary.md)."""
+    return accuracies[-1] < LOST * max(accuracies)
 
 
 @timed("evaluate")
