@@ -431,9 +431,7 @@ class Run:
         for how in ("greedy", "sampled"):
             before, after = summary[f"{how}_before"], summary[f"{how}_after"]
             self.say(f"held-out accuracy, {how:8} {before:.3f} -> {after:.3f}")
-        best = f"best {summary['best']:.2f} at step {summary['best_step']}"
-        ending = f"now {summary['greedy_after']:.2f}" + ": it fell" * summary["fell"]
-        self.say(f"greedy   {best}, {ending}")
+        self.say(f"greedy   {ending_of(summary)}")
         self.say(f"curves   {curves}", f"seconds  {summary['seconds']:.0f}")
         acted = [line[self.acted] for line in lines if self.acted in line]
         if acted and not any(acted):  # null (a NaN) does not count as acting
@@ -455,7 +453,8 @@ def draw_run(folder: Path) -> Path:
 
 
 def summary_of(lines: list[dict]) -> dict:
-    """The first and the last held-out accuracy of a run, the best (greedy), and its seconds."""
+    """The first and the last held-out accuracy of a run, the best (greedy) with its step, whether
+    the run fell, and its seconds."""
     measured = [line for line in lines if "greedy" in line]
     best = max(measured, key=lambda line: line["greedy"])
     summary = {"best": best["greedy"], "best_step": best["step"]}
@@ -464,3 +463,9 @@ def summary_of(lines: list[dict]) -> dict:
         summary[f"{how}_before"] = lines[0][how]
         summary[f"{how}_after"] = measured[-1][how]
     return summary | {"seconds": sum(line["seconds"] for line in lines)}
+
+
+def ending_of(summary: dict) -> str:
+    """`best 0.79 at step 5, now 0.18: it fell`"""
+    best = f"best {summary['best']:.2f} at step {summary['best_step']}"
+    return f"{best}, now {summary['greedy_after']:.2f}" + ": it fell" * summary["fell"]

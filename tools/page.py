@@ -20,7 +20,7 @@ from pathlib import Path
 
 from common.cli import BadInput, in_one_line
 from common.curves import ROUNDING
-from common.run import read_lines, saved_config
+from common.run import ending_of, read_lines, saved_config, summary_of
 
 from checks.files import MODULES
 from tools import arguments
@@ -98,8 +98,10 @@ def run_data(folder: Path, every: int) -> dict:
     chosen = [step for step in stored if step % every == 0 or step in (stored[0], stored[-1])]
     chosen = {*chosen[:: math.ceil(len(chosen) / MOST)], chosen[-1]}
     metrics = read_lines(folder / "metrics.jsonl")
+    evaluated = any("greedy" in row for row in metrics)
     return {
         "name": folder.resolve().name,
+        "ending": ending_of(summary_of(metrics)) if evaluated else "",
         "algorithm": config["algorithm"],
         "flags": flags_of(config),
         "curves": curves_of(metrics, list(config["acted"])),
