@@ -1,7 +1,6 @@
-"""Published models by their shapes, and a tokenizer, for machines without a hub."""
+"""Published models by their shapes, for machines without a hub."""
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedConfig
 
 # Of their config.json: type, width, layers, heads, KV heads, MLP's width, one matrix for embedding
 # and head
@@ -34,17 +33,3 @@ def config_of(model: str) -> PreTrainedConfig:
     fields = dict(zip(FIELDS.split(), SHAPES[model])) | {"vocab_size": 151_936}
     kind = fields.pop("model_type")
     return AutoConfig.for_model(kind, **fields | OTHERS[kind] | OTHERS.get(model, {}))
-
-
-def byte_tokenizer(size: int) -> PreTrainedTokenizerFast:
-    """A token for each byte, and dummy tokens up to a vocabulary of `size`. It reads any text and
-    any token id."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = ["<pad>", "<eos>", *alphabet]
-    words += [f"{alphabet[i % 200]}{i}" for i in range(size - len(words))]
-    core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
-    core.pre_tokenizer, core.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
