@@ -28,7 +28,8 @@ from tools import arguments
 
 # Flags that do not change the training
 FREE = set(
-    "id history back_to keep seed run_dir resume eval_only eval_every save_every save_hf wandb acted".split()
+    """id history back_to keep seed run_dir resume eval_only eval_every save_every save_hf wandb
+    acted""".split()
 )
 # Flags that also tell kinds of different algorithms apart; the others have defaults of their own
 EVERYWHERE = ("model", "task", "lr")
