@@ -27,7 +27,10 @@ from common.run import atomic_write, read_lines, saved_config
 from tools import arguments
 
 # Flags that do not change the training
-FREE = set("id seed run_dir resume eval_only eval_every save_every save_hf wandb acted".split())
+FREE = set(
+    """id history back_to keep seed run_dir resume eval_only eval_every save_every save_hf wandb
+    acted""".split()
+)
 # Flags that also tell kinds of different algorithms apart; the others have defaults of their own
 EVERYWHERE = ("model", "task", "lr")
 TITLES = {
