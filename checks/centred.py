@@ -75,7 +75,7 @@ def mean_gradient(
         "top_logp": log_pi[ids].expand(V, 1, K),
         "sampler_top": mu[ids].log().expand(V, 1, K),
     }
-    total, _, _ = terms(module, no_kl(module, **flags), **columns)
+    total, _ = terms(module, no_kl(module, **flags), **columns)
     return torch.autograd.grad(-total, logits)[0]
 
 

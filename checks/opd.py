@@ -45,7 +45,7 @@ def mean_gradient(
     logp = theta.log_softmax(0)[:, None]  # [5, 1]: a response for each token
     columns = {"old_logp": logp, "rollout_logp": mu[:, None], "ref_logp": teacher[:, None]}
     columns |= {"advantages": torch.arange(5.0).double(), "mask": torch.ones_like(logp)}
-    total, _, _ = terms(module, replace(module.Args(), **flags), logp=logp, **columns)
+    total, _ = terms(module, replace(module.Args(), **flags), logp=logp, **columns)
     (slopes,) = torch.autograd.grad(total, logp, retain_graph=True)
     return torch.autograd.grad(logp, theta, mu.exp()[:, None] * slopes)[0]
 

@@ -31,7 +31,7 @@ def balance(module: ModuleType, draws: list, logits: Tensor, V: Tensor, beta: fl
     batch = {"logp": logits.log_softmax(0)[rows][:, None], "old_logp": old[rows][:, None]}
     batch["advantages"] = module.advantages(RIGHT[rows][None], V.reshape(1))[0]  # [n]
     args = replace(module.Args(), anchor=beta)
-    return loss_of(module, args, **batch, mask=torch.ones(len(rows), 1))[0]
+    return loss_of(module, args, **batch, mask=torch.ones(len(rows), 1))
 
 
 def check_balance_is_the_regularised_optimum(module: ModuleType) -> None:

@@ -30,9 +30,8 @@ def objective(b: Batch) -> tuple[Tensor, Tensor | int]:
 
 
 def statistics(b: Batch) -> dict[str, tuple]:
-    """clip_share and its sides, or gate_closed; the weights of responses; silenced tokens."""
-    silenced = (b.mask - kept(b)).sum()
-    found = {"silenced": (silenced, None), "silenced_share": (silenced, b.mask.sum())}
+    """clip_share and its sides, or gate_closed; the weights of responses; the silenced share."""
+    found = {"silenced_share": ((b.mask - kept(b)).sum(), b.mask.sum())}
     if b.args.lag:
         w = age(b)
         found["weight"] = w.clip(max=b.args.is_cap).sum(), len(w)

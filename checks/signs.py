@@ -47,15 +47,15 @@ def check_outliers(module: ModuleType) -> None:
     assert odd([0.1 + 1e-9 * i for i in range(8)], 1.0) == odd([1.0, 2, 3, 99], 0.0) == []
 
 
-def check_measures(module: ModuleType) -> None:
+def check_length_and_logp(module: ModuleType) -> None:
     """Length and mean log μ over the response; the mean does not fall with the length. An outlier
     is one among the responses of all ranks."""
     mask = torch.tensor([[1.0, 1, 1, 1], [1, 1, 0, 0]])
     mu = torch.tensor([[-1.0, -2, -3, -6], [-4, -2, 0, 0]])
-    own = module.measures(SimpleNamespace(mask=mask, rollout_logp=mu))
-    near(own, torch.tensor([[4.0, -3.0], [2.0, -3.0]]), "length and mean log μ")
-    every = torch.cat([own, own[:1].expand(8, 2)])
-    assert module.outliers(no_kl(module, outliers=2.5), own, every).tolist() == [False, True]
+    values = module.length_and_logp(SimpleNamespace(mask=mask, rollout_logp=mu))
+    near(values, torch.tensor([[4.0, -3.0], [2.0, -3.0]]), "length and mean log μ")
+    every = torch.cat([values, values[:1].expand(8, 2)])
+    assert module.outliers(no_kl(module, outliers=2.5), values, every).tolist() == [False, True]
 
 
 def check_without_baseline(module: ModuleType) -> None:

@@ -40,22 +40,6 @@ that of log p instead of p. ScaleRL's std is that of all R_i - group's mean in t
 Base file: justrl.py. Differs from it in:
 1. Advantages by `--baseline`; the batch is the rollout, over all ranks.
 
-Differs from the papers in:
-1. All have the same loss, with clip and without KL. REINFORCE++ has the k1 estimate in its reward.
-   RLOO takes one step per rollout and has no clip.
-2. Whitening counts each response as often as it has tokens, as verl does, since each token has its
-   response's advantage. verl puts 1e-8 into the root; here 1e-6 is added to the std. `group` also
-   subtracts the mean of R_i - group's mean over the batch's tokens. It is not 0 if longer responses
-   are worse.
-3. MaxRL where no answer is right: 0, as in prime-rl.
-4. ScaleRL is more than its advantages: CISPO's loss, averaged by prompt, a float32 head, no
-   zero-variance prompts, and no prompts again that were solved at 0.9. TRL's
-   `scale_rewards="batch"` divides by the std of the rewards. This number also contains differences
-   between prompts, so it is larger.
-
-Confidence: RLOO and REINFORCE++ as in verl and TRL; ScaleRL's division as in its paper; MaxRL as in
-prime-rl. The papers' other choices are second hand.
-
 Run it:
     torchrun -m variants.baselines                          # laptop, 2 to 4 minutes, no download
     # a node of eight
@@ -92,15 +76,16 @@ class Args(Trunk):
 def advantages(
     rewards: Tensor, how: str = "rloo", sizes: Tensor | None = None, world: World = ALONE
 ) -> Tensor:
-    """`[P, G]` -> `[P, G]`; sizes `[P, G]`: tokens of each response (1 if not given).
+    """`[P, G]` -> `[P, G]`; sizes `[P, G]`: tokens of each response (default: 1).
 
     Rewards [1, 0, 0, 0] give 1 and 0s (none), 1 and -1/3s (rloo), 3 and -1s (maxrl).
     """
-    # If all rewards are equal, all advantages must be exactly 0. But rounding makes the mean of
-    # eight rewards of 0.3 not quite 0.3. So subtract the first reward from all of them.
-    equal = rewards - rewards[:, :1]  # [P, G]
-    centred, G = equal - equal.mean(dim=1, keepdim=True), rewards.shape[1]  # [P, G]
-    each = torch.ones_like(rewards)  # [P, G]
+    # Equal rewards must give advantages of exactly 0. But rounding makes the mean of eight part
+    # marks of 0.3 not quite 0.3. So subtract the first reward from all of them.
+    shifted = rewards - rewards[:, :1]  # [P, G]
+    centred = shifted - shifted.mean(dim=1, keepdim=True)  # [P, G]
+    G = rewards.shape[1]
+    once = torch.ones_like(rewards)  # [P, G]
     if how == "none":
         return rewards
     if how == "rloo":
@@ -109,9 +94,10 @@ def advantages(
         mean = rewards.mean(dim=1, keepdim=True)  # [P, 1]
         return torch.where(mean > 0, centred / mean, 0.0)
     if how == "scalerl":
-        return centred / (moments(centred, each, world)[1] + 1e-6)
+        _, std = moments(centred, once, world)
+        return centred / (std + 1e-6)
     values = rewards if how == "batch" else centred  # [P, G]
-    mean, std = moments(values, each if sizes is None else sizes, world)
+    mean, std = moments(values, once if sizes is None else sizes, world)
     return (values - mean) / (std + 1e-6)
 
 
@@ -153,3 +139,19 @@ main = loop_of(justrl, globals(), LOOP)
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the papers in:
+# 1. All have the same loss, with clip and without KL. REINFORCE++ has the k1 estimate in its
+#    reward. RLOO takes one step per rollout and has no clip.
+# 2. Whitening counts each response as often as it has tokens, as verl does, since each token has
+#    its response's advantage. verl puts 1e-8 into the root; here 1e-6 is added to the std. `group`
+#    also subtracts the mean of R_i - group's mean over the batch's tokens. It is not 0 if longer
+#    responses are worse.
+# 3. MaxRL where no answer is right: 0, as in prime-rl.
+# 4. ScaleRL is more than its advantages: CISPO's loss, averaged by prompt, a float32 head, no
+#    zero-variance prompts, and no prompts again that were solved at 0.9. TRL's
+#    `scale_rewards="batch"` divides by the std of the rewards. This number also contains
+#    differences between prompts, so it is larger.
+#
+# RLOO and REINFORCE++ are as in verl and TRL, ScaleRL's division as in its paper, MaxRL as in
+# prime-rl. The papers' other choices are second hand.

@@ -30,18 +30,6 @@ Base file: minirl.py. Differs from it in:
    checkpoints. (`--save_hf` writes the rounded weights.)
 2. The sampler gets the rounded weights and computes as the trainer does, with either engine.
 
-Differs from the paper in:
-1. This is the arithmetic without its speed: weights that 8 bits can hold, multiplied in `--dtype`.
-   Real kernels also round activations and multiply in 8 bits in the backward pass. In the paper 128
-   activations or 128 x 128 weights share a scale; here a row of weights does. vLLM's kernels, with
-   `--rollout_dtype float8`, round only the sampler's activations, so a gap returns.
-2. The masters are float32, not bfloat16. The rounded weights need 4 bytes more each, divided over
-   the ranks.
-3. The objective is minirl.py's; we do not know the paper's.
-
-Confidence: we read the abstract. Which parts are rounded, in which blocks, is second hand; we found
-no public code.
-
 Run it:
     torchrun -m variants.jet                                # laptop, 2 to 4 minutes, no download
     torchrun -m variants.jet --model tiny-moe --routing_replay r3
@@ -93,9 +81,12 @@ class EightBits:
     """
 
     def __init__(self, policy: Policy):
-        layers = {n: w.detach() for n, w in policy.lm.named_parameters() if ".layers." in n}
-        parts = [w for n, w in layers.items() if w.dim() >= 2 and not n.endswith(ROUTERS)]
-        self.parts = [w.to_local() if isinstance(w, DTensor) else w for w in parts]  # own rows
+        self.parts = []
+        for name, parameter in policy.lm.named_parameters():
+            if ".layers." not in name or parameter.dim() < 2 or name.endswith(ROUTERS):
+                continue
+            weight = parameter.detach()
+            self.parts.append(weight.to_local() if isinstance(weight, DTensor) else weight)
         self.round()
 
     def round(self) -> None:
@@ -149,3 +140,16 @@ main = loop_of(minirl, globals(), LOOP)
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. This is the arithmetic without its speed: weights that 8 bits can hold, multiplied in
+#    `--dtype`. Real kernels also round activations and multiply in 8 bits in the backward pass. In
+#    the paper 128 activations or 128 x 128 weights share a scale; here a row of weights does.
+#    vLLM's kernels, with `--rollout_dtype float8`, round only the sampler's activations, so a gap
+#    returns.
+# 2. The masters are float32, not bfloat16. The rounded weights need 4 bytes more each, divided over
+#    the ranks.
+# 3. The objective is minirl.py's; we do not know the paper's.
+#
+# Not read of the paper: all but the abstract. Which parts are rounded, in which blocks, is second
+# hand; we found no public code.

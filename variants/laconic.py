@@ -33,14 +33,6 @@ accuracy is 0.47 after 60 steps, not 0.97 (one seed).
 Base file: grpo.py. Differs from it in:
 1. The rewards for the advantages (`reward` in the metrics stays the verifier's), and λ.
 
-Differs from the paper in:
-1. The released code subtracts another 0.1 (default 0.01) for responses cut at the limit. It also
-   caps the charge, at a height that its scripts' constants do not reach.
-2. B, η, Λ are ours: the paper's runs have hundreds of steps and thousands of tokens.
-
-Confidence: cost, update, their order and constants are from the authors' README and notes on the
-code; we have not read the code. We assume that the rest of the objective is GRPO's, with std.
-
 Run it:
     torchrun -m variants.laconic                            # laptop, 2 to 4 minutes, no download
     torchrun -m variants.laconic --length_budget 14 --price_lr 0.5 --price_ceiling 1
@@ -153,3 +145,11 @@ main = loop_of(grpo, globals(), LOOP)
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. The released code subtracts another 0.1 (default 0.01) for responses cut at the limit. It also
+#    caps the charge, at a height that its scripts' constants do not reach.
+# 2. B, η, Λ are ours: the paper's runs have hundreds of steps and thousands of tokens.
+#
+# Cost, update, their order and constants are from the authors' README and notes on the code; we
+# have not read the code. We assume that the rest of the objective is GRPO's, with std.

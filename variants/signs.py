@@ -39,18 +39,6 @@ Base file: grpo.py. Differs from it in:
 2. Outliers get the advantage 0. They stay in the baseline, in the mean and in the KL term.
 3. `--baseline none`, the paper's: Â = 1 for a right response and -1 for a wrong one.
 
-Differs from the paper in:
-1. The paper has no baseline: the advantage is λ for a right response and -1 for a wrong one, so a
-   group without any right response is pushed down. By default ours weights the group's z-scores,
-   which are 0 there.
-2. The paper leaves no outliers out.
-3. The paper has the mean over tokens, no KL term, and an entropy bonus of 0.001. Its scripts keep
-   this default of verl, and ε 0.2. It also makes four updates per rollout, but PSR and NSR (λ = 0)
-   first drop the responses without weight, and make fewer updates.
-
-Confidence: we read λ, sizes and settings in the authors' code, and the findings in the abstracts.
-The filter is ours.
-
 Run it:
     torchrun -m variants.signs                              # laptop, 2 to 4 minutes, no download
     torchrun -m variants.signs --baseline none --outliers 0 --beta 0    # W-REINFORCE; NSR with
@@ -99,18 +87,38 @@ def signs(rewards: Tensor) -> Tensor:
     return 2 * rewards - 1  # with λ: R - 1 + λ R, whose mean gradient is (1 + λ) ∇p
 
 
-def measures(rollout: Rollout) -> Tensor:
+def length_and_logp(rollout: Rollout) -> Tensor:
     """The length and the mean log μ of each response: `[N, 2]`."""
     lengths = rollout.mask.sum(1)  # [N]
     return torch.stack([lengths, rollout.rollout_logp.sum(1) / lengths], dim=1).double()
 
 
-def outliers(args: Args, own: Tensor, every: Tensor) -> Tensor:
-    """True `[N]` where one of the measures `own [N, 2]` is more than k standard deviations from the
-    mean of `every [M, 2]`, those of all ranks."""
+def outliers(args: Args, values: Tensor, every: Tensor) -> Tensor:
+    """True `[N]` where one of the two `values [N, 2]` is more than k standard deviations from the
+    mean of `every [M, 2]`, the values of all ranks."""
     # 1e-5: if all are alike, rounding makes no outlier.
     limit = args.outliers * every.std(0, correction=0) + 1e-5  # [2]
-    return ((own - every.mean(0)).abs() > limit).any(1) & (args.outliers > 0)
+    return ((values - every.mean(0)).abs() > limit).any(1) & (args.outliers > 0)
+
+
+def weighted(args: Args, batch: Rollout) -> Rollout:
+    """The batch with u Â for Â. (Outliers have the advantage 0 from the loop.)"""
+    A = batch.advantages  # [n]
+    A = torch.where(A > 0, args.positive_weight * A, A)  # [n]
+    return Rollout(**vars(batch) | {"advantages": A})
+
+
+def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor]:
+    """grpo.py's, of u Â."""
+    return grpo.policy_loss(args, logp, weighted(args, batch))
+
+
+def measures(args: Args, logp: Tensor, batch: Rollout) -> dict[str, tuple]:
+    """Metrics of the loss as pairs (sum, count), without gradient."""
+    size = batch.advantages.abs()  # [n]
+    batch = weighted(args, batch)
+    damped = size - batch.advantages.abs()  # [n]
+    return grpo.measures(args, logp, batch) | {"damped": (damped.sum(), size.sum())}
 
 
 # Metrics that show the method at work. If the first one is 0 in all steps, it never acted.
@@ -121,41 +129,13 @@ ACTED = {
 }
 
 
-def policy_loss(args: Args, logp: Tensor, batch: Rollout) -> tuple[Tensor, Tensor, dict]:
-    """Sum, count and statistics, as `grpo.policy_loss` returns them."""
-    mask = batch.mask  # [n, T]: 1 on response tokens, 0 on padding
-    A = batch.advantages[:, None]  # [n, 1]: one advantage for all tokens of a response
-    A = torch.where(A > 0, args.positive_weight * A, A)  # [n, 1]: u Â
-    ratio = (logp - batch.old_logp).exp()  # [n, T]: r. It is 1 before the rollout's first step
-    clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)  # [n, T]
-    # min, and not the clip alone: a token that moved in the wrong direction keeps its gradient, so
-    # that it can come back.
-    objective = torch.minimum(ratio * A, clipped * A)  # [n, T]
-    out_above, out_below = ratio > 1 + args.clip_high, ratio < 1 - args.clip_low  # [n, T]
-    cut = ((A > 0) & out_above) | ((A < 0) & out_below)  # [n, T]: M = 0
-    stats = {"clip_share": ((cut * mask).sum(), mask.sum())}
-    stats["clip_above"] = ((cut & out_above) * mask).sum(), mask.sum()
-    stats["clip_below"] = ((cut & out_below) * mask).sum(), mask.sum()
-    stats["damped"] = (batch.advantages.abs() - A[:, 0].abs()).sum(), batch.advantages.abs().sum()
-    if args.beta > 0:
-        log_ref_ratio = batch.ref_logp - logp  # [n, T]: log(π_ref/π_θ), not log(π_θ/π_ref)
-        k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # [n, T]
-        k3 = ratio * k3 if args.kl_ratio else k3  # [n, T]: r has a gradient too
-        objective = objective - args.beta * k3  # [n, T]
-        stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())
-    per_response = (objective * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # [n]: 1/|y_i|
-    # The caller divides by the responses of this mini-batch, on all ranks: 1/G, and the mean over
-    # prompts.
-    return -per_response.sum(), mask.new_tensor(len(mask)), stats  # sum, count
-
-
 # Lines of grpo.py's loop and what they become here
 LOOP = """
          rollout.advantages = advantages(rewards).flatten()  # [N]
 +        if args.baseline == "none":
 +            rollout.advantages = signs(rewards).flatten()  # [N]
-+        own = measures(rollout)  # [N, 2]
-+        odd = outliers(args, own, gather(own, world))  # [N]
++        values = length_and_logp(rollout)  # [N, 2]
++        odd = outliers(args, values, gather(values, world))  # [N]
 +        rollout.advantages[odd] = 0.0  # after the baseline, which counts them
 +        means.add(outlier_share=(odd.sum(), len(odd)))
 +        means.add(outlier_reward=(rewards.flatten()[odd].sum(), odd.sum()))
@@ -165,3 +145,15 @@ main = loop_of(grpo, globals(), LOOP)
 
 if __name__ == "__main__":
     launch(main, Args)
+
+# Differs from the paper in:
+# 1. The paper has no baseline: the advantage is λ for a right response and -1 for a wrong one, so a
+#    group without any right response is pushed down. By default ours weights the group's z-scores,
+#    which are 0 there.
+# 2. The paper leaves no outliers out.
+# 3. The paper has the mean over tokens, no KL term, and an entropy bonus of 0.001. Its scripts keep
+#    this default of verl, and ε 0.2. It also makes four updates per rollout, but PSR and NSR (λ =
+#    0) first drop the responses without weight, and make fewer updates.
+#
+# λ, sizes and settings are those of the authors' code, the findings those of the abstracts. The
+# filter is ours.
