@@ -34,11 +34,12 @@ def check_outliers(module: ModuleType) -> None:
     def odd(values: list[float], k: float) -> list[int]:
         """Which rows are outliers, their lengths equal."""
         every = torch.tensor([[7.0, value] for value in values], dtype=torch.float64)
-        args, found = no_kl(module, outliers=k), []
+        args = no_kl(module, outliers=k)
+        rows = []
         for columns in (every, every.flip(1)):
-            found.append(module.outliers(args, columns, columns).nonzero()[:, 0].tolist())
-        assert found[0] == found[1]
-        return found[0]
+            rows.append(module.outliers(args, columns, columns).nonzero()[:, 0].tolist())
+        assert rows[0] == rows[1]
+        return rows[0]
 
     for sign in (1, -1):
         values = [sign * x for x in [10.0] * 9 + [40.0]]

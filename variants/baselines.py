@@ -26,16 +26,14 @@ mean (Hu et al., 2501.03262), MaxRL (2602.02710), and the divisor of ScaleRL (25
 
 Any number that does not depend on y_i may be subtracted without changing the expected gradient; it
 changes the variance. REINFORCE pushes every right answer up and no wrong one down. The group's mean
-contains R_i: with it the gradient is (G-1)/G of the true one. RLOO removes this factor, as its
-advantage is G/(G-1) (R_i - mean R). Whitening subtracts the batch's mean and divides by its
-standard deviation.
+contains R_i: with it the gradient is (G-1)/G of the true one. RLOO removes this factor. Whitening
+subtracts the batch's mean and divides by its standard deviation.
 
 With a batch's mean, prompts compete. Answers to a prompt that is always solved are above it and
 pushed up; most answers to a hard prompt are pushed down. A group's mean compares only answers to
 one prompt. A batch's std rescales all prompts alike, whereas the group's std in GRPO gives prompts
 near 0 or 1 a larger weight. MaxRL's division gives hard prompts the weight 1/p, so its gradient is
-that of log p instead of p. ScaleRL's std is that of all R_i - group's mean in the batch. `none` and
-`batch` need no group, so `--group_size 1` is enough.
+that of log p instead of p. ScaleRL's std is that of all R_i - group's mean in the batch.
 
 Base file: justrl.py. Differs from it in:
 1. Advantages by `--baseline`; the batch is the rollout, over all ranks.
@@ -51,23 +49,18 @@ Run it:
 from dataclasses import dataclass
 from typing import Literal
 
-from common.cli import NonNegative
 from common.distributed import ALONE, global_sum, World
 from common.launch import launch
 import torch
 from torch import Tensor
 
-from variants import justrl, loop_of, Trunk
+from variants import justrl, loop_of
 
 
 @dataclass
-class Args(Trunk):
-    clip_low: NonNegative = 0.2
-    """ε of the lower clip (authors' script)."""
-    clip_high: NonNegative = 0.28
-    """ε of the upper clip (authors' script)."""
+class Args(justrl.Args):
     baseline: Literal["none", "rloo", "batch", "group", "maxrl", "scalerl"] = "rloo"
-    """How Â is computed (see the table above)."""
+    """How Â is computed (see the header); for none and batch, `--group_size 1` is enough."""
 
     def compares(self) -> bool:
         return self.baseline not in ("none", "batch")

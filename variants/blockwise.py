@@ -26,19 +26,15 @@ working before it. Against the group's mean every answer to a good working looks
 working's reward counts twice. The right baseline is the mean reward of answers to this very
 working, which would need more samples from there. The outcome-conditioned baseline uses the group
 instead: it compares an answer with those after a working of the same reward. If there is no other
-one, the advantage is 0 (`alone`). The working gets no signal from its answer. Here it comes to take
-a step too many, which costs it nothing, and accuracy falls again.
+one, the advantage is 0 (`alone`).
 
 The task's verifier gives a block's reward. It sees that block alone: the working up to the marker,
-or the marker and the answer. With `variants/steps.py` (partial rewards for every right step and for
-the answer) the two add up to the reward of the whole. With `arithmetic` the verifier finds nothing
-in a working, so its reward is always 0 and nothing is learnt from it.
+or the marker and the answer. `variants/steps.py` has a reward for every right step.
 
 Base file: grpo.py. Differs from it in:
 1. Rewards, advantages and token means by block; their sum.
 2. Advantages without std. No KL term, no reference model.
-3. The default task.
-4. `entropy_good`, `len_good` and the like go by the sign of the answer's advantage.
+3. The default task. (With `arithmetic` the working has no reward, and nothing is learnt from it.)
 
 Run it:
     torchrun -m variants.blockwise                          # laptop, 2 to 4 minutes, no download
@@ -62,6 +58,7 @@ from common.metrics import clip_shares
 import torch
 from torch import Tensor
 
+from minirl import advantages  # noqa: F401  (for LOOP: R minus the mean)
 import sapo
 from variants import Trunk, loop_of
 
@@ -81,19 +78,8 @@ class Args(Trunk):
     answers in the group whose working has the same reward."""
 
 
-def advantages(rewards: Tensor) -> Tensor:
-    """Reward minus group mean: `[P, G]` -> `[P, G]`. [1, 0, 0, 0]: [.75, -.25, -.25, -.25]."""
-    # Equal rewards must give advantages of exactly 0. But rounding makes the mean of eight part
-    # marks of 0.3 not quite 0.3. So subtract the first reward from all of them.
-    rewards = rewards - rewards[:, :1]  # [P, G]
-    centred = rewards - rewards.mean(dim=1, keepdim=True)  # [P, G]: the baseline is the mean
-    # If all responses are right, or all are wrong, the advantages are exactly 0: a prompt that is
-    # too easy or too hard teaches nothing.
-    return centred  # no std: a block's reward keeps its scale
-
-
 def compared(args: Args, working: Tensor) -> Tensor:
-    """True `[P, G, G]` if answer j is in the baseline of answer i, given the workings' rewards."""
+    """True `[P, G, G]` if answer j is in the baseline of answer i, by the workings' rewards."""
     return (working[:, :, None] == working[:, None]) | (args.baseline == "group")
 
 
@@ -215,6 +201,11 @@ if __name__ == "__main__":
 # 2. The paper's outcome is right or wrong; ours is the working's reward.
 # 3. We do not know ε; 0.2 is ours. The paper also steers the entropy to a target, and has weight
 #    decay 0.1.
+#
+# The working gets no signal from its answer. Here it comes to take a step too many, which costs it
+# nothing, and accuracy falls again. With `variants/steps.py` the rewards of the two blocks add up
+# to the reward of the whole. `entropy_good`, `len_good` and the like go by the sign of the answer's
+# advantage.
 #
 # Loss, baselines and sizes are as read in the paper; there is no code of the authors. We do not
 # know how it treats a response without its last block; ours counts as 0.

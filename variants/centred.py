@@ -28,21 +28,10 @@ centred estimate subtracts the mean score, so that the covariance alone remains.
 
 The mean needs μ of all tokens, and an engine reports K of them. Outside of these K (the tail), μ is
 taken as ρ π_θ, with ρ the ratio of the masses that are left: (1 - Σ_K μ) / (1 - Σ_K π_θ). Hence
-α = ρ w(1/ρ). With K = vocabulary, which the embedded models allow, there is no tail: the mean is
-exact, and α does not matter.
+α = ρ w(1/ρ). With K = vocabulary, which the embedded models allow, there is no tail, and the mean
+is exact.
 
-With `--weight` the sampled token has a weight, and so has its mean:
-
-    none    1
-    tis     min(π_θ/μ, w_high)
-    icepop  π_θ/μ if w_low <= π_θ/μ <= w_high, else 0
-
-The untruncated π_θ/μ leaves nothing to centre: μ π_θ/μ = π_θ, whose mean score is zero. So centring
-and importance weights are two ways to the same end. One removes the drift but keeps the sampler's
-distribution over tokens; the other also replaces it, at the price of variance.
-
-Base file: minirl.py, because its objective is a weight times Â log π_θ, too: a clip of the ratio,
-as in icepop.py or grpo.py, would have to be centred itself. Differs from it in:
+Base file: minirl.py. Differs from it in:
 1. The centring.
 2. No mask M. The weight is 1 by default.
 3. Removed: routing replay and the ablations of the weight (here `--weight`).
@@ -77,7 +66,7 @@ class Args(Trunk):
     """K: the sampler's most likely tokens, whose probabilities it reports at each place; at most
     the vocabulary; 0: no centring (vLLM's own largest number; the paper's is unknown to us)."""
     weight: Literal["none", "tis", "icepop"] = "none"
-    """w, a function of π_θ/μ (the table in this file's header)."""
+    """w: 1 (none), min(π_θ/μ, w_high) (tis), or π_θ/μ from w_low to w_high, else 0 (icepop)."""
     w_low: NonNegative = 0.5
     """icepop: smallest weight (OpenRLHF, verl)."""
     w_high: Positive = 5.0
@@ -163,6 +152,13 @@ if __name__ == "__main__":
 # Differs from the paper in:
 # 1. Advantages, the sum over tokens and the optimiser are the base file's.
 # 2. Both tail masses are at least 1e-6, as in vime.
+#
+# The untruncated π_θ/μ leaves nothing to centre: μ π_θ/μ = π_θ, whose mean score is zero. So
+# centring and importance weights are two ways to the same end. One removes the drift but keeps the
+# sampler's distribution over tokens; the other also replaces it, at the price of variance.
+#
+# minirl.py is the base file because its objective is a weight times Â log π_θ, too: a clip of the
+# ratio, as in icepop.py or grpo.py, would have to be centred itself.
 #
 # Read of the paper: the abstract; and its formulas as NeMo-RL's guide and vime's code state them. c
 # and α equal those of vime's published function (its numbers are in checks/). NeMo-RL adds the term

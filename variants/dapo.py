@@ -18,8 +18,7 @@ A zero-variance group, all right or all wrong, has no gradient. As the model imp
 become all right, and the gradient of the other groups has more noise. In the token mean it is also
 smaller, because tokens of zero-variance groups are counted, too. Dynamic sampling replaces these
 groups with the next prompts of the stream. This costs tokens that are sampled and dropped
-(`extra_tokens`), more as the model gets better. The batch's own reward is then between 1/G and 1 -
-1/G for any model; `reward_drawn` is the reward of all sampled responses.
+(`extra_tokens`), more as the model gets better. `reward_drawn` counts these responses, too.
 
 A response cut at the limit counts as wrong, even if its reasoning is good. The soft punishment
 warns before that: over the last `--overlong_buffer` tokens it grows to half of the reward of a
@@ -57,15 +56,11 @@ from common.metrics import clip_shares
 import torch
 from torch import Tensor
 
-from variants import justrl, loop_of, Trunk
+from variants import justrl, loop_of
 
 
 @dataclass
-class Args(Trunk):
-    clip_low: NonNegative = 0.2
-    """ε of the lower clip (authors' script)."""
-    clip_high: NonNegative = 0.28
-    """ε of the upper clip (authors' script)."""
+class Args(justrl.Args):
     max_draws: Count = 10
     """Rounds of sampling in a step, including the first; 1: no dynamic sampling (verl's recipe)."""
     overlong_buffer: Whole = 24

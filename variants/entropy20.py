@@ -22,14 +22,11 @@ at 14B and 32B; the other 80% alone do much worse.
 
 Little is lost, because a token of probability near 1 has almost no gradient (at H = 0 none). At the
 kept tokens nothing is biased. H depends on the place, not on the token drawn there: at a fork every
-token is trained, elsewhere none. stapo.py selects by the drawn token, and only rewarded ones. Here
-an improbable token at a place of low entropy, which has the largest gradient of all, is left out
-when it is punished, too.
+token is trained, elsewhere none. stapo.py selects by the drawn token, and only rewarded ones.
 
-Another rule, KL-Cov, chooses tokens by their effect on the entropy (Cui et al., "The Entropy
-Mechanism of Reinforcement Learning for Reasoning Language Models", 2025, arXiv 2505.22617). To
-first order a step lowers the entropy by the covariance of log π_θ and Â. The authors find that few
-tokens contribute far more to it than the others:
+Another rule, KL-Cov, chooses tokens by their effect on the entropy (Cui et al., arXiv 2505.22617).
+To first order a step lowers the entropy by the covariance of log π_θ and Â, to which few tokens
+contribute far more than the others:
 
     c = (log π_θ(y_t) - mean) (Â_i - mean)           both means over the mini-batch's tokens
     --tokens kl_cov      r Â - |log r| at the 0.2% of the largest c, r Â elsewhere: no clip
@@ -163,6 +160,10 @@ if __name__ == "__main__":
 #    a micro-batch. The 0.2% is a quantile, rounded up.
 #
 # TRL (`top_entropy_quantile`) divides by all tokens: the same gradient, five times smaller.
+#
+# An improbable token at a place of low entropy has the largest gradient of all. It is left out,
+# also when it is punished. KL-Cov is of "The Entropy Mechanism of Reinforcement Learning for
+# Reasoning Language Models", 2025.
 #
 # Objective and ε are as in the paper and the authors' code; TRL's numbers agree, except for that
 # factor. The code shows that π_θ's entropies are meant, not π_old's. KL-Cov is as in verl's code.

@@ -15,14 +15,12 @@ Gradient weight on ∇ log π_θ(y_t), averaged over tokens, then over responses
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
 The sampler has the trainer's weights, but not its probabilities, because of other kernels, another
-precision, or other experts in a mixture of experts. PPO's ratio does not contain this gap, because
-both its policies are the trainer's. w is the gap, fixed before the first update. The correction
-multiplies PPO's term from outside. Inside the clip, noise of the engines would move tokens beyond
-its bound before anything was learned.
+precision, or other experts. PPO's ratio does not contain this gap, because both its policies are
+the trainer's. w is the gap, fixed before the first update. The correction multiplies PPO's term
+from outside: inside the clip, it would move tokens beyond the bound before anything was learned.
 
-IcePop drops a token whose w is far from 1: if two engines with the same weights differ by a factor
-of two, it takes this for an error, which a capped weight would still trust. The related corrections
-are, with W = Π_t w, the product over a response:
+IcePop drops a token whose w is far from 1: it takes a factor of two for an error, which a capped
+weight would still trust. The related corrections are, with W = Π_t w of a response:
 
     tis        min(w, β), or min(W, β)                      truncated importance sampling
     mis        w if α <= w <= β, else 0; or the same of W   masked importance sampling
@@ -33,8 +31,7 @@ are, with W = Π_t w, the product over a response:
 
 Per token the correction is biased, because the tokens before it came from μ, too. Per response it
 is not, but W's variance grows exponentially with the length. Every band and cap trades bias for
-variance. Only opsm looks at π_θ, so also at staleness, and only at bad responses: the policy learns
-little from mistakes that it would hardly make any more.
+variance. Only opsm looks at π_θ, so also at staleness.
 
 Base file: minirl.py. Differs from it in:
 1. PPO's min and clip on r, times a correction of w alone. The base file has -log π with min(π_θ/μ,

@@ -44,7 +44,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from common.cli import NonNegative, Positive
 from common.launch import launch
 from common.logprobs import Policy
 from common.rollout import ROUTERS, float8
@@ -53,24 +52,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import minirl
-from variants import Trunk, loop_of
+from variants import loop_of
 
 
 @dataclass
-class Args(Trunk):
-    clip_low: NonNegative = 0.2
-    """ε of the mask's lower bound (paper)."""
-    clip_high: NonNegative = 0.27
-    """ε of the mask's upper bound (paper)."""
-    is_cap: Positive = 5.0
-    """Largest importance weight π_θ/μ (paper)."""
-    correct_mismatch: bool = True
-    """False: weight by r alone, the paper's ablation without train-inference correction."""
-    length_norm: bool = False
-    """True: divide by the response's length, the paper's ablation."""
-    routing_replay: Literal["none", "r2", "r3"] = "none"
-    """Experts to replay: r2 those of the trainer under π_old, r3 those of the sampler (mixture of
-    experts only)."""
+class Args(minirl.Args):
+    rollout_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
+    """Precision of the sampler's weights (auto: as dtype; the weights are rounded already)."""
 
 
 class EightBits:

@@ -51,19 +51,11 @@ from common.launch import launch
 from torch import Tensor
 
 import grpo
-from variants import Trunk, loop_of
+from variants import loop_of
 
 
 @dataclass
-class Args(Trunk):
-    clip_low: NonNegative = 0.2
-    """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
-    clip_high: NonNegative = 0.2
-    """ε of the upper clip, which is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
-    beta: NonNegative = 0.01
-    """β of the KL term; 0: no reference model (our choice; DeepSeekMath: 0.04, R1: 0.001)."""
-    kl_ratio: bool = False
-    """Multiply k3 by r, so that its gradient is the gradient of the KL (DeepSeek-V3.2)."""
+class Args(grpo.Args):
     length_budget: Count = 16
     """B: tokens that responses may have on average (our choice; paper: 1500 to 3000)."""
     price_lr: NonNegative = 0.2

@@ -18,13 +18,11 @@ Gradient weight on ∇ log π_θ(y_t), before the average over tokens:
 s_t is the prompt with the tokens before y_t. V(s_t) is the critic, another language model whose
 output is one number: the reward that is still to come from s_t on. δ_t says how much better things
 look after y_t than before it. With λ = 1 the δ_t add up to R - V(s_t), so the critic is a baseline.
-Its mistakes change no mean, until the clip uses the sign of Â. With λ = 0 there is only δ_t, which
-has little noise but all mistakes of V. λ between them weighs noise against the critic's mistakes.
+With λ = 0 there is only δ_t, which has little noise but all mistakes of V.
 
 GRPO removed the critic, a second model to train, save and keep in memory, and with it GAE, seven
 flags, a warm-up and a loss. It added the group's mean as the baseline, one advantage for all tokens
-of a response, a mean over responses, and the KL term in the loss instead of the reward. `diff
-variants/ppo.py grpo.py` shows it.
+of a response, a mean over responses, and the KL term in the loss instead of the reward.
 
 VAPO (arXiv 2504.05118) brought the critic back for long responses, on which λ = 0.95 loses the
 reward (0.95^100 = 0.006). The critic learns from λ = 1 (`--lam_critic`), the policy's λ is 1 -
@@ -32,10 +30,10 @@ reward (0.95^100 = 0.006). The critic learns from λ = 1 (`--lam_critic`), the p
 
 Base file: grpo.py. Differs from it in:
 1. One advantage per token, from a critic. KL in the reward. The mean over all tokens.
-2. The critic is a second model with its own optimiser, sharded and saved like the policy. It starts
+2. The critic is a second model with its optimiser, sharded and saved like the policy. It starts
    from the policy's weights with an output of 0. In the first steps it trains alone, as in verl.
 3. No group is needed: `--group_size 1` is PPO's usual rollout. A group that is all right or all
-   wrong has a gradient, too (`zero_groups` still counts it). The default 8 keeps grpo.py's rollout.
+   wrong has a gradient, too. The default 8 keeps grpo.py's rollout.
 
 Run it:
     torchrun -m variants.ppo                                # laptop, 2 to 4 minutes, no download

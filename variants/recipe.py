@@ -16,8 +16,8 @@ Gradient weight on ∇ log π_θ(y_t), before each stream's average (a branch's 
     M = 0 if (Â > 0 and r > 1+ε_high) or (Â < 0 and r < 1-ε_low), else 1
 
 π_old are the weights when the batch is due, μ those that sampled it. b is vcpo.py's baseline, or
-the mean. F is maspo.py's gate. T_main and T_branch count the tokens with I = 1.
-Each layer acts at another place in a step, so layers can be combined:
+the mean. T_main and T_branch count the tokens with I = 1. Each layer acts at another place in a
+step, so layers can be combined:
 
     layer                        where              its file        off
     1 clip-higher, token mean    loss, average      justrl.py       --clip_high 0.2 --no_token_mean
@@ -27,7 +27,7 @@ Each layer acts at another place in a step, so layers can be combined:
     5 stale batches              queue, Â, lr       vcpo.py         --lag 0
 
 Without layers this is grpo.py without KL term; with 1, justrl.py; with 1 and 2, stapo.py or
-maspo.py; with 3, goldilocks.py without KL term. Layers 4 and 5 differ as said below.
+maspo.py; with 3, goldilocks.py without KL term. The file's end says how layers 4 and 5 differ.
 
 The teacher of layer 3 and the pivots of layer 4 learn from rewards when these are sampled. With
 layer 5, the policy learns from them when they are due. STAPO's quantile is over main rows and

@@ -42,7 +42,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from common.batch import Rollout
-from common.cli import BadInput, blame, Count, NonNegative, RunStopped
+from common.cli import BadInput, blame, Count, RunStopped
 from common.clock import timed
 from common.data import Task
 from common.distributed import World
@@ -53,19 +53,11 @@ from torch import Tensor
 
 import grpo
 from grpo import advantages
-from variants import Trunk, loop_of
+from variants import loop_of
 
 
 @dataclass
-class Args(Trunk):
-    clip_low: NonNegative = 0.2
-    """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
-    clip_high: NonNegative = 0.2
-    """ε of the upper clip, which is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
-    beta: NonNegative = 0.01
-    """β of the KL term; 0: no reference model (our choice; DeepSeekMath: 0.04, R1: 0.001)."""
-    kl_ratio: bool = False
-    """Multiply k3 by r, so that its gradient is the gradient of the KL (DeepSeek-V3.2)."""
+class Args(grpo.Args):
     turn_end: str = "="
     """A token that ends in this text ends a turn, as EOS does; "": EOS alone (chat models)."""
     max_turns: Count = 16
