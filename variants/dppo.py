@@ -144,12 +144,12 @@ LOOP = """
 
 -            if args.routing_replay == "r3":  # in π_old's own evaluation, too
 -                minibatch.replayed_experts = minibatch.sampler_experts
--            found = all_logprobs(policy, minibatch, args, world, experts=records)
--            minibatch.old_logp = found.logp  # [n, T]
+-            old = all_logprobs(policy, minibatch, args, world, experts=records)
+-            minibatch.old_logp = old.logp  # [n, T]
 -            if args.routing_replay == "r2":  # at the first mini-batch this changes nothing
--                minibatch.replayed_experts = found.experts
+-                minibatch.replayed_experts = old.experts
 -            if engine.reports_experts:
--                means.add(experts_differ=experts_differ(minibatch, found.experts))
+-                means.add(experts_differ=experts_differ(minibatch, old.experts))
 +            minibatch.old_logp = all_logprobs(policy, minibatch, args, world).logp  # [n, T]
 """
 main = loop_of(minirl, globals(), LOOP)

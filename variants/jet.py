@@ -113,15 +113,15 @@ ACTED = {
 
 # Lines of minirl.py's loop and what they become here
 LOOP = """
-         done = load_checkpoint(run.folder, policy, optimizer, parts, world)
+     done = load_checkpoint(run.checkpoint, policy, optimizer, parts, world)  # steps; 0: a new run
 +    eight_bits = EightBits(policy)
 
 -                optimizer.step()
 +                means.add(rounding=eight_bits.step(optimizer))
 
--            save_checkpoint(run.folder, step, policy, optimizer, parts, world)
+-            save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
 +            with eight_bits.lifted():
-+                save_checkpoint(run.folder, step, policy, optimizer, parts, world)
++                save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
 """
 main = loop_of(minirl, globals(), LOOP)
 

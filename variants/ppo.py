@@ -276,8 +276,8 @@ LOOP = """
 +    both = nn.ModuleList([policy, critic.value])
 +    optimizers = [optimizer, critic.optimizer]
 
--        done = load_checkpoint(run.folder, policy, optimizer, parts, world)
-+        done = load_checkpoint(run.folder, both, optimizers, parts, world)
+-    done = load_checkpoint(run.checkpoint, policy, optimizer, parts, world)  # steps; 0: a new run
++    done = load_checkpoint(run.checkpoint, both, optimizers, parts, world)
 
 -        # Reward and advantages. A group is never split over ranks: its mean needs no communication.
 +        # Reward. The critic computes advantages from it below.
@@ -315,8 +315,8 @@ LOOP = """
 -            if first:  # stop if the sampler's log-probs, μ, are far from π_old: one is broken
 -                means.add(**run.check_sampler(minibatches))
 
--            save_checkpoint(run.folder, step, policy, optimizer, parts, world)
-+            save_checkpoint(run.folder, step, both, optimizers, parts, world)
+-            save_checkpoint(run.folder, step, policy, optimizer, parts, world, args.keep)
++            save_checkpoint(run.folder, step, both, optimizers, parts, world, args.keep)
 """
 main = loop_of(grpo, globals(), LOOP)
 

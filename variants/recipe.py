@@ -287,9 +287,7 @@ def main(args: Args, world: World) -> None:
     if branches:
         parts["branches"] = branches
     # </own>
-    done = 0  # steps trained so far
-    if args.resume:
-        done = load_checkpoint(run.folder, both, optimizers, parts, world)  # <own>
+    done = load_checkpoint(run.checkpoint, both, optimizers, parts, world)  # <own>
     engine.sync(policy)
     if args.lag and args.optimal_baseline and (part := unsupported_module(policy)):  # <own>
         raise BadInput(f"{part}: no gradient norms, use --no_optimal_baseline")  # <own>
@@ -403,7 +401,7 @@ def main(args: Args, world: World) -> None:
             metrics |= evaluate(engine, task, args, world)
         run.log(step, metrics, minibatches)  # before saving, so that no kill can lose this line
         if run.due(step, args.save_every):
-            save_checkpoint(run.folder, step, both, optimizers, parts, world)  # <own>
+            save_checkpoint(run.folder, step, both, optimizers, parts, world, args.keep)  # <own>
     if args.save_hf:
         save_model(policy, tokenizer, run.folder / "model", world)
     run.finish()
