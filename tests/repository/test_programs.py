@@ -20,7 +20,6 @@ labs.grade grpo.py
 labs.race --redraw
 tools.maintain.bench tiny --side ours --size 4 2 8
 tools.compare runs/a runs/b
-tools.compare --sheet sheet.png runs/a runs/b
 tools.evaluate runs/a --eval_problems 4 --eval_samples 1
 tools.maintain.make_tiny tiny tiny-new --steps 1
 tools.maintain.marks
