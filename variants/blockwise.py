@@ -30,8 +30,8 @@ one, the advantage is 0 (`alone`). The working gets no signal from its answer. H
 a step too many, which costs it nothing, and accuracy falls again.
 
 The task's own verifier gives a block's reward. It sees that block alone: the working up to the
-marker, or the marker and the answer. With `variants/steps.py` (partial rewards for every right step
-and for the answer) the two add up to the reward of the whole. With `arithmetic` the verifier finds
+marker, or the marker and the answer. With `common/tiny/steps.py` (partial rewards for every right
+step and for the answer) the two add up to the reward of the whole. With `arithmetic` the verifier finds
 nothing in a working, so its reward is always 0 and nothing is learnt from it.
 
 Base file: grpo.py. Differs from it in:
@@ -81,7 +81,7 @@ class Args(Trunk):
     """ε of the lower clip, which is at 1 - ε (PPO's value; DeepSeekMath gives none)."""
     clip_high: NonNegative = 0.2
     """ε of the upper clip, which is at 1 + ε (our choice; DAPO and STAPO: 0.28)."""
-    task: str = "variants/steps.py"
+    task: str = "common/tiny/steps.py"
     """As in every file; the default has a verifier with partial rewards for the working."""
     marker: str = "#"
     """Ends the working; one token, of which the last one in a response counts."""
