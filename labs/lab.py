@@ -266,7 +266,7 @@ def save(figure: object, path: Path) -> None:
     figure.savefig(drawn, dpi=150, format="png")
     with atomic_write(path) as partial:
         picture = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-        picture.save(partial, "png")
+        picture.save(partial, "png", optimize=True)
 
 
 def entitle(figure: object, words: str) -> None:
