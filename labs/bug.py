@@ -147,9 +147,9 @@ BUGS = [
     ),
     Bug(
         (
-            "return -per_response.sum(), mask.new_tensor(len(mask)), stats",
+            "return -per_response.sum(), mask.new_tensor(len(mask))",
             "return -(per_response * (logp.detach() - batch.rollout_logp).sum(1).exp()).sum(), "
-            "mask.new_tensor(len(mask)), stats",
+            "mask.new_tensor(len(mask))",
         ),
         "check_coefficients",
         "Two corrections are better than one?",
@@ -173,8 +173,8 @@ BUGS = [
     ),
     Bug(
         (
-            'stats["ref_kl"] = ((k3 * mask).sum(), mask.sum())',
-            'stats["ref_kl"] = ((log_ref_ratio * mask).sum(), mask.sum())',
+            'stats["ref_kl"] = (k3(args, logp, batch) * batch.mask)',
+            'stats["ref_kl"] = ((batch.ref_logp - logp) * batch.mask)',
         ),
         "check_statistics",
         "The runs are the same. Which curve lies?",

@@ -1,6 +1,6 @@
 """Grades an exercise of labs.blank: the checks that fail, with the numbers they found. Of an
-algorithm's file the core comes first, which is the formula; when it holds, the statistics, every
-flag and the sums of micro-batches.
+algorithm's file the core comes first, which is the formula; when it holds, every flag, the sums of
+micro-batches and, if you wrote `measures`, the metrics.
 
     python -m labs.grade mine/grpo.py [--hint] [--exercise grpo]
 
@@ -41,7 +41,7 @@ from labs.blank import EXERCISES, HEAD, TAKEN, single
 
 SECONDS = 30  # for one check: the slowest takes one
 MEMORY = 4 << 30  # bytes, beyond what the grader itself has
-# Asked for when the others hold: statistics, every flag, sums of micro-batches
+# Asked for when the others hold: metrics, every flag, sums of micro-batches
 LATER = "check_kl_ratio check_loss check_parts_add_up check_statistics".split()
 Check = Callable[[ModuleType], None]
 
@@ -157,7 +157,7 @@ def in_words(error: BaseException, path: Path) -> str:
     if isinstance(error, NotImplementedError):
         return in_one_line(error)
     if isinstance(error, KeyError) and not lines:
-        return f"{error} is missing from the statistics, the third that policy_loss returns"
+        return f"{error} is missing from what measures returns"
     if isinstance(error, AssertionError) and frames[-1] not in lines:  # of the check itself
         rule = frames[-1].line.removeprefix("assert ")
         return " ".join(str(error).split()) or f"`{rule}` does not hold"
@@ -276,7 +276,13 @@ def main() -> int:
     except (BadInput, OSError) as error:
         parser.error(in_one_line(error))
     failed, held = grade(name, words.file, source)
-    say(report(failed, held, checks_of(name)))
+    every = checks_of(name)
+    for check, reason in [*failed.items()]:
+        if reason == checks.NO_MEASURES:  # an exercise of its own
+            say("Not graded: measures, which is a second, optional exercise.")
+            del failed[check]
+            every.remove(check)
+    say(report(failed, held, every))
     if failed and words.hint:
         say(textwrap.fill(f"Hint. {hint(name, failed)}", 100))
     return 1 if failed else 0

@@ -4,6 +4,7 @@ Plain gradient steps, no Adam and no gradient clipping: both hide how a loss wei
 """
 
 import importlib
+from pathlib import Path
 from collections.abc import Callable
 from types import ModuleType
 
@@ -22,7 +23,9 @@ def load(stem: str) -> ModuleType:
 
 def by_token(module: ModuleType) -> ModuleType:
     """The file with a loss that reads an advantage for each token, `token_advantages [N, T]`."""
-    return checks.mutate(module, "A = batch.advantages[:, None]", "A = batch.token_advantages")
+    source = Path(module.__file__).read_text("utf-8")
+    source = source.replace("batch.advantages[:, None]", "batch.token_advantages")
+    return checks.module_from(source, module)
 
 
 def start(p: float, size: int) -> Tensor:
@@ -57,5 +60,5 @@ def gradient(
     logits = logits.detach().requires_grad_()
     logp = read(logits, tokens)  # [N, T]
     columns = {"mask": torch.ones_like(logp)} | columns
-    loss, _ = checks.loss_of(module, checks.no_kl(module, **flags), logp=logp, **columns)
+    loss = checks.loss_of(module, checks.no_kl(module, **flags), logp=logp, **columns)
     return torch.autograd.grad(loss, logits)[0]

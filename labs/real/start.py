@@ -1,4 +1,4 @@
-"""SmolLM2 after a short warm start, for the ten panels of this lab.
+"""SmolLM2 after a short warm start.
 
     python -m labs.real.start runs/smollm2 runs/smollm2-sums
 

@@ -43,9 +43,7 @@ def start(patch: pytest.MonkeyPatch, module: str, *words: object) -> None:
 # Of each toy a number (of a series the last one), and arms in which it rises
 CLAIMS = {
     "fork": ("rollouts", "MASPO", "clip-higher", "GRPO"),
-    "bound": ("perfect critic", "long, on-policy, plain", "short, on-policy, plain"),
     "flips": ("entropy", "GRPO, wrong π_old", "SAPO, wrong π_old"),
-    "drift": ("share", "gap 0.01", "gap 0.11", "gap 0.90"),
     "junk": ("end", "junk, STAPO", "junk, GRPO"),
     "lock": ("tries", "lr 0.3, 0.001, no branches, same tokens", "lr 0.3, 0.001, DEEP-GRPO"),
     "signs": ("until", "rare, GRPO", "rare, NSR", "rare, wrong half of the z-score"),

@@ -66,7 +66,8 @@ def grpo_gradient(
     for rows in micro_batches(policy, batch, ARGS.micro_tokens, ALONE):
         micro = batch.rows(rows)
         logp, _ = response_logprobs(policy, micro, ARGS.temperature)  # [n, T]
-        loss, count, stats = module.policy_loss(ARGS, logp, micro)
+        loss, count = module.policy_loss(ARGS, logp, micro)
+        stats = module.measures(ARGS, logp.detach(), micro)
         loss.backward()
         denominator += count
         clipped += stats["clip_share"][0]
@@ -101,7 +102,7 @@ NANO = {
 GRPO = {
     "population std": ("std(dim=1, keepdim=True)", "std(dim=1, keepdim=True, correction=0)"),
     "no clip above": ("1 + args.clip_high)  # [n, T]\n", "9.0)  # [n, T]\n"),
-    "no KL term": ("if args.beta > 0:", "if args.beta > 1:"),
+    "no KL term": ("objective - args.beta * k3", "objective - 0 * k3"),
     "sum over tokens": (" / mask.sum(dim=1).clamp(min=1)", ""),
     "EOS is left out": ("mask = batch.mask", "mask = batch.mask * (batch.tokens != 1)"),
 }

@@ -19,7 +19,6 @@ labs.bug 1 --reveal
 labs.grade grpo.py
 labs.race --redraw
 labs.race --table none
-tools.maintain.handouts
 tools.maintain.bench tiny --side ours --size 4 2 8
 tools.compare runs/a runs/b
 tools.compare --sheet sheet.png runs/a runs/b
@@ -28,9 +27,6 @@ tools.make_tiny tiny tiny-new --steps 1
 tools.maintain.marks
 tools.memory stapo.py --model Qwen/Qwen3-0.6B-Base --gpus 8
 tools.page runs/a
-tools.reader
-tools.maintain.results runs/a
-tools.maintain.results --ranges runs/a
 tools.maintain.spread --dry
 tools.maintain.walk
 """.split("\n")[1:-1]
@@ -63,7 +59,7 @@ def start(folder: Path, words: list[str]) -> None:
 
 def pages(folder: Path) -> dict[Path, str]:
     found = [*folder.glob("*.md"), *folder.glob("docs/**/*.md"), *folder.glob("labs/**/*.md")]
-    found += [folder / "labs/class.ipynb", folder / "docs/questions-sheet.html"]
+    found.append(folder / "labs/class.ipynb")
     return {path: path.read_text("utf-8") for path in found}
 
 
@@ -92,8 +88,6 @@ tools.evaluate tiny --eval_task nosuchset
 tools.make_tiny tiny docs
 tools.memory --model tiny --gpus 12
 tools.page docs docs docs
-tools.reader grpo --out none/reader.html
-tools.maintain.results none
 tools.maintain.spread --dry nosuchcommit
 """.split("\n")[1:-1]
 

@@ -1,5 +1,4 @@
-"""Several runs in one figure and one table (tools.compare), and the tables of
-tools.maintain.results: which runs are of a kind, and what their numbers are."""
+"""Several runs in one figure and one table: which runs are of a kind, and their numbers."""
 
 from pathlib import Path
 
@@ -73,6 +72,6 @@ def test_a_sheet_has_a_row_for_each_run(tmp_path):
 def test_a_folder_without_a_measurement_is_one_line(text, tmp_path, monkeypatch, capsys):
     run = run_of(tmp_path / "1", 1)
     (run / "metrics.jsonl").write_text(text)
-    for words in (["tools.compare", run, "--out", tmp_path / "c"], ["tools.maintain.results", run]):
-        assert str(run) in refused(monkeypatch, capsys, *words)
+    words = ["tools.compare", run, "--out", tmp_path / "c"]
+    assert str(run) in refused(monkeypatch, capsys, *words)
     assert [*tmp_path.iterdir()] == [run]
