@@ -234,11 +234,6 @@ def high(name: str) -> Callable[[dict], float]:
     return lambda run: max(run[name])
 
 
-def end(run: dict) -> float:
-    """Sampled accuracy at the last two evaluations."""
-    return float(np.mean(run["sampled"][-2:]))
-
-
 def tail(values: list[float], count: int = 20) -> float:
     """The mean of a series' last values."""
     return float(np.mean(values[-count:]))
