@@ -10,7 +10,6 @@ others are one function each. The first line says which exercise it is, so the f
 name.
 """
 
-import argparse
 import ast
 import importlib
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 import checks
 from checks.files import MODULES, algorithms
 from common.cli import BadInput
+from tools import arguments
 
 EXERCISES = Path(__file__).parent / "exercises.py"
 TAKEN = ("advantages", "policy_loss")
@@ -39,14 +39,14 @@ def single() -> dict[str, ast.FunctionDef]:
 
 def flags(function: ast.FunctionDef) -> list[str]:
     """Comment lines: the flags that a function reads, of `Args`."""
-    found = []
+    names = set()
     for node in ast.walk(function):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "args":
-            found.append(f"args.{node.attr}")
-    if not found:
+            names.add(f"args.{node.attr}")
+    if not names:
         return []
-    told = f"It reads {', '.join(sorted(set(found)))}: what each does is said in Args."
-    return [INDENT + line for line in textwrap.wrap(told, 94)]
+    sentence = f"It reads {', '.join(sorted(names))}: Args says what each does."
+    return [INDENT + line for line in textwrap.wrap(sentence, 94)]
 
 
 def explained(name: str) -> list[str]:
@@ -105,9 +105,9 @@ def blank(name: str) -> str:
 
 def listed() -> str:
     """Every exercise with its difficulty and its title."""
-    told = {n: ast.parse(p.read_text(encoding="utf-8")) for n, p in files_of_exercises().items()}
+    files = {n: ast.parse(p.read_text(encoding="utf-8")) for n, p in files_of_exercises().items()}
     rows = []
-    for name, node in (told | single()).items():
+    for name, node in (files | single()).items():
         stars = "*" if name in EASY.split() else "***" if name in HARD.split() else "**"
         first = " ".join(ast.get_docstring(node).split("\n\n")[0].split())
         rows.append(f"{name:17}{stars:4} {textwrap.shorten(first, 78, placeholder=' ...')}")
@@ -115,16 +115,10 @@ def listed() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="labs.blank",
-        usage=argparse.SUPPRESS,  # an error is one line
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments(__doc__, "labs.blank")
     parser.add_argument("name", nargs="?", metavar="NAME")
     name = parser.parse_args().name
-    if hasattr(sys.stdout, "reconfigure"):  # a file of exercises is UTF-8, as Python reads it
-        sys.stdout.reconfigure(encoding="utf-8")
+    sys.stdout.reconfigure(encoding="utf-8")  # a file of exercises is UTF-8, as Python reads it
     try:
         sys.stdout.write(blank(name) if name else listed())
         if name and sys.stdout.isatty():

@@ -51,14 +51,14 @@ def gradient(
     logits: Tensor,
     tokens: Tensor,
     read: Callable[[Tensor, Tensor], Tensor] = logprobs,
-    **given: Tensor,
+    **columns: Tensor,
 ) -> Tensor:
-    """∇ of the file's loss, without a KL term, by the logits; `given`: old_logp, advantages, ...
+    """∇ of the file's loss, without a KL term, by the logits; columns: old_logp, advantages, ...
 
     `read(logits, tokens)` are the log-probs `[N, T]`.
     """
     logits = logits.detach().requires_grad_()
     logp = read(logits, tokens)  # [N, T]
-    given = {"mask": torch.ones_like(logp)} | given
-    loss = checks.loss_of(module, checks.no_kl(module, **flags), logp=logp, **given)
+    columns = {"mask": torch.ones_like(logp)} | columns
+    loss = checks.loss_of(module, checks.no_kl(module, **flags), logp=logp, **columns)
     return torch.autograd.grad(loss, logits)[0]

@@ -19,7 +19,7 @@ FIGURE = re.compile(
     rf"(?<![\w.-])(?:\d+ of \d+|{NUMBER} \({NUMBER}–{NUMBER}\)|{NUMBER})(?![\w-]|\.\d)"
 )
 LABS = {path.parent.name: path for path in sorted(ROOT.glob("labs/*/table.json"))}
-LABS.pop("race")  # its page is docs/stability-data.md
+LABS.pop("race")  # its page is docs/stability.md
 STUDIES = sorted(ROOT.glob("docs/studies/*.json"))
 
 

@@ -18,10 +18,11 @@ labs.blank grpo
 labs.bug 1 --reveal
 labs.grade grpo.py
 labs.race --redraw
+labs.race --table none
 tools.maintain.bench tiny --side ours --size 4 2 8
 tools.compare runs/a runs/b
 tools.evaluate runs/a --eval_problems 4 --eval_samples 1
-tools.maintain.make_tiny tiny tiny-new --steps 1
+tools.make_tiny tiny tiny-new --steps 1
 tools.maintain.marks
 tools.memory stapo.py --model Qwen/Qwen3-0.6B-Base --gpus 8
 tools.page runs/a
@@ -78,10 +79,12 @@ def test_a_program_ends_and_finds_no_page_to_change(command, copy):
 WRONG_CALLS = """
 labs.blank nope
 labs.fork --seeds 0
+labs.race grpo.py nope
+labs.stresses grpo.py nope
 tools.compare nope
 tools.evaluate nowhere
 tools.evaluate tiny --eval_task nosuchset
-tools.maintain.make_tiny tiny docs
+tools.make_tiny tiny docs
 tools.memory --model tiny --gpus 12
 tools.page docs docs docs
 tools.maintain.spread --dry nosuchcommit

@@ -1,11 +1,12 @@
-"""The eleven stresses, and one training run under one of them.
+"""Ten stresses and their control, and one training run under one of them.
 
-    python -m labs.race.stresses FILE STRESS FLAGS...
+    python -m labs.stresses FILE STRESS FLAGS...
 
 A stress changes a file's flags, engine, task or learning rate from outside. The held-out problems
 are always answered by the policy itself: a stress damages training, not the measurement.
 """
 
+import argparse
 import importlib.util
 import random
 import sys
@@ -15,11 +16,13 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+from common.cli import BadInput, blame, in_one_line
 from common.distributed import World
 from common.launch import launch
 from common.rollout import ROUTERS
 from common.run import Run
 from common.tiny.arithmetic import KINDS
+from tools import arguments
 from torch import nn
 
 
@@ -27,9 +30,9 @@ from torch import nn
 class Stress:
     """What a run is put under. The defaults change nothing."""
 
-    lr: float = 1.0  # factor on the file's own learning rate
-    minibatches: int = 0  # optimiser steps per rollout; 0: the file's own number
-    group_size: int = 0  # responses to a prompt, at the same number of rows; 0: as given
+    lr: float = 1.0  # factor on the file's learning rate
+    minibatches: int = 0  # optimiser steps per rollout; 0: the file's number
+    group_size: int = 0  # responses to a prompt, at the same number of rows; 0: the file's number
     sync_every: int = 1  # steps between two syncs of the sampler
     levels: int = 0  # of a sampler's weight, on either side of 0; 0: it is not quantised
     temperature: float = 1.0  # factor on the sampler's temperature
@@ -61,7 +64,7 @@ STRESSES = {
 
 
 def load(path: Path) -> ModuleType:
-    """A file as a module of its own."""
+    """A file as a new module, whatever is imported by its name."""
     spec = importlib.util.spec_from_file_location(f"raced_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
@@ -70,8 +73,8 @@ def load(path: Path) -> ModuleType:
 
 
 def quantise(model: nn.Module, levels: int) -> None:
-    """Round each row of a layer's matrices to whole numbers from -levels to levels, times the row's
-    own scale. Routers stay as they are: a rounded one chooses other experts."""
+    """Round each row of a layer's matrices to whole numbers from -levels to levels, times a scale
+    of the row. Routers stay as they are: a rounded one chooses other experts."""
     for name, weight in model.named_parameters():
         if weight.dim() >= 2 and ".layers." in name and not name.endswith(ROUTERS):
             scale = weight.abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / levels  # [out, 1]
@@ -131,8 +134,8 @@ def put_under(module: ModuleType, stress: Stress) -> None:
         kind = KINDS.get(args.task)
         if stress.uninformative and kind:  # in training: the held-out problems stay
             terms = KINDS["arithmetic:mix"].terms
-            own = kind.held_out_terms or kind.terms
-            KINDS[args.task] = kind._replace(terms=terms, held_out_terms=own)
+            held_out_terms = kind.held_out_terms or kind.terms
+            KINDS[args.task] = kind._replace(terms=terms, held_out_terms=held_out_terms)
         task = load_task(args, tokenizer)
         if kind:
             KINDS[args.task] = kind
@@ -154,11 +157,30 @@ def put_under(module: ModuleType, stress: Stress) -> None:
     module.save_checkpoint = lambda *_: None
 
 
-if __name__ == "__main__":  # one run, whose metrics.jsonl labs.race reads
-    file, name, *flags = sys.argv[1:]
-    raced = load(Path(file))
-    put_under(raced, STRESSES[name])
+def stressed(path: Path, name: str) -> ModuleType:
+    """A file, loaded and put under the stress of this name. BadInput if it has another form."""
+    with blame(f"{path}: not a file in the form of grpo.py"):
+        module = load(path)
+        put_under(module, STRESSES[name])
+    return module
+
+
+def main() -> None:
+    """One run, whose metrics.jsonl labs.race reads."""
+    parser = arguments(__doc__, "labs.stresses")
+    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("stress", choices=STRESSES, metavar="STRESS")
+    parser.add_argument("flags", nargs=argparse.REMAINDER, metavar="FLAGS")
+    words = parser.parse_args()
+    try:
+        module = stressed(words.file, words.stress)
+    except BadInput as error:
+        parser.error(in_one_line(error))
     # No curves; a summary, though empty, says that the run has reached its end.
     Run.finish = lambda run: (run.folder / "summary.json").write_text("{}")
-    sys.argv = [Path(file).name, *flags]
-    launch(raced.main, raced.Args)
+    sys.argv = [words.file.name, *words.flags]
+    launch(module.main, module.Args)
+
+
+if __name__ == "__main__":
+    main()

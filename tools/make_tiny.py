@@ -1,6 +1,6 @@
 """Makes the embedded models and their tokenizer.
 
-    python -m tools.maintain.make_tiny tiny|tiny-teacher|tiny-moe FOLDER
+    python -m tools.make_tiny tiny|tiny-teacher|tiny-moe FOLDER
 
 A Qwen3 of 124k parameters (or a Qwen3-MoE of 248k: 8 experts, 2 for each token) learns by
 supervised training to imitate an imperfect teacher: 55% of its demonstrations guess the answer
@@ -13,12 +13,11 @@ FOLDER must be new or empty: to replace an embedded model, delete it first.
 
 import math
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 from common.model import EMBEDDED, load_model
 from common.tiny import arithmetic
-from tools import arguments
+from tools import arguments, empty_folder
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
@@ -50,15 +49,13 @@ def demonstration(rng: random.Random, guess: float, slip: float) -> tuple[str, s
     return prompt, ";".join(steps) + "#" + answer
 
 
-def untrained(kind: str, width: int = 64) -> PreTrainedModel:
-    """The model before its warm start; for tiny-teacher this is tiny after its warm start. `width`:
-    its hidden size, to which all other sizes are in proportion (labs/ladder)."""
+def untrained(kind: str) -> PreTrainedModel:
+    """The model before its warm start; for tiny-teacher this is tiny after its warm start."""
     if kind == "tiny-teacher":
         return load_model("tiny")[0].train()
     shape = {"vocab_size": len(VOCABULARY), "max_position_embeddings": 256}
-    shape |= {"hidden_size": width, "num_hidden_layers": 2, "intermediate_size": 3 * width}
-    heads = width // 16
-    shape |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2, "head_dim": 32}
+    shape |= {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 192}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     shape |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     shape |= {"tie_word_embeddings": True}
     if kind != "tiny-moe":
@@ -68,14 +65,6 @@ def untrained(kind: str, width: int = 64) -> PreTrainedModel:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts))
 
 
-def emptied(folder: Path) -> Path:
-    """The folder, created if needed. OSError, before any work, if it is not empty."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise FileExistsError(f"{folder}: is not empty, give another")
-    return folder
-
-
 def imitate(
     model: PreTrainedModel,
     tok: PreTrainedTokenizerFast,
@@ -83,9 +72,8 @@ def imitate(
     lr: float,
     guess: float,
     slip: float,
-    enough: Callable[[int], bool] = lambda step: False,
 ) -> None:
-    """Train the model on demonstrations with these shares of guesses and slips, until `enough`."""
+    """Train the model on demonstrations with these shares of guesses and slips."""
     rng = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
     for step in range(steps):
@@ -106,8 +94,6 @@ def imitate(
         optimizer.zero_grad()
         if step % 200 == 0 or step == steps - 1:
             print(f"step {step:5d}  loss {loss.item():.4f}", flush=True)
-        if enough(step):
-            break
 
 
 def main(kind: str, folder: Path, most: int | None = None) -> None:
@@ -133,7 +119,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, metavar="N", help="stop after N (a test: no model)")
     chosen = parser.parse_args()
     try:
-        folder = emptied(chosen.folder)
+        folder = empty_folder(chosen.folder)
     except OSError as error:
         parser.error(str(error))
     main(chosen.kind, folder, chosen.steps)
