@@ -441,6 +441,8 @@ def as_problem(
     """A row and its prompt's tokens; None if these leave too few positions for a response."""
     prompt, answer = row
     ids = encode(prompt, instruction, tokenizer, chat=args.chat)
+    if max(ids) >= getattr(tokenizer, "embeddings", math.inf):
+        raise BadInput(f"--model: has no embedding for {tokenizer.decode(max(ids))!r} in a prompt")
     positions = getattr(tokenizer, "model_max_length", math.inf)
     if len(ids) > min(args.max_prompt_tokens, positions - args.max_new_tokens):
         return None

@@ -84,8 +84,6 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
             lm, loaded = AutoModelForCausalLM.from_pretrained(source, **options, **report)
             check_structure(lm)
             check_weights(loaded)
-            if max(tokenizer.get_vocab().values()) >= len(lm.get_input_embeddings().weight):
-                raise ValueError("more tokens than embeddings: the model must be resized")
             read = read_json(source, "generation_config.json")
             declared = read or read_json(source, "config.json")
             eos = eos_ids(declared.get("eos_token_id"), tokenizer)
@@ -104,6 +102,7 @@ def load_model(name: str, world: World = ALONE, flag: str = "--model") -> Loaded
     # The tokenizer's own limit is often another model's or none.
     positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
     tokenizer.model_max_length = positions or tokenizer.model_max_length
+    tokenizer.embeddings = len(lm.get_input_embeddings().weight)  # see `as_problem`
     return lm, tokenizer
 
 
@@ -138,12 +137,12 @@ def check_structure(lm: PreTrainedModel) -> None:
             raise ValueError(
                 f"RoPE type {kind} scales by the batch's longest row: use another model"
             )
-    ids = torch.linspace(0, len(lm.lm_head.weight) - 1, 16).long()[None]  # [1, 16]
+    ids = torch.linspace(0, len(lm.lm_head.weight) - 1, 4).long()[None]  # [1, 4]
     with torch.no_grad():
-        hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [1, 16, H]
-        product = head_product(hidden, lm.lm_head.weight)  # [1, 16, V]
-        ours = head_of(lm).logits(product).log_softmax(-1)  # [1, 16, V]
-        theirs = lm(input_ids=ids, use_cache=False).logits.log_softmax(-1)  # [1, 16, V]
+        hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [1, 4, H]
+        product = head_product(hidden, lm.lm_head.weight)  # [1, 4, V]
+        ours = head_of(lm).logits(product).log_softmax(-1)  # [1, 4, V]
+        theirs = lm(input_ids=ids, use_cache=False).logits.log_softmax(-1)  # [1, 4, V]
     gap = (ours - theirs).abs().max().item()
     if gap > 1e-4:  # rounding: 1e-6
         raise ValueError(f"{name} makes other logits of its head's product: off by {gap:.2g}")
@@ -166,7 +165,8 @@ def eos_ids(declared: object, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         raise ValueError("neither tokenizer nor generation config names EOS tokens by number")
     turn_end = [one for one in turn_end_of(tokenizer) if one not in ids]
     if turn_end:
-        say(f"a response also ends at {tokenizer.decode(turn_end)}, as turns of the chat template")
+        token = tokenizer.decode(turn_end)
+        say(f"a response also ends at {token}, with which the chat template ends a turn")
     return ids + turn_end
 
 

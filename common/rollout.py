@@ -23,9 +23,7 @@ from common.routing import Routing
 
 # Float8 leaves routers as they are: a rounded one chooses other experts.
 ROUTERS = ("gate.weight", "router.weight")
-LAYER = re.compile(
-    r"\.\d+\."
-)  # in the names of a layer's weights: model.layers.3., transformer.h.3.
+LAYER = re.compile(r"\.\d+\.")  # in a layer's names: model.layers.3.mlp, transformer.h.3.attn
 
 
 class Engine(Protocol):

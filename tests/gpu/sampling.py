@@ -13,7 +13,7 @@ from statistics import median
 from transformers import AutoModelForCausalLM
 
 from tests.gpu.check import program
-from tools.maintain.shapes import byte_tokenizer, config_of
+from tools.shapes import byte_tokenizer, config_of
 
 OPTIONS = ["async_scheduling=true", "async_scheduling=false", "max_num_seqs=256"]
 OPTIONS += ["max_num_seqs=1024", "max_num_batched_tokens=16384", "enforce_eager=true"]
