@@ -34,7 +34,7 @@ START = 120.0  # seconds, bound on the start of a worker: disks may be slow, but
 
 def reward(completion: str, reference: str) -> float:
     """1.0 where the completion's final answer equals the reference, else 0."""
-    from common.answers import correct  # slow to import; workers of a task file do not need it
+    from common.equality import correct  # slow to import; workers of a task file do not need it
 
     return float(correct(completion, reference))
 
