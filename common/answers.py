@@ -7,30 +7,27 @@ right one is no rule. So of a sentence only what changes no value is left out.
 import json
 import re
 import unicodedata
+from functools import lru_cache
 from pathlib import Path
 
 LONGEST = 1000  # characters: a longer answer is none, which bounds all work on it
-
-# 1. Which text is the answer
-
 # A box and its brace, or what a box without braces holds
 BOX = r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(\{|[-+(\[]?(?:[\d.\\]|[A-Za-z]\b)[^\s$]*|)"
 # "Answer: ", "the final answer is ", in one clause; "#### 7", but no heading ("#### 3. Total")
-NAMES = r"(?<!to )(?:answer|option|答案)(?:[^\n.,;\d]{,40}?(?:\bis\b|[是为:：])|\W{,5}?[=\n])"
-LABEL = rf"(?i:{NAMES}|####(?!\s*\**(?:[a-z]{{2}}|\d+[.)] )))[*_:：\s]*(?=[^*_:：\s])"
+NAMED = r"(?<!to )(?:answer|option|答案)(?:[^\n.,;\d]{,40}?(?:\bis\b|[是为:：])|\W{,5}?[=\n])"
+LABEL = rf"(?i:{NAMED}|####(?!\s*\**(?:[a-z]{{2}}|\d+[.)] )))[*_:：\s]*(?=[^*_:：\s])"
 # To its end, or to the end of a displayed formula
 SENTENCE = re.compile(r"(?:\\\[.*?\\\]|\$\$.*?\$\$|[^\n])*?(?=\s*(?:\n|\Z)|\.\s|。)", re.DOTALL)
-# Words are what separates the formulas of a sentence; some belong to the number behind them.
-KEPT = r"(?i:or|and|not|than|least|most)\b"
-WORD = rf"(?<![\\{{A-Za-z])(?!{KEPT})(?:[^\W\d_]{{2,}}|I\b|A(?= [a-z]))"
+# Words are what separates the formulas of a sentence, but for those that belong to a number.
+WORD = r"(?<![\\{A-Za-z])(?!(?:or|and|not|than|least|most)\b)(?:[^\W\d_]{2,}|I\b|A(?= [a-z]))"
 PAUSE = rf"(?:\(?{WORD}|[.:;!?](?:\s|$))+"
 # Where an answer ends: ", since 5 + 7 = 12"
 REASON = rf"[,;:!?]\s+(?={WORD})|\s\(?(?:because|since|as|so|which|where)\b"
-# A number, or the letter of an option; and what may be one in a line that is not yet written
-NAMES_ONE = re.compile(r"\d|^\W*[A-J]\W*$")
-MAY_NAME_ONE = re.compile(r"[\d²³¹¼-¾⁰-₉⅐-⅞]|(?<![\\A-Za-z])[A-JＡ-Ｊ](?![A-Za-z])")
+# A number, or the letter of an option
+NAMES_ONE = re.compile(r"[\d²³¹¼-¾⁰-₉⅐-⅞]|(?<![\\A-Za-z])[A-JＡ-Ｊ](?![A-Za-z])")
 
 
+@lru_cache(1)  # a worker needs it twice
 def final_answer(response: str) -> str:
     """The text that a response names last as its answer, as `written`; "" if it names none.
 
@@ -80,7 +77,7 @@ def last_box(text: str) -> str | None:
 def last_number(text: str) -> str:
     """The last part between words that names a number or an option, of a text's last 20 lines that
     may hold one; "" without any."""
-    lines = [line for line in text.split("\n") if MAY_NAME_ONE.search(line)]
+    lines = [line for line in text.split("\n") if NAMES_ONE.search(line)]
     for line in reversed(lines[-20:]):
         line = written(line)
         parts = re.split(PAUSE, line) if re.search(WORD, line) else [line]
@@ -90,22 +87,9 @@ def last_number(text: str) -> str:
     return ""
 
 
-# 2. How it is written
-
 TABLES = json.loads(Path(__file__).with_name("symbols.json").read_text())
 SYMBOLS = str.maketrans(TABLES["symbols"])
-
-
-def name(word: re.Match) -> str:
-    """A name's or command's one spelling: \\pi for pi."""
-    return TABLES["names"].get(word[0], word[0])
-
-
-def factor(word: re.Match) -> str:
-    """What a word behind a number multiplies it by: \\times 10^{6} for million."""
-    return TABLES["factors"].get(word[0].strip().lower(), word[0])
-
-
+NAMES, FACTORS = TABLES["names"], TABLES["factors"]
 SPELLINGS = [  # (what is replaced, by what), in this order
     # 10⁻⁸, which is 10^{-}^{8} by now
     (r"(?<=(\^|_)\{[-+\dnx])\}\1\{(?=[-+\dnx]\})", ""),
@@ -119,14 +103,15 @@ SPELLINGS = [  # (what is replaced, by what), in this order
     (r"^([^$]*)(?<!\\)\$(\s*[\d.][^$]*)$", r"\1\\$\2"),
     (r"(?<!\\)(?:\$|\\[\[\](),;: ])|~|\\q?quad(?![A-Za-z])", " "),
     (r"\\(?:text|mbox|math)(?:rm|bf|it|sf|cal)?\s*\{((?:[^{}]|\{[^{}]*\})*)\}", r" \1 "),
-    (r"\{([,:])\}", r"\1"),
-    (r"\\?[A-Za-z]+|&[lg]t;", name),
-    (r"(?<=[\d}])\s*[A-Za-z]+", factor),
+    # pi, as \pi; 5 million, as 5 \times 10^{6}
+    (r"\\?[A-Za-z]+|&[lg]t;", lambda name: NAMES.get(name[0], name[0])),
+    (r"(?<=[\d}])\s*[A-Za-z]+", lambda word: FACTORS.get(word[0].strip().lower(), word[0])),
+    (r"^\{([^{}]*)\}$|\{([,:])\}", r"\1\2"),
+    (r"(?:\bsq(?:uare)?\.?\s+(?!root)|平方)([^\W\d_]+)", r"\1^2"),
     (r"(?<![-\w])(?:minus|negative)\s+(?=[\d.\\(])", "-"),
-    (r"(?<=\d)\s*times\s*(?=\d)", r" \\times "),
     (r"(?<=\w)\*\*(?=\w)", "^"),
     # Markdown, quotes and punctuation at the edges
-    (r"\*\*|^[\s*_`'\",;:=]+|[\s*_`\".,;:\\]+$", ""),
+    (r"\*\*|^[\s*_`'\",;:=]+|(?:\"\s*\})?[\s*_`\".,;:\\]*$", ""),
     (r"(?:\\(?:l|c|v|d)?dots[a-z]?(?![A-Za-z])|\.\.\.+)\s*", r"\\ldots "),
     (r"\^\s*\{?\s*\\circ\s*\}?\s*", r"^\\circ "),
     (r"\\?%\s*", r"\\% "),

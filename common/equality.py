@@ -1,9 +1,4 @@
-"""Whether two final answers are equal.
-
-Texts, numbers and units are compared here; what remains is an expression, which math-verify reads.
-Two rules guard against paying a wrong answer: different units differ, and no tolerance is wider
-than the digits that were written.
-"""
+"""Whether two final answers are equal: as texts, as numbers with units, else by math-verify."""
 
 import re
 from collections import Counter, namedtuple
@@ -16,47 +11,16 @@ from math_verify.parser import should_treat_as_complex
 
 from common.answers import TABLES, final_answer, marked, written
 
-# Units and nouns
-
 UNIT_OF = {word: unit for unit, words in TABLES["units"].items() for word in words.split()}
 KNOWN = "|".join(map(re.escape, UNIT_OF))
 # A word that changes the value before it (million, or more) is no noun.
 CHANGES = rf"(?i:[^\W\d_]*(?:{TABLES['changes']})|(?:{TABLES['changing words']})(?![^\W\d_]))"
-LETTERS = r"(?<=[\s/])(?=[A-Za-z]*[aeiou])[A-Za-z]{3,}|[^\W\d_]*[^\x00-\x7f\W\d_][^\W\d_]*"
-NOUN = rf"(?:(?:{TABLES['prepositions']})\s+)*(?!{CHANGES})(?:{LETTERS})"
-# "/" or "per"; "square"; a name; its power
-FACTOR = (
-    r"\s*(?:\\cdot)?\s*(/|per\s|)\s*(?:(sq(?:uare)?\b\.?|平方)|(cu(?:bic)?\b\.?|立方)|)\s*"
-    rf"((?:{KNOWN})s?(?![A-Za-z])|{NOUN})(?:\s*\^\s*\{{?(-?\d)\}}?)?"
-)
+LETTERS = r"(?<=[\s/-])(?=[A-Za-z]*[aeiou])[A-Za-z]{3,}|[^\W\d_]*[^\x00-\x7f\W\d_][^\W\d_]*"
+NAME = rf"((?:{KNOWN})s?(?![A-Za-z])|(?!{CHANGES})(?:{LETTERS}))(?:\s*\^\s*\{{?(-?\d)\}}?)?"
+# "/" or "per", a name, its power
+FACTOR = rf"\s*(?:\\cdot|(?<=[a-z])-)?\s*(/|per\s|)\s*(?:(?:{TABLES['prepositions']})\s+)*{NAME}"
 # Behind a value; one letter (5 m) only after a space. Or the base of a numeral
-UNIT = re.compile(rf"(?<=[\d}})\s.])\s*(?!(?<!\s)[A-Za-z]\b)((?:{FACTOR})+|_\{{?\d+\}}?)$")
-
-
-def quantity(text: str) -> tuple[str, Counter | str]:
-    """The value of a written text, and its unit: the base of a numeral, or names with powers.
-
-    A noun is a unit (5 apples), a variable is none (5x, 5 n). Nor are words that change the value
-    (5 millones, 5 or more), which therefore stay in it.
-    """
-    match = UNIT.search(text)
-    if not match or not re.search(r"\d|\\|^[A-Za-z]\s*$", text[: match.start()]):
-        return text, ""
-    value = text[: match.start()].strip()
-    if match[1].startswith("_"):
-        return value, match[1].strip("_{}")
-    powers = Counter()
-    for per, square, cubic, word, power in re.findall(FACTOR, match[1]):
-        singular = re.sub(r"(?<=\w{3})s$", "", word.split()[-1].lower())
-        unit = UNIT_OF.get(word, UNIT_OF.get(singular, singular))
-        size = int(power or 1) * (2 if square else 3 if cubic else 1)
-        powers[unit] += -size if per else size
-    del powers[""]
-    return value, powers
-
-
-# The comparison
-
+UNIT = re.compile(rf"(?<=[\d}})\s.])\s*(?!(?<!\s)[A-Za-z]\b)((?:{FACTOR})++|_\{{?\d+\}}?)$")
 PERCENT = Counter({"%": 1})
 # A value, the place of its last decimal (0 without decimals), and how many digits were written
 Number = namedtuple("Number", "value place digits", defaults=(0, 0))
@@ -67,11 +31,10 @@ PLAIN = re.compile(rf"([-+]?)\s*(?:({DECIMAL})(?:\s*(?:\\times|\\cdot|[*x])\s*{P
 OPTION = re.compile(r"\(?([A-J])(?:\)|[.:]\s|$)(?!.*\b[A-J]\b).*")  # (C), C. five
 # Compared as texts only: words, times, ratios of three, derivatives, what dots stand for; dates and
 # scores (3-2), formulas and labels (CO2), which are no sums and products
-NAME = r"(?:\\angle )?[^\W\d_]{3,}([ '-]+[^\W\d_]+)*|\d+(-\d+)+|[A-Za-z\d]*[A-Za-z]\d[A-Za-z\d]*"
-TEXT_ONLY = rf"{NAME}|\d+:\d\d|.*:.*:.*|.*'|.*([^\x00-\x7f]|\\ldots).*"
+LABEL = r"(?:\\angle )?[^\W\d_]{3,}([ '-]+[^\W\d_]+)*|[A-Za-z\d]*[A-Za-z]\d[A-Za-z\d]*"
+TEXT_ONLY = rf"{LABEL}|\d+(-\d+)+|\d+(/\d+){{2,}}|\d+:\d\d|.*:.*:.*|.*'|.*([^\x00-\x7f]|\\ldots).*"
 SPELLING = NormalizationConfig(malformed_operators=True, nits=True, boxed="none")
 CASED = ConversionConfig(lowercase_symbols=False)
-POINTS = [Fraction(n, 7) for n in (2, 9, -5, 11, 16, -3, -8, 19, 25, -12, 6, 30, -20)]
 
 
 def correct(response: str, reference: str) -> bool:
@@ -88,32 +51,35 @@ def equal(gold: str, answer: str) -> bool:
     if as_text(gold) == as_text(answer) or (option and option[1] == gold.strip("()")):
         return True
     value, unit = quantity(gold)
-    answer_value, answer_unit = quantity(answer)
-    if value != gold or answer_value != answer:
-        if unit and answer_unit and unit != answer_unit:
-            return False
+    said, said_unit = quantity(answer)
+    if value != gold or said != answer:
+        differ = unit and said_unit and unit != said_unit
         # 50% is 0.5, and 50; but for a reference like 0.5 or \frac12 it is 0.5 only.
-        if PERCENT in (unit, answer_unit) and equal(share(value, unit), share(answer_value, answer_unit)):
-            return True
-        only_share = answer_unit == PERCENT and not unit and not above_one(value)
-        return not only_share and equal(value, answer_value)
+        share = rf"\frac{{{value}}}{{100}}" if unit == PERCENT else value
+        said_share = rf"\frac{{{said}}}{{100}}" if said_unit == PERCENT else said
+        small = said_unit == PERCENT and not unit and not re.match(r"-?([2-9]|\d\d)", value)
+        return not differ and (equal(share, said_share) or (not small and equal(value, said)))
     if re.fullmatch(TEXT_ONLY, gold) or re.fullmatch(TEXT_ONLY, answer):
         return False
-    number, answer_number = number_of(gold), number_of(answer)
-    if number and answer_number:
-        return close(number, answer_number)
     return same(expression_of(gold), expression_of(answer))
 
 
-def share(value: str, unit: Counter | str) -> str:
-    """50% as 50/100; another quantity's value as it is."""
-    return rf"\frac{{{value}}}{{100}}" if unit == PERCENT else value
-
-
-def above_one(text: str) -> bool:
-    """Whether a written text is a decimal beyond 1 or -1."""
-    number = number_of(text)
-    return number is not None and number.digits > 0 and abs(number.value) > 1
+def quantity(text: str) -> tuple[str, Counter | str]:
+    """The value of a written text and its unit: the base of a numeral, or names with their powers.
+    Any noun is one (5 apples). A variable (5x, 5 n) is none, nor is what changes the value."""
+    match = UNIT.search(text)
+    if not match or not re.search(r"\d|\\|^[A-Za-z]\s*$", text[: match.start()]):
+        return text, ""
+    value = text[: match.start()].strip()
+    if match[1].startswith("_"):
+        return value, match[1].strip("_{}")
+    powers = Counter()
+    for per, word, power in re.compile(FACTOR).findall(text, match.start(1)):
+        singular = re.sub(r"(?<=\w{3})s$", "", word.lower())
+        unit = UNIT_OF.get(word, UNIT_OF.get(singular, singular))
+        powers[unit] += int(power or 1) * (-1 if per else 1)
+    del powers[""]
+    return value, powers
 
 
 def as_text(text: str) -> str:
@@ -121,19 +87,6 @@ def as_text(text: str) -> str:
     words = r"\b(?:N[oO]|YES|TRUE|FALSE|[A-Z][a-z]{2,})\b"
     text = re.sub(words, lambda word: word[0].lower(), text)
     return re.sub(r"(?<!\d) | (?!\d)", "", text)
-
-
-def number_of(text: str) -> Number | None:
-    """The number that a written text is; None of anything else."""
-    match = PLAIN.fullmatch(text)
-    if not match:
-        return value_of(expression_of(text))
-    power = int(match[3] or match[4] or 0)
-    whole, point, decimals = re.sub("[, ]", "", match[2] or "1").partition(".")
-    value = Fraction(f"{match[1]}{whole}{point}{decimals}e{power}")
-    place = Fraction(10) ** (power - len(decimals)) if decimals else 0
-    # A power of ten tells as much of rounding as two digits do.
-    return Number(value, place, len((whole + decimals).lstrip("0")) + 2 * (power != 0))
 
 
 def close(gold: Number, answer: Number) -> bool:
@@ -153,10 +106,17 @@ def close(gold: Number, answer: Number) -> bool:
 
 
 def expression_of(text: str) -> object:
-    """A written text as a sympy object; raises if it cannot be read."""
+    """A written text as a Number or a sympy object; raises if it cannot be read."""
+    match = PLAIN.fullmatch(text)
+    if match:
+        power = int(match[3] or match[4] or 0)
+        whole, point, decimals = re.sub("[, ]", "", match[2] or "1").partition(".")
+        value = Fraction(f"{match[1]}{whole}{point}{decimals}e{power}")
+        place = Fraction(10) ** (power - len(decimals)) if decimals else 0
+        # A power of ten tells as much of rounding as two digits do.
+        return Number(value, place, len((whole + decimals).lstrip("0")) + 2 * (power != 0))
     # Not math-verify's `parse`, which takes A for a. What bounds this is the worker's alarm.
-    real = not should_treat_as_complex(text)
-    tree = latex2sympy(text, None, real, False, SPELLING, CASED)
+    tree = latex2sympy(text, None, not should_treat_as_complex(text), False, SPELLING, CASED)
     # Small numbers as fractions, for math-verify compares six decimals.
     small = [number for number in tree.atoms(sympy.Float) if abs(number) < 0.01]
     return tree.xreplace({number: sympy.Rational(str(number)) for number in small})
@@ -164,6 +124,8 @@ def expression_of(text: str) -> object:
 
 def value_of(tree: object) -> Number | None:
     """The value of an expression: exact if it is rational, else 30 digits; None if not real."""
+    if isinstance(tree, Number):
+        return tree
     rough = tree.evalf(30) if isinstance(tree, sympy.Expr) else sympy.nan
     # Before anything is computed exactly: at most 10,000 digits before or behind the point
     if not rough.is_Number or not rough.is_finite or re.search(r"e[-+]\d{5}", str(rough)):
@@ -182,9 +144,9 @@ def same(gold: object, answer: object) -> bool:
         gold, answer = right, answer_right
     if gold is None or answer is None:
         return False
-    pairs = values(gold, answer)
-    if len(pairs) > 1:
-        return all(None not in pair and close(*pair) for pair in pairs)
+    number, answer_number = value_of(gold), value_of(answer)
+    if number or answer_number:
+        return bool(number and answer_number) and close(number, answer_number)
     gold, answer = fitted(gold, answer), fitted(answer, gold)
     return verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None)
 
@@ -198,21 +160,6 @@ def sides(tree: object, other: object) -> tuple[object, object]:
     is_name = isinstance(left, sympy.Symbol | sympy.core.function.AppliedUndef)
     unsolved = len(left.free_symbols) == 1 and not is_name
     return left, None if unsolved and not is_equation(other) else take_last_relation(tree).rhs
-
-
-def values(gold: object, answer: object) -> list[list[Number | None]]:
-    """The values of two expressions at points where one is real, and no root is of a negative."""
-    if not isinstance(gold, sympy.Expr) or not isinstance(answer, sympy.Expr):
-        return []
-    symbols = sorted(gold.free_symbols | answer.free_symbols, key=str)
-    powers = gold.atoms(sympy.Pow) | answer.atoms(sympy.Pow)
-    radicands = [power.base for power in powers if not power.exp.is_integer]
-    pairs = []
-    for k in range(6):
-        point = dict(zip(symbols, POINTS[k:]))
-        if not any(radicand.subs(point).is_negative for radicand in radicands):
-            pairs.append([value_of(tree.subs(point)) for tree in (gold, answer)])
-    return [pair for pair in pairs if pair != [None, None]]
 
 
 def fitted(tree: object, other: object) -> object:

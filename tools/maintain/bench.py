@@ -70,7 +70,9 @@ def ours(given: argparse.Namespace) -> dict[str, float]:
         def verifier(texts: list[str], answers: list[str]) -> list[float]:
             return [reward(text) for text in texts]
 
-        return Task("bench", lambda i: problems[i % P], [], verifier, tokenizer=tokenizer)
+        task = Task("bench", lambda i: problems[i % P], [], verifier, tokenizer=tokenizer)
+        task.final = list
+        return task
 
     def endless(args: object, lm: object, world: object) -> object:
         engine = make_engine(args, lm, world)
