@@ -1,7 +1,6 @@
 """Which text of a response is its final answer, and how it is written.
 
-One principle holds here and in common/equality.py: a rule that could turn a wrong answer into a
-right one is no rule. So of a sentence only what changes no value is left out.
+Here and in common/equality.py a rule that could turn a wrong answer into a right one is no rule.
 """
 
 import json

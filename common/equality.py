@@ -9,7 +9,7 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig, NormalizationCo
 from math_verify.grader import is_equation, take_first_relation, take_last_relation, verify
 from math_verify.parser import should_treat_as_complex
 
-from common.answers import TABLES, final_answer, marked, written
+from common.answers import TABLES
 
 UNIT_OF = {word: unit for unit, words in TABLES["units"].items() for word in words.split()}
 KNOWN = "|".join(map(re.escape, UNIT_OF))
@@ -35,14 +35,6 @@ LABEL = r"(?:\\angle )?[^\W\d_]{3,}([ '-]+[^\W\d_]+)*|[A-Za-z\d]*[A-Za-z]\d[A-Za
 TEXT_ONLY = rf"{LABEL}|\d+(-\d+)+|\d+(/\d+){{2,}}|\d+:\d\d|.*:.*:.*|.*'|.*([^\x00-\x7f]|\\ldots).*"
 SPELLING = NormalizationConfig(malformed_operators=True, nits=True, boxed="none")
 CASED = ConversionConfig(lowercase_symbols=False)
-
-
-def correct(response: str, reference: str) -> bool:
-    """Whether a response's final answer equals the reference, which may be marked like one. Raises
-    on an answer that math-verify cannot read."""
-    answer = final_answer(response)
-    gold = marked(reference)
-    return bool(answer) and equal(written(reference if gold is None else gold), answer)
 
 
 def equal(gold: str, answer: str) -> bool:
@@ -116,10 +108,7 @@ def expression_of(text: str) -> object:
         # A power of ten tells as much of rounding as two digits do.
         return Number(value, place, len((whole + decimals).lstrip("0")) + 2 * (power != 0))
     # Not math-verify's `parse`, which takes A for a. What bounds this is the worker's alarm.
-    tree = latex2sympy(text, None, not should_treat_as_complex(text), False, SPELLING, CASED)
-    # Small numbers as fractions, for math-verify compares six decimals.
-    small = [number for number in tree.atoms(sympy.Float) if abs(number) < 0.01]
-    return tree.xreplace({number: sympy.Rational(str(number)) for number in small})
+    return latex2sympy(text, None, not should_treat_as_complex(text), False, SPELLING, CASED)
 
 
 def value_of(tree: object) -> Number | None:
@@ -148,7 +137,8 @@ def same(gold: object, answer: object) -> bool:
     if number or answer_number:
         return bool(number and answer_number) and close(number, answer_number)
     gold, answer = fitted(gold, answer), fitted(answer, gold)
-    return verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None)
+    # 12 decimals must agree, also in lists, and not 6.
+    return verify(gold, answer, 12, allow_set_relation_comp=True, timeout_seconds=None)
 
 
 def sides(tree: object, other: object) -> tuple[object, object]:
@@ -163,8 +153,7 @@ def sides(tree: object, other: object) -> tuple[object, object]:
 
 
 def fitted(tree: object, other: object) -> object:
-    """A list or a column as a pair if the other is one, x before y; x < 2 or x > 3 as a union if it
-    is one."""
+    """A list or column as a pair if the other is one, x before y; x < 2 or x > 3 as a union."""
     if isinstance(tree, sympy.MatrixBase) and tree.cols == 1 and isinstance(other, sympy.Tuple):
         return sympy.Tuple(*tree)
     parts = getattr(tree, "_unsorted_args", []) if isinstance(tree, sympy.FiniteSet) else []

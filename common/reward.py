@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
-from common.answers import final_answer
+from common.answers import final_answer, marked, written
 from common.cli import BadInput, RunStopped, blame, say
 
 SECONDS, MEMORY = 5.0, 2 * 2**30  # bounds on one answer; `bounds` of a task file may set others
@@ -35,9 +35,11 @@ START = 120.0  # seconds, bound on the start of a worker: disks may be slow, but
 
 def reward(completion: str, reference: str) -> float:
     """1.0 where the completion's final answer equals the reference, else 0."""
-    from common.equality import correct  # slow to import; workers of a task file do not need it
+    from common.equality import equal  # slow to import; workers of a task file do not need it
 
-    return float(correct(completion, reference))
+    answer = final_answer(completion)
+    gold = marked(reference)  # it may be marked like an answer
+    return float(bool(answer) and equal(written(reference if gold is None else gold), answer))
 
 
 def source_of(spec: str) -> str:

@@ -40,32 +40,28 @@ CHANGED = (
 )
 
 
-@pytest.fixture(scope="module")
-def verifier():
-    return Verifier(workers=2)
-
-
 @pytest.mark.parametrize("paid", [1, 0])
-def test_a_noun_is_dropped_and_what_changes_the_value_is_not(paid, verifier):
+def test_a_noun_is_dropped_and_what_changes_the_value_is_not(paid):
     """In a box and in a sentence."""
     texts = [f"42 {noun}" for noun in COUNTED.split("|")] if paid else CHANGED.split("|")
     responses = [f"The answer is {text}." for text in texts]
     responses += [rf"\boxed{{\text{{{text}}}}}" for text in texts]
-    scores = verifier(responses, ["42"] * 80)
+    scores = Verifier(workers=2)(responses, ["42"] * 80)
     assert [text for text, score in zip(responses, scores) if score != paid] == []
 
 
 @pytest.mark.parametrize("whose", ["public", pytest.param("ours", marks=pytest.mark.slow)])
-def test_every_answer(whose, verifier):
+def test_every_answer(whose):
     """Each line of answers.json is judged as it says, those with a `known` wrongly. Those whose
     source begins with "ours" were made up beside the rules, the others are of public threads."""
     rows = [row for row in ROWS if row["source"].startswith("ours") == (whose == "ours")]
+    verifier = Verifier(workers=2)
     scores = verifier([row["response"] for row in rows], [row["reference"] for row in rows])
     surprises = []
     for row, score in zip(rows, scores):
         if score != (row["right"] ^ row.get("known", 0)):
             surprises.append(row)
-    assert surprises == [] and verifier.take_killed() == 0
+    assert surprises == [] and verifier.killed == 0
 
 
 def test_final_answer():
