@@ -79,7 +79,7 @@ class Flags:
     save_every: Count = 50
     """Steps between two checkpoints (our choice)."""
     save_hf: bool = False
-    """Save the final model in the Hugging Face format, in `model` in the run folder."""
+    """Save the final model in the Hugging Face format, in float32, in `model` in the run folder."""
     resume: bool | Literal["auto"] = False
     """Continue from the newest checkpoint in the run folder; auto: only if there is one."""
     back_to: Whole = 0

@@ -15,7 +15,7 @@ from common.batch import Rollout
 from common.cli import Flags
 from common.clock import timed
 from common.distributed import World, global_sum, shard
-from common.model import add_product, head_logits
+from common.model import Head, add_product, head_of
 from common.routing import Routing, routers
 
 # Logits made at once: 512 MB in float32, whatever the vocabulary, and three such tensors at a time.
@@ -70,11 +70,12 @@ class Policy(nn.Module):
         if others is not None:
             targets = torch.cat([targets[:, None], others], dim=1)  # [M, 1 + K]
         weight = self.lm.lm_head.weight  # [V, H]
-        return TokenLogprobs.apply(hidden, weight, targets, temperature, readout)
+        head = head_of(self.lm, temperature)
+        return TokenLogprobs.apply(hidden, weight, targets, head, readout)
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """log softmax(hidden @ weight.T / temperature)[targets], and what `readout` makes of it.
+    """log softmax(head's logits)[targets], and what `readout` makes of the distribution.
 
     hidden `[M, H]`, weight `[V, H]`, targets `[M]` -> logp `[M]`, statistic `[M]` (no gradient),
     both float32. Targets `[M, K]` are K tokens at each place: logp `[M, K]`, and the statistic is
@@ -85,22 +86,18 @@ class TokenLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-        """`[b, V]`, float32: a softmax in bfloat16 would add its own rounding to the product's."""
-        logits = head_logits(hidden, weight)
-        return logits if temperature == 1 else logits / temperature
-
-    @staticmethod
-    def d_logits(
-        hidden: Tensor, weight: Tensor, targets: Tensor, d_logp: Tensor, temperature: float
+    def d_product(
+        hidden: Tensor, weight: Tensor, targets: Tensor, d_logp: Tensor, head: Head
     ) -> Tensor:
-        """The sum over the targets `[b, K]` of `d_logp [b, K]` times d log p(target) / d logits,
-        which is 1{target} - p: `[b, V]`, in the weight's dtype."""
-        p = TokenLogprobs.logits(hidden, weight, temperature).softmax(-1)  # [b, V]
-        d_logits = p.mul_(-d_logp.sum(-1, keepdim=True))  # [b, V]
+        """The gradient at hidden @ weight.T: `[b, V]`, in the weight's dtype. At the logits it is
+        the sum over the targets `[b, K]` of `d_logp [b, K]` times 1{target} - p."""
+        logits = head.logits(hidden, weight)  # [b, V]
+        d_logits = logits.softmax(-1).mul_(-d_logp.sum(-1, keepdim=True))  # [b, V]
         d_logits.scatter_add_(-1, targets, d_logp)
-        if temperature != 1:
-            d_logits = d_logits / temperature
+        if head.temperature != 1:
+            d_logits /= head.temperature
+        if head.cap:  # tanh' = 1 - tanh²
+            d_logits *= 1 - (logits * (head.temperature / head.cap)).square()
         return d_logits.to(weight.dtype)
 
     @staticmethod
@@ -110,20 +107,15 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        temperature: float,
-        readout: Readout | None,
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head, readout: Readout | None
     ) -> Pair:
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.temperature = temperature
+        ctx.head = head
         tokens = columns(targets)  # [M, K]
         logp = torch.empty(targets.shape, device=hidden.device)  # [M], or [M, K]
         statistic = torch.zeros(len(hidden), device=hidden.device)  # [M]
         for rows in TokenLogprobs.blocks(hidden, weight):
-            logprobs = TokenLogprobs.logits(hidden[rows], weight, temperature).log_softmax(-1)
+            logprobs = head.logits(hidden[rows], weight).log_softmax(-1)  # [b, V]
             columns(logp)[rows] = logprobs.gather(-1, tokens[rows])
             if readout:
                 statistic[rows] = readout(logprobs, tokens[rows, 0])
@@ -138,11 +130,10 @@ class TokenLogprobs(torch.autograd.Function):
         # Summed over blocks in float32: in bfloat16 every block would round what came before it.
         d_weight = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]
         for rows in TokenLogprobs.blocks(hidden, weight):
-            d_logits = TokenLogprobs.d_logits(
-                hidden[rows], weight, tokens[rows], d_logp[rows], ctx.temperature
-            )  # [b, V]
-            d_hidden[rows] = d_logits @ weight
-            add_product(d_weight, d_logits.T, hidden[rows])
+            given = hidden[rows], weight, tokens[rows], d_logp[rows], ctx.head
+            d_product = TokenLogprobs.d_product(*given)  # [b, V]
+            d_hidden[rows] = d_product @ weight
+            add_product(d_weight, d_product.T, hidden[rows])
         return d_hidden, d_weight.to(weight.dtype), None, None, None
 
 

@@ -18,6 +18,7 @@ from common.batch import Rollout
 from common.cli import Flags
 from common.distributed import World
 from common.logprobs import BLOCK_ELEMENTS, TokenLogprobs, micro_batches, response_logprobs
+from common.model import head_of
 
 
 def gradient_norms(
@@ -106,7 +107,7 @@ class HeadPart:
     """
 
     def __init__(self, lm: nn.Module, micro: Rollout, temperature: float):
-        self.lm, self.micro, self.temperature = lm, micro, temperature
+        self.lm, self.micro, self.head = lm, micro, head_of(lm, temperature)
         # The head's gradient in the row of the token at each place. The backward pass reaches the
         # head first and the embedding last, which needs it if both share their weight.
         self.at_tokens: Tensor | None = None  # [n, S, H]
@@ -127,8 +128,8 @@ class HeadPart:
             for block in steps.split(max(1, BLOCK_ELEMENTS // (r * len(weight)))):
                 at = some[:, None], block
                 tokens, ones = micro.tokens[at][..., None], micro.mask[at][..., None]
-                given = weight, tokens, ones, self.temperature
-                gradient += TokenLogprobs.d_logits(x[at], *given).mT @ x[at]
+                given = weight, tokens, ones, self.head
+                gradient += TokenLogprobs.d_product(x[at], *given).mT @ x[at]
             found[some] = torch.linalg.vector_norm(gradient, dim=(1, 2)).square()
             own = torch.arange(len(some), device=on)[:, None]  # [r, 1]
             self.at_tokens[some] = gradient[own, micro.sequences[some, :S]].to(hidden.dtype)

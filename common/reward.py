@@ -10,6 +10,7 @@ reads numbered questions and writes numbered verdicts, each a line of JSON. It i
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import math
@@ -59,13 +60,29 @@ def load_task_file(spec: str, source: str = "") -> object:
     file, _, name = spec.partition(":")
     file = os.path.abspath(file)
     sys.path.append(os.path.dirname(file))  # last: a file beside it cannot shadow a library
-    module = ModuleType(f"task file {file}")
+    module = ModuleType(f"task file {file}".replace(".", "_"))  # a dot would ask for a package
     sys.modules[module.__name__] = module  # dataclasses and pickle look for it there
     module.__file__ = file
     exec(compile(source or source_of(spec), file, "exec", dont_inherit=True), vars(module))
     if name and not hasattr(module, name):
         raise BadInput(f"--task {spec}: {name} is not in the file")
     return getattr(module, name) if name else module
+
+
+def digest(rows: list) -> str:
+    """SHA-256 of what JSON can hold."""
+    return hashlib.sha256(json.dumps(rows, default=str).encode()).hexdigest()
+
+
+def fingerprint(spec: str, source: str, task: object, last: int = 0) -> str:
+    """Of a task file's text and some of its problems. These differ between processes if they depend
+    on chance, or on the order of a set. Also tries the `last` problem of a run."""
+    try:
+        task.train(last)
+        return digest([source, task.held_out[:8], [task.train(number) for number in range(8)]])
+    except Exception as error:
+        needs = f"needs train(i) for every i, and a list held_out ({describe(error)})"
+        raise BadInput(f"--task {spec}: {needs}") from error
 
 
 class Verifier:
@@ -84,9 +101,12 @@ class Verifier:
         seconds: float = SECONDS,
         memory: int = MEMORY,
         function: str = "reward",
+        problems: str = "",
     ):
-        """`function` may also be "reply", of a task file with a tool: see `ask`."""
+        """`function` may also be "reply", of a task file with a tool: see `ask`. `problems`: the
+        `fingerprint` of the file that the workers must come to, too."""
         self.spec = spec
+        self.problems = problems
         self.function = function
         self.seconds = seconds
         self.memory = memory
@@ -133,7 +153,8 @@ class Verifier:
         """The score of one completion, "" or a description of what failed, its final answer."""
         worker = getattr(self.own, "worker", None)
         if worker is None or worker.process.poll() is not None:
-            worker = Worker(self.spec, self.source, self.seconds, self.memory, self.function)
+            source = [self.source, self.problems]
+            worker = Worker(self.spec, source, self.seconds, self.memory, self.function)
             self.own.worker = worker
         number = next(self.question_numbers)
         # Twice the worker's own bound: this deadline is for a function that turned the alarm off.
@@ -154,7 +175,7 @@ class Verifier:
 class Worker:
     """A process that scores answers, and a socket to it: one line there, one line back."""
 
-    def __init__(self, spec: str, source: str, seconds: float, memory: int, function: str):
+    def __init__(self, spec: str, source: list, seconds: float, memory: int, function: str):
         # -P: without the current folder, which may hold a json.py or another `common`.
         words = [sys.executable, "-P", "-m", "common.reward", spec, str(seconds), str(int(memory))]
         words.append(function)
@@ -205,11 +226,14 @@ def work(spec: str, seconds: str, memory: str, name: str) -> None:
     questions = os.fdopen(os.dup(0))  # descriptor 0 is this end of the socket pair
     verdicts = os.fdopen(os.dup(0), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a reward function must not read the questions
-    source = json.loads(questions.readline())
+    source, problems = json.loads(questions.readline())
     try:
-        score = getattr(load_task_file(spec, source), name) if spec else reward
+        task = load_task_file(spec, source) if spec else None
+        score = getattr(task, name) if spec else reward
         if not spec:
             score("x+1", "1+x")  # loads math-verify before the bounds hold
+        elif problems and fingerprint(spec, source, task) != problems:
+            raise ValueError("other problems than in the trainer: a set's order, or chance")
     except Exception as error:
         print(describe(error), file=verdicts, flush=True)
         return

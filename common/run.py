@@ -92,9 +92,10 @@ def saved_config(folder: Path) -> dict:
 
 
 def changed_flags(saved: dict, config: dict) -> list[str]:
-    """The names under which two runs differ, but for those of FREE_ON_RESUME."""
-    names = config.keys() - FREE_ON_RESUME - {"id", "history"}
-    return sorted(name for name in names if saved.get(name) != config[name])
+    """The names under which two runs differ, but for those of FREE_ON_RESUME. What a run of an
+    older version has not written is not compared."""
+    names = config.keys() & saved.keys() - FREE_ON_RESUME - {"id", "history"}
+    return sorted(name for name in names if saved[name] != config[name])
 
 
 @contextlib.contextmanager
@@ -180,6 +181,7 @@ class Run:
         self.samples = Samples(task, args, world)
         config = {"algorithm": algorithm, "acted": acted, "ranks": world.size}
         config |= asdict(args) | {"data": task.fingerprint}
+        config["weights"] = getattr(task.tokenizer, "weights", "")  # of --model
         self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
         task_name = Path(args.task.replace(".py:", "-")).stem  # my/words.py:train -> words-train
         task_name = re.sub(r"[^\w.-]+", "-", task_name)
@@ -189,13 +191,15 @@ class Run:
         self.repair = None  # what --back_to changes: flag -> value before and after
         if args.back_to and not args.resume:
             raise BadInput(f"--back_to {args.back_to}: goes with --resume")
+        if task.fingerprint != self._rank_0s(task.fingerprint):
+            raise BadInput(f"--task {args.task}: other problems on other ranks: set order, chance?")
         if args.resume:
             self.folder = self._rank_0s(folder_to_resume(self.folder, bool(args.run_dir)))
             self._check_resume()
 
-    def _rank_0s(self, folder: Path) -> Path:
-        """The first rank's folder, on every rank."""
-        shared = [folder]
+    def _rank_0s(self, value: object) -> object:
+        """The first rank's value, on every rank."""
+        shared = [value]
         dist.broadcast_object_list(shared)
         return shared[0]
 

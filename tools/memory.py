@@ -43,6 +43,7 @@ from common import model as loading
 from common.cli import BadInput, Flags, blame, say
 from common.launch import parse
 from common.logprobs import TokenLogprobs, entropies
+from common.model import Head
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
@@ -95,7 +96,7 @@ def counted(model: str, layers: int, tokens: int, checkpointing: bool) -> Counte
     tracker.track_external(lm)
     with warnings.catch_warnings(action="ignore"), tracker:
         hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
-        logp, _ = TokenLogprobs.apply(hidden, lm.lm_head.weight, ids[0], 1.0, entropies)
+        logp, _ = TokenLogprobs.apply(hidden, lm.lm_head.weight, ids[0], Head(), entropies)
         logp.sum().backward()
     (peak,) = tracker.get_tracker_snapshot("peak").values()  # of the one device
     found["activations"] = peak["Total"] - 2 * found["parameters"]
