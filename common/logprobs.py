@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from common.batch import Rollout
 from common.cli import Flags
 from common.clock import timed
-from common.distributed import World, global_sum, shard
-from common.model import Head, add_product, head_of
+from common.distributed import Compiled, World, global_sum, shard
+from common.model import Head, add_product, head_of, head_product
 from common.routing import Routing, routers
 
 # Logits made at once: 512 MB in float32, whatever the vocabulary, and three such tensors at a time.
@@ -44,6 +44,7 @@ class Policy(nn.Module):
     def __init__(self, lm: PreTrainedModel):
         super().__init__()
         self.lm, self.routing = lm, Routing(lm)
+        self.compiled = False  # see `compile_layers`
 
     def forward(
         self,
@@ -70,8 +71,36 @@ class Policy(nn.Module):
         if others is not None:
             targets = torch.cat([targets[:, None], others], dim=1)  # [M, 1 + K]
         weight = self.lm.lm_head.weight  # [V, H]
-        head = head_of(self.lm, temperature)
-        return TokenLogprobs.apply(hidden, weight, targets, head, readout)
+        asked = targets, head_of(self.lm, temperature), readout
+        return TokenLogprobs.apply(hidden, weight, *asked, self.compiled)
+
+
+def read_block(product: Tensor, tokens: Tensor, head: Head, readout: Readout | None) -> Pair:
+    """log π of the `tokens [b, K]` at the head's product `[b, V]`: `[b, K]`; and the statistic of
+    each row: `[b]`."""
+    logprobs = head.logits(product).log_softmax(-1)  # [b, V]
+    statistic = readout(logprobs, tokens[:, 0]) if readout else product.new_zeros(len(product))
+    return logprobs.gather(-1, tokens), statistic
+
+
+def d_product(
+    product: Tensor, tokens: Tensor, d_logp: Tensor, head: Head, dtype: torch.dtype
+) -> Tensor:
+    """The gradient at the head's product: `[b, V]`, in `dtype`. At the logits it is the sum over
+    the `tokens [b, K]` of `d_logp [b, K]` times 1{token} - p."""
+    logits = head.logits(product)  # [b, V]
+    d_logits = logits.softmax(-1).mul_(-d_logp.sum(-1, keepdim=True))  # [b, V]
+    d_logits.scatter_add_(-1, tokens, d_logp)
+    if head.temperature != 1:
+        d_logits /= head.temperature
+    if head.cap:  # tanh' = 1 - tanh²
+        d_logits *= 1 - (logits * (head.temperature / head.cap)).square()
+    return d_logits.to(dtype)
+
+
+# Compiled, they write fewer tensors of that size, and read them less often.
+compiled_read_block = Compiled(read_block)
+compiled_d_product = Compiled(d_product)
 
 
 class TokenLogprobs(torch.autograd.Function):
@@ -86,39 +115,30 @@ class TokenLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def d_product(
-        hidden: Tensor, weight: Tensor, targets: Tensor, d_logp: Tensor, head: Head
-    ) -> Tensor:
-        """The gradient at hidden @ weight.T: `[b, V]`, in the weight's dtype. At the logits it is
-        the sum over the targets `[b, K]` of `d_logp [b, K]` times 1{target} - p."""
-        logits = head.logits(hidden, weight)  # [b, V]
-        d_logits = logits.softmax(-1).mul_(-d_logp.sum(-1, keepdim=True))  # [b, V]
-        d_logits.scatter_add_(-1, targets, d_logp)
-        if head.temperature != 1:
-            d_logits /= head.temperature
-        if head.cap:  # tanh' = 1 - tanh²
-            d_logits *= 1 - (logits * (head.temperature / head.cap)).square()
-        return d_logits.to(weight.dtype)
-
-    @staticmethod
     def blocks(hidden: Tensor, weight: Tensor) -> list[slice]:
         rows = max(1, BLOCK_ELEMENTS // len(weight))
         return [slice(start, start + rows) for start in range(0, len(hidden), rows)]
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, head: Head, readout: Readout | None
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        head: Head,
+        readout: Readout | None,
+        compiled: bool = False,
     ) -> Pair:
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.head = head
+        ctx.head, ctx.compiled = head, compiled
+        read = compiled_read_block if compiled else read_block
         tokens = columns(targets)  # [M, K]
         logp = torch.empty(targets.shape, device=hidden.device)  # [M], or [M, K]
         statistic = torch.zeros(len(hidden), device=hidden.device)  # [M]
         for rows in TokenLogprobs.blocks(hidden, weight):
-            logprobs = head.logits(hidden[rows], weight).log_softmax(-1)  # [b, V]
-            columns(logp)[rows] = logprobs.gather(-1, tokens[rows])
-            if readout:
-                statistic[rows] = readout(logprobs, tokens[rows, 0])
+            product = head_product(hidden[rows], weight)  # [b, V]
+            part, statistic[rows] = read(product, tokens[rows], head, readout)
+            columns(logp)[rows] = part  # [b, K]
         ctx.mark_non_differentiable(statistic)
         return logp, statistic
 
@@ -129,12 +149,14 @@ class TokenLogprobs(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden)  # [M, H]
         # Summed over blocks in float32: in bfloat16 every block would round what came before it.
         d_weight = torch.zeros_like(weight, dtype=torch.float32)  # [V, H]
+        differentiate = compiled_d_product if ctx.compiled else d_product
         for rows in TokenLogprobs.blocks(hidden, weight):
-            given = hidden[rows], weight, tokens[rows], d_logp[rows], ctx.head
-            d_product = TokenLogprobs.d_product(*given)  # [b, V]
-            d_hidden[rows] = d_product @ weight
-            add_product(d_weight, d_product.T, hidden[rows])
-        return d_hidden, d_weight.to(weight.dtype), None, None, None
+            product = head_product(hidden[rows], weight)  # [b, V]
+            given = product, tokens[rows], d_logp[rows], ctx.head, weight.dtype
+            gradient = differentiate(*given)  # [b, V]
+            d_hidden[rows] = gradient @ weight
+            add_product(d_weight, gradient.T, hidden[rows])
+        return d_hidden, d_weight.to(weight.dtype), None, None, None, None
 
 
 def columns(x: Tensor) -> Tensor:

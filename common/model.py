@@ -140,7 +140,8 @@ def check_structure(lm: PreTrainedModel) -> None:
     ids = torch.linspace(0, len(lm.lm_head.weight) - 1, 16).long()[None]  # [1, 16]
     with torch.no_grad():
         hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [1, 16, H]
-        ours = head_of(lm).logits(hidden, lm.lm_head.weight).log_softmax(-1)  # [1, 16, V]
+        product = head_product(hidden, lm.lm_head.weight)  # [1, 16, V]
+        ours = head_of(lm).logits(product).log_softmax(-1)  # [1, 16, V]
         theirs = lm(input_ids=ids, use_cache=False).logits.log_softmax(-1)  # [1, 16, V]
     gap = (ours - theirs).abs().max().item()
     if gap > 1e-4:  # rounding: 1e-6
@@ -180,6 +181,20 @@ def turn_end_of(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return []
 
 
+def head_product(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden `[..., H]` @ weight `[V, H]` transposed: `[..., V]`, float32.
+
+    On a GPU the product of bfloat16 numbers leaves the kernel in float32. Rounded to bfloat16,
+    logits of 16 to 32 would be 0.125 apart and log-probs off by 0.01: sampler and trainer would
+    disagree, and no ratio would be 1. (CPUs have no such kernel.)
+    """
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        flat = hidden.flatten(0, -2)  # [b, H]
+        product = torch.mm(flat, weight.T, out_dtype=torch.float32)  # [b, V]
+        return product.unflatten(0, hidden.shape[:-1])
+    return nn.functional.linear(hidden, weight).float()
+
+
 class Head(NamedTuple):
     """From a product hidden @ weight.T to logits: cap · tanh(product / cap), where a family caps
     them softly (0: it does not), over a temperature."""
@@ -187,22 +202,11 @@ class Head(NamedTuple):
     temperature: float = 1.0
     cap: float = 0.0
 
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """hidden `[..., H]`, weight `[V, H]` -> `[..., V]`, float32.
-
-        On a GPU the product of bfloat16 numbers leaves the kernel in float32. Rounded to bfloat16,
-        logits of 16 to 32 would be 0.125 apart and log-probs off by 0.01: sampler and trainer would
-        disagree, and no ratio would be 1. (CPUs have no such kernel.)
-        """
-        if hidden.is_cuda and hidden.dtype != torch.float32:
-            flat = hidden.flatten(0, -2)  # [b, H]
-            logits = torch.mm(flat, weight.T, out_dtype=torch.float32)  # [b, V]
-            logits = logits.unflatten(0, hidden.shape[:-1])
-        else:
-            logits = nn.functional.linear(hidden, weight).float()
+    def logits(self, product: Tensor) -> Tensor:
+        """`[..., V]` -> `[..., V]`, float32."""
         if self.cap:
-            logits = self.cap * torch.tanh(logits / self.cap)
-        return logits if self.temperature == 1 else logits / self.temperature
+            product = self.cap * torch.tanh(product / self.cap)
+        return product if self.temperature == 1 else product / self.temperature
 
 
 def head_of(lm: PreTrainedModel, temperature: float = 1.0) -> Head:

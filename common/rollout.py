@@ -18,7 +18,7 @@ from common.batch import Rollout
 from common.cli import Flags, RunStopped
 from common.clock import timed
 from common.distributed import World, broadcast_module, full_parameters
-from common.model import head_of
+from common.model import head_of, head_product
 from common.routing import Routing
 
 # Float8 leaves routers as they are: a rounded one chooses other experts.
@@ -210,7 +210,8 @@ class HFEngine:
         step = {"past_key_values": cache, "use_cache": True, "position_ids": position}
         output = self.lm.base_model(tokens, attention_mask=attention, **step)
         last = output.last_hidden_state[:, -1:]  # [rows, 1, H]
-        return head_of(self.lm).logits(last, self.lm.lm_head.weight)[:, 0]  # [rows, V]
+        product = head_product(last, self.lm.lm_head.weight)[:, 0]  # [rows, V]
+        return head_of(self.lm).logits(product)  # [rows, V]
 
     def _choose(self, logits: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
         """The next token of each row `[rows, 1]`, and all log-probs `[rows, V]`."""

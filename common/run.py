@@ -33,7 +33,7 @@ from common.samples import Samples, before_and_after
 FREE_ON_RESUME = set(
     """acted steps run_dir resume back_to keep save_every save_hf eval_every eval_samples
     sample_every wandb ranks shard_ranks micro_tokens rollout_rows sampler_tolerance
-    gradient_checkpointing offload offload_reference vllm_memory vllm_sleep""".split()
+    gradient_checkpointing compile offload offload_reference vllm_memory vllm_sleep""".split()
 )
 # Flags of an algorithm's file that may not change even with --back_to: the sizes of a rollout
 FIXED = {"prompts_per_step", "group_size", "max_new_tokens"}

@@ -180,7 +180,8 @@ def answer(file: str, words: list[str], gpus: int, gpu: float) -> list[str]:
     sys.argv = [file, *words]
     args = parse(importlib.import_module(MODULES[Path(file).stem]).Args)
     found = estimate(args, gpus, gpu)
-    verdict = "fits" if found["peak"] <= 0.94 * gpu - 1 else "does not fit"
+    room = 0.94 * gpu - 1
+    verdict = "fits" if found["peak"] <= room else "does not fit"
     lines = [f"peak {found['peak']:.1f} GB per GPU, while {found['phase']}: {verdict} {gpu:g} GB"]
     lines += ["    " + ", ".join(f"{name} {found[name]:.1f}" for name in PARTS)]
     lines += [f"room for {found['responses']:.0f} responses of full length per GPU"]
@@ -190,6 +191,9 @@ def answer(file: str, words: list[str], gpus: int, gpu: float) -> list[str]:
         if better["peak"] < found["peak"]:
             shown = f"--{name}" if value is True else f"--{name} {value}"
             lines.append(f"    peak {better['peak']:.1f} with {shown}")
+    larger = replace(args, micro_tokens=16384)
+    if args.micro_tokens < 16384 and estimate(larger, gpus, gpu)["peak"] <= room:
+        lines.append("    --micro_tokens 16384 fits, too: 9% faster updates on an H100 than 8192")
     return lines
 
 
