@@ -92,8 +92,8 @@ def saved_config(folder: Path) -> dict:
 
 
 def changed_flags(saved: dict, config: dict) -> list[str]:
-    """The names under which two runs differ, but for those of FREE_ON_RESUME. What a run of an
-    older version has not written is not compared."""
+    """The names under which two runs differ, but for those of FREE_ON_RESUME, and for what a run of
+    an older version did not write."""
     names = config.keys() & saved.keys() - FREE_ON_RESUME - {"id", "history"}
     return sorted(name for name in names if saved[name] != config[name])
 
@@ -181,18 +181,18 @@ class Run:
         self.samples = Samples(task, args, world)
         config = {"algorithm": algorithm, "acted": acted, "ranks": world.size}
         config |= asdict(args) | {"data": task.fingerprint}
-        config["weights"] = getattr(task.tokenizer, "weights", "")  # of --model
+        config["weights"] = self._rank_0s(getattr(task.tokenizer, "weights", ""))  # of --model
         self.config = json.loads(json.dumps(config))  # as it will be read back: tuples as lists
         task_name = Path(args.task.replace(".py:", "-")).stem  # my/words.py:train -> words-train
         task_name = re.sub(r"[^\w.-]+", "-", task_name)
         name = args.run_dir or f"runs/{algorithm}-{task_name}-s{args.seed}"
         self.folder = Path(name).expanduser()
+        if task.fingerprint != self._rank_0s(task.fingerprint):
+            raise BadInput(f"--task {args.task}: other problems on other ranks: set order, chance?")
         self.checkpoint = None  # to continue from
         self.repair = None  # what --back_to changes: flag -> value before and after
         if args.back_to and not args.resume:
             raise BadInput(f"--back_to {args.back_to}: goes with --resume")
-        if task.fingerprint != self._rank_0s(task.fingerprint):
-            raise BadInput(f"--task {args.task}: other problems on other ranks: set order, chance?")
         if args.resume:
             self.folder = self._rank_0s(folder_to_resume(self.folder, bool(args.run_dir)))
             self._check_resume()

@@ -14,8 +14,6 @@ from common.rollout import HFEngine
 from common.tiny import arithmetic
 from grpo import Args
 
-from tools.maintain.shapes import byte_tokenizer
-
 from tests.helpers import SMALL, command
 from tests.common.rows import Letters, load, numbered, write
 
@@ -258,9 +256,9 @@ READ = [  # prompt, response, the response as a verifier reads it
 
 
 @pytest.mark.parametrize(("prompt", "response", "text"), READ)
-def test_a_verifier_sees_where_thoughts_begin_and_end(prompt, response, text):
+def test_a_verifier_sees_where_thoughts_begin_and_end(words, prompt, response, text):
     """Also where the tags are special tokens, or the prompt has the first one."""
-    tokenizer = byte_tokenizer(258)
+    _, tokenizer = load_model(str(words))
     tokenizer.add_tokens(["<think>", "</think>", "<end>"], special_tokens=True)
     asked, said = tokenizer([prompt, response])["input_ids"]
     how = {"logps": [[0.0] * len(said)], "eos": [1], "device": "cpu"}
